@@ -1,0 +1,100 @@
+"""The configuration schema: every option with its unit, default and bounds in one place; unknown keys are refused.
+
+`EngineConfig` is one model replica, `ServeConfig` the HTTP application around it. Both are read from YAML by `load_config`
+and overridden from the command line. Imports neither torch nor ray.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Annotated, Any, Literal
+
+import msgspec
+import yaml
+from msgspec import Meta
+
+DEMO_MODEL = "demo"
+"""The name that stands for the model embedded in `configs/demo/`."""
+
+Bytes = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Meta(gt=0)]
+Count = Annotated[int, Meta(ge=1)]
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One model replica: what it loads, where it runs and how much it admits at a time."""
+
+    model: str = DEMO_MODEL
+    """Folder with `config.json` and safetensors, a Hugging Face hub id, or `demo`."""
+    tokenizer: str | None = None
+    """Folder or hub id of the tokenizer; None takes the model's own."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """`auto` takes the checkpoint's dtype (float16 becomes bfloat16)."""
+    device: Literal["auto", "cpu", "cuda", "tpu"] = "auto"
+    num_threads: Count | None = None
+    """CPU threads of the model; None takes every core this process may use."""
+    max_model_len: Count | None = None
+    """Longest prompt plus output, in tokens; None takes the checkpoint's, cut to what the KV cache holds."""
+    block_size: Literal[8, 16, 32, 64, 128] = 16
+    """Tokens a KV block."""
+    kv_cache_bytes: Bytes | None = None
+    """Memory of the KV cache; None takes `kv_cache_fraction` of what is free after loading."""
+    kv_cache_fraction: Annotated[float, Meta(gt=0, le=0.95)] = 0.4
+    max_num_batched_tokens: Annotated[int, Meta(ge=1, le=1_048_576)] = 2048
+    """Token budget of one step, prefill and decode together."""
+    max_num_sequences: Annotated[int, Meta(ge=1, le=4096)] = 256
+    """Sequences running at a time."""
+    max_num_waiting: Annotated[int, Meta(ge=0)] = 2048
+    """Requests waiting beyond those running; one more is refused (HTTP 429)."""
+    enable_prefix_caching: bool = True
+
+
+class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The Ray Serve application: HTTP limits, names and replica counts."""
+
+    engine: EngineConfig = EngineConfig()
+    host: str = "127.0.0.1"
+    port: Annotated[int, Meta(ge=1, le=65535)] = 8000
+    served_model_name: str | None = None
+    """Name in `/v1/models`; None takes the last part of `engine.model`."""
+    num_engine_replicas: Count = 1
+    num_ingress_replicas: Count = 1
+    api_keys: tuple[str, ...] = ()
+    """Accepted bearer tokens; empty accepts every request."""
+    max_body_bytes: Bytes = 8 * 2**20
+    max_prompts_per_request: Count = 1024
+    """Prompts in one `/v1/completions` body."""
+    request_timeout_s: Seconds = 600.0
+    """A request still running after this long is aborted."""
+    health_bound_s: Seconds = 30.0
+    """`/health` fails when work is pending and no step completed for this long."""
+    log_requests: bool = True
+    """One structured log line a finished request, with its id."""
+
+
+def load_config(path: str | pathlib.Path | None, overrides: dict[str, Any] | None = None) -> ServeConfig:
+    """Reads a YAML file into a `ServeConfig` and applies dotted `overrides` such as `{"engine.model": "..."}`.
+
+    Raises `ValueError` naming the key and the bound for an unknown key, a wrong type or a value out of range.
+    """
+    data: dict[str, Any] = {}
+    if path is not None:
+        try:
+            loaded = yaml.safe_load(pathlib.Path(path).read_text())
+        except OSError as error:
+            raise ValueError(f"cannot read the configuration {path}: {error.strerror}") from error
+        except yaml.YAMLError as error:
+            raise ValueError(f"{path} is not valid YAML: {error}") from error
+        if loaded is not None and not isinstance(loaded, dict):
+            raise ValueError(f"{path} must hold a mapping of options, not a {type(loaded).__name__}")
+        data = loaded or {}
+    for key, value in (overrides or {}).items():
+        target = data
+        *parents, last = key.split(".")
+        for parent in parents:
+            target = target.setdefault(parent, {})
+        target[last] = value
+    try:
+        return msgspec.convert(data, ServeConfig)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"configuration {path or ''}: {error}") from error

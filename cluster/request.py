@@ -1,0 +1,78 @@
+"""What travels between whoever serves users and the engine: a request in, token deltas out.
+
+Plain data, token ids only: text belongs to `cluster/output.py` and the ingress. Imports neither torch nor ray.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from workers.sampling_params import SamplingParams
+from workers.step import TokenLogprobs
+
+
+class FinishStatus(enum.StrEnum):
+    """How a sequence ended."""
+
+    FINISHED_STOPPED = "stop"
+    """End-of-sequence or stop token, or a stop string found by the detokenising side."""
+    FINISHED_LENGTH = "length"
+    """`max_tokens` or the context length."""
+    FINISHED_ABORTED = "abort"
+    """The client went away, the deadline passed or the caller aborted."""
+    FINISHED_INTERNAL_ERROR = "error"
+    """This sequence failed; the others went on."""
+
+
+class EngineRequest(msgspec.Struct, kw_only=True, array_like=True):
+    """One request to the engine."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    priority: int = 0
+    """Lower runs first; equal priorities in order of arrival (vLLM's convention)."""
+    deadline_s: float | None = None
+    """Seconds from admission after which the request is aborted; None for no deadline."""
+
+
+class Usage(msgspec.Struct, array_like=True):
+    """Token counts of a finished request."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+    """Prompt tokens read from the prefix cache instead of computed."""
+
+
+class SequenceOutput(msgspec.Struct, array_like=True):
+    """What one step added to one choice of one request."""
+
+    request_id: str
+    index: int
+    """The choice: 0 unless n > 1."""
+    token_ids: list[int]
+    """New tokens only (a delta). An ending stop or end-of-sequence token is included."""
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """New entries for prompt positions 1 onward; position 0 has none."""
+    finish: FinishStatus | None = None
+    stop_token_id: int | None = None
+    """The stop or end-of-sequence token that ended the sequence; it is the last of `token_ids` and not part of the text."""
+    error: str | None = None
+    usage: Usage | None = None
+    """With `finish`."""
+
+
+class RequestRefused(ValueError):
+    """A request that can never be served, refused before anything is allocated. The message names value, bound and remedy."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class QueueFull(RuntimeError):
+    """The waiting queue is at its limit; try again later (HTTP 429)."""

@@ -1,0 +1,120 @@
+"""How the tokens of one request are drawn: plain, immutable data that every room may read.
+
+Owned by `workers/` because the sampler consumes it; filled in by the ingress or the caller of `cluster.llm.LLM`. It never
+holds state or code. Imports no torch. Field names follow the OpenAI API and, beyond it, vLLM's extensions.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+MAX_LOGPROBS = 64
+"""Largest number of alternatives reported per position; bounds the reply's size."""
+
+MAX_STOP_STRINGS = 16
+"""Stop strings per request; each is searched for in every new piece of text."""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Sampling parameters of one request.
+
+    Raises `ValueError` (decoding: `msgspec.ValidationError`) naming the value and the bound when a field is out of range.
+    Bounds that need the model (vocabulary size, context length) are checked by `validate_vocabulary` and the scheduler.
+    """
+
+    temperature: float = 1.0
+    """Divides the logits; 0 is greedy. In [0, 2]."""
+    top_p: float = 1.0
+    """Smallest set of most probable tokens whose mass reaches `top_p`, in (0, 1]; 1 keeps all."""
+    top_k: int = 0
+    """Keep the k most probable tokens; 0 or -1 keeps all."""
+    min_p: float = 0.0
+    """Keep tokens at least `min_p` times as probable as the most probable one, in [0, 1]."""
+    presence_penalty: float = 0.0
+    """Subtracted once from the logit of each token that the output already holds, in [-2, 2]."""
+    frequency_penalty: float = 0.0
+    """Subtracted for each occurrence in the output, in [-2, 2]."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens in prompt or output (CTRL, arXiv:1909.05858), in (0, 10]."""
+    seed: int | None = None
+    """Seed of the noise; the same seed gives the same tokens alone and in any batch. None draws one at admission."""
+    max_tokens: int | None = None
+    """Most tokens to generate; None means up to the context length."""
+    min_tokens: int = 0
+    """No end-of-sequence or stop token is sampled before this many tokens."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the output; matched on text, so only by the side that detokenises."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end the output; the ending token is not part of the text."""
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    """Go on past the model's end-of-sequence tokens (they may be sampled); `stop_token_ids` still stop."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+    logprobs: int | None = None
+    """Alternatives reported with each output token (0: only the token's own); None reports nothing."""
+    prompt_logprobs: int | None = None
+    """The same for prompt tokens. Such a request reads no cached prefix."""
+    logit_bias: dict[int, float] = {}
+    """Token id to value in [-100, 100] added to its logit."""
+    bad_words: tuple[str, ...] = ()
+    """Texts never generated; resolved by the tokenizing side into `bad_words_token_ids`."""
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    """Token sequences never generated: the last token is masked where the output ends with the ones before it."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """If given, only these tokens are ever sampled."""
+
+    def __post_init__(self) -> None:
+        _check_range("temperature", self.temperature, 0.0, 2.0)
+        _check_range("top_p", self.top_p, 0.0, 1.0)
+        if self.top_p == 0.0:
+            raise ValueError("top_p 0 keeps no token; it must be in (0, 1], and temperature 0 is greedy")
+        if self.top_k < -1:
+            raise ValueError(f"top_k {self.top_k} must be positive, or 0 or -1 to keep all tokens")
+        _check_range("min_p", self.min_p, 0.0, 1.0)
+        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_range("repetition_penalty", self.repetition_penalty, 0.0, 10.0)
+        if self.repetition_penalty == 0.0:
+            raise ValueError("repetition_penalty 0 divides by zero; it must be in (0, 10], and 1 means none")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            raise ValueError(f"seed {self.seed} does not fit in 64 signed bits")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ValueError(f"max_tokens {self.max_tokens} must be at least 1")
+        if self.min_tokens < 0:
+            raise ValueError(f"min_tokens {self.min_tokens} must not be negative")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}")
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise ValueError(f"stop has {len(self.stop)} strings; at most {MAX_STOP_STRINGS} are allowed")
+        if "" in self.stop:
+            raise ValueError("stop contains an empty string, which would end every output at once; remove it")
+        for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if count is not None and not 0 <= count <= MAX_LOGPROBS:
+                raise ValueError(f"{name} {count} must be between 0 and {MAX_LOGPROBS}")
+        for token_id, bias in self.logit_bias.items():
+            _check_range(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise ValueError("allowed_token_ids is empty, which allows no token; leave it out to allow all")
+        if any(not word for word in self.bad_words):
+            raise ValueError("bad_words contains an empty string; remove it")
+        if any(not ids for ids in self.bad_words_token_ids):
+            raise ValueError("bad_words_token_ids contains an empty sequence; remove it")
+
+    def validate_vocabulary(self, vocab_size: int) -> None:
+        """Raises `ValueError` naming the field where a token id is outside `[0, vocab_size)`."""
+        groups = {
+            "logit_bias": self.logit_bias,
+            "stop_token_ids": self.stop_token_ids,
+            "allowed_token_ids": self.allowed_token_ids or (),
+            "bad_words_token_ids": [token_id for ids in self.bad_words_token_ids for token_id in ids],
+        }
+        for name, ids in groups.items():
+            for token_id in ids:
+                if not 0 <= token_id < vocab_size:
+                    raise ValueError(f"{name}: token id {token_id} is outside the vocabulary [0, {vocab_size})")
+
+
+def _check_range(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:  # also refuses NaN
+        raise ValueError(f"{name} {value} must be between {low:g} and {high:g}")

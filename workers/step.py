@@ -1,0 +1,101 @@
+"""The step contract: what the driver tells every rank, and what the ranks answer.
+
+`cluster/scheduler.py` builds a `StepInput` a step, `workers/model_runner.py` executes it and answers with a `StepOutput`.
+Rows carry explicit indices; nobody relies on an order. Plain data: no torch, cheap to encode with msgpack.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from workers.sampling_params import SamplingParams
+
+
+class SequenceStart(msgspec.Struct, array_like=True):
+    """All that a rank needs to know, or to rebuild, of one sequence: its state is a function of its tokens.
+
+    Sent with the first step of a sequence and again after preemption, failover or a rebuilt worker group.
+    """
+
+    sequence_id: int
+    params: SamplingParams
+    seed: int
+    """Noise seed, resolved by the driver, in [-2^63, 2^63)."""
+    token_ids: list[int]
+    """Prompt followed by the output so far."""
+    num_prompt_tokens: int
+    eos_token_ids: tuple[int, ...] = ()
+    """Tokens that may not be sampled before `min_tokens` (beside `stop_token_ids`)."""
+
+
+class ScheduledSequence(msgspec.Struct, array_like=True):
+    """The tokens of one sequence that this step computes: positions `[start, start + num_tokens)`.
+
+    The ids are those the rank holds already, from `SequenceStart` and from its own samples, so that a sampled token need
+    not have reached the driver; `draft_token_ids` are the last `len(draft_token_ids)` of them and are verified.
+    """
+
+    sequence_id: int
+    start: int
+    num_tokens: int
+    new_block_ids: list[int]
+    """KV blocks appended to this sequence's block table before the step."""
+    draft_token_ids: list[int] = []
+
+
+class SamplePoint(msgspec.Struct, array_like=True):
+    """Draw the token at `position` of `sequence_id` from the logits of flat token row `row`.
+
+    Rows count the step's tokens in the order of `StepInput.scheduled`. Many points may share a row (forks); a sequence has
+    several points when it verifies drafts.
+    """
+
+    row: int
+    sequence_id: int
+    position: int
+
+
+class StepInput(msgspec.Struct, array_like=True):
+    """One step over a flat batch of tokens, prefill chunks and decodes alike."""
+
+    step_id: int
+    finished: list[int] = []
+    """Sequences to forget before anything else (also preempted ones: they come back with a `SequenceStart`)."""
+    started: list[SequenceStart] = []
+    block_copies: list[tuple[int, int]] = []
+    """(source, destination) KV blocks copied before the forward pass (copy-on-write of forks)."""
+    scheduled: list[ScheduledSequence] = []
+    sample_points: list[SamplePoint] = []
+    mask_follows: bool = False
+    """A `MaskBatch` comes with `sample`; without one, `execute` and `sample` travel in one message."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(item.num_tokens for item in self.scheduled)
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True):
+    """Log-probability of one token (float32, natural log, of the distribution before temperature) and of the best others."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    """1 for the most probable token of the vocabulary."""
+    top_token_ids: list[int]
+    top_logprobs: list[float]
+
+
+class StepOutput(msgspec.Struct, array_like=True):
+    """What came of one step. Only sequences with a sample point, a prompt-logprob or an error appear."""
+
+    step_id: int
+    token_ids: dict[int, list[int]] = {}
+    """Sequence id to the tokens it gained: zero or more."""
+    draft_token_ids: dict[int, list[int]] = {}
+    """Sequence id to the proposals for its next step."""
+    logprobs: dict[int, list[TokenLogprobs]] = {}
+    """Sequence id to one entry per gained token, for those that asked."""
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+    """Sequence id to entries for prompt positions `start + 1` onward of this step's chunk, for those that asked."""
+    errors: dict[int, str] = {}
+    """Sequence id to why it must end: the failure of a row is a value, never an exception."""
