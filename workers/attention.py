@@ -1,0 +1,103 @@
+"""The shape of one step's attention: which tokens, at which positions, in which KV slots, over which context.
+
+`AttentionMetadata` is built once a step by the model runner and read by every layer's kernels; the KV cache is allocated
+and copied here because its layout is the kernels' business. Computes no attention: that is `workers/kernels/`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+
+@dataclasses.dataclass(slots=True)
+class AttentionMetadata:
+    """One flat batch of query tokens, grouped by sequence in order; prefill chunks and decodes alike.
+
+    Sequence `s` owns the flat rows `[query_start[s], query_start[s + 1])`; they are its last tokens, so that row `i` of
+    them stands at position `context_lens[s] - query_len + i` and sees the keys at positions up to its own.
+    """
+
+    positions: torch.Tensor
+    """int64 [num_tokens]."""
+    slot_mapping: torch.Tensor
+    """int64 [num_tokens]: `block_id * block_size + offset` where the token's key and value are written."""
+    query_start: torch.Tensor
+    """int32 [num_sequences + 1], cumulative; the last entry is num_tokens."""
+    context_lens: torch.Tensor
+    """int32 [num_sequences]: keys of the sequence once this step's tokens are written."""
+    block_tables: torch.Tensor
+    """int32 [num_sequences, max_blocks]; entries past a sequence's last block are never read."""
+    block_size: int
+    """Tokens a KV block."""
+    max_query_len: int
+    max_context_len: int
+    total_context_len: int
+    """Sum of `context_lens`: what a decode step reads."""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.positions.shape[0]
+
+    @property
+    def num_sequences(self) -> int:
+        return self.context_lens.shape[0]
+
+    @classmethod
+    def build(
+        cls, starts: np.ndarray, query_lens: np.ndarray, block_tables: np.ndarray, block_size: int
+    ) -> AttentionMetadata:
+        """Metadata on the CPU for the tokens `[starts[s], starts[s] + query_lens[s])` of each sequence.
+
+        `starts` and `query_lens` are integers [num_sequences], every query length at least 1; `block_tables` is int32
+        [num_sequences, max_blocks] and covers the new tokens. The arrays are not kept, except `block_tables` where it
+        is int32 and contiguous already.
+        """
+        num_sequences = len(starts)
+        query_start = np.zeros(num_sequences + 1, dtype=np.int32)
+        np.cumsum(query_lens, out=query_start[1:])
+        num_tokens = int(query_start[-1])
+        context_lens = (starts + query_lens).astype(np.int32)
+        block_tables = np.ascontiguousarray(block_tables, dtype=np.int32)
+        if num_tokens == num_sequences:
+            rows = np.arange(num_sequences)
+            positions = starts.astype(np.int64)
+            max_query_len = 1 if num_sequences else 0
+        else:
+            rows = np.repeat(np.arange(num_sequences), query_lens)
+            positions = np.arange(num_tokens, dtype=np.int64) + (starts - query_start[:-1])[rows]
+            max_query_len = int(query_lens.max())
+        slots = block_tables[rows, positions // block_size].astype(np.int64) * block_size + positions % block_size
+        return cls(
+            positions=torch.from_numpy(positions),
+            slot_mapping=torch.from_numpy(slots),
+            query_start=torch.from_numpy(query_start),
+            context_lens=torch.from_numpy(context_lens),
+            block_tables=torch.from_numpy(block_tables),
+            block_size=block_size,
+            max_query_len=max_query_len,
+            max_context_len=int(context_lens.max()) if num_sequences else 0,
+            total_context_len=int(context_lens.sum()),
+        )
+
+
+def allocate_kv(
+    num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """The uninitialised KV cache: [num_layers, 2 (k, v), num_blocks, block_size, num_kv_heads, head_dim].
+
+    A layer's caches are `k_cache, v_cache = kv[layer]`. Slots in the order [slot, kv_head, dim] keep one token's heads
+    adjacent: a kernel that serves all KV heads of a sequence reads whole blocks in a row.
+    """
+    return torch.empty((num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim), dtype=dtype)
+
+
+def copy_blocks(kv: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+    """Copies whole blocks (source, destination) in every layer; all sources are read before any write."""
+    if not pairs:
+        return
+    sources, destinations = torch.tensor(pairs, dtype=torch.int64).unbind(1)
+    kv[:, :, destinations] = kv[:, :, sources]

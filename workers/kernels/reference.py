@@ -1,0 +1,111 @@
+"""The kernels of a decoder layer in plain torch: what they mean, slowly.
+
+Every faster form (`workers/kernels/cpu.py`, later Triton and others) is tested against these functions and falls back
+to them. Arithmetic is float32 inside and rounds once to the input's dtype: bfloat16 forms differ by rounding alone.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from workers.attention import AttentionMetadata
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Root-mean-square normalisation (Zhang and Sennrich, 2019) of x [..., hidden] by `weight` [hidden]."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * weight.float()).to(x.dtype)
+
+
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Adds x to `residual` in place and returns the norm of the sum, [num_tokens, hidden]."""
+    residual.add_(x)
+    return rms_norm(residual, weight, eps)
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """`silu(gate) * up` of gate_up [num_tokens, 2 * intermediate] (gate first), [num_tokens, intermediate]."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (F.silu(gate) * up).to(gate_up.dtype)
+
+
+def rope_and_cache(
+    qkv: torch.Tensor,
+    cos_sin: torch.Tensor,
+    metadata: AttentionMetadata,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    q_norm_weight: torch.Tensor | None = None,
+    k_norm_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+) -> None:
+    """Rotates queries in place and writes rotated keys and plain values to their KV slots.
+
+    qkv is [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], of which the key part is left undefined; `cos_sin`
+    is float32 [max_position, head_dim], cosines then sines, for rotary embedding (Su et al., 2021) in the half-split
+    order of GPT-NeoX and Hugging Face. Where norm weights [head_dim] are given, each query and key head is
+    RMS-normalised before (Qwen3).
+    """
+    heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
+    query, key, value = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    cos, sin = cos_sin[metadata.positions].unsqueeze(1).chunk(2, dim=-1)
+    query.copy_(_rotate(query, cos, sin, q_norm_weight, eps))
+    k_cache.view(-1, num_kv_heads, head_dim)[metadata.slot_mapping] = _rotate(key, cos, sin, k_norm_weight, eps)
+    v_cache.view(-1, num_kv_heads, head_dim)[metadata.slot_mapping] = value
+
+
+def _rotate(
+    heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, norm_weight: torch.Tensor | None, eps: float
+) -> torch.Tensor:
+    wide = heads.float()
+    if norm_weight is not None:
+        wide = rms_norm(wide, norm_weight, eps)
+    low, high = wide.chunk(2, dim=-1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(heads.dtype)
+
+
+def paged_attention(
+    qkv: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    metadata: AttentionMetadata,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    scale: float,
+    sliding_window: int | None = None,
+) -> torch.Tensor:
+    """Causal attention of every query token over its sequence's paged keys, [num_tokens, num_heads * head_dim].
+
+    Query heads are the first of qkv (see `rope_and_cache`, which has run before); head `h` reads KV head
+    `h // (num_heads // num_kv_heads)`. `sliding_window` is how many positions a token sees, itself included (Mistral).
+    """
+    query = qkv[:, : num_heads * head_dim].view(-1, num_heads, head_dim)
+    output = torch.empty_like(query, memory_format=torch.contiguous_format)
+    query_start = metadata.query_start.tolist()
+    for sequence, context_len in enumerate(metadata.context_lens.tolist()):
+        first, last = query_start[sequence], query_start[sequence + 1]
+        num_blocks = -(-context_len // metadata.block_size)
+        blocks = metadata.block_tables[sequence, :num_blocks].long()
+        key = k_cache[blocks].view(-1, num_kv_heads, head_dim)[:context_len]
+        value = v_cache[blocks].view(-1, num_kv_heads, head_dim)[:context_len]
+        distance = torch.arange(context_len - (last - first), context_len, device=qkv.device).unsqueeze(1)
+        distance = distance - torch.arange(context_len, device=qkv.device)
+        visible = distance >= 0
+        if sliding_window is not None:
+            visible &= distance < sliding_window
+        attended = F.scaled_dot_product_attention(
+            query[first:last].transpose(0, 1).unsqueeze(0),
+            key.transpose(0, 1).unsqueeze(0),
+            value.transpose(0, 1).unsqueeze(0),
+            attn_mask=visible,
+            scale=scale,
+            enable_gqa=num_heads != num_kv_heads,
+        )
+        output[first:last] = attended.squeeze(0).transpose(0, 1)
+    return output.view(-1, num_heads * head_dim)
