@@ -1,0 +1,58 @@
+# Two commands matter: `make serve` and `make test`. The first use makes .venv and installs; later uses start at once.
+#
+#   make serve [MODEL=folder-or-hub-id] [PORT=8000] [CONFIG=file.yaml]
+#   make test  [ARGS="tests/test_cli.py -k check"]
+#   make check [MODEL=...] [CONFIG=...]     can this model be served here?
+#   make bench [ARGS="--workloads a,b"]     speed, start-up and memory
+#   make prove                              the long tests too; interrupted, it goes on where it stopped
+#   make lint | make clean
+#
+# PYTHON picks another interpreter (3.11 or newer): make serve PYTHON=python3.12
+
+PYTHON ?= python3
+BIN := .venv/bin
+# Keyed by what pyproject.toml says, not by its date, so that a fresh checkout of the same dependencies installs nothing.
+STAMP := .venv/.installed-$(shell cksum < pyproject.toml | cut -d ' ' -f 1)
+TORCH := $(shell sed -n 's/^ *"\(torch[^"]*\)",$$/\1/p' pyproject.toml)
+PIP := $(BIN)/python -m pip --disable-pip-version-check install
+LOG := .venv/install.log
+
+export RAY_USAGE_STATS_ENABLED := 0
+
+.PHONY: serve test lint bench prove check clean install
+.DEFAULT_GOAL := serve
+
+serve: $(STAMP)
+	@exec $(BIN)/manta serve $(if $(MODEL),--model '$(MODEL)') $(if $(PORT),--port '$(PORT)') $(if $(CONFIG),--config '$(CONFIG)') $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+check: $(STAMP)
+	@$(BIN)/manta check $(if $(MODEL),'$(MODEL)') $(if $(CONFIG),--config '$(CONFIG)') $(ARGS)
+
+bench: $(STAMP)
+	@$(BIN)/manta bench $(ARGS)
+
+prove: $(STAMP)
+	MANTA_PROVE=1 $(BIN)/python -m pytest $(ARGS)
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .prove build *.egg-info
+
+install: $(STAMP)
+
+# torch goes first and alone: the pip of this machine decides which build it gets, and the rest is resolved against it.
+$(STAMP):
+	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) was not found. Manta needs Python 3.11 or newer: install it, or name one with PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "make: $(PYTHON) is $$($(PYTHON) --version 2>&1), and Manta needs Python 3.11 or newer: name one with PYTHON=python3.12" >&2; exit 1; }
+	@echo "Installing Manta into .venv (once; this takes a few minutes) ..."
+	@$(PYTHON) -m venv .venv || { echo "make: '$(PYTHON) -m venv' failed; on Debian and Ubuntu it needs the package python3-venv" >&2; exit 1; }
+	@{ $(PIP) '$(TORCH)' && $(PIP) --editable '.[dev]'; } > $(LOG) 2>&1 || { tail -20 $(LOG) >&2; echo "make: the installation failed; all of pip's output is in $(LOG)" >&2; exit 1; }
+	@rm -f .venv/.installed-*
+	@touch $@
