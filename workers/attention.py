@@ -1,7 +1,7 @@
 """The shape of one step's attention: which tokens, at which positions, in which KV slots, over which context.
 
-`AttentionMetadata` is built once a step by the model runner and read by every layer's kernels; the KV cache is allocated
-and copied here because its layout is the kernels' business. Computes no attention: that is `workers/kernels/`.
+`AttentionMetadata` is built once a step by the model runner and read by every layer's kernels; the KV cache is
+allocated and copied here because its layout is the kernels' business. Computes no attention: see `workers/kernels/`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,164 @@
-"""The kernels of a decoder layer on the CPU: thin ctypes calls into `cpu.cpp`, or the torch reference without a compiler.
+"""A decoder layer's kernels on the CPU: thin ctypes calls into `cpu.cpp`, or the torch reference without a compiler.
 
-Same functions and meanings as `workers/kernels/reference.py`. Nothing is compiled or loaded before the first call.
+Same functions and meanings as `workers/kernels/reference.py`; float32 and bfloat16, weights and caches in the dtype of
+the activations. Nothing is compiled or loaded before the first call.
 """
 
 from __future__ import annotations
 
-from workers.kernels.reference import add_rms_norm, paged_attention, rms_norm, rope_and_cache, silu_and_mul
+import ctypes
+import functools
+from ctypes import c_float, c_int, c_int64, c_void_p
 
-__all__ = ["add_rms_norm", "paged_attention", "rms_norm", "rope_and_cache", "silu_and_mul"]
+import torch
+
+from workers.attention import AttentionMetadata
+from workers.kernels import build, reference
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+NO_WINDOW = 2**31 - 1
+HEAD_DIM_MULTIPLE = 16
+"""Head sizes the C++ attention takes; the reference serves others."""
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    library = build.load_library("cpu")
+    if library is None:
+        return None
+    signatures = {
+        "manta_rms_norm": [c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_float],
+        "manta_silu_and_mul": [c_int, c_void_p, c_void_p, c_int, c_int],
+        "manta_rope_and_cache": [c_int, *[c_void_p] * 8, *[c_int] * 4, c_float],
+        "manta_paged_attention": [c_int, c_void_p, c_int64, *[c_void_p] * 6, *[c_int] * 7, c_float],
+    }
+    for name, argtypes in signatures.items():
+        function = getattr(library, name)
+        function.argtypes = argtypes
+        function.restype = None
+    return library
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    library = _library()
+    if library is None:
+        return reference.rms_norm(x, weight, eps)
+    x = x.contiguous()
+    output = torch.empty_like(x)
+    hidden = weight.shape[0]
+    library.manta_rms_norm(
+        DTYPES[x.dtype], x.data_ptr(), None, weight.data_ptr(), output.data_ptr(), x.numel() // hidden, hidden, eps
+    )
+    return output
+
+
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    library = _library()
+    if library is None or not residual.is_contiguous():
+        return reference.add_rms_norm(x, residual, weight, eps)
+    x = x.contiguous()
+    output = torch.empty_like(x)
+    rows, hidden = x.shape
+    library.manta_rms_norm(
+        DTYPES[x.dtype], x.data_ptr(), residual.data_ptr(), weight.data_ptr(), output.data_ptr(), rows, hidden, eps
+    )
+    return output
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    library = _library()
+    if library is None:
+        return reference.silu_and_mul(gate_up)
+    gate_up = gate_up.contiguous()
+    rows, width = gate_up.shape
+    output = gate_up.new_empty((rows, width // 2))
+    library.manta_silu_and_mul(DTYPES[gate_up.dtype], gate_up.data_ptr(), output.data_ptr(), rows, width // 2)
+    return output
+
+
+def rope_and_cache(
+    qkv: torch.Tensor,
+    cos_sin: torch.Tensor,
+    metadata: AttentionMetadata,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    q_norm_weight: torch.Tensor | None = None,
+    k_norm_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+) -> None:
+    library = _library()
+    if library is None or not qkv.is_contiguous():
+        reference.rope_and_cache(
+            qkv,
+            cos_sin,
+            metadata,
+            k_cache,
+            v_cache,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            q_norm_weight,
+            k_norm_weight,
+            eps,
+        )
+        return
+    library.manta_rope_and_cache(
+        DTYPES[qkv.dtype],
+        qkv.data_ptr(),
+        cos_sin.data_ptr(),
+        metadata.positions.data_ptr(),
+        metadata.slot_mapping.data_ptr(),
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
+        None if q_norm_weight is None else q_norm_weight.data_ptr(),
+        None if k_norm_weight is None else k_norm_weight.data_ptr(),
+        qkv.shape[0],
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        eps,
+    )
+
+
+def paged_attention(
+    qkv: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    metadata: AttentionMetadata,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    scale: float,
+    sliding_window: int | None = None,
+) -> torch.Tensor:
+    library = _library()
+    if library is None or head_dim % HEAD_DIM_MULTIPLE:
+        return reference.paged_attention(
+            qkv, k_cache, v_cache, metadata, num_heads, num_kv_heads, head_dim, scale, sliding_window
+        )
+    num_tokens, stride = qkv.shape
+    output = qkv.new_empty((num_tokens, num_heads * head_dim))
+    num_sequences, max_blocks = metadata.block_tables.shape
+    library.manta_paged_attention(
+        DTYPES[qkv.dtype],
+        qkv.data_ptr(),
+        stride,
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
+        output.data_ptr(),
+        metadata.query_start.data_ptr(),
+        metadata.context_lens.data_ptr(),
+        metadata.block_tables.data_ptr(),
+        num_sequences,
+        max_blocks,
+        metadata.block_size,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        NO_WINDOW if sliding_window is None else sliding_window,
+        scale,
+    )
+    return output

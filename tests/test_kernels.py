@@ -1,0 +1,273 @@
+"""The CPU kernels agree with their torch reference, and the reference with SDPA and transformers' own layers."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import pathlib
+import platform
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+import torch
+from transformers.models.llama.configuration_llama import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from workers.attention import AttentionMetadata, allocate_kv, copy_blocks
+from workers.kernels import build, cpu, reference
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+VARIANTS = {"native": None, "no-amx": ["-DMANTA_NO_AMX"], "avx2": ["-march=haswell"], "sse": ["-march=x86-64"]}
+
+
+def load_variant(flags: list[str] | None, folder: pathlib.Path) -> ctypes.CDLL | None:
+    if flags is None:
+        return build.load_library("cpu")
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    if platform.machine() != "x86_64" or " avx2 " not in build._processor():
+        pytest.skip("variant of another processor")
+    source = pathlib.Path(build.__file__).with_name("cpu.cpp")
+    library = folder / "cpu.so"
+    subprocess.run([compiler, *build.FLAGS, *flags, str(source), "-o", str(library)], check=True)
+    return ctypes.CDLL(str(library))
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def kernels(request, tmp_path_factory):
+    """The module `cpu` over each form of the C++ that this processor can run."""
+    library = load_variant(VARIANTS[request.param], tmp_path_factory.mktemp(request.param))
+    if library is None:
+        pytest.skip("no C++ compiler")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "load_library", lambda name: library)
+        cpu._library.cache_clear()
+        yield cpu
+    cpu._library.cache_clear()
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    tolerance = TOLERANCE[expected.dtype]
+    torch.testing.assert_close(actual.float(), expected.float(), atol=tolerance, rtol=tolerance)
+
+
+def make_metadata(lengths: list[tuple[int, int]], block_size: int, seed: int = 0) -> tuple[AttentionMetadata, int]:
+    """Sequences of (context before the step, new tokens) in shuffled blocks; also how many blocks there are."""
+    starts = np.array([start for start, _ in lengths])
+    query_lens = np.array([count for _, count in lengths])
+    max_blocks = -(-int((starts + query_lens).max()) // block_size) + 1
+    num_blocks = len(lengths) * max_blocks
+    tables = np.random.default_rng(seed).permutation(num_blocks).astype(np.int32).reshape(len(lengths), max_blocks)
+    return AttentionMetadata.build(starts, query_lens, tables, block_size), num_blocks
+
+
+def random_cache(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype):
+    k_cache, v_cache = allocate_kv(1, num_blocks, block_size, num_kv_heads, head_dim, dtype)[0]
+    k_cache.normal_()
+    v_cache.normal_()
+    return k_cache, v_cache
+
+
+def poison_unused(metadata: AttentionMetadata, *caches: torch.Tensor) -> None:
+    """NaN in every slot outside the contexts: reading one shows in the result."""
+    used = torch.zeros(caches[0].shape[:2], dtype=torch.bool).view(-1)
+    for table, context_len in zip(metadata.block_tables, metadata.context_lens.tolist(), strict=True):
+        position = torch.arange(context_len)
+        used[table[position // metadata.block_size] * metadata.block_size + position % metadata.block_size] = True
+    for cache in caches:
+        cache.view(-1, *cache.shape[2:])[~used] = float("nan")
+
+
+MIXES = {
+    "one token": [(0, 1)],
+    "decodes": [(0, 1), (14, 1), (15, 1), (16, 1), (63, 1), (64, 1), (200, 1)],
+    "prefills": [(0, 1), (0, 5), (0, 64), (0, 97), (0, 130)],
+    "chunks": [(5, 20), (64, 64), (130, 3), (100, 33)],
+    "mix": [(300, 1), (0, 40), (77, 9), (12, 1), (150, 2)],
+    "long decodes": [(1500, 1), (511, 1), (512, 1), (513, 4), (3, 1)],
+}
+
+
+@DTYPES
+@pytest.mark.parametrize("window", [None, 1, 40], ids=["full", "window 1", "window 40"])
+@pytest.mark.parametrize("mix", MIXES)
+def test_attention_agrees_on_every_mix_of_prefill_chunks_and_decodes(kernels, mix, window, dtype):
+    torch.manual_seed(0)
+    check_attention(kernels, MIXES[mix], 6, 2, 64, 16, dtype, window)
+
+
+@DTYPES
+@pytest.mark.parametrize("block_size", [8, 16, 32])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim"),
+    [(4, 4, 32), (14, 2, 64), (3, 1, 80), (8, 1, 96), (4, 2, 128), (16, 8, 16), (9, 1, 64), (120, 1, 32), (2, 1, 256)],
+)
+def test_attention_agrees_on_every_head_shape(kernels, num_heads, num_kv_heads, head_dim, block_size, dtype):
+    torch.manual_seed(1)
+    lengths = [(0, 70), (130, 1), (37, 12), (600, 1), (9, 2)]
+    check_attention(kernels, lengths, num_heads, num_kv_heads, head_dim, block_size, dtype, None)
+
+
+def check_attention(kernels, lengths, num_heads, num_kv_heads, head_dim, block_size, dtype, window):
+    metadata, num_blocks = make_metadata(lengths, block_size)
+    caches = random_cache(num_blocks, block_size, num_kv_heads, head_dim, dtype)
+    poison_unused(metadata, *caches)
+    qkv = torch.randn(metadata.num_tokens, (num_heads + 2 * num_kv_heads) * head_dim).to(dtype)
+    arguments = (qkv, *caches, metadata, num_heads, num_kv_heads, head_dim, head_dim**-0.5, window)
+    assert_close(kernels.paged_attention(*arguments), reference.paged_attention(*arguments))
+
+
+def test_attention_of_a_row_does_not_depend_on_its_batchmates(kernels):
+    torch.manual_seed(2)
+    metadata, num_blocks = make_metadata([(1100, 1), (0, 50), (90, 20), (5, 1)] * 4, 16)
+    caches = random_cache(num_blocks, 16, 2, 64, torch.float32)
+    qkv = torch.randn(metadata.num_tokens, 10 * 64)
+    together = kernels.paged_attention(qkv, *caches, metadata, 6, 2, 64, 0.125)
+    bounds = metadata.query_start.tolist()
+    for index, (first, last) in enumerate(itertools.pairwise(bounds)):
+        context_len = int(metadata.context_lens[index])
+        alone = AttentionMetadata.build(
+            np.array([context_len - (last - first)]),
+            np.array([last - first]),
+            metadata.block_tables[index : index + 1].numpy(),
+            16,
+        )
+        result = kernels.paged_attention(qkv[first:last], *caches, alone, 6, 2, 64, 0.125)
+        assert torch.equal(result, together[first:last])
+
+
+def test_attention_keeps_huge_and_tiny_scores_finite(kernels):
+    torch.manual_seed(3)
+    metadata, num_blocks = make_metadata([(400, 1), (0, 80)], 16)
+    caches = random_cache(num_blocks, 16, 1, 64, torch.float32)
+    qkv = torch.randn(metadata.num_tokens, 4 * 64) * 1e4
+    arguments = (qkv, *caches, metadata, 2, 1, 64, 0.125)
+    assert_close(kernels.paged_attention(*arguments), reference.paged_attention(*arguments))
+
+
+def test_a_nan_in_one_sequence_stays_in_it(kernels):
+    torch.manual_seed(4)
+    metadata, num_blocks = make_metadata([(40, 1), (70, 1)], 16)
+    caches = random_cache(num_blocks, 16, 1, 64, torch.bfloat16)
+    caches[0].view(-1, 64)[metadata.slot_mapping[0]] = float("nan")
+    qkv = torch.randn(2, 4 * 64).bfloat16()
+    output = kernels.paged_attention(qkv, *caches, metadata, 2, 1, 64, 0.125)
+    assert output[0].isnan().all()
+    assert not output[1].isnan().any()
+
+
+@DTYPES
+@pytest.mark.parametrize("rows", [1, 3, 50])
+@pytest.mark.parametrize("hidden", [7, 64, 896, 1000])
+def test_norms_agree(kernels, hidden, rows, dtype):
+    torch.manual_seed(5)
+    x, residual = (torch.randn(rows, hidden) * 3).to(dtype), torch.randn(rows, hidden).to(dtype)
+    weight = torch.rand(hidden).to(dtype)
+    assert_close(kernels.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+    actual, expected = residual.clone(), residual.clone()
+    assert_close(kernels.add_rms_norm(x, actual, weight, 1e-5), reference.add_rms_norm(x, expected, weight, 1e-5))
+    assert torch.equal(actual, expected)
+
+
+@DTYPES
+@pytest.mark.parametrize(("rows", "intermediate"), [(1, 5), (2, 64), (40, 1100)])
+def test_silu_and_mul_agrees_also_on_extreme_gates(kernels, rows, intermediate, dtype):
+    torch.manual_seed(6)
+    gate_up = (torch.randn(rows, 2 * intermediate) * 4).to(dtype)
+    gate_up[0, :4] = torch.tensor([1e4, -1e4, float("nan"), 0.0])
+    actual, expected = kernels.silu_and_mul(gate_up), reference.silu_and_mul(gate_up)
+    torch.testing.assert_close(actual, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype], equal_nan=True)
+
+
+@DTYPES
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128])
+@pytest.mark.parametrize("with_norm", [False, True], ids=["plain", "qk-norm"])
+def test_rope_and_cache_agrees(kernels, with_norm, head_dim, dtype):
+    torch.manual_seed(7)
+    num_heads, num_kv_heads = 5, 2
+    metadata, num_blocks = make_metadata([(0, 17), (30, 1), (5, 9)], 8)
+    actual = allocate_kv(1, num_blocks, 8, num_kv_heads, head_dim, dtype).zero_()
+    expected = actual.clone()
+    qkv = torch.randn(metadata.num_tokens, (num_heads + 2 * num_kv_heads) * head_dim).to(dtype)
+    qkv_expected = qkv.clone()
+    weights = (torch.rand(head_dim).to(dtype), torch.rand(head_dim).to(dtype)) if with_norm else (None, None)
+    cos_sin = torch.randn(64, head_dim)
+    shape = (num_heads, num_kv_heads, head_dim, *weights)
+    kernels.rope_and_cache(qkv, cos_sin, metadata, *actual[0], *shape)
+    reference.rope_and_cache(qkv_expected, cos_sin, metadata, *expected[0], *shape)
+    assert_close(actual, expected)
+    width = num_heads * head_dim
+    assert_close(qkv[:, :width], qkv_expected[:, :width])
+
+
+def test_the_reference_norm_and_rope_are_those_of_transformers():
+    torch.manual_seed(8)
+    norm = LlamaRMSNorm(48, eps=1e-5)
+    norm.weight.data.uniform_()
+    x = torch.randn(6, 48)
+    torch.testing.assert_close(reference.rms_norm(x, norm.weight.data, 1e-5), norm(x).detach())
+
+    head_dim, num_heads, num_kv_heads = 32, 4, 2
+    config = LlamaConfig(hidden_size=128, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)
+    metadata, num_blocks = make_metadata([(3, 10)], 8)
+    cos, sin = LlamaRotaryEmbedding(config)(x, torch.arange(64).unsqueeze(0))
+    cos_sin = torch.cat((cos[0, :, : head_dim // 2], sin[0, :, : head_dim // 2]), dim=-1).contiguous()
+    kv = allocate_kv(1, num_blocks, 8, num_kv_heads, head_dim, torch.float32)
+    qkv = torch.randn(10, 8 * head_dim)
+    query, key, value = qkv.view(1, 10, 8, head_dim).transpose(1, 2).split((4, 2, 2), dim=1)
+    query, key = apply_rotary_pos_emb(query, key, cos[:, 3:13], sin[:, 3:13])
+    reference.rope_and_cache(qkv := qkv.clone(), cos_sin, metadata, *kv[0], num_heads, num_kv_heads, head_dim)
+    torch.testing.assert_close(qkv[:, :128].view(10, 4, 32).transpose(0, 1), query[0])
+    torch.testing.assert_close(kv[0, 0].view(-1, 2, 32)[metadata.slot_mapping].transpose(0, 1), key[0])
+    torch.testing.assert_close(kv[0, 1].view(-1, 2, 32)[metadata.slot_mapping].transpose(0, 1), value[0])
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_the_reference_attention_is_the_closed_form(window):
+    torch.manual_seed(9)
+    metadata, num_blocks = make_metadata([(6, 4), (0, 3)], 8)
+    k_cache, v_cache = random_cache(num_blocks, 8, 1, 16, torch.float32)
+    qkv = torch.randn(7, 4 * 16)
+    output = reference.paged_attention(qkv, k_cache, v_cache, metadata, 2, 1, 16, 0.25, window)
+    keys, values = k_cache.view(-1, 16), v_cache.view(-1, 16)
+    for row, (sequence, position) in enumerate([(0, 6), (0, 7), (0, 8), (0, 9), (1, 0), (1, 1), (1, 2)]):
+        first = 0 if window is None else max(0, position - window + 1)
+        slots = [int(metadata.block_tables[sequence, p // 8]) * 8 + p % 8 for p in range(first, position + 1)]
+        for head in range(2):
+            weights = torch.softmax(keys[slots] @ qkv[row, head * 16 : head * 16 + 16] * 0.25, dim=0)
+            torch.testing.assert_close(output[row, head * 16 : head * 16 + 16], weights @ values[slots])
+
+
+def test_copy_blocks_reads_every_source_before_it_writes():
+    kv = torch.arange(2 * 2 * 4 * 8 * 1 * 2, dtype=torch.float32).view(2, 2, 4, 8, 1, 2)
+    before = kv.clone()
+    copy_blocks(kv, [(0, 1), (1, 2)])
+    assert torch.equal(kv[:, :, 1], before[:, :, 0])
+    assert torch.equal(kv[:, :, 2], before[:, :, 1])
+    assert torch.equal(kv[:, :, 3], before[:, :, 3])
+
+
+def test_without_a_compiler_the_reference_serves(monkeypatch):
+    monkeypatch.setattr(build, "load_library", lambda name: None)
+    cpu._library.cache_clear()
+    try:
+        x, weight = torch.randn(3, 8), torch.rand(8)
+        assert torch.equal(cpu.rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6))
+    finally:
+        cpu._library.cache_clear()
+
+
+def test_the_kernels_share_the_openmp_runtime_of_torch():
+    if cpu._library() is None:
+        pytest.skip("no C++ compiler")
+    torch.randn(512, 512) @ torch.randn(512, 512)
+    cpu.rms_norm(torch.randn(100, 4096), torch.ones(4096), 1e-6)
+    maps = pathlib.Path("/proc/self/maps")
+    if not maps.exists():
+        pytest.skip("no /proc")
+    runtimes = {line.split()[-1] for line in maps.read_text().splitlines() if "libgomp" in line or "libomp" in line}
+    assert len(runtimes) == 1, runtimes

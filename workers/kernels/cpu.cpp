@@ -1,0 +1,206 @@
+// The kernels of a decoder layer on the CPU, called by cpu.py through ctypes; their meaning is workers/kernels/reference.py.
+// Normalisation, activation and rotary embedding are here, attention is in attention.h. Parallel where the work repays
+// waking threads.
+
+#include <cmath>
+
+#include "attention.h"
+
+namespace {
+
+constexpr int64_t PARALLEL_ELEMENTS = 32768;
+
+enum DType { FLOAT32 = 0, BFLOAT16 = 1 };
+
+template <class T>
+MANTA_INLINE Floats load_upto(const T* from, int count) {
+    return count >= LANES ? load(from) : load_part(from, count);
+}
+
+template <class T>
+MANTA_INLINE void store_upto(T* to, Floats value, int count) {
+    if (count >= LANES) {
+        store(to, value);
+    } else {
+        store_part(to, value, count);
+    }
+}
+
+template <class T>
+void normalise_row(const T* x, T* residual, const T* weight, T* output, int hidden, float eps) {
+    Floats squares[2] = {};
+    for (int i = 0; i < hidden; i += LANES) {
+        Floats value = load_upto(x + i, hidden - i);
+        if (residual) {
+            store_upto(residual + i, value + load_upto(residual + i, hidden - i), hidden - i);
+            value = load_upto(residual + i, hidden - i);
+        }
+        squares[i / LANES & 1] += value * value;
+    }
+    const float inverse = 1.0f / std::sqrt(reduce_add(squares[0] + squares[1]) / hidden + eps);
+    const T* source = residual ? residual : x;
+    for (int i = 0; i < hidden; i += LANES) {
+        const Floats value = load_upto(source + i, hidden - i) * inverse * load_upto(weight + i, hidden - i);
+        store_upto(output + i, value, hidden - i);
+    }
+}
+
+template <class T>
+void rms_norm_all(const T* x, T* residual, const T* weight, T* output, int rows, int hidden, float eps) {
+#pragma omp parallel for if (int64_t(rows) * hidden > PARALLEL_ELEMENTS)
+    for (int row = 0; row < rows; row++) {
+        const int64_t at = int64_t(row) * hidden;
+        normalise_row(x + at, residual ? residual + at : nullptr, weight, output + at, hidden, eps);
+    }
+}
+
+template <class T>
+void silu_and_mul_all(const T* gate_up, T* output, int rows, int intermediate) {
+    constexpr int CHUNK = 1024;
+    const int chunks = (intermediate + CHUNK - 1) / CHUNK;
+#pragma omp parallel for if (int64_t(rows) * intermediate > PARALLEL_ELEMENTS)
+    for (int64_t piece = 0; piece < int64_t(rows) * chunks; piece++) {
+        const int64_t row = piece / chunks;
+        const int first = int(piece % chunks) * CHUNK;
+        const int last = std::min(first + CHUNK, intermediate);
+        const T* gates = gate_up + row * 2 * intermediate;
+        for (int i = first; i < last; i += LANES) {
+            const Floats gate = load_upto(gates + i, last - i);
+            const Floats up = load_upto(gates + intermediate + i, last - i);
+            // Bounded so that 2^-x stays finite; a NaN passes
+            const Floats exponent = maximum(splat(-126.0f), gate * LOG2_E);
+            const Floats silu = gate / (1.0f + exp2_of<false>(-exponent));
+            store_upto(output + row * intermediate + i, silu * up, last - i);
+        }
+    }
+}
+
+struct RopeShape {
+    int num_tokens;
+    int num_heads;
+    int num_kv_heads;
+    int head_dim;
+    float eps;
+};
+
+// One head: RMS norm where there is a weight, then the rotation of its two halves
+template <class T>
+MANTA_INLINE void rotate_head(const T* from, T* to, const float* cos, const T* weight, int head_dim, float eps) {
+    const int half = head_dim / 2;
+    const float* sin = cos + half;
+    float inverse = 1.0f;
+    if (weight) {
+        Floats squares = {};
+        for (int i = 0; i < head_dim; i += LANES) {
+            const Floats value = load_upto(from + i, head_dim - i);
+            squares += value * value;
+        }
+        inverse = 1.0f / std::sqrt(reduce_add(squares) / head_dim + eps);
+    }
+    for (int i = 0; i < half; i += LANES) {
+        const int count = half - i;
+        Floats low = load_upto(from + i, count);
+        Floats high = load_upto(from + half + i, count);
+        if (weight) {
+            low = low * inverse * load_upto(weight + i, count);
+            high = high * inverse * load_upto(weight + half + i, count);
+        }
+        const Floats c = load_upto(cos + i, count);
+        const Floats s = load_upto(sin + i, count);
+        store_upto(to + i, low * c - high * s, count);
+        store_upto(to + half + i, high * c + low * s, count);
+    }
+}
+
+template <class T>
+void rope_and_cache_all(
+    T* qkv, const float* cos_sin, const int64_t* positions, const int64_t* slots, T* k_cache, T* v_cache,
+    const T* q_weight, const T* k_weight, const RopeShape& shape
+) {
+    const int head_dim = shape.head_dim;
+    const int64_t width = int64_t(shape.num_heads + 2 * shape.num_kv_heads) * head_dim;
+    const int64_t kv_width = int64_t(shape.num_kv_heads) * head_dim;
+#pragma omp parallel for if (shape.num_tokens * width > PARALLEL_ELEMENTS)
+    for (int token = 0; token < shape.num_tokens; token++) {
+        T* query = qkv + token * width;
+        const T* key = query + int64_t(shape.num_heads) * head_dim;
+        const float* cos = cos_sin + positions[token] * head_dim;
+        T* cached_key = k_cache + slots[token] * kv_width;
+        for (int i = 0; i < shape.num_heads * head_dim; i += head_dim) {
+            rotate_head(query + i, query + i, cos, q_weight, head_dim, shape.eps);
+        }
+        for (int i = 0; i < kv_width; i += head_dim) {
+            rotate_head(key + i, cached_key + i, cos, k_weight, head_dim, shape.eps);
+        }
+        memcpy(v_cache + slots[token] * kv_width, key + kv_width, kv_width * sizeof(T));
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+void manta_rms_norm(
+    int dtype, const void* x, void* residual, const void* weight, void* output, int rows, int hidden,
+    float eps
+) {
+    if (dtype == BFLOAT16) {
+        rms_norm_all((const bf16*)x, (bf16*)residual, (const bf16*)weight, (bf16*)output, rows, hidden, eps);
+    } else {
+        rms_norm_all((const float*)x, (float*)residual, (const float*)weight, (float*)output, rows, hidden, eps);
+    }
+}
+
+void manta_silu_and_mul(int dtype, const void* gate_up, void* output, int rows, int intermediate) {
+    if (dtype == BFLOAT16) {
+        silu_and_mul_all((const bf16*)gate_up, (bf16*)output, rows, intermediate);
+    } else {
+        silu_and_mul_all((const float*)gate_up, (float*)output, rows, intermediate);
+    }
+}
+
+void manta_rope_and_cache(
+    int dtype, void* qkv, const float* cos_sin, const int64_t* positions, const int64_t* slots, void* k_cache,
+    void* v_cache, const void* q_weight, const void* k_weight, int num_tokens, int num_heads, int num_kv_heads,
+    int head_dim, float eps
+) {
+    const RopeShape shape = {num_tokens, num_heads, num_kv_heads, head_dim, eps};
+    if (dtype == BFLOAT16) {
+        rope_and_cache_all(
+            (bf16*)qkv, cos_sin, positions, slots, (bf16*)k_cache, (bf16*)v_cache, (const bf16*)q_weight,
+            (const bf16*)k_weight, shape
+        );
+    } else {
+        rope_and_cache_all(
+            (float*)qkv, cos_sin, positions, slots, (float*)k_cache, (float*)v_cache, (const float*)q_weight,
+            (const float*)k_weight, shape
+        );
+    }
+}
+
+// head_dim must be a multiple of 16
+void manta_paged_attention(
+    int dtype, const void* qkv, int64_t qkv_stride, const void* k_cache, const void* v_cache, void* output,
+    const int32_t* query_start, const int32_t* context_lens, const int32_t* block_tables, int num_sequences,
+    int max_blocks, int block_size, int num_heads, int num_kv_heads, int head_dim, int window, float scale
+) {
+    if (dtype == BFLOAT16) {
+#if MANTA_DOT
+        using Packed = bf16;
+#else
+        using Packed = float;
+#endif
+        attend_all<bf16, Packed>(
+            {(const bf16*)qkv, (const bf16*)k_cache, (const bf16*)v_cache, (bf16*)output, query_start, context_lens,
+             block_tables, qkv_stride, num_sequences, max_blocks, block_size, num_heads, num_kv_heads, head_dim, window,
+             scale}
+        );
+    } else {
+        attend_all<float, float>(
+            {(const float*)qkv, (const float*)k_cache, (const float*)v_cache, (float*)output, query_start, context_lens,
+             block_tables, qkv_stride, num_sequences, max_blocks, block_size, num_heads, num_kv_heads, head_dim, window,
+             scale}
+        );
+    }
+}
+}

@@ -1,0 +1,198 @@
+// Vectors of the processor's natural width, conversions between bfloat16 and float, and exp2.
+// Written in the vector extensions of GCC and Clang, so that the same text serves AVX-512, AVX2 and NEON; intrinsics only
+// where those do badly. Knows nothing of models; included by every CPU kernel.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+#define MANTA_LANES 16
+#elif defined(__AVX__)
+#define MANTA_LANES 8
+#else
+#define MANTA_LANES 4
+#endif
+#define MANTA_INLINE inline __attribute__((always_inline))
+
+constexpr int LANES = MANTA_LANES;
+typedef float Floats __attribute__((vector_size(MANTA_LANES * 4)));
+typedef int32_t Ints __attribute__((vector_size(MANTA_LANES * 4)));
+typedef uint32_t Words __attribute__((vector_size(MANTA_LANES * 4)));
+typedef uint16_t Halves __attribute__((vector_size(MANTA_LANES * 2)));
+
+struct bf16 {
+    uint16_t bits;
+};
+
+MANTA_INLINE Floats splat(float value) {
+    return value - Floats{};
+}
+
+MANTA_INLINE Ints splat_int(int32_t value) {
+    return value - Ints{};
+}
+
+MANTA_INLINE Ints lane_index() {
+#if MANTA_LANES == 16
+    return Ints{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#elif MANTA_LANES == 8
+    return Ints{0, 1, 2, 3, 4, 5, 6, 7};
+#else
+    return Ints{0, 1, 2, 3};
+#endif
+}
+
+MANTA_INLINE Floats load(const float* from) {
+    Floats value;
+    memcpy(&value, from, sizeof(value));
+    return value;
+}
+
+MANTA_INLINE Floats load(const bf16* from) {
+    Halves bits;
+    memcpy(&bits, from, sizeof(bits));
+    return (Floats)(__builtin_convertvector(bits, Words) << 16);
+}
+
+MANTA_INLINE void store(float* to, Floats value) {
+    memcpy(to, &value, sizeof(value));
+}
+
+// Rounds to nearest even; NaN stays NaN
+MANTA_INLINE void store(bf16* to, Floats value) {
+#if defined(__AVX512BF16__)
+    __m256bh bits = _mm512_cvtneps_pbh((__m512)value);
+#else
+    Words word = (Words)value;
+    Words rounded = (word + 0x7fff + ((word >> 16) & 1)) >> 16;
+    Halves bits = __builtin_convertvector(value == value ? rounded : (word >> 16) | 0x40, Halves);
+#endif
+    memcpy(to, &bits, sizeof(bits));
+}
+
+// The first `count` < LANES elements; the others are zero, or left alone
+template <class T>
+MANTA_INLINE Floats load_part(const T* from, int count) {
+    T padded[LANES] = {};
+    memcpy(padded, from, count * sizeof(T));
+    return load(padded);
+}
+
+template <class T>
+MANTA_INLINE void store_part(T* to, Floats value, int count) {
+    T padded[LANES];
+    store(padded, value);
+    memcpy(to, padded, count * sizeof(T));
+}
+
+MANTA_INLINE float to_float(float value) {
+    return value;
+}
+
+MANTA_INLINE float to_float(bf16 value) {
+    uint32_t word = uint32_t(value.bits) << 16;
+    float result;
+    memcpy(&result, &word, sizeof(result));
+    return result;
+}
+
+// b where either is NaN
+MANTA_INLINE Floats maximum(Floats a, Floats b) {
+#if MANTA_LANES == 16
+    return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    return a > b ? a : b;
+#endif
+}
+
+MANTA_INLINE float reduce_add(Floats value) {
+#if MANTA_LANES == 16
+    return _mm512_reduce_add_ps((__m512)value);
+#else
+    float sum = 0;
+    for (int i = 0; i < LANES; i++) sum += value[i];
+    return sum;
+#endif
+}
+
+MANTA_INLINE float reduce_max(Floats value) {
+#if MANTA_LANES == 16
+    return _mm512_reduce_max_ps((__m512)value);
+#else
+    float best = value[0];
+    for (int i = 1; i < LANES; i++) best = value[i] > best ? value[i] : best;
+    return best;
+#endif
+}
+
+// 2^x as 2^round(x) times a minimax polynomial on [-1/2, 1/2]: relative error 8e-5 (coarse: below bfloat16's 4e-3) or 1e-7.
+// x must not exceed 127; below -126 the result is 2^-126 and not zero; NaN stays NaN.
+template <bool COARSE>
+MANTA_INLINE Floats exp2_of(Floats x) {
+    x = maximum(splat(-126.0f), x);
+    const Floats shift = splat(12582912.0f);  // 1.5 * 2^23: adding it leaves the rounded integer in the low bits
+    Floats shifted = x + shift;
+    Floats fraction = x - (shifted - shift);
+    Floats result;
+    if (COARSE) {
+        result = splat(0.05517166492415716f);
+        result = result * fraction + 0.2426111218766865f;
+        result = result * fraction + 0.6932609862236714f;
+        result = result * fraction + 0.9999280735783665f;
+    } else {
+        result = splat(0.0013276471518576605f);
+        result = result * fraction + 0.00967554133065924f;
+        result = result * fraction + 0.055507132749638484f;
+        result = result * fraction + 0.24022119723934343f;
+        result = result * fraction + 0.6931469670638635f;
+        result = result * fraction + 1.0000000716546553f;
+    }
+    Ints exponent = ((Ints)shifted + 127) << 23;
+    return result * (Floats)exponent;
+}
+
+// Interleaves the lower and the upper halves of a and b: (a0, b0, a1, b1, ...)
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector)
+#define MANTA_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#endif
+#endif
+#ifndef MANTA_SHUFFLE  // GCC before 12
+#define MANTA_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (Ints){__VA_ARGS__})
+#endif
+
+MANTA_INLINE Ints zip_low(Ints a, Ints b) {
+#if MANTA_LANES == 16
+    return MANTA_SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+#elif MANTA_LANES == 8
+    return MANTA_SHUFFLE(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
+#else
+    return MANTA_SHUFFLE(a, b, 0, 4, 1, 5);
+#endif
+}
+
+MANTA_INLINE Ints zip_high(Ints a, Ints b) {
+#if MANTA_LANES == 16
+    return MANTA_SHUFFLE(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+#elif MANTA_LANES == 8
+    return MANTA_SHUFFLE(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
+#else
+    return MANTA_SHUFFLE(a, b, 2, 6, 3, 7);
+#endif
+}
+
+// Transposes LANES x LANES 32-bit elements by log2(LANES) perfect shuffles
+MANTA_INLINE void transpose(Ints (&rows)[LANES]) {
+    for (int round = 1; round < LANES; round *= 2) {
+        Ints next[LANES];
+        for (int i = 0; i < LANES / 2; i++) {
+            next[2 * i] = zip_low(rows[i], rows[i + LANES / 2]);
+            next[2 * i + 1] = zip_high(rows[i], rows[i + LANES / 2]);
+        }
+        for (int i = 0; i < LANES; i++) rows[i] = next[i];
+    }
+}

@@ -1,0 +1,261 @@
+// Small matrix products over packed operands: the two products of attention, for a few rows and a block of keys.
+// One interface in three forms: float (any processor), bfloat16 pairs (AVX-512 BF16), bfloat16 tiles (AMX). Called by
+// attention.h only.
+//
+// A packed operand is a row of panels. In the float form a panel is [depth][LANES]; in the bfloat16 forms it is
+// [depth / 2][16][2], where the two elements of a pair are neighbours in depth (the layout that AMX calls VNNI).
+#pragma once
+
+#include "simd.h"
+
+#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__linux__) && !defined(MANTA_NO_AMX)
+#define MANTA_AMX 1
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#define MANTA_DOT 1
+#endif
+
+constexpr int KEY_BLOCK = 64;  // keys packed and multiplied at a time
+#if MANTA_LANES == 8 || (MANTA_LANES == 4 && !defined(__aarch64__))
+constexpr int TILE_ROWS = 6;  // 16 vector registers: 6 rows x 2 panels of sums, 2 of B, 1 of A
+#else
+constexpr int TILE_ROWS = 8;  // 32 vector registers
+#endif
+
+// ---------------------------------------------------------------------------------------------------------- float form
+
+template <int ROWS, int PANELS, bool ACCUMULATE>
+MANTA_INLINE void multiply_tile(const float* a, int lda, const float* b, int depth, float* c, int ldc) {
+    Floats sums[ROWS][PANELS];
+    for (int i = 0; i < ROWS; i++) {
+        for (int j = 0; j < PANELS; j++) sums[i][j] = ACCUMULATE ? load(c + i * ldc + j * LANES) : splat(0);
+    }
+    for (int k = 0; k < depth; k++) {
+        Floats columns[PANELS];
+        for (int j = 0; j < PANELS; j++) columns[j] = load(b + (size_t(j) * depth + k) * LANES);
+        for (int i = 0; i < ROWS; i++) {
+            Floats row = splat(a[i * lda + k]);
+            for (int j = 0; j < PANELS; j++) sums[i][j] += row * columns[j];
+        }
+    }
+    for (int i = 0; i < ROWS; i++) {
+        for (int j = 0; j < PANELS; j++) store(c + i * ldc + j * LANES, sums[i][j]);
+    }
+}
+
+// Transposes up to LANES rows of keys into a panel [head_dim][LANES]
+template <class T>
+MANTA_INLINE void pack_keys(const T* const* keys, int head_dim, float* panel) {
+    for (int dim = 0; dim < head_dim; dim += LANES) {
+        Ints rows[LANES];
+        for (int i = 0; i < LANES; i++) rows[i] = (Ints)load(keys[i] + dim);
+        transpose(rows);
+        for (int i = 0; i < LANES; i++) store(panel + (dim + i) * LANES, (Floats)rows[i]);
+    }
+}
+
+// Copies `num_keys` rows of values into panels [head_dim / LANES][num_keys][LANES]
+template <class T>
+MANTA_INLINE void pack_values(const T* const* values, int num_keys, int head_dim, float* packed) {
+    for (int key = 0; key < num_keys; key++) {
+        for (int dim = 0; dim < head_dim; dim += LANES) {
+            store(packed + dim * num_keys + key * LANES, load(values[key] + dim));
+        }
+    }
+}
+
+template <class T>
+MANTA_INLINE void pack_query(const T* query, int head_dim, float* row) {
+    for (int dim = 0; dim < head_dim; dim += LANES) store(row + dim, load(query + dim));
+}
+
+// LANES output columns from `dim`, from a row of sums over values packed by `pack_values` as elements E
+template <class E>
+MANTA_INLINE Floats output_columns(const float* sums, int dim) {
+    return load(sums + dim);
+}
+
+// ------------------------------------------------------------------------------------------------------- bfloat16 forms
+
+#if MANTA_DOT
+template <int ROWS, int PANELS, bool ACCUMULATE>
+MANTA_INLINE void multiply_tile(const bf16* a, int lda, const bf16* b, int depth, float* c, int ldc) {
+    __m512 sums[ROWS][PANELS];
+    for (int i = 0; i < ROWS; i++) {
+        for (int j = 0; j < PANELS; j++) sums[i][j] = ACCUMULATE ? _mm512_loadu_ps(c + i * ldc + j * 16) : _mm512_setzero_ps();
+    }
+    for (int k = 0; k < depth; k += 2) {
+        __m512i columns[PANELS];
+        for (int j = 0; j < PANELS; j++) columns[j] = _mm512_loadu_si512(b + size_t(j) * depth * 16 + k * 16);
+        for (int i = 0; i < ROWS; i++) {
+            int32_t pair;
+            memcpy(&pair, a + i * lda + k, sizeof(pair));
+            __m512bh row = (__m512bh)_mm512_set1_epi32(pair);
+            for (int j = 0; j < PANELS; j++) sums[i][j] = _mm512_dpbf16_ps(sums[i][j], row, (__m512bh)columns[j]);
+        }
+    }
+    for (int i = 0; i < ROWS; i++) {
+        for (int j = 0; j < PANELS; j++) _mm512_storeu_ps(c + i * ldc + j * 16, sums[i][j]);
+    }
+}
+
+// The last 32-element group of a head whose size is no multiple of 32 is padded with zeros
+MANTA_INLINE __m512i load_group(const bf16* from, int dim, int head_dim) {
+    if (dim + 32 <= head_dim) return _mm512_loadu_si512(from + dim);
+    return _mm512_zextsi256_si512(_mm256_loadu_si256((const __m256i*)(from + dim)));
+}
+
+// Transposes 16 rows of keys, as pairs, into a panel [head_dim / 2][16][2]
+MANTA_INLINE void pack_keys(const bf16* const* keys, int head_dim, bf16* panel) {
+    for (int dim = 0; dim < head_dim; dim += 32) {
+        Ints rows[16];
+        for (int i = 0; i < 16; i++) rows[i] = (Ints)load_group(keys[i], dim, head_dim);
+        transpose(rows);
+        for (int i = 0; i < 16; i++) _mm512_storeu_si512(panel + (dim / 2 + i) * 32, (__m512i)rows[i]);
+    }
+}
+
+// Interleaves neighbouring keys' values into panels [head_dim / 16][num_keys / 2][16][2]. One unpack for each vector leaves
+// the columns of every 32 in the order that `output_columns` undoes once a row: cheaper than a full permute here.
+MANTA_INLINE void pack_values(const bf16* const* values, int num_keys, int head_dim, bf16* packed) {
+    for (int key = 0; key < num_keys; key += 2) {
+        for (int dim = 0; dim < head_dim; dim += 32) {
+            __m512i even = load_group(values[key], dim, head_dim);
+            __m512i odd = load_group(values[key + 1], dim, head_dim);
+            bf16* to = packed + dim * num_keys + key * 16;
+            _mm512_storeu_si512(to, _mm512_unpacklo_epi16(even, odd));
+            _mm512_storeu_si512(to + 16 * num_keys, _mm512_unpackhi_epi16(even, odd));
+        }
+    }
+}
+
+MANTA_INLINE void pack_query(const bf16* query, int head_dim, bf16* row) {
+    for (int dim = 0; dim < head_dim; dim += 32) _mm512_storeu_si512(row + dim, load_group(query, dim, head_dim));
+}
+
+template <>
+MANTA_INLINE Floats output_columns<bf16>(const float* sums, int dim) {
+    const int group = dim & ~31;
+    __m512i order = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    if (dim & 16) order = _mm512_add_epi32(order, _mm512_set1_epi32(8));
+    return (Floats)_mm512_permutex2var_ps(_mm512_loadu_ps(sums + group), order, _mm512_loadu_ps(sums + group + 16));
+}
+#endif
+
+// C [rows][panels * LANES] = or += A [rows][depth] times packed B, with each row's sum over depth in the same order
+// whatever the other rows are
+template <bool ACCUMULATE, int PANELS, class E>
+MANTA_INLINE void multiply_panels(const E* a, int lda, const E* b, int depth, float* c, int ldc, int rows) {
+    int row = 0;
+    for (; row + TILE_ROWS <= rows; row += TILE_ROWS) {
+        multiply_tile<TILE_ROWS, PANELS, ACCUMULATE>(a + row * lda, lda, b, depth, c + row * ldc, ldc);
+    }
+    a += row * lda;
+    c += row * ldc;
+    switch (rows - row) {
+        case 1: return multiply_tile<1, PANELS, ACCUMULATE>(a, lda, b, depth, c, ldc);
+        case 2: return multiply_tile<2, PANELS, ACCUMULATE>(a, lda, b, depth, c, ldc);
+        case 3: return multiply_tile<3, PANELS, ACCUMULATE>(a, lda, b, depth, c, ldc);
+        case 4: return multiply_tile<4, PANELS, ACCUMULATE>(a, lda, b, depth, c, ldc);
+        case 5: return multiply_tile<5, PANELS, ACCUMULATE>(a, lda, b, depth, c, ldc);
+        case 6: return multiply_tile<TILE_ROWS == 8 ? 6 : 1, PANELS, ACCUMULATE>(a, lda, b, depth, c, ldc);
+        case 7: return multiply_tile<TILE_ROWS == 8 ? 7 : 1, PANELS, ACCUMULATE>(a, lda, b, depth, c, ldc);
+    }
+}
+
+template <bool ACCUMULATE, class E>
+inline void multiply(const E* a, int lda, const E* b, int depth, float* c, int ldc, int rows, int panels) {
+    int panel = 0;
+    for (; panel + 2 <= panels; panel += 2) {
+        multiply_panels<ACCUMULATE, 2>(a, lda, b + size_t(panel) * depth * LANES, depth, c + panel * LANES, ldc, rows);
+    }
+    if (panel < panels) {
+        multiply_panels<ACCUMULATE, 1>(a, lda, b + size_t(panel) * depth * LANES, depth, c + panel * LANES, ldc, rows);
+    }
+}
+
+// ------------------------------------------------------------------------------------------------------------- AMX form
+
+#if MANTA_AMX
+// Linux grants the tile registers to a process on request; where it does not, the pairs form serves
+inline bool tiles_granted() {
+    constexpr int ARCH_REQ_XCOMP_PERM = 0x1023;
+    constexpr int XFEATURE_XTILEDATA = 18;
+    static const bool granted = syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+    return granted;
+}
+
+struct alignas(64) TileConfig {
+    uint8_t palette = 1;
+    uint8_t start_row = 0;
+    uint8_t reserved[14] = {};
+    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+
+inline void configure_tiles() {
+    static const TileConfig config;
+    _tile_loadconfig(&config);
+}
+
+// Like `multiply`; rows is a multiple of 16, depth of 32, panels of 2
+template <bool ACCUMULATE>
+inline void multiply_amx(const bf16* a, int lda, const bf16* b, int depth, float* c, int ldc, int rows, int panels) {
+    asm volatile("" ::: "memory");  // GCC's tile loads do not say that they read memory
+    for (int panel = 0; panel < panels; panel += 2) {
+        const bf16* left = b + size_t(panel) * depth * 16;
+        const bf16* right = left + size_t(depth) * 16;
+        int row = 0;
+        for (; row + 32 <= rows; row += 32) {
+            float* upper = c + row * ldc + panel * 16;
+            float* lower = upper + 16 * ldc;
+            if (ACCUMULATE) {
+                _tile_loadd(0, upper, ldc * 4);
+                _tile_loadd(1, upper + 16, ldc * 4);
+                _tile_loadd(2, lower, ldc * 4);
+                _tile_loadd(3, lower + 16, ldc * 4);
+            } else {
+                _tile_zero(0);
+                _tile_zero(1);
+                _tile_zero(2);
+                _tile_zero(3);
+            }
+            for (int k = 0; k < depth; k += 32) {
+                _tile_loadd(4, a + row * lda + k, lda * 2);
+                _tile_loadd(5, a + (row + 16) * lda + k, lda * 2);
+                _tile_loadd(6, left + k * 16, 64);
+                _tile_loadd(7, right + k * 16, 64);
+                _tile_dpbf16ps(0, 4, 6);
+                _tile_dpbf16ps(1, 4, 7);
+                _tile_dpbf16ps(2, 5, 6);
+                _tile_dpbf16ps(3, 5, 7);
+            }
+            _tile_stored(0, upper, ldc * 4);
+            _tile_stored(1, upper + 16, ldc * 4);
+            _tile_stored(2, lower, ldc * 4);
+            _tile_stored(3, lower + 16, ldc * 4);
+        }
+        if (row < rows) {  // 16 left
+            float* upper = c + row * ldc + panel * 16;
+            if (ACCUMULATE) {
+                _tile_loadd(0, upper, ldc * 4);
+                _tile_loadd(1, upper + 16, ldc * 4);
+            } else {
+                _tile_zero(0);
+                _tile_zero(1);
+            }
+            for (int k = 0; k < depth; k += 32) {
+                _tile_loadd(4, a + row * lda + k, lda * 2);
+                _tile_loadd(6, left + k * 16, 64);
+                _tile_loadd(7, right + k * 16, 64);
+                _tile_dpbf16ps(0, 4, 6);
+                _tile_dpbf16ps(1, 4, 7);
+            }
+            _tile_stored(0, upper, ldc * 4);
+            _tile_stored(1, upper + 16, ldc * 4);
+        }
+    }
+}
+#endif
