@@ -93,8 +93,12 @@ def load_config(path: str | pathlib.Path | None, overrides: dict[str, Any] | Non
         *parents, last = key.split(".")
         for parent in parents:
             target = target.setdefault(parent, {})
+            if not isinstance(target, dict):
+                raise ValueError(
+                    f"configuration: {key} cannot be set, because {parent} is a value and no group of options"
+                )
         target[last] = value
     try:
         return msgspec.convert(data, ServeConfig)
     except msgspec.ValidationError as error:
-        raise ValueError(f"configuration {path or ''}: {error}") from error
+        raise ValueError(f"configuration{f' {path}' if path else ''}: {error}") from error

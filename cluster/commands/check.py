@@ -1,0 +1,136 @@
+"""`manta check`: says whether a model folder and a configuration can be served on this machine, without loading weights.
+
+The arithmetic is the worker's own (`workers/memory.py`), so that what is said here is what serving does. `manta serve`
+calls `check_checkpoint` before it starts anything.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+from typing import Any
+
+import msgspec
+
+from cluster.commands import Refusal
+from cluster.config import EngineConfig, ServeConfig, load_config
+from workers.memory import num_parameters, plan_kv_cache, plan_max_model_len
+from workers.model_config import DTYPE_BYTES, ModelConfig, ModelError, load_model_config, resolve_model_folder
+
+
+class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What serving this model here would take."""
+
+    folder: str
+    architecture: str
+    native: bool
+    num_parameters: int
+    checkpoint_dtype: str
+    dtype: str
+    device: str
+    num_threads: int
+    weight_bytes: int
+    kv_cache_bytes: int
+    kv_bytes_per_token: int
+    kv_cache_tokens: int
+    max_model_len: int
+    model_positions: int
+    free_bytes: int
+
+
+def run_check(config_path: str | None, overrides: dict[str, Any]) -> int:
+    """Prints the report; 0 where the model can be served, 1 with the reason where not."""
+    try:
+        config = load_config(config_path, overrides)
+    except ValueError as error:
+        raise Refusal(str(error)) from error
+    try:
+        report = check_model(config.engine)
+    except ModelError as error:
+        print(f"{config.engine.model} cannot be served: {error}", file=sys.stderr)
+        return 1
+    print(_render(report))
+    source = f" --config {config_path}" if config_path else ""
+    print(f"\nIt can be served: manta serve --model {config.engine.model}{source}")
+    return 0
+
+
+def check_checkpoint(config: ServeConfig) -> tuple[pathlib.Path, ModelConfig]:
+    """The model's folder and shape, from its small files alone. Raises `ModelError`."""
+    folder = resolve_model_folder(config.engine.model)
+    model = load_model_config(folder)
+    num_parameters(folder)  # every file is there and whole
+    return folder, model
+
+
+def check_model(engine: EngineConfig) -> CheckReport:
+    """Plans memory as the worker does, with the weights taken from what is free now. Raises `ModelError`."""
+    from workers.platforms import choose_platform
+
+    folder = resolve_model_folder(engine.model)
+    model = load_model_config(folder)
+    parameters = num_parameters(folder)
+    try:
+        platform = choose_platform(engine.device, engine.num_threads)
+        dtype = platform.resolve_dtype(engine.dtype, model.dtype)
+    except ValueError as error:
+        raise ModelError(str(error)) from error
+    weights, free = parameters * DTYPE_BYTES[dtype], platform.free_memory()
+    if weights >= free:
+        raise ModelError(
+            f"its weights take {_gib(weights)} in {dtype}, and {_gib(free)} of memory is free; "
+            "free some, or take a smaller model"
+        )
+    kv_bytes, num_blocks = plan_kv_cache(
+        model,
+        dtype,
+        block_size=engine.block_size,
+        kv_cache_bytes=engine.kv_cache_bytes,
+        kv_cache_fraction=engine.kv_cache_fraction,
+        free_bytes=free - weights,
+    )
+    if weights + kv_bytes > free:
+        raise ModelError(
+            f"its weights take {_gib(weights)} and the KV cache {_gib(kv_bytes)}, and {_gib(free)} of memory is free; "
+            "lower kv_cache_bytes"
+        )
+    capacity = num_blocks * engine.block_size
+    return CheckReport(
+        folder=str(folder),
+        architecture=model.architecture,
+        native=model.native,
+        num_parameters=parameters,
+        checkpoint_dtype=model.dtype,
+        dtype=dtype,
+        device=platform.name,
+        num_threads=engine.num_threads or len(os.sched_getaffinity(0)),
+        weight_bytes=weights,
+        kv_cache_bytes=kv_bytes,
+        kv_bytes_per_token=model.kv_bytes_per_token(dtype),
+        kv_cache_tokens=capacity,
+        max_model_len=plan_max_model_len(model, engine.max_model_len, capacity),
+        model_positions=model.max_position_embeddings,
+        free_bytes=free,
+    )
+
+
+def _render(report: CheckReport) -> str:
+    how = "natively" if report.native else "through transformers"
+    rows = {
+        "model": report.folder,
+        "architecture": f"{report.architecture}, run {how}; {report.num_parameters / 1e6:,.1f} M parameters",
+        "dtype": f"{report.dtype} (the checkpoint's is {report.checkpoint_dtype})",
+        "device": f"{report.device}, {report.num_threads} threads, {_gib(report.free_bytes)} of memory free",
+        "weights": _gib(report.weight_bytes),
+        "KV cache": (
+            f"{_gib(report.kv_cache_bytes)}: holds {report.kv_cache_tokens:,} tokens "
+            f"of {report.kv_bytes_per_token:,} bytes"
+        ),
+        "longest": f"{report.max_model_len:,} tokens a sequence (the model allows {report.model_positions:,})",
+    }
+    return "\n".join(f"{name:<13} {text}" for name, text in rows.items())
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**29 else f"{num_bytes / 2**20:.1f} MiB"

@@ -1,0 +1,118 @@
+"""`manta serve`: checks what can be checked at once, starts the Serve application, says so in plain words and waits.
+
+Everything that it started is stopped when it ends, by Ctrl-C, SIGTERM or a failure. The application itself is
+`cluster/serve_app.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import pathlib
+import signal
+import socket
+from typing import Any
+
+from cluster.commands import Refusal
+from cluster.commands.check import check_checkpoint
+from cluster.config import ServeConfig, load_config
+from workers.model_config import ModelError
+
+
+def run_serve(config_path: str | None, overrides: dict[str, Any]) -> int:
+    """Serves until Ctrl-C or SIGTERM. Raises `Refusal` for what the user can mend, before Ray is started."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        config = load_config(config_path, overrides)
+    except ValueError as error:
+        raise Refusal(str(error)) from error
+    _check_port(config.host, config.port)
+    try:
+        check_checkpoint(config)
+    except ModelError as error:
+        raise Refusal(f"{config.engine.model} cannot be served: {error}") from error
+    print(f"Starting Ray and loading {config.engine.model} ...", flush=True)
+    from cluster import serve_app
+
+    with _stopped_by_sigterm():
+        try:
+            serve_app.start(config)
+            # Ray puts a handler of its own in place while it starts
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
+            print(ready_message(config), flush=True)
+            while True:
+                signal.pause()
+        except (KeyboardInterrupt, SystemExit):
+            pass
+        finally:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            print("Stopping ...", flush=True)
+            serve_app.stop()
+            print("Stopped.", flush=True)
+    return 0
+
+
+@contextlib.contextmanager
+def _stopped_by_sigterm() -> Any:
+    """SIGTERM ends the command the way Ctrl-C does; the handlers are put back afterwards."""
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _check_port(host: str, port: int) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise Refusal(
+                    f"port {port} on {host} is taken by another program; stop it, or choose another port with --port"
+                ) from error
+            raise Refusal(
+                f"cannot listen on {host} port {port}: {error.strerror or error}; see --host, --port"
+            ) from error
+
+
+def served_name(config: ServeConfig) -> str:
+    """The model's name in the API: the configured one, else the last part of its folder or hub id."""
+    return config.served_model_name or pathlib.PurePath(config.engine.model).name
+
+
+def ready_message(config: ServeConfig) -> str:
+    """What a newcomer reads when the server is up: two things to paste and how to stop."""
+    host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
+    url = f"http://{f'[{host}]' if ':' in host else host}:{config.port}"
+    name = served_name(config)
+    key = config.api_keys[0] if config.api_keys else None
+    authorization = " -H 'Authorization: Bearer YOUR-KEY'" if key else ""
+    chat_flags = "" if url == "http://127.0.0.1:8000" else f" --url {url}"
+    return f"""
+Manta is ready: {name} at {url}
+
+Ask it something:
+
+  curl {url}/v1/chat/completions{authorization} -H 'Content-Type: application/json' \\
+    -d '{{"model": "{name}", "messages": [{{"role": "user", "content": "What is Manta?"}}], "max_tokens": 100}}'
+
+or in Python (pip install openai):
+
+  from openai import OpenAI
+  client = OpenAI(base_url="{url}/v1", api_key="{"YOUR-KEY" if key else "none"}")
+  reply = client.chat.completions.create(
+      model="{name}", messages=[{{"role": "user", "content": "What is Manta?"}}], max_tokens=100
+  )
+  print(reply.choices[0].message.content)
+
+or in another terminal: manta chat{chat_flags}
+
+Ctrl-C stops it.
+"""

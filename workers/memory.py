@@ -1,0 +1,108 @@
+"""How much memory a model takes: weights from the checkpoint's headers, KV blocks and longest sequence from a budget.
+
+Plain arithmetic over `ModelConfig`; reads no weights and imports no torch. The worker plans with it after loading, and
+`manta check` before.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+
+from workers.model_config import DTYPE_BYTES, ModelConfig, ModelError
+
+
+def plan_kv_cache(
+    model: ModelConfig,
+    dtype: str,
+    *,
+    block_size: int,
+    kv_cache_bytes: int | None,
+    kv_cache_fraction: float,
+    free_bytes: int,
+) -> tuple[int, int]:
+    """(bytes, blocks) of the KV cache: `kv_cache_bytes`, or else `kv_cache_fraction` of the `free_bytes` beside the weights.
+
+    Raises `ModelError` where it would not hold a single block.
+    """
+    block_bytes = model.kv_bytes_per_token(dtype) * block_size
+    budget = kv_cache_bytes or int(free_bytes * kv_cache_fraction)
+    num_blocks = budget // block_bytes
+    if num_blocks < 1:
+        raise ModelError(
+            f"the KV cache has {budget} bytes, and one block of {block_size} tokens takes {block_bytes}; "
+            "raise kv_cache_bytes"
+        )
+    return num_blocks * block_bytes, num_blocks
+
+
+def plan_max_model_len(model: ModelConfig, requested: int | None, capacity: int) -> int:
+    """Longest sequence in tokens, given the `capacity` of the KV cache in tokens.
+
+    Raises `ModelError` where the requested length exceeds the model's or the cache's.
+    """
+    if requested is None:
+        return min(model.max_position_embeddings, capacity)
+    if requested > model.max_position_embeddings:
+        raise ModelError(
+            f"max_model_len {requested} exceeds the {model.max_position_embeddings} positions of the model"
+        )
+    if requested > capacity:
+        raise ModelError(
+            f"max_model_len {requested} exceeds the {capacity} tokens that the KV cache holds; "
+            "lower it or raise kv_cache_bytes"
+        )
+    return requested
+
+
+def num_parameters(folder: pathlib.Path) -> int:
+    """Elements of all tensors in the safetensors files of a checkpoint, read from their headers alone.
+
+    Raises `ModelError` naming the file that is missing, cut short or no safetensors file.
+    """
+    return sum(_num_elements(path) for path in weight_files(folder))
+
+
+def weight_bytes(folder: pathlib.Path, dtype: str) -> int:
+    """Bytes of all weights once they are in `dtype`."""
+    return num_parameters(folder) * DTYPE_BYTES[dtype]
+
+
+def weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
+    """The safetensors files of a checkpoint, single or sharded. Raises `ModelError` naming one that is missing."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise ModelError(f"{index} is no index of safetensors files: {error}") from error
+        files = [folder / name for name in names]
+    else:
+        files = [folder / "model.safetensors"] if (folder / "model.safetensors").is_file() else []
+        files = files or sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelError(f"{folder} holds no safetensors file; convert the checkpoint to safetensors")
+    for path in files:
+        if not path.is_file():
+            raise ModelError(f"{path} is missing, and {index.name} says that weights are in it; copy it there")
+    return files
+
+
+def _num_elements(path: pathlib.Path) -> int:
+    """A safetensors file is the header's length (8 bytes, little-endian), a JSON header, and the tensors."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length + 8 > size:
+            raise ModelError(f"{path} is no safetensors file: {size} bytes cannot hold a header of {length}")
+        try:
+            header = json.loads(file.read(length))
+            tensors = [entry for name, entry in header.items() if name != "__metadata__"]
+            end = 8 + length + max((entry["data_offsets"][1] for entry in tensors), default=0)
+            total = sum(math.prod(entry["shape"]) for entry in tensors)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelError(f"{path} is no safetensors file: its header is not valid ({error})") from error
+    if end != size:
+        raise ModelError(f"{path} has {size} bytes and its header says {end}; copy or download it again")
+    return total
