@@ -1,7 +1,7 @@
 """The configuration schema: every option with its unit, default and bounds in one place; unknown keys are refused.
 
-`EngineConfig` is one model replica, `ServeConfig` the HTTP application around it. Both are read from YAML by `load_config`
-and overridden from the command line. Imports neither torch nor ray.
+`EngineConfig` is one model replica, `ServeConfig` the HTTP application around it. Both are read from YAML by
+`load_config` and overridden from the command line. Imports neither torch nor ray.
 """
 
 from __future__ import annotations
@@ -94,9 +94,7 @@ def load_config(path: str | pathlib.Path | None, overrides: dict[str, Any] | Non
         for parent in parents:
             target = target.setdefault(parent, {})
             if not isinstance(target, dict):
-                raise ValueError(
-                    f"configuration: {key} cannot be set, because {parent} is a value and no group of options"
-                )
+                raise ValueError(f"configuration: {key} cannot be set: {parent} is a value, no group of options")
         target[last] = value
     try:
         return msgspec.convert(data, ServeConfig)

@@ -22,7 +22,7 @@ def plan_kv_cache(
     kv_cache_fraction: float,
     free_bytes: int,
 ) -> tuple[int, int]:
-    """(bytes, blocks) of the KV cache: `kv_cache_bytes`, or else `kv_cache_fraction` of the `free_bytes` beside the weights.
+    """(bytes, blocks) of the KV cache: `kv_cache_bytes`, or else `kv_cache_fraction` of `free_bytes`, the weights taken.
 
     Raises `ModelError` where it would not hold a single block.
     """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import httpx
 
@@ -29,7 +29,7 @@ class Conversation:
     def reset(self) -> None:
         self.messages.clear()
 
-    def reply(self, text: str) -> Iterator[str]:
+    def reply(self, text: str) -> Generator[str, None, None]:
         """Yields the pieces of the reply to `text`; both become part of the history, a cut reply as far as it came.
 
         Raises `Refusal` with the server's own words where it refuses; the message is then taken back.
@@ -46,7 +46,7 @@ class Conversation:
             else:
                 self.messages.pop()
 
-    def _stream(self) -> Iterator[str]:
+    def _stream(self) -> Generator[str, None, None]:
         system = [{"role": "system", "content": self.system}] if self.system else []
         body = {"model": self.model, "messages": system + self.messages, "stream": True}
         with self.client.stream("POST", "/v1/chat/completions", json=body) as response:
@@ -128,8 +128,8 @@ def _choose_model(client: httpx.Client, base: str, model: str | None) -> str:
         response = client.get("/v1/models", timeout=10.0)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise Refusal(
-            f"no server answers at {base} ({error or type(error).__name__}); start one with 'manta serve', or say where "
-            "it listens with --url"
+            f"no server answers at {base} ({error or type(error).__name__}); start one with 'manta serve', or say "
+            "where it listens with --url"
         ) from error
     if response.status_code != 200:
         raise Refusal(_error_text(response))
@@ -137,7 +137,7 @@ def _choose_model(client: httpx.Client, base: str, model: str | None) -> str:
         names = [entry["id"] for entry in response.json()["data"]]
     except (ValueError, KeyError, TypeError) as error:
         raise Refusal(
-            f"what answers at {base} is no server with OpenAI's API; say where it listens with --url"
+            f"what answers at {base} does not speak OpenAI's API; say with --url where Manta listens"
         ) from error
     if model is not None and model not in names:
         raise Refusal(f"the server at {base} does not serve {model!r}; it serves {', '.join(names)}")

@@ -1,4 +1,4 @@
-"""`manta check`: says whether a model folder and a configuration can be served on this machine, without loading weights.
+"""`manta check`: says whether a model folder and a configuration can be served here, without loading weights.
 
 The arithmetic is the worker's own (`workers/memory.py`), so that what is said here is what serving does. `manta serve`
 calls `check_checkpoint` before it starts anything.

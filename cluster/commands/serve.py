@@ -77,9 +77,7 @@ def _check_port(host: str, port: int) -> None:
                 raise Refusal(
                     f"port {port} on {host} is taken by another program; stop it, or choose another port with --port"
                 ) from error
-            raise Refusal(
-                f"cannot listen on {host} port {port}: {error.strerror or error}; see --host, --port"
-            ) from error
+            raise Refusal(f"cannot listen on {host} port {port}: {error.strerror or error} (--host, --port)") from error
 
 
 def served_name(config: ServeConfig) -> str:
