@@ -1,0 +1,167 @@
+"""Draws tokens with torch operations: the reference of every other sampler, and what runs where there is no kernel.
+
+Same functions and results as `workers/kernels/cpu_sampler.py`. Parameters come from the host, logits stay on their
+device, and on an accelerator nothing waits for it. `workers/sampler.py` documents the order of the processors and
+calls this.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from workers.noise import gumbel_noise, noise_keys
+from workers.sampling_state import SamplingState, SequenceState
+
+OK, NAN, INFINITE, MASKED = range(4)
+"""Status of a drawn row; a row that is not OK has token 0."""
+
+NUM_CANDIDATES = 256
+"""Most probable tokens looked at before all are sorted; one sort of 152k tokens costs as much as 60 such looks."""
+
+
+def draw(
+    logits: torch.Tensor, sequences: list[SequenceState], positions: list[int], state: SamplingState
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draws a token from each row of `logits` [P, width >= vocab_size], bfloat16 or float32.
+
+    Returns token ids int64 [P] and statuses uint8 [P], on the device of the logits.
+    """
+    device = logits.device
+    rows = state.table[[sequence.row for sequence in sequences]]
+    processed = logits[:, : state.vocab_size].float()
+    status = torch.zeros(len(sequences), dtype=torch.uint8, device=device)
+    infinite = (processed == torch.inf).any(1)
+    invalid = processed.isnan().any(1)
+    if any(_edits(sequence, position) for sequence, position in zip(sequences, positions, strict=True)):
+        processed = processed.clone()
+        for logits_row, sequence, position in zip(processed, sequences, positions, strict=True):
+            _edit(logits_row, sequence, position)
+    status = torch.where((processed == -torch.inf).all(1), MASKED, status)
+    status = torch.where(infinite | (processed == torch.inf).any(1), INFINITE, status)
+    status = torch.where(invalid, NAN, status)
+    token_ids = processed.argmax(1)
+    random = rows["temperature"] > 0
+    if random.any():
+        drawn = _draw_random(processed, rows, np.array(positions, dtype=np.int64))
+        token_ids = torch.where(torch.from_numpy(random).to(device), drawn, token_ids)
+    return torch.where(status == OK, token_ids, 0), status.to(torch.uint8)
+
+
+def _edits(sequence: SequenceState, position: int) -> bool:
+    params = sequence.params
+    return bool(
+        params.allowed_token_ids
+        or params.bad_words_token_ids
+        or params.logit_bias
+        or params.repetition_penalty != 1.0
+        or params.presence_penalty
+        or params.frequency_penalty
+        or position - sequence.num_prompt_tokens < params.min_tokens
+    )
+
+
+def _edit(logits: torch.Tensor, sequence: SequenceState, position: int) -> None:
+    """Everything before the temperature, in place on one row [V]."""
+
+    def indices(ids: np.ndarray | list[int]) -> torch.Tensor:
+        return torch.as_tensor(np.asarray(ids, dtype=np.int64)).to(logits.device)
+
+    params = sequence.params
+    if params.allowed_token_ids:
+        allowed = indices(sequence.allowed_ids)
+        kept = logits[allowed]
+        logits.fill_(-torch.inf)
+        logits[allowed] = kept
+    banned = sequence.banned_by_words(position)
+    if position - sequence.num_prompt_tokens < params.min_tokens:
+        banned += sequence.stop_ids.tolist()
+    if banned:
+        logits[indices(banned)] = -torch.inf
+    if params.logit_bias:
+        logits[indices(sequence.bias_ids)] += torch.from_numpy(sequence.bias_values).to(logits.device)
+    if params.repetition_penalty != 1.0:
+        seen = indices(np.unique(sequence.tokens[:position]))
+        values = logits[seen]
+        penalty = float(np.float32(params.repetition_penalty))
+        logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
+    if params.presence_penalty or params.frequency_penalty:
+        output = sequence.tokens[sequence.num_prompt_tokens : position]
+        ids, counts = np.unique(output, return_counts=True)
+        cost = counts.astype(np.float32) * np.float32(params.frequency_penalty) + np.float32(params.presence_penalty)
+        logits[indices(ids)] -= torch.from_numpy(cost).to(logits.device)
+
+
+def _draw_random(logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> torch.Tensor:
+    """Gumbel-max over the kept tokens of every row; rows of temperature 0 are drawn at 1 and not used."""
+    device = logits.device
+    temperature = np.where(rows["temperature"] > 0, rows["temperature"], np.float32(1))
+    scaled = logits / torch.from_numpy(temperature).to(device)[:, None]
+    keys = torch.from_numpy(noise_keys(rows["seed"], positions).view(np.int32)).to(device)
+    scores = scaled + gumbel_noise(keys, torch.arange(scaled.shape[1], dtype=torch.int32, device=device))
+    filtered = np.flatnonzero((rows["top_k"] > 0) | (rows["top_p"] < 1) | (rows["log_min_p"] > -np.inf))
+    if filtered.size:
+        indices = torch.from_numpy(filtered).to(device)
+        kept = kept_tokens(
+            scaled[indices], rows["top_k"][filtered], rows["top_p"][filtered], rows["log_min_p"][filtered]
+        )
+        scores[indices] = scores[indices].masked_fill(~kept, -torch.inf)
+    return scores.argmax(1)
+
+
+def kept_tokens(scaled: torch.Tensor, top_k: np.ndarray, top_p: np.ndarray, log_min_p: np.ndarray) -> torch.Tensor:
+    """Which tokens top_k, then top_p, then min_p keep: float32 [R, V] and three arrays [R], to bool [R, V].
+
+    All three keep a prefix of the tokens in order of logit, equal ones by id, so a threshold and a number of tokens
+    kept among those equal to it say everything.
+    """
+    device, width = scaled.device, scaled.shape[1]
+    k = torch.from_numpy(np.where(top_k > 0, top_k, width).astype(np.int64)).to(device)[:, None]
+    p = torch.from_numpy(np.where(top_p < 1, top_p, np.inf).astype(np.float32)).to(device)[:, None]
+    lowest = scaled.amax(1, keepdim=True) + torch.from_numpy(log_min_p).to(device)[:, None]
+    num_candidates = min(width, max(NUM_CANDIDATES, int(top_k.max())))
+    if device.type == "cpu" and num_candidates < width:
+        ordered = scaled.topk(num_candidates, dim=1).values
+        num_kept = _num_kept(ordered, scaled.logsumexp(1, keepdim=True), k, p, lowest)
+        if (num_kept == num_candidates).logical_and(k[:, 0] > num_candidates).any():
+            ordered = scaled.sort(dim=1, descending=True).values
+            num_kept = _num_kept(ordered, scaled.logsumexp(1, keepdim=True), k, p, lowest)
+    else:  # looking whether the candidates suffice would wait for the device
+        ordered = scaled.sort(dim=1, descending=True).values
+        num_kept = _num_kept(ordered, scaled.logsumexp(1, keepdim=True), k, p, lowest)
+    threshold = ordered.gather(1, num_kept[:, None] - 1)
+    equal = scaled == threshold
+    num_greater = (ordered > threshold).sum(1, keepdim=True)
+    return (scaled > threshold) | (equal & (equal.cumsum(1) <= num_kept[:, None] - num_greater))
+
+
+def _num_kept(
+    ordered: torch.Tensor, log_total: torch.Tensor, k: torch.Tensor, p: torch.Tensor, lowest: torch.Tensor
+) -> torch.Tensor:
+    """How many of the descending `ordered` [R, C] are kept, at least 1, int64 [R]; exact when less than C."""
+    rank = torch.arange(ordered.shape[1], device=ordered.device)[None, :]
+    in_top_k = ordered.masked_fill(rank >= k, -torch.inf)
+    log_total = torch.where(k <= ordered.shape[1], in_top_k.logsumexp(1, keepdim=True), log_total)
+    mass = (in_top_k - log_total).exp()
+    kept = (rank < k) & (mass.cumsum(1) - mass < p) & (ordered >= lowest)
+    return kept.sum(1).clamp(min=1)
+
+
+def logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, num_top: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-probabilities of `token_ids` [R] under unmodified logits [R, V], and of the `num_top` best tokens.
+
+    Returns logprobs float32 [R], ranks int64 [R] from 1, top ids int64 [R, N] and top logprobs float32 [R, N]; equal
+    ones are ordered by id.
+    """
+    values = logits.float() + 0.0  # -0.0 becomes 0.0, whose bits sort alike
+    log_total = values.logsumexp(1, keepdim=True)
+    bits = values.view(torch.int32)
+    sortable = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64)
+    order = (sortable << 32) | torch.arange(values.shape[1] - 1, -1, -1, device=values.device)
+    own = order.gather(1, token_ids[:, None])
+    ranks = (order > own).sum(1) + 1
+    top_ids = values.shape[1] - 1 - (order.topk(min(num_top, values.shape[1]), dim=1).values & 0xFFFFFFFF)
+    own_logprobs = values.gather(1, token_ids[:, None]) - log_total
+    return own_logprobs[:, 0], ranks, top_ids, values.gather(1, top_ids) - log_total

@@ -1,0 +1,87 @@
+"""The sampler's noise: Gumbel noise as a pure function of (sequence seed, position, token id), and the seeds of
+children.
+
+Nothing here keeps state or depends on the batch; every sampler (C++, torch, Triton, JAX) computes the same function,
+so a seeded request draws the same tokens everywhere. The driver uses `child_seed`; importing this module imports no
+torch.
+
+The function, in unsigned arithmetic modulo 2^64 and 2^32 (`mix64` is splitmix64's finaliser, Steele et al., OOPSLA
+2014):
+
+    key = mix64(mix64(seed + 0x9e3779b97f4a7c15) + (position + 1) * 0x9e3779b97f4a7c15)
+    x = token_id ^ low32(key)
+    x = (x ^ x >> 17) * 0xed5ad4bb + high32(key)
+    x = (x ^ x >> 11) * 0xac4c1b51
+    x = (x ^ x >> 15) * 0x31848bab
+    x = x ^ x >> 14
+    v = min((float32(x) + 0.5) * 2^-32, 1 - 2^-24)
+    gumbel = -log(-log1p(-v))
+
+that is -log(-log u) of the uniform u = 1 - v. The mixer is "triple32" (C. Wellons, "Prospecting for Hash Functions",
+2018: bias 0.021) with the key's second half added between its rounds: three 32-bit multiplies a token, where Philox
+takes ten rounds of two 64-bit ones. Working with v = 1 - u keeps 32 bits in the tail that decides who wins (noise
+reaches 22.9); a float32 u near 1 has 24 bits and would never draw tokens less probable than about 1e-7.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+GOLDEN = 0x9E3779B97F4A7C15
+CHILD = 0xD1B54A32D192ED03
+WORD = 2**64 - 1
+MULTIPLIERS = (0xED5AD4BB, 0xAC4C1B51, 0x31848BAB)
+LARGEST_V = 1.0 - 2.0**-24
+
+
+def _mix64(word: int) -> int:
+    word = ((word ^ word >> 30) * 0xBF58476D1CE4E5B9) & WORD
+    word = ((word ^ word >> 27) * 0x94D049BB133111EB) & WORD
+    return word ^ word >> 31
+
+
+def child_seed(seed: int, index: int) -> int:
+    """Seed of child `index` of a request with n > 1, in [-2^63, 2^63); with n = 1 the request's own seed is used.
+
+    `mix64(mix64(seed + GOLDEN) ^ (index + 1) * CHILD)` as a signed number, so that neighbouring seeds share no child.
+    """
+    word = _mix64(_mix64((seed + GOLDEN) & WORD) ^ ((index + 1) * CHILD & WORD))
+    return word - 2**64 if word >= 2**63 else word
+
+
+def noise_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Keys of the noise at `positions` of sequences with `seeds`: int64 [n] each, to uint32 [n, 2] (low half, high
+    half)."""
+    key = _mix64_array(seeds.astype(np.uint64) + np.uint64(GOLDEN))
+    key = _mix64_array(key + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(GOLDEN))
+    return np.stack([key & np.uint64(0xFFFFFFFF), key >> np.uint64(32)], axis=1).astype(np.uint32)
+
+
+def _mix64_array(word: np.ndarray) -> np.ndarray:
+    word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return word ^ (word >> np.uint64(31))
+
+
+def gumbel_noise(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """Noise of every token under every key: int32 [n, 2] (the bits of `noise_keys`) and [V], to float32 [n, V]."""
+    import torch
+
+    first, second, third = (value - 2**32 if value >= 2**31 else value for value in MULTIPLIERS)
+    x = token_ids.to(torch.int32)[None, :] ^ keys[:, :1]
+    x = (x ^ _shift_right(x, 17)) * first + keys[:, 1:]
+    x = (x ^ _shift_right(x, 11)) * second
+    x = (x ^ _shift_right(x, 15)) * third
+    x = x ^ _shift_right(x, 14)
+    unsigned = (x.to(torch.int64) & 0xFFFFFFFF).to(torch.float32)
+    v = ((unsigned + 0.5) * 2.0**-32).clamp_(max=LARGEST_V)
+    return -torch.log(-torch.log1p(-v))
+
+
+def _shift_right(x: torch.Tensor, count: int) -> torch.Tensor:
+    return (x >> count) & (2 ** (32 - count) - 1)  # torch shifts int32 arithmetically; the mask drops the copied sign

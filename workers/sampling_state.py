@@ -1,0 +1,218 @@
+"""What a rank remembers of each sequence in order to sample it: its tokens, and its parameters in arrays.
+
+Everything is a function of the sequence's `SequenceStart` and the tokens appended since, so preemption, failover and
+forks rebuild it with `start`. Penalties keep no counts: they read the tokens (see `workers/kernels/sampler.cpp`: about
+a nanosecond a token). Called by the model runner and read by the samplers; never touches logits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from workers.sampling_params import SamplingParams
+from workers.step import SequenceStart
+
+GREEDY_TEMPERATURE = 1e-5
+"""Temperatures below this are greedy: dividing by them could overflow, and noise of at most 22.9 seldom changes a
+token."""
+
+FIRST_CAPACITY = 32
+"""Rows of the parameter table at first; it doubles."""
+
+TOKEN_HEADROOM = 256
+"""Spare tokens in a new sequence's buffer; it doubles."""
+
+ROW = np.dtype(
+    [
+        ("seed", np.int64),
+        ("tokens", np.uint64),
+        ("stop_ids", np.uint64),
+        ("allowed_ids", np.uint64),
+        ("bad_words", np.uint64),
+        ("bias_ids", np.uint64),
+        ("bias_values", np.uint64),
+        ("num_stop_ids", np.int32),
+        ("num_allowed_ids", np.int32),
+        ("num_bad_words", np.int32),
+        ("num_biases", np.int32),
+        ("num_prompt_tokens", np.int32),
+        ("min_tokens", np.int32),
+        ("top_k", np.int32),
+        ("temperature", np.float32),
+        ("top_p", np.float32),
+        ("log_min_p", np.float32),
+        ("repetition_penalty", np.float32),
+        ("presence_penalty", np.float32),
+        ("frequency_penalty", np.float32),
+        ("unused", np.int32),
+    ],
+    align=True,
+)
+"""Parameters of one sequence, laid out like `struct Row` in sampler.cpp; uint64 fields are addresses of int32 or
+float32 arrays.
+
+`top_k` 0 and `top_p` 1 keep everything, `log_min_p` is log(min_p) or -inf, `temperature` 0 is greedy. `bad_words`
+holds each word as its length followed by its ids.
+"""
+
+
+class SequenceState:
+    """One sequence: `tokens[:num_tokens]` are its prompt and output; the arrays keep what the table's addresses point
+    to."""
+
+    __slots__ = (
+        "allowed_ids",
+        "bad_words",
+        "bias_ids",
+        "bias_values",
+        "num_prompt_tokens",
+        "num_tokens",
+        "params",
+        "row",
+        "stop_ids",
+        "tokens",
+    )
+
+    def __init__(self, start: SequenceStart, row: int) -> None:
+        params = start.params
+        self.row = row
+        self.params: SamplingParams = params
+        self.num_prompt_tokens = start.num_prompt_tokens
+        self.num_tokens = len(start.token_ids)
+        self.tokens = np.empty(self.num_tokens + TOKEN_HEADROOM, dtype=np.int32)
+        self.tokens[: self.num_tokens] = start.token_ids
+        self.stop_ids = np.array((*start.eos_token_ids, *params.stop_token_ids), dtype=np.int32)
+        self.allowed_ids = np.array(params.allowed_token_ids or (), dtype=np.int32)
+        words = [item for word in params.bad_words_token_ids for item in (len(word), *word)]
+        self.bad_words = np.array(words, dtype=np.int32)
+        self.bias_ids = np.array(tuple(params.logit_bias), dtype=np.int32)
+        self.bias_values = np.array(tuple(params.logit_bias.values()), dtype=np.float32)
+
+    def banned_by_words(self, position: int) -> list[int]:
+        """Last tokens of the bad words whose other tokens end the output before `position`."""
+        banned = []
+        output = self.tokens[self.num_prompt_tokens : position]
+        for word in self.params.bad_words_token_ids:
+            *head, last = word
+            if len(head) <= len(output) and output[len(output) - len(head) :].tolist() == head:
+                banned.append(last)
+        return banned
+
+
+class SamplingState:
+    """Sampling state of all sequences on a rank; not thread-safe."""
+
+    def __init__(self, vocab_size: int, device: object) -> None:
+        self.vocab_size = vocab_size
+        self.device = device
+        self.table = np.zeros(FIRST_CAPACITY, dtype=ROW)
+        self.sequences: dict[int, SequenceState] = {}
+        self.num_wanting_logprobs = 0
+        """Sequences that asked for logprobs of their output: 0 lets a step skip looking."""
+        self._last_tokens = np.zeros(FIRST_CAPACITY, dtype=np.int64)
+        self._free_rows = list(range(FIRST_CAPACITY - 1, -1, -1))
+
+    def start(self, sequence: SequenceStart) -> None:
+        """Builds the state of a sequence from its tokens, replacing any older state of the same id.
+
+        Raises `ValueError` naming the field and the id where a token id is outside the vocabulary.
+        """
+        self._validate(sequence)
+        self.forget(sequence.sequence_id)
+        if not self._free_rows:
+            self._grow()
+        state = SequenceState(sequence, self._free_rows.pop())
+        self.sequences[sequence.sequence_id] = state
+        self.num_wanting_logprobs += state.params.logprobs is not None
+        self._last_tokens[state.row] = state.tokens[state.num_tokens - 1]
+        self._fill_row(state, sequence.seed)
+
+    def append(self, sequence_id: int, token_ids: Sequence[int]) -> None:
+        """Adds sampled tokens to a sequence."""
+        state = self.sequences[sequence_id]
+        first = state.num_tokens
+        end = first + len(token_ids)
+        if end > len(state.tokens):
+            self._grow_tokens(state, end)
+        if end == first + 1:
+            state.tokens[first] = token_ids[0]
+        else:
+            state.tokens[first:end] = token_ids
+        state.num_tokens = end
+        self._last_tokens[state.row] = token_ids[-1]
+
+    def forget(self, sequence_id: int) -> None:
+        """Drops a sequence; an unknown id is ignored."""
+        state = self.sequences.pop(sequence_id, None)
+        if state is not None:
+            self.num_wanting_logprobs -= state.params.logprobs is not None
+            self._free_rows.append(state.row)
+
+    def tokens(self, sequence_id: int) -> np.ndarray:
+        """Prompt and output so far, int32 [num_tokens]; a view that the next `append` may outdate."""
+        state = self.sequences[sequence_id]
+        return state.tokens[: state.num_tokens]
+
+    def last_tokens(self, sequence_ids: Sequence[int]) -> np.ndarray:
+        """The newest token of each sequence, int64 [n]: the input ids of a decode step."""
+        sequences = self.sequences
+        return self._last_tokens[[sequences[sequence_id].row for sequence_id in sequence_ids]]
+
+    def num_prompt_tokens(self, sequence_id: int) -> int:
+        return self.sequences[sequence_id].num_prompt_tokens
+
+    def logprobs(self, sequence_id: int) -> int | None:
+        """Alternatives to report with each output token, None for no report."""
+        return self.sequences[sequence_id].params.logprobs
+
+    def prompt_logprobs(self, sequence_id: int) -> int | None:
+        """The same for prompt tokens."""
+        return self.sequences[sequence_id].params.prompt_logprobs
+
+    def _validate(self, sequence: SequenceStart) -> None:
+        if not sequence.token_ids:
+            raise ValueError(f"sequence {sequence.sequence_id} has no tokens; a prompt must hold at least one")
+        sequence.params.validate_vocabulary(self.vocab_size)
+        for name, ids in (("token_ids", sequence.token_ids), ("eos_token_ids", sequence.eos_token_ids)):
+            if ids and not (min(ids) >= 0 and max(ids) < self.vocab_size):
+                wrong = next(token_id for token_id in ids if not 0 <= token_id < self.vocab_size)
+                raise ValueError(f"{name}: token id {wrong} is outside the vocabulary [0, {self.vocab_size})")
+
+    def _grow(self) -> None:
+        old = len(self.table)
+        self.table = np.concatenate([self.table, np.zeros(old, dtype=ROW)])
+        self._last_tokens = np.concatenate([self._last_tokens, np.zeros(old, dtype=np.int64)])
+        self._free_rows = list(range(2 * old - 1, old - 1, -1))
+
+    def _grow_tokens(self, state: SequenceState, needed: int) -> None:
+        grown = np.empty(max(2 * len(state.tokens), needed), dtype=np.int32)
+        grown[: state.num_tokens] = state.tokens[: state.num_tokens]
+        state.tokens = grown
+        self.table["tokens"][state.row] = grown.ctypes.data
+
+    def _fill_row(self, state: SequenceState, seed: int) -> None:
+        params = state.params
+        row = self.table[state.row]
+        row["seed"] = seed
+        row["tokens"] = state.tokens.ctypes.data
+        row["stop_ids"] = state.stop_ids.ctypes.data
+        row["allowed_ids"] = state.allowed_ids.ctypes.data
+        row["bad_words"] = state.bad_words.ctypes.data
+        row["bias_ids"] = state.bias_ids.ctypes.data
+        row["bias_values"] = state.bias_values.ctypes.data
+        row["num_stop_ids"] = len(state.stop_ids)
+        row["num_allowed_ids"] = len(state.allowed_ids)
+        row["num_bad_words"] = len(params.bad_words_token_ids)
+        row["num_biases"] = len(state.bias_ids)
+        row["num_prompt_tokens"] = state.num_prompt_tokens
+        row["min_tokens"] = params.min_tokens
+        row["top_k"] = 0 if params.top_k >= self.vocab_size else max(params.top_k, 0)
+        row["temperature"] = params.temperature if params.temperature >= GREEDY_TEMPERATURE else 0.0
+        row["top_p"] = params.top_p
+        row["log_min_p"] = math.log(params.min_p) if params.min_p > 0 else -math.inf
+        row["repetition_penalty"] = params.repetition_penalty
+        row["presence_penalty"] = params.presence_penalty
+        row["frequency_penalty"] = params.frequency_penalty
