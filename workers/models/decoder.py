@@ -1,0 +1,100 @@
+"""The one decoder for Llama, Mistral, Qwen2 and Qwen3: a pre-norm transformer whose families differ by configuration.
+
+A step is a flat list of kernel and linear calls over one batch of tokens; all weights are handed in by the loader, and
+kernels and linears are the platform's. Knows neither files nor sequences; called by the model runner.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+
+import torch
+import torch.nn.functional as F
+
+from workers.attention import AttentionMetadata
+from workers.layers import Linear, rope_table
+from workers.model_config import ModelConfig
+
+_FIRST_POSITIONS = 4096
+"""Rows of the rotary table made at first; it grows when a longer context comes, so a 1 M-token model costs nothing."""
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class LayerWeights:
+    """One layer; linears are callables [num_tokens, in] -> [num_tokens, out] with their bias inside."""
+
+    input_norm: torch.Tensor
+    """[hidden]"""
+    qkv: Linear
+    """hidden -> (num_heads + 2 * num_kv_heads) * head_dim: queries, keys, values."""
+    q_norm: torch.Tensor | None
+    """[head_dim], Qwen3 only, as is `k_norm`."""
+    k_norm: torch.Tensor | None
+    attention_output: Linear
+    mlp_norm: torch.Tensor
+    gate_up: Linear
+    """hidden -> 2 * intermediate: gate, up."""
+    down: Linear
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class DecoderWeights:
+    embedding: torch.Tensor
+    """[vocab_size, hidden], in the checkpoint's dtype; usually a view of the mapped file."""
+    layers: list[LayerWeights]
+    final_norm: torch.Tensor
+    head: Linear
+    """hidden -> vocab_size."""
+
+
+class Decoder:
+    """`kernels` has the functions of `workers/kernels/reference.py`. The residual stream is in `dtype`."""
+
+    def __init__(
+        self, config: ModelConfig, weights: DecoderWeights, kernels: types.ModuleType, dtype: torch.dtype
+    ) -> None:
+        self.config = config
+        self.dtype = dtype
+        self._weights = weights
+        self._kernels = kernels
+        self._layers = list(zip(weights.layers, config.sliding_windows, strict=True))
+        self._cos_sin = torch.empty(0)
+
+    @torch.inference_mode()
+    def forward(
+        self, token_ids: torch.Tensor, metadata: AttentionMetadata, kv_caches: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> torch.Tensor:
+        """Hidden states after the last norm, [num_tokens, hidden]; writes the tokens' keys and values to their slots.
+
+        `token_ids` is int64 [num_tokens]; `kv_caches` holds (k_cache, v_cache) of each layer.
+        """
+        kernels, config = self._kernels, self.config
+        eps = config.rms_norm_eps
+        heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+        scale = config.head_dim**-0.5
+        cos_sin = self._rotary_table(metadata.max_context_len, token_ids.device)
+        residual = F.embedding(token_ids, self._weights.embedding).to(self.dtype)
+        update: torch.Tensor | None = None
+        for (layer, sliding_window), (k_cache, v_cache) in zip(self._layers, kv_caches, strict=True):
+            if update is None:
+                normed = kernels.rms_norm(residual, layer.input_norm, eps)
+            else:
+                normed = kernels.add_rms_norm(update, residual, layer.input_norm, eps)
+            qkv = layer.qkv(normed)
+            kernels.rope_and_cache(qkv, cos_sin, metadata, k_cache, v_cache, *heads, layer.q_norm, layer.k_norm, eps)
+            attended = kernels.paged_attention(qkv, k_cache, v_cache, metadata, *heads, scale, sliding_window)
+            normed = kernels.add_rms_norm(layer.attention_output(attended), residual, layer.mlp_norm, eps)
+            update = layer.down(kernels.silu_and_mul(layer.gate_up(normed)))
+        return kernels.add_rms_norm(update, residual, self._weights.final_norm, eps)
+
+    @torch.inference_mode()
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits in the model's dtype, [num_rows, vocab_size], of the rows of `forward`'s result that are sampled."""
+        return self._weights.head(hidden)
+
+    def _rotary_table(self, num_positions: int, device: torch.device) -> torch.Tensor:
+        if self._cos_sin.shape[0] < num_positions:
+            rows = max(_FIRST_POSITIONS, 1 << (num_positions - 1).bit_length())
+            self._cos_sin = rope_table(self.config.rope, self.config.head_dim, rows).to(device)
+        return self._cos_sin

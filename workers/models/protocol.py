@@ -1,0 +1,23 @@
+"""What the model runner needs of a model, however it is implemented."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from workers.attention import AttentionMetadata
+
+
+class Model(Protocol):
+    """`workers/models/decoder.py` and `workers/models/transformers_fallback.py`."""
+
+    def forward(
+        self, token_ids: torch.Tensor, metadata: AttentionMetadata, kv_caches: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> torch.Tensor:
+        """Final hidden states [num_tokens, hidden] of int64 token_ids [num_tokens]; fills the layers' KV caches."""
+        ...
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[num_rows, vocab_size] of final hidden states [num_rows, hidden]."""
+        ...
