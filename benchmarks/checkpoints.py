@@ -1,0 +1,125 @@
+"""Makes the checkpoints that the benchmarks run: random weights in the exact shapes that the figures are known for.
+
+Made at first use into the cache folder (`$MANTA_CACHE`, else the user's), by Hugging Face's own classes, so that any engine
+loads them. Text from them is noise; speed does not depend on it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pathlib
+import shutil
+import string
+import sys
+import tempfile
+from typing import Any
+
+from workers.kernels.build import cache_folder
+
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+SHAPES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "qwen2.5-0.5b": (
+        "Qwen2",
+        151_665,
+        {
+            "vocab_size": 151_936,
+            "hidden_size": 896,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 14,
+            "num_key_value_heads": 2,
+            "intermediate_size": 4864,
+            "max_position_embeddings": 32_768,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+            "tie_word_embeddings": True,
+        },
+    ),
+    "tiny-llama": (
+        "Llama",
+        32_000,
+        {
+            "vocab_size": 32_000,
+            "hidden_size": 256,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "intermediate_size": 704,
+            "max_position_embeddings": 8192,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            "tie_word_embeddings": False,
+        },
+    ),
+}
+"""Name to (family, tokenizer's vocabulary, configuration). The first has 494 M parameters, as Qwen2.5-0.5B."""
+
+
+def benchmark_checkpoint(name: str) -> pathlib.Path:
+    """The folder of one of `SHAPES`, made where it does not exist yet (1 GB and under a minute for the large one)."""
+    folder = cache_folder() / "benchmarks" / name
+    if not (folder / "config.json").is_file():
+        print(f"making the benchmark checkpoint {name} in {folder} (once) ...", file=sys.stderr, flush=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        partial = pathlib.Path(tempfile.mkdtemp(dir=folder.parent))
+        try:
+            _make(name, partial)
+            shutil.rmtree(folder, ignore_errors=True)
+            partial.chmod(0o755)
+            os.replace(partial, folder)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    return folder
+
+
+def _make(name: str, folder: pathlib.Path) -> None:
+    import torch
+    import transformers
+
+    family, num_tokens, shape = SHAPES[name]
+    tokenizer = _make_tokenizer(num_tokens)
+    special = {"bos_token_id": 0, "pad_token_id": 0, "eos_token_id": 2}
+    config = getattr(transformers, f"{family}Config")(**shape, **special, rms_norm_eps=1e-6, dtype="bfloat16")
+    generator = torch.Generator().manual_seed(0)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name.endswith("norm.weight"):
+            parameter.data.fill_(1.0)
+        else:
+            parameter.data.normal_(0.0, 0.02, generator=generator)
+    model.generation_config.eos_token_id = 2
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _make_tokenizer(num_tokens: int) -> Any:
+    """A byte-level BPE tokenizer that fills its vocabulary with strings of letters, each merged from a shorter one and a letter."""
+    import transformers
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    pieces = SPECIAL_TOKENS + sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges: list[tuple[str, str]] = []
+    longer = (itertools.product(string.ascii_lowercase, repeat=length) for length in range(2, 6))
+    for letters in itertools.islice(itertools.chain.from_iterable(longer), num_tokens - len(pieces)):
+        text = "".join(letters)
+        pieces.append(text)
+        merges.append((text[:-1], text[-1]))
+    tokenizer = Tokenizer(models.BPE(vocab={piece: index for index, piece in enumerate(pieces)}, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<|endoftext|>",
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast

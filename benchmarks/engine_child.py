@@ -1,0 +1,113 @@
+"""Holds one engine in a process of its own and runs work upon a line of JSON on standard input.
+
+Run by path, by the Python of the engine under test: Manta's, or the peer's, which has nothing of Manta. So it imports only
+the standard library and the engine. `benchmarks/processes.py` starts it and is the other end of the pipe.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+
+
+class MantaEngine:
+    def __init__(self, options):
+        sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+        from cluster.llm import LLM, SamplingParams
+
+        self.make_params = SamplingParams
+        self.llm = LLM(
+            options["model"],
+            dtype="bfloat16",
+            max_model_len=options["max_model_len"],
+            kv_cache_bytes=options["kv_cache_bytes"],
+            max_num_sequences=options["max_num_sequences"],
+        )
+
+    def generate(self, prompts, max_tokens):
+        params = self.make_params(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        started = time.perf_counter()
+        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        return time.perf_counter() - started, outputs
+
+    def resident_kv_bytes(self):
+        """The part of the KV pool that is backed by memory; pages that no sequence has touched take none."""
+        cache = self.llm.engine.executor._worker.runner.kv_cache
+        return resident_bytes(cache.data_ptr(), cache.nbytes)
+
+
+class VllmEngine:
+    """vLLM with its default settings; the pool's size comes from VLLM_CPU_KVCACHE_SPACE."""
+
+    def __init__(self, options):
+        from vllm import LLM, SamplingParams
+
+        self.make_params = SamplingParams
+        self.llm = LLM(
+            model=options["model"],
+            dtype="bfloat16",
+            max_model_len=options["max_model_len"],
+            max_num_seqs=options["max_num_sequences"],
+            disable_log_stats=True,
+        )
+        self.kv_cache_bytes = options["kv_cache_bytes"]
+
+    def generate(self, prompts, max_tokens):
+        params = self.make_params(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        wrapped = [{"prompt_token_ids": prompt} for prompt in prompts]
+        started = time.perf_counter()
+        outputs = self.llm.generate(wrapped, params, use_tqdm=False)
+        return time.perf_counter() - started, outputs
+
+    def resident_kv_bytes(self):
+        """The whole pool: the pool lies in another process, so the peer is given the benefit of the doubt."""
+        return self.kv_cache_bytes
+
+
+ENGINES = {"manta": MantaEngine, "vllm": VllmEngine}
+
+
+def resident_bytes(address, size):
+    """Bytes of `[address, address + size)` of this process that are backed by memory, from /proc/self/pagemap."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    first, last = address // page, -(-(address + size) // page)
+    present = 0
+    with open("/proc/self/pagemap", "rb") as pagemap:
+        pagemap.seek(first * 8)
+        entries = pagemap.read((last - first) * 8)
+    for index in range(7, len(entries), 8):
+        present += entries[index] >> 7  # bit 63: the page is in memory
+    return present * page
+
+
+def serve(engine, channel):
+    for line in sys.stdin:
+        message = json.loads(line)
+        if message["do"] == "generate":
+            seconds, outputs = engine.generate(message["prompts"], message["max_tokens"])
+            answer = {"seconds": seconds, "num_tokens": sum(len(out.outputs[0].token_ids) for out in outputs)}
+        elif message["do"] == "resident_kv_bytes":
+            answer = {"bytes": engine.resident_kv_bytes()}
+        else:
+            return
+        channel.write(json.dumps(answer) + "\n")
+        channel.flush()
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("engine", choices=sorted(ENGINES))
+    parser.add_argument("options", type=json.loads)
+    arguments = parser.parse_args()
+    # What the engine prints goes to standard error, so that standard output carries answers only.
+    channel = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    engine = ENGINES[arguments.engine](arguments.options)
+    channel.write(json.dumps({"ready": True}) + "\n")
+    channel.flush()
+    serve(engine, channel)
+
+
+if __name__ == "__main__":
+    main()

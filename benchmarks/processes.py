@@ -1,0 +1,244 @@
+"""The engines and servers under test as child processes: start, ask, weigh, stop.
+
+`EngineProcess` is the other end of `benchmarks/engine_child.py`'s pipe; `ServerProcess` is an HTTP server. Each child leads
+a process group of its own, so that stopping it leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from typing import Any
+
+import msgspec
+import psutil
+
+MAX_MODEL_LEN = 4096
+START_TIMEOUT_S = 600.0
+
+
+class BenchmarkError(RuntimeError):
+    """A child that failed; the message holds the end of what it printed."""
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True):
+    """What all engines of one sitting share, and where the peer is."""
+
+    kv_cache_bytes: int
+    vllm_python: str | None = None
+    vllm_preload: tuple[str, ...] = ()
+    vllm_environment: dict[str, str] = {}
+
+
+class Child:
+    """A process group with its output in a temporary file."""
+
+    uses_pipe = False
+    """Whether standard output is read here instead of going to the file."""
+
+    def __init__(self, command: list[str], environment: dict[str, str]) -> None:
+        self._log = tempfile.NamedTemporaryFile(mode="w+", prefix="manta-bench-", suffix=".log")
+        self.started = time.perf_counter()
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE if self.uses_pipe else self._log,
+            stderr=self._log,
+            env={**os.environ, **environment},
+            cwd=pathlib.Path(__file__).parents[1],
+            start_new_session=True,
+            text=True,
+        )
+
+    def fail(self, what: str) -> BenchmarkError:
+        self._log.flush()
+        lines = pathlib.Path(self._log.name).read_text(errors="replace").splitlines()
+        self.stop()
+        return BenchmarkError(what + "; the end of its output:\n  " + "\n  ".join(lines[-15:]))
+
+    def processes(self) -> list[psutil.Process]:
+        """The child and everything that it started."""
+        try:
+            root = psutil.Process(self.process.pid)
+            return [root, *root.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def pss_bytes(self) -> int:
+        """Proportional set size of the whole tree: pages shared by k processes count as 1/k in each."""
+        total = 0
+        for process in self.processes():
+            with contextlib.suppress(OSError):
+                for line in pathlib.Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines():
+                    if line.startswith("Pss:"):
+                        total += int(line.split()[1]) * 1024
+        return total
+
+    def cpu_seconds(self) -> float:
+        total = 0.0
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                times = process.cpu_times()
+                total += times.user + times.system
+        return total
+
+    def wait_until_idle(self, limit_s: float = 4.0) -> float:
+        """Waits until the tree uses under a twentieth of a core (engines spin for a while after work); returns its last share."""
+        share, deadline = 1.0, time.perf_counter() + limit_s
+        while share > 0.05 and time.perf_counter() < deadline:
+            before, since = self.cpu_seconds(), time.perf_counter()
+            time.sleep(0.2)
+            share = (self.cpu_seconds() - before) / (time.perf_counter() - since)
+        return share
+
+    def stop(self) -> None:
+        """Asks politely, then ends what is left of the process group."""
+        descendants = self.processes()
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        psutil.wait_procs(descendants, timeout=5)
+        for process in descendants:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+        self._log.close()
+
+
+class EngineProcess(Child):
+    """An engine in a fresh process, ready when constructed; `start_seconds` is from spawn to ready."""
+
+    uses_pipe = True
+
+    def __init__(self, engine: str, model: str, setup: Setup, max_num_sequences: int = 256) -> None:
+        self.engine = engine
+        options = {
+            "model": model,
+            "max_model_len": MAX_MODEL_LEN,
+            "kv_cache_bytes": setup.kv_cache_bytes,
+            "max_num_sequences": max_num_sequences,
+        }
+        script = pathlib.Path(__file__).with_name("engine_child.py")
+        super().__init__(
+            [python_of(engine, setup), str(script), engine, json.dumps(options)], environment_of(engine, setup)
+        )
+        try:
+            self._read()
+        except BaseException:
+            self.stop()
+            raise
+        self.start_seconds = time.perf_counter() - self.started
+
+    def generate(self, prompts: list[list[int]], max_tokens: int) -> tuple[float, int]:
+        """(seconds, output tokens) of greedy generation past end-of-sequence tokens."""
+        answer = self._ask({"do": "generate", "prompts": prompts, "max_tokens": max_tokens})
+        return answer["seconds"], answer["num_tokens"]
+
+    def bytes_beyond_kv(self) -> int:
+        """Memory of all processes without the KV pool."""
+        return self.pss_bytes() - self._ask({"do": "resident_kv_bytes"})["bytes"]
+
+    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps(message) + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            raise self.fail(f"{self.engine} has died") from None
+        return self._read()
+
+    def _read(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise self.fail(f"{self.engine} has died")
+        return json.loads(line)
+
+
+class ServerProcess(Child):
+    """An OpenAI-compatible server, healthy when constructed; `start_seconds` is from launch to a healthy answer."""
+
+    def __init__(self, engine: str, model: str, setup: Setup, port: int) -> None:
+        self.engine, self.port, self.model_name = engine, port, "bench"
+        command = {"manta": _manta_server, "vllm": _vllm_server}[engine](model, setup, port)
+        super().__init__(command, environment_of(engine, setup))
+        try:
+            self._wait_until_healthy()
+        except BaseException:
+            self.stop()
+            raise
+        self.start_seconds = time.perf_counter() - self.started
+
+    def _wait_until_healthy(self) -> None:
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        while time.perf_counter() - self.started < START_TIMEOUT_S:
+            if self.process.poll() is not None:
+                raise self.fail(f"the {self.engine} server ended with exit code {self.process.returncode}")
+            try:
+                with opener.open(f"http://127.0.0.1:{self.port}/health", timeout=5) as response:
+                    if response.status == 200:
+                        return
+            except (urllib.error.URLError, OSError):
+                pass
+            time.sleep(0.1)
+        raise self.fail(f"the {self.engine} server is not healthy after {START_TIMEOUT_S:.0f} s")
+
+
+def python_of(engine: str, setup: Setup) -> str:
+    return sys.executable if engine == "manta" else str(setup.vllm_python)
+
+
+def environment_of(engine: str, setup: Setup) -> dict[str, str]:
+    """What the child's environment adds. vLLM's default binding leaves a core idle, so it is told to take them all."""
+    common = {"HF_HUB_OFFLINE": "1"}
+    if engine == "manta":
+        return common | {"RAY_USAGE_STATS_ENABLED": "0"}
+    cores = sorted(os.sched_getaffinity(0))
+    return common | {
+        "VLLM_CPU_KVCACHE_SPACE": str(max(1, setup.kv_cache_bytes >> 30)),
+        "VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}-{cores[-1]}",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "LD_PRELOAD": ":".join(setup.vllm_preload),
+        **setup.vllm_environment,
+    }
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _manta_server(model: str, setup: Setup, port: int) -> list[str]:
+    options = {
+        "engine.dtype": "bfloat16",
+        "engine.max_model_len": MAX_MODEL_LEN,
+        "engine.kv_cache_bytes": setup.kv_cache_bytes,
+        "served_model_name": "bench",
+    }
+    flags = [part for key, value in options.items() for part in ("--set", f"{key}={value}")]
+    return [sys.executable, "-m", "cluster.cli", "serve", "--model", model, "--port", str(port), *flags]
+
+
+def _vllm_server(model: str, setup: Setup, port: int) -> list[str]:
+    flags = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "bench", "--dtype", "bfloat16"]
+    flags += ["--max-model-len", str(MAX_MODEL_LEN), "--disable-log-stats", "--disable-uvicorn-access-log"]
+    return [str(setup.vllm_python), "-m", "vllm.entrypoints.openai.api_server", "--model", model, *flags]
