@@ -1,7 +1,7 @@
 """`manta bench` (and `make bench`): speed, start-up time and memory, alone or in turns with a peer in the same sitting.
 
-Reads the command line, starts engines and servers, runs the workloads on them and prints a table. What a workload is stands in
-`benchmarks/workloads.py`, how processes are started and weighed in `benchmarks/processes.py`.
+Reads the command line, starts engines and servers, runs the workloads on them and prints a table. What a workload is
+stands in `benchmarks/workloads.py`, how processes are started and weighed in `benchmarks/processes.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 
 from benchmarks.checkpoints import benchmark_checkpoint
 from benchmarks.http_load import LoadResult, run_load
-from benchmarks.processes import BenchmarkError, EngineProcess, ServerProcess, Setup, free_port
+from benchmarks.processes import BenchmarkError, Child, EngineProcess, ServerProcess, Setup, free_port
 from benchmarks.report import Result, combine, machine, table
 from benchmarks.workloads import WORKLOADS, PromptSource, Row, run_workload
 
@@ -31,8 +31,12 @@ STARTS = 3
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the benchmarks; 0 when all were measured, 1 where an engine failed, 2 for a wrong command line."""
-    options = _parser().parse_args(arguments)
-    bench = Bench(options)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        bench = Bench(options)
+    except ValueError as error:
+        parser.error(str(error))
     print(machine(), file=sys.stderr)
     code = 0
     try:
@@ -51,17 +55,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="manta bench", description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "--workloads", default=",".join(ALL), help=f"comma-separated, of {', '.join(ALL)} (default: all)"
-    )
+    parser = argparse.ArgumentParser(prog="manta bench", description="Speed, start-up time and memory.")
+    parser.add_argument("--workloads", default=",".join(ALL), help=f"some of {', '.join(ALL)} (default: all)")
     parser.add_argument("--model", help="folder of the large model (default: random weights in Qwen2.5-0.5B's shape)")
     parser.add_argument("--tiny-model", help="folder of the tiny model (default: a random Llama of 4 layers)")
     parser.add_argument("--streams", default="1,16,32", help="numbers of HTTP streams (default: 1,16,32)")
     parser.add_argument("--requests-per-stream", type=int, default=4, help="HTTP requests of each stream (default: 4)")
-    parser.add_argument(
-        "--repetitions", type=int, default=3, help="repetitions, of which medians are taken (default: 3)"
-    )
+    parser.add_argument("--repetitions", type=int, default=3, help="medians are taken over these (default: 3)")
     parser.add_argument("--kv-gib", type=int, default=2, help="size of the KV pool in GiB (default: 2)")
     parser.add_argument("--json", metavar="FILE", help="write the rows to FILE, one JSON object a line")
     parser.add_argument("--compare", choices=["vllm"], help="measure the peer too, in turns with Manta")
@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--vllm-preload",
         metavar="LIB:LIB",
-        help="libraries for vLLM's LD_PRELOAD (default: tcmalloc and libiomp5, if found)",
+        help="what vLLM preloads (default: tcmalloc and libiomp5, if found)",
     )
     parser.add_argument(
         "--vllm-env", action="append", default=[], metavar="KEY=VALUE", help="environment of vLLM; may be repeated"
@@ -90,9 +90,9 @@ class Bench:
         self.workloads = options.workloads.split(",")
         unknown = sorted(set(self.workloads) - set(ALL))
         if unknown:
-            raise SystemExit(f"manta bench: unknown workload {', '.join(unknown)}; there are {', '.join(ALL)}")
+            raise ValueError(f"unknown workload {', '.join(unknown)}; there are {', '.join(ALL)}")
         if options.pairs and not options.compare:
-            raise SystemExit("manta bench: --pairs compares two engines; add --compare vllm")
+            raise ValueError("--pairs compares two engines; add --compare vllm")
         self.options = options
         self.names = ["manta"]
         self.setup = Setup(kv_cache_bytes=options.kv_gib << 30)
@@ -192,7 +192,6 @@ class Bench:
                     result = run_load(server.port, server.model_name, batch, HTTP_OUTPUT, streams)
                     rows[index].append(_load_rows(workload, result))
                 self._settle([*servers, offline], offline)
-                # Other prompts of the same lengths: the prefix cache of the server has seen these, the other's has not.
                 seconds, num_tokens = offline.generate(batch, HTTP_OUTPUT)
                 offline_rows.append(_of_offline(workload, rows[0][-1][0].value, num_tokens / seconds))
         finally:
@@ -200,9 +199,7 @@ class Bench:
         self._add(rows)
         self._add([offline_rows])
 
-    def _settle(
-        self, children: Sequence[EngineProcess | ServerProcess], next_one: EngineProcess | ServerProcess
-    ) -> None:
+    def _settle(self, children: Sequence[Child], next_one: Child) -> None:
         for child in children:
             if child is not next_one:
                 self._note_idle(f"{child.engine} ({type(child).__name__})", child.wait_until_idle())
@@ -259,10 +256,10 @@ def _token_limit(name: str, model: str) -> int:
 
 def _vllm_setup(options: argparse.Namespace) -> Setup:
     if not options.vllm_python:
-        raise SystemExit("manta bench: --compare vllm needs --vllm-python, the Python that vLLM is installed in")
+        raise ValueError("--compare vllm needs --vllm-python, the Python that vLLM is installed in")
     python = pathlib.Path(options.vllm_python).expanduser().absolute()
     if not python.exists():
-        raise SystemExit(f"manta bench: there is no {python}; --vllm-python names the Python that vLLM is installed in")
+        raise ValueError(f"there is no {python}; --vllm-python names the Python that vLLM is installed in")
     if options.vllm_preload is not None:
         preload = [str(pathlib.Path(path).expanduser()) for path in options.vllm_preload.split(":") if path]
     else:

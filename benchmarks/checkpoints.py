@@ -1,7 +1,7 @@
 """Makes the checkpoints that the benchmarks run: random weights in the exact shapes that the figures are known for.
 
-Made at first use into the cache folder (`$MANTA_CACHE`, else the user's), by Hugging Face's own classes, so that any engine
-loads them. Text from them is noise; speed does not depend on it.
+Made at first use into the cache folder (`$MANTA_CACHE`, else the user's), by Hugging Face's own classes, so that any
+engine loads them. Text from them is noise; speed does not depend on it.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _make(name: str, folder: pathlib.Path) -> None:
 
 
 def _make_tokenizer(num_tokens: int) -> Any:
-    """A byte-level BPE tokenizer that fills its vocabulary with strings of letters, each merged from a shorter one and a letter."""
+    """A byte-level BPE tokenizer whose vocabulary is filled with strings of letters: a shorter one plus a letter."""
     import transformers
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 

@@ -1,7 +1,7 @@
 """Holds one engine in a process of its own and runs work upon a line of JSON on standard input.
 
-Run by path, by the Python of the engine under test: Manta's, or the peer's, which has nothing of Manta. So it imports only
-the standard library and the engine. `benchmarks/processes.py` starts it and is the other end of the pipe.
+Run by path, by the Python of the engine under test: Manta's, or the peer's, which has nothing of Manta. So it imports
+only the standard library and the engine. `benchmarks/processes.py` starts it and is the other end of the pipe.
 """
 
 import argparse

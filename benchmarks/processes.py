@@ -1,7 +1,7 @@
 """The engines and servers under test as child processes: start, ask, weigh, stop.
 
-`EngineProcess` is the other end of `benchmarks/engine_child.py`'s pipe; `ServerProcess` is an HTTP server. Each child leads
-a process group of its own, so that stopping it leaves nothing behind.
+`EngineProcess` is the other end of `benchmarks/engine_child.py`'s pipe; `ServerProcess` is an HTTP server. Each child
+leads a process group of its own, so that stopping it leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -46,8 +46,10 @@ class Child:
     uses_pipe = False
     """Whether standard output is read here instead of going to the file."""
 
+    engine: str
+
     def __init__(self, command: list[str], environment: dict[str, str]) -> None:
-        self._log = tempfile.NamedTemporaryFile(mode="w+", prefix="manta-bench-", suffix=".log")
+        self._log = tempfile.NamedTemporaryFile(mode="w+", prefix="manta-bench-", suffix=".log")  # noqa: SIM115
         self.started = time.perf_counter()
         self.process = subprocess.Popen(
             command,
@@ -93,7 +95,7 @@ class Child:
         return total
 
     def wait_until_idle(self, limit_s: float = 4.0) -> float:
-        """Waits until the tree uses under a twentieth of a core (engines spin for a while after work); returns its last share."""
+        """Waits until the tree uses under a twentieth of a core, for engines spin after work; returns the share."""
         share, deadline = 1.0, time.perf_counter() + limit_s
         while share > 0.05 and time.perf_counter() < deadline:
             before, since = self.cpu_seconds(), time.perf_counter()

@@ -1,6 +1,6 @@
 """Turns repeated figures of one or two engines into rows, a table and JSON.
 
-With a peer, a ratio says how many times better Manta is: above 1 is faster (or smaller), for times and throughput alike.
+With a peer, a ratio says how many times better Manta is: above 1 it is faster or smaller, whatever the unit.
 """
 
 from __future__ import annotations
@@ -37,12 +37,8 @@ class Result(NamedTuple):
     """95% of the ratio, where there are enough pairs."""
 
     def as_json(self) -> dict[str, Any]:
-        fields: dict[str, Any] = {
-            "workload": self.workload,
-            "metric": self.metric,
-            "value": self.value,
-            "unit": self.unit,
-        }
+        fields: dict[str, Any] = {"workload": self.workload, "metric": self.metric}
+        fields |= {"value": self.value, "unit": self.unit}
         if self.peer is not None:
             fields |= {"peer": self.peer, "ratio": self.ratio}
         if self.interval is not None:
@@ -65,8 +61,8 @@ def combine(manta: list[list[Row]], peer: list[list[Row]] | None = None) -> list
             for value, other in zip(values, others, strict=True)
         ]
         interval = bootstrap_interval(ratios) if len(ratios) >= MIN_PAIRS_FOR_INTERVAL else None
-        medians = [statistics.median(numbers) for numbers in (values, others, ratios)]
-        results.append(Result(row.workload, row.metric, row.unit, *medians, interval))
+        value, other, ratio = (statistics.median(numbers) for numbers in (values, others, ratios))
+        results.append(Result(row.workload, row.metric, row.unit, value, other, ratio, interval))
     return results
 
 
@@ -91,13 +87,11 @@ def table(results: list[Result], peer: str | None) -> str:
             line.append("" if result.interval is None else f"{result.interval[0]:.3f} to {result.interval[1]:.3f}")
         lines.append(line)
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    left = 2  # the first two columns are text
-    text = [
-        "  ".join(
-            cell.ljust(width) if column < left else cell.rjust(width) for column, (cell, width) in enumerate(pairs)
-        )
-        for pairs in (list(zip(line, widths, strict=True)) for line in lines)
-    ]
+    text = []
+    for line in lines:
+        names = [cell.ljust(width) for cell, width in zip(line[:2], widths[:2], strict=True)]
+        figures = [cell.rjust(width) for cell, width in zip(line[2:], widths[2:], strict=True)]
+        text.append("  ".join(names + figures))
     return "\n".join(line.rstrip() for line in [text[0], "-" * len(text[0]), *text[1:]])
 
 

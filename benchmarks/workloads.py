@@ -4,8 +4,8 @@
     d  16 requests of 1,024 shared and 32 own tokens in, 32 out, with the shared part unseen, and seen
     g  the tiny model, one row and 32 rows: what a step costs besides the model
 
-Everything is greedy and runs past end-of-sequence tokens; prompts are random token ids, fresh for every run, so that the
-prefix cache helps only where a workload shares a prefix. Engines are measured in turns with the same prompts, because a
+Everything is greedy and runs past end-of-sequence tokens; prompts are random token ids, fresh for every run, so that
+the prefix cache helps only where a workload shares a prefix. Engines are measured in turns with the same prompts, because a
 shared machine is faster in one minute than in the next.
 """
 
@@ -115,8 +115,8 @@ def run_workload(
 ) -> list[list[dict[str, float]]]:
     """Seconds by generation name, for each engine and repetition.
 
-    Engines take turns, in an order that is reversed each time; before a turn the others are given the time to stop spinning,
-    and `report_idle(engine, cpu_share)` hears of one that does not.
+    Engines take turns, in an order that is reversed each time; before a turn the others are given the time to stop
+    spinning, and `report_idle(engine, cpu_share)` hears of one that does not.
     """
     for engine in engines:
         for _, batch, max_tokens in workload.warm_up(prompts):
