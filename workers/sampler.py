@@ -26,7 +26,7 @@ import dataclasses
 
 import torch
 
-from workers.kernels import torch_sampler
+from workers.kernels import cpu_sampler, torch_sampler
 from workers.sampling_state import SamplingState
 from workers.step import SamplePoint, TokenLogprobs
 
@@ -99,16 +99,20 @@ def sample(logits: torch.Tensor, points: list[SamplePoint], state: SamplingState
                 f"position {point.position} of sequence {point.sequence_id} is beyond the {sequence.num_tokens} tokens "
                 "that it holds; append those before it first"
             )
-    token_ids, status = torch_sampler.draw(logits, sequences, positions, state)
+    implementation = cpu_sampler if cpu_sampler.serves(logits) else torch_sampler
+    token_ids, status = implementation.draw(logits, sequences, positions, state)
     reported: list[tuple[int, int]] = []
     if state.num_wanting_logprobs:
         asked = ((index, sequence.params.logprobs) for index, sequence in enumerate(sequences))
         reported = [(index, num_top) for index, num_top in asked if num_top is not None]
     if not reported:
         return Sampled(token_ids, status, points, reported, None)
-    rows = torch.tensor([index for index, _ in reported], device=logits.device)
+    targets = token_ids
+    if len(reported) < len(points):
+        rows = torch.tensor([index for index, _ in reported]).to(logits.device)
+        logits, targets = logits[rows], token_ids[rows]
     num_top = max(num_top for _, num_top in reported)
-    reports = _logprobs(logits[rows, : state.vocab_size], token_ids[rows], num_top)
+    reports = implementation.logprobs(logits[:, : state.vocab_size], targets, num_top)
     return Sampled(token_ids, status, points, reported, reports)
 
 
@@ -124,11 +128,9 @@ def prompt_logprobs(
         logits = logits[:, :vocab_size]
     _check_shape(logits, len(next_token_ids), 1)
     targets = torch.tensor(next_token_ids, dtype=torch.int64).to(logits.device)
-    return _entries(_logprobs(logits, targets, num_top), next_token_ids, [num_top] * len(next_token_ids))
-
-
-def _logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> LogprobTensors:
-    return torch_sampler.logprobs(logits, token_ids, num_top)
+    implementation = cpu_sampler if cpu_sampler.serves(logits) else torch_sampler
+    reports = implementation.logprobs(logits, targets, num_top)
+    return _entries(reports, next_token_ids, [num_top] * len(next_token_ids))
 
 
 def _entries(reports: LogprobTensors, token_ids: list[int], counts: list[int]) -> list[TokenLogprobs]:

@@ -41,21 +41,20 @@ ROW = np.dtype(
         ("num_prompt_tokens", np.int32),
         ("min_tokens", np.int32),
         ("top_k", np.int32),
-        ("temperature", np.float32),
+        ("inverse_temperature", np.float32),
         ("top_p", np.float32),
         ("log_min_p", np.float32),
         ("repetition_penalty", np.float32),
         ("presence_penalty", np.float32),
         ("frequency_penalty", np.float32),
-        ("unused", np.int32),
     ],
     align=True,
 )
 """Parameters of one sequence, laid out like `struct Row` in sampler.cpp; uint64 fields are addresses of int32 or
 float32 arrays.
 
-`top_k` 0 and `top_p` 1 keep everything, `log_min_p` is log(min_p) or -inf, `temperature` 0 is greedy. `bad_words`
-holds each word as its length followed by its ids.
+`top_k` 0 and `top_p` 1 keep everything, `log_min_p` is log(min_p) or -inf, `inverse_temperature` 0 is greedy.
+`bad_words` holds each word as its length followed by its ids.
 """
 
 
@@ -109,6 +108,7 @@ class SamplingState:
         self.vocab_size = vocab_size
         self.device = device
         self.table = np.zeros(FIRST_CAPACITY, dtype=ROW)
+        self.table_address = self.table.ctypes.data
         self.sequences: dict[int, SequenceState] = {}
         self.num_wanting_logprobs = 0
         """Sequences that asked for logprobs of their output: 0 lets a step skip looking."""
@@ -184,6 +184,7 @@ class SamplingState:
     def _grow(self) -> None:
         old = len(self.table)
         self.table = np.concatenate([self.table, np.zeros(old, dtype=ROW)])
+        self.table_address = self.table.ctypes.data
         self._last_tokens = np.concatenate([self._last_tokens, np.zeros(old, dtype=np.int64)])
         self._free_rows = list(range(2 * old - 1, old - 1, -1))
 
@@ -210,7 +211,7 @@ class SamplingState:
         row["num_prompt_tokens"] = state.num_prompt_tokens
         row["min_tokens"] = params.min_tokens
         row["top_k"] = 0 if params.top_k >= self.vocab_size else max(params.top_k, 0)
-        row["temperature"] = params.temperature if params.temperature >= GREEDY_TEMPERATURE else 0.0
+        row["inverse_temperature"] = 1 / params.temperature if params.temperature >= GREEDY_TEMPERATURE else 0.0
         row["top_p"] = params.top_p
         row["log_min_p"] = math.log(params.min_p) if params.min_p > 0 else -math.inf
         row["repetition_penalty"] = params.repetition_penalty

@@ -41,7 +41,7 @@ def draw(
     status = torch.where(infinite | (processed == torch.inf).any(1), INFINITE, status)
     status = torch.where(invalid, NAN, status)
     token_ids = processed.argmax(1)
-    random = rows["temperature"] > 0
+    random = rows["inverse_temperature"] > 0
     if random.any():
         drawn = _draw_random(processed, rows, np.array(positions, dtype=np.int64))
         token_ids = torch.where(torch.from_numpy(random).to(device), drawn, token_ids)
@@ -93,58 +93,59 @@ def _edit(logits: torch.Tensor, sequence: SequenceState, position: int) -> None:
 
 
 def _draw_random(logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> torch.Tensor:
-    """Gumbel-max over the kept tokens of every row; rows of temperature 0 are drawn at 1 and not used."""
+    """Gumbel-max over the kept tokens of every row; the result of a greedy row is not used."""
     device = logits.device
-    temperature = np.where(rows["temperature"] > 0, rows["temperature"], np.float32(1))
-    scaled = logits / torch.from_numpy(temperature).to(device)[:, None]
     keys = torch.from_numpy(noise_keys(rows["seed"], positions).view(np.int32)).to(device)
-    scores = scaled + gumbel_noise(keys, torch.arange(scaled.shape[1], dtype=torch.int32, device=device))
+    noise = gumbel_noise(keys, torch.arange(logits.shape[1], dtype=torch.int32, device=device))
+    scores = logits * torch.from_numpy(rows["inverse_temperature"]).to(device)[:, None] + noise
     filtered = np.flatnonzero((rows["top_k"] > 0) | (rows["top_p"] < 1) | (rows["log_min_p"] > -np.inf))
     if filtered.size:
         indices = torch.from_numpy(filtered).to(device)
-        kept = kept_tokens(
-            scaled[indices], rows["top_k"][filtered], rows["top_p"][filtered], rows["log_min_p"][filtered]
-        )
-        scores[indices] = scores[indices].masked_fill(~kept, -torch.inf)
+        scores[indices] = scores[indices].masked_fill(~kept_tokens(logits[indices], rows[filtered]), -torch.inf)
     return scores.argmax(1)
 
 
-def kept_tokens(scaled: torch.Tensor, top_k: np.ndarray, top_p: np.ndarray, log_min_p: np.ndarray) -> torch.Tensor:
-    """Which tokens top_k, then top_p, then min_p keep: float32 [R, V] and three arrays [R], to bool [R, V].
+def kept_tokens(logits: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
+    """Which tokens top_k, then top_p, then min_p keep: processed logits float32 [R, V] to bool [R, V].
 
     All three keep a prefix of the tokens in order of logit, equal ones by id, so a threshold and a number of tokens
     kept among those equal to it say everything.
     """
-    device, width = scaled.device, scaled.shape[1]
-    k = torch.from_numpy(np.where(top_k > 0, top_k, width).astype(np.int64)).to(device)[:, None]
-    p = torch.from_numpy(np.where(top_p < 1, top_p, np.inf).astype(np.float32)).to(device)[:, None]
-    lowest = scaled.amax(1, keepdim=True) + torch.from_numpy(log_min_p).to(device)[:, None]
-    num_candidates = min(width, max(NUM_CANDIDATES, int(top_k.max())))
-    if device.type == "cpu" and num_candidates < width:
-        ordered = scaled.topk(num_candidates, dim=1).values
-        num_kept = _num_kept(ordered, scaled.logsumexp(1, keepdim=True), k, p, lowest)
-        if (num_kept == num_candidates).logical_and(k[:, 0] > num_candidates).any():
-            ordered = scaled.sort(dim=1, descending=True).values
-            num_kept = _num_kept(ordered, scaled.logsumexp(1, keepdim=True), k, p, lowest)
+    width = logits.shape[1]
+    num_candidates = min(width, max(NUM_CANDIDATES, int(rows["top_k"].max())))
+    if logits.device.type == "cpu" and num_candidates < width:
+        ordered = logits.topk(num_candidates, dim=1).values
+        num_kept = _num_kept(logits, ordered, rows)
+        if (num_kept[rows["top_k"] == 0] == num_candidates).any():
+            ordered = logits.sort(dim=1, descending=True).values
+            num_kept = _num_kept(logits, ordered, rows)
     else:  # looking whether the candidates suffice would wait for the device
-        ordered = scaled.sort(dim=1, descending=True).values
-        num_kept = _num_kept(ordered, scaled.logsumexp(1, keepdim=True), k, p, lowest)
+        ordered = logits.sort(dim=1, descending=True).values
+        num_kept = _num_kept(logits, ordered, rows)
     threshold = ordered.gather(1, num_kept[:, None] - 1)
-    equal = scaled == threshold
+    equal = logits == threshold
     num_greater = (ordered > threshold).sum(1, keepdim=True)
-    return (scaled > threshold) | (equal & (equal.cumsum(1) <= num_kept[:, None] - num_greater))
+    return (logits > threshold) | (equal & (equal.cumsum(1) <= num_kept[:, None] - num_greater))
 
 
-def _num_kept(
-    ordered: torch.Tensor, log_total: torch.Tensor, k: torch.Tensor, p: torch.Tensor, lowest: torch.Tensor
-) -> torch.Tensor:
-    """How many of the descending `ordered` [R, C] are kept, at least 1, int64 [R]; exact when less than C."""
-    rank = torch.arange(ordered.shape[1], device=ordered.device)[None, :]
-    in_top_k = ordered.masked_fill(rank >= k, -torch.inf)
-    log_total = torch.where(k <= ordered.shape[1], in_top_k.logsumexp(1, keepdim=True), log_total)
-    mass = (in_top_k - log_total).exp()
-    kept = (rank < k) & (mass.cumsum(1) - mass < p) & (ordered >= lowest)
-    return kept.sum(1).clamp(min=1)
+def _num_kept(logits: torch.Tensor, ordered: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
+    """How many of the descending `ordered` [R, C] are kept, at least 1, int64 [R]; exact where less than C."""
+
+    def column(values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values).to(logits.device)[:, None]
+
+    inverse_temperature = column(rows["inverse_temperature"])
+    top_k = column(np.where(rows["top_k"] > 0, rows["top_k"], logits.shape[1]))
+    top_p = column(np.where(rows["top_p"] < 1, rows["top_p"], np.float32(np.inf)))
+    largest = ordered[:, :1]
+    in_top_k = torch.arange(ordered.shape[1], device=logits.device) < top_k
+    weights = ((ordered - largest) * inverse_temperature).exp() * in_top_k
+    of_top_k = weights.sum(1, keepdim=True)
+    of_all = ((logits - largest) * inverse_temperature).exp().sum(1, keepdim=True)
+    total = torch.where(top_k <= ordered.shape[1], of_top_k, of_all)
+    in_top_p = weights.cumsum(1) - weights < top_p * total
+    in_min_p = ordered * inverse_temperature >= largest * inverse_temperature + column(rows["log_min_p"])
+    return (in_top_k & in_top_p & in_min_p).sum(1).clamp(min=1)
 
 
 def logprobs(

@@ -1,0 +1,97 @@
+"""Draws tokens on the CPU with the kernels of `sampler.cpp`: thin ctypes calls, nothing compiled before the first.
+
+Same functions and results as `workers/kernels/torch_sampler.py`, which runs where there is no compiler. Called by
+`workers/sampler.py`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from ctypes import c_int, c_int32, c_int64, c_void_p
+
+import torch
+
+from workers.kernels import build
+from workers.sampling_state import ROW, SamplingState, SequenceState
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    library = build.load_library("sampler")
+    if library is None:
+        return None
+    row_bytes = library.manta_sampler_row_bytes()
+    if row_bytes != ROW.itemsize:
+        raise RuntimeError(f"a Row has {row_bytes} bytes in sampler.cpp and {ROW.itemsize} in sampling_state.py")
+    library.manta_sample.argtypes = [c_int, c_void_p, c_int64, c_int, c_int, *[c_void_p] * 5]
+    library.manta_sample.restype = None
+    library.manta_logprobs.argtypes = [c_int, c_void_p, c_int64, c_int, c_int, c_void_p, c_int, *[c_void_p] * 4]
+    library.manta_logprobs.restype = None
+    return library
+
+
+def serves(logits: torch.Tensor) -> bool:
+    """Whether these logits can be drawn from here: on the CPU, in a dtype of the kernels, which could be built."""
+    return logits.device.type == "cpu" and logits.dtype in DTYPES and _library() is not None
+
+
+def draw(
+    logits: torch.Tensor, sequences: list[SequenceState], positions: list[int], state: SamplingState
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `torch_sampler.draw`."""
+    library = _library()
+    assert library is not None
+    logits = _row_major(logits)
+    count = len(sequences)
+    token_ids = torch.empty(count, dtype=torch.int64)
+    status = torch.empty(count, dtype=torch.uint8)
+    library.manta_sample(
+        DTYPES[logits.dtype],
+        logits.data_ptr(),
+        logits.stride(0),
+        count,
+        state.vocab_size,
+        state.table_address,
+        (c_int32 * count)(*[sequence.row for sequence in sequences]),
+        (c_int64 * count)(*positions),
+        token_ids.data_ptr(),
+        status.data_ptr(),
+    )
+    return token_ids, status
+
+
+def logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, num_top: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `torch_sampler.logprobs`."""
+    library = _library()
+    assert library is not None
+    logits = _row_major(logits)
+    token_ids = token_ids.contiguous()
+    count, vocab_size = logits.shape
+    num_top = min(num_top, vocab_size)
+    own = torch.empty(count, dtype=torch.float32)
+    ranks = torch.empty(count, dtype=torch.int64)
+    top_ids = torch.empty(count, num_top, dtype=torch.int64)
+    top = torch.empty(count, num_top, dtype=torch.float32)
+    library.manta_logprobs(
+        DTYPES[logits.dtype],
+        logits.data_ptr(),
+        logits.stride(0),
+        count,
+        vocab_size,
+        token_ids.data_ptr(),
+        num_top,
+        own.data_ptr(),
+        ranks.data_ptr(),
+        top_ids.data_ptr(),
+        top.data_ptr(),
+    )
+    return own, ranks, top_ids, top
+
+
+def _row_major(logits: torch.Tensor) -> torch.Tensor:
+    return logits if logits.stride(1) == 1 else logits.contiguous()
