@@ -5,8 +5,8 @@
     g  the tiny model, one row and 32 rows: what a step costs besides the model
 
 Everything is greedy and runs past end-of-sequence tokens; prompts are random token ids, fresh for every run, so that
-the prefix cache helps only where a workload shares a prefix. Engines are measured in turns with the same prompts, because a
-shared machine is faster in one minute than in the next.
+the prefix cache helps only where a workload shares a prefix. Engines are measured in turns with the same prompts,
+because a shared machine is faster in one minute than in the next.
 """
 
 from __future__ import annotations

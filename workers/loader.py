@@ -135,6 +135,36 @@ def load_model(folder: str | pathlib.Path, config: ModelConfig, dtype: str, plat
     return _DecoderLoader(Checkpoint(folder), config, platform.torch_dtype(dtype), platform).load()
 
 
+def check_tensors(folder: str | pathlib.Path, config: ModelConfig) -> None:
+    """Looks in the headers for every tensor that `load_model` would read from a native checkpoint, and reads none.
+
+    Raises `ModelError` as `load_model` does.
+    """
+    no_platform: Any = _NoPlatform()
+    _DecoderLoader(_Headers(folder), config, torch.float32, no_platform).load()
+
+
+class _Headers(Checkpoint):
+    """A checkpoint whose tensors have a shape and no data."""
+
+    def view(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return super().view(name, shape).to("meta")
+
+    def release(self, names: Iterable[str]) -> None:
+        pass
+
+
+class _NoPlatform:
+    """Packs nothing, on torch's device without data."""
+
+    name = "meta"
+    device = torch.device("meta")
+    kernels: Any = None
+
+    def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+        return weight
+
+
 class _DecoderLoader:
     """Hugging Face's names of the four native families."""
 

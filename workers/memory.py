@@ -22,7 +22,7 @@ def plan_kv_cache(
     kv_cache_fraction: float,
     free_bytes: int,
 ) -> tuple[int, int]:
-    """(bytes, blocks) of the KV cache: `kv_cache_bytes`, or else `kv_cache_fraction` of `free_bytes`, the weights taken.
+    """(bytes, blocks) of the KV cache: `kv_cache_bytes`, else `kv_cache_fraction` of `free_bytes`, the weights taken.
 
     Raises `ModelError` where it would not hold a single block.
     """
@@ -79,10 +79,9 @@ def weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
             raise ModelError(f"{index} is no index of safetensors files: {error}") from error
         files = [folder / name for name in names]
     else:
-        files = [folder / "model.safetensors"] if (folder / "model.safetensors").is_file() else []
-        files = files or sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ModelError(f"{folder} holds no safetensors file; convert the checkpoint to safetensors")
+        files = [folder / "model.safetensors"]
+        if not files[0].is_file():
+            raise ModelError(f"{folder} holds no model.safetensors; other weight formats must be converted first")
     for path in files:
         if not path.is_file():
             raise ModelError(f"{path} is missing, and {index.name} says that weights are in it; copy it there")

@@ -66,11 +66,14 @@ def check_checkpoint(config: ServeConfig) -> tuple[pathlib.Path, ModelConfig]:
 
 def check_model(engine: EngineConfig) -> CheckReport:
     """Plans memory as the worker does, with the weights taken from what is free now. Raises `ModelError`."""
+    from workers.loader import check_tensors
     from workers.platforms import choose_platform
 
     folder = resolve_model_folder(engine.model)
     model = load_model_config(folder)
     parameters = num_parameters(folder)
+    if model.native:
+        check_tensors(folder, model)
     try:
         platform = choose_platform(engine.device, engine.num_threads)
         dtype = platform.resolve_dtype(engine.dtype, model.dtype)
