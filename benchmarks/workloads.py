@@ -118,8 +118,9 @@ def run_workload(
     Engines take turns, in an order that is reversed each time; before a turn the others are given the time to stop
     spinning, and `report_idle(engine, cpu_share)` hears of one that does not.
     """
+    warm_up = workload.warm_up(prompts)
     for engine in engines:
-        for _, batch, max_tokens in workload.warm_up(prompts):
+        for _, batch, max_tokens in warm_up:
             engine.generate(batch, max_tokens)
     seconds: list[list[dict[str, float]]] = [[] for _ in engines]
     for repetition in range(repetitions):
