@@ -59,12 +59,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("MistralConfig", {"sliding_window": 24}),
     "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
-    "gpt_neox": ("GPTNeoXConfig", {}),
+    "gpt_neox": ("GPTNeoXConfig", {"num_key_value_heads": None}),
     "olmo2": ("Olmo2Config", {}),
     "granite": ("GraniteConfig", {}),
     "gemma": ("GemmaConfig", {"head_dim": 32}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24}),
     "phi": ("PhiConfig", {}),
-    "gpt2": ("GPT2Config", {}),
+    "gpt2": ("GPT2Config", {"num_key_value_heads": None}),
 }
 """Name to (transformers configuration class, what differs from the common sizes). The first five run natively."""
 

@@ -176,9 +176,10 @@ class _DecoderLoader:
 
     def load(self) -> Decoder:
         config = self.config
-        layers = [self._layer(f"model.layers.{index}") for index in range(config.num_layers)]
+        # The head first: it is the largest weight, and held twice while nothing else is.
         head_name = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
         head = self._linear([(head_name, config.vocab_size)], config.hidden_size, bias=False)
+        layers = [self._layer(f"model.layers.{index}") for index in range(config.num_layers)]
         # The lookup table stays a view of the file, also where the head holds a packed copy: only rows in use are read.
         embedding = self.checkpoint.view("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
         if self.platform.device.type != "cpu":

@@ -22,7 +22,7 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
 class ModelError(ValueError):
-    """A model that cannot be served. The message names what is missing or unsupported, and a remedy where one exists."""
+    """A model that cannot be served. The message names what is missing or unsupported, and a remedy if there is one."""
 
 
 class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):

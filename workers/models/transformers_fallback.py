@@ -1,0 +1,297 @@
+"""Architectures without a native form: transformers' own model code over Manta's paged attention and KV cache.
+
+Registers one attention function with transformers, which writes keys and values to the paged cache and attends over it,
+so that every model that takes a replaced attention runs in Manta's flat batches. What cannot is refused, by name and
+with the reason, from its configuration or by a probe at load. Imported only where such a model is asked for.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from workers.attention import AttentionMetadata, allocate_kv
+from workers.model_config import ModelConfig, ModelError, RopeConfig, parse_dtype
+from workers.platforms import Platform
+
+_ATTENTION_NAME = "manta_paged"
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_STATIC_ROPE_TYPES = {"default", "linear", "llama3", "yarn", "proportional", None}
+"""Rope types whose angles depend on the position alone; `dynamic` and `longrope` follow the batch's longest."""
+_WITH_SINKS = {"GptOssForCausalLM"}
+"""Their configuration does not tell; the probe finds others, but only after loading."""
+_REFUSED_ARGUMENTS = {
+    "s_aux": "attention sinks",
+    "softcap": "soft-capped attention logits",
+    "position_bias": "attention biases by position",
+}
+_PROBE = ([1, 2, 3, 4, 5], [3, 1, 4])
+"""Token ids that any vocabulary has."""
+_PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+"""Norm of the difference over that of the logits; a wrong attention is off by about 1."""
+
+
+def describe(folder: pathlib.Path, architecture: str, eos_token_ids: tuple[int, ...]) -> ModelConfig:
+    """The `ModelConfig` of a model that transformers runs; fields that only the native decoder reads stay neutral.
+
+    Raises `ModelError` where the configuration shows that it cannot run.
+    """
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (ValueError, KeyError, OSError, ImportError) as error:
+        raise ModelError(
+            f"architecture {architecture} is not supported: "
+            f"transformers {transformers.__version__} cannot read its config.json ({error})"
+        ) from error
+    reason = _unsupported(config, architecture)
+    if reason is not None:
+        raise ModelError(f"architecture {architecture} is not supported: {reason}")
+    num_heads = config.num_attention_heads
+    return ModelConfig(
+        architecture=architecture,
+        native=False,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        num_layers=config.num_hidden_layers,
+        num_heads=num_heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
+        intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        rms_norm_eps=0.0,
+        rope=RopeConfig(),
+        max_position_embeddings=config.max_position_embeddings,
+        tie_word_embeddings=bool(config.tie_word_embeddings),
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        sliding_windows=(None,) * config.num_hidden_layers,
+        dtype=parse_dtype({"dtype": config.dtype}),
+        eos_token_ids=eos_token_ids,
+    )
+
+
+def _unsupported(config: Any, architecture: str) -> str | None:
+    """Why the model cannot run, as far as its configuration tells."""
+    if getattr(config, "is_encoder_decoder", False):
+        return "encoder-decoder models have no single token stream to batch"
+    if config.get_text_config() is not config:
+        return "multimodal models are not served; use the text-only checkpoint where there is one"
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if model_class is None or model_class.__name__ != architecture:
+        return "it is no causal language model of transformers"
+    if not getattr(model_class, "_supports_attention_backend", False):
+        return "its attention in transformers cannot be replaced by a paged one"
+    if getattr(model_class, "_is_stateful", False):
+        return "it keeps a recurrent state, and only attention keys and values are cached"
+    if architecture in _WITH_SINKS:
+        return "attention sinks are not implemented"
+    if getattr(config, "kv_lora_rank", None):
+        return "multi-head latent attention needs a cache layout of its own"
+    if getattr(config, "attn_logit_softcapping", None):
+        return "soft-capped attention logits are not implemented"
+    others = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
+    if others:
+        return f"layers of type {', '.join(sorted(others))} are not implemented"
+    return _unsupported_rope(getattr(config, "rope_parameters", None) or {})
+
+
+def _unsupported_rope(parameters: dict[str, Any]) -> str | None:
+    per_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
+    for values in per_layer_type or [parameters]:
+        if values.get("rope_type") not in _STATIC_ROPE_TYPES:
+            return f"rope type {values['rope_type']!r} depends on the longest sequence of a batch"
+    return None
+
+
+class _Output(BaseModelOutputWithPast):
+    """Models copy further fields of their transformer's output (router logits, cross attentions) into their own."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+
+class _FinalHidden(nn.Module):
+    """Stands where the model looks for its transformer, and returns hidden states computed before.
+
+    So the model's own code turns them into logits, with whatever scaling or capping it applies around its head.
+    """
+
+    hidden: torch.Tensor
+
+    def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
+        return _Output(last_hidden_state=self.hidden)
+
+
+class TransformersModel:
+    """One model of transformers, with the interface of `workers/models/protocol.py`. Not thread-safe.
+
+    Raises `ModelError` where the model turns out not to run over the paged cache.
+    """
+
+    def __init__(self, folder: str | pathlib.Path, config: ModelConfig, dtype: torch.dtype, platform: Platform) -> None:
+        self.config = config
+        self._kernels = platform.kernels
+        self._metadata: AttentionMetadata | None = None
+        self._kv_caches: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._num_attended = 0
+        causal_model = self._load(folder, dtype, platform)
+        expected = _own_logits(causal_model)
+        prefix = causal_model.base_model_prefix
+        self._transformer = getattr(causal_model, prefix)
+        self._final_hidden = _FinalHidden()
+        setattr(causal_model, prefix, self._final_hidden)
+        self._head = causal_model
+        self._check(expected, dtype)
+
+    def _load(self, folder: str | pathlib.Path, dtype: torch.dtype, platform: Platform) -> Any:
+        transformers.AttentionInterface.register(_ATTENTION_NAME, _attend)
+        transformers.utils.logging.disable_progress_bar()
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation=_ATTENTION_NAME, output_loading_info=True
+        )
+        model, report = loaded
+        for kind in ("missing_keys", "mismatched_keys"):
+            if report[kind]:
+                raise ModelError(f"{folder}: {kind.replace('_keys', '')} tensors {sorted(map(str, report[kind]))[:5]}")
+        model.eval().to(platform.device)
+        for module in model.modules():
+            if hasattr(module, "layer_idx"):
+                module.manta_model = self
+            if type(module) is nn.Linear:
+                _pack(module, platform)
+        return model
+
+    def _check(self, expected: list[torch.Tensor], dtype: torch.dtype) -> None:
+        """Compares a prefill and a decode step of two sequences with what the model answers with its own attention."""
+        architecture = self.config.architecture
+        try:
+            actual = self._probe(dtype)
+        except ModelError:
+            raise
+        except Exception as error:  # model code of any age: whatever it raises is the reason why it cannot run
+            raise ModelError(f"{architecture} does not run over a paged cache: {error!r}") from error
+        if self._num_attended != self.config.num_layers:
+            raise ModelError(
+                f"{architecture} is not supported: {self._num_attended} of its {self.config.num_layers} layers attend "
+                "through transformers' replaceable attention"
+            )
+        for own, paged in zip(expected, actual, strict=True):
+            own, paged = own.float(), paged.float()
+            if own.shape != paged.shape or own.shape[1] != self.config.vocab_size:
+                raise ModelError(f"{architecture} gives logits {list(own.shape)}, and paged {list(paged.shape)}")
+            error_ratio = ((own - paged).norm() / (own - own.mean()).norm()).item()
+            if not error_ratio < _PROBE_TOLERANCE[dtype]:
+                raise ModelError(
+                    f"{architecture} is not supported: over the paged cache its logits are off by {error_ratio:.1%}, "
+                    "so it does more than causal attention"
+                )
+
+    def _probe(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Logits [num_tokens, vocab_size] of each of `_PROBE`, all tokens but the last prefilled, the last decoded."""
+        config, block_size = self.config, 16
+        kv = allocate_kv(config.num_layers, len(_PROBE), block_size, config.num_kv_heads, config.head_dim, dtype)
+        kv_caches = [(layer[0], layer[1]) for layer in kv]
+        prompt_lens = np.array([len(tokens) - 1 for tokens in _PROBE])
+        block_tables = np.arange(len(_PROBE), dtype=np.int32)[:, None]
+        prompts = torch.tensor([token for tokens in _PROBE for token in tokens[:-1]])
+        lasts = torch.tensor([tokens[-1] for tokens in _PROBE])
+        metadata = AttentionMetadata.build(np.zeros_like(prompt_lens), prompt_lens, block_tables, block_size)
+        prefilled = self.compute_logits(self.forward(prompts, metadata, kv_caches)).split(prompt_lens.tolist())
+        metadata = AttentionMetadata.build(prompt_lens, np.ones_like(prompt_lens), block_tables, block_size)
+        decoded = self.compute_logits(self.forward(lasts, metadata, kv_caches)).split(1)
+        return [torch.cat(rows) for rows in zip(prefilled, decoded, strict=True)]
+
+    @torch.inference_mode()
+    def forward(
+        self, token_ids: torch.Tensor, metadata: AttentionMetadata, kv_caches: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> torch.Tensor:
+        """Final hidden states [num_tokens, hidden] of int64 token_ids [num_tokens]; fills the layers' KV caches."""
+        self._metadata, self._kv_caches, self._num_attended = metadata, kv_caches, 0
+        output = self._transformer(
+            input_ids=token_ids.unsqueeze(0), position_ids=metadata.positions.unsqueeze(0), use_cache=False
+        )
+        return output.last_hidden_state[0]
+
+    @torch.inference_mode()
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[num_rows, vocab_size] of final hidden states [num_rows, hidden]."""
+        self._final_hidden.hidden = hidden.unsqueeze(0)
+        return self._head(input_ids=torch.zeros((1, hidden.shape[0]), dtype=torch.int64), use_cache=False).logits[0]
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float | None,
+        sliding_window: int | None,
+    ) -> torch.Tensor:
+        """One layer's, query [1, num_heads, num_tokens, head_dim] -> [1, num_tokens, num_heads, head_dim]."""
+        metadata = self._metadata
+        assert metadata is not None
+        _, num_heads, num_tokens, head_dim = query.shape
+        expected = (1, self.config.num_kv_heads, num_tokens, self.config.head_dim)
+        if key.shape != expected or value.shape != expected:
+            raise ModelError(
+                f"{self.config.architecture} is not supported: layer {layer} has keys {list(key.shape)} and values "
+                f"{list(value.shape)}, and the cache holds {list(expected)}"
+            )
+        k_cache, v_cache = self._kv_caches[layer]
+        for cache, new in ((k_cache, key), (v_cache, value)):
+            cache.view(-1, *cache.shape[2:])[metadata.slot_mapping] = new[0].transpose(0, 1)
+        attended = self._kernels.paged_attention(
+            query[0].transpose(0, 1).reshape(num_tokens, num_heads * head_dim).contiguous(),
+            k_cache,
+            v_cache,
+            metadata,
+            num_heads,
+            self.config.num_kv_heads,
+            head_dim,
+            head_dim**-0.5 if scale is None else scale,
+            sliding_window,
+        )
+        self._num_attended += 1
+        return attended.view(1, num_tokens, num_heads, head_dim)
+
+
+def _attend(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **arguments: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention function; the modules carry the model that they belong to."""
+    for name, meaning in _REFUSED_ARGUMENTS.items():
+        if arguments.get(name) is not None:
+            raise ModelError(f"{type(module).__name__} is not supported: {meaning} are not implemented")
+    if attention_mask is not None or not getattr(module, "is_causal", True):
+        raise ModelError(f"{type(module).__name__} is not supported: it attends otherwise than causally")
+    return module.manta_model.attend(module.layer_idx, query, key, value, scaling, sliding_window), None
+
+
+def _own_logits(model: Any) -> list[torch.Tensor]:
+    """Logits of each of `_PROBE`, alone and with the model's own attention."""
+    model.set_attn_implementation("eager")
+    logits = [model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0] for tokens in _PROBE]
+    model.set_attn_implementation(_ATTENTION_NAME)
+    return logits
+
+
+def _pack(module: Any, platform: Platform) -> None:
+    """Replaces the weight of an `nn.Linear` by the platform's packed form; it is freed unless an embedding shares it."""
+    module.forward = platform.make_linear(module.weight.detach(), module.bias)
+    module.weight = nn.Parameter(module.weight.new_empty(0), requires_grad=False)
