@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import pathlib
-import signal
 import socket
 import subprocess
 import sys
@@ -53,7 +52,7 @@ class Child:
         self.started = time.perf_counter()
         self.process = subprocess.Popen(
             command,
-            stdin=subprocess.PIPE,
+            stdin=subprocess.PIPE if self.uses_pipe else subprocess.DEVNULL,
             stdout=subprocess.PIPE if self.uses_pipe else self._log,
             stderr=self._log,
             env={**os.environ, **environment},
@@ -106,21 +105,23 @@ class Child:
     def stop(self) -> None:
         """Asks politely, then ends what is left of the process group."""
         descendants = self.processes()
-        with contextlib.suppress(ProcessLookupError):
-            self.process.send_signal(signal.SIGTERM)
+        if self.uses_pipe and self.process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self.process.stdin.close()  # an engine ends with its input
+        else:
+            self.process.terminate()
         try:
             self.process.wait(30)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        psutil.wait_procs(descendants, timeout=5)
-        for process in descendants:
+        _, left = psutil.wait_procs(descendants, timeout=5)
+        for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
+        psutil.wait_procs(left, timeout=5)
+        if self.process.stdout is not None:
+            self.process.stdout.close()
         self._log.close()
 
 
