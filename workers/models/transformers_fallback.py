@@ -292,6 +292,6 @@ def _own_logits(model: Any) -> list[torch.Tensor]:
 
 
 def _pack(module: Any, platform: Platform) -> None:
-    """Replaces the weight of an `nn.Linear` by the platform's packed form; it is freed unless an embedding shares it."""
+    """Replaces the weight of an `nn.Linear` by the platform's packed form, and frees it if nothing shares it."""
     module.forward = platform.make_linear(module.weight.detach(), module.bias)
     module.weight = nn.Parameter(module.weight.new_empty(0), requires_grad=False)
