@@ -32,26 +32,42 @@ def run_serve(config_path: str | None, overrides: dict[str, Any]) -> int:
         check_checkpoint(config)
     except ModelError as error:
         raise Refusal(f"{config.engine.model} cannot be served: {error}") from error
-    print(f"Starting Ray and loading {config.engine.model} ...", flush=True)
-    from cluster import serve_app
-
     with _stopped_by_sigterm():
         try:
-            serve_app.start(config)
-            # Ray puts a handler of its own in place while it starts
-            signal.signal(signal.SIGTERM, signal.default_int_handler)
-            print(ready_message(config), flush=True)
-            while True:
-                signal.pause()
+            _serve_until_signal(config)
         except (KeyboardInterrupt, SystemExit):
-            pass
-        finally:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            print("Stopping ...", flush=True)
-            serve_app.stop()
-            print("Stopped.", flush=True)
+            return 0  # stopped while starting
     return 0
+
+
+def _serve_until_signal(config: ServeConfig) -> None:
+    print(f"Starting Ray and loading {config.engine.model} ...", flush=True)
+    from cluster import serve_app  # imports Ray, which takes seconds
+
+    try:
+        serve_app.start(config)
+        # Ray puts a handler of its own in place while it starts.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        print(ready_message(config), flush=True)
+        while True:
+            signal.pause()
+    except Exception as error:
+        raise _reason(config, error) from error
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print("Stopping ...", flush=True)
+        serve_app.stop()
+        print("Stopped.", flush=True)
+
+
+def _reason(config: ServeConfig, error: Exception) -> Exception:
+    """What the user can mend, where `manta check` finds it (it loads torch, so only once starting has failed)."""
+    try:
+        check_model(config.engine)
+    except ModelError as refused:
+        return Refusal(f"{config.engine.model} cannot be served: {refused}")
+    return error
 
 
 @contextlib.contextmanager
