@@ -15,7 +15,7 @@ import socket
 from typing import Any
 
 from cluster.commands import Refusal
-from cluster.commands.check import check_checkpoint
+from cluster.commands.check import check_checkpoint, check_model
 from cluster.config import ServeConfig, load_config
 from workers.model_config import ModelError
 
@@ -51,8 +51,9 @@ def _serve_until_signal(config: ServeConfig) -> None:
         print(ready_message(config), flush=True)
         while True:
             signal.pause()
-    except Exception as error:
-        raise _reason(config, error) from error
+    except Exception:
+        _refuse_if_unservable(config)
+        raise
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -61,13 +62,12 @@ def _serve_until_signal(config: ServeConfig) -> None:
         print("Stopped.", flush=True)
 
 
-def _reason(config: ServeConfig, error: Exception) -> Exception:
-    """What the user can mend, where `manta check` finds it (it loads torch, so only once starting has failed)."""
+def _refuse_if_unservable(config: ServeConfig) -> None:
+    """Raises `Refusal` where the failure is one that `manta check` explains; it loads torch, so it is asked only then."""
     try:
         check_model(config.engine)
-    except ModelError as refused:
-        return Refusal(f"{config.engine.model} cannot be served: {refused}")
-    return error
+    except ModelError as error:
+        raise Refusal(f"{config.engine.model} cannot be served: {error}") from error
 
 
 @contextlib.contextmanager
