@@ -192,45 +192,54 @@ float gumbel(uint32_t word) {
 }
 
 struct Drawn {
-    int32_t id;  // -1: no token can be drawn
+    float score;
     float logit;
+    int32_t id;  // -1: no token can be drawn
     bool is_invalid;
 };
+
+// Not inlined: most vectors never get here, and its locals would be stored for each
+__attribute__((noinline)) void draw_exactly(uint32_t mask, Floats logits, Floats scaled, Ints ids, Words words,
+                                              Drawn& best) {
+    for (; mask; mask &= mask - 1) {
+        int lane = __builtin_ctz(mask);
+        float score = scaled[lane] + gumbel(words[lane]);
+        if (score > best.score || (score == best.score && ids[lane] < best.id)) {
+            best.score = score;
+            best.logit = logits[lane];
+            best.id = ids[lane];
+        }
+    }
+}
 
 // Gumbel-max over the tokens whose scaled logit is at least `floor`. Most tokens cost a hash and an upper bound of their
 // noise: -log(-log1p(-v)) < -log(v), and the bits of a float, as an integer, are a lower bound of its logarithm that is
 // at most 0.06 off. Only the few that could still win (about a dozen in a row) get logarithms.
 template <class Tokens>
-Drawn draw(const Tokens& tokens, float inverse_temperature, float floor, uint64_t key) {
-    float best = -INF;
-    float threshold = -INF;
-    Drawn winner = {-1, -INF, false};
+Drawn draw(const Tokens& tokens, float scale, float floor, uint64_t key) {
+    Drawn best = {-INF, -INF, -1, false};
+    Floats threshold = splat(-INF);  // bounds above it may win
+    Floats hopeless = splat(-INF);   // scaled logits up to it lose with any noise
     uint32_t bad = 0;
     const float slope = -LN2 * 0x1p-23f;
     const float offset = LN2 * (127 + 32);
     for_each_vector(tokens, [&](int i, Floats logits) __attribute__((always_inline)) {
         bad |= invalid(logits);
-        Floats scaled = logits * inverse_temperature;
-        if (!greater(scaled, splat(threshold - LARGEST_NOISE))) return;
+        Floats scaled = logits * scale;
+        if (!greater(scaled, hopeless)) return;
         Ints ids = tokens.ids(i);
         Words words = hash((Words)ids, key);
         Floats v = __builtin_convertvector(words, Floats) + 0.5f;  // times 2^32
         Floats bound = scaled + (__builtin_convertvector((Ints)v, Floats) * slope + offset);
-        uint32_t mask = greater(bound, splat(threshold)) & at_least(scaled, splat(floor));
+        uint32_t mask = greater(bound, threshold) & at_least(scaled, splat(floor));
         if (__builtin_expect(mask == 0, 1)) return;
-        for (; mask; mask &= mask - 1) {
-            int lane = __builtin_ctz(mask);
-            float score = scaled[lane] + gumbel(words[lane]);
-            if (score > best || (score == best && ids[lane] < winner.id)) {
-                best = score;
-                winner.id = ids[lane];
-                winner.logit = logits[lane];
-            }
-        }
-        threshold = best - (1e-4f + 1e-6f * std::fabs(best));  // the bound's rounding
+        draw_exactly(mask, logits, scaled, ids, words, best);
+        float reach = best.score - (1e-4f + 1e-6f * std::fabs(best.score));  // less the bound's rounding
+        threshold = splat(reach);
+        hopeless = splat(reach - LARGEST_NOISE);
     });
-    winner.is_invalid = bad != 0;
-    return winner;
+    best.is_invalid = bad != 0;
+    return best;
 }
 
 // ---- Prefixes of the order by (logit descending, id ascending) -------------------------------------------------------
