@@ -6,7 +6,10 @@ allocated and copied here because its layout is the kernels' business. Computes 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
+import mmap
 from collections.abc import Sequence
 
 import numpy as np
@@ -92,7 +95,18 @@ def allocate_kv(
     A layer's caches are `k_cache, v_cache = kv[layer]`. Slots in the order [slot, kv_head, dim] keep one token's heads
     adjacent: a kernel that serves all KV heads of a sequence reads whole blocks in a row.
     """
-    return torch.empty((num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim), dtype=dtype)
+    shape = (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim)
+    return _huge_page_buffer(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+
+
+def _huge_page_buffer(num_bytes: int) -> torch.Tensor:
+    """Bytes on huge pages where Linux grants them: KV blocks are scattered, and each would miss the TLB otherwise."""
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(num_bytes, dtype=torch.uint8)
+    buffer = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without transparent huge pages
+        buffer.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(buffer, dtype=torch.uint8)
 
 
 def copy_blocks(kv: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:

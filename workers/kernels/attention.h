@@ -1,8 +1,8 @@
 // Paged causal attention with online softmax (FlashAttention, Dao et al., 2022), long contexts split over threads
 // (FlashDecoding, Dao et al., 2023). Called by cpu.cpp only.
 //
-// The rows of a task are the (token, query head) pairs that share a KV head, so that grouped-query attention reads each key
-// and value once. Keys are handled in blocks of KEY_BLOCK: packed, multiplied, exponentiated, packed values multiplied.
+// The rows of a task are the (token, query head) pairs that share a KV head, so that grouped-query attention reads each
+// key and value once. Keys are handled in blocks of KEY_BLOCK: packed, multiplied, exponentiated, times packed values.
 // Splits and blocks lie at fixed positions of a sequence, so that a row's result does not depend on its batchmates.
 #pragma once
 
@@ -45,7 +45,8 @@ constexpr int64_t PARALLEL_COST = 3'000'000;  // row-key-dimension products belo
 constexpr float LOWEST = -1e30f;  // a maximum before any key: finite, so that differences are never NaN
 constexpr float LOG2_E = 1.44269504088896340736f;
 
-// Query tokens [first_token, first_token + num_tokens) of a sequence's step for KV heads [first_head, first_head + num_heads)
+// Query tokens [first_token, first_token + num_tokens) of a sequence's step, for KV heads [first_head, first_head +
+// num_heads)
 struct Task {
     int sequence;
     int first_token;
@@ -68,6 +69,17 @@ struct Unit {
 inline int round_up(int value, int multiple) {
     return (value + multiple - 1) / multiple * multiple;
 }
+
+struct KeyRange {
+    int first;
+    int end;
+};
+
+// Offsets of a block's keys (and values) into the caches
+struct KeyBlock {
+    int num_keys;
+    size_t offsets[KEY_BLOCK];
+};
 
 // Memory that one thread reuses from call to call
 class Scratch {
@@ -99,9 +111,9 @@ MANTA_INLINE void softmax_row(
     constexpr bool coarse = !std::is_same<E, float>::value;
     Floats logits[KEY_BLOCK / LANES];
     Ints visible[KEY_BLOCK / LANES];
-    Floats best = splat(running_max);
+    Floats best = splat(LOWEST);
     for (int i = 0; i < vectors; i++) {
-        logits[i] = load(scores + i * LANES) * factor;
+        logits[i] = load(scores + i * LANES);
         if (MASKED) {
             const Ints key = lane_index() + i * LANES;
             visible[i] = (key >= low) & (key < high);
@@ -109,7 +121,7 @@ MANTA_INLINE void softmax_row(
         }
         best = maximum(best, logits[i]);
     }
-    const float maximum_now = reduce_max(best);
+    const float maximum_now = std::max(running_max, reduce_max(best) * factor);
     Floats sum = load(running_sum);
     if (maximum_now > running_max) {
         const Floats shrink = exp2_of<false>(splat(running_max - maximum_now));
@@ -118,7 +130,7 @@ MANTA_INLINE void softmax_row(
         running_max = maximum_now;
     }
     for (int i = 0; i < vectors; i++) {
-        Floats probability = exp2_of<coarse>(logits[i] - maximum_now);
+        Floats probability = exp2_of<coarse>(logits[i] * factor - maximum_now);
         if (MASKED) probability = visible[i] ? probability : splat(0);
         sum += probability;
         store(probabilities + i * LANES, probability);
@@ -136,20 +148,29 @@ class AttentionWorker {
           group_(call.num_heads / call.num_kv_heads),
           width_(width_of(call.head_dim)) {}
 
-    void run(const Task& task, int split, Scratch& scratch) {
+    // Runs a split of a task; asks for the first keys of the split that comes after it, where there is one
+    void run(const Task& task, int split, const Task* next_task, int next_split, Scratch& scratch) {
         rows_ = task.num_tokens * group_;
         padded_rows_ = round_up(rows_, 16);
         reserve(task, scratch);
         load_queries(task);
-        int key = task.first_key;
-        int end = task.end_key;
-        if (task.num_splits > 1) {
-            const int first_split = task.first_key / SPLIT_KEYS;
-            key = std::max(key, (first_split + split) * SPLIT_KEYS);
-            end = std::min(end, (first_split + split + 1) * SPLIT_KEYS);
+        const KeyRange range = range_of(task, split);
+        KeyBlock blocks[2];
+        locate(task, range.first, range.end, blocks[0]);
+        for (int key = range.first, i = 0; key < range.end; key += KEY_BLOCK, i ^= 1) {
+            KeyBlock& next = blocks[i ^ 1];
+            const Task* owner = &task;
+            if (key + KEY_BLOCK < range.end) {
+                locate(task, key + KEY_BLOCK, range.end, next);
+            } else {
+                owner = next_task;
+                const KeyRange next_range = owner ? range_of(*owner, next_split) : KeyRange{0, 0};
+                locate(owner ? *owner : task, next_range.first, next_range.end, next);
+            }
+            const char* rows[2 * KEY_BLOCK];
+            Prefetcher prefetcher = prefetcher_of(owner ? *owner : task, next, rows, task.num_heads);
+            attend(task, key, blocks[i], prefetcher);
         }
-        gather_keys(task, key, end);
-        for (; key < end; key += KEY_BLOCK) attend(task, key, end);
         if (task.num_splits > 1) {
             store_partial(task, split);
         } else {
@@ -247,48 +268,68 @@ class AttentionWorker {
             E* to = queries_ + size_t(head) * padded_rows_ * width_;
             for (int token = 0; token < task.num_tokens; token++) {
                 const int64_t row = call_.query_start[task.sequence] + task.first_token + token;
-                const T* from = call_.qkv + row * call_.qkv_stride + size_t(task.first_head + head) * group_ * call_.head_dim;
-                for (int i = 0; i < group_; i++, to += width_) pack_query(from + i * call_.head_dim, call_.head_dim, to);
+                const T* from = call_.qkv + row * call_.qkv_stride;
+                from += size_t(task.first_head + head) * group_ * call_.head_dim;
+                for (int i = 0; i < group_; i++) {
+                    pack_query(from + i * call_.head_dim, call_.head_dim, to);
+                    to += width_;
+                }
             }
         }
     }
 
-    // Offsets into the caches of up to KEY_BLOCK keys from `key`
-    void gather_keys(const Task& task, int key, int end) {
+    static KeyRange range_of(const Task& task, int split) {
+        if (task.num_splits == 1) return {task.first_key, task.end_key};
+        const int first = (task.first_key / SPLIT_KEYS + split) * SPLIT_KEYS;
+        return {std::max(task.first_key, first), std::min(task.end_key, first + SPLIT_KEYS)};
+    }
+
+    // The rows of a block's keys, then of its values, to be asked for over `num_heads` rounds of packing
+    Prefetcher prefetcher_of(const Task& task, const KeyBlock& block, const char** rows, int num_heads) const {
+        const size_t base = size_t(task.first_head) * call_.head_dim;
+        for (int i = 0; i < block.num_keys; i++) {
+            rows[i] = reinterpret_cast<const char*>(call_.k_cache + block.offsets[i] + base);
+            rows[block.num_keys + i] = reinterpret_cast<const char*>(call_.v_cache + block.offsets[i] + base);
+        }
+        const int num_rows = 2 * block.num_keys;
+        const int packs = KEY_BLOCK / LANES * (width_ / GRANULE) * num_heads;
+        return {rows, num_rows, int(task.num_heads * call_.head_dim * sizeof(T)), num_rows / 3 / packs + 1};
+    }
+
+    // Where the keys [key, key + KEY_BLOCK) lie, as far as they come before `end`
+    void locate(const Task& task, int key, int end, KeyBlock& block) const {
         const int32_t* table = call_.block_tables + size_t(task.sequence) * call_.max_blocks;
         const size_t slot_size = size_t(call_.num_kv_heads) * call_.head_dim;
-        num_keys_ = std::min(KEY_BLOCK, end - key);
-        for (int i = 0; i < num_keys_;) {
+        block.num_keys = std::max(0, std::min(KEY_BLOCK, end - key));
+        for (int i = 0; i < block.num_keys;) {
             const int offset = (key + i) % call_.block_size;
-            size_t slot = size_t(table[(key + i) / call_.block_size]) * call_.block_size + offset;
-            const int run = std::min(call_.block_size - offset, num_keys_ - i);
-            for (int j = 0; j < run; j++) offsets_[i + j] = (slot + j) * slot_size;
+            const size_t slot = size_t(table[(key + i) / call_.block_size]) * call_.block_size + offset;
+            const int run = std::min(call_.block_size - offset, block.num_keys - i);
+            for (int j = 0; j < run; j++) block.offsets[i + j] = (slot + j) * slot_size;
             i += run;
         }
     }
 
-    void attend(const Task& task, int key, int end) {
-        const int num_keys = num_keys_;
-        const int span = round_up(num_keys, GRANULE);
-        const T* keys[KEY_BLOCK];
-        const T* values[KEY_BLOCK];
-        size_t offsets[KEY_BLOCK];
-        std::copy(offsets_, offsets_ + num_keys, offsets);
+    // The first `span` rows of a block, zeros past its last key
+    void point(const T* cache, const KeyBlock& block, int span, const T** rows) const {
+        for (int i = 0; i < block.num_keys; i++) rows[i] = cache + block.offsets[i];
+        for (int i = block.num_keys; i < span; i++) rows[i] = zeros_;
+    }
+
+    void attend(const Task& task, int key, const KeyBlock& block, Prefetcher& prefetcher) {
+        const int span = round_up(block.num_keys, GRANULE);
+        const T* rows[KEY_BLOCK];
         for (int head = 0; head < task.num_heads; head++) {
             const size_t base = size_t(task.first_head + head) * call_.head_dim;
-            for (int i = 0; i < num_keys; i++) {
-                keys[i] = call_.k_cache + offsets[i] + base;
-                values[i] = call_.v_cache + offsets[i] + base;
-            }
-            for (int i = num_keys; i < span; i++) keys[i] = values[i] = zeros_;
-            for (int i = 0; i < span; i += LANES) pack_keys(keys + i, call_.head_dim, packed_ + i * width_);
+            point(call_.k_cache + base, block, span, rows);
+            for (int i = 0; i < span; i += LANES) pack_keys(rows + i, call_.head_dim, packed_ + i * width_, prefetcher);
             const size_t row = size_t(head) * padded_rows_;
             product<false>(queries_ + row * width_, width_, packed_, width_, scores_, KEY_BLOCK, span / LANES);
-            softmax(task, head, key, span);
-            pack_values(values, span, call_.head_dim, packed_);
+            softmax(task, head, key, span, prefetcher);
+            point(call_.v_cache + base, block, span, rows);
+            pack_values(rows, span, call_.head_dim, packed_, prefetcher);
             product<true>(probabilities_, KEY_BLOCK, packed_, span, gathered_ + row * width_, width_, width_ / LANES);
         }
-        if (key + KEY_BLOCK < end) gather_keys(task, key + KEY_BLOCK, end);
     }
 
     template <bool ACCUMULATE>
@@ -301,12 +342,13 @@ class AttentionWorker {
         multiply<ACCUMULATE>(a, lda, b, depth, c, ldc, rows_, panels);
     }
 
-    void softmax(const Task& task, int head, int key, int span) {
+    void softmax(const Task& task, int head, int key, int span, Prefetcher& prefetcher) {
         const int length = call_.query_start[task.sequence + 1] - call_.query_start[task.sequence];
         const int first_position = call_.context_lens[task.sequence] - length + task.first_token;
         const float factor = call_.scale * LOG2_E;
         constexpr int full = KEY_BLOCK / LANES;
         for (int row = 0; row < rows_; row++) {
+            prefetcher.ask(1);
             const int64_t position = first_position + row / group_;
             const int high = int(std::min<int64_t>(span, position + 1 - key));
             const int low = int(std::max<int64_t>(0, position + 1 - call_.window - key));
@@ -315,15 +357,15 @@ class AttentionWorker {
             E* probabilities = probabilities_ + row * KEY_BLOCK;
             float* sum = sums_ + state * LANES;
             float* gathered = gathered_ + state * width_;
+            float& best = maxima_[state];
             if (high <= low) {
                 memset(static_cast<void*>(probabilities), 0, span * sizeof(E));
             } else if (low == 0 && high == KEY_BLOCK) {
-                softmax_row<false>(scores, probabilities, full, 0, 0, factor, maxima_[state], sum, gathered, width_);
+                softmax_row<false>(scores, probabilities, full, low, high, factor, best, sum, gathered, width_);
             } else if (span == KEY_BLOCK) {
-                softmax_row<true>(scores, probabilities, full, low, high, factor, maxima_[state], sum, gathered, width_);
+                softmax_row<true>(scores, probabilities, full, low, high, factor, best, sum, gathered, width_);
             } else {
-                const int vectors = span / LANES;
-                softmax_row<true>(scores, probabilities, vectors, low, high, factor, maxima_[state], sum, gathered, width_);
+                softmax_row<true>(scores, probabilities, span / LANES, low, high, factor, best, sum, gathered, width_);
             }
         }
     }
@@ -366,13 +408,11 @@ class AttentionWorker {
     const int width_;  // head_dim, padded
     int rows_ = 0;
     int padded_rows_ = 0;
-    int num_keys_ = 0;
-    size_t offsets_[KEY_BLOCK];
     E* queries_ = nullptr;  // [heads][padded_rows][width]
     float* scores_ = nullptr;  // [padded_rows][KEY_BLOCK]
     E* probabilities_ = nullptr;  // [padded_rows][KEY_BLOCK]
     E* packed_ = nullptr;  // keys, then values, of one block and head
-    float* gathered_ = nullptr;  // [heads][padded_rows][width]: probabilities times values, not yet divided by their sum
+    float* gathered_ = nullptr;  // [heads][padded_rows][width]: probabilities times values, still to be divided
     float* sums_ = nullptr;  // [heads][padded_rows][LANES]
     float* maxima_ = nullptr;  // [heads][padded_rows]
     T* zeros_ = nullptr;  // stands for the keys past the end of a context
@@ -385,6 +425,10 @@ int64_t plan(const Attention<T>& call, int width, int threads, std::vector<Task>
     const int run_heads = std::max(1, KV_RUN_BYTES / int(call.head_dim * sizeof(T)));
     size_t partial = 0;
     int64_t total = 0;
+    // Heads of a token lie together and are best read together, unless that leaves threads without work
+    int64_t num_splits = 0;
+    for (int i = 0; i < call.num_sequences; i++) num_splits += (call.context_lens[i] - 1) / SPLIT_KEYS + 1;
+    const int heads_together = num_splits >= 2 * threads ? std::min(run_heads, call.num_kv_heads) : 1;
     bool uneven = false;
     tasks.clear();
     units.clear();
@@ -393,7 +437,7 @@ int64_t plan(const Attention<T>& call, int width, int threads, std::vector<Task>
         const int start = call.context_lens[sequence] - length;
         const bool is_short = length <= SHORT_QUERY;
         const int tile = is_short ? length : std::max(1, TILE_QUERY_ROWS / group);
-        const int heads = is_short && call.num_sequences >= 2 * threads ? std::min(run_heads, call.num_kv_heads) : 1;
+        const int heads = is_short ? heads_together : 1;
         uneven |= !is_short;
         for (int token = 0; token < length; token += tile) {
             Task task;
@@ -401,7 +445,8 @@ int64_t plan(const Attention<T>& call, int width, int threads, std::vector<Task>
             task.first_token = token;
             task.num_tokens = std::min(tile, length - token);
             task.end_key = start + token + task.num_tokens;
-            task.first_key = int(std::max<int64_t>(0, int64_t(start) + token + 1 - call.window)) / KEY_BLOCK * KEY_BLOCK;
+            const int64_t first_visible = std::max<int64_t>(0, int64_t(start) + token + 1 - call.window);
+            task.first_key = int(first_visible) / KEY_BLOCK * KEY_BLOCK;
             task.num_splits = is_short ? (task.end_key - 1) / SPLIT_KEYS - task.first_key / SPLIT_KEYS + 1 : 1;
             task.remaining = task.num_splits;
             for (int head = 0; head < call.num_kv_heads; head += heads) {
@@ -436,20 +481,26 @@ void attend_all(const Attention<T>& call) {
     const int64_t cost = plan(call, width, omp_get_max_threads(), tasks, units);
     size_t partial_size = 0;
     for (const Task& task : tasks) {
-        if (task.num_splits > 1) partial_size = task.partial + task.num_splits * AttentionWorker<T, E>::partial_size(call, task);
+        if (task.num_splits == 1) continue;
+        partial_size = task.partial + task.num_splits * AttentionWorker<T, E>::partial_size(call, task);
     }
     float* partials = reinterpret_cast<float*>(partial_memory.reserve(partial_size * sizeof(float)));
     const int num_units = int(units.size());
+    int next_unit = 0;
 #pragma omp parallel if (cost > PARALLEL_COST && num_units > 1)
     {
         static thread_local Scratch scratch;
         AttentionWorker<T, E> worker(call, partials);
         worker.begin();
-#pragma omp for schedule(dynamic, 1) nowait
-        for (int i = 0; i < num_units; i++) {
+        int i = __atomic_fetch_add(&next_unit, 1, __ATOMIC_RELAXED);
+        while (i < num_units) {
+            const int upcoming = __atomic_fetch_add(&next_unit, 1, __ATOMIC_RELAXED);
+            const Unit* next = upcoming < num_units ? &units[upcoming] : nullptr;
             Task& task = tasks[units[i].task];
-            worker.run(task, units[i].split, scratch);
-            if (task.num_splits > 1 && __atomic_sub_fetch(&task.remaining, 1, __ATOMIC_ACQ_REL) == 0) worker.merge(task);
+            worker.run(task, units[i].split, next ? &tasks[next->task] : nullptr, next ? next->split : 0, scratch);
+            i = upcoming;
+            if (task.num_splits == 1) continue;
+            if (__atomic_sub_fetch(&task.remaining, 1, __ATOMIC_ACQ_REL) == 0) worker.merge(task);
         }
         worker.end();
     }

@@ -1,4 +1,4 @@
-// The kernels of a decoder layer on the CPU, called by cpu.py through ctypes; their meaning is workers/kernels/reference.py.
+// The kernels of a decoder layer on the CPU, called by cpu.py through ctypes; reference.py says what they mean.
 // Normalisation, activation and rotary embedding are here, attention is in attention.h. Parallel where the work repays
 // waking threads.
 

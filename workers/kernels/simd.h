@@ -1,6 +1,6 @@
 // Vectors of the processor's natural width, conversions between bfloat16 and float, and exp2.
-// Written in the vector extensions of GCC and Clang, so that the same text serves AVX-512, AVX2 and NEON; intrinsics only
-// where those do badly. Knows nothing of models; included by every CPU kernel.
+// Written in the vector extensions of GCC and Clang, so that the same text serves AVX-512, AVX2 and NEON; intrinsics
+// only where those do badly. Knows nothing of models; included by every CPU kernel.
 #pragma once
 
 #include <cstdint>
@@ -129,10 +129,29 @@ MANTA_INLINE float reduce_max(Floats value) {
 #endif
 }
 
-// 2^x as 2^round(x) times a minimax polynomial on [-1/2, 1/2]: relative error 8e-5 (coarse: below bfloat16's 4e-3) or 1e-7.
-// x must not exceed 127; below -126 the result is 2^-126 and not zero; NaN stays NaN.
+// 2^x for x <= 127, to a relative error of 8e-5 (coarse: below bfloat16's 4e-3) or 1e-7. Below -126 the result may be
+// 2^-126 where it should be smaller; NaN stays NaN. A minimax polynomial of the fraction, scaled by the power of two.
 template <bool COARSE>
 MANTA_INLINE Floats exp2_of(Floats x) {
+#if defined(__AVX512DQ__)
+    // The processor splits x into floor and fraction, and scales: two instructions for the six below
+    Floats fraction = (Floats)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    Floats result;
+    if (COARSE) {
+        result = splat(0.078024520038022f);
+        result = result * fraction + 0.22606715913192713f;
+        result = result * fraction + 0.6958335392225105f;
+        result = result * fraction + 0.9999252186225541f;
+    } else {
+        result = splat(0.0018775766454080928f);
+        result = result * fraction + 0.008989340162585097f;
+        result = result * fraction + 0.055826317992787554f;
+        result = result * fraction + 0.24015361706481936f;
+        result = result * fraction + 0.6931530731978024f;
+        result = result * fraction + 0.9999999250635676f;
+    }
+    return (Floats)_mm512_scalef_ps((__m512)result, (__m512)x);
+#else
     x = maximum(splat(-126.0f), x);
     const Floats shift = splat(12582912.0f);  // 1.5 * 2^23: adding it leaves the rounded integer in the low bits
     Floats shifted = x + shift;
@@ -153,6 +172,7 @@ MANTA_INLINE Floats exp2_of(Floats x) {
     }
     Ints exponent = ((Ints)shifted + 127) << 23;
     return result * (Floats)exponent;
+#endif
 }
 
 // Interleaves the lower and the upper halves of a and b: (a0, b0, a1, b1, ...)

@@ -1,0 +1,180 @@
+"""Times the CPU kernels against the torch operations that they replace: `python benchmarks/kernels.py`.
+
+Each line alternates the two in one process and prints medians and their ratio (above 1: the kernel is faster), for
+decode attention also how much of its time reading the KV bytes alone would take at the bandwidth of a plain sum.
+Figures of shared machines are noisy: take the ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+from workers.attention import AttentionMetadata, allocate_kv
+from workers.kernels import cpu
+
+HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 14, 2, 64, 16
+HIDDEN, INTERMEDIATE = 896, 4864
+SCALE = HEAD_DIM**-0.5
+
+
+def alternate(kernel: Callable[[], object], torch_ops: Callable[[], object], seconds: float) -> tuple[float, float]:
+    """Median seconds of each, called in turn for about `seconds`."""
+    kernel()
+    torch_ops()
+    times: tuple[list[float], list[float]] = ([], [])
+    stop = time.perf_counter() + seconds
+    while time.perf_counter() < stop or len(times[0]) < 5:
+        for function, record in zip((kernel, torch_ops), times, strict=True):
+            function()  # wakes the threads and settles the caches of this function
+            start = time.perf_counter()
+            function()
+            record.append(time.perf_counter() - start)
+    return statistics.median(times[0]), statistics.median(times[1])
+
+
+def read_bandwidth() -> float:
+    """Bytes a second that all threads read, from a sum over 512 MiB."""
+    data = torch.ones(2**27, dtype=torch.float32)
+    best = float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        data.sum()
+        best = min(best, time.perf_counter() - start)
+    return data.nbytes / best
+
+
+class AttentionCase:
+    """Random queries over a paged bfloat16 cache with shuffled blocks; many layers, so that no cache helps."""
+
+    def __init__(self, starts: list[int], query_lens: list[int]) -> None:
+        contexts = np.array(starts) + np.array(query_lens)
+        max_blocks = -(-int(contexts.max()) // BLOCK_SIZE)
+        num_blocks = len(starts) * max_blocks
+        tables = np.random.default_rng(0).permutation(num_blocks).astype(np.int32).reshape(len(starts), max_blocks)
+        self.metadata = AttentionMetadata.build(np.array(starts), np.array(query_lens), tables, BLOCK_SIZE)
+        layer_bytes = 4 * num_blocks * BLOCK_SIZE * KV_HEADS * HEAD_DIM
+        num_layers = max(1, min(32, 2**30 // layer_bytes))
+        kv = allocate_kv(num_layers, num_blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM, torch.bfloat16).normal_()
+        self.layers = [(layer[0], layer[1]) for layer in kv]
+        self.qkv = torch.randn(self.metadata.num_tokens, (HEADS + 2 * KV_HEADS) * HEAD_DIM).bfloat16()
+        self.kv_bytes = 4 * int(contexts.sum()) * KV_HEADS * HEAD_DIM
+        self.layer = 0
+
+    def next_layer(self) -> tuple[torch.Tensor, torch.Tensor]:
+        self.layer = (self.layer + 1) % len(self.layers)
+        return self.layers[self.layer]
+
+    def kernel(self) -> torch.Tensor:
+        return cpu.paged_attention(self.qkv, *self.next_layer(), self.metadata, HEADS, KV_HEADS, HEAD_DIM, SCALE)
+
+    def torch_decode(self) -> torch.Tensor:
+        """Gathers every sequence's slots and runs SDPA; contexts of equal length, one token each."""
+        k_cache, v_cache = self.next_layer()
+        batch = self.metadata.num_sequences
+        query = self.qkv[:, : HEADS * HEAD_DIM].view(batch, HEADS, 1, HEAD_DIM)
+        blocks = self.metadata.block_tables.view(-1)
+        key = k_cache.index_select(0, blocks).view(batch, -1, KV_HEADS, HEAD_DIM)[:, : self.metadata.max_context_len]
+        value = v_cache.index_select(0, blocks).view(batch, -1, KV_HEADS, HEAD_DIM)[:, : self.metadata.max_context_len]
+        key, value = key.transpose(1, 2), value.transpose(1, 2)
+        return F.scaled_dot_product_attention(query, key, value, scale=SCALE, enable_gqa=True)
+
+    def torch_prefill(self) -> torch.Tensor:
+        """SDPA with its causal kernel on contiguous keys, without any gather: the best that torch does."""
+        heads = self.qkv.view(1, -1, HEADS + 2 * KV_HEADS, HEAD_DIM).transpose(1, 2)
+        query, key, value = heads.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=SCALE, enable_gqa=True)
+
+
+def torch_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    residual.add_(x)
+    return F.rms_norm(residual, (HIDDEN,), weight, 1e-6)
+
+
+def torch_silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def kernel_rope(case: AttentionCase, cos_sin: torch.Tensor) -> None:
+    cpu.rope_and_cache(case.qkv, cos_sin, case.metadata, *case.next_layer(), HEADS, KV_HEADS, HEAD_DIM)
+
+
+def torch_rope(case: AttentionCase, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """Rotary embedding as transformers writes it, then two scatters into the cache."""
+    k_cache, v_cache = case.next_layer()
+    heads = case.qkv.view(-1, HEADS + 2 * KV_HEADS, HEAD_DIM)
+    rotated = heads[:, : HEADS + KV_HEADS]
+    c, s = cos[case.metadata.positions].unsqueeze(1), sin[case.metadata.positions].unsqueeze(1)
+    low, high = rotated.chunk(2, dim=-1)
+    rotated = rotated * c + torch.cat((-high, low), dim=-1) * s
+    k_cache.view(-1, KV_HEADS, HEAD_DIM)[case.metadata.slot_mapping] = rotated[:, HEADS:]
+    v_cache.view(-1, KV_HEADS, HEAD_DIM)[case.metadata.slot_mapping] = heads[:, HEADS + KV_HEADS :]
+
+
+def report(name: str, times: tuple[float, float], floor: float | None = None) -> None:
+    kernel, torch_ops = times
+    share = "" if floor is None else f"{floor / kernel:8.0%}"
+    print(f"{name:36}{kernel * 1e3:10.4f}{torch_ops * 1e3:10.4f}{torch_ops / kernel:8.2f}{share}", flush=True)
+
+
+def attention_rows(seconds: float) -> None:
+    bandwidth = read_bandwidth()
+    print(f"read bandwidth {bandwidth / 1e9:.0f} GB/s, {torch.get_num_threads()} threads")
+    print(f"{'':36}{'kernel ms':>10}{'torch ms':>10}{'ratio':>8}{'of floor':>9}")
+    for batch, context in [(1, 96), (1, 256), (1, 1024), (1, 8192), (8, 512), (32, 192), (32, 1024), (64, 544)]:
+        case = AttentionCase([context - 1] * batch, [1] * batch)
+        times = alternate(case.kernel, case.torch_decode, seconds)
+        report(f"decode attention {batch} x {context}", times, case.kv_bytes / bandwidth)
+    for length in [128, 1056, 4096]:
+        case = AttentionCase([0], [length])
+        report(f"prefill attention {length}", alternate(case.kernel, case.torch_prefill, seconds))
+
+
+def elementwise_rows(seconds: float) -> None:
+    for rows in [1, 32, 1024]:
+        x, residual = torch.randn(2, rows, HIDDEN).bfloat16()
+        weight = torch.ones(HIDDEN).bfloat16()
+        norm = alternate(
+            functools.partial(cpu.add_rms_norm, x, residual, weight, 1e-6),
+            functools.partial(torch_rms_norm, x, residual, weight),
+            seconds,
+        )
+        report(f"add + rms_norm {rows} x {HIDDEN}", norm)
+        gate_up = torch.randn(rows, 2 * INTERMEDIATE).bfloat16()
+        silu = alternate(
+            functools.partial(cpu.silu_and_mul, gate_up), functools.partial(torch_silu_and_mul, gate_up), seconds
+        )
+        report(f"silu_and_mul {rows} x {INTERMEDIATE}", silu)
+        case = AttentionCase([0] * rows, [1] * rows)
+        cos_sin = torch.randn(16, HEAD_DIM)
+        cos, sin = torch.randn(2, 16, HEAD_DIM).bfloat16()
+        rope = alternate(
+            functools.partial(kernel_rope, case, cos_sin), functools.partial(torch_rope, case, cos, sin), seconds
+        )
+        report(f"rope_and_cache {rows} tokens", rope)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=1.0, help="time of each line")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        attention_rows(options.seconds)
+        elementwise_rows(options.seconds)
+
+
+if __name__ == "__main__":
+    main()
