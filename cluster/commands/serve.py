@@ -63,7 +63,7 @@ def _serve_until_signal(config: ServeConfig) -> None:
 
 
 def _refuse_if_unservable(config: ServeConfig) -> None:
-    """Raises `Refusal` where the failure is one that `manta check` explains; it loads torch, so it is asked only then."""
+    """Raises `Refusal` where `manta check` explains the failure; it loads torch, so it is asked only then."""
     try:
         check_model(config.engine)
     except ModelError as error:
