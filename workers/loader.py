@@ -44,7 +44,6 @@ class Checkpoint:
 
     def __init__(self, folder: str | pathlib.Path) -> None:
         self.folder = pathlib.Path(folder)
-        self.num_bytes = 0
         self._entries: dict[str, _Entry] = {}
         self._taken: set[str] = set()
         for path in self._files():
@@ -79,11 +78,10 @@ class Checkpoint:
         header.pop("__metadata__", None)
         for name, item in header.items():
             start, end = (data_start + offset for offset in item["data_offsets"])
-            if end > size:
-                raise ModelError(f"{path} is truncated: {name} ends at byte {end} of {size}; download it again")
+            if not data_start <= start <= end <= size:
+                raise ModelError(f"{path} is truncated: {name} is bytes {start} to {end} of {size}; download it again")
             self._entries[name] = _Entry(mapped, item["dtype"], tuple(item["shape"]), start, end)
         mapped.madvise(mmap.MADV_WILLNEED)  # starts reading a cold file while the first weights are packed
-        self.num_bytes += size
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries

@@ -1,0 +1,244 @@
+"""Configurations and checkpoints: what is read from them in every spelling, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import shutil
+import sys
+from typing import Any
+
+import huggingface_hub.constants
+import pytest
+import safetensors.torch
+import torch
+
+from tests.checkpoints import checkpoint, make_checkpoint
+from workers.loader import load_model
+from workers.model_config import ModelConfig, ModelError, load_model_config, resolve_model_folder
+from workers.models.decoder import Decoder
+from workers.platforms import choose_platform
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "torch_dtype": "bfloat16",
+}
+
+
+def config_of(folder: pathlib.Path, **changes: Any) -> ModelConfig:
+    values = {key: value for key, value in (LLAMA | changes).items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(values))
+    return load_model_config(folder)
+
+
+def load(folder: pathlib.Path, dtype: str = "float32") -> Decoder:
+    model = load_model(folder, load_model_config(folder), dtype, choose_platform("cpu", None))
+    assert isinstance(model, Decoder)
+    return model
+
+
+@pytest.fixture
+def folder(tmp_path: pathlib.Path) -> pathlib.Path:
+    """A tied tiny Llama to damage."""
+    return shutil.copytree(checkpoint("llama3"), tmp_path / "model")
+
+
+def change_tensors(folder: pathlib.Path, **changes: torch.Tensor | None) -> None:
+    """Rewrites the weights with tensors (dots written as __) replaced or, where None, left out."""
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    for name, tensor in changes.items():
+        tensors.pop(name.replace("__", "."), None)
+        if tensor is not None:
+            tensors[name.replace("__", ".")] = tensor
+    safetensors.torch.save_file(tensors, folder / "model.safetensors")
+
+
+# ---- configurations --------------------------------------------------------------------------------------------------
+
+
+def test_old_and_new_spellings_of_rope_and_dtype_mean_the_same(tmp_path: pathlib.Path) -> None:
+    llama3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 128}
+    old = config_of(tmp_path, rope_theta=500000.0, rope_scaling=llama3 | {"type": "llama3"})
+    new = config_of(
+        tmp_path,
+        torch_dtype=...,
+        dtype="bfloat16",
+        rope_parameters=llama3 | {"rope_type": "llama3", "rope_theta": 500000.0},
+    )
+    assert old == new
+    assert (new.rope.rope_type, new.rope.theta, new.rope.factor, new.dtype) == ("llama3", 5e5, 8.0, "bfloat16")
+
+
+def test_context_length_includes_the_rope_scaling(tmp_path: pathlib.Path) -> None:
+    assert config_of(tmp_path).max_position_embeddings == 512
+    assert config_of(tmp_path, rope_scaling={"type": "linear", "factor": 4.0}).max_position_embeddings == 2048
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+    assert config_of(tmp_path, rope_scaling=yarn).max_position_embeddings == 1024
+
+
+def test_end_of_sequence_tokens_of_both_files_count(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 2]}))
+    assert config_of(tmp_path, eos_token_id=2).eos_token_ids == (2, 7)
+    (tmp_path / "generation_config.json").unlink()
+    assert config_of(tmp_path).eos_token_ids == ()
+
+
+def test_sliding_windows_follow_each_familys_rules(tmp_path: pathlib.Path) -> None:
+    assert config_of(tmp_path, sliding_window=8).sliding_windows == (None,) * 4
+    mistral = {"architectures": ["MistralForCausalLM"]}
+    assert config_of(tmp_path, **mistral, sliding_window=8).sliding_windows == (8,) * 4
+    assert config_of(tmp_path, **mistral, sliding_window=None).sliding_windows == (None,) * 4
+    qwen2 = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 8, "max_window_layers": 3}
+    assert config_of(tmp_path, **qwen2, use_sliding_window=False).sliding_windows == (None,) * 4
+    assert config_of(tmp_path, **qwen2, use_sliding_window=True).sliding_windows == (None, None, None, 8)
+    kinds = ["sliding_attention", "full_attention"] * 2
+    windows = config_of(tmp_path, **qwen2, use_sliding_window=True, layer_types=kinds).sliding_windows
+    assert windows == (8, None, 8, None)
+
+
+def test_kv_bytes_per_token_counts_keys_and_values_of_every_layer(tmp_path: pathlib.Path) -> None:
+    config = config_of(tmp_path, head_dim=32)
+    assert config.kv_bytes_per_token("bfloat16") == 2 * 4 * 2 * 32 * 2
+    assert config.kv_bytes_per_token("float32") == 2 * config.kv_bytes_per_token("bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_act": "gelu"}, "activation 'gelu'"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope type 'longrope'"),
+        ({"rope_scaling": {"type": "linear"}}, "lacks its factor"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"quantization_config": {"quant_method": "awq"}}, "awq"),
+        ({"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
+        ({"num_key_value_heads": 3}, "3 KV heads"),
+        ({"num_hidden_layers": ...}, "num_hidden_layers"),
+        ({"hidden_size": "64"}, "hidden_size must be a positive integer, not '64'"),
+        ({"architectures": ...}, "names no architecture"),
+    ],
+)
+def test_unsupported_configurations_are_named(changes: dict[str, Any], message: str, tmp_path: pathlib.Path) -> None:
+    with pytest.raises(ModelError, match=message):
+        config_of(tmp_path, **changes)
+
+
+def test_a_broken_config_json_is_an_error_that_names_it(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"config\.json is not valid JSON"):
+        load_model_config(tmp_path)
+
+
+# ---- folders ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_is_taken_as_it_is(folder: pathlib.Path) -> None:
+    assert resolve_model_folder(str(folder)) == folder
+
+
+def test_names_that_lead_to_no_model_say_why(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ModelError, match=r"holds no config\.json"):
+        resolve_model_folder(str(tmp_path))
+    with pytest.raises(ModelError, match="no folder /no/such/folder"):
+        resolve_model_folder("/no/such/folder")
+    with pytest.raises(ModelError, match="neither a folder nor a Hugging Face hub id"):
+        resolve_model_folder("not a/name")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match="cannot be reached"):
+        resolve_model_folder("manta-tests/not-there")
+
+
+# ---- weights ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_missing_tensor_is_named_with_its_shape(folder: pathlib.Path) -> None:
+    change_tensors(folder, model__layers__1__mlp__up_proj__weight=None)
+    with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.up_proj\.weight of shape \[96, 64\] is missing"):
+        load(folder)
+
+
+def test_a_misshapen_tensor_is_named_with_both_shapes(folder: pathlib.Path) -> None:
+    change_tensors(folder, model__layers__2__self_attn__k_proj__weight=torch.zeros(64, 64))
+    with pytest.raises(ModelError, match=r"layers\.2\.self_attn\.k_proj\.weight has shape \[64, 64\].* \[32, 64\]"):
+        load(folder)
+
+
+def test_tensors_that_the_architecture_lacks_are_named(folder: pathlib.Path) -> None:
+    change_tensors(folder, model__layers__0__self_attn__q_proj__bias=torch.zeros(64))
+    with pytest.raises(ModelError, match=r"1 tensors .* model\.layers\.0\.self_attn\.q_proj\.bias"):
+        load(folder)
+
+
+def test_stored_buffers_and_a_tied_models_copied_head_are_ignored(folder: pathlib.Path) -> None:
+    rows = torch.randn(2, 64)
+    expected = load(folder).compute_logits(rows)
+    change_tensors(
+        folder, lm_head__weight=torch.zeros(320, 64), model__layers__0__self_attn__rotary_emb__inv_freq=torch.zeros(8)
+    )
+    torch.testing.assert_close(load(folder).compute_logits(rows), expected)
+
+
+def test_an_integer_weight_is_refused(folder: pathlib.Path) -> None:
+    change_tensors(folder, model__norm__weight=torch.zeros(64, dtype=torch.int8))
+    with pytest.raises(ModelError, match=r"model\.norm\.weight is I8"):
+        load(folder)
+
+
+def test_damaged_or_absent_files_are_named(folder: pathlib.Path) -> None:
+    path = folder / "model.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[:-1000])
+    with pytest.raises(ModelError, match="truncated"):
+        load(folder)
+    path.write_bytes(b"\x10" + bytes(7) + b"no JSON, no JSON")
+    with pytest.raises(ModelError, match="not a safetensors file"):
+        load(folder)
+    path.write_bytes((1 << 60).to_bytes(8, "little") + content[8:])
+    with pytest.raises(ModelError, match="not a safetensors file"):
+        load(folder)
+    path.write_bytes(b"")
+    with pytest.raises(ModelError, match="not a safetensors file"):
+        load(folder)
+    path.unlink()
+    with pytest.raises(ModelError, match=r"holds no model\.safetensors"):
+        load(folder)
+
+
+def test_a_missing_shard_is_named(tmp_path: pathlib.Path) -> None:
+    folder = make_checkpoint("llama", tmp_path, num_hidden_layers=1, max_shard_size="50KB")
+    shard = sorted(folder.glob("*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(ModelError, match=shard.name):
+        load(folder)
+
+
+@pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_are_converted_from_every_stored_dtype(stored: str, dtype: str, tmp_path: pathlib.Path) -> None:
+    folder = make_checkpoint("qwen2", tmp_path, dtype=stored, num_hidden_layers=1)
+    rows = torch.randn(3, 64)
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    expected = rows @ tensors["model.embed_tokens.weight"].float().T
+    logits = load(folder, dtype).compute_logits(rows.to(getattr(torch, dtype)))
+    assert logits.dtype == getattr(torch, dtype)
+    assert (logits.float() - expected).norm() / expected.norm() < (1e-6 if dtype == "float32" else 1e-2)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_loading_leaves_the_file_out_of_memory(tmp_path: pathlib.Path) -> None:
+    """Every weight is held once, packed; of the file only embedding rows in use are resident."""
+    folder = make_checkpoint("llama", tmp_path, vocab_size=320, hidden_size=512, intermediate_size=2048)
+    model = load(folder)
+    path = folder / "model.safetensors"
+    lines = pathlib.Path("/proc/self/smaps").read_text().splitlines()
+    start = next(index for index, line in enumerate(lines) if line.endswith(str(path)))
+    resident = next(int(line.split()[1]) * 1024 for line in lines[start:] if line.startswith("Rss:"))
+    assert model.compute_logits(torch.zeros(1, 512)).shape == (1, 320)
+    assert resident < 0.25 * path.stat().st_size
