@@ -498,6 +498,8 @@ void logprobs(const T* logits, int64_t stride, int num_rows, int vocab_size, con
         keys.resize(best.size);
         for (int j = 0; j < best.size; j++) keys[j] = sort_key(best.logits[j], best.token_ids[j]);
         std::sort(keys.begin(), keys.end(), std::greater<uint64_t>());
+        std::fill_n(top_ids + i * num_top, num_top, 0);  // NaN logits are in no order: a row of them has less to list
+        std::fill_n(top + i * num_top, num_top, NAN);
         for (int j = 0; j < best.size; j++) {
             int32_t id = ~uint32_t(keys[j]);
             top_ids[i * num_top + j] = id;
