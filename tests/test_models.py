@@ -185,7 +185,7 @@ def test_what_cannot_run_is_refused_with_its_reason(
     config = getattr(transformers, class_name)(**options)
     if not config.architectures:
         mapping = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
-        config.architectures = [mapping[type(config)].__name__]
+        config.architectures = [mapping[type(config)].__name__]  # type: ignore[attr-defined]
     config.save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=reason) as caught:
         load_model_config(tmp_path)
@@ -204,5 +204,5 @@ def test_a_model_that_does_not_attend_causally_is_refused_at_load(tmp_path: path
     )
     transformers.BertLMHeadModel(config).save_pretrained(tmp_path)
     model_config = load_model_config(tmp_path)
-    with pytest.raises(ModelError, match="BertLMHeadModel|BertSelfAttention"):
+    with pytest.raises(ModelError, match=r"^Bert\w+ is not supported"):
         load_model(tmp_path, model_config, "float32", choose_platform("cpu", None))
