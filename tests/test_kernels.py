@@ -101,10 +101,19 @@ def test_attention_agrees_on_every_mix_of_prefill_chunks_and_decodes(kernels, mi
 
 
 @DTYPES
-@pytest.mark.parametrize("block_size", [8, 16, 32])
 @pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "head_dim"),
-    [(4, 4, 32), (14, 2, 64), (3, 1, 80), (8, 1, 96), (4, 2, 128), (16, 8, 16), (9, 1, 64), (120, 1, 32), (2, 1, 256)],
+    ("num_heads", "num_kv_heads", "head_dim", "block_size"),
+    [
+        (4, 4, 32, 8),
+        (14, 2, 64, 16),
+        (3, 1, 80, 32),
+        (8, 1, 96, 8),
+        (4, 2, 128, 16),
+        (16, 8, 16, 32),
+        (9, 1, 64, 128),
+        (120, 1, 32, 16),
+        (2, 1, 256, 8),
+    ],
 )
 def test_attention_agrees_on_every_head_shape(kernels, num_heads, num_kv_heads, head_dim, block_size, dtype):
     torch.manual_seed(1)
