@@ -42,7 +42,7 @@ struct Row {
     float frequency_penalty;
 };
 
-// ---- Masks: bit i is lane i ------------------------------------------------------------------------------------------
+// ---- Masks: bit i is lane i -----------------------------------------------------------------------------------------
 
 MANTA_INLINE uint32_t bits_of(Ints lanes) {
 #if MANTA_LANES == 16
@@ -99,7 +99,7 @@ MANTA_INLINE int compress(uint32_t mask, Floats values, Ints ids, float* values_
 #endif
 }
 
-// ---- Tokens to draw from: a whole row of logits, or a list of (logit, id) --------------------------------------------
+// ---- Tokens to draw from: a whole row of logits, or a list of (logit, id) -------------------------------------------
 
 template <class T>
 struct Dense {
@@ -165,7 +165,7 @@ Status why_invalid(const Dense<T>& tokens) {
     return INFINITE;
 }
 
-// ---- Noise -----------------------------------------------------------------------------------------------------------
+// ---- Noise ----------------------------------------------------------------------------------------------------------
 
 uint64_t mix64(uint64_t word) {
     word = (word ^ word >> 30) * 0xbf58476d1ce4e5b9u;
@@ -212,9 +212,9 @@ __attribute__((noinline)) void draw_exactly(uint32_t mask, Floats logits, Floats
     }
 }
 
-// Gumbel-max over the tokens whose scaled logit is at least `floor`. Most tokens cost a hash and an upper bound of their
-// noise: -log(-log1p(-v)) < -log(v), and the bits of a float, as an integer, are a lower bound of its logarithm that is
-// at most 0.06 off. Only the few that could still win (about a dozen in a row) get logarithms.
+// Gumbel-max over the tokens whose scaled logit is at least `floor`. Most tokens cost a hash and an upper bound of
+// their noise: -log(-log1p(-v)) < -log(v), and the bits of a float, as an integer, are a lower bound of its logarithm
+// that is at most 0.06 off. Only the few that could still win (about a dozen in a row) get logarithms.
 template <class Tokens>
 Drawn draw(const Tokens& tokens, float scale, float floor, uint64_t key) {
     Drawn best = {-INF, -INF, -1, false};
@@ -242,7 +242,7 @@ Drawn draw(const Tokens& tokens, float scale, float floor, uint64_t key) {
     return best;
 }
 
-// ---- Prefixes of the order by (logit descending, id ascending) -------------------------------------------------------
+// ---- Prefixes of the order by (logit descending, id ascending) ------------------------------------------------------
 
 struct Scratch {
     std::vector<float> edited;
@@ -283,7 +283,9 @@ Before before(const Tokens& tokens, float logit, int32_t id, float scale, float 
         mass += (Floats)((Ints)weight & is_before);
         uint32_t mask = bits_of(is_before);
         if (mask) {
-            if (KEEP) compress(mask, logits, ids, scratch.values.data() + result.count, scratch.ids.data() + result.count);
+            float* values_to = scratch.values.data() + result.count;
+            int32_t* ids_to = scratch.ids.data() + result.count;
+            if (KEEP) compress(mask, logits, ids, values_to, ids_to);
             result.count += __builtin_popcount(mask);
         }
         if ((i & 4095) == 0) {  // float sums stay short, so that their rounding stays near 1e-7
@@ -332,7 +334,8 @@ Listed first_tokens(const Dense<T>& tokens, int k, Scratch& scratch) {
     for_each_vector(tokens, [&](int i, Floats logits) __attribute__((always_inline)) {
         uint32_t mask = at_least(logits, splat(enough));
         if (i + LANES > tokens.size) mask &= (1u << (tokens.size - i)) - 1;
-        if (mask) count += compress(mask, logits, tokens.ids(i), scratch.values.data() + count, scratch.ids.data() + count);
+        if (!mask) return;
+        count += compress(mask, logits, tokens.ids(i), scratch.values.data() + count, scratch.ids.data() + count);
     });
     Listed result = scratch.listed(count);
     if (count <= k) return result;
@@ -366,7 +369,7 @@ int32_t draw_top_p(const Tokens& tokens, const Row& row, float largest, float fl
     return winner.id;
 }
 
-// ---- A row -----------------------------------------------------------------------------------------------------------
+// ---- A row ----------------------------------------------------------------------------------------------------------
 
 template <class T>
 Status draw_row(const Dense<T>& tokens, const Row& row, int64_t position, Scratch& scratch, int64_t* token_id) {
@@ -411,7 +414,8 @@ void mask_bad_words(const Row& row, int64_t position, float* logits) {
     for (int i = 0; i < row.num_bad_words; i++) {
         int length = *word++;
         int head = length - 1;
-        if (head <= num_output && std::equal(word, word + head, row.tokens + position - head)) logits[word[head]] = -INF;
+        bool ends_output = head <= num_output && std::equal(word, word + head, row.tokens + position - head);
+        if (ends_output) logits[word[head]] = -INF;
         word += length;
     }
 }
@@ -514,9 +518,10 @@ extern "C" int manta_sampler_row_bytes() {
     return sizeof(Row);
 }
 
-// dtype 0: float32, 1: bfloat16. `stride` counts elements between rows of logits; token_ids int64, status uint8 [num_rows].
-extern "C" void manta_sample(int dtype, const void* logits, int64_t stride, int num_rows, int vocab_size, const Row* table,
-                             const int32_t* table_rows, const int64_t* positions, int64_t* token_ids, uint8_t* status) {
+// dtype 0: float32, 1: bfloat16. `stride` counts elements between rows of logits; token_ids and status [num_rows].
+extern "C" void manta_sample(int dtype, const void* logits, int64_t stride, int num_rows, int vocab_size,
+                             const Row* table, const int32_t* table_rows, const int64_t* positions, int64_t* token_ids,
+                             uint8_t* status) {
     if (dtype == 0) {
         sample((const float*)logits, stride, num_rows, vocab_size, table, table_rows, positions, token_ids, status);
     } else {
