@@ -18,8 +18,8 @@ import tempfile
 
 logger = logging.getLogger(__name__)
 
-FLAGS = ("-O3", "-march=native", "-ffast-math", "-fno-finite-math-only", "-std=c++17", "-fopenmp", "-fPIC", "-shared")
-# -fno-finite-math-only: infinities mark masked logits and NaN marks a failed row, so both must survive.
+FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-std=c++17", "-fopenmp", "-fPIC", "-shared")
+# Not -ffast-math: infinities mark masked logits and NaN marks a failed row, and linking with it would flush denormals
 
 
 def cache_folder() -> pathlib.Path:

@@ -1,0 +1,52 @@
+"""What differs between devices, behind one interface that is chosen once: memory, dtypes, linears and kernels."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Platform(Protocol):
+    """A device kind. The runner, the loader and the layers ask it and never ask which one it is."""
+
+    name: str
+    device: torch.device
+    kernels: types.ModuleType
+    """Has the functions of `workers/kernels/reference.py`."""
+    make_linear: Callable[..., Any]
+    """(weight [out, in], bias [out] or None) -> callable x [rows, in] -> [rows, out]; may repack the weight."""
+
+    def resolve_dtype(self, requested: str, checkpoint: str) -> str:
+        """`bfloat16` or `float32`. Raises `ValueError` for what the device cannot do."""
+        ...
+
+    def torch_dtype(self, dtype: str) -> torch.dtype: ...
+
+    def allocate_kv(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """The KV cache, uninitialised: [num_layers, 2 (k, v), num_blocks, block_size, num_kv_heads, head_dim]."""
+        ...
+
+    def free_memory(self) -> int:
+        """Bytes that the KV cache may be cut from, after the weights are loaded."""
+        ...
+
+
+def choose_platform(device: str, num_threads: int | None) -> Platform:
+    """The platform for `auto`, `cpu`, `cuda` or `tpu`. Raises `ValueError` naming one that is not there."""
+    if device in ("auto", "cpu"):
+        from workers.platforms.cpu import CpuPlatform
+
+        return CpuPlatform(num_threads)
+    raise ValueError(f"device {device!r} is not supported yet; use cpu or auto")

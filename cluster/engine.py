@@ -1,0 +1,196 @@
+"""One model replica: the step loop that turns requests into tokens. Start reading here.
+
+`Engine.step` is the whole of it: *schedule, prepare masks, execute, update*. The engine deals in token ids only, holds no
+tokenizer and no HTTP, and is used by one thread at a time: `cluster/llm.py` calls it directly, `cluster/engine_deployment.py`
+gives it a thread of its own behind Ray Serve.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+
+import msgspec
+
+from cluster.config import EngineConfig
+from cluster.executor import InProcessExecutor
+from cluster.kv_blocks import KVBlocks
+from cluster.request import EngineRequest, FinishStatus, QueueFull, RequestRefused, SequenceOutput
+from cluster.scheduler import Scheduler
+from cluster.sequence import Sequence
+from workers.step import StepInput, StepOutput
+
+logger = logging.getLogger(__name__)
+
+
+class EngineDead(RuntimeError):
+    """The engine failed, was rebuilt and failed again; it serves nothing any more."""
+
+
+class EngineStats(msgspec.Struct, array_like=True):
+    """A snapshot for `/metrics` and `/health`. Counters only grow; gauges describe this moment."""
+
+    num_running: int
+    num_waiting: int
+    kv_usage: float
+    """Share of KV blocks that running sequences hold, in [0, 1]."""
+    num_free_blocks: int
+    num_blocks: int
+    prefix_cache_queries: int
+    """Prompt tokens looked up in the prefix cache."""
+    prefix_cache_hits: int
+    """Prompt tokens found there."""
+    num_preemptions: int
+    num_steps: int
+    seconds_since_step: float
+    """Since the last completed step, or since work arrived if none has completed after it; 0 when idle."""
+    alive: bool
+
+
+class Engine:
+    """Serves requests on one model replica. Not thread-safe.
+
+    Raises `workers.model_config.ModelError` or `ValueError` when the model or the configuration cannot be served.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.executor = InProcessExecutor(config)
+        self.model = self.executor.model
+        self.max_model_len = self.model.max_model_len
+        self.scheduler = Scheduler(
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_sequences=config.max_num_sequences,
+            max_model_len=self.max_model_len,
+            blocks=KVBlocks(self.model.num_blocks, config.block_size, config.enable_prefix_caching),
+        )
+        self.alive = True
+        self._next_sequence_id = 0
+        self._num_steps = 0
+        self._last_progress = time.monotonic()
+        self._recovering = False
+        self._idle_checked = True
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are in `[0, vocab_size)`."""
+        return self.model.vocab_size
+
+    @property
+    def has_unfinished(self) -> bool:
+        return self.scheduler.has_unfinished
+
+    # ---- the step loop -------------------------------------------------------------------------------------------
+
+    def step(self) -> list[SequenceOutput]:
+        """Runs one step; returns what it added to each sequence that gained tokens or ended."""
+        ended = self.scheduler.expire(time.monotonic())
+        if not self.scheduler.has_unfinished:
+            self._check_when_idle()
+            return ended
+        step = self.scheduler.schedule()
+        output = self._execute(step)
+        updates = self.scheduler.update(step, output)
+        self._num_steps += 1
+        self._last_progress = time.monotonic()
+        self._idle_checked = False
+        return ended + updates
+
+    def _execute(self, step: StepInput) -> StepOutput:
+        """The failure of a row is a value in the output; an exception here is a failure of the engine itself.
+
+        Then every running sequence is recomputed from its tokens on rebuilt workers, once: a second failure in a row is fatal.
+        """
+        try:
+            self.executor.execute(step)
+            output = self.executor.sample()
+        except Exception as error:
+            logger.exception("step %d failed with %d sequences", step.step_id, len(step.scheduled))
+            if self._recovering:
+                self.alive = False
+                raise EngineDead(f"two steps in a row failed, last with {type(error).__name__}: {error}") from error
+            self._recovering = True
+            self.executor.rebuild()
+            self.scheduler.recompute_all()
+            return StepOutput(step.step_id)
+        self._recovering = False
+        return output
+
+    def _check_when_idle(self) -> None:
+        if not self._idle_checked:
+            self.scheduler.check_integrity()
+            self._idle_checked = True
+
+    # ---- requests ------------------------------------------------------------------------------------------------
+
+    def add_request(self, request: EngineRequest) -> None:
+        """Queues a request. Raises `RequestRefused` where it can never be served, `QueueFull` where the queue is at its limit."""
+        if not self.alive:
+            raise EngineDead("the engine has failed; restart it")
+        if self.scheduler.num_waiting >= self.config.max_num_waiting + self._free_slots():
+            raise QueueFull(
+                f"{self.scheduler.num_waiting} requests are waiting and the limit is {self.config.max_num_waiting}; "
+                "retry later or raise max_num_waiting"
+            )
+        params = request.params
+        self._validate(request)
+        if not self.scheduler.has_unfinished:
+            self._last_progress = time.monotonic()
+        sequence = Sequence(
+            sequence_id=self._next_sequence_id,
+            request_id=request.request_id,
+            token_ids=list(request.prompt_token_ids),
+            params=params,
+            seed=params.seed if params.seed is not None else secrets.randbits(63),
+            priority=request.priority,
+            eos_token_ids=self.model.eos_token_ids,
+            deadline=None if request.deadline_s is None else time.monotonic() + request.deadline_s,
+        )
+        self.scheduler.add(sequence)
+        self._next_sequence_id += 1
+
+    def _free_slots(self) -> int:
+        return max(0, self.config.max_num_sequences - self.scheduler.num_running)
+
+    def _validate(self, request: EngineRequest) -> None:
+        if not request.prompt_token_ids:
+            raise RequestRefused("the prompt is empty; it needs at least one token", "prompt")
+        low, high = min(request.prompt_token_ids), max(request.prompt_token_ids)
+        if low < 0 or high >= self.vocab_size:
+            bad = low if low < 0 else high
+            raise RequestRefused(f"prompt: token id {bad} is outside the vocabulary [0, {self.vocab_size})", "prompt")
+        try:
+            request.params.validate_vocabulary(self.vocab_size)
+        except ValueError as error:
+            raise RequestRefused(str(error), str(error).partition(":")[0]) from error
+
+    def abort(self, request_id: str) -> list[SequenceOutput]:
+        """Ends a request and frees its blocks at once; unknown or ended ones are no error."""
+        return self.scheduler.abort(request_id, FinishStatus.FINISHED_ABORTED)
+
+    def finish(self, request_id: str, index: int, num_kept_tokens: int) -> list[SequenceOutput]:
+        """Ends one choice whose text reached a stop string; only `num_kept_tokens` output tokens count."""
+        return self.scheduler.finish(request_id, index, num_kept_tokens)
+
+    # ---- state ---------------------------------------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """Raises `IntegrityError` where a block leaked or a reference is miscounted."""
+        self.scheduler.check_integrity()
+
+    def stats(self) -> EngineStats:
+        scheduler = self.scheduler
+        return EngineStats(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            kv_usage=scheduler.kv_usage,
+            num_free_blocks=scheduler.blocks.num_free,
+            num_blocks=self.model.num_blocks,
+            prefix_cache_queries=scheduler.prefix_cache_queries,
+            prefix_cache_hits=scheduler.prefix_cache_hits,
+            num_preemptions=scheduler.num_preemptions,
+            num_steps=self._num_steps,
+            seconds_since_step=time.monotonic() - self._last_progress if scheduler.has_unfinished else 0.0,
+            alive=self.alive,
+        )

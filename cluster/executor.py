@@ -1,0 +1,44 @@
+"""Runs steps on the workers. `InProcessExecutor` holds one worker in this process: one device, no Ray.
+
+An executor that spreads ranks over a Ray placement group has the same face. The engine is the only caller.
+"""
+
+from __future__ import annotations
+
+from cluster.config import EngineConfig
+from workers.step import StepInput, StepOutput
+from workers.worker import ModelInfo, Worker, WorkerConfig
+
+
+class InProcessExecutor:
+    """One worker, called directly: a call costs nothing, and torch releases the GIL while the model runs."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._worker_config = WorkerConfig(
+            model=config.model,
+            dtype=config.dtype,
+            device=config.device,
+            num_threads=config.num_threads,
+            max_model_len=config.max_model_len,
+            block_size=config.block_size,
+            kv_cache_bytes=config.kv_cache_bytes,
+            kv_cache_fraction=config.kv_cache_fraction,
+            max_num_sequences=config.max_num_sequences,
+        )
+        self._worker = Worker(self._worker_config)
+
+    @property
+    def model(self) -> ModelInfo:
+        return self._worker.info
+
+    def execute(self, step: StepInput) -> None:
+        """Starts the forward pass. Raises whatever the worker raises: a failure of the engine, not of a row."""
+        self._worker.execute(step)
+
+    def sample(self) -> StepOutput:
+        """Draws the tokens of the step that `execute` was given; the gap between the two is where masks hide."""
+        return self._worker.sample()
+
+    def rebuild(self) -> None:
+        """Drops every sequence and all KV that the worker holds; the weights stay."""
+        self._worker.reset()

@@ -1,0 +1,367 @@
+"""Decides what each step computes: continuous batching over one token budget, in plain Python.
+
+There is no prefill and no decode: a sequence has known tokens and computed tokens, and a step closes part of the gap. Called by
+the engine, one step at a time; imports neither torch nor ray. Lists keep their order, so that every run decides alike.
+"""
+
+from __future__ import annotations
+
+import bisect
+import operator
+
+from cluster.kv_blocks import IntegrityError, KVBlocks
+from cluster.request import FinishStatus, RequestRefused, SequenceOutput
+from cluster.sequence import Sequence
+from workers.step import SamplePoint, ScheduledSequence, StepInput, StepOutput, TokenLogprobs
+
+_ORDER = operator.attrgetter("order")
+
+
+class Scheduler:
+    """Running sequences go first, then waiting ones, each group by priority and arrival.
+
+    Progress is certain: the first running sequence may take every block from those behind it, and no admitted sequence can
+    outgrow the pool.
+    """
+
+    def __init__(
+        self, *, max_num_batched_tokens: int, max_num_sequences: int, max_model_len: int, blocks: KVBlocks
+    ) -> None:
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_sequences = max_num_sequences
+        self.max_model_len = max_model_len
+        self.blocks = blocks
+        self.running: list[Sequence] = []
+        self.waiting: list[Sequence] = []
+        self.prefix_cache_queries = 0
+        self.prefix_cache_hits = 0
+        self.num_preemptions = 0
+        self._by_id: dict[int, Sequence] = {}
+        self._by_request: dict[str, list[Sequence]] = {}
+        self._forgotten: list[int] = []
+        """Sequences that the ranks still remember and need not."""
+        self._num_arrivals = 0
+        self._num_steps = 0
+        self._num_deadlines = 0
+
+    # ---- what is there -----------------------------------------------------------------------------------------
+
+    @property
+    def num_running(self) -> int:
+        return len(self.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of blocks that sequences hold, in [0, 1]."""
+        return 1.0 - self.blocks.num_free / self.blocks.num_blocks
+
+    # ---- arrival -----------------------------------------------------------------------------------------------
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a sequence. Raises `RequestRefused` where it can never be served whole."""
+        limit = min(self.max_model_len, self.blocks.num_blocks * self.blocks.block_size)
+        room = limit - sequence.num_prompt_tokens
+        if room < 1:
+            raise RequestRefused(
+                f"the prompt has {sequence.num_prompt_tokens} tokens and leaves no room for output: prompt and output share "
+                f"{limit} tokens; shorten the prompt or raise max_model_len",
+                "prompt",
+            )
+        max_tokens = sequence.params.max_tokens
+        if max_tokens is not None and max_tokens > room:
+            raise RequestRefused(
+                f"max_tokens {max_tokens} exceeds the {room} left after a {sequence.num_prompt_tokens}-token prompt; "
+                "lower it, shorten the prompt or raise max_model_len",
+                "max_tokens",
+            )
+        sequence.max_length = sequence.num_prompt_tokens + (max_tokens or room)
+        sequence.arrival = self._num_arrivals
+        self._num_arrivals += 1
+        self._num_deadlines += sequence.deadline is not None
+        self._by_id[sequence.sequence_id] = sequence
+        self._by_request.setdefault(sequence.request_id, []).append(sequence)
+        bisect.insort(self.waiting, sequence, key=_ORDER)
+
+    # ---- one step ----------------------------------------------------------------------------------------------
+
+    def schedule(self) -> StepInput:
+        """Plans the next step."""
+        step = StepInput(self._num_steps)
+        self._num_steps += 1
+        self._make_way_for_priority()
+        budget = self._schedule_running(step)
+        self._admit_waiting(step, budget)
+        step.finished, self._forgotten = self._forgotten, []
+        return step
+
+    def _schedule_running(self, step: StepInput) -> int:
+        budget = self.max_num_batched_tokens
+        index = 0
+        while index < len(self.running) and budget > 0:
+            sequence = self.running[index]
+            count = min(self._num_wanted(sequence), budget)
+            while self._num_missing_blocks(sequence, count) > self.blocks.num_free:
+                victim = self.running[-1]  # never one already in this step: those stand further up
+                self._preempt(victim)
+                if victim is sequence:
+                    break
+            else:
+                self._schedule(step, sequence, count)
+                budget -= count
+                index += 1
+        return budget
+
+    def _admit_waiting(self, step: StepInput, budget: int) -> None:
+        while self.waiting and budget > 0 and len(self.running) < self.max_num_sequences:
+            sequence = self.waiting[0]
+            prefix = self._cached_prefix(sequence)
+            missing = self._blocks_for(len(sequence.token_ids)) - len(prefix)
+            # Room for the whole prompt, not for its first chunk: who is let in should not be thrown out at once.
+            if missing > self.blocks.num_free - self.blocks.num_evictable(prefix):
+                break
+            del self.waiting[0]
+            self._admit(sequence, prefix)
+            step.started.append(sequence.start())
+            count = min(self._num_wanted(sequence), budget)
+            self._schedule(step, sequence, count, prefix)
+            budget -= count
+
+    def _cached_prefix(self, sequence: Sequence) -> list[int]:
+        """Cached blocks that the sequence may read; its last token is always computed, for somebody must make the logits."""
+        if sequence.params.prompt_logprobs is not None:
+            return []
+        count = (len(sequence.token_ids) - 1) // self.blocks.block_size
+        return self.blocks.find_prefix(sequence.hash_blocks(count, self.blocks.block_size))
+
+    def _admit(self, sequence: Sequence, prefix: list[int]) -> None:
+        self.blocks.share(prefix)
+        sequence.block_table = list(prefix)
+        sequence.num_shared_blocks = sequence.num_registered_blocks = len(prefix)
+        sequence.num_computed_tokens = len(prefix) * self.blocks.block_size
+        if sequence.num_cached_tokens is None:
+            sequence.num_cached_tokens = sequence.num_computed_tokens
+            if sequence.params.prompt_logprobs is None:
+                self.prefix_cache_queries += sequence.num_prompt_tokens
+                self.prefix_cache_hits += sequence.num_cached_tokens
+        bisect.insort(self.running, sequence, key=_ORDER)
+
+    def _num_wanted(self, sequence: Sequence) -> int:
+        """Tokens that would bring the sequence up to date: known ones and drafts, of which none may pass its end."""
+        known = len(sequence.token_ids)
+        if sequence.draft_token_ids:
+            del sequence.draft_token_ids[max(0, sequence.max_length - known - 1) :]
+        return known + len(sequence.draft_token_ids) - sequence.num_computed_tokens
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.blocks.block_size)
+
+    def _num_missing_blocks(self, sequence: Sequence, count: int) -> int:
+        return self._blocks_for(sequence.num_computed_tokens + count) - len(sequence.block_table)
+
+    def _schedule(self, step: StepInput, sequence: Sequence, count: int, prefix: list[int] | None = None) -> None:
+        """Puts the next `count` tokens of a sequence into the step; its blocks are known to be free."""
+        start, known = sequence.num_computed_tokens, len(sequence.token_ids)
+        end = start + count
+        missing = self._num_missing_blocks(sequence, count)
+        new_blocks = self.blocks.allocate(missing) if missing > 0 else []
+        sequence.block_table += new_blocks
+        drafts = sequence.draft_token_ids[: max(0, end - known)] if sequence.draft_token_ids else []
+        first_row = step_rows(step)
+        step.scheduled.append(
+            ScheduledSequence(sequence.sequence_id, start, count, (prefix or []) + new_blocks, drafts)
+        )
+        if end >= known:
+            for position in range(known, end + 1):
+                step.sample_points.append(SamplePoint(first_row + position - 1 - start, sequence.sequence_id, position))
+        self._register_full_blocks(sequence, min(end, known))
+
+    def _register_full_blocks(self, sequence: Sequence, num_tokens: int) -> None:
+        full = num_tokens // self.blocks.block_size
+        if full > sequence.num_registered_blocks:
+            hashes = sequence.hash_blocks(full, self.blocks.block_size)
+            for block in range(sequence.num_registered_blocks, full):
+                self.blocks.register(sequence.block_table[block], hashes[block])
+            sequence.num_registered_blocks = full
+
+    # ---- preemption --------------------------------------------------------------------------------------------
+
+    def _make_way_for_priority(self) -> None:
+        """The first in the queue takes the place of less urgent ones. It happens before anything is scheduled."""
+        while self.waiting and self.running and self.waiting[0].priority < self.running[-1].priority:
+            needed = self._blocks_for(len(self.waiting[0].token_ids))
+            if len(self.running) < self.max_num_sequences and needed <= self.blocks.num_free:
+                break
+            self._preempt(self.running[-1])
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Back to the queue; its tokens stay, its keys and values are computed again."""
+        self.running.remove(sequence)
+        self._release(sequence)
+        bisect.insort(self.waiting, sequence, key=_ORDER)
+        self.num_preemptions += 1
+
+    def _release(self, sequence: Sequence) -> None:
+        self.blocks.free(sequence.block_table)
+        sequence.block_table = []
+        sequence.num_computed_tokens = sequence.num_shared_blocks = sequence.num_registered_blocks = 0
+        sequence.draft_token_ids = []
+        self._forgotten.append(sequence.sequence_id)
+
+    def recompute_all(self) -> None:
+        """Sends every running sequence back to the queue and trusts no cached block: the ranks lost their memory."""
+        for sequence in reversed(self.running[:]):
+            self._preempt(sequence)
+        self.blocks.clear_cache()
+
+    # ---- results -----------------------------------------------------------------------------------------------
+
+    def update(self, step: StepInput, output: StepOutput) -> list[SequenceOutput]:
+        """Applies what the ranks answered; returns what each sequence gained."""
+        changes: list[SequenceOutput] = []
+        for item in step.scheduled:
+            sequence = self._by_id.get(item.sequence_id)
+            if sequence is None or not sequence.block_table:
+                continue  # ended or preempted since the step was planned
+            error = output.errors.get(item.sequence_id)
+            if error is not None:
+                changes.append(self._fail(sequence, error))
+                continue
+            change = self._advance(sequence, item, output)
+            if change is not None:
+                changes.append(change)
+        return changes
+
+    def _advance(self, sequence: Sequence, item: ScheduledSequence, output: StepOutput) -> SequenceOutput | None:
+        known_end = item.start + item.num_tokens - len(item.draft_token_ids)
+        token_ids = output.token_ids.get(item.sequence_id)
+        sequence.draft_token_ids = output.draft_token_ids.get(item.sequence_id, [])
+        prompt_logprobs = self._new_prompt_logprobs(sequence, item, output)
+        if not token_ids:
+            # A row whose token is not drawn yet (a late mask) does its last position again.
+            late = known_end == len(sequence.token_ids)
+            sequence.num_computed_tokens = known_end - late
+            if prompt_logprobs:
+                return SequenceOutput(sequence.request_id, sequence.index, [], prompt_logprobs=prompt_logprobs)
+            return None
+        gained, finish = self._accept(sequence, token_ids)
+        sequence.num_computed_tokens = known_end + len(gained) - 1
+        logprobs = output.logprobs.get(item.sequence_id)
+        change = SequenceOutput(
+            sequence.request_id,
+            sequence.index,
+            gained,
+            None if logprobs is None else logprobs[: len(gained)],
+            prompt_logprobs,
+        )
+        if finish is not None:
+            change.finish = finish
+            if finish is FinishStatus.FINISHED_STOPPED:
+                change.stop_token_id = gained[-1]
+            change.usage = sequence.usage
+            self._end(sequence, finish)
+        return change
+
+    def _accept(self, sequence: Sequence, token_ids: list[int]) -> tuple[list[int], FinishStatus | None]:
+        """Appends tokens up to the one that ends the sequence, if one does."""
+        for count, token_id in enumerate(token_ids, start=1):
+            sequence.token_ids.append(token_id)
+            if token_id in sequence.stop_ids:
+                return token_ids[:count], FinishStatus.FINISHED_STOPPED
+            if len(sequence.token_ids) >= sequence.max_length:
+                return token_ids[:count], FinishStatus.FINISHED_LENGTH
+        return token_ids, None
+
+    def _new_prompt_logprobs(
+        self, sequence: Sequence, item: ScheduledSequence, output: StepOutput
+    ) -> list[TokenLogprobs] | None:
+        """Entries for prompt positions that were not reported before a preemption."""
+        entries = output.prompt_logprobs.get(item.sequence_id)
+        if not entries:
+            return None
+        new = entries[max(0, sequence.num_prompt_logprobs - item.start) :]
+        sequence.num_prompt_logprobs = max(sequence.num_prompt_logprobs, item.start + len(entries))
+        return new or None
+
+    def _fail(self, sequence: Sequence, error: str) -> SequenceOutput:
+        """Ends a sequence whose row failed. Blocks that it wrote leave the cache; whoever shares them computes again."""
+        written = set(sequence.block_table[sequence.num_shared_blocks :])
+        self.blocks.discard(written)
+        self._end(sequence, FinishStatus.FINISHED_INTERNAL_ERROR)
+        for other in [other for other in self.running if not written.isdisjoint(other.block_table)]:
+            self._preempt(other)
+        return SequenceOutput(
+            sequence.request_id,
+            sequence.index,
+            [],
+            finish=FinishStatus.FINISHED_INTERNAL_ERROR,
+            error=error,
+            usage=sequence.usage,
+        )
+
+    # ---- endings -----------------------------------------------------------------------------------------------
+
+    def abort(self, request_id: str, status: FinishStatus = FinishStatus.FINISHED_ABORTED) -> list[SequenceOutput]:
+        """Ends what is left of a request, at once; an unknown one yields nothing."""
+        return [self._final(sequence, status) for sequence in list(self._by_request.get(request_id, ()))]
+
+    def finish(self, request_id: str, index: int, num_kept_tokens: int) -> list[SequenceOutput]:
+        """Ends one choice whose text reached a stop string; only `num_kept_tokens` of its output count."""
+        for sequence in list(self._by_request.get(request_id, ())):
+            if sequence.index == index:
+                del sequence.token_ids[sequence.num_prompt_tokens + num_kept_tokens :]
+                return [self._final(sequence, FinishStatus.FINISHED_STOPPED)]
+        return []
+
+    def expire(self, now: float) -> list[SequenceOutput]:
+        """Aborts what is past its deadline; `now` is on `time.monotonic`'s clock."""
+        if not self._num_deadlines:
+            return []
+        late = [s for s in self._by_id.values() if s.deadline is not None and s.deadline <= now]
+        return [self._final(sequence, FinishStatus.FINISHED_ABORTED) for sequence in late]
+
+    def _final(self, sequence: Sequence, status: FinishStatus) -> SequenceOutput:
+        self._end(sequence, status)
+        error = "the deadline passed" if sequence.deadline is not None and status is FinishStatus.FINISHED_ABORTED else None
+        return SequenceOutput(
+            sequence.request_id, sequence.index, [], finish=status, error=error, usage=sequence.usage
+        )
+
+    def _end(self, sequence: Sequence, status: FinishStatus) -> None:
+        sequence.finish = status
+        if sequence in self.running:
+            self.running.remove(sequence)
+            self._release(sequence)
+        else:
+            self.waiting.remove(sequence)
+        self._num_deadlines -= sequence.deadline is not None
+        del self._by_id[sequence.sequence_id]
+        siblings = self._by_request[sequence.request_id]
+        siblings.remove(sequence)
+        if not siblings:
+            del self._by_request[sequence.request_id]
+
+    # ---- integrity ---------------------------------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """Raises `IntegrityError` where blocks leaked or are miscounted, or a sequence is in two places or in none."""
+        self.blocks.check_integrity(sequence.block_table for sequence in self.running)
+        listed = sorted(sequence.sequence_id for sequence in [*self.running, *self.waiting])
+        if listed != sorted(self._by_id):
+            raise IntegrityError(f"{len(listed)} sequences are queued and {len(self._by_id)} are known")
+        if any(sequence.block_table for sequence in self.waiting):
+            raise IntegrityError("a waiting sequence holds blocks")
+
+
+def step_rows(step: StepInput) -> int:
+    """Flat token rows that a step holds so far."""
+    if not step.scheduled:
+        return 0
+    return step.num_tokens

@@ -1,0 +1,95 @@
+"""One sequence as the driver sees it: its tokens, how many of them the KV cache holds, and where.
+
+The scheduler alone changes it. Everything a rank needs is a function of it (`start`), so preemption and recovery are the
+same operation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from array import array
+
+from cluster.request import FinishStatus, Usage
+from workers.sampling_params import SamplingParams
+from workers.step import SequenceStart
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Sequence:
+    """A prompt and the output that grows behind it."""
+
+    sequence_id: int
+    request_id: str
+    token_ids: list[int]
+    """Prompt, then output. At first the prompt alone."""
+    params: SamplingParams
+    seed: int
+    index: int = 0
+    priority: int = 0
+    eos_token_ids: tuple[int, ...] = ()
+    deadline: float | None = None
+    """On `time.monotonic`'s clock."""
+    arrival: int = 0
+    """Set by the scheduler: order among equal priorities."""
+    max_length: int = 0
+    """Set by the scheduler: prompt and output end here."""
+    num_prompt_tokens: int = 0
+    block_table: list[int] = dataclasses.field(default_factory=list)
+    block_hashes: list[bytes] = dataclasses.field(default_factory=list)
+    """Chained hashes of the full blocks so far, made on demand."""
+    num_computed_tokens: int = 0
+    """Leading tokens whose keys and values are in the cache."""
+    num_shared_blocks: int = 0
+    """Leading blocks found in the prefix cache, not written by this sequence."""
+    num_registered_blocks: int = 0
+    """Leading blocks offered to the prefix cache."""
+    num_cached_tokens: int | None = None
+    """Prompt tokens found in the prefix cache at the first admission; None before it."""
+    num_prompt_logprobs: int = 0
+    """Prompt positions reported, so that a recomputed prompt reports none twice."""
+    draft_token_ids: list[int] = dataclasses.field(default_factory=list)
+    finish: FinishStatus | None = None
+    stop_ids: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.token_ids)
+        if self.params.ignore_eos:
+            self.eos_token_ids = ()
+        self.stop_ids = frozenset(self.eos_token_ids) | frozenset(self.params.stop_token_ids)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Sort key: who runs first."""
+        return self.priority, self.arrival
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(self.num_prompt_tokens, self.num_output_tokens, self.num_cached_tokens or 0)
+
+    def start(self) -> SequenceStart:
+        """What a rank rebuilds this sequence from."""
+        return SequenceStart(
+            self.sequence_id,
+            self.params,
+            self.seed,
+            list(self.token_ids),
+            self.num_prompt_tokens,
+            self.eos_token_ids,
+        )
+
+    def hash_blocks(self, count: int, block_size: int) -> list[bytes]:
+        """Hashes of the first `count` full blocks; each covers its block and, through its parent's, all before it.
+
+        128 bits of BLAKE2b: a chance collision, which would serve one prompt another's keys, is out of reach.
+        """
+        hashes = self.block_hashes
+        for block in range(len(hashes), count):
+            tokens = array("i", self.token_ids[block * block_size : (block + 1) * block_size])
+            parent = hashes[-1] if hashes else b""
+            hashes.append(hashlib.blake2b(parent + tokens.tobytes(), digest_size=16).digest())
+        return hashes[:count]

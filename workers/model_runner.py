@@ -1,0 +1,171 @@
+"""Executes steps on one rank: keeps block tables and tokens of the running sequences, runs the model, draws the tokens.
+
+Two phases: `execute` starts the forward pass, `sample` draws from its logits; between them masks may still be under way.
+Sampled tokens stay in the rank's own state, so that the next step can be told before they reach the driver.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from workers.attention import AttentionMetadata, copy_blocks
+from workers.model_config import ModelConfig
+from workers.models.protocol import Model
+from workers.platforms import Platform
+from workers.sampler import prompt_logprobs, sample
+from workers.sampling_state import SamplingState
+from workers.step import SamplePoint, SequenceStart, StepInput, StepOutput, TokenLogprobs
+
+PROMPT_LOGPROB_ROWS = 64
+"""Rows of logits held at a time for prompt log-probabilities: 64 x 152k float32 are 37 MiB."""
+
+
+class ModelRunner:
+    """Not thread-safe; one step at a time."""
+
+    def __init__(
+        self,
+        model: Model,
+        platform: Platform,
+        kv_cache: torch.Tensor,
+        config: ModelConfig,
+        block_size: int,
+        max_num_sequences: int,
+        max_model_len: int,
+    ) -> None:
+        self.model = model
+        self.platform = platform
+        self.kv_cache = kv_cache
+        self.config = config
+        self.block_size = block_size
+        self.max_num_sequences = max_num_sequences
+        self.max_model_len = max_model_len
+        self._layers = [(layer[0], layer[1]) for layer in kv_cache]  # once: unbinding costs 2 us a layer and step
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets every sequence; weights and the KV allocation stay."""
+        max_blocks = -(-self.max_model_len // self.block_size)
+        # np.zeros maps the pages lazily: long tables cost memory only where sequences are long.
+        self._block_tables = np.zeros((self.max_num_sequences, max_blocks), dtype=np.int32)
+        self._num_blocks = [0] * self.max_num_sequences
+        self._free_rows = list(range(self.max_num_sequences - 1, -1, -1))
+        self._rows: dict[int, int] = {}
+        self.state = SamplingState(self.config.vocab_size, self.platform.device)
+        self._step: StepInput | None = None
+        self._hidden: torch.Tensor | None = None
+
+    # ---- phase one ---------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def execute(self, step: StepInput) -> None:
+        """Applies the step's changes and starts its forward pass."""
+        for sequence_id in step.finished:
+            self._forget(sequence_id)
+        for sequence in step.started:
+            self._start(sequence)
+        copy_blocks(self.kv_cache, step.block_copies)
+        self._step = step
+        self._hidden = self._forward(step) if step.scheduled else None
+
+    def _start(self, sequence: SequenceStart) -> None:
+        row = self._free_rows.pop()
+        self._rows[sequence.sequence_id] = row
+        self._num_blocks[row] = 0
+        self.state.start(sequence)
+
+    def _forget(self, sequence_id: int) -> None:
+        row = self._rows.pop(sequence_id, None)
+        if row is not None:
+            self._free_rows.append(row)
+            self.state.forget(sequence_id)
+
+    def _forward(self, step: StepInput) -> torch.Tensor:
+        scheduled = step.scheduled
+        rows, starts, lens = [], [], []
+        max_blocks = 0
+        for item in scheduled:
+            row = self._rows[item.sequence_id]
+            rows.append(row)
+            starts.append(item.start)
+            lens.append(item.num_tokens)
+            if item.new_block_ids:
+                self._append_blocks(row, item.new_block_ids)
+            max_blocks = max(max_blocks, self._num_blocks[row])
+        block_tables = self._block_tables[rows, :max_blocks]
+        metadata = AttentionMetadata.build(np.array(starts), np.array(lens), block_tables, self.block_size)
+        token_ids = self._token_ids(step)
+        return self.model.forward(token_ids, metadata, self._layers)
+
+    def _append_blocks(self, row: int, block_ids: list[int]) -> None:
+        first = self._num_blocks[row]
+        self._num_blocks[row] = first + len(block_ids)
+        self._block_tables[row, first : first + len(block_ids)] = block_ids
+
+    def _token_ids(self, step: StepInput) -> torch.Tensor:
+        """The input ids of the flat batch, int64 [num_tokens]."""
+        pieces = []
+        for item in step.scheduled:
+            tokens = self.state.tokens(item.sequence_id)
+            known = item.num_tokens - len(item.draft_token_ids)
+            pieces.append(tokens[item.start : item.start + known])
+            if item.draft_token_ids:
+                pieces.append(np.array(item.draft_token_ids, dtype=tokens.dtype))
+        return torch.from_numpy(np.concatenate(pieces).astype(np.int64, copy=False)).to(self.platform.device)
+
+    # ---- phase two ---------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def sample(self) -> StepOutput:
+        """Draws a token at each sample point of the step that `execute` was given."""
+        step, hidden = self._step, self._hidden
+        if step is None:
+            raise RuntimeError("sample() was called without an execute() before it")
+        self._step = self._hidden = None
+        output = StepOutput(step.step_id)
+        if hidden is None:
+            return output
+        self._prompt_logprobs(step, hidden, output)
+        if step.sample_points:
+            self._draw(step.sample_points, hidden, output)
+        return output
+
+    def _draw(self, points: list[SamplePoint], hidden: torch.Tensor, output: StepOutput) -> None:
+        rows = [point.row for point in points]
+        if len(rows) != hidden.shape[0]:  # all rows in order is the decode-only case: no copy
+            hidden = hidden[torch.tensor(rows, device=hidden.device)]
+        logits = self.model.compute_logits(hidden)
+        drawn = sample(logits, points, self.state).to_host()
+        for index, point in enumerate(points):
+            error = drawn.errors.get(index)
+            if error is not None:
+                output.errors[point.sequence_id] = error
+                continue
+            token_id = drawn.token_ids[index]
+            output.token_ids.setdefault(point.sequence_id, []).append(token_id)
+            self.state.append(point.sequence_id, (token_id,))
+            logprobs = drawn.logprobs.get(index)
+            if logprobs is not None:
+                output.logprobs.setdefault(point.sequence_id, []).append(logprobs)
+
+    def _prompt_logprobs(self, step: StepInput, hidden: torch.Tensor, output: StepOutput) -> None:
+        """Row `i` of a prompt's chunk predicts the prompt token behind it."""
+        first_row = 0
+        for item in step.scheduled:
+            num_top = self.state.prompt_logprobs(item.sequence_id)
+            if num_top is not None:
+                last = min(item.start + item.num_tokens, self.state.num_prompt_tokens(item.sequence_id) - 1)
+                if last > item.start:
+                    rows = hidden[first_row : first_row + last - item.start]
+                    targets = self.state.tokens(item.sequence_id)[item.start + 1 : last + 1]
+                    output.prompt_logprobs[item.sequence_id] = self._logprobs_of(rows, targets, num_top)
+            first_row += item.num_tokens
+
+    def _logprobs_of(self, hidden: torch.Tensor, targets: np.ndarray, num_top: int) -> list[TokenLogprobs]:
+        entries: list[TokenLogprobs] = []
+        for first in range(0, hidden.shape[0], PROMPT_LOGPROB_ROWS):
+            logits = self.model.compute_logits(hidden[first : first + PROMPT_LOGPROB_ROWS])
+            chunk = targets[first : first + PROMPT_LOGPROB_ROWS].tolist()
+            entries += prompt_logprobs(logits, chunk, num_top, self.config.vocab_size)
+        return entries

@@ -1,0 +1,111 @@
+"""One rank of one model replica: loads the model on its platform, sizes the KV cache and owns the model runner.
+
+The executor constructs it, in its own process or as an actor, and calls `execute` then `sample` for every step.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import msgspec
+
+from workers.loader import load_model
+from workers.memory import plan_kv_cache, plan_max_model_len
+from workers.model_config import load_model_config, resolve_model_folder
+from workers.model_runner import ModelRunner
+from workers.platforms import choose_platform
+from workers.step import StepInput, StepOutput
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank needs of `cluster.config.EngineConfig`, where each field is documented."""
+
+    model: str
+    dtype: str
+    device: str
+    num_threads: int | None
+    max_model_len: int | None
+    block_size: int
+    kv_cache_bytes: int | None
+    kv_cache_fraction: float
+    max_num_sequences: int
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What the driver must know of the loaded model."""
+
+    folder: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    num_blocks: int
+    kv_cache_bytes: int
+    dtype: str
+    platform: str
+    load_seconds: float
+
+
+class Worker:
+    """Raises `ModelError` when the model cannot be served within the configured memory or length."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        started = time.perf_counter()
+        platform = choose_platform(config.device, config.num_threads)
+        folder = resolve_model_folder(config.model)
+        model_config = load_model_config(folder)
+        dtype = platform.resolve_dtype(config.dtype, model_config.dtype)
+        model = load_model(folder, model_config, dtype, platform)
+        kv_bytes, num_blocks = plan_kv_cache(
+            model_config,
+            dtype,
+            block_size=config.block_size,
+            kv_cache_bytes=config.kv_cache_bytes,
+            kv_cache_fraction=config.kv_cache_fraction,
+            free_bytes=platform.free_memory(),
+        )
+        max_model_len = plan_max_model_len(model_config, config.max_model_len, num_blocks * config.block_size)
+        kv_cache = platform.allocate_kv(
+            model_config.num_layers,
+            num_blocks,
+            config.block_size,
+            model_config.num_kv_heads,
+            model_config.head_dim,
+            platform.torch_dtype(dtype),
+        )
+        self.runner = ModelRunner(
+            model, platform, kv_cache, model_config, config.block_size, config.max_num_sequences, max_model_len
+        )
+        self.info = ModelInfo(
+            folder=str(folder),
+            vocab_size=model_config.vocab_size,
+            max_model_len=max_model_len,
+            eos_token_ids=model_config.eos_token_ids,
+            num_blocks=num_blocks,
+            kv_cache_bytes=kv_bytes,
+            dtype=dtype,
+            platform=platform.name,
+            load_seconds=time.perf_counter() - started,
+        )
+        logger.info(
+            "loaded %s in %.1f s (%s, %s); KV cache: %d blocks of %d tokens, %.2f GiB; longest sequence %d tokens",
+            folder,
+            self.info.load_seconds,
+            dtype,
+            platform.name,
+            num_blocks,
+            config.block_size,
+            kv_bytes / 2**30,
+            max_model_len,
+        )
+
+    def execute(self, step: StepInput) -> None:
+        self.runner.execute(step)
+
+    def sample(self) -> StepOutput:
+        return self.runner.sample()
+
+    def reset(self) -> None:
+        self.runner.reset()
