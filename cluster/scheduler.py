@@ -42,6 +42,8 @@ class Scheduler:
         """Sequences that the ranks still remember and need not."""
         self._num_arrivals = 0
         self._num_steps = 0
+        self._num_rows = 0
+        """Flat token rows of the step being planned."""
         self._num_deadlines = 0
 
     # ---- what is there -----------------------------------------------------------------------------------------
@@ -96,6 +98,7 @@ class Scheduler:
         """Plans the next step."""
         step = StepInput(self._num_steps)
         self._num_steps += 1
+        self._num_rows = 0
         self._make_way_for_priority()
         budget = self._schedule_running(step)
         self._admit_waiting(step, budget)
@@ -174,13 +177,14 @@ class Scheduler:
         new_blocks = self.blocks.allocate(missing) if missing > 0 else []
         sequence.block_table += new_blocks
         drafts = sequence.draft_token_ids[: max(0, end - known)] if sequence.draft_token_ids else []
-        first_row = step_rows(step)
         step.scheduled.append(
             ScheduledSequence(sequence.sequence_id, start, count, (prefix or []) + new_blocks, drafts)
         )
         if end >= known:
+            first_row = self._num_rows - start
             for position in range(known, end + 1):
-                step.sample_points.append(SamplePoint(first_row + position - 1 - start, sequence.sequence_id, position))
+                step.sample_points.append(SamplePoint(first_row + position - 1, sequence.sequence_id, position))
+        self._num_rows += count
         self._register_full_blocks(sequence, min(end, known))
 
     def _register_full_blocks(self, sequence: Sequence, num_tokens: int) -> None:
@@ -359,9 +363,3 @@ class Scheduler:
         if any(sequence.block_table for sequence in self.waiting):
             raise IntegrityError("a waiting sequence holds blocks")
 
-
-def step_rows(step: StepInput) -> int:
-    """Flat token rows that a step holds so far."""
-    if not step.scheduled:
-        return 0
-    return step.num_tokens
