@@ -1,8 +1,8 @@
 """One model replica: the step loop that turns requests into tokens. Start reading here.
 
-`Engine.step` is the whole of it: *schedule, prepare masks, execute, update*. The engine deals in token ids only, holds no
-tokenizer and no HTTP, and is used by one thread at a time: `cluster/llm.py` calls it directly, `cluster/engine_deployment.py`
-gives it a thread of its own behind Ray Serve.
+`Engine.step` is the whole of it: *schedule, prepare masks, execute, update*. The engine deals in token ids only, holds
+no tokenizer and no HTTP, and is used by one thread at a time: `cluster/llm.py` calls it directly,
+`cluster/engine_deployment.py` gives it a thread of its own behind Ray Serve.
 """
 
 from __future__ import annotations
@@ -100,7 +100,8 @@ class Engine:
     def _execute(self, step: StepInput) -> StepOutput:
         """The failure of a row is a value in the output; an exception here is a failure of the engine itself.
 
-        Then every running sequence is recomputed from its tokens on rebuilt workers, once: a second failure in a row is fatal.
+        Then every running sequence is recomputed from its tokens on rebuilt workers, once: a second failure in a row is
+        fatal.
         """
         try:
             self.executor.execute(step)
@@ -125,7 +126,9 @@ class Engine:
     # ---- requests ------------------------------------------------------------------------------------------------
 
     def add_request(self, request: EngineRequest) -> None:
-        """Queues a request. Raises `RequestRefused` where it can never be served, `QueueFull` where the queue is at its limit."""
+        """Queues a request. Raises `RequestRefused` where it can never be served, `QueueFull` where the queue is at its
+        limit.
+        """
         if not self.alive:
             raise EngineDead("the engine has failed; restart it")
         if self.scheduler.num_waiting >= self.config.max_num_waiting + self._free_slots():

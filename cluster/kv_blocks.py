@@ -1,7 +1,7 @@
 """The KV cache's blocks: who holds which, and which hold a prefix that another sequence may read.
 
-Reference-counted pages in the manner of PagedAttention (Kwon et al., 2023) with a hash-chained prefix cache and LRU eviction.
-Knows block ids and hashes, no tensors and no tokens; the scheduler is its only caller.
+Reference-counted pages in the manner of PagedAttention (Kwon et al., 2023) with a hash-chained prefix cache and LRU
+eviction. Knows block ids and hashes, no tensors and no tokens; the scheduler is its only caller.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class KVBlocks:
         return blocks
 
     def free(self, blocks: Iterable[int]) -> None:
-        """Gives back one reference each. Later blocks are evicted before earlier ones: a chain is useless without its head."""
+        """Gives back one reference each. Later blocks are evicted before earlier ones: a chain is useless without its
+        head.
+        """
         for block in reversed(list(blocks)):
             self._references[block] -= 1
             if self._references[block] == 0:
@@ -81,8 +83,8 @@ class KVBlocks:
     def register(self, block: int, block_hash: bytes) -> None:
         """Offers a block, full once the step at hand has run, to the prefix cache.
 
-        The same step may read it already: every layer writes all keys and values of a step before its attention reads any.
-        Where another block holds the same prefix, that one stays.
+        The same step may read it already: every layer writes all keys and values of a step before its attention reads
+        any. Where another block holds the same prefix, that one stays.
         """
         if self.enable_prefix_caching and block_hash not in self._cached:
             self._cached[block_hash] = block

@@ -1,7 +1,7 @@
 """The offline face: the same engine as the server's, without HTTP and without Ray.
 
-`LLM(model).generate(prompts, params)` is what most callers need; `add_request` / `step` / `abort` drive the loop by hand and
-`stream` serves an asyncio program.
+`LLM(model).generate(prompts, params)` is what most callers need; `add_request` / `step` / `abort` drive the loop by
+hand and `stream` serves an asyncio program.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Completes every prompt (text or token ids) and returns the outputs in the prompts' order.
 
-        `params` is one for all or one a prompt. Raises `RequestRefused` before anything runs where a prompt can never fit.
+        `params` is one for all or one a prompt. Raises `RequestRefused` before anything runs where a prompt can never
+        fit.
         """
         batch: list[Prompt] = _as_batch(prompts)
         if params is None:
@@ -130,7 +131,9 @@ class LLM:
                             bar.set_postfix_str(f"{generated / (time.perf_counter() - started):.0f} tok/s")
                             bar.update()
 
-    def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, priority: int = 0) -> None:
+    def add_request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, priority: int = 0
+    ) -> None:
         """Queues a request for `step`. Raises `RequestRefused` where it can never be served."""
         self._submit(request_id, prompt, params or SamplingParams(), priority)
 

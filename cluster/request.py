@@ -60,14 +60,18 @@ class SequenceOutput(msgspec.Struct, array_like=True):
     """New entries for prompt positions 1 onward; position 0 has none."""
     finish: FinishStatus | None = None
     stop_token_id: int | None = None
-    """The stop or end-of-sequence token that ended the sequence; it is the last of `token_ids` and not part of the text."""
+    """The stop or end-of-sequence token that ended the sequence; it is the last of `token_ids` and not part of the
+    text.
+    """
     error: str | None = None
     usage: Usage | None = None
     """With `finish`."""
 
 
 class RequestRefused(ValueError):
-    """A request that can never be served, refused before anything is allocated. The message names value, bound and remedy."""
+    """A request that can never be served, refused before anything is allocated. The message names value, bound and
+    remedy.
+    """
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)

@@ -1,7 +1,8 @@
 """Decides what each step computes: continuous batching over one token budget, in plain Python.
 
-There is no prefill and no decode: a sequence has known tokens and computed tokens, and a step closes part of the gap. Called by
-the engine, one step at a time; imports neither torch nor ray. Lists keep their order, so that every run decides alike.
+There is no prefill and no decode: a sequence has known tokens and computed tokens, and a step closes part of the gap.
+Called by the engine, one step at a time; imports neither torch nor ray. Lists keep their order, so that every run
+decides alike.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ _ORDER = operator.attrgetter("order")
 class Scheduler:
     """Running sequences go first, then waiting ones, each group by priority and arrival.
 
-    Progress is certain: the first running sequence may take every block from those behind it, and no admitted sequence can
-    outgrow the pool.
+    Progress is certain: the first running sequence may take every block from those behind it, and no admitted sequence
+    can outgrow the pool.
     """
 
     def __init__(
@@ -73,8 +74,8 @@ class Scheduler:
         room = limit - sequence.num_prompt_tokens
         if room < 1:
             raise RequestRefused(
-                f"the prompt has {sequence.num_prompt_tokens} tokens and leaves no room for output: prompt and output share "
-                f"{limit} tokens; shorten the prompt or raise max_model_len",
+                f"the prompt has {sequence.num_prompt_tokens} tokens and leaves no room for output: prompt and output
+                share " f"{limit} tokens; shorten the prompt or raise max_model_len",
                 "prompt",
             )
         max_tokens = sequence.params.max_tokens
@@ -138,7 +139,9 @@ class Scheduler:
             budget -= count
 
     def _cached_prefix(self, sequence: Sequence) -> list[int]:
-        """Cached blocks that the sequence may read; its last token is always computed, for somebody must make the logits."""
+        """Cached blocks that the sequence may read; its last token is always computed, for somebody must make the
+        logits.
+        """
         if sequence.params.prompt_logprobs is not None:
             return []
         count = (len(sequence.token_ids) - 1) // self.blocks.block_size
@@ -295,7 +298,9 @@ class Scheduler:
         return new or None
 
     def _fail(self, sequence: Sequence, error: str) -> SequenceOutput:
-        """Ends a sequence whose row failed. Blocks that it wrote leave the cache; whoever shares them computes again."""
+        """Ends a sequence whose row failed. Blocks that it wrote leave the cache; whoever shares them computes
+        again.
+        """
         written = set(sequence.block_table[sequence.num_shared_blocks :])
         self.blocks.discard(written)
         self._end(sequence, FinishStatus.FINISHED_INTERNAL_ERROR)
@@ -333,10 +338,10 @@ class Scheduler:
 
     def _final(self, sequence: Sequence, status: FinishStatus) -> SequenceOutput:
         self._end(sequence, status)
-        error = "the deadline passed" if sequence.deadline is not None and status is FinishStatus.FINISHED_ABORTED else None
-        return SequenceOutput(
-            sequence.request_id, sequence.index, [], finish=status, error=error, usage=sequence.usage
+        error = (
+            "the deadline passed" if sequence.deadline is not None and status is FinishStatus.FINISHED_ABORTED else None
         )
+        return SequenceOutput(sequence.request_id, sequence.index, [], finish=status, error=error, usage=sequence.usage)
 
     def _end(self, sequence: Sequence, status: FinishStatus) -> None:
         sequence.finish = status
@@ -362,4 +367,3 @@ class Scheduler:
             raise IntegrityError(f"{len(listed)} sequences are queued and {len(self._by_id)} are known")
         if any(sequence.block_table for sequence in self.waiting):
             raise IntegrityError("a waiting sequence holds blocks")
-

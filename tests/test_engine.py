@@ -124,9 +124,7 @@ def test_stop_tokens_eos_and_min_tokens_end_a_sequence_where_they_should() -> No
     assert deltas[-1].finish is FinishStatus.FINISHED_STOPPED
     assert deltas[-1].stop_token_id == stop
     assert deltas[-1].usage.num_output_tokens == len(tokens)
-    later = SamplingParams(
-        temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, stop_token_ids=(stop,), min_tokens=20
-    )
+    later = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, stop_token_ids=(stop,), min_tokens=20)
     masked = run(make_engine("llama"), [prompt], later)[0]
     assert stop not in masked[:20]
     assert len(masked) >= 20

@@ -1,7 +1,7 @@
 """Executes steps on one rank: keeps block tables and tokens of the running sequences, runs the model, draws the tokens.
 
-Two phases: `execute` starts the forward pass, `sample` draws from its logits; between them masks may still be under way.
-Sampled tokens stay in the rank's own state, so that the next step can be told before they reach the driver.
+Two phases: `execute` starts the forward pass, `sample` draws from its logits; between them masks may still be under
+way. Sampled tokens stay in the rank's own state, so that the next step can be told before they reach the driver.
 """
 
 from __future__ import annotations

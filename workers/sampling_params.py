@@ -1,7 +1,7 @@
 """How the tokens of one request are drawn: plain, immutable data that every room may read.
 
-Owned by `workers/` because the sampler consumes it; filled in by the ingress or the caller of `cluster.llm.LLM`. It never
-holds state or code. Imports no torch. Field names follow the OpenAI API and, beyond it, vLLM's extensions.
+Owned by `workers/` because the sampler consumes it; filled in by the ingress or the caller of `cluster.llm.LLM`. It
+never holds state or code. Imports no torch. Field names follow the OpenAI API and, beyond it, vLLM's extensions.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ MAX_STOP_STRINGS = 16
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Sampling parameters of one request.
 
-    Raises `ValueError` (decoding: `msgspec.ValidationError`) naming the value and the bound when a field is out of range.
-    Bounds that need the model (vocabulary size, context length) are checked by `validate_vocabulary` and the scheduler.
+    Raises `ValueError` (decoding: `msgspec.ValidationError`) naming the value and the bound when a field is out of
+    range. Bounds that need the model (vocabulary size, context length) are checked by `validate_vocabulary` and the
+    scheduler.
     """
 
     temperature: float = 1.0
@@ -35,7 +36,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     frequency_penalty: float = 0.0
     """Subtracted for each occurrence in the output, in [-2, 2]."""
     repetition_penalty: float = 1.0
-    """Divides positive and multiplies negative logits of tokens in prompt or output (CTRL, arXiv:1909.05858), in (0, 10]."""
+    """Divides positive and multiplies negative logits of tokens in prompt or output (CTRL, arXiv:1909.05858), in (0,
+    10].
+    """
     seed: int | None = None
     """Seed of the noise; the same seed gives the same tokens alone and in any batch. None draws one at admission."""
     max_tokens: int | None = None

@@ -1,7 +1,8 @@
 """The step contract: what the driver tells every rank, and what the ranks answer.
 
-`cluster/scheduler.py` builds a `StepInput` a step, `workers/model_runner.py` executes it and answers with a `StepOutput`.
-Rows carry explicit indices; nobody relies on an order. Plain data: no torch, cheap to encode with msgpack.
+`cluster/scheduler.py` builds a `StepInput` a step, `workers/model_runner.py` executes it and answers with a
+`StepOutput`. Rows carry explicit indices; nobody relies on an order. Plain data: no torch, cheap to encode with
+msgpack.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class SequenceStart(msgspec.Struct, array_like=True):
 class ScheduledSequence(msgspec.Struct, array_like=True):
     """The tokens of one sequence that this step computes: positions `[start, start + num_tokens)`.
 
-    The ids are those the rank holds already, from `SequenceStart` and from its own samples, so that a sampled token need
-    not have reached the driver; `draft_token_ids` are the last `len(draft_token_ids)` of them and are verified.
+    The ids are those the rank holds already, from `SequenceStart` and from its own samples, so that a sampled token
+    need not have reached the driver; `draft_token_ids` are the last `len(draft_token_ids)` of them and are verified.
     """
 
     sequence_id: int
@@ -46,8 +47,8 @@ class ScheduledSequence(msgspec.Struct, array_like=True):
 class SamplePoint(msgspec.Struct, array_like=True):
     """Draw the token at `position` of `sequence_id` from the logits of flat token row `row`.
 
-    Rows count the step's tokens in the order of `StepInput.scheduled`. Many points may share a row (forks); a sequence has
-    several points when it verifies drafts.
+    Rows count the step's tokens in the order of `StepInput.scheduled`. Many points may share a row (forks); a sequence
+    has several points when it verifies drafts.
     """
 
     row: int
@@ -75,7 +76,9 @@ class StepInput(msgspec.Struct, array_like=True):
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
-    """Log-probability of one token (float32, natural log, of the distribution before temperature) and of the best others."""
+    """Log-probability of one token (float32, natural log, of the distribution before temperature) and of the best
+    others.
+    """
 
     token_id: int
     logprob: float

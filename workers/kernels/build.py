@@ -1,7 +1,7 @@
 """Compiles the CPU kernels at first use and caches the shared library; calls go through ctypes, so no torch headers.
 
-The library is keyed by source, compiler, flags and processor, so that an upgrade or another machine rebuilds it. Without a
-C++ compiler `load_library` returns None and callers use their torch reference.
+The library is keyed by source, compiler, flags and processor, so that an upgrade or another machine rebuilds it.
+Without a C++ compiler `load_library` returns None and callers use their torch reference.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ def load_library(name: str) -> ctypes.CDLL | None:
         return None
     headers = b"".join(path.read_bytes() for path in sorted(source.parent.glob("*.h")))
     version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
-    key = hashlib.sha256(b"\0".join([source.read_bytes(), headers, version, " ".join(FLAGS).encode(), _processor().encode()]))
+    key = hashlib.sha256(
+        b"\0".join([source.read_bytes(), headers, version, " ".join(FLAGS).encode(), _processor().encode()])
+    )
     library = cache_folder() / "kernels" / f"{name}-{key.hexdigest()[:16]}.so"
     if not library.exists():
         try:

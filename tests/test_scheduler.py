@@ -1,0 +1,348 @@
+"""The scheduler against a model that checks every step: hypothesis drives arrivals, aborts, late rows, failures and
+drafts.
+
+The fake model keeps what each KV slot holds, as (position, hash of the tokens up to there), and raises where a token is
+computed on anything but its own context: a wrong prefix hit, a premature free or a stale block cannot pass.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from cluster.kv_blocks import IntegrityError, KVBlocks
+from cluster.request import FinishStatus, RequestRefused, SequenceOutput
+from cluster.scheduler import Scheduler
+from cluster.sequence import Sequence
+from workers.sampling_params import SamplingParams
+from workers.step import StepInput, StepOutput
+
+BLOCK_SIZE = 4
+EXAMPLES = 20_000 if os.environ.get("MANTA_PROVE") == "1" else 500
+
+
+def next_token(tokens: list[int]) -> int:
+    """The fake model: a fixed function of the whole context. 0 is its end-of-sequence token."""
+    return zlib.crc32(bytes(tokens)) % 23
+
+
+def continuation(prompt: list[int], params: SamplingParams) -> list[int]:
+    tokens = list(prompt)
+    while len(tokens) - len(prompt) < (params.max_tokens or 10**9):
+        tokens.append(next_token(tokens))
+        if tokens[-1] == 0 and not params.ignore_eos:
+            break
+    return tokens[len(prompt) :]
+
+
+class FakeModel:
+    """Executes steps as a rank would, on tokens alone."""
+
+    def __init__(self) -> None:
+        self.slots: dict[int, tuple] = {}
+        self.tokens: dict[int, list[int]] = {}
+        self.tables: dict[int, list[int]] = {}
+
+    def execute(self, step: StepInput, late: set[int], failing: set[int], drafts: bool) -> StepOutput:
+        for sequence_id in step.finished:
+            self.tokens.pop(sequence_id, None)
+            self.tables.pop(sequence_id, None)
+        for start in step.started:
+            assert start.sequence_id not in self.tokens, "started while the rank still holds it"
+            self.tokens[start.sequence_id] = list(start.token_ids)
+            self.tables[start.sequence_id] = []
+        inputs = self._write(step)
+        self._check_contexts(step, inputs)
+        output = self._sample(step, inputs, late, failing, drafts)
+        for item in step.scheduled:
+            if item.sequence_id in output.errors:  # what a failed row wrote is not to be read
+                for position in range(item.start, item.start + item.num_tokens):
+                    slot = self.tables[item.sequence_id][position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+                    self.slots[slot] = ("poison",)
+        return output
+
+    def _write(self, step: StepInput) -> dict[int, list[int]]:
+        inputs, written = {}, {}
+        for item in step.scheduled:
+            tokens, table = self.tokens[item.sequence_id], self.tables[item.sequence_id]
+            table += item.new_block_ids
+            known = item.start + item.num_tokens - len(item.draft_token_ids)
+            assert known <= len(tokens)
+            assert not item.draft_token_ids or known == len(tokens)
+            inputs[item.sequence_id] = tokens[:known] + item.draft_token_ids
+            for position in range(item.start, item.start + item.num_tokens):
+                slot = table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+                assert slot not in written, "two tokens of a step share a KV slot"
+                written[slot] = tuple(inputs[item.sequence_id][: position + 1])
+        self.slots |= written
+        return inputs
+
+    def _check_contexts(self, step: StepInput, inputs: dict[int, list[int]]) -> None:
+        for item in step.scheduled:
+            table = self.tables[item.sequence_id]
+            for position in range(item.start + item.num_tokens):
+                slot = table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+                assert self.slots.get(slot) == tuple(inputs[item.sequence_id][: position + 1])
+
+    def _sample(self, step, inputs, late, failing, drafts) -> StepOutput:
+        output = StepOutput(step.step_id)
+        row_of = {}
+        first = 0
+        for item in step.scheduled:
+            for offset in range(item.num_tokens):
+                row_of[first + offset] = (item.sequence_id, item.start + offset)
+            first += item.num_tokens
+        rejected: set[int] = set()
+        for point in step.sample_points:
+            sequence_id, position = row_of[point.row]
+            assert (sequence_id, position + 1) == (point.sequence_id, point.position)
+            if sequence_id in failing:
+                output.errors[sequence_id] = "NaN"
+            elif sequence_id not in late and sequence_id not in rejected:
+                given_tokens = inputs[sequence_id]
+                token = next_token(given_tokens[: position + 1])
+                output.token_ids.setdefault(sequence_id, []).append(token)
+                self.tokens[sequence_id].append(token)
+                if position + 1 < len(given_tokens) and given_tokens[position + 1] != token:
+                    rejected.add(sequence_id)
+        if drafts:
+            for sequence_id, tokens in self.tokens.items():
+                guess = [next_token(tokens)]
+                guess.append(next_token(tokens + guess) if sequence_id % 2 else 22)
+                output.draft_token_ids[sequence_id] = [*guess, 5]
+        return output
+
+
+class Harness:
+    """A scheduler, its model and what every request gained so far."""
+
+    def __init__(self, num_blocks: int, budget: int, slots: int, caching: bool = True) -> None:
+        self.budget = budget
+        self.scheduler = Scheduler(
+            max_num_batched_tokens=budget,
+            max_num_sequences=slots,
+            max_model_len=64,
+            blocks=KVBlocks(num_blocks, BLOCK_SIZE, caching),
+        )
+        self.model = FakeModel()
+        self.sequences: list[Sequence] = []
+        self.gained: dict[str, list[int]] = {}
+        self.ends: dict[str, SequenceOutput] = {}
+
+    def add(self, prompt: list[int], params: SamplingParams, priority: int = 0) -> bool:
+        number = len(self.sequences)
+        sequence = Sequence(number, str(number), list(prompt), params, 0, priority=priority, eos_token_ids=(0,))
+        try:
+            self.scheduler.add(sequence)
+        except RequestRefused:
+            return False
+        self.sequences.append(sequence)
+        self.gained[sequence.request_id] = []
+        return True
+
+    def collect(self, outputs: list[SequenceOutput]) -> None:
+        for output in outputs:
+            assert output.request_id not in self.ends, "output behind the end"
+            self.gained[output.request_id] += output.token_ids
+            if output.finish is not None:
+                self.ends[output.request_id] = output
+
+    def step(self, late: set[int] = frozenset(), failing: set[int] = frozenset(), drafts: bool = False) -> None:
+        step = self.scheduler.schedule()
+        assert step.num_tokens <= self.budget
+        assert len({item.sequence_id for item in step.scheduled}) == len(step.scheduled)
+        assert step.scheduled or not self.scheduler.has_unfinished, "work is there and nothing was scheduled"
+        self.collect(self.scheduler.update(step, self.model.execute(step, late, failing, drafts)))
+        self.scheduler.check_integrity()
+
+    def drain(self, drafts: bool = False) -> None:
+        bound = 200 + 100 * sum(sequence.max_length for sequence in self.sequences)
+        while self.scheduler.has_unfinished:
+            self.step(drafts=drafts)
+            bound -= 1
+            assert bound > 0, "no progress"
+        self.scheduler.schedule()
+        self.scheduler.check_integrity()
+        assert self.scheduler.blocks.num_free == self.scheduler.blocks.num_blocks
+
+
+# Few distinct tokens, so that prompts share prefixes.
+prompts = st.builds(
+    lambda head, tail: [1, 2, 2, 1, 1][:head] * 4 + tail,
+    st.integers(0, 5),
+    st.lists(st.integers(1, 2), min_size=1, max_size=6),
+)
+requests = st.tuples(prompts, st.integers(1, 20), st.booleans(), st.integers(-1, 1))
+actions = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), requests),
+        st.tuples(st.just("step"), st.sampled_from(["plain", "plain", "late", "late", "failing", "drafts"])),
+        st.tuples(st.just("step"), st.sampled_from(["plain", "plain", "late", "late", "failing", "drafts"])),
+        st.tuples(st.just("abort"), st.integers(0, 30)),
+        st.tuples(st.just("stop"), st.integers(0, 30)),
+        st.tuples(st.just("lost"), st.just(0)),
+    ),
+    min_size=12,
+    max_size=40,
+)
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    first=st.lists(requests, min_size=2, max_size=5),
+    actions=actions,
+    num_blocks=st.integers(5, 24),
+    budget=st.integers(1, 40),
+    slots=st.integers(1, 6),
+    caching=st.booleans(),
+)
+def test_every_request_gets_its_tokens_whatever_happens_to_the_others(
+    first, actions, num_blocks, budget, slots, caching
+) -> None:
+    harness = Harness(num_blocks, budget, slots, caching)
+    for prompt, max_tokens, ignore_eos, priority in first:
+        harness.add(prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos), priority)
+    for action, value in actions:
+        if action == "add":
+            prompt, max_tokens, ignore_eos, priority = value
+            harness.add(prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos), priority)
+        elif action == "step":
+            ids = {sequence.sequence_id for sequence in harness.scheduler.running}
+            some = {sequence_id for sequence_id in ids if sequence_id % 3 == harness.scheduler._num_steps % 3}
+            harness.step(
+                late=some if value == "late" else set(),
+                failing=some if value == "failing" else set(),
+                drafts=value == "drafts",
+            )
+        elif action == "abort":
+            harness.collect(harness.scheduler.abort(str(value)))
+        elif action == "stop":
+            gained = harness.gained.get(str(value), [])
+            harness.collect(harness.scheduler.finish(str(value), 0, len(gained) // 2))
+        else:
+            harness.scheduler.recompute_all()
+            harness.model = FakeModel()
+        harness.scheduler.check_integrity()
+    harness.drain()
+    for sequence in harness.sequences:
+        end = harness.ends[sequence.request_id]
+        expected = continuation(sequence.token_ids[: sequence.num_prompt_tokens], sequence.params)
+        gained = harness.gained[sequence.request_id]
+        assert gained == expected[: len(gained)]
+        if end.finish is FinishStatus.FINISHED_LENGTH:
+            assert gained == expected
+            assert len(gained) == sequence.params.max_tokens
+        if end.finish is FinishStatus.FINISHED_STOPPED and end.stop_token_id is not None:
+            assert gained == expected
+            assert end.stop_token_id == 0
+        assert end.usage.num_prompt_tokens == sequence.num_prompt_tokens
+        assert 0 <= end.usage.num_cached_tokens < sequence.num_prompt_tokens
+
+
+@settings(max_examples=EXAMPLES // 3, deadline=None)
+@given(batch=st.lists(st.tuples(prompts, st.integers(1, 20)), min_size=1, max_size=6), budget=st.integers(4, 40))
+def test_drafts_change_the_number_of_steps_and_never_the_tokens(batch, budget) -> None:
+    harness = Harness(num_blocks=24, budget=budget, slots=4)
+    for prompt, max_tokens in batch:
+        harness.add(prompt, SamplingParams(max_tokens=max_tokens))
+    harness.drain(drafts=True)
+    for sequence in harness.sequences:
+        prompt = sequence.token_ids[: sequence.num_prompt_tokens]
+        assert harness.gained[sequence.request_id] == continuation(prompt, sequence.params)
+
+
+def test_good_drafts_are_accepted_several_a_step() -> None:
+    harness = Harness(num_blocks=24, budget=40, slots=4)
+    harness.add([1], SamplingParams(max_tokens=2))  # even ids guess one token right
+    harness.add([2, 1, 1], SamplingParams(max_tokens=20, ignore_eos=True))  # odd ids two
+    harness.step(drafts=True)
+    before = len(harness.gained["1"])
+    harness.step(drafts=True)
+    assert len(harness.gained["1"]) - before >= 3
+
+
+def test_a_prefix_is_shared_between_requests_of_the_same_step_and_computed_once() -> None:
+    harness = Harness(num_blocks=24, budget=100, slots=8)
+    prefix = [1, 2] * 8
+    for last in range(3, 7):
+        harness.add([*prefix, last], SamplingParams(max_tokens=4))
+    step = harness.scheduler.schedule()
+    assert [item.num_tokens for item in step.scheduled] == [17, 1, 1, 1]
+    harness.collect(harness.scheduler.update(step, harness.model.execute(step, set(), set(), False)))
+    tables = [sequence.block_table for sequence in harness.scheduler.running]
+    assert len({tuple(table[:4]) for table in tables}) == 1
+    harness.drain()
+    assert [end.usage.num_cached_tokens for end in harness.ends.values()] == [0, 16, 16, 16]
+
+
+def test_a_request_with_prompt_logprobs_reads_no_cached_prefix() -> None:
+    harness = Harness(num_blocks=24, budget=100, slots=8)
+    harness.add([1, 2] * 8, SamplingParams(max_tokens=1))
+    harness.drain()
+    harness.add([1, 2] * 8, SamplingParams(max_tokens=1, prompt_logprobs=0))
+    harness.drain()
+    assert harness.ends["1"].usage.num_cached_tokens == 0
+
+
+def test_an_urgent_request_takes_the_place_of_a_patient_one() -> None:
+    harness = Harness(num_blocks=8, budget=100, slots=1)
+    harness.add([1] * 8, SamplingParams(max_tokens=16, ignore_eos=True), priority=1)
+    harness.step()
+    harness.add([2] * 8, SamplingParams(max_tokens=4, ignore_eos=True), priority=0)
+    harness.step()
+    assert [sequence.request_id for sequence in harness.scheduler.running] == ["1"]
+    harness.drain()
+    assert list(harness.ends) == ["1", "0"]
+    assert harness.scheduler.num_preemptions == 1
+
+
+def test_a_request_that_cannot_fit_is_refused_with_value_bound_and_remedy() -> None:
+    scheduler = Harness(num_blocks=4, budget=8, slots=1).scheduler
+    with pytest.raises(RequestRefused, match="max_tokens 12 exceeds the 6 left after a 10-token prompt"):
+        scheduler.add(Sequence(0, "a", [1] * 10, SamplingParams(max_tokens=12), 0))
+    with pytest.raises(RequestRefused, match="has 16 tokens and leaves no room"):
+        scheduler.add(Sequence(1, "b", [1] * 16, SamplingParams(), 0))
+    assert not scheduler.has_unfinished
+
+
+def test_least_recently_used_prefixes_are_evicted_first() -> None:
+    blocks = KVBlocks(3, BLOCK_SIZE)
+    for name in (b"a", b"b", b"c"):
+        (block,) = blocks.allocate(1)
+        blocks.register(block, name)
+        blocks.free([block])
+    blocks.share(blocks.find_prefix([b"a"]))
+    blocks.free(blocks.find_prefix([b"a"]))
+    blocks.allocate(1)
+    assert blocks.find_prefix([b"b"]) == []
+    assert blocks.find_prefix([b"a"])
+    assert blocks.find_prefix([b"c"])
+
+
+def test_the_integrity_check_sees_a_leak() -> None:
+    blocks = KVBlocks(3, BLOCK_SIZE)
+    table = blocks.allocate(2)
+    blocks.check_integrity([table])
+    with pytest.raises(IntegrityError, match="1 references and 0 sequences"):
+        blocks.check_integrity([table[:1]])
+
+
+def test_what_a_failed_row_wrote_is_read_by_nobody() -> None:
+    harness = Harness(num_blocks=24, budget=100, slots=4)
+    prefix = [1, 2] * 6
+    harness.add([*prefix, 3], SamplingParams(max_tokens=3))
+    harness.add([*prefix, 4], SamplingParams(max_tokens=3))  # shares the prefix within the step
+    harness.step(failing={0})
+    assert harness.ends["0"].error == "NaN"
+    assert harness.scheduler.num_preemptions == 1, "the one who shared the failed row's blocks computes them again"
+    harness.add([*prefix, 5], SamplingParams(max_tokens=3))
+    harness.drain()
+    assert harness.ends["2"].usage.num_cached_tokens == len(prefix)
+    for name in ("1", "2"):
+        sequence = harness.sequences[int(name)]
+        prompt = sequence.token_ids[: sequence.num_prompt_tokens]
+        assert harness.gained[name] == continuation(prompt, sequence.params)
