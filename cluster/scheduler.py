@@ -74,8 +74,8 @@ class Scheduler:
         room = limit - sequence.num_prompt_tokens
         if room < 1:
             raise RequestRefused(
-                f"the prompt has {sequence.num_prompt_tokens} tokens and leaves no room for output: prompt and output
-                share " f"{limit} tokens; shorten the prompt or raise max_model_len",
+                f"the prompt has {sequence.num_prompt_tokens} tokens and leaves no room for output: both share {limit} "
+                "tokens; shorten the prompt or raise max_model_len",
                 "prompt",
             )
         max_tokens = sequence.params.max_tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import types
 
 import psutil
 import torch
@@ -14,7 +15,7 @@ from workers.layers import make_cpu_linear
 
 class CpuPlatform:
     name = "cpu"
-    kernels = cpu_kernels
+    kernels: types.ModuleType = cpu_kernels
     make_linear = staticmethod(make_cpu_linear)
     allocate_kv = staticmethod(allocate_kv)
 
