@@ -56,16 +56,18 @@ class Workload(NamedTuple):
     extra_repetitions: int = 0
 
 
-def _batch(letter: str, count: int, prompt: int, output: int, step_metric: str, prefill: bool) -> Workload:
+def _batch(letter: str, count: int, prompt: int, output: int) -> Workload:
     """A batch of equal requests, run to its first token and run whole: the difference is decoding."""
+
+    rows_text = f"{count} row{'s' if count > 1 else ''}"
 
     def figures(seconds: dict[str, float]) -> list[Row]:
         step = (seconds["whole"] - seconds["first token"]) / (output - 1)
         rows = [
-            Row(letter, "output", count * output / seconds["whole"], "tok/s"),
-            Row(letter, step_metric, step * 1e3, "ms"),
+            Row(letter, f"output, {rows_text}", count * output / seconds["whole"], "tok/s"),
+            Row(letter, f"decode step, {rows_text}", step * 1e3, "ms"),
         ]
-        if prefill:
+        if count > 1:
             return [*rows, Row(letter, "prefill", count * prompt / seconds["first token"], "tok/s")]
         return [*rows, Row(letter, "first token", seconds["first token"] * 1e3, "ms")]
 
@@ -88,8 +90,8 @@ def _shared_prefix_job(prompts: PromptSource) -> Job:
 
 
 WORKLOADS = {
-    "a": [_batch("a", 32, 128, 128, "decode step, 32 rows", prefill=True)],
-    "b": [_batch("b", 1, 32, 128, "decode step, 1 row", prefill=False)],
+    "a": [_batch("a", 32, 128, 128)],
+    "b": [_batch("b", 1, 32, 128)],
     "d": [
         Workload(
             "d",
@@ -99,8 +101,8 @@ WORKLOADS = {
         )
     ],
     "g": [
-        _batch("g", 1, 32, 128, "decode step, 1 row", prefill=False),
-        _batch("g", 32, 128, 128, "decode step, 32 rows", prefill=True),
+        _batch("g", 1, 32, 128),
+        _batch("g", 32, 128, 128),
     ],
 }
 """`g` runs on the tiny model, the others on the large one."""

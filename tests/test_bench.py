@@ -68,7 +68,7 @@ def test_workload_a_separates_decoding_from_prefill() -> None:
     rows = {row.metric: row.value for row in workload.figures(first[0])}
     assert rows["decode step, 32 rows"] == pytest.approx(2000.0)
     assert rows["prefill"] == pytest.approx(1.0)
-    assert rows["output"] == pytest.approx(32 * 128 / (32 * 128 + 254))
+    assert rows["output, 32 rows"] == pytest.approx(32 * 128 / (32 * 128 + 254))
     assert engines[0].prompts == engines[1].prompts
     seen = [tuple(prompt) for batch in engines[0].prompts for prompt in batch]
     assert len(set(seen)) == len(seen), "a prompt came twice, which a prefix cache would answer"
