@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import copy
 import itertools
 import os
 import time
@@ -109,7 +108,7 @@ class LLM:
         request_ids: list[str] = []
         try:
             for prompt, one in zip(batch, each, strict=True):
-                request_ids.append(self._submit(f"generate-{next(self._ids)}", prompt, one))
+                request_ids.append(self._submit(f"generate-{next(self._ids)}", prompt, one, final_only=True))
         except RequestRefused:
             for request_id in request_ids:
                 self.abort(request_id)
@@ -146,7 +145,9 @@ class LLM:
         self.engine.abort(request_id)
         self._tracked.pop(request_id, None)
 
-    def _submit(self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0) -> str:
+    def _submit(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0, final_only: bool = False
+    ) -> str:
         if request_id in self._tracked:
             raise RequestRefused(f"request id {request_id!r} is already running; choose another", "request_id")
         text = prompt if isinstance(prompt, str) else None
@@ -158,7 +159,7 @@ class LLM:
         output = RequestOutput(
             request_id=request_id, prompt=text, prompt_token_ids=token_ids, outputs=[CompletionOutput()]
         )
-        self._tracked[request_id] = _Tracked(output, SequenceText(self.tokenizer, params))
+        self._tracked[request_id] = _Tracked(output, SequenceText(self.tokenizer, params, final_only))
         return request_id
 
     def _apply(self, delta: SequenceOutput) -> RequestOutput | None:
@@ -230,7 +231,7 @@ class LLM:
                     except (RequestRefused, QueueFull) as error:
                         self._deliver(request_id, error)
                 for output in await asyncio.to_thread(self.step):
-                    self._deliver(output.request_id, copy.deepcopy(output))
+                    self._deliver(output.request_id, _snapshot(output))
         except Exception as error:
             for request_id in list(self._streams):
                 self._deliver(request_id, error)
@@ -240,6 +241,17 @@ class LLM:
         queue = self._streams.get(request_id)
         if queue is not None:
             queue.put_nowait(item)
+
+
+def _snapshot(output: RequestOutput) -> RequestOutput:
+    """A copy that later steps leave alone."""
+    choices = [
+        msgspec.structs.replace(
+            choice, token_ids=list(choice.token_ids), logprobs=choice.logprobs and list(choice.logprobs)
+        )
+        for choice in output.outputs
+    ]
+    return msgspec.structs.replace(output, outputs=choices)
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
