@@ -27,7 +27,8 @@ def make_cpu_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
 
     In bfloat16 by `workers/kernels/linear.cpp` where the processor has AVX-512 BF16, which spares oneDNN's 20 us a
     call: as fast on large weights, 1.3 to 2.5 times faster on small ones. Else in oneDNN's blocked layout, up to 1.6
-    times faster than `F.linear`; in float32 a row's result there did not depend on the rows beside it, `F.linear`'s does.
+    times faster than `F.linear`; in float32 a row's result there did not depend on the rows beside it, as `F.linear`'s
+    does.
     """
     linear = cpu_linear.pack(weight, bias)
     if linear is not None:
