@@ -19,7 +19,7 @@ import jinja2
 import jinja2.ext
 import jinja2.sandbox
 import msgspec
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
 from workers.sampling_params import SamplingParams
@@ -65,7 +65,6 @@ class Tokenizer:
         self._fast.no_truncation()
         self._fast.no_padding()
         self._add_special_tokens()
-        self._set_post_processor()
         added = self._fast.get_added_tokens_decoder()
         self.special_ids: frozenset[int] = frozenset(token_id for token_id, token in added.items() if token.special)
         self.vocab_size: int = self._fast.get_vocab_size(with_added_tokens=True)
@@ -103,12 +102,13 @@ class Tokenizer:
             self._config.setdefault(role, value)
         if loaded.chat_template:
             self._config.setdefault("chat_template", loaded.chat_template)
-        self._config.pop("add_bos_token", None)  # transformers has already set the post-processor
-        self._config.pop("add_eos_token", None)
         return fast
 
     def _add_special_tokens(self) -> None:
-        """Adds what only `tokenizer_config.json` names, as transformers does."""
+        """Adds what only `tokenizer_config.json` names, as transformers does.
+
+        Its `add_bos_token` does not count where there is a `tokenizer.json`, whose post-processor says it.
+        """
         known = {token.content: token for token in self._fast.get_added_tokens_decoder().values()}
         named = set(self.special_tokens.values())
         declared = self._config.get("added_tokens_decoder") or {}
@@ -125,18 +125,6 @@ class Tokenizer:
                 token = AddedToken(content, special=True)
                 self._fast.add_tokens([token])
                 known[content] = token
-
-    def _set_post_processor(self) -> None:
-        """`add_bos_token` and `add_eos_token` of the configuration replace the post-processor, as in transformers."""
-        if "add_bos_token" not in self._config and "add_eos_token" not in self._config:
-            return
-        names = self.special_tokens
-        bos = names.get("bos_token") if self._config.get("add_bos_token") else None
-        eos = names.get("eos_token") if self._config.get("add_eos_token") else None
-        single = " ".join(part for part in (bos and f"{bos}:0", "$A:0", eos and f"{eos}:0") if part)
-        pair = " ".join(part for part in (single, bos and f"{bos}:1", "$B:1", eos and f"{eos}:1") if part)
-        special = [(token, self._fast.token_to_id(token)) for token in (bos, eos) if token]
-        self._fast.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=special)
 
     @property
     def special_tokens(self) -> dict[str, str]:
