@@ -51,7 +51,7 @@ _MISSING_FIELD = re.compile(r"Object missing required field `(.*)`", re.DOTALL)
 def shape_error(message: str) -> ApiError:
     """msgspec's `Expected ..., got ... - at `$.path`` as an error that names the field."""
     text, _, place = message.partition(" - at ")
-    path = place.removeprefix("`key` in ").strip("`").removeprefix("$").removeprefix(".")
+    path = place.removeprefix("`key` in ").strip("`").removeprefix("$").removeprefix(".").replace("[...]", "")
     for pattern, code, what in (
         (_UNKNOWN_FIELD, "unknown_parameter", "is unknown; remove it"),
         (_MISSING_FIELD, "missing_required_parameter", "is required"),

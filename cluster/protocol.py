@@ -155,6 +155,7 @@ class ChatCompletionRequest(_SamplingFields, kw_only=True):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    prompt_cache_options: Any = None
     verbosity: str | None = None
     store: bool | None = None
 
@@ -167,6 +168,7 @@ class ChatCompletionRequest(_SamplingFields, kw_only=True):
     prediction: Any = None
     reasoning_effort: Any = None
     web_search_options: Any = None
+    moderation: Any = None
 
     def check(self) -> None:
         self._check_common()
@@ -182,7 +184,7 @@ class ChatCompletionRequest(_SamplingFields, kw_only=True):
                 refuse(name, f'{name} may only be "none" or "auto", because tools are not supported')
         if self.modalities not in (None, ["text"]):
             refuse("modalities", 'only modalities ["text"] is supported')
-        for name in ("audio", "prediction", "reasoning_effort", "web_search_options"):
+        for name in ("audio", "prediction", "reasoning_effort", "web_search_options", "moderation"):
             _only(self, name, None, f"{name} is not supported; leave it out")
         if self.top_logprobs is not None and not self.logprobs:
             refuse("top_logprobs", "top_logprobs is only allowed with logprobs = true")
@@ -239,7 +241,7 @@ class CompletionRequest(_SamplingFields, kw_only=True):
         for index, item in enumerate(prompt):
             param = "prompt" if isinstance(self.prompt, str) else f"prompt[{index}]"
             if isinstance(item, int) or type(item) is not type(prompt[0]):
-                refuse(param, "prompt mixes strings, token ids and lists of token ids; use one of them")
+                refuse(param, f"{param}: strings, token ids and lists of token ids cannot be mixed; use one of them")
             if not item:
                 refuse(param, f"{param} is empty; give at least one character or token id")
             found.append(item if isinstance(item, str) else _checked_token_ids(item, param))

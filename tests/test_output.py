@@ -216,6 +216,23 @@ def test_special_tokens_that_only_the_configuration_names(tmp_path: pathlib.Path
     assert ours.vocab_size == len(reference)
 
 
+def test_a_model_without_tokenizer_json_is_converted(tmp_path: pathlib.Path) -> None:
+    make_tokenizer(tmp_path)
+    model = json.loads((tmp_path / "tokenizer.json").read_text())["model"]
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *(" ".join(pair) for pair in model["merges"])]))
+    config = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|im_end|>", "bos_token": "<|endoftext|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    ours, reference = Tokenizer(tmp_path), reference_of("bytelevel")
+    for text in TEXTS[:-2]:
+        if "<|im_start|>" not in text:  # only the configuration of the reference names it
+            ids = reference.encode(text)
+            assert ours.encode(text) == ids
+            assert ours.decode(ids) == text
+    assert ours.encode("a<|im_end|>") == reference.encode("a<|im_end|>")
+
+
 def test_token_bytes_make_the_text() -> None:
     ours = tokenizer_of("bytelevel")
     for text in TEXTS:

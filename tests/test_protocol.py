@@ -1,0 +1,424 @@
+"""OpenAI bodies and responses: the `openai` client's types parse what is sent, and every mistake names its field."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import openai.types as openai_types
+import openai.types.chat as openai_chat
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster import protocol
+from cluster.protocol import ApiError, decode_chat, decode_completion, decode_detokenize, decode_tokenize
+from cluster.request import Usage
+from workers.sampling_params import SamplingParams
+
+chat_fields = [field.encode_name for field in msgspec.structs.fields(protocol.ChatCompletionRequest)]
+completion_fields = [field.encode_name for field in msgspec.structs.fields(protocol.CompletionRequest)]
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def chat(**fields: Any) -> protocol.ChatCompletionRequest:
+    return decode_chat(json.dumps({"model": "m", "messages": HELLO} | fields).encode())
+
+
+def completion(**fields: Any) -> protocol.CompletionRequest:
+    return decode_completion(json.dumps({"model": "m", "prompt": "hello"} | fields).encode())
+
+
+def refused(call: Any, *args: Any, **fields: Any) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        call(*args, **fields)
+    error = json.loads(caught.value.body())["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert caught.value.status == 400
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] is None or error["param"] in error["message"] or "." in error["param"]
+    return caught.value
+
+
+# ---- requests ------------------------------------------------------------------------------------------------------
+
+
+def test_chat_fields_become_sampling_params() -> None:
+    request = chat(
+        temperature=0.5,
+        top_p=0.9,
+        max_tokens=7,
+        max_completion_tokens=9,
+        stop=["a", "b"],
+        presence_penalty=1,
+        frequency_penalty=-1,
+        logit_bias={"5": 3, "7": -100},
+        seed=-3,
+        logprobs=True,
+        top_logprobs=4,
+        top_k=5,
+        min_p=0.1,
+        repetition_penalty=1.1,
+        min_tokens=2,
+        ignore_eos=True,
+        stop_token_ids=[3],
+        bad_words=["x"],
+        allowed_token_ids=[1, 2],
+        skip_special_tokens=False,
+        include_stop_str_in_output=True,
+        prompt_logprobs=1,
+        priority=-2,
+    )
+    assert request.sampling_params() == SamplingParams(
+        temperature=0.5,
+        top_p=0.9,
+        max_tokens=9,
+        stop=("a", "b"),
+        presence_penalty=1,
+        frequency_penalty=-1,
+        logit_bias={5: 3.0, 7: -100.0},
+        seed=-3,
+        logprobs=4,
+        top_k=5,
+        min_p=0.1,
+        repetition_penalty=1.1,
+        min_tokens=2,
+        ignore_eos=True,
+        stop_token_ids=(3,),
+        bad_words=("x",),
+        allowed_token_ids=(1, 2),
+        skip_special_tokens=False,
+        include_stop_str_in_output=True,
+        prompt_logprobs=1,
+    )
+    assert request.priority == -2
+
+
+def test_defaults_are_openai_s() -> None:
+    assert chat().sampling_params() == SamplingParams()
+    assert chat(stop=None, temperature=None, logprobs=False, stream=None).sampling_params() == SamplingParams()
+    assert completion().sampling_params() == SamplingParams(max_tokens=16)
+    assert chat(logprobs=True).sampling_params().logprobs == 0
+    assert chat(stop="x").sampling_params().stop == ("x",)
+    assert not chat(stream=True).include_usage
+    assert chat(stream=True, stream_options={"include_usage": True}).include_usage
+
+
+def test_echo_with_logprobs_asks_for_the_prompt_s() -> None:
+    assert completion(logprobs=2, echo=True).sampling_params().prompt_logprobs == 2
+    assert completion(logprobs=2).sampling_params().prompt_logprobs is None
+    assert completion(echo=True).sampling_params().prompt_logprobs is None
+    both = completion(echo=True, logprobs=1, prompt_logprobs=3).sampling_params()
+    assert (both.logprobs, both.prompt_logprobs) == (1, 3)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"n": 1, "user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "verbosity": "low"},
+        {"parallel_tool_calls": True, "safety_identifier": "s", "prompt_cache_key": "k", "tool_choice": "none"},
+        {"tools": [], "functions": None, "response_format": {"type": "text"}, "modalities": ["text"], "audio": None},
+        {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False}},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+    ],
+)
+def test_fields_that_change_nothing_are_accepted(fields: dict[str, Any]) -> None:
+    assert chat(**fields).sampling_params() == SamplingParams()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("a", ["a"]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2, 3], [[1, 2, 3]]),
+        ([[1, 2], [3]], [[1, 2], [3]]),
+    ],
+)
+def test_every_form_of_prompt(prompt: Any, expected: list[Any]) -> None:
+    assert completion(prompt=prompt).prompts() == expected
+
+
+def test_messages_become_plain_text() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    answer = openai_chat.ChatCompletionMessage(role="assistant", content="hi").model_dump()
+    messages = [{"role": "developer", "content": "d"}, {"role": "user", "content": parts, "name": "Ann"}, answer]
+    assert chat(messages=messages).template_messages() == [
+        {"role": "system", "content": "d"},
+        {"role": "user", "content": "one\ntwo", "name": "Ann"},
+        {"role": "assistant", "content": "hi"},
+    ]
+
+
+# The parameters of the openai client 2.x.
+OPENAI_CHAT_FIELDS = """
+    audio frequency_penalty function_call functions logit_bias logprobs max_completion_tokens max_tokens messages
+    metadata modalities model moderation n parallel_tool_calls prediction presence_penalty prompt_cache_key
+    prompt_cache_options prompt_cache_retention reasoning_effort response_format safety_identifier seed
+    service_tier stop store stream stream_options temperature tool_choice tools top_logprobs top_p user verbosity
+    web_search_options
+"""
+OPENAI_COMPLETION_FIELDS = """
+    best_of echo frequency_penalty logit_bias logprobs max_tokens model n presence_penalty prompt seed stop stream
+    stream_options suffix temperature top_p user
+"""
+
+
+def test_every_field_of_openai_is_known() -> None:
+    """A field that OpenAI's client can send is taken or refused with a reason, never called unknown."""
+    assert set(OPENAI_CHAT_FIELDS.split()) <= set(chat_fields)
+    assert set(OPENAI_COMPLETION_FIELDS.split()) <= set(completion_fields)
+
+
+# ---- refusals ------------------------------------------------------------------------------------------------------
+
+CHAT_MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({"messages": []}, "messages"),
+    ({"messages": "hello"}, "messages"),
+    ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages[0].role"),
+    ({"messages": [*HELLO, {"role": "user"}]}, "messages[1].content"),
+    ({"messages": [*HELLO, {"role": "user", "content": 5}]}, "messages[1].content"),
+    ({"messages": [{"role": "user", "content": "x", "colour": 1}]}, "messages[0].colour"),
+    ({"messages": [{"content": "x"}]}, "messages[0].role"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}]},
+        "messages[0].content[0].type",
+    ),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": 3}]}]}, "messages[0].content[0].text"),
+    ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+    ({"model": 3}, "model"),
+    ({"colour": "red"}, "colour"),
+    ({"guided_json": {}}, "guided_json"),
+    ({"temperature": "warm"}, "temperature"),
+    ({"temperature": 2.5}, "temperature"),
+    ({"temperature": -0.1}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"top_k": 1.5}, "top_k"),
+    ({"min_p": 2}, "min_p"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -5}, "max_tokens"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"max_tokens": True}, "max_tokens"),
+    ({"max_tokens": 2, "min_tokens": 3}, "min_tokens"),
+    ({"seed": 2**70}, "seed"),
+    ({"stop": ["a"] * 17}, "stop"),
+    ({"stop": ""}, "stop"),
+    ({"stop": [1]}, "stop[0]"),
+    ({"logit_bias": {"5": 101}}, "logit_bias"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"5": "1"}}, "logit_bias"),
+    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 65}, "top_logprobs"),
+    ({"logprobs": 3}, "logprobs"),
+    ({"allowed_token_ids": []}, "allowed_token_ids"),
+    ({"bad_words": [""]}, "bad_words"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+    ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+    ({"n": 2}, "n"),
+    ({"n": 0}, "n"),
+    ({"priority": 2**40}, "priority"),
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"functions": [{}]}, "functions"),
+    ({"function_call": {"name": "f"}}, "function_call"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+    ({"modalities": ["audio"]}, "modalities"),
+    ({"audio": {"voice": "x"}}, "audio"),
+    ({"prediction": {"type": "content"}}, "prediction"),
+    ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ({"web_search_options": {}}, "web_search_options"),
+    ({"store": True}, "store"),
+    ({"moderation": {"model": "m"}}, "moderation"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+]
+
+COMPLETION_MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": ["a", ""]}, "prompt[1]"),
+    ({"prompt": [[]]}, "prompt[0]"),
+    ({"prompt": [[1], []]}, "prompt[1]"),
+    ({"prompt": [1, "a"]}, "prompt[0]"),
+    ({"prompt": ["a", 1]}, "prompt[1]"),
+    ({"prompt": ["a", [1]]}, "prompt[1]"),
+    ({"prompt": [1, -1]}, "prompt[1]"),
+    ({"prompt": [[1], [2**40]]}, "prompt[1][0]"),
+    ({"prompt": [1, 2.5]}, "prompt[1]"),
+    ({"prompt": {"a": 1}}, "prompt"),
+    ({"prompt": None}, "prompt"),
+    ({"logprobs": 65}, "logprobs"),
+    ({"logprobs": -1}, "logprobs"),
+    ({"logprobs": True}, "logprobs"),
+    ({"best_of": 2}, "best_of"),
+    ({"suffix": "x"}, "suffix"),
+    ({"n": 3}, "n"),
+    ({"echo": "yes"}, "echo"),
+    ({"messages": HELLO}, "messages"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), CHAT_MISTAKES)
+def test_a_mistake_in_a_chat_body_names_its_field(fields: dict[str, Any], param: str) -> None:
+    error = refused(lambda: chat(**fields).sampling_params())
+    assert error.param == param
+    assert param.split(".")[0].split("[")[0] in error.message
+
+
+@pytest.mark.parametrize(("fields", "param"), COMPLETION_MISTAKES)
+def test_a_mistake_in_a_completion_body_names_its_field(fields: dict[str, Any], param: str) -> None:
+    error = refused(lambda: completion(**fields).sampling_params())
+    assert error.param == param
+    assert "prompt" in error.message or param in error.message
+
+
+def test_missing_fields_are_named() -> None:
+    assert refused(decode_chat, b'{"model": "m"}').param == "messages"
+    assert refused(decode_chat, b'{"messages": []}').param == "model"
+    assert refused(decode_completion, b'{"model": "m"}').param == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b"", "JSON"),
+        (b"{", "JSON"),
+        (b"hello", "JSON"),
+        (b'{"model": "m", "messages": []} x', "JSON"),
+        (b'{"model": NaN}', "JSON"),
+        (b'{"model": "\\ud800"}', "JSON"),
+        (b'{"model": "\xff"}', "UTF-8"),
+        (b"[1]", "object"),
+        (b"null", "object"),
+        (b'{"model": "m", "metadata": ' + b'{"a":' * 100_000, "nested|JSON"),
+        (b'{"model": "m", "messages": [{"role": "user", "content": ' + b"[" * 100_000, "nested|JSON|content"),
+    ],
+)
+def test_bodies_that_are_no_json_object(body: bytes, reason: str) -> None:
+    for decode in (decode_chat, decode_completion, decode_tokenize, decode_detokenize):
+        with pytest.raises(ApiError) as caught:
+            decode(body)
+        assert caught.value.status == 400
+        if decode is decode_chat:
+            assert any(word in caught.value.message for word in reason.split("|"))
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
+    lambda children: st.lists(children, max_size=3) | st.dictionaries(st.text(max_size=5), children, max_size=3),
+    max_leaves=8,
+)
+
+
+def outcome(call: Any) -> SamplingParams | ApiError:
+    try:
+        return call().sampling_params()
+    except ApiError as error:
+        return error
+
+
+@given(st.dictionaries(st.sampled_from(chat_fields), json_values, max_size=4))
+def test_any_chat_body_is_taken_or_refused_by_name(fields: dict[str, Any]) -> None:
+    result = outcome(lambda: chat(**fields))
+    assert isinstance(result, SamplingParams) or result.param.split(".")[0].split("[")[0] in fields
+
+
+@given(st.dictionaries(st.sampled_from(completion_fields), json_values, max_size=4))
+def test_any_completion_body_is_taken_or_refused_by_name(fields: dict[str, Any]) -> None:
+    result = outcome(lambda: completion(**fields))
+    assert isinstance(result, SamplingParams) or result.param.split(".")[0].split("[")[0] in fields
+
+
+@given(st.binary(max_size=40))
+def test_any_bytes_are_answered(body: bytes) -> None:
+    with pytest.raises(ApiError):
+        decode_chat(body)
+
+
+def test_tokenize_takes_text_or_messages() -> None:
+    assert decode_tokenize(b'{"prompt": ""}').prompt == ""
+    request = decode_tokenize(json.dumps({"model": "m", "messages": HELLO}).encode())
+    assert request.template_messages() == HELLO
+    assert refused(decode_tokenize, b"{}").param == "prompt"
+    assert refused(decode_tokenize, b'{"prompt": "a", "messages": []}').param == "prompt"
+    assert refused(decode_tokenize, b'{"messages": []}').param == "messages"
+    assert decode_detokenize(b'{"tokens": []}').tokens == []
+    assert refused(decode_detokenize, b'{"tokens": [-1]}').param == "tokens[0]"
+    assert refused(decode_detokenize, b'{"tokens": ["a"]}').param == "tokens[0]"
+
+
+# ---- responses -----------------------------------------------------------------------------------------------------
+
+USAGE = protocol.usage_info([Usage(5, 2, 4), Usage(3, 1, 0)])
+TOP = protocol.TopLogprob("b", -1.0, [98])
+CHAT_LOGPROBS = protocol.ChatLogprobs([protocol.ChatTokenLogprob("a", -0.5, [97], [TOP])])
+COMMON: dict[str, Any] = {"id": "x-1", "created": 1, "model": "m"}
+
+
+def parsed(kind: Any, response: msgspec.Struct) -> Any:
+    """Validates strictly, which the client itself does not."""
+    return kind.model_validate_json(protocol.encode(response), strict=True)
+
+
+def test_usage_sums_over_prompts() -> None:
+    usage = parsed(openai_types.CompletionUsage, USAGE)
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (8, 3, 11)
+    assert usage.prompt_tokens_details.cached_tokens == 4
+
+
+def test_openai_s_types_parse_a_chat_completion() -> None:
+    choice = protocol.ChatChoice(
+        message=protocol.ChatResponseMessage("hé"), logprobs=CHAT_LOGPROBS, finish_reason="stop", stop_reason="x"
+    )
+    body = parsed(openai_chat.ChatCompletion, protocol.ChatCompletion(**COMMON, choices=[choice], usage=USAGE))
+    assert body.choices[0].message.content == "hé"
+    assert body.choices[0].message.role == "assistant"
+    assert body.choices[0].finish_reason == "stop"
+    assert body.choices[0].logprobs.content[0].top_logprobs[0].token == "b"
+    assert body.usage.prompt_tokens == 8
+    assert "prompt_logprobs" not in body.model_dump()
+
+
+def test_openai_s_types_parse_chat_chunks() -> None:
+    first = protocol.ChatChunkChoice(delta=protocol.ChatDelta(role="assistant", content=""), logprobs=CHAT_LOGPROBS)
+    chunk = protocol.ChatCompletionChunk(**COMMON, choices=[first])
+    body = parsed(openai_chat.ChatCompletionChunk, chunk)
+    assert (body.choices[0].delta.role, body.choices[0].delta.content) == ("assistant", "")
+    assert body.choices[0].finish_reason is None
+    assert b"usage" not in protocol.encode(chunk)
+    assert protocol.sse_event(chunk) == b"data: " + protocol.encode(chunk) + b"\n\n"
+    last = protocol.ChatChunkChoice(delta=protocol.ChatDelta(), finish_reason="length")
+    body = parsed(openai_chat.ChatCompletionChunk, protocol.ChatCompletionChunk(**COMMON, choices=[last], usage=None))
+    assert body.choices[0].finish_reason == "length"
+    assert body.choices[0].delta.model_dump(exclude_unset=True) == {}
+    body = parsed(openai_chat.ChatCompletionChunk, protocol.ChatCompletionChunk(**COMMON, choices=[], usage=USAGE))
+    assert body.usage.total_tokens == 11
+
+
+def test_openai_s_types_parse_a_completion() -> None:
+    logprobs = protocol.CompletionLogprobs([0], ["a"], [-0.5], [{"a": -0.5, "b": -1.0}])
+    choice = protocol.CompletionChoice(index=1, text="a", logprobs=logprobs, finish_reason="length")
+    body = parsed(openai_types.Completion, protocol.Completion(**COMMON, choices=[choice], usage=USAGE))
+    assert body.choices[0].logprobs.top_logprobs == [{"a": -0.5, "b": -1.0}]
+    assert (body.choices[0].index, body.choices[0].finish_reason) == (1, "length")
+
+
+def test_openai_s_types_parse_the_models() -> None:
+    card = protocol.ModelCard(id="m", created=1, max_model_len=512)
+    body = json.loads(protocol.encode(protocol.ModelList([card])))
+    assert body["object"] == "list"
+    assert openai_types.Model.model_validate(body["data"][0], strict=True).id == "m"
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"), [(401, "authentication_error"), (429, "rate_limit_error"), (500, "server_error")]
+)
+def test_errors_of_other_kinds(status: int, kind: str) -> None:
+    body = json.loads(ApiError(status, "why", code="c").body())
+    assert body == {"error": {"message": "why", "type": kind, "param": None, "code": "c"}}
