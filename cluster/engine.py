@@ -11,9 +11,8 @@ import logging
 import secrets
 import time
 
-import msgspec
-
 from cluster.config import EngineConfig
+from cluster.engine_stats import EngineStats
 from cluster.executor import InProcessExecutor
 from cluster.kv_blocks import KVBlocks
 from cluster.request import EngineRequest, FinishStatus, QueueFull, RequestRefused, SequenceOutput
@@ -26,26 +25,6 @@ logger = logging.getLogger(__name__)
 
 class EngineDead(RuntimeError):
     """The engine failed, was rebuilt and failed again; it serves nothing any more."""
-
-
-class EngineStats(msgspec.Struct, array_like=True):
-    """A snapshot for `/metrics` and `/health`. Counters only grow; gauges describe this moment."""
-
-    num_running: int
-    num_waiting: int
-    kv_usage: float
-    """Share of KV blocks that running sequences hold, in [0, 1]."""
-    num_free_blocks: int
-    num_blocks: int
-    prefix_cache_queries: int
-    """Prompt tokens looked up in the prefix cache."""
-    prefix_cache_hits: int
-    """Prompt tokens found there."""
-    num_preemptions: int
-    num_steps: int
-    seconds_since_step: float
-    """Since the last completed step, or since work arrived if none has completed after it; 0 when idle."""
-    alive: bool
 
 
 class Engine:

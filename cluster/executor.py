@@ -6,8 +6,9 @@ An executor that spreads ranks over a Ray placement group has the same face. The
 from __future__ import annotations
 
 from cluster.config import EngineConfig
+from workers.model_info import ModelInfo
 from workers.step import StepInput, StepOutput
-from workers.worker import ModelInfo, Worker, WorkerConfig
+from workers.worker import Worker, WorkerConfig
 
 
 class InProcessExecutor:

@@ -65,7 +65,19 @@ class SequenceOutput(msgspec.Struct, array_like=True):
     """
     error: str | None = None
     usage: Usage | None = None
-    """With `finish`."""
+    """With the first tokens and with `finish`."""
+
+
+class Account(msgspec.Struct, kw_only=True):
+    """How a request ended, the answer of the call that ran it; its tokens travel on `cluster/channel.py`."""
+
+    finish: FinishStatus | None = None
+    usage: Usage | None = None
+    refused: str | None = None
+    """Why it can never be served (HTTP 400), and the field at fault."""
+    param: str | None = None
+    queue_full: str | None = None
+    """Why it cannot be served now (HTTP 429)."""
 
 
 class RequestRefused(ValueError):

@@ -268,11 +268,12 @@ class Scheduler:
             None if logprobs is None else logprobs[: len(gained)],
             prompt_logprobs,
         )
+        if finish is not None or sequence.num_output_tokens == len(gained):
+            change.usage = sequence.usage
         if finish is not None:
             change.finish = finish
             if finish is FinishStatus.FINISHED_STOPPED:
                 change.stop_token_id = gained[-1]
-            change.usage = sequence.usage
             self._end(sequence, finish)
         return change
 

@@ -13,6 +13,7 @@ import msgspec
 from workers.loader import load_model
 from workers.memory import plan_kv_cache, plan_max_model_len
 from workers.model_config import load_model_config, resolve_model_folder
+from workers.model_info import ModelInfo
 from workers.model_runner import ModelRunner
 from workers.platforms import choose_platform
 from workers.step import StepInput, StepOutput
@@ -32,20 +33,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_bytes: int | None
     kv_cache_fraction: float
     max_num_sequences: int
-
-
-class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What the driver must know of the loaded model."""
-
-    folder: str
-    vocab_size: int
-    max_model_len: int
-    eos_token_ids: tuple[int, ...]
-    num_blocks: int
-    kv_cache_bytes: int
-    dtype: str
-    platform: str
-    load_seconds: float
 
 
 class Worker:

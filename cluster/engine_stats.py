@@ -1,0 +1,25 @@
+"""What an engine says of itself to whoever watches it. Plain data: an ingress reads it and needs no torch for that."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class EngineStats(msgspec.Struct, array_like=True):
+    """A snapshot for `/metrics` and `/health`. Counters only grow; gauges describe this moment."""
+
+    num_running: int
+    num_waiting: int
+    kv_usage: float
+    """Share of KV blocks that running sequences hold, in [0, 1]."""
+    num_free_blocks: int
+    num_blocks: int
+    prefix_cache_queries: int
+    """Prompt tokens looked up in the prefix cache."""
+    prefix_cache_hits: int
+    """Prompt tokens found there."""
+    num_preemptions: int
+    num_steps: int
+    seconds_since_step: float
+    """Since the last completed step, or since work arrived if none has completed after it; 0 when idle."""
+    alive: bool

@@ -1,0 +1,427 @@
+"""The HTTP endpoint: an ASGI application in a Serve deployment that speaks OpenAI's API and imports no torch.
+
+It decodes and validates, applies the chat template, tokenises, and writes what `cluster/submission.py` brings back,
+whole or as server-sent events. Whatever a client sends, it gets an answer in OpenAI's shape, and leaving early aborts
+what it asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import logging
+import pathlib
+import secrets
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import ray
+from ray import serve
+
+from cluster import answers, protocol
+from cluster.config import ServeConfig
+from cluster.engine_stats import EngineStats
+from cluster.errors import ApiError
+from cluster.metrics import Metrics
+from cluster.openapi import openapi_document
+from cluster.submission import EngineClient, Submission
+from cluster.tokenizer import TemplateError, Tokenizer
+from workers.model_config import resolve_model_folder
+from workers.model_info import ModelInfo
+from workers.sampling_params import SamplingParams
+
+HEALTH_TIMEOUT_S = 10.0
+OPEN_PATHS = ("/health", "/metrics", "/openapi.json")
+"""Answered without an API key: probes and scrapers have none."""
+
+Scope = dict[str, Any]
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+
+
+class Ingress:
+    """One replica of the endpoint. `engine` is the handle of the engine deployment."""
+
+    def __init__(self, config: ServeConfig, engine: Any) -> None:
+        self._config = config
+        self._engine = engine
+        self._model_name = served_model_name(config)
+        folder = config.engine.tokenizer or str(resolve_model_folder(config.engine.model))
+        self._tokenizer = Tokenizer(folder)
+        self._metrics = Metrics(self._model_name)
+        self._client = EngineClient(engine, self._tokenizer, ray.util.get_node_ip_address(), self._metrics)
+        self._model: ModelInfo | None = None
+        self._created = int(time.time())
+        self._log = _request_logger() if config.log_requests else None
+        self._routes: dict[str, dict[str, Callable[..., Awaitable[None]]]] = {
+            "/v1/chat/completions": {"POST": self._chat},
+            "/v1/completions": {"POST": self._completions},
+            "/v1/models": {"GET": self._models},
+            "/tokenize": {"POST": self._tokenize},
+            "/detokenize": {"POST": self._detokenize},
+            "/health": {"GET": self._health},
+            "/metrics": {"GET": self._render_metrics},
+            "/openapi.json": {"GET": self._openapi},
+        }
+
+    def __serve_build_asgi_app__(self) -> Any:
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:  # uvicorn takes a bound method for ASGI 2
+            await self._asgi(scope, receive, send)
+
+        return app
+
+    # ---- ASGI ----------------------------------------------------------------------------------------------------
+
+    async def _asgi(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await _lifespan(receive, send)
+        elif scope["type"] == "http":
+            await self._answer(Exchange(scope, receive, send))
+
+    async def _answer(self, exchange: Exchange) -> None:
+        try:
+            await self._route(exchange)
+        except ApiError as error:
+            await exchange.fail(error)
+        except (asyncio.CancelledError, ClientGone):
+            exchange.status = 499
+            raise asyncio.CancelledError from None
+        except Exception as error:
+            logging.getLogger(__name__).exception("request %s failed", exchange.request_id)
+            await exchange.fail(ApiError(500, f"internal error: {type(error).__name__}"))
+        finally:
+            if self._log is not None and exchange.path.startswith("/v1/") and exchange.method == "POST":
+                self._log.info(exchange.log_line())
+
+    async def _route(self, exchange: Exchange) -> None:
+        methods = self._routes.get(exchange.path)
+        if methods is None and exchange.path.startswith("/v1/models/"):
+            methods = {"GET": self._one_model}
+        if methods is None:
+            raise ApiError(404, f"there is nothing at {exchange.path}; see /openapi.json", code="unknown_url")
+        handler = methods.get(exchange.method)
+        if handler is None:
+            allowed = ", ".join(methods)
+            raise ApiError(405, f"{exchange.path} takes {allowed}, not {exchange.method}", code="method_not_allowed")
+        if exchange.path not in OPEN_PATHS:
+            self._check_key(exchange)
+        await handler(exchange)
+
+    def _check_key(self, exchange: Exchange) -> None:
+        if not self._config.api_keys:
+            return
+        scheme, _, given = exchange.headers.get("authorization", "").partition(" ")
+        known = [hmac.compare_digest(given.encode(), key.encode()) for key in self._config.api_keys]
+        if scheme.lower() != "bearer" or not any(known):
+            raise ApiError(401, "a valid API key is required: Authorization: Bearer KEY", code="invalid_api_key")
+
+    # ---- generation ----------------------------------------------------------------------------------------------
+
+    async def _chat(self, exchange: Exchange) -> None:
+        request = protocol.decode_chat(await self._body(exchange))
+        self._check_model(request.model)
+        params = self._resolved(request.sampling_params())
+        try:
+            prompt = self._tokenizer.apply_chat_template(
+                request.template_messages(), request.add_generation_prompt, **(request.chat_template_kwargs or {})
+            )
+        except TemplateError as error:
+            raise ApiError(400, f"messages: {error}", param="messages") from error
+        answer = answers.ChatAnswer(request, self._new_id("chatcmpl"), self._model_name, self._tokenizer)
+        await self._generate(exchange, [prompt], params, request, answer)
+
+    async def _completions(self, exchange: Exchange) -> None:
+        request = protocol.decode_completion(await self._body(exchange))
+        self._check_model(request.model)
+        params = self._resolved(request.sampling_params())
+        given = request.prompts()
+        if len(given) > self._config.max_prompts_per_request:
+            raise ApiError(
+                400,
+                f"prompt: {len(given)} prompts exceed the {self._config.max_prompts_per_request} of one request",
+                param="prompt",
+            )
+        prompts = [
+            self._tokenizer.encode(prompt, request.add_special_tokens) if isinstance(prompt, str) else prompt
+            for prompt in given
+        ]
+        answer = answers.CompletionAnswer(
+            request, self._new_id("cmpl"), self._model_name, self._tokenizer, given, prompts
+        )
+        await self._generate(exchange, prompts, params, request, answer)
+
+    async def _generate(
+        self,
+        exchange: Exchange,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        request: Any,
+        answer: answers.Answer,
+    ) -> None:
+        submission = Submission(self._client, prompts, params, chat=isinstance(answer, answers.ChatAnswer))
+        name = f"{exchange.request_id}-{secrets.token_hex(4)}"
+        submission.start(name, request.priority, self._config.request_timeout_s)
+        try:
+            if request.stream:
+                await exchange.stream(answer.stream(submission), submission)
+            else:
+                await exchange.send_json(await exchange.unless_gone(answer.whole(submission)))
+        finally:
+            submission.close()
+            exchange.note(submission)
+
+    def _resolved(self, params: SamplingParams) -> SamplingParams:
+        return self._tokenizer.resolve_bad_words(params)
+
+    def _check_model(self, name: str) -> None:
+        if name != self._model_name:
+            raise ApiError(
+                404,
+                f"model {name!r} is not served here; {self._model_name!r} is",
+                param="model",
+                code="model_not_found",
+            )
+
+    def _new_id(self, prefix: str) -> str:
+        return f"{prefix}-{secrets.token_hex(12)}"
+
+    async def _body(self, exchange: Exchange) -> bytes:
+        return await exchange.body(self._config.max_body_bytes)
+
+    # ---- everything else -----------------------------------------------------------------------------------------
+
+    async def _model_info(self) -> ModelInfo:
+        if self._model is None:
+            self._model = await self._engine.model.remote()
+        return self._model
+
+    async def _card(self) -> protocol.ModelCard:
+        info = await self._model_info()
+        return protocol.ModelCard(id=self._model_name, created=self._created, max_model_len=info.max_model_len)
+
+    async def _models(self, exchange: Exchange) -> None:
+        await exchange.send_json(protocol.encode(protocol.ModelList([await self._card()])))
+
+    async def _one_model(self, exchange: Exchange) -> None:
+        self._check_model(exchange.path.removeprefix("/v1/models/"))
+        await exchange.send_json(protocol.encode(await self._card()))
+
+    async def _tokenize(self, exchange: Exchange) -> None:
+        request = protocol.decode_tokenize(await self._body(exchange))
+        self._check_model(request.model or self._model_name)
+        if request.messages is not None:
+            try:
+                tokens = self._tokenizer.apply_chat_template(
+                    request.template_messages(), request.add_generation_prompt, **(request.chat_template_kwargs or {})
+                )
+            except TemplateError as error:
+                raise ApiError(400, f"messages: {error}", param="messages") from error
+        else:
+            tokens = self._tokenizer.encode(request.prompt or "", request.add_special_tokens)
+        texts = [self._tokenizer.token_text(token) for token in tokens] if request.return_token_strs else None
+        info = await self._model_info()
+        await exchange.send_json(
+            protocol.encode(protocol.TokenizeResponse(len(tokens), info.max_model_len, tokens, texts))
+        )
+
+    async def _detokenize(self, exchange: Exchange) -> None:
+        request = protocol.decode_detokenize(await self._body(exchange))
+        self._check_model(request.model or self._model_name)
+        info = await self._model_info()
+        for token in request.tokens:
+            if not 0 <= token < info.vocab_size:
+                raise ApiError(
+                    400, f"tokens: token id {token} is outside the vocabulary [0, {info.vocab_size})", param="tokens"
+                )
+        text = self._tokenizer.decode(request.tokens, skip_special_tokens=request.skip_special_tokens)
+        await exchange.send_json(protocol.encode(protocol.DetokenizeResponse(text)))
+
+    async def _stats(self) -> EngineStats:
+        try:
+            return await asyncio.wait_for(_awaitable(self._engine.stats.remote()), HEALTH_TIMEOUT_S)
+        except Exception as error:
+            raise ApiError(503, f"the engine does not answer: {type(error).__name__}") from error
+
+    async def _health(self, exchange: Exchange) -> None:
+        stats = await self._stats()
+        bound = self._config.health_bound_s
+        if not stats.alive or stats.seconds_since_step > bound:
+            raise ApiError(503, f"no step completed for {stats.seconds_since_step:.0f} s; the bound is {bound:.0f} s")
+        await exchange.send_json(b'{"status":"ok"}')
+
+    async def _render_metrics(self, exchange: Exchange) -> None:
+        await exchange.send_body(self._metrics.render(await self._stats()), "text/plain; version=0.0.4; charset=utf-8")
+
+    async def _openapi(self, exchange: Exchange) -> None:
+        await exchange.send_json(json.dumps(openapi_document()).encode())
+
+
+class ClientGone(Exception):
+    """The client closed the connection before its answer was complete."""
+
+
+class Exchange:
+    """One HTTP request and its answer, over ASGI's messages."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.method: str = scope["method"]
+        self.path: str = scope["path"].rstrip("/") or "/"
+        self.headers = {key.decode("latin-1").lower(): value.decode("latin-1") for key, value in scope["headers"]}
+        given = self.headers.get("x-request-id", "")
+        self.request_id = given if 0 < len(given) <= 128 and given.isprintable() else f"req-{secrets.token_hex(8)}"
+        self.status = 0
+        self._receive = receive
+        self._send = send
+        self._begun = time.perf_counter()
+        self._notes: dict[str, Any] = {}
+        self._streaming = False
+
+    async def body(self, limit: int) -> bytes:
+        """The whole body. Raises `ApiError` 413 as soon as it is known to exceed `limit` bytes."""
+        declared = self.headers.get("content-length", "0")
+        size, chunks = int(declared) if declared.isdigit() else 0, []
+        received = 0
+        while True:
+            if max(size, received) > limit:
+                raise ApiError(
+                    413,
+                    f"the body has {'at least ' if size <= limit else ''}{max(size, received)} bytes and the limit is "
+                    f"{limit}; send less, or raise max_body_bytes",
+                    code="body_too_large",
+                )
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            chunks.append(message.get("body", b""))
+            received += len(chunks[-1])
+            if not message.get("more_body"):
+                return b"".join(chunks)
+
+    async def unless_gone(self, work: Awaitable[bytes]) -> bytes:
+        """The result of `work`, which is cancelled when the client closes the connection."""
+        task, gone = asyncio.ensure_future(work), asyncio.ensure_future(self._gone())
+        try:
+            await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise ClientGone
+            return task.result()
+        finally:
+            for each in (task, gone):
+                each.cancel()
+
+    async def _gone(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def stream(self, events: AsyncIterator[bytes], submission: Submission) -> None:
+        """Sends server-sent events; an error after the first becomes an event of its own."""
+        gone = asyncio.ensure_future(self._gone())
+        gone.add_done_callback(lambda _: submission.close())
+        gone.add_done_callback(lambda _: reader.cancel())
+        reader = asyncio.ensure_future(self._send_events(events))
+        try:
+            await reader
+        except asyncio.CancelledError:
+            reader.cancel()
+            raise
+        finally:
+            gone.cancel()
+
+    async def _send_events(self, events: AsyncIterator[bytes]) -> None:
+        try:
+            async for event in events:
+                if not self._streaming:
+                    # Only now: until the first token a refusal can still be an HTTP status.
+                    await self._start(200, "text/event-stream; charset=utf-8", [(b"cache-control", b"no-cache")])
+                    self._streaming = True
+                await self._send({"type": "http.response.body", "body": event, "more_body": True})
+        except ApiError as error:
+            if not self._streaming:
+                raise
+            self.status = error.status
+            event = b"data: " + error.body() + b"\n\n"
+            await self._send({"type": "http.response.body", "body": event, "more_body": True})
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def send_json(self, body: bytes) -> None:
+        await self.send_body(body, "application/json")
+
+    async def send_body(self, body: bytes, content_type: str, status: int = 200, headers: Any = ()) -> None:
+        await self._start(status, content_type, [(b"content-length", str(len(body)).encode()), *headers])
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def fail(self, error: ApiError) -> None:
+        headers = [(b"retry-after", b"1")] if error.status == 429 else []
+        with contextlib.suppress(Exception):  # the client may be gone
+            await self.send_body(error.body(), "application/json", error.status, headers)
+
+    async def _start(self, status: int, content_type: str, headers: list[tuple[bytes, bytes]]) -> None:
+        self.status = status
+        # Serve's proxy gives every request an x-request-id where the client sent none, and returns it.
+        fixed = (b"content-type", content_type.encode())
+        await self._send({"type": "http.response.start", "status": status, "headers": [fixed, *headers]})
+
+    def note(self, submission: Submission) -> None:
+        """What the log line says of a generation."""
+        usages = submission.usages
+        self._notes = {
+            "choices": len(submission.choices),
+            "prompt_tokens": sum(usage.num_prompt_tokens for usage in usages),
+            "output_tokens": sum(usage.num_output_tokens for usage in usages),
+        }
+
+    def log_line(self) -> str:
+        seconds = time.perf_counter() - self._begun
+        entry = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "request_id": self.request_id,
+            "path": self.path,
+            "status": self.status,
+            "seconds": round(seconds, 4),
+            **self._notes,
+        }
+        return json.dumps(entry)
+
+
+def served_model_name(config: ServeConfig) -> str:
+    """The model's name in the API: the configured one, else the last part of its folder or hub id."""
+    return config.served_model_name or pathlib.PurePath(config.engine.model).name
+
+
+async def _awaitable(response: Any) -> Any:
+    return await response
+
+
+async def _lifespan(receive: Receive, send: Send) -> None:
+    while True:
+        message = await receive()
+        await send({"type": f"{message['type']}.complete"})
+        if message["type"] == "lifespan.shutdown":
+            return
+
+
+def _request_logger() -> logging.Logger:
+    """One JSON object a line on stdout, which Ray keeps with the replica's logs."""
+    logger = logging.getLogger("manta.requests")
+    if not logger.handlers:
+        handler = logging.StreamHandler(sys.stdout)
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+    return logger
+
+
+def ingress_deployment(config: ServeConfig) -> Any:
+    """The Serve deployment; bind it with the configuration and the engine."""
+    return serve.deployment(
+        serve.ingress()(Ingress),
+        name="ingress",
+        num_replicas=config.num_ingress_replicas,
+        max_ongoing_requests=100_000,  # the engine's queue limit refuses, and says so in OpenAI's shape
+        ray_actor_options={"num_cpus": 0},
+    )

@@ -1,0 +1,106 @@
+"""Prometheus metrics with vLLM's meanings under `manta:` names.
+
+What an ingress can see truly (latencies to the text's reader, tokens, endings) is observed here as it happens; what
+only an engine knows (running, waiting, KV usage, prefix cache, preemptions) is read from its stats when `/metrics` is
+asked for.
+"""
+
+from __future__ import annotations
+
+import time
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+
+from cluster.engine_stats import EngineStats
+from cluster.request import FinishStatus, Usage
+
+disable_created_metrics()
+
+_LATENCY_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
+_TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5)
+
+
+class Metrics:
+    """One registry per ingress replica; every series carries the model's name."""
+
+    def __init__(self, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self._model = model_name
+
+        def labelled(kind, name: str, text: str, **options):
+            return kind(f"manta:{name}", text, ["model_name"], registry=self.registry, **options).labels(model_name)
+
+        self.time_to_first_token = labelled(
+            Histogram, "time_to_first_token_seconds", "From arrival to the first token.", buckets=_LATENCY_BUCKETS_S
+        )
+        self.inter_token_latency = labelled(
+            Histogram, "inter_token_latency_seconds", "Between two tokens of a choice.", buckets=_TOKEN_BUCKETS_S
+        )
+        self.e2e_latency = labelled(
+            Histogram, "e2e_request_latency_seconds", "From arrival to the end.", buckets=_LATENCY_BUCKETS_S
+        )
+        self.prompt_tokens = labelled(Counter, "prompt_tokens", "Prompt tokens of ended requests.")
+        self.generation_tokens = labelled(Counter, "generation_tokens", "Tokens generated.")
+        self._success = Counter(
+            "manta:request_success",
+            "Requests that ended, by reason.",
+            ["model_name", "finished_reason"],
+            registry=self.registry,
+        )
+        self._engine = {
+            "num_running": labelled(Gauge, "num_requests_running", "Requests in the running batch."),
+            "num_waiting": labelled(Gauge, "num_requests_waiting", "Requests waiting for it."),
+            "kv_usage": labelled(Gauge, "kv_cache_usage_perc", "Share of KV blocks in use; 1 is all."),
+        }
+        self._engine_totals = {
+            "prefix_cache_queries": labelled(Counter, "prefix_cache_queries", "Prompt tokens looked up."),
+            "prefix_cache_hits": labelled(Counter, "prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+            "num_preemptions": labelled(Counter, "num_preemptions", "Sequences sent back to recompute."),
+        }
+        self._seen: dict[str, int] = dict.fromkeys(self._engine_totals, 0)
+
+    def ended(self, reason: FinishStatus) -> None:
+        self._success.labels(self._model, reason.value).inc()
+
+    def render(self, stats: EngineStats) -> bytes:
+        """The text format of Prometheus."""
+        for name, gauge in self._engine.items():
+            gauge.set(getattr(stats, name))
+        for name, counter in self._engine_totals.items():
+            total = getattr(stats, name)
+            # A restarted engine counts from zero again; a counter must not fall.
+            counter.inc(total - self._seen[name] if total >= self._seen[name] else total)
+            self._seen[name] = total
+        return generate_latest(self.registry)
+
+
+class RequestMetrics:
+    """The clock of one HTTP request."""
+
+    def __init__(self, metrics: Metrics, num_choices: int) -> None:
+        self._metrics = metrics
+        self._arrival = time.perf_counter()
+        self._last_token: list[float | None] = [None] * num_choices
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self._arrival
+
+    def tokens(self, index: int, count: int) -> None:
+        """`count` tokens of a choice arrived together."""
+        if count == 0:
+            return
+        now, last = time.perf_counter(), self._last_token[index]
+        if last is None:
+            self._metrics.time_to_first_token.observe(now - self._arrival)
+        else:
+            for _ in range(count):
+                self._metrics.inter_token_latency.observe((now - last) / count)
+        self._last_token[index] = now
+        self._metrics.generation_tokens.inc(count)
+
+    def finished(self, reason: FinishStatus, usage: Usage | None) -> None:
+        self._metrics.ended(reason)
+        self._metrics.e2e_latency.observe(self.seconds)
+        if usage is not None:
+            self._metrics.prompt_tokens.inc(usage.num_prompt_tokens)

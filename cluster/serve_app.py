@@ -1,0 +1,81 @@
+"""The Ray Serve application: an ingress before engines. `start` runs it here, `build` is Serve's import path.
+
+`serve run cluster.serve_app:build` and `configs/serve.yaml` take the same options as `manta serve`, and both end in
+`application`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pathlib
+from typing import Any
+
+import msgspec
+import ray
+from ray import serve
+from ray.serve.config import HTTPOptions
+
+from cluster.config import DEMO_MODEL, ServeConfig
+from cluster.engine_deployment import engine_deployment
+from cluster.ingress import ingress_deployment
+
+APP_NAME = "manta"
+_OBJECT_STORE_BYTES = 128 * 2**20
+"""Manta keeps nothing there: requests and outputs are small."""
+
+
+def application(config: ServeConfig) -> serve.Application:
+    """The bound application; paths become absolute, since replicas run in folders of their own."""
+    engine = msgspec.structs.replace(
+        config.engine, model=_absolute(config.engine.model), tokenizer=_absolute(config.engine.tokenizer)
+    )
+    config = msgspec.structs.replace(
+        config, engine=engine, served_model_name=config.served_model_name or pathlib.PurePath(config.engine.model).name
+    )
+    num_threads = engine.num_threads or len(os.sched_getaffinity(0))
+    engines = engine_deployment(engine, config.num_engine_replicas, num_threads).bind(engine)
+    return ingress_deployment(config).bind(config, engines)
+
+
+def build(options: dict[str, Any]) -> serve.Application:
+    """For Serve's configuration files: `import_path: cluster.serve_app:build` with the options under `args`."""
+    return application(msgspec.convert(options, ServeConfig))
+
+
+def start(config: ServeConfig) -> None:
+    """Starts Ray and Serve in this process and returns when the application is healthy.
+
+    Raises what the replicas raised where they cannot start.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # One request path instead of three event loops and a log line each; see benchmarks of HTTP in `manta bench`.
+    os.environ.setdefault("RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP", "0")
+    os.environ.setdefault("RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD", "0")
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    ray.init(
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        object_store_memory=_OBJECT_STORE_BYTES,
+        configure_logging=False,
+    )
+    options = {"enable_access_log": False}
+    serve.start(http_options=HTTPOptions(host=config.host, port=config.port), logging_config=options)
+    serve.run(application(config), name=APP_NAME, route_prefix="/", logging_config=options)
+
+
+def stop() -> None:
+    """Ends Serve and the Ray that `start` began; harmless where nothing runs."""
+    if ray.is_initialized():
+        try:
+            serve.shutdown()
+        finally:
+            ray.shutdown()
+
+
+def _absolute(name: str | None) -> Any:
+    """A folder's absolute path; `demo` and hub ids as they are."""
+    if name is None or name == DEMO_MODEL or not pathlib.Path(name).is_dir():
+        return name
+    return str(pathlib.Path(name).resolve())

@@ -1,0 +1,242 @@
+"""The ingress's side of requests under way: sends them to an engine, turns deltas into text, ends them when their
+reader leaves.
+
+A `Submission` is one HTTP body: one engine request per prompt, whose events come in one queue. It knows no HTTP;
+`cluster/ingress.py` reads the events and writes the answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+
+from cluster.channel import Address, Connection, Control, OutputReceiver
+from cluster.errors import ApiError
+from cluster.metrics import RequestMetrics
+from cluster.output import SequenceText
+from cluster.request import Account, EngineRequest, FinishStatus, SequenceOutput, Usage
+from cluster.tokenizer import Tokenizer
+from workers.sampling_params import SamplingParams
+from workers.step import TokenLogprobs
+
+LAST_FRAME_TIMEOUT_S = 30.0
+"""The account of a request may overtake its last frame; a frame that is later than this is lost."""
+
+
+class Event(msgspec.Struct, kw_only=True):
+    """What one step added to one choice."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    finish: FinishStatus | None = None
+    stop_reason: str | int | None = None
+
+
+class Choice:
+    """One prompt and its output so far."""
+
+    def __init__(self, index: int, prompt_token_ids: list[int], text: SequenceText) -> None:
+        self.index = index
+        self.prompt_token_ids = prompt_token_ids
+        self.text = text
+        self.finished = False
+        self.usage: Usage | None = None
+        self.num_tokens = 0
+
+
+class Submission:
+    """Async iteration yields `Event`s until every choice has ended; raises `ApiError` where one cannot be served."""
+
+    def __init__(self, client: EngineClient, prompts: list[list[int]], params: SamplingParams, chat: bool) -> None:
+        self._client = client
+        self._events: asyncio.Queue[SequenceOutput | Account | Exception] = asyncio.Queue()
+        self._params = params
+        self.choices = [
+            Choice(index, prompt, SequenceText(client.tokenizer, params, continues_prompt=not chat))
+            for index, prompt in enumerate(prompts)
+        ]
+        self._by_request: dict[str, Choice] = {}
+        self._connections: dict[str, Connection] = {}
+        self._calls: dict[str, asyncio.Task[None]] = {}
+        self._closed = False
+        self.metrics = RequestMetrics(client.metrics, len(self.choices))
+
+    @property
+    def usages(self) -> list[Usage]:
+        return [choice.usage for choice in self.choices if choice.usage is not None]
+
+    def start(self, name: str, priority: int, deadline_s: float) -> None:
+        """Sends every prompt to an engine."""
+        for choice in self.choices:
+            request_id = f"{name}-{choice.index}"
+            self._by_request[request_id] = choice
+            self._client.submissions[request_id] = self
+            request = EngineRequest(
+                request_id=request_id,
+                prompt_token_ids=choice.prompt_token_ids,
+                params=self._params,
+                priority=priority,
+                deadline_s=deadline_s,
+            )
+            self._calls[request_id] = asyncio.ensure_future(self._call(request))
+
+    async def _call(self, request: EngineRequest) -> None:
+        try:
+            account = await self._client.generate(request)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            self._events.put_nowait(error)
+            return
+        if account.refused is not None or account.queue_full is not None:
+            self._events.put_nowait(account)
+            return
+        await asyncio.sleep(LAST_FRAME_TIMEOUT_S)  # cancelled when the last frame comes
+        self._events.put_nowait(ConnectionError("the engine's last frame was lost"))
+
+    def receive(self, output: SequenceOutput, connection: Connection) -> None:
+        self._connections[output.request_id] = connection
+        self._events.put_nowait(output)
+
+    def lose(self, connection: Connection) -> None:
+        """The connection to an engine broke; what ran there fails unless it has ended."""
+        if any(
+            self._connections.get(request_id) is connection and not choice.finished
+            for request_id, choice in self._by_request.items()
+        ):
+            self._events.put_nowait(ConnectionError("the connection to the engine broke"))
+
+    async def __aiter__(self) -> AsyncIterator[Event]:
+        remaining = len(self.choices)
+        while remaining:
+            item = await self._events.get()
+            if isinstance(item, Exception):
+                raise ApiError(500, f"the engine failed: {item}") from item
+            if isinstance(item, Account):
+                raise _refusal(item)
+            event = self._event(item)
+            if event is not None:
+                remaining -= event.finish is not None
+                yield event
+
+    def _event(self, output: SequenceOutput) -> Event | None:
+        choice = self._by_request[output.request_id]
+        if choice.finished:
+            return None
+        if output.finish is FinishStatus.FINISHED_INTERNAL_ERROR:
+            raise ApiError(500, f"choice {choice.index} failed: {output.error}", code="internal_error")
+        delta = choice.text.append(output)
+        choice.num_tokens += len(output.token_ids)
+        event = Event(
+            index=choice.index,
+            text=delta.text,
+            token_ids=output.token_ids,
+            logprobs=output.logprobs,
+            prompt_logprobs=output.prompt_logprobs,
+            finish=output.finish,
+            stop_reason=None if output.finish is None else output.stop_token_id,
+        )
+        if output.usage is not None:
+            choice.usage = output.usage
+        if delta.stop_string is not None:
+            choice.usage = self._stop(output, choice, event, delta.num_kept_tokens)
+            event.stop_reason = delta.stop_string
+        self.metrics.tokens(choice.index, len(event.token_ids))
+        if event.finish is not None:
+            choice.finished = True
+            self._forget(output.request_id)
+            self.metrics.finished(event.finish, choice.usage)
+            if event.finish is FinishStatus.FINISHED_ABORTED and output.error is not None:
+                raise ApiError(408, f"{output.error}; the limit is request_timeout_s", type="timeout_error")
+        return event
+
+    def _stop(self, output: SequenceOutput, choice: Choice, event: Event, num_kept_tokens: int) -> Usage:
+        """A stop string: the engine is told how many tokens count, the event loses those behind it."""
+        num_new = max(0, len(output.token_ids) - (choice.num_tokens - num_kept_tokens))
+        event.token_ids = output.token_ids[:num_new]
+        event.logprobs = None if output.logprobs is None else output.logprobs[:num_new]
+        event.finish = FinishStatus.FINISHED_STOPPED
+        if output.finish is None:
+            control = Control(output.request_id, output.index, num_kept_tokens)
+            self._connections[output.request_id].send(control)
+        cached = choice.usage.num_cached_tokens if choice.usage is not None else 0
+        return Usage(len(choice.prompt_token_ids), num_kept_tokens, cached)
+
+    def _forget(self, request_id: str) -> None:
+        self._client.submissions.pop(request_id, None)
+        call = self._calls.pop(request_id, None)
+        if call is not None and self._by_request[request_id].finished:
+            # The engine has ended it: letting the call run out keeps Serve's accounts right.
+            call.add_done_callback(lambda task: task.cancelled() or task.exception())
+            self._client.settle(call)
+
+    def close(self) -> None:
+        """Aborts whatever still runs; called when the reader is done or gone, perhaps twice."""
+        if self._closed:
+            return
+        self._closed = True
+        for request_id, choice in self._by_request.items():
+            if choice.finished:
+                continue
+            connection = self._connections.get(request_id)
+            if connection is not None:
+                connection.send(Control(request_id))
+            self._client.submissions.pop(request_id, None)
+            call = self._calls.pop(request_id, None)
+            if call is not None:
+                call.cancel()  # Serve cancels the remote call, and the engine aborts it
+            self.metrics.finished(FinishStatus.FINISHED_ABORTED, None)
+
+
+def _refusal(account: Account) -> ApiError:
+    if account.queue_full is not None:
+        return ApiError(429, account.queue_full, code="queue_full")
+    code = "context_length_exceeded" if "tokens" in (account.refused or "") and account.param == "prompt" else None
+    return ApiError(400, account.refused or "", param=account.param, code=code)
+
+
+class EngineClient:
+    """Owns the output channel of one ingress and knows who waits for which request."""
+
+    def __init__(self, engine: Any, tokenizer: Tokenizer, host: str, metrics: Any) -> None:
+        self._engine = engine
+        self.tokenizer = tokenizer
+        self.metrics = metrics
+        self.submissions: dict[str, Submission] = {}
+        self._receiver = OutputReceiver(host, self._on_outputs, self._on_lost)
+        self._address: asyncio.Task[Address] | None = None
+        self._settling: set[asyncio.Task[None]] = set()
+
+    async def generate(self, request: EngineRequest) -> Account:
+        """One Serve call that stays open as long as the request runs; Serve chooses the replica."""
+        if self._address is None:
+            self._address = asyncio.ensure_future(self._receiver.start())
+        address = await asyncio.shield(self._address)
+        response = self._engine.generate.remote(request, address)
+        try:
+            return await response
+        except asyncio.CancelledError:
+            response.cancel()
+            raise
+
+    def settle(self, call: asyncio.Task[None]) -> None:
+        """Ends the wait of a call whose request is over, a moment after it had time to return by itself."""
+        self._settling.add(call)
+        call.add_done_callback(self._settling.discard)
+        asyncio.get_running_loop().call_later(1.0, call.cancel)
+
+    def _on_outputs(self, outputs: list[SequenceOutput], connection: Connection) -> None:
+        for output in outputs:
+            submission = self.submissions.get(output.request_id)
+            if submission is not None:
+                submission.receive(output, connection)
+
+    def _on_lost(self, connection: Connection) -> None:
+        for submission in set(self.submissions.values()):
+            submission.lose(connection)

@@ -1,0 +1,120 @@
+"""`manta serve` and `manta chat` as a newcomer uses them: real processes, the printed lines pasted, then Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from benchmarks.processes import free_port
+from tests.checkpoints import checkpoint
+
+pytestmark = pytest.mark.timeout(180)
+
+
+class Serve:
+    """A `manta serve` process and everything that it printed."""
+
+    def __init__(self, model: pathlib.Path, port: int) -> None:
+        command = [sys.executable, "-m", "cluster.cli", "serve", "--model", str(model), "--port", str(port)]
+        command += ["--set", "engine.kv_cache_bytes=8388608", "--set", "engine.num_threads=1"]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
+        self.printed = ""
+
+    def wait_for(self, text: str) -> None:
+        assert self.process.stdout is not None
+        while text not in self.printed:
+            line = self.process.stdout.readline()
+            assert line, f"manta serve ended without {text!r}: {self.printed}"
+            self.printed += line
+
+    def started(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def end(self, number: signal.Signals) -> list[psutil.Process]:
+        """Sends the signal, waits for the end, and returns the processes that outlived it."""
+        started = self.started()
+        self.process.send_signal(number)
+        rest, _ = self.process.communicate(timeout=60)
+        self.printed += rest
+        return psutil.wait_procs(started, timeout=10)[1]
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            for process in [*self.started(), psutil.Process(self.process.pid)]:
+                process.kill()
+            self.process.communicate()
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    started = Serve(checkpoint("llama"), free_port())
+    yield started
+    started.kill()
+
+
+def test_what_serve_prints_can_be_pasted_and_ctrl_c_leaves_nothing(serve: Serve) -> None:
+    serve.wait_for("Ctrl-C stops it.")
+    url = re.search(r"http://127\.0\.0\.1:\d+", serve.printed)
+    assert url is not None
+
+    curl = re.search(r"^  curl .*?(?=\n\n)", serve.printed, re.DOTALL | re.MULTILINE)
+    assert curl is not None
+    pasted = subprocess.run(["bash", "-c", curl.group() + " --silent"], capture_output=True, text=True, check=True)
+    reply = json.loads(pasted.stdout)
+    assert reply["choices"][0]["message"]["role"] == "assistant"
+
+    snippet = re.search(r"or in Python.*?\n\n(.*?)\n\nor in another", serve.printed, re.DOTALL)
+    assert snippet is not None
+    subprocess.run([sys.executable, "-c", textwrap.dedent(snippet.group(1))], check=True, timeout=60)
+
+    chat = subprocess.run(
+        [sys.executable, "-m", "cluster.cli", "chat", "--url", url.group()],
+        input="hello\n/system Be brief.\nand again\n/reset\n/fly\n/exit\n",
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert chat.returncode == 0, chat.stderr
+    assert "Talking to" in chat.stdout
+    assert "the server answered" not in chat.stdout
+    assert "/fly is unknown" in chat.stdout
+
+    unknown = subprocess.run(
+        [sys.executable, "-m", "cluster.cli", "chat", "--url", url.group(), "--model", "gpt-9"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert unknown.returncode == 2
+    assert "does not serve 'gpt-9'" in " ".join(unknown.stderr.split())
+
+    assert serve.end(signal.SIGINT) == []
+    assert serve.process.returncode == 0
+    assert serve.printed.rstrip().endswith("Stopped.")
+    assert "Traceback" not in serve.printed
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("127.0.0.1", int(url.group().rsplit(":", 1)[1])))
+
+
+def test_sigterm_while_starting_leaves_nothing(serve: Serve) -> None:
+    serve.wait_for("Starting Ray")
+    deadline = time.monotonic() + 30
+    while not serve.started() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert serve.end(signal.SIGTERM) == []
+    assert serve.process.returncode == 0
+    assert "Traceback" not in serve.printed

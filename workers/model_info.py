@@ -1,0 +1,19 @@
+"""What a worker tells the driver of the model that it loaded. Plain data, so that whoever reads it needs no torch."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What the driver must know of the loaded model."""
+
+    folder: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    num_blocks: int
+    kv_cache_bytes: int
+    dtype: str
+    platform: str
+    load_seconds: float
