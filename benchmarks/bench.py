@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", help="folder of the large model (default: random weights in Qwen2.5-0.5B's shape)")
     parser.add_argument("--tiny-model", help="folder of the tiny model (default: a random Llama of 4 layers)")
     parser.add_argument("--streams", default="1,16,32", help="numbers of HTTP streams (default: 1,16,32)")
-    parser.add_argument("--requests-per-stream", type=int, default=4, help="HTTP requests of each stream (default: 4)")
+    parser.add_argument("--requests-per-stream", type=int, default=2, help="HTTP requests of each stream (default: 2)")
     parser.add_argument("--repetitions", type=int, default=3, help="medians are taken over these (default: 3)")
     parser.add_argument("--kv-gib", type=int, default=2, help="size of the KV pool in GiB (default: 2)")
     parser.add_argument("--json", metavar="FILE", help="write the rows to FILE, one JSON object a line")
@@ -180,24 +180,28 @@ class Bench:
         workload = f"http {streams}"
         for server in servers:
             run_load(server.port, server.model_name, prompts(streams, HTTP_PROMPT), 8, streams)
-        rows: list[list[list[Row]]] = [[] for _ in servers]
-        offline_rows = []
         offline = EngineProcess("manta", model, self.setup, max_num_sequences=streams)
+        results: dict[Child, list[LoadResult]] = {server: [] for server in servers}
+        speeds: list[float] = []
         try:
             offline.generate(prompts(streams, HTTP_PROMPT), 8)
-            for _ in range(self.options.pairs or 1):
+            turns: list[Child] = [*servers, offline]
+            for repetition in range(self.repetitions):
                 batch = prompts(count, HTTP_PROMPT)
-                for index, server in enumerate(servers):
-                    self._settle([*servers, offline], server)
-                    result = run_load(server.port, server.model_name, batch, HTTP_OUTPUT, streams)
-                    rows[index].append(_load_rows(workload, result))
-                self._settle([*servers, offline], offline)
-                seconds, num_tokens = offline.generate(batch, HTTP_OUTPUT)
-                offline_rows.append(_of_offline(workload, rows[0][-1][0].value, num_tokens / seconds))
+                for child in reversed(turns) if repetition % 2 else turns:
+                    self._settle(turns, child)
+                    if isinstance(child, ServerProcess):
+                        result = run_load(child.port, child.model_name, batch, HTTP_OUTPUT, streams)
+                        results[child].append(result)
+                    else:
+                        seconds, num_tokens = offline.generate(batch, HTTP_OUTPUT)
+                        speeds.append(num_tokens / seconds)
         finally:
             offline.stop()
+        rows = [[_load_rows(workload, result) for result in results[server]] for server in servers]
         self._add(rows)
-        self._add([offline_rows])
+        manta = [result.num_tokens / result.seconds for result in results[servers[0]]]
+        self._add([[_of_offline(workload, http, speed) for http, speed in zip(manta, speeds, strict=True)]])
 
     def _settle(self, children: Sequence[Child], next_one: Child) -> None:
         for child in children:
