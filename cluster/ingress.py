@@ -35,6 +35,8 @@ from workers.model_info import ModelInfo
 from workers.sampling_params import SamplingParams
 
 HEALTH_TIMEOUT_S = 10.0
+DRAINED_BODIES = 16
+"""A body beyond the limit is read on for this many limits before the connection is given up."""
 OPEN_PATHS = ("/health", "/metrics", "/openapi.json")
 """Answered without an API key: probes and scrapers have none."""
 
@@ -281,25 +283,26 @@ class Exchange:
         self._streaming = False
 
     async def body(self, limit: int) -> bytes:
-        """The whole body. Raises `ApiError` 413 as soon as it is known to exceed `limit` bytes."""
-        declared = self.headers.get("content-length", "0")
-        size, chunks = int(declared) if declared.isdigit() else 0, []
-        received = 0
-        while True:
-            if max(size, received) > limit:
-                raise ApiError(
-                    413,
-                    f"the body has {'at least ' if size <= limit else ''}{max(size, received)} bytes and the limit is "
-                    f"{limit}; send less, or raise max_body_bytes",
-                    code="body_too_large",
-                )
+        """The whole body. Raises `ApiError` 413 where it exceeds `limit` bytes, of which no more are kept."""
+        chunks: list[bytes] = []
+        received, more = 0, True
+        # A body that is too long is read and dropped for a while: a client that is still sending would miss the answer.
+        while more and received <= DRAINED_BODIES * limit:
             message = await self._receive()
             if message["type"] == "http.disconnect":
                 raise ClientGone
-            chunks.append(message.get("body", b""))
-            received += len(chunks[-1])
-            if not message.get("more_body"):
-                return b"".join(chunks)
+            received += len(message.get("body", b""))
+            more = message.get("more_body", False)
+            if received <= limit:
+                chunks.append(message["body"])
+        if received > limit:
+            raise ApiError(
+                413,
+                f"the body has {'more than ' if more else ''}{received} bytes and the limit is {limit}; send less, or "
+                "raise max_body_bytes",
+                code="body_too_large",
+            )
+        return b"".join(chunks)
 
     async def unless_gone(self, work: Awaitable[bytes]) -> bytes:
         """The result of `work`, which is cancelled when the client closes the connection."""

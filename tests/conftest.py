@@ -35,3 +35,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "prove" in item.keywords:
             item.add_marker(skip)
+
+
+def pytest_sessionfinish() -> None:
+    from tests.server import shared_server
+
+    if shared_server.cache_info().currsize:
+        shared_server().stop()

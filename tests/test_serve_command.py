@@ -105,6 +105,7 @@ def test_what_serve_prints_can_be_pasted_and_ctrl_c_leaves_nothing(serve: Serve)
     assert serve.process.returncode == 0
     assert serve.printed.rstrip().endswith("Stopped.")
     assert "Traceback" not in serve.printed
+    assert "ray" not in serve.printed.replace("Starting Ray", ""), "Ray's own messages tell a newcomer nothing"
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(("127.0.0.1", int(url.group().rsplit(":", 1)[1])))

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
+import logging
 import os
 import pathlib
 import signal
@@ -44,6 +46,8 @@ def _serve_until_signal(config: ServeConfig) -> None:
     print(f"Starting Ray and loading {config.engine.model} ...", flush=True)
     from cluster import serve_app  # imports Ray, which takes seconds
 
+    # Ray protects the cluster that it starts by a token and says so at length; nobody has to know it to use the endpoint.
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     try:
         serve_app.start(config)
         # Ray puts a handler of its own in place while it starts.
@@ -58,7 +62,9 @@ def _serve_until_signal(config: ServeConfig) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         print("Stopping ...", flush=True)
-        serve_app.stop()
+        # Ray's threads print what they miss of each other while they end.
+        with contextlib.redirect_stdout(io.StringIO()):
+            serve_app.stop()
         print("Stopped.", flush=True)
 
 

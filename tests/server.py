@@ -1,0 +1,71 @@
+"""One live `manta serve` for all tests that need one: a tiny random model, in float32, on a free port."""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+import urllib.request
+
+from benchmarks.processes import free_port
+from tests.checkpoints import checkpoint
+
+START_TIMEOUT_S = 120
+
+
+class Server:
+    """A running server; `stop` ends it and everything it started."""
+
+    def __init__(self, *settings: str) -> None:
+        self.folder = checkpoint("llama")
+        self.port = free_port()
+        self.model = self.folder.name
+        self.url = f"http://127.0.0.1:{self.port}"
+        command = [sys.executable, "-m", "cluster.cli", "serve", "--model", str(self.folder), "--port", str(self.port)]
+        for setting in ("engine.dtype=float32", "engine.kv_cache_bytes=8388608", "engine.num_threads=1", *settings):
+            command += ["--set", setting]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        printed = ""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            printed += line
+            if "Ctrl-C stops it." in line:
+                return
+        raise RuntimeError(f"the server did not start: {printed}")
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(self.url + path, timeout=30) as response:
+            return response.read().decode()
+
+    def metrics(self) -> dict[str, float]:
+        """Series without labels but the model's, by name."""
+        found = {}
+        for line in self.get("/metrics").splitlines():
+            name, _, value = line.rpartition(" ")
+            if not line.startswith("#") and name.count("=") == 1:
+                found[name.partition("{")[0]] = float(value)
+        return found
+
+    def post(self, path: str, body: bytes | dict, headers: dict[str, str] | None = None) -> tuple[int, dict, dict]:
+        """(status, headers in lower case, decoded body)."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json", **(headers or {})})
+        try:
+            response = urllib.request.urlopen(request, timeout=60)
+        except urllib.error.HTTPError as error:
+            response = error
+        with response:
+            lowered = {key.lower(): value for key, value in response.headers.items()}
+            return response.status, lowered, json.loads(response.read())
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            self.process.communicate(timeout=60)
+
+
+@functools.cache
+def shared_server() -> Server:
+    """Started at first use; `tests/conftest.py` stops it when the session ends."""
+    return Server("engine.max_num_sequences=16", "engine.max_num_waiting=300")

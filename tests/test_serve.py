@@ -1,0 +1,235 @@
+"""The endpoint as its users meet it: the `openai` client, raw HTTP, and transformers as the judge of the text."""
+
+from __future__ import annotations
+
+import json
+
+import openai
+import pytest
+import transformers
+
+from tests.checkpoints import VOCAB_SIZE, checkpoint, reference_greedy
+from tests.server import Server, shared_server
+
+pytestmark = pytest.mark.timeout(240)
+GREEDY = {"temperature": 0, "extra_body": {"ignore_eos": True}}
+MESSAGES = [{"role": "user", "content": "Tell me something."}]
+
+
+@pytest.fixture(scope="module")
+def server() -> Server:
+    return shared_server()
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return transformers.AutoTokenizer.from_pretrained(checkpoint("llama"))
+
+
+def greedy_text(tokenizer, prompt_ids: list[int], num_tokens: int) -> str:
+    return tokenizer.decode(reference_greedy(checkpoint("llama"), prompt_ids, num_tokens), skip_special_tokens=True)
+
+
+def test_chat_is_the_models_answer_to_the_rendered_template(client, server, tokenizer) -> None:
+    ids = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
+    reply = client.chat.completions.create(model=server.model, messages=MESSAGES, max_tokens=20, **GREEDY)
+    assert reply.choices[0].message.content == greedy_text(tokenizer, ids, 20)
+    assert reply.choices[0].finish_reason == "length"
+    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (len(ids), 20)
+
+
+def test_completions_take_strings_tokens_and_lists_of_both(client, server, tokenizer) -> None:
+    prompts = ["The quick brown", "Hello, world"]
+    ids = [tokenizer(prompt).input_ids for prompt in prompts]
+    expected = [greedy_text(tokenizer, one, 12) for one in ids]
+
+    def complete(prompt) -> list[str]:
+        reply = client.completions.create(model=server.model, prompt=prompt, max_tokens=12, **GREEDY)
+        assert [choice.index for choice in reply.choices] == list(range(len(reply.choices)))
+        assert reply.usage.completion_tokens == 12 * len(reply.choices)
+        return [choice.text for choice in reply.choices]
+
+    assert complete(prompts[0]) == expected[:1]
+    assert complete(ids[0]) == expected[:1]
+    assert complete(prompts) == expected
+    assert complete(ids) == expected
+
+
+def test_streams_add_up_to_the_whole_answer_even_where_characters_span_tokens(client, server) -> None:
+    whole = client.chat.completions.create(
+        model=server.model, messages=MESSAGES, max_tokens=60, seed=11, extra_body={"ignore_eos": True}
+    )
+    chunks = list(
+        client.chat.completions.create(
+            model=server.model,
+            messages=MESSAGES,
+            max_tokens=60,
+            seed=11,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"ignore_eos": True},
+        )
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert not text.isascii(), "the test needs characters of several bytes"
+    assert chunks[0].choices[0].delta.role == "assistant"
+    finishes = [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices]
+    assert [finish for finish in finishes if finish] == ["length"]
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == 60
+
+    streamed = client.completions.create(
+        model=server.model, prompt=["One", "Two"], max_tokens=9, stream=True, temperature=0
+    )
+    pieces = {0: "", 1: ""}
+    ended = []
+    for chunk in streamed:
+        pieces[chunk.choices[0].index] += chunk.choices[0].text
+        ended += [chunk.choices[0].index] if chunk.choices[0].finish_reason else []
+    plain = client.completions.create(model=server.model, prompt=["One", "Two"], max_tokens=9, temperature=0)
+    assert pieces == {choice.index: choice.text for choice in plain.choices}
+    assert sorted(ended) == [0, 1]
+
+
+def test_a_stop_string_across_tokens_ends_the_text_and_frees_the_request(client, server) -> None:
+    free = client.completions.create(model=server.model, prompt="The quick", max_tokens=40, **GREEDY).choices[0].text
+    stop = free[7:11]
+    for stream in (False, True):
+        reply = client.completions.create(
+            model=server.model, prompt="The quick", max_tokens=40, stop=[stop, "never this"], stream=stream, **GREEDY
+        )
+        choices = [chunk.choices[0] for chunk in reply] if stream else [reply.choices[0]]
+        assert "".join(choice.text for choice in choices) == free[: free.index(stop)]
+        assert choices[-1].finish_reason == "stop"
+        assert choices[-1].stop_reason == stop
+        if not stream:
+            assert reply.usage.completion_tokens < 40
+    assert server.metrics()["manta:num_requests_running"] == 0
+
+
+def test_logprobs_usage_echo_and_seed(client, server, tokenizer) -> None:
+    reply = client.chat.completions.create(
+        model=server.model, messages=MESSAGES, max_tokens=5, logprobs=True, top_logprobs=3, **GREEDY
+    )
+    content = reply.choices[0].logprobs.content
+    assert len(content) == 5
+    for entry in content:
+        assert len(entry.top_logprobs) == 3
+        assert entry.logprob == max(top.logprob for top in entry.top_logprobs)  # greedy takes the best
+    assert b"".join(bytes(entry.bytes) for entry in content).decode("utf-8", "replace")
+
+    prompt = "Hello, world"
+    echoed = client.completions.create(
+        model=server.model, prompt=prompt, max_tokens=4, echo=True, logprobs=2, **GREEDY
+    ).choices[0]
+    ids = tokenizer(prompt).input_ids
+    assert echoed.text.startswith(prompt)
+    assert len(echoed.logprobs.tokens) == len(ids) + 4
+    assert echoed.logprobs.token_logprobs[0] is None
+    assert all(value < 0 for value in echoed.logprobs.token_logprobs[1:])
+
+    def sampled(seed: int) -> str:
+        return client.completions.create(model=server.model, prompt=prompt, max_tokens=16, seed=seed).choices[0].text
+
+    assert sampled(3) == sampled(3)
+    assert len({sampled(seed) for seed in range(4)}) == 4
+
+
+def test_models_tokenize_detokenize_health_metrics_and_openapi(client, server, tokenizer) -> None:
+    assert [model.id for model in client.models.list()] == [server.model]
+    assert client.models.retrieve(server.model).id == server.model
+    status, _, answer = server.post("/tokenize", {"prompt": "Hello, world"})
+    assert (status, answer["tokens"]) == (200, tokenizer("Hello, world").input_ids)
+    status, _, back = server.post("/detokenize", {"tokens": answer["tokens"]})
+    assert (status, back["prompt"]) == (200, "Hello, world")
+    assert json.loads(server.get("/health")) == {"status": "ok"}
+    assert server.metrics()["manta:generation_tokens_total"] > 0
+    document = json.loads(server.get("/openapi.json"))
+    assert "/v1/chat/completions" in document["paths"]
+
+
+def chat(**fields) -> dict:
+    return {"messages": MESSAGES, "max_tokens": 4, **fields}
+
+
+BAD_REQUESTS = [
+    ("/v1/chat/completions", b"{not json", 400, None),
+    ("/v1/chat/completions", b'{"model": "\xff\xfe"}', 400, None),
+    ("/v1/chat/completions", chat(max_tokens="many"), 400, "max_tokens"),
+    ("/v1/chat/completions", chat(model="gpt-9"), 404, "model"),
+    ("/v1/chat/completions", chat(max_tokens=-1), 400, "max_tokens"),
+    ("/v1/chat/completions", chat(max_tokens=10**9), 400, "max_tokens"),
+    ("/v1/chat/completions", chat(temperature=3), 400, "temperature"),
+    ("/v1/chat/completions", chat(messages=[]), 400, "messages"),
+    ("/v1/chat/completions", chat(frequency=1), 400, "frequency"),
+    ("/v1/chat/completions", chat(n=3), 400, "n"),
+    ("/v1/chat/completions", chat(logit_bias={str(VOCAB_SIZE): 1}), 400, "logit_bias"),
+    ("/v1/completions", {"prompt": [5, VOCAB_SIZE]}, 400, "prompt"),
+    ("/v1/completions", {"prompt": [5] * 600}, 400, "prompt"),
+    ("/v1/completions", {"prompt": ""}, 400, "prompt"),
+    ("/detokenize", {"tokens": [10**6]}, 400, "tokens"),
+    ("/v1/nothing", {}, 404, None),
+    ("/health", {}, 405, None),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status", "param"), BAD_REQUESTS)
+def test_bad_input_is_answered_in_openais_shape_and_disturbs_nobody(server, path, body, status, param) -> None:
+    if isinstance(body, dict) and path.startswith("/v1/"):
+        body = {"model": server.model, **body}
+    got, _, answer = server.post(path, body)
+    assert got == status
+    assert set(answer["error"]) == {"message", "type", "param", "code"}
+    if param is not None:
+        assert answer["error"]["param"] == param
+        assert param in answer["error"]["message"]
+    again, _, answer = server.post("/v1/completions", {"model": server.model, "prompt": "Hello", "max_tokens": 2})
+    assert again == 200
+    assert answer["usage"]["completion_tokens"] <= 2
+
+
+def test_a_body_of_50_mb_is_refused_and_the_next_request_served(server) -> None:
+    body = {"model": server.model, "prompt": "a" * 50_000_000}
+    status, _, answer = server.post("/v1/completions", body)
+    assert status == 413
+    assert "max_body_bytes" in answer["error"]["message"]
+    assert server.post("/v1/completions", {"model": server.model, "prompt": "Hello"})[0] == 200
+
+
+def test_a_request_id_is_returned(server) -> None:
+    _, headers, _ = server.post(
+        "/v1/completions", {"model": server.model, "prompt": "Hello"}, {"x-request-id": "my-own-id"}
+    )
+    assert headers["x-request-id"] == "my-own-id"
+
+
+def test_limits_that_the_operator_sets() -> None:
+    """Keys, the queue's limit and the deadline, on a server of its own."""
+    server = Server(
+        "api_keys=[secret]",
+        "engine.max_num_sequences=1",
+        "engine.max_num_waiting=1",
+        "request_timeout_s=0.4",
+    )
+    try:
+        key = {"Authorization": "Bearer secret"}
+        long = {"model": server.model, "prompt": "Hello", "max_tokens": 500, "ignore_eos": True}
+        assert server.post("/v1/completions", long)[0] == 401
+        assert server.post("/v1/completions", long, {"Authorization": "Bearer wrong"})[0] == 401
+        full = {**long, "prompt": ["Hello"] * 8}
+        status, headers, answer = server.post("/v1/completions", full, key)
+        assert status == 429, answer
+        assert int(headers["retry-after"]) >= 1
+        assert "max_num_waiting" in answer["error"]["message"]
+        slow = {**long, "prompt": ["Hello", "Hello"], "max_tokens": 500}
+        statuses = {server.post("/v1/completions", slow, key)[0] for _ in range(3)}
+        assert statuses <= {200, 408}
+        assert server.post("/v1/completions", {**long, "max_tokens": 2}, key)[0] == 200
+    finally:
+        server.stop()
