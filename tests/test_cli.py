@@ -11,6 +11,7 @@ import sys
 
 import pytest
 
+from benchmarks.processes import free_port
 from cluster.cli import main
 from cluster.commands.serve import ready_message
 from cluster.config import EngineConfig, ServeConfig
@@ -155,6 +156,14 @@ def test_check_says_why_a_checkpoint_cannot_be_served(
     strange_rope = _copy(good, tmp_path / "rope")
     _edit_config(strange_rope, rope_parameters={"rope_type": "spiral", "rope_theta": 1e4})
     assert "spiral" in refused(strange_rope)
+
+    no_tokenizer = _copy(good, tmp_path / "no-tokenizer")
+    for path in no_tokenizer.glob("tokenizer*"):
+        path.unlink()
+    assert "tokenizer" in refused(no_tokenizer)
+    code, _, error = run(capsys, "serve", "--model", str(no_tokenizer), "--port", str(free_port()))
+    assert code == 2
+    assert "tokenizer" in error
 
     unknown = _copy(good, tmp_path / "unknown")
     _edit_config(unknown, architectures=["CloudForCausalLM"], model_type="cloud")

@@ -1,7 +1,7 @@
 """`manta check`: says whether a model folder and a configuration can be served here, without loading weights.
 
 The arithmetic is the worker's own (`workers/memory.py`), so that what is said here is what serving does. `manta serve`
-calls `check_checkpoint` before it starts anything.
+calls `check_quickly` before it starts anything.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from typing import Any
 import msgspec
 
 from cluster.commands import Refusal
-from cluster.config import EngineConfig, ServeConfig, load_config
+from cluster.config import EngineConfig, load_config
+from cluster.tokenizer import Tokenizer, TokenizerError
 from workers.memory import num_parameters, plan_kv_cache, plan_max_model_len
-from workers.model_config import DTYPE_BYTES, ModelConfig, ModelError, load_model_config, resolve_model_folder
+from workers.model_config import DTYPE_BYTES, ModelError, load_model_config, resolve_model_folder
 
 
 class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,12 +57,25 @@ def run_check(config_path: str | None, overrides: dict[str, Any]) -> int:
     return 0
 
 
-def check_checkpoint(config: ServeConfig) -> tuple[pathlib.Path, ModelConfig]:
-    """The model's folder and shape, from its small files alone. Raises `ModelError`."""
-    folder = resolve_model_folder(config.engine.model)
+def check_quickly(engine: EngineConfig) -> None:
+    """What can be said of a model in no time and without torch: its configuration, its files, its length.
+
+    Raises `ModelError`.
+    """
+    folder = resolve_model_folder(engine.model)
     model = load_model_config(folder)
     num_parameters(folder)  # every file is there and whole
-    return folder, model
+    if engine.max_model_len is not None:
+        plan_max_model_len(model, engine.max_model_len, capacity=engine.max_model_len)
+    if engine.tokenizer is not None or not (folder / "tokenizer.json").is_file():
+        _check_tokenizer(engine, folder)
+
+
+def _check_tokenizer(engine: EngineConfig, folder: pathlib.Path) -> None:
+    try:
+        Tokenizer(engine.tokenizer or folder)
+    except TokenizerError as error:
+        raise ModelError(str(error)) from error
 
 
 def check_model(engine: EngineConfig) -> CheckReport:
@@ -72,6 +86,7 @@ def check_model(engine: EngineConfig) -> CheckReport:
     folder = resolve_model_folder(engine.model)
     model = load_model_config(folder)
     parameters = num_parameters(folder)
+    _check_tokenizer(engine, folder)
     if model.native:
         check_tensors(folder, model)
     try:

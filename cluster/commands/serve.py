@@ -17,7 +17,7 @@ import socket
 from typing import Any
 
 from cluster.commands import Refusal
-from cluster.commands.check import check_checkpoint, check_model
+from cluster.commands.check import check_model, check_quickly
 from cluster.config import ServeConfig, load_config
 from workers.model_config import ModelError
 
@@ -31,7 +31,7 @@ def run_serve(config_path: str | None, overrides: dict[str, Any]) -> int:
         raise Refusal(str(error)) from error
     _check_port(config.host, config.port)
     try:
-        check_checkpoint(config)
+        check_quickly(config.engine)
     except ModelError as error:
         raise Refusal(f"{config.engine.model} cannot be served: {error}") from error
     with _stopped_by_sigterm():
@@ -46,7 +46,7 @@ def _serve_until_signal(config: ServeConfig) -> None:
     print(f"Starting Ray and loading {config.engine.model} ...", flush=True)
     from cluster import serve_app  # imports Ray, which takes seconds
 
-    # Ray protects the cluster that it starts by a token and says so at length; nobody has to know it to use the endpoint.
+    # Ray protects the cluster that it starts by a token and says so at length; the endpoint works without knowing it.
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     try:
         serve_app.start(config)
