@@ -70,19 +70,21 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence. Raises `RequestRefused` where it can never be served whole."""
-        limit = min(self.max_model_len, self.blocks.num_blocks * self.blocks.block_size)
+        pool = self.blocks.num_blocks * self.blocks.block_size
+        limit = min(self.max_model_len, pool)
+        remedy = "raise max_model_len" if self.max_model_len <= pool else "enlarge the KV cache (kv_cache_bytes)"
         room = limit - sequence.num_prompt_tokens
         if room < 1:
             raise RequestRefused(
                 f"the prompt has {sequence.num_prompt_tokens} tokens and leaves no room for output: both share {limit} "
-                "tokens; shorten the prompt or raise max_model_len",
+                f"tokens; shorten the prompt or {remedy}",
                 "prompt",
             )
         max_tokens = sequence.params.max_tokens
         if max_tokens is not None and max_tokens > room:
             raise RequestRefused(
                 f"max_tokens {max_tokens} exceeds the {room} left after a {sequence.num_prompt_tokens}-token prompt; "
-                "lower it, shorten the prompt or raise max_model_len",
+                f"lower it, shorten the prompt or {remedy}",
                 "max_tokens",
             )
         sequence.max_length = sequence.num_prompt_tokens + (max_tokens or room)
@@ -127,9 +129,7 @@ class Scheduler:
         while self.waiting and budget > 0 and len(self.running) < self.max_num_sequences:
             sequence = self.waiting[0]
             prefix = self._cached_prefix(sequence)
-            missing = self._blocks_for(len(sequence.token_ids)) - len(prefix)
-            # Room for the whole prompt, not for its first chunk: who is let in should not be thrown out at once.
-            if missing > self.blocks.num_free - self.blocks.num_evictable(prefix):
+            if not self._fits(sequence, prefix):
                 break
             del self.waiting[0]
             self._admit(sequence, prefix)
@@ -137,6 +137,11 @@ class Scheduler:
             count = min(self._num_wanted(sequence), budget)
             self._schedule(step, sequence, count, prefix)
             budget -= count
+
+    def _fits(self, sequence: Sequence, prefix: list[int]) -> bool:
+        """Room for the whole prompt, not for its first chunk: who is let in should not be thrown out at once."""
+        missing = self._blocks_for(len(sequence.token_ids)) - len(prefix)
+        return missing <= self.blocks.num_free - self.blocks.num_evictable(prefix)
 
     def _cached_prefix(self, sequence: Sequence) -> list[int]:
         """Cached blocks that the sequence may read; its last token is always computed, for somebody must make the
@@ -203,8 +208,8 @@ class Scheduler:
     def _make_way_for_priority(self) -> None:
         """The first in the queue takes the place of less urgent ones. It happens before anything is scheduled."""
         while self.waiting and self.running and self.waiting[0].priority < self.running[-1].priority:
-            needed = self._blocks_for(len(self.waiting[0].token_ids))
-            if len(self.running) < self.max_num_sequences and needed <= self.blocks.num_free:
+            urgent = self.waiting[0]
+            if len(self.running) < self.max_num_sequences and self._fits(urgent, self._cached_prefix(urgent)):
                 break
             self._preempt(self.running[-1])
 
@@ -299,14 +304,20 @@ class Scheduler:
         return new or None
 
     def _fail(self, sequence: Sequence, error: str) -> SequenceOutput:
-        """Ends a sequence whose row failed. Blocks that it wrote leave the cache; whoever shares them computes
-        again.
+        """Ends a sequence whose row failed. All it read or wrote leaves the cache; running sequences that read what it
+        wrote compute again, and so do those that read what these wrote behind it.
+
+        Blocks that it only read leave without disturbing their other readers: had the failure come from there, these
+        fail by themselves, and no newcomer should.
         """
-        written = set(sequence.block_table[sequence.num_shared_blocks :])
-        self.blocks.discard(written)
+        tainted = set(sequence.block_table[sequence.num_shared_blocks :])
+        self.blocks.discard(sequence.block_table)
         self._end(sequence, FinishStatus.FINISHED_INTERNAL_ERROR)
-        for other in [other for other in self.running if not written.isdisjoint(other.block_table)]:
-            self._preempt(other)
+        while reader := next((other for other in self.running if not tainted.isdisjoint(other.block_table)), None):
+            first = next(index for index, block in enumerate(reader.block_table) if block in tainted)
+            tainted.update(reader.block_table[first:])
+            self.blocks.discard(reader.block_table[first:])
+            self._preempt(reader)
         return SequenceOutput(
             sequence.request_id,
             sequence.index,
@@ -335,13 +346,10 @@ class Scheduler:
         if not self._num_deadlines:
             return []
         late = [s for s in self._by_id.values() if s.deadline is not None and s.deadline <= now]
-        return [self._final(sequence, FinishStatus.FINISHED_ABORTED) for sequence in late]
+        return [self._final(sequence, FinishStatus.FINISHED_ABORTED, "the deadline passed") for sequence in late]
 
-    def _final(self, sequence: Sequence, status: FinishStatus) -> SequenceOutput:
+    def _final(self, sequence: Sequence, status: FinishStatus, error: str | None = None) -> SequenceOutput:
         self._end(sequence, status)
-        error = (
-            "the deadline passed" if sequence.deadline is not None and status is FinishStatus.FINISHED_ABORTED else None
-        )
         return SequenceOutput(sequence.request_id, sequence.index, [], finish=status, error=error, usage=sequence.usage)
 
     def _end(self, sequence: Sequence, status: FinishStatus) -> None:

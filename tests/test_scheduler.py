@@ -2,7 +2,8 @@
 drafts.
 
 The fake model keeps what each KV slot holds, as (position, hash of the tokens up to there), and raises where a token is
-computed on anything but its own context: a wrong prefix hit, a premature free or a stale block cannot pass.
+computed on anything but its own context: a wrong prefix hit, a premature free or a stale block cannot pass. NaN spreads
+in it as in a real model: whatever is computed on a poisoned slot is poisoned too.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from cluster.kv_blocks import IntegrityError, KVBlocks
+from cluster.kv_blocks import KVBlocks
 from cluster.request import FinishStatus, RequestRefused, SequenceOutput
 from cluster.scheduler import Scheduler
 from cluster.sequence import Sequence
@@ -46,8 +47,12 @@ class FakeModel:
         self.slots: dict[int, tuple] = {}
         self.tokens: dict[int, list[int]] = {}
         self.tables: dict[int, list[int]] = {}
+        self.poisoned: set[int] = set()
+        """Slots that hold NaN."""
 
-    def execute(self, step: StepInput, late: set[int], failing: set[int], drafts: bool) -> StepOutput:
+    def execute(
+        self, step: StepInput, late: set[int] = frozenset(), failing: set[int] = frozenset(), drafts: bool = False
+    ) -> StepOutput:
         for sequence_id in step.finished:
             self.tokens.pop(sequence_id, None)
             self.tables.pop(sequence_id, None)
@@ -55,40 +60,44 @@ class FakeModel:
             assert start.sequence_id not in self.tokens, "started while the rank still holds it"
             self.tokens[start.sequence_id] = list(start.token_ids)
             self.tables[start.sequence_id] = []
-        inputs = self._write(step)
+        inputs = self._write(step, failing)
         self._check_contexts(step, inputs)
-        output = self._sample(step, inputs, late, failing, drafts)
-        for item in step.scheduled:
-            if item.sequence_id in output.errors:  # what a failed row wrote is not to be read
-                for position in range(item.start, item.start + item.num_tokens):
-                    slot = self.tables[item.sequence_id][position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
-                    self.slots[slot] = ("poison",)
-        return output
+        return self._sample(step, inputs, late, drafts)
 
-    def _write(self, step: StepInput) -> dict[int, list[int]]:
+    def slot(self, sequence_id: int, position: int) -> int:
+        return self.tables[sequence_id][position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+
+    def _write(self, step: StepInput, failing: set[int]) -> dict[int, list[int]]:
         inputs, written = {}, {}
         for item in step.scheduled:
-            tokens, table = self.tokens[item.sequence_id], self.tables[item.sequence_id]
-            table += item.new_block_ids
+            tokens = self.tokens[item.sequence_id]
+            self.tables[item.sequence_id] += item.new_block_ids
             known = item.start + item.num_tokens - len(item.draft_token_ids)
             assert known <= len(tokens)
             assert not item.draft_token_ids or known == len(tokens)
             inputs[item.sequence_id] = tokens[:known] + item.draft_token_ids
             for position in range(item.start, item.start + item.num_tokens):
-                slot = table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+                slot = self.slot(item.sequence_id, position)
                 assert slot not in written, "two tokens of a step share a KV slot"
                 written[slot] = tuple(inputs[item.sequence_id][: position + 1])
+                self.poisoned.discard(slot)
         self.slots |= written
+        for item in step.scheduled:  # a sharer of the same step stands behind the writer
+            fails = item.sequence_id in failing
+            for position in range(item.start + item.num_tokens):
+                slot = self.slot(item.sequence_id, position)
+                fails = fails or slot in self.poisoned
+                if fails and position >= item.start:
+                    self.poisoned.add(slot)
         return inputs
 
     def _check_contexts(self, step: StepInput, inputs: dict[int, list[int]]) -> None:
         for item in step.scheduled:
-            table = self.tables[item.sequence_id]
             for position in range(item.start + item.num_tokens):
-                slot = table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
-                assert self.slots.get(slot) == tuple(inputs[item.sequence_id][: position + 1])
+                expected = tuple(inputs[item.sequence_id][: position + 1])
+                assert self.slots.get(self.slot(item.sequence_id, position)) == expected
 
-    def _sample(self, step, inputs, late, failing, drafts) -> StepOutput:
+    def _sample(self, step, inputs, late, drafts) -> StepOutput:
         output = StepOutput(step.step_id)
         row_of = {}
         first = 0
@@ -100,7 +109,7 @@ class FakeModel:
         for point in step.sample_points:
             sequence_id, position = row_of[point.row]
             assert (sequence_id, position + 1) == (point.sequence_id, point.position)
-            if sequence_id in failing:
+            if self.slot(sequence_id, position) in self.poisoned:
                 output.errors[sequence_id] = "NaN"
             elif sequence_id not in late and sequence_id not in rejected:
                 given_tokens = inputs[sequence_id]
@@ -132,6 +141,8 @@ class Harness:
         self.sequences: list[Sequence] = []
         self.gained: dict[str, list[int]] = {}
         self.ends: dict[str, SequenceOutput] = {}
+        self.failed: set[str] = set()
+        """Requests whose row was made to fail."""
 
     def add(self, prompt: list[int], params: SamplingParams, priority: int = 0) -> bool:
         number = len(self.sequences)
@@ -156,6 +167,9 @@ class Harness:
         assert step.num_tokens <= self.budget
         assert len({item.sequence_id for item in step.scheduled}) == len(step.scheduled)
         assert step.scheduled or not self.scheduler.has_unfinished, "work is there and nothing was scheduled"
+        # What fails is sampled in the same step, so the failure is known at once and nobody else may suffer.
+        failing = failing & {point.sequence_id for point in step.sample_points}
+        self.failed |= {str(sequence_id) for sequence_id in failing}
         self.collect(self.scheduler.update(step, self.model.execute(step, late, failing, drafts)))
         self.scheduler.check_integrity()
 
@@ -233,6 +247,7 @@ def test_every_request_gets_its_tokens_whatever_happens_to_the_others(
         expected = continuation(sequence.token_ids[: sequence.num_prompt_tokens], sequence.params)
         gained = harness.gained[sequence.request_id]
         assert gained == expected[: len(gained)]
+        assert end.finish is not FinishStatus.FINISHED_INTERNAL_ERROR or sequence.request_id in harness.failed
         if end.finish is FinishStatus.FINISHED_LENGTH:
             assert gained == expected
             assert len(gained) == sequence.params.max_tokens
@@ -272,7 +287,7 @@ def test_a_prefix_is_shared_between_requests_of_the_same_step_and_computed_once(
         harness.add([*prefix, last], SamplingParams(max_tokens=4))
     step = harness.scheduler.schedule()
     assert [item.num_tokens for item in step.scheduled] == [17, 1, 1, 1]
-    harness.collect(harness.scheduler.update(step, harness.model.execute(step, set(), set(), False)))
+    harness.collect(harness.scheduler.update(step, harness.model.execute(step)))
     tables = [sequence.block_table for sequence in harness.scheduler.running]
     assert len({tuple(table[:4]) for table in tables}) == 1
     harness.drain()
@@ -309,28 +324,6 @@ def test_a_request_that_cannot_fit_is_refused_with_value_bound_and_remedy() -> N
     assert not scheduler.has_unfinished
 
 
-def test_least_recently_used_prefixes_are_evicted_first() -> None:
-    blocks = KVBlocks(3, BLOCK_SIZE)
-    for name in (b"a", b"b", b"c"):
-        (block,) = blocks.allocate(1)
-        blocks.register(block, name)
-        blocks.free([block])
-    blocks.share(blocks.find_prefix([b"a"]))
-    blocks.free(blocks.find_prefix([b"a"]))
-    blocks.allocate(1)
-    assert blocks.find_prefix([b"b"]) == []
-    assert blocks.find_prefix([b"a"])
-    assert blocks.find_prefix([b"c"])
-
-
-def test_the_integrity_check_sees_a_leak() -> None:
-    blocks = KVBlocks(3, BLOCK_SIZE)
-    table = blocks.allocate(2)
-    blocks.check_integrity([table])
-    with pytest.raises(IntegrityError, match="1 references and 0 sequences"):
-        blocks.check_integrity([table[:1]])
-
-
 def test_what_a_failed_row_wrote_is_read_by_nobody() -> None:
     harness = Harness(num_blocks=24, budget=100, slots=4)
     prefix = [1, 2] * 6
@@ -346,3 +339,63 @@ def test_what_a_failed_row_wrote_is_read_by_nobody() -> None:
         sequence = harness.sequences[int(name)]
         prompt = sequence.token_ids[: sequence.num_prompt_tokens]
         assert harness.gained[name] == continuation(prompt, sequence.params)
+
+
+def test_what_was_computed_on_a_failed_rows_blocks_is_read_by_nobody() -> None:
+    harness = Harness(num_blocks=32, budget=21, slots=4)
+    prefix = [1, 2] * 6
+    tail = [2, 1, 1, 2] * 4
+    harness.add([*prefix, 3], SamplingParams(max_tokens=3))
+    harness.add([*prefix, *tail, 4], SamplingParams(max_tokens=3))  # its first chunk fills blocks on top of the prefix
+    harness.step(failing={0})
+    harness.drain()
+    harness.add([*prefix, *tail, 5], SamplingParams(max_tokens=3))
+    harness.drain()
+    assert [end.finish is FinishStatus.FINISHED_INTERNAL_ERROR for end in harness.ends.values()] == [True, False, False]
+
+
+def test_a_prefix_that_makes_rows_fail_is_computed_again() -> None:
+    """A chunk goes bad unnoticed and its request is aborted: one reader pays, not all to come."""
+    harness = Harness(num_blocks=32, budget=8, slots=1)
+    prompt = [1, 2] * 8
+    harness.add(prompt, SamplingParams(max_tokens=3))
+    step = harness.scheduler.schedule()
+    harness.collect(harness.scheduler.update(step, harness.model.execute(step, failing={0})))
+    harness.collect(harness.scheduler.abort("0"))
+    for _ in range(3):
+        harness.add(prompt, SamplingParams(max_tokens=3))
+        harness.drain()
+    assert [harness.ends[name].error for name in ("1", "2", "3")] == ["NaN", None, None]
+
+
+def test_only_a_passed_deadline_is_called_one() -> None:
+    scheduler = Harness(num_blocks=8, budget=8, slots=1).scheduler
+    for number in range(3):
+        scheduler.add(Sequence(number, str(number), [1], SamplingParams(), 0, deadline=10.0 * (number + 1)))
+    scheduler.schedule()
+    assert scheduler.expire(9.0) == []
+    (expired,) = scheduler.expire(10.0)
+    (aborted,) = scheduler.abort("2")
+    assert (expired.request_id, expired.error) == ("0", "the deadline passed")
+    assert (aborted.finish, aborted.error) == (FinishStatus.FINISHED_ABORTED, None)
+    scheduler.check_integrity()
+
+
+def test_a_refusal_names_the_limit_that_is_short() -> None:
+    params = SamplingParams()
+    with pytest.raises(RequestRefused, match="max_model_len"):
+        Harness(num_blocks=100, budget=8, slots=1).scheduler.add(Sequence(0, "a", [1] * 64, params, 0))
+    with pytest.raises(RequestRefused, match="KV"):
+        Harness(num_blocks=4, budget=8, slots=1).scheduler.add(Sequence(0, "a", [1] * 16, params, 0))
+
+
+def test_an_urgent_request_with_a_cached_prefix_displaces_nobody_it_need_not() -> None:
+    harness = Harness(num_blocks=8, budget=100, slots=4)
+    prefix = [1, 2] * 8
+    harness.add([*prefix, 3], SamplingParams(max_tokens=8, ignore_eos=True), priority=1)
+    harness.step()  # holds 5 of 8 blocks
+    harness.add([*prefix, 4], SamplingParams(max_tokens=2, ignore_eos=True), priority=0)
+    harness.step()
+    assert harness.scheduler.num_preemptions == 0
+    assert harness.scheduler.num_running == 2
+    harness.drain()
