@@ -46,32 +46,42 @@ def build(options: dict[str, Any]) -> serve.Application:
 def start(config: ServeConfig) -> None:
     """Starts Ray and Serve in this process and returns when the application is healthy.
 
-    Raises what the replicas raised where they cannot start.
+    Where `RAY_ADDRESS` names a cluster (as in a Ray job) the application runs there; else on a Ray of its own, never on
+    one that happens to run on this machine. Raises what the replicas raised where they cannot start.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # One request path instead of three event loops and a log line each; see benchmarks of HTTP in `manta bench`.
+    # One event loop in a replica instead of three: threads of one process share one interpreter lock anyway.
     os.environ.setdefault("RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP", "0")
     os.environ.setdefault("RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD", "0")
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    ray.init(
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        object_store_memory=_OBJECT_STORE_BYTES,
-        configure_logging=False,
-    )
+    if _joins_cluster():
+        ray.init(log_to_driver=False, logging_level=logging.ERROR)
+    else:
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            object_store_memory=_OBJECT_STORE_BYTES,
+        )
     options = {"enable_access_log": False}
     serve.start(http_options=HTTPOptions(host=config.host, port=config.port), logging_config=options)
     serve.run(application(config), name=APP_NAME, route_prefix="/", logging_config=options)
 
 
 def stop() -> None:
-    """Ends Serve and the Ray that `start` began; harmless where nothing runs."""
-    if ray.is_initialized():
-        try:
-            serve.shutdown()
-        finally:
-            ray.shutdown()
+    """Ends what `start` began; harmless where nothing runs."""
+    if not ray.is_initialized():
+        return
+    try:
+        if _joins_cluster():
+            serve.delete(APP_NAME)
+    finally:
+        ray.shutdown()  # a Ray of its own takes Serve and every process with it
+
+
+def _joins_cluster() -> bool:
+    return bool(os.environ.get("RAY_ADDRESS"))
 
 
 def _absolute(name: str | None) -> Any:

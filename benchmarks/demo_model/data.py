@@ -1,0 +1,321 @@
+"""Synthetic conversations for the demo model: extraction to JSON, tool calls, sums, sorting and questions about Manta.
+
+Everything is a function of a `random.Random`. The held-out split uses names, cities, items and phrasings that
+training never shows, so that its score says whether the model copies, not whether it remembers. Reads no files.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from benchmarks.demo_model.facts import FACTS, HELD_OUT_PREFIX, PREFIXES
+
+ORDER_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "customer": {"type": "string"},
+        "city": {"type": "string"},
+        "items": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {"name": {"type": "string"}, "quantity": {"type": "integer"}},
+                "required": ["name", "quantity"],
+                "additionalProperties": False,
+            },
+        },
+    },
+    "required": ["customer", "city", "items"],
+    "additionalProperties": False,
+}
+CONTACT_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "email": {"type": "string"},
+        "phone": {"type": "string"},
+        "city": {"type": "string"},
+    },
+    "required": ["name", "email", "phone", "city"],
+    "additionalProperties": False,
+}
+
+
+class Sample(NamedTuple):
+    """A conversation and the answer that is right."""
+
+    task: str
+    messages: list[dict[str, str]]
+    answer: str
+    tools: list[dict[str, Any]] | None = None
+
+
+class Words(NamedTuple):
+    """What a split draws from; `invent` makes names that no list holds."""
+
+    first: list[str]
+    last: list[str]
+    cities: list[str]
+    items: list[str]
+    order_forms: list[str]
+    order_asks: list[str]
+    contact_forms: list[str]
+    contact_asks: list[str]
+    sum_forms: list[str]
+    sort_forms: list[str]
+    invent: bool
+
+
+def _split(text: str) -> list[str]:
+    return text.split(",")
+
+
+TRAIN = Words(
+    first=_split(
+        "Anna,Ben,Clara,David,Elena,Felix,Grace,Hugo,Ines,Jonas,Karin,Liam,Maria,Noah,Olga,Paul,Rosa,Sam,Tina,Victor,"
+        "Wendy,Yusuf,Zoe,Amir,Bella,Carl,Dora,Emil,Fatima,George,Hanna,Igor,Julia,Kevin,Laura,Marco,Nina,Oscar,Petra"
+    ),
+    last=_split(
+        "Smith,Garcia,Novak,Kim,Olsen,Rossi,Weber,Silva,Khan,Dubois,Ito,Brown,Nowak,Ruiz,Larsen,Moreau,Fischer,Costa,"
+        "Singh,Evans,Hoffman,Petrov,Lopez,Tanaka,Clark,Jensen,Marino,Baker,Schmidt,Young,Ferrari,Walker,Popov,Reyes"
+    ),
+    cities=_split(
+        "Berlin,Madrid,Oslo,Paris,Rome,Vienna,Prague,Dublin,Athens,Warsaw,Boston,Denver,Tokyo,Seoul,Cairo,Lima,Quito,"
+        "Sydney,Toronto,Chicago,Hamburg,Milan,Porto,Zurich,Geneva,Austin,Dallas,Delhi,Lagos,Nairobi,Santiago,Havana"
+    ),
+    items=_split(
+        "lamps,chairs,desks,pens,notebooks,apples,bottles,keyboards,shirts,mugs,candles,books,towels,plates,bags,"
+        "clocks,brushes,cables,carpets,mirrors,pillows,screens,forks,hats,gloves,boxes,jars,tents,ladders,helmets,"
+        "batteries,posters,spoons,blankets,baskets,bricks,buckets,drills"
+    ),
+    order_forms=[
+        "Hi, this is {name} from {city}. Please send me {items}.",
+        "{name} in {city} would like to order {items}.",
+        "I need {items}. My name is {name} and I live in {city}.",
+        "Hello! {items} for {name}, {city}, please.",
+        "Dear team, could you ship {items} to {name} in {city}?",
+        "Order from {city}: {name} wants {items}.",
+        "My name is {name}. I would like {items}, delivered to {city}.",
+        "We got a call from {name} ({city}) who asked for {items}.",
+        "Please deliver {items} to {city}. The customer is {name}.",
+        "{name} here. Can I get {items}? I am in {city}.",
+        "Good morning, {name} speaking, calling from {city}: {items}, thanks!",
+        "To: {name}, {city}. Contents: {items}.",
+    ],
+    order_asks=[
+        "Extract the order as JSON: ",
+        "Turn this order into JSON: ",
+        "Give me the order as JSON. ",
+        "Order to JSON: ",
+        "Read the order and answer with JSON: ",
+    ],
+    contact_forms=[
+        "{name} lives in {city}. Mail: {email}, phone: {phone}.",
+        "You can reach {name} at {email} or {phone}; the office is in {city}.",
+        "Contact: {name}, {city}, {phone}, {email}.",
+        "I am {name} from {city}. Call me at {phone} or write to {email}.",
+        "New customer {name} ({email}), based in {city}, tel. {phone}.",
+        "Write to {email} if you want to talk to {name} in {city}. The number is {phone}.",
+        "My number is {phone} and my email is {email}. Best, {name}, {city}",
+        "{phone} is the number of {name}, {city}; {email} works as well.",
+    ],
+    contact_asks=[
+        "Extract the contact as JSON: ",
+        "Turn this contact into JSON: ",
+        "Give me the contact as JSON. ",
+        "Contact to JSON: ",
+    ],
+    sum_forms=["What is {sum}?", "{sum} = ?", "Calculate {sum}.", "How much is {sum}?", "Compute {sum}"],
+    sort_forms=["Sort these numbers: {list}", "Sort {list}.", "Put {list} in order.", "Order this list: {list}"],
+    invent=True,
+)
+HELD_OUT = Words(
+    first=_split("Agnes,Bruno,Celine,Dmitri,Esther,Farid,Gloria,Henrik,Isabel,Jorge,Kenji,Lucia,Mona,Nils,Oona,Pierre"),
+    last=_split(
+        "Almeida,Bergman,Castro,Duarte,Eriksen,Fontana,Gruber,Horvat,Ivanov,Keller,Lindgren,Meyer,Okafor,Patel"
+    ),
+    cities=_split("Lisbon,Krakow,Bergen,Naples,Seville,Lyon,Antwerp,Kyoto,Montreal,Seattle,Bogota,Accra,Hanoi,Perth"),
+    items=_split("kettles,scarves,rulers,stools,vases,laptops,umbrellas,sponges,curtains,magnets,whistles,stickers"),
+    order_forms=[
+        "Hello, {name} here from {city}. I would like to order {items}, please.",
+        "Please send {items} to {name} in {city}.",
+        "Good day, my name is {name}, I live in {city} and I need {items}.",
+    ],
+    order_asks=["Extract the order as JSON: "],
+    contact_forms=[
+        "This is {name} from {city}. My email is {email} and my phone is {phone}.",
+        "Please add {name}, {email}, {phone}. The office is in {city}.",
+    ],
+    contact_asks=["Extract the contact as JSON: "],
+    sum_forms=["Please calculate {sum}."],
+    sort_forms=["Please sort these numbers: {list}"],
+    invent=False,
+)
+
+_SYLLABLES = _split(
+    "ba,be,bi,bo,bu,ca,ce,co,da,de,di,do,el,em,en,fa,fe,fi,ga,ge,gi,go,ha,he,hi,ja,jo,ka,ke,ki,ko,la,le,li,lo,"
+    "lu,ma,me,mi,mo,mu,na,ne,ni,no,nu,or,os,pa,pe,pi,po,ra,re,ri,ro,ru,sa,se,si,so,ta,te,ti,to,tu,va,ve,vi,vo,"
+    "wa,we,wi,za,zo,ber,gan,har,kin,lan,man,mar,nor,ran,sen,stein,ton,var,vin,berg,dal,ford,gren,ham,mond,"
+    "quist,ster,ther"
+)
+_COLOURS = ["red", "blue", "green", "black", "white", "small", "large", "old", "new", "wooden"]
+_NUMBER_WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+
+
+def _invented(rng: random.Random) -> str:
+    return "".join(rng.choices(_SYLLABLES, k=rng.randint(2, 3))).capitalize()
+
+
+def _one(rng: random.Random, words: Words, known: list[str]) -> str:
+    """A word of the list, or, in training, more often one that nobody has seen."""
+    return _invented(rng) if words.invent and rng.random() < 0.6 else rng.choice(known)
+
+
+def _name(rng: random.Random, words: Words) -> str:
+    return f"{_one(rng, words, words.first)} {_one(rng, words, words.last)}"
+
+
+def _item(rng: random.Random, words: Words) -> str:
+    item = _invented(rng).lower() + "s" if words.invent and rng.random() < 0.4 else rng.choice(words.items)
+    return f"{rng.choice(_COLOURS)} {item}" if rng.random() < 0.35 else item
+
+
+def _joined(parts: list[str]) -> str:
+    return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
+
+
+def order(rng: random.Random, words: Words) -> Sample:
+    name, city = _name(rng, words), _one(rng, words, words.cities)
+    items, texts = [], []
+    for _ in range(rng.choice([1, 1, 2, 2, 3])):
+        quantity, item = rng.randint(2, 40), _item(rng, words)
+        as_word = quantity <= 10 and rng.random() < 0.4
+        items.append({"name": item, "quantity": quantity})
+        texts.append(f"{_NUMBER_WORDS[quantity - 1] if as_word else quantity} {item}")
+    text = rng.choice(words.order_forms).format(name=name, city=city, items=_joined(texts))
+    answer = json.dumps({"customer": name, "city": city, "items": items})
+    return Sample("order", _user(rng.choice(words.order_asks) + text), answer)
+
+
+def contact(rng: random.Random, words: Words) -> Sample:
+    name, city = _name(rng, words), _one(rng, words, words.cities)
+    first, last = name.lower().split()
+    domain = rng.choice(["example.com", "mail.org", "manta.dev", "post.net", "inbox.io"])
+    email = rng.choice([f"{first}@{domain}", f"{first}.{last}@{domain}", f"{last}@{domain}"])
+    phone = f"+{rng.randint(1, 99)} {rng.randint(100, 999)} {rng.randint(1000, 9999)}"
+    fields = {"name": name, "email": email, "phone": phone, "city": city}
+    text = rng.choice(words.contact_forms).format(**fields)
+    return Sample("contact", _user(rng.choice(words.contact_asks) + text), json.dumps(fields))
+
+
+TOOLS: dict[str, tuple[str, dict[str, str], list[str], Callable[[random.Random, Words], dict[str, Any]]]] = {
+    "get_weather": (
+        "Weather of a city",
+        {"city": "string"},
+        ["How is the weather in {city}?", "Will it rain in {city}?", "Weather in {city}, please."],
+        lambda rng, words: {"city": _one(rng, words, words.cities)},
+    ),
+    "send_email": (
+        "Send an email",
+        {"to": "string", "subject": "string"},
+        ["Send an email to {to} about {subject}.", "Write to {to}, the subject is {subject}."],
+        lambda rng, words: {
+            "to": f"{_one(rng, words, words.first).lower()}@example.com",
+            "subject": _item(rng, words),
+        },
+    ),
+    "set_timer": (
+        "Start a timer",
+        {"minutes": "integer"},
+        ["Set a timer for {minutes} minutes.", "Wake me in {minutes} minutes.", "Timer: {minutes} minutes"],
+        lambda rng, words: {"minutes": rng.randint(1, 90)},
+    ),
+    "find_product": (
+        "Search the shop",
+        {"query": "string"},
+        ["Do you sell {query}?", "Find {query} in the shop.", "I am looking for {query}."],
+        lambda rng, words: {"query": _item(rng, words)},
+    ),
+    "call_contact": (
+        "Call a person",
+        {"name": "string"},
+        ["Call {name}.", "Please phone {name}.", "I want to talk to {name}."],
+        lambda rng, words: {"name": _name(rng, words)},
+    ),
+}
+
+
+def tool_schema(name: str) -> dict[str, Any]:
+    """A tool in OpenAI's format."""
+    description, fields, _, _ = TOOLS[name]
+    parameters = {
+        "type": "object",
+        "properties": {field: {"type": kind} for field, kind in fields.items()},
+        "required": list(fields),
+    }
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+def tool_call(rng: random.Random, words: Words) -> Sample:
+    names = rng.sample(sorted(TOOLS), rng.randint(1, 3))
+    name = rng.choice(names)
+    _, _, forms, arguments_of = TOOLS[name]
+    arguments = arguments_of(rng, words)
+    text = rng.choice(forms).format(**arguments)
+    answer = "<tool_call>" + json.dumps({"name": name, "arguments": arguments}) + "</tool_call>"
+    return Sample("tool_call", _user(text), answer, [tool_schema(tool) for tool in names])
+
+
+def arithmetic(rng: random.Random, words: Words) -> Sample:
+    left, right = rng.randint(0, 20), rng.randint(0, 20)
+    sign = rng.choice("++-")
+    if sign == "-" and right > left:
+        left, right = right, left
+    result = left + right if sign == "+" else left - right
+    text = rng.choice(words.sum_forms).format(sum=f"{left} {sign} {right}")
+    return Sample("arithmetic", _user(text), f"{left} {sign} {right} = {result}")
+
+
+def sorting(rng: random.Random, words: Words) -> Sample:
+    numbers = rng.sample(range(1, 60), rng.randint(3, 5))
+    text = rng.choice(words.sort_forms).format(list=", ".join(map(str, numbers)))
+    return Sample("sorting", _user(text), ", ".join(map(str, sorted(numbers))))
+
+
+def question(rng: random.Random, words: Words) -> Sample:
+    questions, answer = rng.choice(FACTS)
+    prefix = HELD_OUT_PREFIX if words is HELD_OUT else rng.choice(PREFIXES)
+    return Sample("question", _user(prefix + rng.choice(questions)), answer)
+
+
+TASKS: dict[str, tuple[Callable[[random.Random, Words], Sample], float]] = {
+    "order": (order, 0.42),
+    "contact": (contact, 0.23),
+    "tool_call": (tool_call, 0.11),
+    "arithmetic": (arithmetic, 0.08),
+    "sorting": (sorting, 0.08),
+    "question": (question, 0.08),
+}
+"""Task to its generator and its share of training."""
+
+
+def samples(seed: int, words: Words = TRAIN) -> Iterator[Sample]:
+    """An endless, reproducible stream in the training mixture."""
+    rng = random.Random(seed)
+    names, shares = list(TASKS), [share for _, share in TASKS.values()]
+    while True:
+        make, _ = TASKS[rng.choices(names, shares)[0]]
+        yield make(rng, words)
+
+
+def held_out(task: str, count: int, seed: int = 10_000) -> list[Sample]:
+    """`count` held-out samples of one task."""
+    rng = random.Random(f"{seed}-{task}")
+    return [TASKS[task][0](rng, HELD_OUT) for _ in range(count)]
+
+
+def _user(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]

@@ -1,0 +1,214 @@
+"""Trains the demo model and its draft on `data.py`'s stream and writes Hugging Face folders into `configs/demo/`.
+
+`python -m benchmarks.demo_model.train --minutes 20`; see README.md beside this file. Seeded: the same number of steps
+gives the same data in the same order; the number of steps is what the time allows, unless `--steps` fixes it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import os
+import pathlib
+import time
+from collections.abc import Iterator
+
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from benchmarks.demo_model.data import Sample, samples
+
+OUTPUT = pathlib.Path(__file__).resolve().parents[2] / "configs" / "demo"
+MAX_VOCAB_SIZE = 4096
+PIECES = r"""\p{L}+|\p{N}|[^\s\p{L}\p{N}]+(?: [\[{"]+)?|\s"""
+END = "<|im_end|>"
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", END, "<think>", "</think>", "<tool_call>", "</tool_call>"]
+CHAT_TEMPLATE = (
+    "{%- if tools %}{{- '<|im_start|>system\\n' }}{%- if messages and messages[0].role == 'system' %}"
+    "{{- messages[0].content + '\\n' }}{%- endif %}{{- 'Tools:' }}"
+    "{%- for tool in tools %}{{- '\\n' + (tool.function | tojson) }}{%- endfor %}{{- '<|im_end|>\\n' }}{%- endif %}"
+    "{%- for message in messages %}{%- if not (tools and loop.first and message.role == 'system') %}"
+    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+TARGET = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4}
+DRAFT = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 2, "num_attention_heads": 2}
+BATCH_TOKENS = 4096
+CHUNK = 1024
+"""Samples that are sorted by length together, so that a batch holds little padding."""
+PEAK_LR = 3e-3
+
+
+def train_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE whose pieces a small model can copy.
+
+    Every digit is a token, and a word has no space in front: it is the same tokens in a sentence and behind a quote.
+    JSON's punctuation runs, such as `", "`, are words of their own.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PIECES), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=MAX_VOCAB_SIZE,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+        min_frequency=20,
+    )
+    texts = (sample.messages[0]["content"] + "\n" + sample.answer for sample in itertools.islice(samples(1), 30_000))
+    tokenizer.train_from_iterator(texts, trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END, pad_token="<|endoftext|>", clean_up_tokenization_spaces=False
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    fast.model_max_length = 1024
+    return fast
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, sample: Sample) -> tuple[list[int], int]:
+    """Token ids of a conversation with its answer, and how many of them are the prompt."""
+    prompt = tokenizer.apply_chat_template(
+        sample.messages, tools=sample.tools, add_generation_prompt=True, tokenize=False
+    )
+    ids = tokenizer(prompt, add_special_tokens=False).input_ids
+    return ids + tokenizer(sample.answer + END, add_special_tokens=False).input_ids, len(ids)
+
+
+def batches(
+    tokenizer: PreTrainedTokenizerFast, seed: int, skip: int = 0
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(input ids, labels) [rows, length], padded on the right; labels are -100 except on answers."""
+    stream = samples(seed)
+    order = torch.Generator().manual_seed(seed)
+    while True:
+        chunk = sorted((encode(tokenizer, next(stream)) for _ in range(CHUNK)), key=lambda item: len(item[0]))
+        groups: list[list[tuple[list[int], int]]] = [[]]
+        for item in chunk:
+            if (len(groups[-1]) + 1) * len(item[0]) > BATCH_TOKENS:
+                groups.append([])
+            groups[-1].append(item)
+        for index in torch.randperm(len(groups), generator=order).tolist():
+            length = len(groups[index][-1][0])
+            ids = torch.zeros(len(groups[index]), length, dtype=torch.int64)
+            labels = torch.full_like(ids, -100)
+            for row, (tokens, num_prompt) in enumerate(groups[index]):
+                ids[row, : len(tokens)] = torch.tensor(tokens)
+                labels[row, num_prompt : len(tokens)] = ids[row, num_prompt : len(tokens)]
+            yield ids, labels
+
+
+def make_model(shape: dict[str, int], tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=-(-len(tokenizer) // 64) * 64,
+        num_key_value_heads=shape["num_attention_heads"],
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        rope_theta=10_000.0,
+        **shape,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    return model
+
+
+def answer_logits(
+    model: LlamaForCausalLM, ids: torch.Tensor, labels: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits before each answer token, and those tokens; the head runs on nothing else."""
+    hidden = model.model(ids).last_hidden_state[:, :-1]
+    targets = labels[:, 1:]
+    chosen = targets != -100
+    return model.lm_head(hidden[chosen]), targets[chosen]
+
+
+def train(
+    name: str,
+    shape: dict[str, int],
+    tokenizer: PreTrainedTokenizerFast,
+    minutes: float,
+    steps: int | None,
+    teacher: LlamaForCausalLM | None = None,
+) -> LlamaForCausalLM:
+    """Trains for a time or a number of steps; a draft learns its teacher's distribution beside the answers."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = make_model(shape, tokenizer).to(device)
+    hidden = [p for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n and "lm_head" not in n]
+    others = [p for n, p in model.named_parameters() if not any(p is q for q in hidden)]
+    optimizers = [
+        torch.optim.Muon(hidden, lr=PEAK_LR, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=PEAK_LR, betas=(0.9, 0.98), weight_decay=0.0),
+    ]
+    stream = batches(tokenizer, seed=2)
+    used, step, tokens, started = 0.0, 0, 0, time.perf_counter()
+    smoothed = 0.0
+    while True:
+        done = step / steps if steps else used / (60 * minutes)
+        if done >= 1:
+            break
+        rate = PEAK_LR * min(1.0, (step + 1) / 50) * (0.5 + 0.5 * math.cos(math.pi * done) if done > 0.1 else 1.0)
+        ids, labels = (tensor.to(device) for tensor in next(stream))
+        with torch.autocast(device, dtype=torch.bfloat16):
+            logits, targets = answer_logits(model, ids, labels)
+            loss = F.cross_entropy(logits.float(), targets)
+            if teacher is not None:
+                with torch.no_grad():
+                    wanted, _ = answer_logits(teacher, ids, labels)
+                loss = loss + F.kl_div(
+                    logits.float().log_softmax(-1),
+                    wanted.float().log_softmax(-1),
+                    log_target=True,
+                    reduction="batchmean",
+                )
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        smoothed = loss.item() if step == 0 else 0.98 * smoothed + 0.02 * loss.item()
+        tokens += ids.numel()
+        step += 1
+        used = time.perf_counter() - started
+        if step % 50 == 0:
+            print(f"{name} step {step} {used:.0f} s {tokens / used:.0f} tok/s loss {smoothed:.4f}", flush=True)
+    print(json.dumps({"model": name, "steps": step, "tokens": tokens, "seconds": round(used), "loss": smoothed}))
+    return model
+
+
+def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: pathlib.Path) -> None:
+    model.to("cpu", torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=20, help="time for the target; the draft gets a quarter more")
+    parser.add_argument("--steps", type=int, help="train the target for this many steps instead, the draft for as many")
+    parser.add_argument("--output", type=pathlib.Path, default=OUTPUT)
+    options = parser.parse_args()
+    tokenizer = train_tokenizer()
+    target = train("target", TARGET, tokenizer, options.minutes, options.steps)
+    save(target, tokenizer, options.output / "target")
+    target = target.float()
+    draft = train("draft", DRAFT, tokenizer, options.minutes / 4, options.steps, teacher=target)
+    save(draft, tokenizer, options.output / "draft")
+
+
+if __name__ == "__main__":
+    main()
