@@ -19,6 +19,7 @@ from ray.serve.config import HTTPOptions
 from cluster.config import DEMO_MODEL, ServeConfig
 from cluster.engine_deployment import engine_deployment
 from cluster.ingress import ingress_deployment
+from workers.model_info import ModelInfo
 
 APP_NAME = "manta"
 _OBJECT_STORE_BYTES = 128 * 2**20
@@ -43,8 +44,8 @@ def build(options: dict[str, Any]) -> serve.Application:
     return application(msgspec.convert(options, ServeConfig))
 
 
-def start(config: ServeConfig) -> None:
-    """Starts Ray and Serve in this process and returns when the application is healthy.
+def start(config: ServeConfig) -> ModelInfo:
+    """Starts Ray and Serve in this process; when the application is healthy, returns what its engine loaded.
 
     Where `RAY_ADDRESS` names a cluster (as in a Ray job) the application runs there; else on a Ray of its own, never on
     one that happens to run on this machine. Raises what the replicas raised where they cannot start.
@@ -67,6 +68,7 @@ def start(config: ServeConfig) -> None:
     options = {"enable_access_log": False}
     serve.start(http_options=HTTPOptions(host=config.host, port=config.port), logging_config=options)
     serve.run(application(config), name=APP_NAME, route_prefix="/", logging_config=options)
+    return serve.get_deployment_handle("engine", APP_NAME).model.remote().result(timeout_s=60)
 
 
 def stop() -> None:

@@ -82,7 +82,7 @@ def test_what_serve_prints_can_be_pasted_and_ctrl_c_leaves_nothing(serve: Serve)
 
     chat = subprocess.run(
         [sys.executable, "-m", "cluster.cli", "chat", "--url", url.group()],
-        input="hello\n/system Be brief.\nand again\n/reset\n/fly\n/exit\n",
+        input="hello\n/reset\n/system Be brief.\nand again\n/reset\n/fly\n/exit\n",
         capture_output=True,
         text=True,
         timeout=60,

@@ -13,6 +13,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     num_blocks: int
+    block_size: int
     kv_cache_bytes: int
     dtype: str
     platform: str

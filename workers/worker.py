@@ -71,6 +71,7 @@ class Worker:
             max_model_len=max_model_len,
             eos_token_ids=model_config.eos_token_ids,
             num_blocks=num_blocks,
+            block_size=config.block_size,
             kv_cache_bytes=kv_bytes,
             dtype=dtype,
             platform=platform.name,

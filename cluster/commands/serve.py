@@ -20,6 +20,7 @@ from cluster.commands import Refusal
 from cluster.commands.check import check_model, check_quickly
 from cluster.config import ServeConfig, load_config
 from workers.model_config import ModelError
+from workers.model_info import ModelInfo
 
 
 def run_serve(config_path: str | None, overrides: dict[str, Any]) -> int:
@@ -49,10 +50,10 @@ def _serve_until_signal(config: ServeConfig) -> None:
     # Ray protects the cluster that it starts by a token and says so at length; the endpoint works without knowing it.
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     try:
-        serve_app.start(config)
+        model = serve_app.start(config)
         # Ray puts a handler of its own in place while it starts.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        print(ready_message(config), flush=True)
+        print(f"{model_message(model)}\n{ready_message(config)}", flush=True)
         while True:
             signal.pause()
     except Exception:
@@ -105,6 +106,15 @@ def _check_port(host: str, port: int) -> None:
 def served_name(config: ServeConfig) -> str:
     """The model's name in the API: the configured one, else the last part of its folder or hub id."""
     return config.served_model_name or pathlib.PurePath(config.engine.model).name
+
+
+def model_message(model: ModelInfo) -> str:
+    """What was loaded and how much it holds at a time."""
+    return (
+        f"Loaded in {model.load_seconds:.1f} s as {model.dtype} on {model.platform}. The KV cache has "
+        f"{model.kv_cache_bytes / 2**30:.2f} GiB for {model.num_blocks * model.block_size} tokens; the longest "
+        f"sequence is {model.max_model_len} tokens."
+    )
 
 
 def ready_message(config: ServeConfig) -> str:
