@@ -166,12 +166,21 @@ _NUMBER_WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight",
 
 
 def _invented(rng: random.Random) -> str:
-    return "".join(rng.choices(_SYLLABLES, k=rng.randint(2, 3))).capitalize()
+    """A name that nobody has seen: syllables, or letters at random, so that every short piece of text gets copied."""
+    if rng.random() < 0.4:
+        return "".join(rng.choices(_SYLLABLES, k=rng.randint(2, 3))).capitalize()
+    letters = ["bcdfghjklmnpqrstvwxyz", "aeiou"]
+    start = rng.randrange(2)
+    name = "".join(rng.choice(letters[(start + place) % 2]) for place in range(rng.randint(3, 8)))
+    for _ in range(rng.randint(0, 2)):
+        place = rng.randrange(1, len(name))
+        name = name[:place] + rng.choice("lmnrstkeioa") + name[place:]
+    return name.capitalize()
 
 
 def _one(rng: random.Random, words: Words, known: list[str]) -> str:
     """A word of the list, or, in training, more often one that nobody has seen."""
-    return _invented(rng) if words.invent and rng.random() < 0.6 else rng.choice(known)
+    return _invented(rng) if words.invent and rng.random() < 0.75 else rng.choice(known)
 
 
 def _name(rng: random.Random, words: Words) -> str:
@@ -179,7 +188,7 @@ def _name(rng: random.Random, words: Words) -> str:
 
 
 def _item(rng: random.Random, words: Words) -> str:
-    item = _invented(rng).lower() + "s" if words.invent and rng.random() < 0.4 else rng.choice(words.items)
+    item = _invented(rng).lower() + "s" if words.invent and rng.random() < 0.6 else rng.choice(words.items)
     return f"{rng.choice(_COLOURS)} {item}" if rng.random() < 0.35 else item
 
 

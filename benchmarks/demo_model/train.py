@@ -143,17 +143,22 @@ def train(
     minutes: float,
     steps: int | None,
     teacher: LlamaForCausalLM | None = None,
+    first: pathlib.Path | None = None,
+    seed: int = 2,
 ) -> LlamaForCausalLM:
     """Trains for a time or a number of steps; a draft learns its teacher's distribution beside the answers."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = make_model(shape, tokenizer).to(device)
+    model = make_model(shape, tokenizer)
+    if first is not None:
+        model.load_state_dict(LlamaForCausalLM.from_pretrained(first, dtype=torch.float32).state_dict())
+    model.to(device)
     hidden = [p for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n and "lm_head" not in n]
     others = [p for n, p in model.named_parameters() if not any(p is q for q in hidden)]
     optimizers = [
         torch.optim.Muon(hidden, lr=PEAK_LR, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, lr=PEAK_LR, betas=(0.9, 0.98), weight_decay=0.0),
     ]
-    stream = batches(tokenizer, seed=2)
+    stream = batches(tokenizer, seed)
     used, step, tokens, started = 0.0, 0, 0, time.perf_counter()
     smoothed = 0.0
     while True:
@@ -198,15 +203,20 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: pa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=20, help="time for the target; the draft gets a quarter more")
+    parser.add_argument(
+        "--minutes", type=float, default=20, help="time for the target; the draft gets a quarter of it more"
+    )
     parser.add_argument("--steps", type=int, help="train the target for this many steps instead, the draft for as many")
+    parser.add_argument("--first", type=pathlib.Path, help="go on from this target, with its tokenizer")
+    parser.add_argument("--seed", type=int, default=2, help="of the data; another one to go on with")
     parser.add_argument("--output", type=pathlib.Path, default=OUTPUT)
     options = parser.parse_args()
-    tokenizer = train_tokenizer()
-    target = train("target", TARGET, tokenizer, options.minutes, options.steps)
+    first = options.first
+    tokenizer = train_tokenizer() if first is None else PreTrainedTokenizerFast.from_pretrained(first)
+    target = train("target", TARGET, tokenizer, options.minutes, options.steps, first=first, seed=options.seed)
     save(target, tokenizer, options.output / "target")
     target = target.float()
-    draft = train("draft", DRAFT, tokenizer, options.minutes / 4, options.steps, teacher=target)
+    draft = train("draft", DRAFT, tokenizer, options.minutes / 4, options.steps, teacher=target, seed=options.seed)
     save(draft, tokenizer, options.output / "draft")
 
 
