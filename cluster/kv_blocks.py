@@ -80,6 +80,20 @@ class KVBlocks:
                 del self._evictable[block]
             self._references[block] += 1
 
+    def fork(self, block_table: list[int], num_tokens: int) -> tuple[list[int], list[tuple[int, int]]]:
+        """A second table over the first `num_tokens` tokens: full blocks are shared, the partial one is copied.
+
+        Returns the table and the (source, destination) copies for `StepInput.block_copies`, at most one. It takes one
+        free block where `num_tokens` ends inside a block.
+        """
+        full, rest = divmod(num_tokens, self.block_size)
+        table = block_table[:full]
+        self.share(table)
+        if not rest:
+            return table, []
+        (copy,) = self.allocate(1)
+        return [*table, copy], [(block_table[full], copy)]
+
     def register(self, block: int, block_hash: bytes) -> None:
         """Offers a block, full once the step at hand has run, to the prefix cache.
 

@@ -94,6 +94,19 @@ class PoolMachine(RuleBasedStateMachine):
         self.idle = [other for other in self.idle if other != block]
         self.blocks.discard([block])
 
+    @precondition(lambda self: self.tables and not self.idle and len(self.held()) < NUM_BLOCKS)
+    @rule(pick=st.integers(0, 9), num_tokens=st.integers(1, 12))
+    def fork(self, pick: int, num_tokens: int) -> None:
+        parent = self.tables[pick % len(self.tables)]
+        num_tokens = min(num_tokens, len(parent) * BLOCK_SIZE)
+        full = num_tokens // BLOCK_SIZE
+        child, copies = self.blocks.fork(parent, num_tokens)
+        assert len(child) * BLOCK_SIZE >= num_tokens
+        assert child[:full] == parent[:full]
+        assert copies == ([(parent[full], child[full])] if num_tokens % BLOCK_SIZE else [])
+        assert self.held().isdisjoint(child[full:]), "a fork writes into a block of another sequence"
+        self.tables.append(child)
+
     @rule()
     def clear_cache(self) -> None:
         self.blocks.clear_cache()

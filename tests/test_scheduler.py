@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import zlib
+from collections.abc import Set
 
 import hypothesis.strategies as st
 import pytest
@@ -51,7 +52,7 @@ class FakeModel:
         """Slots that hold NaN."""
 
     def execute(
-        self, step: StepInput, late: set[int] = frozenset(), failing: set[int] = frozenset(), drafts: bool = False
+        self, step: StepInput, late: Set[int] = frozenset(), failing: Set[int] = frozenset(), drafts: bool = False
     ) -> StepOutput:
         for sequence_id in step.finished:
             self.tokens.pop(sequence_id, None)
@@ -67,7 +68,7 @@ class FakeModel:
     def slot(self, sequence_id: int, position: int) -> int:
         return self.tables[sequence_id][position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
 
-    def _write(self, step: StepInput, failing: set[int]) -> dict[int, list[int]]:
+    def _write(self, step: StepInput, failing: Set[int]) -> dict[int, list[int]]:
         inputs, written = {}, {}
         for item in step.scheduled:
             tokens = self.tokens[item.sequence_id]
@@ -155,6 +156,11 @@ class Harness:
         self.gained[sequence.request_id] = []
         return True
 
+    def num_cached_tokens(self, request_id: str) -> int:
+        usage = self.ends[request_id].usage
+        assert usage is not None
+        return usage.num_cached_tokens
+
     def collect(self, outputs: list[SequenceOutput]) -> None:
         for output in outputs:
             assert output.request_id not in self.ends, "output behind the end"
@@ -162,7 +168,7 @@ class Harness:
             if output.finish is not None:
                 self.ends[output.request_id] = output
 
-    def step(self, late: set[int] = frozenset(), failing: set[int] = frozenset(), drafts: bool = False) -> None:
+    def step(self, late: Set[int] = frozenset(), failing: Set[int] = frozenset(), drafts: bool = False) -> None:
         step = self.scheduler.schedule()
         assert step.num_tokens <= self.budget
         assert len({item.sequence_id for item in step.scheduled}) == len(step.scheduled)
@@ -254,6 +260,7 @@ def test_every_request_gets_its_tokens_whatever_happens_to_the_others(
         if end.finish is FinishStatus.FINISHED_STOPPED and end.stop_token_id is not None:
             assert gained == expected
             assert end.stop_token_id == 0
+        assert end.usage is not None
         assert end.usage.num_prompt_tokens == sequence.num_prompt_tokens
         assert 0 <= end.usage.num_cached_tokens < sequence.num_prompt_tokens
 
@@ -291,7 +298,7 @@ def test_a_prefix_is_shared_between_requests_of_the_same_step_and_computed_once(
     tables = [sequence.block_table for sequence in harness.scheduler.running]
     assert len({tuple(table[:4]) for table in tables}) == 1
     harness.drain()
-    assert [end.usage.num_cached_tokens for end in harness.ends.values()] == [0, 16, 16, 16]
+    assert [harness.num_cached_tokens(name) for name in "0123"] == [0, 16, 16, 16]
 
 
 def test_a_request_with_prompt_logprobs_reads_no_cached_prefix() -> None:
@@ -300,7 +307,7 @@ def test_a_request_with_prompt_logprobs_reads_no_cached_prefix() -> None:
     harness.drain()
     harness.add([1, 2] * 8, SamplingParams(max_tokens=1, prompt_logprobs=0))
     harness.drain()
-    assert harness.ends["1"].usage.num_cached_tokens == 0
+    assert harness.num_cached_tokens("1") == 0
 
 
 def test_an_urgent_request_takes_the_place_of_a_patient_one() -> None:
@@ -334,7 +341,7 @@ def test_what_a_failed_row_wrote_is_read_by_nobody() -> None:
     assert harness.scheduler.num_preemptions == 1, "the one who shared the failed row's blocks computes them again"
     harness.add([*prefix, 5], SamplingParams(max_tokens=3))
     harness.drain()
-    assert harness.ends["2"].usage.num_cached_tokens == len(prefix)
+    assert harness.num_cached_tokens("2") == len(prefix)
     for name in ("1", "2"):
         sequence = harness.sequences[int(name)]
         prompt = sequence.token_ids[: sequence.num_prompt_tokens]
