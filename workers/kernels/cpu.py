@@ -139,7 +139,7 @@ def paged_attention(
         return reference.paged_attention(
             qkv, k_cache, v_cache, metadata, num_heads, num_kv_heads, head_dim, scale, sliding_window
         )
-    num_tokens, stride = qkv.shape
+    num_tokens, stride = qkv.shape[0], qkv.stride(0)
     output = qkv.new_empty((num_tokens, num_heads * head_dim))
     num_sequences, max_blocks = metadata.block_tables.shape
     library.manta_paged_attention(
