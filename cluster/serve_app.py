@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import pathlib
+import socket
 from typing import Any
 
 import msgspec
@@ -54,6 +55,10 @@ def start(config: ServeConfig) -> ModelInfo:
     # One event loop in a replica instead of three: threads of one process share one interpreter lock anyway.
     os.environ.setdefault("RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP", "0")
     os.environ.setdefault("RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD", "0")
+    proxy_port = config.port
+    if _listens_itself(config):
+        os.environ.update(_direct_ingress(config.port))
+        proxy_port = _free_port(config.host)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     if _joins_cluster():
         ray.init(log_to_driver=False, logging_level=logging.ERROR)
@@ -66,7 +71,7 @@ def start(config: ServeConfig) -> ModelInfo:
             object_store_memory=_OBJECT_STORE_BYTES,
         )
     options = {"enable_access_log": False}
-    serve.start(http_options=HTTPOptions(host=config.host, port=config.port), logging_config=options)
+    serve.start(http_options=HTTPOptions(host=config.host, port=proxy_port), logging_config=options)
     serve.run(application(config), name=APP_NAME, route_prefix="/", logging_config=options)
     return serve.get_deployment_handle("engine", APP_NAME).model.remote().result(timeout_s=60)
 
@@ -84,6 +89,32 @@ def stop() -> None:
 
 def _joins_cluster() -> bool:
     return bool(os.environ.get("RAY_ADDRESS"))
+
+
+def _listens_itself(config: ServeConfig) -> bool:
+    """Whether the only ingress replica takes HTTP connections itself, without Serve's proxy in between.
+
+    The proxy pulls every streamed event over as a Ray object: 0.8 ms of CPU an event in the two processes at 20 steps a
+    second, half a core at 32 streams. Several replicas, or several machines, need it to share the work out.
+    """
+    return config.num_ingress_replicas == 1 and not _joins_cluster()
+
+
+def _direct_ingress(port: int) -> dict[str, str]:
+    """Environment of Serve's processes that makes the ingress replica listen on `port`."""
+    return {
+        "RAY_SERVE_ENABLE_DIRECT_INGRESS": "1",
+        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(port),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(port + 1),
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",  # no load balancer has to notice
+    }
+
+
+def _free_port(host: str) -> int:
+    """For the proxy, which Serve starts all the same and nobody asks anything."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
 
 
 def _absolute(name: str | None) -> Any:

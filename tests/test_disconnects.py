@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 import time
 
@@ -13,7 +12,7 @@ import pytest
 from tests.server import Server, shared_server
 
 pytestmark = pytest.mark.timeout(240)
-NUM_REQUESTS = 200 if os.environ.get("MANTA_PROVE") == "1" else 80
+NUM_REQUESTS = 200
 
 
 async def send(server: Server, number: int, leave_after: float | None) -> None:
