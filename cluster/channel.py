@@ -23,6 +23,8 @@ from cluster.request import SequenceOutput
 logger = logging.getLogger(__name__)
 
 MAX_FRAME_BYTES = 1 << 30
+MAX_SECRET_BYTES = 1024
+"""Nothing longer is read from a connection that has not shown the secret."""
 _LENGTH_BYTES = 4
 
 
@@ -64,11 +66,13 @@ class Connection:
         frame = _encoder.encode(message)
         self._writer.write(len(frame).to_bytes(_LENGTH_BYTES, "big") + frame)
 
-    async def receive(self) -> bytes:
-        """The next frame. Raises `asyncio.IncompleteReadError` or `ConnectionError` at the end."""
+    async def receive(self, limit: int = MAX_FRAME_BYTES) -> bytes:
+        """The next frame, of at most `limit` bytes. Raises `asyncio.IncompleteReadError` or `ConnectionError` at the
+        end.
+        """
         length = int.from_bytes(await self._reader.readexactly(_LENGTH_BYTES), "big")
-        if length > MAX_FRAME_BYTES:
-            raise ConnectionError(f"a frame of {length} bytes exceeds {MAX_FRAME_BYTES}")
+        if length > limit:
+            raise ConnectionError(f"a frame of {length} bytes exceeds {limit}")
         return await self._reader.readexactly(length)
 
     def close(self) -> None:
@@ -99,7 +103,8 @@ class OutputReceiver:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = Connection(reader, writer)
         try:
-            if not hmac.compare_digest(await asyncio.wait_for(connection.receive(), 10), self._secret.encode()):
+            shown = await asyncio.wait_for(connection.receive(MAX_SECRET_BYTES), 10)
+            if not hmac.compare_digest(shown, self._secret.encode()):
                 logger.warning("a connection to the output channel had the wrong secret")
                 return
             while True:

@@ -65,7 +65,8 @@ class EngineReplica:
         return self.engine.model
 
     async def stats(self) -> EngineStats:
-        return self.engine.stats()
+        stats = self.engine.stats()
+        return stats if self._failure is None else msgspec.structs.replace(stats, alive=False)
 
     async def check_health(self) -> None:
         """Called by Serve, which replaces a replica that raises here."""
@@ -168,7 +169,8 @@ class EngineReplica:
             self._fail(running)
         self._running.clear()
         while True:
-            self._inbox.get()()
+            with contextlib.suppress(Exception):  # the engine's own state may be what broke
+                self._inbox.get()()
 
 
 def engine_deployment(config: EngineConfig, num_replicas: int, num_threads: int) -> Any:

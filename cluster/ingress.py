@@ -37,6 +37,8 @@ from workers.sampling_params import SamplingParams
 HEALTH_TIMEOUT_S = 10.0
 DRAINED_BODIES = 16
 """A body beyond the limit is read on for this many limits before the connection is given up."""
+LONG_TEXT = 20_000
+"""Characters from which a text is tokenised in a thread, so that a megabyte does not hold up every stream."""
 OPEN_PATHS = ("/health", "/metrics", "/openapi.json")
 """Answered without an API key: probes and scrapers have none."""
 
@@ -127,12 +129,7 @@ class Ingress:
         request = protocol.decode_chat(await self._body(exchange))
         self._check_model(request.model)
         params = self._resolved(request.sampling_params())
-        try:
-            prompt = self._tokenizer.apply_chat_template(
-                request.template_messages(), request.add_generation_prompt, **(request.chat_template_kwargs or {})
-            )
-        except TemplateError as error:
-            raise ApiError(400, f"messages: {error}", param="messages") from error
+        prompt = await self._render(request)
         answer = answers.ChatAnswer(request, self._new_id("chatcmpl"), self._model_name, self._tokenizer)
         await self._generate(exchange, [prompt], params, request, answer)
 
@@ -148,7 +145,7 @@ class Ingress:
                 param="prompt",
             )
         prompts = [
-            self._tokenizer.encode(prompt, request.add_special_tokens) if isinstance(prompt, str) else prompt
+            await self._encode(prompt, request.add_special_tokens) if isinstance(prompt, str) else prompt
             for prompt in given
         ]
         answer = answers.CompletionAnswer(
@@ -172,9 +169,30 @@ class Ingress:
                 await exchange.stream(answer.stream(submission), submission)
             else:
                 await exchange.send_json(await exchange.unless_gone(answer.whole(submission)))
+        except ApiError as error:
+            if error.param is not None and (field := request.field_of(error.param)) != error.param:
+                message = error.message.removeprefix(error.param)
+                message = f"{field}{message}" if message != error.message else f"{field}: {message}"
+                raise ApiError(error.status, message, param=field, code=error.code) from error
+            raise
         finally:
             submission.close()
             exchange.note(submission)
+
+    async def _render(self, request: protocol.ChatCompletionRequest | protocol.TokenizeRequest) -> list[int]:
+        """The token ids of the body's conversation."""
+        try:
+            text = self._tokenizer.render_chat_template(
+                request.template_messages(), request.add_generation_prompt, **(request.chat_template_kwargs or {})
+            )
+        except TemplateError as error:
+            raise ApiError(400, f"messages: {error}", param="messages") from error
+        return await self._encode(text, add_special_tokens=False)
+
+    async def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        if len(text) < LONG_TEXT:
+            return self._tokenizer.encode(text, add_special_tokens)
+        return await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens)
 
     def _resolved(self, params: SamplingParams) -> SamplingParams:
         return self._tokenizer.resolve_bad_words(params)
@@ -216,14 +234,9 @@ class Ingress:
         request = protocol.decode_tokenize(await self._body(exchange))
         self._check_model(request.model or self._model_name)
         if request.messages is not None:
-            try:
-                tokens = self._tokenizer.apply_chat_template(
-                    request.template_messages(), request.add_generation_prompt, **(request.chat_template_kwargs or {})
-                )
-            except TemplateError as error:
-                raise ApiError(400, f"messages: {error}", param="messages") from error
+            tokens = await self._render(request)
         else:
-            tokens = self._tokenizer.encode(request.prompt or "", request.add_special_tokens)
+            tokens = await self._encode(request.prompt or "", request.add_special_tokens)
         texts = [self._tokenizer.token_text(token) for token in tokens] if request.return_token_strs else None
         info = await self._model_info()
         await exchange.send_json(
@@ -342,9 +355,12 @@ class Exchange:
                     await self._start(200, "text/event-stream; charset=utf-8", [(b"cache-control", b"no-cache")])
                     self._streaming = True
                 await self._send({"type": "http.response.body", "body": event, "more_body": True})
-        except ApiError as error:
+        except Exception as error:
             if not self._streaming:
                 raise
+            if not isinstance(error, ApiError):
+                logging.getLogger(__name__).exception("request %s failed in its stream", self.request_id)
+                error = ApiError(500, f"internal error: {type(error).__name__}")
             self.status = error.status
             event = b"data: " + error.body() + b"\n\n"
             await self._send({"type": "http.response.body", "body": event, "more_body": True})

@@ -188,10 +188,13 @@ class ChatCompletionRequest(_SamplingFields, kw_only=True):
             _only(self, name, None, f"{name} is not supported; leave it out")
         if self.top_logprobs is not None and not self.logprobs:
             refuse("top_logprobs", "top_logprobs is only allowed with logprobs = true")
-        reserved = {"messages", "tools", "documents", "add_generation_prompt"} & set(self.chat_template_kwargs or ())
-        if reserved:
-            name = min(reserved)
-            refuse(f"chat_template_kwargs.{name}", f"chat_template_kwargs may not set {name}; use the body's own field")
+        _check_template_kwargs(self.chat_template_kwargs)
+
+    def field_of(self, param: str) -> str:
+        """The field of this body that an engine's refusal of `param` is about."""
+        if param == "max_tokens" and self.max_completion_tokens is not None:
+            return "max_completion_tokens"
+        return "messages" if param == "prompt" else param
 
     def template_messages(self) -> list[dict[str, Any]]:
         """The messages as chat templates read them: plain text contents, `developer` as `system`."""
@@ -227,6 +230,10 @@ class CompletionRequest(_SamplingFields, kw_only=True):
         if self.suffix:
             refuse("suffix", "suffix is not supported; leave it out")
         self.prompts()
+
+    def field_of(self, param: str) -> str:
+        """The field of this body that an engine's refusal of `param` is about."""
+        return param
 
     def prompts(self) -> list[str | list[int]]:
         """Every prompt, as text or as token ids; a choice's index is its place here."""
@@ -274,6 +281,7 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     def check(self) -> None:
         if (self.prompt is None) == (self.messages is None):
             refuse("prompt", "give either prompt or messages")
+        _check_template_kwargs(self.chat_template_kwargs)
         if self.messages is not None and not self.messages:
             refuse("messages", "messages is empty; give at least one message")
 
@@ -304,6 +312,16 @@ def _checked_token_ids(token_ids: list[Any], param: str) -> list[int]:
         if not 0 <= token_id < 2**31:
             refuse(f"{param}[{index}]", f"{param}[{index}]: token id {token_id} is outside every vocabulary")
     return token_ids
+
+
+_RESERVED_TEMPLATE_KWARGS = frozenset({"self", "messages", "tools", "documents", "add_generation_prompt"})
+
+
+def _check_template_kwargs(given: dict[str, Any] | None) -> None:
+    reserved = _RESERVED_TEMPLATE_KWARGS & set(given or ())
+    if reserved:
+        name = min(reserved)
+        refuse(f"chat_template_kwargs.{name}", f"chat_template_kwargs may not set {name}; use the body's own field")
 
 
 _ROLES = ("system", "developer", "user", "assistant")

@@ -1,0 +1,149 @@
+"""The engine's replica without Ray: what crosses the output channel, and what a lost end means."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from cluster.channel import Connection, Control, OutputReceiver
+from cluster.config import EngineConfig
+from cluster.engine_deployment import EngineReplica
+from cluster.request import EngineRequest, FinishStatus, SequenceOutput
+from tests.checkpoints import checkpoint, reference_greedy
+from workers.sampling_params import SamplingParams
+
+PROMPT = [5, 9, 17, 30]
+pytestmark = pytest.mark.timeout(60)
+
+
+class Ingress:
+    """The other end of the channel: keeps what arrives."""
+
+    def __init__(self) -> None:
+        self.outputs: list[SequenceOutput] = []
+        self.connection: Connection | None = None
+        self._news = asyncio.Event()
+        self.receiver = OutputReceiver("127.0.0.1", self._on_outputs, lambda _: None)
+
+    def _on_outputs(self, outputs: list[SequenceOutput], connection: Connection) -> None:
+        self.outputs += outputs
+        self.connection = connection
+        self._news.set()
+
+    async def first(self) -> Connection:
+        await asyncio.wait_for(self._news.wait(), 10)
+        assert self.connection is not None
+        return self.connection
+
+
+def new_replica() -> EngineReplica:
+    return EngineReplica(EngineConfig(model=str(checkpoint("llama")), dtype="float32", kv_cache_bytes=8 << 20))
+
+
+def request(name: str, num_tokens: int = 400) -> EngineRequest:
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+    return EngineRequest(request_id=name, prompt_token_ids=PROMPT, params=params)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    for _ in range(500):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it did not come true within 5 s")
+
+
+async def until_idle(replica: EngineReplica) -> None:
+    """Nothing runs or waits, and every block is free again."""
+
+    def idle() -> bool:
+        stats = replica.engine.stats()
+        return stats.num_running == stats.num_waiting == 0 and stats.kv_usage == 0
+
+    await until(idle)
+
+
+def test_tokens_travel_on_the_channel_and_the_call_answers_with_the_account() -> None:
+    async def scenario() -> None:
+        replica, ingress = new_replica(), Ingress()
+        address = await ingress.receiver.start()
+        accounts = await asyncio.gather(*(replica.generate(request(name, 24), address) for name in "ab"))
+        await until(lambda: sum(output.finish is not None for output in ingress.outputs) == 2)
+        expected = reference_greedy(checkpoint("llama"), PROMPT, 24)
+        for name, account in zip("ab", accounts, strict=True):
+            deltas = [output for output in ingress.outputs if output.request_id == name]
+            assert [token for delta in deltas for token in delta.token_ids] == expected
+            assert account.finish is FinishStatus.FINISHED_LENGTH
+            assert account.usage is not None
+            assert account.usage.num_output_tokens == 24
+
+    asyncio.run(scenario())
+
+
+def test_cancelling_the_call_a_stop_string_and_a_lost_ingress_each_free_the_request() -> None:
+    async def scenario() -> None:
+        replica, ingress = new_replica(), Ingress()
+        address = await ingress.receiver.start()
+
+        cancelled = asyncio.ensure_future(replica.generate(request("cancelled"), address))
+        connection = await ingress.first()
+        cancelled.cancel()
+        await until_idle(replica)
+
+        stopped = asyncio.ensure_future(replica.generate(request("stopped"), address))
+        await until(lambda: ingress.outputs[-1].request_id == "stopped")
+        connection.send(Control("stopped", 0, 1))
+        account = await asyncio.wait_for(stopped, 10)
+        assert account.finish is FinishStatus.FINISHED_STOPPED
+        assert account.usage is not None
+        assert account.usage.num_output_tokens == 1
+        await until_idle(replica)
+
+        lost = asyncio.ensure_future(replica.generate(request("lost"), address))
+        await until(lambda: ingress.outputs[-1].request_id == "lost")
+        connection.close()
+        assert (await asyncio.wait_for(lost, 10)).finish is FinishStatus.FINISHED_ABORTED
+        await until_idle(replica)
+        replica.engine.check_integrity()
+
+    asyncio.run(scenario())
+
+
+def test_a_dead_step_loop_fails_open_and_later_calls_and_is_reported_unhealthy(monkeypatch) -> None:
+    async def scenario() -> None:
+        replica, ingress = new_replica(), Ingress()
+        address = await ingress.receiver.start()
+        await replica.check_health()
+        assert (await replica.stats()).alive
+        running = asyncio.ensure_future(replica.generate(request("running"), address))
+        await ingress.first()
+
+        def broken() -> list[SequenceOutput]:
+            raise RuntimeError("the scheduler is broken")
+
+        monkeypatch.setattr(replica.engine, "step", broken)
+        for call in (running, replica.generate(request("later"), address)):
+            with pytest.raises(RuntimeError, match="the scheduler is broken"):
+                await asyncio.wait_for(call, 10)
+        with pytest.raises(RuntimeError, match="the scheduler is broken"):
+            await replica.check_health()
+        assert not (await replica.stats()).alive
+
+    asyncio.run(scenario())
+
+
+def test_a_connection_without_the_secret_cannot_push_tokens() -> None:
+    async def scenario() -> None:
+        ingress = Ingress()
+        address = await ingress.receiver.start()
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        connection = Connection(reader, writer)
+        writer.write((5).to_bytes(4, "big") + b"guess")
+        connection.send([SequenceOutput("a", 0, [1])])
+        assert await asyncio.wait_for(reader.read(1), 10) == b"", "the ingress hangs up"
+        writer.close()
+        assert ingress.outputs == []
+
+    asyncio.run(scenario())
