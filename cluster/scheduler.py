@@ -305,17 +305,17 @@ class Scheduler:
 
     def _fail(self, sequence: Sequence, error: str) -> SequenceOutput:
         """Ends a sequence whose row failed. All it read or wrote leaves the cache; running sequences that read what it
-        wrote compute again, and so do those that read what these wrote behind it.
+        wrote compute again, and what they wrote behind it leaves too.
 
-        Blocks that it only read leave without disturbing their other readers: had the failure come from there, these
-        fail by themselves, and no newcomer should.
+        Nobody reads a reader's blocks alone, for a prefix is found from its head. Blocks that the failed row only read
+        leave without disturbing their other readers: had the failure come from there, these fail by themselves, and no
+        newcomer should.
         """
-        tainted = set(sequence.block_table[sequence.num_shared_blocks :])
+        written = set(sequence.block_table[sequence.num_shared_blocks :])
         self.blocks.discard(sequence.block_table)
         self._end(sequence, FinishStatus.FINISHED_INTERNAL_ERROR)
-        while reader := next((other for other in self.running if not tainted.isdisjoint(other.block_table)), None):
-            first = next(index for index, block in enumerate(reader.block_table) if block in tainted)
-            tainted.update(reader.block_table[first:])
+        for reader in [other for other in self.running if not written.isdisjoint(other.block_table)]:
+            first = next(index for index, block in enumerate(reader.block_table) if block in written)
             self.blocks.discard(reader.block_table[first:])
             self._preempt(reader)
         return SequenceOutput(

@@ -173,11 +173,17 @@ class Harness:
         assert step.num_tokens <= self.budget
         assert len({item.sequence_id for item in step.scheduled}) == len(step.scheduled)
         assert step.scheduled or not self.scheduler.has_unfinished, "work is there and nothing was scheduled"
+        for item in step.scheduled:
+            assert item.start + item.num_tokens < self.sequences[item.sequence_id].max_length, "computed past its end"
         # What fails is sampled in the same step, so the failure is known at once and nobody else may suffer.
         failing = failing & {point.sequence_id for point in step.sample_points}
         self.failed |= {str(sequence_id) for sequence_id in failing}
         self.collect(self.scheduler.update(step, self.model.execute(step, late, failing, drafts)))
         self.scheduler.check_integrity()
+        for sequence in self.sequences:
+            size = len(sequence.block_hashes)
+            fresh = Sequence(0, "", list(sequence.token_ids), sequence.params, 0).hash_blocks(size, BLOCK_SIZE)
+            assert sequence.finish or sequence.block_hashes == fresh, "a block was hashed before its tokens were known"
 
     def drain(self, drafts: bool = False) -> None:
         bound = 200 + 100 * sum(sequence.max_length for sequence in self.sequences)
