@@ -22,7 +22,7 @@ from typing import Any
 import ray
 from ray import serve
 
-from cluster import answers, protocol
+from cluster import answers, direct_ingress, protocol
 from cluster.config import ServeConfig
 from cluster.engine_stats import EngineStats
 from cluster.errors import ApiError
@@ -51,6 +51,7 @@ class Ingress:
     """One replica of the endpoint. `engine` is the handle of the engine deployment."""
 
     def __init__(self, config: ServeConfig, engine: Any) -> None:
+        direct_ingress.reuse_address()
         self._config = config
         self._engine = engine
         self._model_name = served_model_name(config)

@@ -17,6 +17,7 @@ import ray
 from ray import serve
 from ray.serve.config import HTTPOptions
 
+from cluster import direct_ingress
 from cluster.config import DEMO_MODEL, ServeConfig
 from cluster.engine_deployment import engine_deployment
 from cluster.ingress import ingress_deployment
@@ -57,7 +58,7 @@ def start(config: ServeConfig) -> ModelInfo:
     os.environ.setdefault("RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD", "0")
     proxy_port = config.port
     if _listens_itself(config):
-        os.environ.update(_direct_ingress(config.port))
+        os.environ.update(direct_ingress.environment(config.port))
         proxy_port = _free_port(config.host)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     if _joins_cluster():
@@ -92,22 +93,8 @@ def _joins_cluster() -> bool:
 
 
 def _listens_itself(config: ServeConfig) -> bool:
-    """Whether the only ingress replica takes HTTP connections itself, without Serve's proxy in between.
-
-    The proxy pulls every streamed event over as a Ray object: 0.8 ms of CPU an event in the two processes at 20 steps a
-    second, half a core at 32 streams. Several replicas, or several machines, need it to share the work out.
-    """
+    """Whether the ingress replica listens; several replicas or machines need Serve's proxy to share the work out."""
     return config.num_ingress_replicas == 1 and not _joins_cluster()
-
-
-def _direct_ingress(port: int) -> dict[str, str]:
-    """Environment of Serve's processes that makes the ingress replica listen on `port`."""
-    return {
-        "RAY_SERVE_ENABLE_DIRECT_INGRESS": "1",
-        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(port),
-        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(port + 1),
-        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",  # no load balancer has to notice
-    }
 
 
 def _free_port(host: str) -> int:
