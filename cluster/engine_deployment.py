@@ -92,9 +92,10 @@ class EngineReplica:
         try:
             while True:
                 self._take_inbox()
-                self._deliver(self.engine.step())
-                if not self.engine.has_unfinished:
-                    self._inbox.get()()  # idle: sleeps until something comes
+                idle = not self.engine.has_unfinished
+                self._deliver(self.engine.step())  # where there is nothing to do it checks that no block is lost
+                if idle:
+                    self._inbox.get()()  # sleeps until something comes
         except Exception as error:  # an engine that failed twice, or a bug: nothing may go on half alive
             logger.exception("the step loop ended")
             self._die(f"the step loop ended: {type(error).__name__}: {error}")
