@@ -6,13 +6,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pathlib
 import socket
+import threading
 from typing import Any
 
 import msgspec
+import psutil
 import ray
 from ray import serve
 from ray.serve.config import HTTPOptions
@@ -24,6 +27,8 @@ from cluster.ingress import ingress_deployment
 from workers.model_info import ModelInfo
 
 APP_NAME = "manta"
+STOP_PATIENCE_S = 15.0
+"""After so long, processes that were asked to end are killed."""
 _OBJECT_STORE_BYTES = 128 * 2**20
 """Manta keeps nothing there: requests and outputs are small."""
 
@@ -78,14 +83,29 @@ def start(config: ServeConfig) -> ModelInfo:
 
 
 def stop() -> None:
-    """Ends what `start` began; harmless where nothing runs."""
+    """Ends what `start` began; harmless where nothing runs. No process of a Ray of its own outlives it."""
     if not ray.is_initialized():
         return
-    try:
-        if _joins_cluster():
+    if _joins_cluster():
+        try:
             serve.delete(APP_NAME)
-    finally:
-        ray.shutdown()  # a Ray of its own takes Serve and every process with it
+        finally:
+            ray.shutdown()
+        return
+    started = psutil.Process().children(recursive=True)
+    # Ray ends its processes politely. One that does not listen would hold up the shutdown, so patience has an end.
+    impatience = threading.Timer(STOP_PATIENCE_S, _kill, [started])
+    impatience.daemon = True
+    impatience.start()
+    ray.shutdown()
+    impatience.cancel()
+    _kill(psutil.wait_procs(started, timeout=STOP_PATIENCE_S)[1])
+
+
+def _kill(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def _joins_cluster() -> bool:
