@@ -29,7 +29,13 @@ class Serve:
         command = [sys.executable, "-m", "cluster.cli", "serve", "--model", str(model), "--port", str(port)]
         command += ["--set", "engine.kv_cache_bytes=8388608", "--set", "engine.num_threads=1"]
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            # A shell starts background jobs deaf to Ctrl-C, and their children inherit it.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         self.printed = ""
 
