@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
+from structured.constraint import ConstraintSpec
+
 MAX_LOGPROBS = 64
 """Largest number of alternatives reported per position; bounds the reply's size."""
 
@@ -66,6 +68,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Token sequences never generated: the last token is masked where the output ends with the ones before it."""
     allowed_token_ids: tuple[int, ...] | None = None
     """If given, only these tokens are ever sampled."""
+    constraint: ConstraintSpec | None = None
+    """What the output must look like; a finished grammar ends the sequence, whatever `min_tokens` and `ignore_eos`
+    say, and `stop_token_ids` may be sampled only where the grammar lets the text end.
+    """
 
     def __post_init__(self) -> None:
         _check_range("temperature", self.temperature, 0.0, 2.0)

@@ -38,10 +38,12 @@ CHAT_TEMPLATE = (
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
 TARGET = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4}
-DRAFT = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 2, "num_attention_heads": 2}
+DRAFT = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 3}
 BATCH_TOKENS = 4096
 CHUNK = 1024
 """Samples that are sorted by length together, so that a batch holds little padding."""
+LENGTH_MULTIPLE = 16
+"""Batches are padded to this, so that the CPU's kernels meet few shapes."""
 PEAK_LR = 3e-3
 
 
@@ -99,7 +101,7 @@ def batches(
                 groups.append([])
             groups[-1].append(item)
         for index in torch.randperm(len(groups), generator=order).tolist():
-            length = len(groups[index][-1][0])
+            length = -(-len(groups[index][-1][0]) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
             ids = torch.zeros(len(groups[index]), length, dtype=torch.int64)
             labels = torch.full_like(ids, -100)
             for row, (tokens, num_prompt) in enumerate(groups[index]):
@@ -118,6 +120,7 @@ def make_model(shape: dict[str, int], tokenizer: PreTrainedTokenizerFast) -> Lla
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         rope_theta=10_000.0,
+        attn_implementation="eager",  # at these lengths 1.4 x the speed of torch's fused attention in training
         **shape,
     )
     torch.manual_seed(0)
@@ -130,7 +133,7 @@ def answer_logits(
     model: LlamaForCausalLM, ids: torch.Tensor, labels: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits before each answer token, and those tokens; the head runs on nothing else."""
-    hidden = model.model(ids).last_hidden_state[:, :-1]
+    hidden = model.model(ids, use_cache=False).last_hidden_state[:, :-1]
     targets = labels[:, 1:]
     chosen = targets != -100
     return model.lm_head(hidden[chosen]), targets[chosen]

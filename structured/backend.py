@@ -1,0 +1,103 @@
+"""The protocol of a grammar backend, and the registry that finds one by name.
+
+A backend turns a `ConstraintSpec` into a grammar, and a grammar into sessions, one for each sequence. Built in:
+llguidance and xgrammar (`structured/backends/`). Others register a class under the entry point group
+`manta.grammar_backends`. Backends run in processes that import neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import entry_points
+from typing import Protocol
+
+import numpy as np
+
+from structured.constraint import ConstraintError, ConstraintSpec
+from structured.vocabulary import Vocabulary
+
+ENTRY_POINT_GROUP = "manta.grammar_backends"
+
+_BUILT_IN = {
+    "llguidance": "structured.backends.llguidance:LLGuidanceBackend",
+    "xgrammar": "structured.backends.xgrammar:XGrammarBackend",
+}
+
+
+class Session(Protocol):
+    """The state of one sequence under a grammar: a function of the output tokens that it accepted. Not thread-safe."""
+
+    def accept(self, token_id: int) -> bool:
+        """Advances by one sampled token. False, with the state unchanged, where the grammar refuses it.
+
+        End-of-sequence tokens are never passed: the sequence has ended.
+        """
+
+    def fill(self, row: np.ndarray) -> None:
+        """Writes which tokens may come next: int32 `[ceil(width / 32)]`, token `t` is bit `t % 32` of word `t // 32`,
+        1 allows. Every word is written; padding beyond the vocabulary is 0; end-of-sequence bits are set exactly where
+        `is_accepting`.
+        """
+
+    def rollback(self, num_tokens: int) -> None:
+        """Takes back the last `num_tokens` accepted tokens; at most as many as were accepted."""
+
+    def fork(self) -> Session:
+        """An independent copy."""
+
+    def forced_tokens(self) -> list[int]:
+        """Tokens that the grammar leaves no choice about, tokenised as the model would; may be empty even then."""
+
+    def is_accepting(self) -> bool:
+        """Whether the text may end here."""
+
+    def is_finished(self) -> bool:
+        """Whether nothing may follow but the end."""
+
+
+class Grammar(Protocol):
+    """A compiled constraint; makes any number of sessions. Its `num_bytes` is an estimate for cache accounting."""
+
+    num_bytes: int
+
+    def session(self) -> Session: ...
+
+
+class AdjustingSession(Session, Protocol):
+    """A session that also changes logits, beyond allowing and refusing."""
+
+    def adjustments(self) -> tuple[list[int], list[float]]:
+        """Token ids and what is added to their logits for the next token; at most `structured.masks.MAX_ADJUSTMENTS`."""
+
+
+class Backend(Protocol):
+    """Made once a process: `Backend(vocabulary)`."""
+
+    name: str
+
+    def compile(self, spec: ConstraintSpec) -> bytes:
+        """Everything that is slow. Runs in a process that can be killed; what it returns crosses to the processes that
+        fill masks. Raises `Unsupported` where this backend does not enforce the constraint, `ConstraintError` where
+        it is wrong.
+        """
+
+    def load(self, spec: ConstraintSpec, compiled: bytes) -> Grammar:
+        """Cheap: builds the grammar from what `compile` returned, perhaps in another process."""
+
+    def not_enforced(self, spec: ConstraintSpec) -> list[str]:
+        """Keywords of the constraint that this backend would not enforce; reported for a loose request."""
+
+
+def backend_names() -> list[str]:
+    """Built-in and registered names."""
+    return sorted({*_BUILT_IN, *(entry.name for entry in entry_points(group=ENTRY_POINT_GROUP))})
+
+
+def make_backend(name: str, vocabulary: Vocabulary) -> Backend:
+    """Raises `ConstraintError` naming the known ones for an unknown name."""
+    if name in _BUILT_IN:
+        module, _, attribute = _BUILT_IN[name].partition(":")
+        return getattr(importlib.import_module(module), attribute)(vocabulary)
+    for entry in entry_points(group=ENTRY_POINT_GROUP, name=name):
+        return entry.load()(vocabulary)
+    raise ConstraintError(f"grammar backend {name!r} is unknown; use auto or one of {', '.join(backend_names())}")

@@ -1,0 +1,125 @@
+"""What a constrained request asks for: plain, immutable data, part of `SamplingParams`, and its limits.
+
+`ConstraintSpec` is made by the ingress or the caller of `cluster.llm.LLM`; `structured/compiler.py` proves it and says
+which backend serves it. Imports neither torch nor a backend.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+import msgspec
+
+Kind = Literal["json_schema", "json_object", "regex", "choice", "lark", "ebnf", "structural_tag"]
+
+
+class ConstraintError(ValueError):
+    """A constraint that cannot be served: HTTP 400. The message names the place, the value or bound, and a remedy."""
+
+
+class Unsupported(ConstraintError):
+    """This backend does not enforce the constraint (it names the keyword); another one may."""
+
+
+class ConstraintSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A constraint on one sequence's output. Equal specs share one compiled grammar."""
+
+    kind: Kind
+    text: str = ""
+    """`json_schema`, `structural_tag`: JSON text; `choice`: a JSON array of strings; `regex`, `lark`, `ebnf` (GBNF
+    dialect, rule `root`): the expression itself; `json_object`: empty.
+    """
+    backend: str = "auto"
+    """`auto`, `llguidance`, `xgrammar`, or the name of a registered backend. Compiling resolves `auto`, so that a
+    rebuilt session has the same backend.
+    """
+    loose: bool = False
+    """Accept a backend that does not enforce every keyword; what it leaves out is reported, never silent."""
+    any_whitespace: bool = True
+    """JSON: allow whitespace between tokens as RFC 8259 does; False fixes `", "` and `": "` without line breaks."""
+    begin_after: tuple[int, ...] = ()
+    """Token ids after whose first occurrence in the output the constraint begins (the end of a thinking section);
+    empty: it begins at once.
+    """
+
+
+class ConstraintLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a constraint may cost. Every bound is checked before anything is compiled, but the budgets."""
+
+    max_bytes: int = 1_000_000
+    """Of `ConstraintSpec.text` in UTF-8."""
+    max_nesting: int = 128
+    """Levels of JSON objects and arrays, or of brackets in a regex or grammar."""
+    max_alternatives: int = 10_000
+    """Entries of one `enum`, `anyOf`, `oneOf`, `allOf`, `properties`, or of a choice."""
+    compile_seconds: float = 10.0
+    """Wall clock for one compilation; the process that runs it is killed at its end."""
+    compile_memory_bytes: int = 2**31
+    """Address space that one compilation may add."""
+
+
+def check_limits(spec: ConstraintSpec, limits: ConstraintLimits) -> None:
+    """Raises `ConstraintError` where a bound of `limits` is exceeded or JSON is malformed. Linear in the text."""
+    num_bytes = len(spec.text.encode("utf-8", "surrogatepass"))
+    if num_bytes > limits.max_bytes:
+        raise ConstraintError(
+            f"{spec.kind}: {num_bytes} bytes exceed the limit of {limits.max_bytes}; shorten it or raise max_bytes"
+        )
+    depth = _nesting(spec.text)
+    if depth > limits.max_nesting:
+        raise ConstraintError(
+            f"{spec.kind}: nested {depth} deep, the limit is {limits.max_nesting}; flatten it or raise max_nesting"
+        )
+    if spec.kind in ("json_schema", "choice", "structural_tag"):
+        _check_json(spec, limits)
+
+
+def _nesting(text: str) -> int:
+    """Deepest level of brackets, an upper bound of JSON's: brackets in strings count too unless they close."""
+    depth = deepest = 0
+    for character in text:
+        if character in "([{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif character in ")]}":
+            depth = max(0, depth - 1)
+    return deepest
+
+
+def _check_json(spec: ConstraintSpec, limits: ConstraintLimits) -> None:
+    try:
+        value = json.loads(spec.text)
+    except ValueError as error:
+        raise ConstraintError(f"{spec.kind}: not valid JSON: {error}") from error
+    if spec.kind == "choice":
+        if not (isinstance(value, list) and value and all(isinstance(item, str) for item in value)):
+            raise ConstraintError("choice: give a list of at least one string")
+        _check_count("choice", len(value), limits)
+    elif not isinstance(value, dict | bool if spec.kind == "json_schema" else dict):
+        raise ConstraintError(f"{spec.kind}: must be a JSON object, not {spec.text[:40]!r}")
+    else:
+        _check_counts(value, "#", limits)
+
+
+_COUNTED = ("enum", "anyOf", "oneOf", "allOf", "properties", "patternProperties", "$defs", "definitions", "prefixItems")
+
+
+def _check_counts(value: Any, path: str, limits: ConstraintLimits) -> None:
+    """Depth is bounded before this recursion starts."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            if name in _COUNTED and isinstance(item, dict | list):
+                _check_count(f"{path}/{name}", len(item), limits)
+            if name not in ("enum", "const", "default", "examples"):
+                _check_counts(item, f"{path}/{name}", limits)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            _check_counts(item, f"{path}/{index}", limits)
+
+
+def _check_count(path: str, count: int, limits: ConstraintLimits) -> None:
+    if count > limits.max_alternatives:
+        raise ConstraintError(
+            f"{path}: {count} entries exceed the limit of {limits.max_alternatives}; use fewer or raise max_alternatives"
+        )
