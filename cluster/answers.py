@@ -13,6 +13,7 @@ from typing import Protocol
 from msgspec import UNSET
 
 from cluster import protocol
+from cluster.chat_output import ChatPlan, ChatReader, MessageBuilder
 from cluster.output import CompletionLogprobText, chat_logprobs, prompt_logprobs
 from cluster.request import FinishStatus
 from cluster.submission import Event, Submission
@@ -33,28 +34,34 @@ class ChatAnswer:
     """`POST /v1/chat/completions`."""
 
     def __init__(
-        self, request: protocol.ChatCompletionRequest, answer_id: str, model: str, tokenizer: Tokenizer
+        self,
+        request: protocol.ChatCompletionRequest,
+        answer_id: str,
+        model: str,
+        tokenizer: Tokenizer,
+        plan: ChatPlan,
     ) -> None:
         self._request = request
+        self._reader = ChatReader(plan)
         self._id = answer_id
         self._model = model
         self._tokenizer = tokenizer
         self._created = int(time.time())
 
     async def whole(self, submission: Submission) -> bytes:
-        text, logprobs, prompt_entries = "", protocol.ChatLogprobs([]), []
+        message, logprobs, prompt_entries = MessageBuilder(), protocol.ChatLogprobs([]), []
         finish, stop_reason = FinishStatus.FINISHED_LENGTH, None
         async for event in submission:
-            text += event.text
+            message.add(self._reader.feed(event.text, event.finish is not None))
             if event.logprobs:
                 logprobs.content += chat_logprobs(self._tokenizer, event.logprobs).content
             prompt_entries += event.prompt_logprobs or []
             if event.finish is not None:
                 finish, stop_reason = event.finish, event.stop_reason
         choice = protocol.ChatChoice(
-            message=protocol.ChatResponseMessage(text),
+            message=message.message(),
             logprobs=logprobs if self._request.logprobs else None,
-            finish_reason=finish.value,
+            finish_reason=self._reader.finish_reason(finish),
             stop_reason=stop_reason,
         )
         return protocol.encode(
@@ -77,10 +84,15 @@ class ChatAnswer:
                 yield self._chunk(protocol.ChatDelta(role="assistant", content=""))
                 first = False
             logprobs = chat_logprobs(self._tokenizer, event.logprobs) if event.logprobs else None
-            if event.text or logprobs:
-                yield self._chunk(protocol.ChatDelta(content=event.text), logprobs)
+            deltas = self._reader.feed(event.text, event.finish is not None)
+            if logprobs and not deltas:
+                deltas = [protocol.ChatDelta(content="")]
+            for delta in deltas:
+                yield self._chunk(delta, logprobs)
+                logprobs = None
             if event.finish is not None:
-                yield self._chunk(protocol.ChatDelta(), finish_reason=event.finish.value, stop_reason=event.stop_reason)
+                finish_reason = self._reader.finish_reason(event.finish)
+                yield self._chunk(protocol.ChatDelta(), finish_reason=finish_reason, stop_reason=event.stop_reason)
         if self._request.include_usage:
             yield protocol.sse_event(
                 protocol.ChatCompletionChunk(

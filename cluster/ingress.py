@@ -19,10 +19,12 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import msgspec
 import ray
 from ray import serve
 
 from cluster import answers, direct_ingress, protocol
+from cluster.chat_output import plan_chat
 from cluster.config import ServeConfig
 from cluster.engine_stats import EngineStats
 from cluster.errors import ApiError
@@ -30,6 +32,7 @@ from cluster.metrics import Metrics
 from cluster.openapi import openapi_document
 from cluster.submission import EngineClient, Submission
 from cluster.tokenizer import TemplateError, Tokenizer
+from cluster.tools import template_tools
 from workers.model_config import resolve_model_folder
 from workers.model_info import ModelInfo
 from workers.sampling_params import SamplingParams
@@ -130,9 +133,12 @@ class Ingress:
         request = protocol.decode_chat(await self._body(exchange))
         self._check_model(request.model)
         params = self._resolved(request.sampling_params())
-        prompt = await self._render(request)
-        answer = answers.ChatAnswer(request, self._new_id("chatcmpl"), self._model_name, self._tokenizer)
-        await self._generate(exchange, [prompt], params, request, answer)
+        plan = plan_chat(
+            request, params, self._tokenizer, self._render(request, template_tools(request.callable_tools()))
+        )
+        prompt = await self._encode(plan.prompt, add_special_tokens=False)
+        answer = answers.ChatAnswer(request, self._new_id("chatcmpl"), self._model_name, self._tokenizer, plan)
+        await self._generate(exchange, [prompt], plan.params, request, answer, plan.shown_ids)
 
     async def _completions(self, exchange: Exchange) -> None:
         request = protocol.decode_completion(await self._body(exchange))
@@ -161,34 +167,50 @@ class Ingress:
         params: SamplingParams,
         request: Any,
         answer: answers.Answer,
+        shown_ids: frozenset[int] = frozenset(),
     ) -> None:
-        submission = Submission(self._client, prompts, params, chat=isinstance(answer, answers.ChatAnswer))
-        name = f"{exchange.request_id}-{secrets.token_hex(4)}"
-        submission.start(name, request.priority, self._config.request_timeout_s)
         try:
-            if request.stream:
-                await exchange.stream(answer.stream(submission), submission)
-            else:
-                await exchange.send_json(await exchange.unless_gone(answer.whole(submission)))
+            params = await self._enforceable(exchange, params)
+            chat = isinstance(answer, answers.ChatAnswer)
+            submission = Submission(self._client, prompts, params, chat, shown_ids)
+            name = f"{exchange.request_id}-{secrets.token_hex(4)}"
+            submission.start(name, request.priority, self._config.request_timeout_s)
+            try:
+                if request.stream:
+                    await exchange.stream(answer.stream(submission), submission)
+                else:
+                    await exchange.send_json(await exchange.unless_gone(answer.whole(submission)))
+            finally:
+                submission.close()
+                exchange.note(submission)
         except ApiError as error:
             if error.param is not None and (field := request.field_of(error.param)) != error.param:
                 message = error.message.removeprefix(error.param)
                 message = f"{field}{message}" if message != error.message else f"{field}: {message}"
                 raise ApiError(error.status, message, param=field, code=error.code) from error
             raise
-        finally:
-            submission.close()
-            exchange.note(submission)
 
-    async def _render(self, request: protocol.ChatCompletionRequest | protocol.TokenizeRequest) -> list[int]:
-        """The token ids of the body's conversation."""
+    async def _enforceable(self, exchange: Exchange, params: SamplingParams) -> SamplingParams:
+        """`params` with a loose constraint resolved; the answer's header says what is not enforced."""
+        if params.constraint is None or not params.constraint.loose:
+            return params
+        spec, not_enforced = await self._client.resolve(params.constraint)
+        if not_enforced:
+            exchange.headers_out.append((b"x-manta-not-enforced", _header_value(not_enforced)))
+        return msgspec.structs.replace(params, constraint=spec)
+
+    def _render(
+        self,
+        request: protocol.ChatCompletionRequest | protocol.TokenizeRequest,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> str:
+        """The body's conversation as the model reads it."""
         try:
-            text = self._tokenizer.render_chat_template(
-                request.template_messages(), request.add_generation_prompt, **(request.chat_template_kwargs or {})
+            return self._tokenizer.render_chat_template(
+                request.template_messages(), request.add_generation_prompt, tools or None, **request.template_kwargs()
             )
         except TemplateError as error:
             raise ApiError(400, f"messages: {error}", param="messages") from error
-        return await self._encode(text, add_special_tokens=False)
 
     async def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         if len(text) < LONG_TEXT:
@@ -235,7 +257,7 @@ class Ingress:
         request = protocol.decode_tokenize(await self._body(exchange))
         self._check_model(request.model or self._model_name)
         if request.messages is not None:
-            tokens = await self._render(request)
+            tokens = await self._encode(self._render(request), add_special_tokens=False)
         else:
             tokens = await self._encode(request.prompt or "", request.add_special_tokens)
         texts = [self._tokenizer.token_text(token) for token in tokens] if request.return_token_strs else None
@@ -290,6 +312,8 @@ class Exchange:
         given = self.headers.get("x-request-id", "")
         self.request_id = given if 0 < len(given) <= 128 and given.isprintable() else f"req-{secrets.token_hex(8)}"
         self.status = 0
+        self.headers_out: list[tuple[bytes, bytes]] = []
+        """Sent with a good answer, beside its own."""
         self._receive = receive
         self._send = send
         self._begun = time.perf_counter()
@@ -353,7 +377,9 @@ class Exchange:
             async for event in events:
                 if not self._streaming:
                     # Only now: until the first token a refusal can still be an HTTP status.
-                    await self._start(200, "text/event-stream; charset=utf-8", [(b"cache-control", b"no-cache")])
+                    await self._start(
+                        200, "text/event-stream; charset=utf-8", [(b"cache-control", b"no-cache"), *self.headers_out]
+                    )
                     self._streaming = True
                 await self._send({"type": "http.response.body", "body": event, "more_body": True})
         except Exception as error:
@@ -368,7 +394,7 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def send_json(self, body: bytes) -> None:
-        await self.send_body(body, "application/json")
+        await self.send_body(body, "application/json", headers=self.headers_out)
 
     async def send_body(self, body: bytes, content_type: str, status: int = 200, headers: Any = ()) -> None:
         await self._start(status, content_type, [(b"content-length", str(len(body)).encode()), *headers])
@@ -410,6 +436,11 @@ class Exchange:
 def served_model_name(config: ServeConfig) -> str:
     """The model's name in the API: the configured one, else the last part of its folder or hub id."""
     return config.served_model_name or pathlib.PurePath(config.engine.model).name
+
+
+def _header_value(names: list[str]) -> bytes:
+    """A list as a header may carry it: ASCII, without line breaks."""
+    return ", ".join(name.encode("ascii", "backslashreplace").decode() for name in names).replace("\n", " ").encode()
 
 
 async def _awaitable(response: Any) -> Any:

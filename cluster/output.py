@@ -37,6 +37,7 @@ class SequenceText:
 
     `final_only` skips decoding until the end where no stop string needs the text earlier. `continues_prompt=False`
     drops the space that SentencePiece models put in front of an answer's first word (see `Tokenizer.text_decoder`).
+    Special tokens of `shown_ids` stay in the text, for whoever reads their marks.
     """
 
     def __init__(
@@ -45,8 +46,10 @@ class SequenceText:
         params: SamplingParams,
         final_only: bool = False,
         continues_prompt: bool = True,
+        shown_ids: frozenset[int] = frozenset(),
     ) -> None:
         self._tokenizer = tokenizer
+        self._shown_ids = shown_ids
         self._skip_special_tokens = params.skip_special_tokens
         self._continues_prompt = continues_prompt
         self._decoder = self._new_decoder()
@@ -82,7 +85,7 @@ class SequenceText:
         return self._search(self._decode_counting(token_ids, final), final)
 
     def _new_decoder(self) -> TextDecoder:
-        return self._tokenizer.text_decoder(self._skip_special_tokens, self._continues_prompt)
+        return self._tokenizer.text_decoder(self._skip_special_tokens, self._continues_prompt, self._shown_ids)
 
     def _decode_counting(self, token_ids: list[int], final: bool) -> str:
         """Decodes, and notes which characters belong to the first `min_tokens` tokens."""

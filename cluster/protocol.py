@@ -13,9 +13,12 @@ from typing import Any, Literal, TypeVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from cluster.chat_messages import ChatMessage, check_template_kwargs, template_message
+from cluster.constraints import ResponseFormat, StructuredOutputs, requested_constraint
 from cluster.errors import ApiError as ApiError
 from cluster.errors import bound_error, refuse, shape_error
 from cluster.request import Usage
+from cluster.tools import Tool, ToolChoice, check_tools
 from workers.sampling_params import SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -33,21 +36,6 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
     """Accepted; nothing is obfuscated."""
-
-
-class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
-    """One message; its parts are checked by `_template_message`."""
-
-    role: str
-    content: str | list[dict[str, Any]] | None = None
-    name: str | None = None
-    reasoning_content: str | None = None
-    refusal: str | None = None
-    annotations: list[Any] | None = None
-    audio: Any = None
-    tool_calls: list[Any] | None = None
-    tool_call_id: str | None = None
-    function_call: Any = None
 
 
 class _SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -83,8 +71,8 @@ class _SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     user: str | None = None
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
-    structured_outputs: Any = None
-    response_format: Any = None
+    structured_outputs: StructuredOutputs | None = None
+    response_format: ResponseFormat | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -97,9 +85,6 @@ class _SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             refuse("stream_options", "stream_options is only allowed with stream = true")
         if self.prompt_logprobs is not None and self.stream:
             refuse("prompt_logprobs", "prompt_logprobs is not available with stream = true; leave one of them out")
-        _only(self, "structured_outputs", None, "constrained output is not supported; leave it out")
-        if self.response_format is not None and self.response_format != {"type": "text"}:
-            refuse("response_format", 'only response_format {"type": "text"} is supported')
         if not -(2**31) <= self.priority < 2**31:
             refuse("priority", f"priority {self.priority} does not fit in 32 signed bits")
 
@@ -110,12 +95,19 @@ class _SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         for name in ("stop_token_ids", "bad_words", "allowed_token_ids"):
             if name in values:
                 values[name] = tuple(values[name])
+        values["constraint"], _ = requested_constraint(self.response_format, self.structured_outputs)
         if self.stop is not None:
             values["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         try:
             return SamplingParams(**values)
         except ValueError as error:
             raise bound_error(str(error), names or {}) from error
+
+    def field_of(self, param: str) -> str:
+        """The field of this body that an engine's refusal of `param` is about."""
+        if param != "constraint":
+            return param
+        return requested_constraint(self.response_format, self.structured_outputs)[1]
 
 
 _SAMPLING_FIELDS = (
@@ -150,8 +142,17 @@ class ChatCompletionRequest(_SamplingFields, kw_only=True):
     top_logprobs: int | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
+    include_reasoning: bool = True
+    """False keeps `reasoning_content` out of the answer (vLLM's extension); the model thinks all the same."""
+    reasoning_effort: str | None = None
+    """Given to chat templates that know it."""
 
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    """None is "auto" where there are tools."""
     parallel_tool_calls: bool | None = None
+    """False allows one call at most; None is True."""
+
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
@@ -159,14 +160,11 @@ class ChatCompletionRequest(_SamplingFields, kw_only=True):
     verbosity: str | None = None
     store: bool | None = None
 
-    tools: Any = None
-    tool_choice: Any = None
     functions: Any = None
     function_call: Any = None
     modalities: Any = None
     audio: Any = None
     prediction: Any = None
-    reasoning_effort: Any = None
     web_search_options: Any = None
     moderation: Any = None
 
@@ -176,29 +174,41 @@ class ChatCompletionRequest(_SamplingFields, kw_only=True):
             refuse("messages", "messages is empty; give at least one message")
         if self.store:
             refuse("store", "store = true is not supported: nothing is kept; leave it out or send false")
-        for name in ("tools", "functions"):
-            if getattr(self, name) not in (None, []):
-                refuse(name, f"{name} is not supported; leave it out")
-        for name in ("tool_choice", "function_call"):
-            if getattr(self, name) not in (None, "none", "auto"):
-                refuse(name, f'{name} may only be "none" or "auto", because tools are not supported')
+        if self.functions not in (None, []):
+            refuse("functions", "functions is not supported; use tools")
+        if self.function_call not in (None, "none", "auto"):
+            refuse("function_call", "function_call is not supported; use tool_choice")
+        check_tools(self.tools or [], self.tool_choice)
+        if self.structured_outputs is not None and self.callable_tools():
+            message = 'structured_outputs and tools exclude each other, unless tool_choice is "none"'
+            refuse("structured_outputs", message)
         if self.modalities not in (None, ["text"]):
             refuse("modalities", 'only modalities ["text"] is supported')
-        for name in ("audio", "prediction", "reasoning_effort", "web_search_options", "moderation"):
+        for name in ("audio", "prediction", "web_search_options", "moderation"):
             _only(self, name, None, f"{name} is not supported; leave it out")
         if self.top_logprobs is not None and not self.logprobs:
             refuse("top_logprobs", "top_logprobs is only allowed with logprobs = true")
-        _check_template_kwargs(self.chat_template_kwargs)
+        check_template_kwargs(self.chat_template_kwargs)
+
+    def callable_tools(self) -> list[Tool]:
+        """The tools that the answer may call."""
+        return [] if self.tool_choice == "none" else self.tools or []
 
     def field_of(self, param: str) -> str:
-        """The field of this body that an engine's refusal of `param` is about."""
+        if param == "constraint" and (tools := self.callable_tools()):
+            return "tools[0].function.parameters" if len(tools) == 1 else "tools"
         if param == "max_tokens" and self.max_completion_tokens is not None:
             return "max_completion_tokens"
-        return "messages" if param == "prompt" else param
+        return "messages" if param == "prompt" else super().field_of(param)
 
     def template_messages(self) -> list[dict[str, Any]]:
         """The messages as chat templates read them: plain text contents, `developer` as `system`."""
-        return [_template_message(message, f"messages[{index}]") for index, message in enumerate(self.messages)]
+        return [template_message(message, f"messages[{index}]") for index, message in enumerate(self.messages)]
+
+    def template_kwargs(self) -> dict[str, Any]:
+        """What the chat template gets beside messages and tools."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return effort | (self.chat_template_kwargs or {})
 
     def sampling_params(self) -> SamplingParams:
         """Raises `ApiError` naming the field that is out of bounds."""
@@ -230,10 +240,6 @@ class CompletionRequest(_SamplingFields, kw_only=True):
         if self.suffix:
             refuse("suffix", "suffix is not supported; leave it out")
         self.prompts()
-
-    def field_of(self, param: str) -> str:
-        """The field of this body that an engine's refusal of `param` is about."""
-        return param
 
     def prompts(self) -> list[str | list[int]]:
         """Every prompt, as text or as token ids; a choice's index is its place here."""
@@ -281,13 +287,16 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     def check(self) -> None:
         if (self.prompt is None) == (self.messages is None):
             refuse("prompt", "give either prompt or messages")
-        _check_template_kwargs(self.chat_template_kwargs)
+        check_template_kwargs(self.chat_template_kwargs)
         if self.messages is not None and not self.messages:
             refuse("messages", "messages is empty; give at least one message")
 
+    def template_kwargs(self) -> dict[str, Any]:
+        return self.chat_template_kwargs or {}
+
     def template_messages(self) -> list[dict[str, Any]]:
         messages = self.messages or []
-        return [_template_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+        return [template_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
 class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -312,52 +321,6 @@ def _checked_token_ids(token_ids: list[Any], param: str) -> list[int]:
         if not 0 <= token_id < 2**31:
             refuse(f"{param}[{index}]", f"{param}[{index}]: token id {token_id} is outside every vocabulary")
     return token_ids
-
-
-_RESERVED_TEMPLATE_KWARGS = frozenset({"self", "messages", "tools", "documents", "add_generation_prompt"})
-
-
-def _check_template_kwargs(given: dict[str, Any] | None) -> None:
-    reserved = _RESERVED_TEMPLATE_KWARGS & set(given or ())
-    if reserved:
-        name = min(reserved)
-        refuse(f"chat_template_kwargs.{name}", f"chat_template_kwargs may not set {name}; use the body's own field")
-
-
-_ROLES = ("system", "developer", "user", "assistant")
-
-
-def _template_message(message: ChatMessage, path: str) -> dict[str, Any]:
-    """One message with plain text; refuses what would be lost on the way to the model."""
-    if message.role in ("tool", "function") or message.tool_call_id or message.tool_calls or message.function_call:
-        field = "role" if message.role in ("tool", "function") else "tool_calls"
-        refuse(f"{path}.{field}", f"{path}: tools are not supported; roles are {', '.join(_ROLES)}")
-    if message.role not in _ROLES:
-        refuse(f"{path}.role", f"{path}.role {message.role!r} is unknown; use one of {', '.join(_ROLES)}")
-    if message.audio is not None:
-        refuse(f"{path}.audio", f"{path}.audio is not supported; leave it out")
-    content = message.content
-    if content is None:
-        refuse(f"{path}.content", f"{path}.content is missing; give a string or a list of text parts")
-    if isinstance(content, list):
-        content = "\n".join(_part_text(part, f"{path}.content[{index}]") for index, part in enumerate(content))
-    result = {"role": "system" if message.role == "developer" else message.role, "content": content}
-    if message.name is not None:
-        result["name"] = message.name
-    if message.reasoning_content is not None:
-        result["reasoning_content"] = message.reasoning_content
-    return result
-
-
-def _part_text(part: dict[str, Any], path: str) -> str:
-    if part.get("type") != "text":
-        refuse(f"{path}.type", f"{path}: a part of type {part.get('type')!r} is not supported; only text parts are")
-    unknown = set(part) - {"type", "text"}
-    if unknown:
-        refuse(f"{path}.{min(unknown)}", f"{path} holds the unknown field {min(unknown)!r}; leave it out")
-    if not isinstance(part.get("text"), str):
-        refuse(f"{path}.text", f"{path}.text must be a string")
-    return part["text"]
 
 
 # ---- decoding ------------------------------------------------------------------------------------------------------
@@ -479,10 +442,27 @@ class PromptTokenLogprob(msgspec.Struct):
 PromptLogprobs = list[dict[str, PromptTokenLogprob] | None]
 
 
+class FunctionDelta(msgspec.Struct, omit_defaults=True):
+    name: str | None = None
+    arguments: str | None = None
+    """JSON text; in a stream the next piece of it."""
+
+
+class ToolCallDelta(msgspec.Struct, omit_defaults=True):
+    """A call, or in a stream a part of call number `index`: `id`, `type` and the name come with the first part."""
+
+    index: int | UnsetType = UNSET
+    id: str | None = None
+    type: str | None = None
+    function: FunctionDelta = msgspec.field(default_factory=FunctionDelta)
+
+
 class ChatResponseMessage(msgspec.Struct):
     content: str | None
     role: str = "assistant"
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -508,6 +488,8 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
 class ChatDelta(msgspec.Struct, omit_defaults=True):
     role: str | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChunkChoice(msgspec.Struct, kw_only=True):

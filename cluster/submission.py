@@ -19,6 +19,7 @@ from cluster.metrics import RequestMetrics
 from cluster.output import SequenceText
 from cluster.request import Account, EngineRequest, FinishStatus, SequenceOutput, Usage
 from cluster.tokenizer import Tokenizer
+from structured.constraint import ConstraintError, ConstraintSpec
 from workers.sampling_params import SamplingParams
 from workers.step import TokenLogprobs
 
@@ -51,14 +52,26 @@ class Choice:
 
 
 class Submission:
-    """Async iteration yields `Event`s until every choice has ended; raises `ApiError` where one cannot be served."""
+    """Async iteration yields `Event`s until every choice has ended; raises `ApiError` where one cannot be served.
 
-    def __init__(self, client: EngineClient, prompts: list[list[int]], params: SamplingParams, chat: bool) -> None:
+    Special tokens of `shown_ids` stay in the text.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        chat: bool,
+        shown_ids: frozenset[int] = frozenset(),
+    ) -> None:
         self._client = client
         self._events: asyncio.Queue[SequenceOutput | Account | Exception] = asyncio.Queue()
         self._params = params
         self.choices = [
-            Choice(index, prompt, SequenceText(client.tokenizer, params, continues_prompt=not chat))
+            Choice(
+                index, prompt, SequenceText(client.tokenizer, params, continues_prompt=not chat, shown_ids=shown_ids)
+            )
             for index, prompt in enumerate(prompts)
         ]
         self._by_request: dict[str, Choice] = {}
@@ -140,7 +153,8 @@ class Submission:
             logprobs=output.logprobs,
             prompt_logprobs=output.prompt_logprobs,
             finish=output.finish,
-            stop_reason=None if output.finish is None else output.stop_token_id,
+            # An end-of-sequence token of the model is no reason that the client knows of.
+            stop_reason=output.stop_token_id if output.stop_token_id in self._params.stop_token_ids else None,
         )
         if output.usage is not None:
             choice.usage = output.usage
@@ -224,6 +238,13 @@ class EngineClient:
         except asyncio.CancelledError:
             response.cancel()
             raise
+
+    async def resolve(self, spec: ConstraintSpec) -> tuple[ConstraintSpec, list[str]]:
+        """The constraint with its backend, and the keywords that this one does not enforce. Raises `ApiError` 400."""
+        try:
+            return await self._engine.resolve.remote(spec)
+        except ConstraintError as error:  # Ray's copy of it: its text is a whole traceback, its cause the error
+            raise ApiError(400, str(getattr(error, "cause", error)), param="constraint") from error
 
     def settle(self, call: asyncio.Task[None]) -> None:
         """Ends the wait of a call whose request is over, a moment after it had time to return by itself."""

@@ -71,9 +71,11 @@ class Tokenizer:
         """Number of tokens, added ones included; the model's own vocabulary may be padded beyond it."""
         self._decoding = _decoding_of(json.loads(self._fast.to_str()).get("decoder"))
         self._pieces = _PieceTable(self._fast, self._decoding, skipped=frozenset())
-        self._plain_pieces = _PieceTable(self._fast, self._decoding, skipped=self.special_ids)
+        self._tables: dict[frozenset[int], _PieceTable] = {}
+        """By the special tokens that are shown."""
         self._texts: dict[int, str] = {}
-        self._templates = self._load_templates()
+        self._template_sources = self._read_templates()
+        self._templates = self._compile_templates()
 
     # ---- loading -----------------------------------------------------------------------------------------------
 
@@ -147,15 +149,24 @@ class Tokenizer:
         """The text of a whole sequence, exactly as transformers decodes it; ids without a token give nothing."""
         return self._fast.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
-    def text_decoder(self, skip_special_tokens: bool = True, continues_prompt: bool = True) -> TextDecoder:
-        """A decoder for one sequence.
+    def text_decoder(
+        self,
+        skip_special_tokens: bool = True,
+        continues_prompt: bool = True,
+        shown_ids: frozenset[int] = frozenset(),
+    ) -> TextDecoder:
+        """A decoder for one sequence. Special tokens of `shown_ids` are not skipped.
 
         SentencePiece tokenizers drop the space in front of a text's first word. Output that continues a prompt keeps
         it, so that prompt and output concatenate; `continues_prompt=False` drops it, as for the answer in a chat.
         """
         if self._decoding.kind == "window":
-            return _WindowDecoder(self._fast, skip_special_tokens)
-        table = self._plain_pieces if skip_special_tokens else self._pieces
+            return _WindowDecoder(self._fast, skip_special_tokens, self.special_ids - shown_ids)
+        table = self._pieces
+        if skip_special_tokens:
+            table = self._tables.setdefault(
+                shown_ids, _PieceTable(self._fast, self._decoding, skipped=self.special_ids - shown_ids)
+            )
         return _PieceDecoder(table, "none" if continues_prompt else self._decoding.first)
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -190,6 +201,11 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         return bool(self._templates)
+
+    def chat_template_source(self, tools: bool = False) -> str:
+        """The template's text, of the one for `tools` where there is one; empty where there is none."""
+        source = self._template_sources.get("tool_use") if tools else None
+        return source or self._template_sources.get("default") or ""
 
     def apply_chat_template(
         self,
@@ -229,8 +245,8 @@ class Tokenizer:
         except Exception as error:  # a template is a program: whatever it raises, these messages cannot be rendered
             raise TemplateError(str(error) or type(error).__name__) from error
 
-    def _load_templates(self) -> dict[str, jinja2.Template]:
-        """Templates by name, from `chat_template.jinja`, `chat_template.json` or the configuration, in that order."""
+    def _read_templates(self) -> dict[str, str]:
+        """Sources by name, from `chat_template.jinja`, `chat_template.json` or the configuration, in that order."""
         sources: dict[str, str] = {}
         file = self.folder / "chat_template.jinja"
         if file.is_file():
@@ -246,9 +262,12 @@ class Tokenizer:
                 sources = {entry["name"]: entry["template"] for entry in found}
             elif isinstance(found, dict):
                 sources = dict(found)
+        return sources
+
+    def _compile_templates(self) -> dict[str, jinja2.Template]:
         environment = _template_environment()
         try:
-            return {name: environment.from_string(source) for name, source in sources.items()}
+            return {name: environment.from_string(source) for name, source in self._template_sources.items()}
         except jinja2.TemplateError as error:
             raise TokenizerError(f"the chat template of {self.folder} is no valid Jinja: {error}") from error
 
@@ -343,17 +362,17 @@ class _PieceDecoder:
 class _WindowDecoder:
     """Decodes the last pieces twice, with and without the new tokens, for decoders that look at their neighbours."""
 
-    def __init__(self, fast: FastTokenizer, skip_special_tokens: bool) -> None:
+    def __init__(self, fast: FastTokenizer, skip_special_tokens: bool, skipped: frozenset[int]) -> None:
         self._fast = fast
-        self._skip = skip_special_tokens
+        self._skipped = skipped if skip_special_tokens else frozenset()
         self._window: list[int] = []
         self._num_read = 0
         """Tokens of the window whose text is out already."""
 
     def decode(self, token_ids: Sequence[int], final: bool) -> str:
-        self._window += token_ids
-        before = self._fast.decode(self._window[: self._num_read], skip_special_tokens=self._skip)
-        text = self._fast.decode(self._window, skip_special_tokens=self._skip)
+        self._window += [token_id for token_id in token_ids if token_id not in self._skipped]
+        before = self._fast.decode(self._window[: self._num_read], skip_special_tokens=False)
+        text = self._fast.decode(self._window, skip_special_tokens=False)
         if len(text) <= len(before) or (text.endswith("\ufffd") and not final):
             return ""
         self._window = self._window[self._num_read :]

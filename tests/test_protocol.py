@@ -119,6 +119,7 @@ def test_echo_with_logprobs_asks_for_the_prompt_s() -> None:
     [
         {"n": 1, "user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "verbosity": "low"},
         {"parallel_tool_calls": True, "safety_identifier": "s", "prompt_cache_key": "k", "tool_choice": "none"},
+        {"reasoning_effort": "low", "include_reasoning": False},
         {"tools": [], "functions": None, "response_format": {"type": "text"}, "modalities": ["text"], "audio": None},
         {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False}},
         {"chat_template_kwargs": {"enable_thinking": False}},
@@ -174,11 +175,24 @@ def test_every_field_of_openai_is_known() -> None:
 
 # ---- refusals ------------------------------------------------------------------------------------------------------
 
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
 CHAT_MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
     ({"messages": "hello"}, "messages"),
     ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
-    ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages[0].role"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
+    ({"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, "messages[0].tool_call_id"),
+    ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages[0].tool_calls"),
+    ({"messages": [{"role": "assistant", "content": "x", "function_call": {}}]}, "messages[0].function_call"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+        "messages[0].tool_calls[0].function.arguments",
+    ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [CALL, {**CALL, "type": "custom"}]}]},
+        "messages[0].tool_calls[1].type",
+    ),
     ({"messages": [*HELLO, {"role": "user"}]}, "messages[1].content"),
     ({"messages": [*HELLO, {"role": "user", "content": 5}]}, "messages[1].content"),
     ({"messages": [{"role": "user", "content": "x", "colour": 1}]}, "messages[0].colour"),
@@ -188,7 +202,7 @@ CHAT_MISTAKES: list[tuple[dict[str, Any], str]] = [
         "messages[0].content[0].type",
     ),
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": 3}]}]}, "messages[0].content[0].text"),
-    ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+    ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].function"),
     ({"model": 3}, "model"),
     ({"colour": "red"}, "colour"),
     ({"guided_json": {}}, "guided_json"),
@@ -223,16 +237,12 @@ CHAT_MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"n": 2}, "n"),
     ({"n": 0}, "n"),
     ({"priority": 2**40}, "priority"),
-    ({"tools": [{"type": "function"}]}, "tools"),
-    ({"tool_choice": "required"}, "tool_choice"),
     ({"functions": [{}]}, "functions"),
     ({"function_call": {"name": "f"}}, "function_call"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
-    ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
     ({"modalities": ["audio"]}, "modalities"),
     ({"audio": {"voice": "x"}}, "audio"),
     ({"prediction": {"type": "content"}}, "prediction"),
-    ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ({"reasoning_effort": 3}, "reasoning_effort"),
     ({"web_search_options": {}}, "web_search_options"),
     ({"store": True}, "store"),
     ({"moderation": {"model": "m"}}, "moderation"),
