@@ -1,7 +1,8 @@
 """`manta bench` (and `make bench`): speed, start-up time and memory, alone or in turns with a peer in the same sitting.
 
-Reads the command line, starts engines and servers, runs the workloads on them and prints a table. What a workload is
-stands in `benchmarks/workloads.py`, how processes are started and weighed in `benchmarks/processes.py`.
+Reads the command line, starts engines and servers, runs the workloads on them and prints a row as soon as it is known.
+What a workload is and how turns are taken stands in `benchmarks/workloads.py`, how processes are started and weighed in
+`benchmarks/processes.py`, what is printed in `benchmarks/report.py`, and how to read it in `benchmarks/README.md`.
 """
 
 from __future__ import annotations
@@ -10,27 +11,35 @@ import argparse
 import contextlib
 import ctypes.util
 import json
+import os
 import pathlib
+import signal
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 
 from benchmarks.checkpoints import benchmark_checkpoint
 from benchmarks.http_load import LoadResult, run_load
 from benchmarks.processes import BenchmarkError, Child, EngineProcess, ServerProcess, Setup, free_port
-from benchmarks.report import Result, combine, machine, table
-from benchmarks.workloads import WORKLOADS, PromptSource, Row, run_workload
+from benchmarks.report import Result, combine, header, machine, table_line
+from benchmarks.workloads import WORKLOADS, PromptSource, Row, alternate, run_workload
 
-ALL = ("a", "b", "d", "g", "start", "memory", "http")
+USUAL = ("a", "b", "d", "g", "start", "memory", "http")
+ALL = (*USUAL, "http32")
 LARGE, TINY = "qwen2.5-0.5b", "tiny-llama"
 TOKEN_LIMITS = {LARGE: 150_000, TINY: 30_000}
 HTTP_PROMPT, HTTP_OUTPUT = 112, 64
+PAIRS = 30
 STARTS = 3
 """Starts of Manta's engine of which the median counts; a peer that takes a minute is started once."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the benchmarks; 0 when all were measured, 1 where an engine failed, 2 for a wrong command line."""
+    """Runs the benchmarks; 0 when all were measured, 1 where an engine failed, 2 for a wrong command line.
+
+    Ctrl-C and SIGTERM stop every child and give 130; the rows that were finished stay printed and written.
+    """
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
@@ -39,32 +48,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     print(machine(), file=sys.stderr)
     code = 0
+    handlers = {number: signal.signal(number, _interrupt_once) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         bench.run()
     except BenchmarkError as error:
         print(f"manta bench: {error}", file=sys.stderr)
         code = 1
+    except KeyboardInterrupt:
+        print("manta bench: interrupted", file=sys.stderr)
+        code = 130
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     for note in bench.notes:
         print(f"note: {note}", file=sys.stderr)
-    if bench.results:
-        print(table(bench.results, options.compare))
-        if options.json:
-            rows = [result.as_json() for result in bench.results]
-            pathlib.Path(options.json).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return code
+
+
+def _interrupt_once(number: int, frame: object) -> None:
+    """Later signals are ignored, so that the children are stopped in peace."""
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="manta bench", description="Speed, start-up time and memory.")
-    parser.add_argument("--workloads", default=",".join(ALL), help=f"some of {', '.join(ALL)} (default: all)")
+    parser.add_argument(
+        "--workloads", default=",".join(USUAL), help=f"some of {', '.join(ALL)} (default: all but http32)"
+    )
     parser.add_argument("--model", help="folder of the large model (default: random weights in Qwen2.5-0.5B's shape)")
     parser.add_argument("--tiny-model", help="folder of the tiny model (default: a random Llama of 4 layers)")
-    parser.add_argument("--streams", default="1,16,32", help="numbers of HTTP streams (default: 1,16,32)")
-    parser.add_argument("--requests-per-stream", type=int, default=2, help="HTTP requests of each stream (default: 2)")
+    parser.add_argument("--streams", help="numbers of HTTP streams (default: 1,16,32; with --compare: 16)")
+    parser.add_argument("--requests-per-stream", type=int, metavar="N", help="default: 2; in pairs: 1")
     parser.add_argument("--repetitions", type=int, default=3, help="medians are taken over these (default: 3)")
-    parser.add_argument("--kv-gib", type=int, default=2, help="size of the KV pool in GiB (default: 2)")
-    parser.add_argument("--json", metavar="FILE", help="write the rows to FILE, one JSON object a line")
-    parser.add_argument("--compare", choices=["vllm"], help="measure the peer too, in turns with Manta")
+    parser.add_argument("--kv-gib", type=int, default=2, help="size of each engine's KV pool in GiB (default: 2)")
+    parser.add_argument("--json", metavar="FILE", help="write the rows to FILE as they come, one JSON object a line")
+    parser.add_argument(
+        "--compare",
+        choices=["vllm", "manta"],
+        help="measure the peer too, both alive and taking turns of about 2 s; manta is a second Manta: ratios near 1",
+    )
+    parser.add_argument(
+        "--pairs", type=int, metavar="N", help=f"turns of each engine with --compare or in http32 (default: {PAIRS})"
+    )
     parser.add_argument("--vllm-python", metavar="PATH", help="Python of the environment that vLLM is installed in")
     parser.add_argument(
         "--vllm-preload",
@@ -74,44 +101,48 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--vllm-env", action="append", default=[], metavar="KEY=VALUE", help="environment of vLLM; may be repeated"
     )
-    parser.add_argument(
-        "--pairs",
-        type=int,
-        metavar="N",
-        help="with --compare: N paired repetitions instead, both engines alive, and the 95%% interval of the ratio",
-    )
     return parser
 
 
 class Bench:
-    """One sitting. `results` grows as workloads finish, so that a failure late on loses nothing."""
+    """One sitting. Rows are printed and written as workloads finish, so that a failure late on loses nothing."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.workloads = options.workloads.split(",")
         unknown = sorted(set(self.workloads) - set(ALL))
         if unknown:
             raise ValueError(f"unknown workload {', '.join(unknown)}; there are {', '.join(ALL)}")
-        if options.pairs and not options.compare:
-            raise ValueError("--pairs compares two engines; add --compare vllm")
+        paired = bool(options.compare) or "http32" in self.workloads
+        if options.pairs is not None and not paired:
+            raise ValueError("--pairs compares two engines; add --compare, or the workload http32")
+        if options.pairs is not None and options.pairs < 1:
+            raise ValueError(f"--pairs {options.pairs} is less than 1")
         self.options = options
         self.names = ["manta"]
         self.setup = Setup(kv_cache_bytes=options.kv_gib << 30)
+        self.notes: list[str] = []
         if options.compare:
             self.names.append(options.compare)
-            self.setup = _vllm_setup(options)
-        self.streams = [int(number) for number in options.streams.split(",")]
-        self.repetitions = options.pairs or options.repetitions
+        if options.compare == "vllm":
+            self.setup = _vllm_setup(options, self.notes)
+        self.streams = [
+            int(number) for number in (options.streams or ("16" if options.compare else "1,16,32")).split(",")
+        ]
+        self.pairs = options.pairs or PAIRS
+        self.repetitions = self.pairs if options.compare else options.repetitions
         self.results: list[Result] = []
-        self.notes: list[str] = []
+        self._compared = paired
 
     def run(self) -> None:
         offline = [letter for letter in ("a", "b", "d") if letter in self.workloads]
-        if offline or {"start", "memory"} & set(self.workloads):
-            self._offline(self._model(LARGE), LARGE, offline)
         if "g" in self.workloads:
             self._offline(self._model(TINY), TINY, ["g"])
+        if offline or {"start", "memory"} & set(self.workloads):
+            self._offline(self._model(LARGE), LARGE, offline)
         if "http" in self.workloads:
             self._http(self._model(LARGE))
+        if "http32" in self.workloads:
+            self._http_against_offline(self._model(LARGE))
 
     def _model(self, name: str) -> str:
         folder = self.options.model if name == LARGE else self.options.tiny_model
@@ -124,15 +155,12 @@ class Bench:
         with self._engines(model) as engines:
             if "start" in self.workloads and name == LARGE:
                 self._start_rows(engines, model)
-            for engine in engines:
-                engine.generate(prompts(4, 64), 8)
             for letter in letters:
                 for workload in WORKLOADS[letter]:
-                    repetitions = self.repetitions + (0 if self.options.pairs else workload.extra_repetitions)
-                    seconds = run_workload(workload, engines, prompts, repetitions, self._note_idle)
-                    self._add([[workload.figures(one) for one in engine] for engine in seconds])
+                    self._add(run_workload(workload, engines, prompts, self.repetitions, self._hear(letter)))
             if "memory" in self.workloads and name == LARGE:
                 for engine in engines:
+                    engine.wake()
                     engine.generate(prompts(32, 128), 16)
                 self._add([[[_memory_row(engine)]] for engine in engines])
 
@@ -143,7 +171,7 @@ class Bench:
             for name in self.names:
                 self._say(f"starting {name} on {pathlib.Path(model).name}")
                 engine = EngineProcess(name, model, self.setup)
-                stack.callback(engine.stop)
+                stack.callback(self._stop, engine)
                 engines.append(engine)
             yield engines
 
@@ -160,75 +188,92 @@ class Bench:
     # ---- HTTP --------------------------------------------------------------------------------------------------
 
     def _http(self, model: str) -> None:
+        """Servers side by side; without a peer also the same work offline, in turns."""
         prompts = PromptSource(_token_limit(LARGE, model))
         with contextlib.ExitStack() as stack:
-            servers = []
-            for name in self.names:
-                self._say(f"launching the {name} server on {pathlib.Path(model).name}")
-                server = ServerProcess(name, model, self.setup, free_port())
-                stack.callback(server.stop)
-                servers.append(server)
+            servers = [self._server(stack, name, model) for name in self.names]
             self._add([[[Row("http", "server launch to healthy", server.start_seconds, "s")]] for server in servers])
             if "memory" in self.workloads:
                 self.notes.append(f"the idle Manta server with Ray holds {servers[0].pss_bytes() / 2**30:.2f} GiB")
             for streams in self.streams:
-                self._http_streams(servers, model, streams, prompts)
+                workload = f"http {streams}"
+                if self.options.compare:
+                    self._add(self._load(servers, workload, streams, prompts, self.pairs))
+                    continue
+                with contextlib.ExitStack() as inner:
+                    turns = [*servers, self._offline_engine(inner, model, streams)]
+                    http, offline = self._load(turns, workload, streams, prompts, self.repetitions)
+                self._add([http])
+                pairs = zip(http, offline, strict=True)
+                self._add([[_of_offline(workload, served[0].value, direct[0].value) for served, direct in pairs]])
 
-    def _http_streams(self, servers: list[ServerProcess], model: str, streams: int, prompts: PromptSource) -> None:
-        self._say(f"HTTP, {streams} streams")
-        count = streams * self.options.requests_per_stream
-        workload = f"http {streams}"
-        for server in servers:
-            run_load(server.port, server.model_name, prompts(streams, HTTP_PROMPT), 8, streams)
-        offline = EngineProcess("manta", model, self.setup, max_num_sequences=streams)
-        results: dict[Child, list[LoadResult]] = {server: [] for server in servers}
-        speeds: list[float] = []
-        try:
-            offline.generate(prompts(streams, HTTP_PROMPT), 8)
-            turns: list[Child] = [*servers, offline]
-            for repetition in range(self.repetitions):
-                batch = prompts(count, HTTP_PROMPT)
-                for child in reversed(turns) if repetition % 2 else turns:
-                    self._settle(turns, child)
-                    if isinstance(child, ServerProcess):
-                        result = run_load(child.port, child.model_name, batch, HTTP_OUTPUT, streams)
-                        results[child].append(result)
-                    else:
-                        seconds, num_tokens = offline.generate(batch, HTTP_OUTPUT)
-                        speeds.append(num_tokens / seconds)
-        finally:
-            offline.stop()
-        rows = [[_load_rows(workload, result) for result in results[server]] for server in servers]
-        self._add(rows)
-        manta = [result.num_tokens / result.seconds for result in results[servers[0]]]
-        self._add([[_of_offline(workload, http, speed) for http, speed in zip(manta, speeds, strict=True)]])
+    def _http_against_offline(self, model: str) -> None:
+        """32 streams to Manta's server, in turns with the same requests through `LLM.generate`."""
+        prompts = PromptSource(_token_limit(LARGE, model))
+        with contextlib.ExitStack() as stack:
+            turns = [self._server(stack, "manta", model), self._offline_engine(stack, model, 32)]
+            http, offline = self._load(turns, "http32", 32, prompts, self.pairs)
+        self._add([[row[:1] for row in http], offline], "LLM.generate")
+        self._add([[row[1:] for row in http]])
 
-    def _settle(self, children: Sequence[Child], next_one: Child) -> None:
-        for child in children:
-            if child is not next_one:
-                self._note_idle(f"{child.engine} ({type(child).__name__})", child.wait_until_idle())
+    def _server(self, stack: contextlib.ExitStack, name: str, model: str) -> ServerProcess:
+        self._say(f"launching the {name} server on {pathlib.Path(model).name}")
+        server = ServerProcess(name, model, self.setup, free_port())
+        stack.callback(self._stop, server)
+        return server
+
+    def _offline_engine(self, stack: contextlib.ExitStack, model: str, max_num_sequences: int) -> EngineProcess:
+        self._say(f"starting manta on {pathlib.Path(model).name}")
+        engine = EngineProcess("manta", model, self.setup, max_num_sequences=max_num_sequences)
+        stack.callback(self._stop, engine)
+        return engine
+
+    def _load(
+        self, turns: Sequence[Child], workload: str, streams: int, prompts: PromptSource, repetitions: int
+    ) -> list[list[list[Row]]]:
+        """Rows by child and repetition; `output` is the first of each."""
+
+        def run(child: Child, batch: list[list[int]]) -> list[Row]:
+            if isinstance(child, ServerProcess):
+                return _load_rows(workload, run_load(child.port, child.model_name, batch, HTTP_OUTPUT, streams))
+            assert isinstance(child, EngineProcess)
+            timing = child.generate(batch, HTTP_OUTPUT)
+            return [Row(workload, "output", timing.num_tokens / timing.seconds, "tok/s")]
+
+        paired = self.options.compare or workload == "http32"
+        count = streams * (self.options.requests_per_stream or (1 if paired else 2))
+        results = alternate(turns, repetitions, lambda: [prompts(count, HTTP_PROMPT)], run, self._hear(workload))
+        return [[rows for (rows,) in child] for child in results]
 
     # ---- what came of it ---------------------------------------------------------------------------------------
 
-    def _add(self, rows: list[list[list[Row]]]) -> None:
+    def _add(self, rows: list[list[list[Row]]], against: str | None = None) -> None:
         """Rows by engine and repetition."""
-        results = combine(rows[0], rows[1] if len(rows) > 1 else None)
+        results = combine(rows[0], rows[1] if len(rows) > 1 else None, against or self.options.compare)
+        if not self.results:
+            print(header(self._compared), flush=True)
         self.results += results
         for result in results:
-            self._say(f"{result.workload}: {result.metric} {result.value:.3f} {result.unit}" + _versus(result))
+            print(table_line(result, self._compared), flush=True)
+        if self.options.json:
+            path = pathlib.Path(self.options.json)
+            partial = path.with_name(path.name + ".partial")
+            partial.write_text("".join(json.dumps(result.as_json()) + "\n" for result in self.results))
+            os.replace(partial, path)
 
-    def _note_idle(self, name: str, cores: float) -> None:
-        if cores > 0.05:
-            note = f"{name} used {cores:.2f} cores while it had nothing to do, which slowed the other down"
-            if note not in self.notes:
-                self.notes.append(note)
+    def _stop(self, child: Child) -> None:
+        name = f"{child.engine} ({type(child).__name__})"
+        if child.spins:
+            self.notes.append(f"{name} was paused between its turns, for it was busy with nothing to do")
+        elif child.idle_cores:
+            self.notes.append(f"{name} used up to {child.idle_cores:.2f} cores in the other's turns")
+        child.stop()
+
+    def _hear(self, workload: str) -> Callable[[str], None]:
+        return lambda text: self._say(f"{time.strftime('%H:%M:%S')} {workload}: {text}")
 
     def _say(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
-
-
-def _versus(result: Result) -> str:
-    return "" if result.peer is None else f" (peer {result.peer:.3f}, ratio {result.ratio:.3f})"
 
 
 def _memory_row(engine: EngineProcess) -> Row:
@@ -258,7 +303,7 @@ def _token_limit(name: str, model: str) -> int:
     return min(TOKEN_LIMITS[name], vocab_size)
 
 
-def _vllm_setup(options: argparse.Namespace) -> Setup:
+def _vllm_setup(options: argparse.Namespace, notes: list[str]) -> Setup:
     if not options.vllm_python:
         raise ValueError("--compare vllm needs --vllm-python, the Python that vLLM is installed in")
     python = pathlib.Path(options.vllm_python).expanduser().absolute()
@@ -267,9 +312,14 @@ def _vllm_setup(options: argparse.Namespace) -> Setup:
     if options.vllm_preload is not None:
         preload = [str(pathlib.Path(path).expanduser()) for path in options.vllm_preload.split(":") if path]
     else:
-        openmp = python.parent.parent / "lib" / "libiomp5.so"
-        preload = [name for name in map(ctypes.util.find_library, ("tcmalloc_minimal", "tcmalloc")) if name][:1]
-        preload += [str(openmp)] if openmp.exists() else []
+        environment = python.parent.parent
+        openmp = environment / "lib" / "libiomp5.so"
+        unpacked = sorted(map(str, environment.parent.glob("deb/usr/lib/*/libtcmalloc_minimal.so.4")))
+        installed = map(ctypes.util.find_library, ("tcmalloc_minimal", "tcmalloc"))
+        allocator = [*unpacked, *(name for name in installed if name)][:1]
+        if not allocator or not openmp.exists():
+            notes.append("vLLM ran without tcmalloc or Intel's OpenMP, which slows it; see --vllm-preload")
+        preload = allocator + ([str(openmp)] if openmp.exists() else [])
     return Setup(
         kv_cache_bytes=options.kv_gib << 30,
         vllm_python=str(python),

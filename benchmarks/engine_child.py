@@ -11,6 +11,35 @@ import sys
 import time
 
 
+class StepLog:
+    """When each step's tokens arrived, and for how many sequences: what a step costs without a second, shorter run."""
+
+    def __init__(self):
+        self.restart()
+
+    def restart(self):
+        """Forgets the steps so far; returns the time that the next ones are counted from."""
+        self.steps = []
+        self.started = time.perf_counter()
+        return self.started
+
+    def watch(self, step, updates_of):
+        """`step`, noting each return; `updates_of(its result)` are the sequences' updates."""
+
+        def watched():
+            result = step()
+            rows = sum(1 for update in updates_of(result) if tokens_of(update))
+            if rows:
+                self.steps.append((time.perf_counter() - self.started, rows))
+            return result
+
+        return watched
+
+
+def tokens_of(update):
+    return update.token_ids if hasattr(update, "token_ids") else update.new_token_ids
+
+
 class MantaEngine:
     def __init__(self, options):
         sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -24,10 +53,12 @@ class MantaEngine:
             kv_cache_bytes=options["kv_cache_bytes"],
             max_num_sequences=options["max_num_sequences"],
         )
+        self.steps = StepLog()
+        self.llm.engine.step = self.steps.watch(self.llm.engine.step, lambda updates: updates)
 
     def generate(self, prompts, max_tokens):
         params = self.make_params(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-        started = time.perf_counter()
+        started = self.steps.restart()
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
         return time.perf_counter() - started, outputs
 
@@ -52,11 +83,14 @@ class VllmEngine:
             disable_log_stats=True,
         )
         self.kv_cache_bytes = options["kv_cache_bytes"]
+        self.steps = StepLog()
+        core = self.llm.llm_engine.engine_core
+        core.get_output = self.steps.watch(core.get_output, lambda answer: answer.outputs)
 
     def generate(self, prompts, max_tokens):
         params = self.make_params(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         wrapped = [{"prompt_token_ids": prompt} for prompt in prompts]
-        started = time.perf_counter()
+        started = self.steps.restart()
         outputs = self.llm.generate(wrapped, params, use_tqdm=False)
         return time.perf_counter() - started, outputs
 
@@ -86,7 +120,8 @@ def serve(engine, channel):
         message = json.loads(line)
         if message["do"] == "generate":
             seconds, outputs = engine.generate(message["prompts"], message["max_tokens"])
-            answer = {"seconds": seconds, "num_tokens": sum(len(out.outputs[0].token_ids) for out in outputs)}
+            num_tokens = sum(len(out.outputs[0].token_ids) for out in outputs)
+            answer = {"seconds": seconds, "num_tokens": num_tokens, "steps": engine.steps.steps}
         elif message["do"] == "resident_kv_bytes":
             answer = {"bytes": engine.resident_kv_bytes()}
         else:

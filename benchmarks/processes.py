@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import pathlib
+import signal
 import socket
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import psutil
@@ -39,8 +40,26 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     vllm_environment: dict[str, str] = {}
 
 
+class Timing(NamedTuple):
+    """One generation: how long, how much, and the moments at which a step's tokens arrived."""
+
+    seconds: float
+    num_tokens: int
+    steps: list[tuple[float, int]]
+    """(seconds since the start, sequences that gained tokens) of each step that gave any."""
+
+
 class Child:
-    """A process group with its output in a temporary file."""
+    """A process group with its output in a temporary file.
+
+    Between its turns a child must leave the cores to the one that is measured: `rest` waits until it is quiet, and
+    stops (SIGSTOP) the processes of one that spins; `wake` lets them go on.
+    """
+
+    idle_share = 0.05
+    """Cores that a quiet child may use."""
+    pausable = True
+    """False where a process group would not survive a pause: Ray declares a raylet dead that misses its heartbeats."""
 
     uses_pipe = False
     """Whether standard output is read here instead of going to the file."""
@@ -49,6 +68,11 @@ class Child:
 
     def __init__(self, command: list[str], environment: dict[str, str]) -> None:
         self._log = tempfile.NamedTemporaryFile(mode="w+", prefix="manta-bench-", suffix=".log")  # noqa: SIM115
+        self.spins = False
+        """Whether the child was busy when it had nothing to do, so that it is paused between its turns."""
+        self.idle_cores = 0.0
+        """The most that the child, not paused, used while another had its turn."""
+        self._paused: list[psutil.Process] = []
         self.started = time.perf_counter()
         self.process = subprocess.Popen(
             command,
@@ -93,17 +117,45 @@ class Child:
                 total += times.user + times.system
         return total
 
-    def wait_until_idle(self, limit_s: float = 4.0) -> float:
-        """Waits until the tree uses under a twentieth of a core, for engines spin after work; returns the share."""
+    def rest(self, limit_s: float = 1.5) -> float:
+        """Waits until the tree uses no more than `idle_share` cores; returns what it uses in the end.
+
+        A child that is still busy after `limit_s` is paused, in this turn and at once in each later one, and uses 0.
+        """
+        if self._paused:
+            return 0.0
         share, deadline = 1.0, time.perf_counter() + limit_s
-        while share > 0.05 and time.perf_counter() < deadline:
+        while not self.spins and share > self.idle_share and time.perf_counter() < deadline:
             before, since = self.cpu_seconds(), time.perf_counter()
             time.sleep(0.2)
             share = (self.cpu_seconds() - before) / (time.perf_counter() - since)
-        return share
+        if share <= self.idle_share or not self.pausable:
+            self.idle_cores = max(self.idle_cores, share)
+            return share
+        self.spins = True
+        self._paused = self._signal(signal.SIGSTOP)
+        return 0.0
+
+    def wake(self) -> None:
+        """Lets a paused child go on; must come before asking it anything."""
+        for process in self._paused:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGCONT)
+        if self._paused:
+            time.sleep(0.05)  # for its threads to fall asleep where they slept before
+        self._paused = []
+
+    def _signal(self, number: signal.Signals) -> list[psutil.Process]:
+        reached = []
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+                reached.append(process)
+        return reached
 
     def stop(self) -> None:
-        """Asks politely, then ends what is left of the process group."""
+        """Asks politely, then ends what is left of the process group and of the tree."""
+        self.wake()
         descendants = self.processes()
         if self.uses_pipe and self.process.stdin is not None:
             with contextlib.suppress(OSError):
@@ -120,6 +172,8 @@ class Child:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(left, timeout=5)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # what was orphaned, and so is not in the tree
         if self.process.stdout is not None:
             self.process.stdout.close()
         self._log.close()
@@ -149,10 +203,11 @@ class EngineProcess(Child):
             raise
         self.start_seconds = time.perf_counter() - self.started
 
-    def generate(self, prompts: list[list[int]], max_tokens: int) -> tuple[float, int]:
-        """(seconds, output tokens) of greedy generation past end-of-sequence tokens."""
+    def generate(self, prompts: list[list[int]], max_tokens: int) -> Timing:
+        """Generates greedily past end-of-sequence tokens."""
         answer = self._ask({"do": "generate", "prompts": prompts, "max_tokens": max_tokens})
-        return answer["seconds"], answer["num_tokens"]
+        steps = [(seconds, rows) for seconds, rows in answer["steps"]]
+        return Timing(answer["seconds"], answer["num_tokens"], steps)
 
     def bytes_beyond_kv(self) -> int:
         """Memory of all processes without the KV pool."""
@@ -178,8 +233,12 @@ class EngineProcess(Child):
 class ServerProcess(Child):
     """An OpenAI-compatible server, healthy when constructed; `start_seconds` is from launch to a healthy answer."""
 
+    idle_share = 0.15
+    """Ray's processes look around a few times a second."""
+
     def __init__(self, engine: str, model: str, setup: Setup, port: int) -> None:
         self.engine, self.port, self.model_name = engine, port, "bench"
+        self.pausable = engine != "manta"
         command = {"manta": _manta_server, "vllm": _vllm_server}[engine](model, setup, port)
         super().__init__(command, environment_of(engine, setup))
         try:
@@ -214,6 +273,10 @@ def environment_of(engine: str, setup: Setup) -> dict[str, str]:
     if engine == "manta":
         return common | {"RAY_USAGE_STATS_ENABLED": "0"}
     cores = sorted(os.sched_getaffinity(0))
+    # Compiled code that the peer's set-up left beside its environment saves a minute at each start.
+    home = pathlib.Path(str(setup.vllm_python)).parents[2]
+    caches = {"VLLM_CACHE_ROOT": home / "vllm-cache", "TORCHINDUCTOR_CACHE_DIR": home / "inductor-cache"}
+    common |= {name: str(folder) for name, folder in caches.items() if folder.is_dir()}
     return common | {
         "VLLM_CPU_KVCACHE_SPACE": str(max(1, setup.kv_cache_bytes >> 30)),
         "VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}-{cores[-1]}",

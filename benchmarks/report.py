@@ -1,4 +1,4 @@
-"""Turns repeated figures of one or two engines into rows, a table and JSON.
+"""Turns repeated figures of one engine, or of two in turns, into rows of a table and JSON, with verdicts.
 
 With a peer, a ratio says how many times better Manta is: above 1 it is faster or smaller, whatever the unit.
 """
@@ -20,6 +20,35 @@ from benchmarks.workloads import Row
 
 HIGHER_IS_BETTER = {"tok/s": True, "x": True, "s": False, "ms": False, "GiB": False, "cores": False}
 MIN_PAIRS_FOR_INTERVAL = 5
+MIN_PAIRS_FOR_VERDICT = 30
+TOLERANCE = 0.02
+"""A ratio meets a bar where the lower end of its interval is above the bar minus this."""
+
+BARS: dict[tuple[str, str], tuple[float, ...]] = {
+    ("a", "output, 32 rows, from the two below"): (1.0, 1.2),
+    ("a", "output, 32 rows, whole runs"): (1.0, 1.2),
+    ("a", "decode step, 32 rows"): (1.0, 1.25),
+    ("a", "prefill"): (0.9, 1.0),
+    ("b", "output, 1 row"): (0.95, 1.1),
+    ("d", "shared, cold"): (1.0, 1.3),
+    ("d", "shared, warm"): (1.0, 1.3),
+    ("g", "decode step, 1 row"): (1.0, 1.5),
+    ("g", "decode step, 32 rows"): (1.0, 1.5),
+    ("http 16", "output"): (1.0, 1.2),
+    ("http 16", "TTFT p50"): (1.0, 1.2),
+    ("http 16", "inter-token p50"): (1.0, 1.2),
+    ("http 16", "inter-token p99"): (1.0, 1.2),
+}
+"""(bar, goal) of the ratio to vLLM on the default models."""
+OFFLINE_BARS: dict[tuple[str, str], tuple[float, ...]] = {("http32", "output"): (0.9,)}
+"""The bar of the ratio of Manta over HTTP to Manta's `LLM.generate`."""
+LIMITS: dict[tuple[str, str], tuple[float, float]] = {
+    ("start", "new process to LLM ready"): (15.0, 5.0),
+    ("http", "server launch to healthy"): (25.0, 12.0),
+    ("memory", "all processes beyond the KV pool, offline"): (2.5, 1.8),
+}
+"""(bar, goal) of Manta's own figure, which may be that large, in the unit of its row."""
+BARS_BY_PEER = {"vllm": BARS, "LLM.generate": OFFLINE_BARS}
 
 
 class Result(NamedTuple):
@@ -30,30 +59,52 @@ class Result(NamedTuple):
     unit: str
     value: float
     """Median over repetitions."""
+    repetitions: int
+    against: str | None = None
+    """What it is compared with."""
     peer: float | None = None
     ratio: float | None = None
     """Median of the ratios of repetitions that followed each other."""
     interval: tuple[float, float] | None = None
     """95% of the ratio, where there are enough pairs."""
 
+    def verdict(self) -> str:
+        """Whether bar and goal are met, and with how many pairs where they are too few; "" where there is no bar."""
+        name = (self.workload, self.metric)
+        if name in LIMITS:
+            return ", ".join(
+                f"{kind} {limit:g} {'met' if self.value <= limit else 'not met'}"
+                for kind, limit in zip(("bar", "goal"), LIMITS[name], strict=True)
+            )
+        bars = BARS_BY_PEER.get(self.against or "", {}).get(name)
+        if bars is None or self.interval is None:
+            return ""
+        text = ", ".join(
+            f"{kind} {bar:g} {'met' if self.interval[0] > bar - TOLERANCE else 'not met'}"
+            for kind, bar in zip(("bar", "goal"), bars, strict=False)
+        )
+        return text if self.repetitions >= MIN_PAIRS_FOR_VERDICT else f"{text} ({self.repetitions} pairs)"
+
     def as_json(self) -> dict[str, Any]:
         fields: dict[str, Any] = {"workload": self.workload, "metric": self.metric}
-        fields |= {"value": self.value, "unit": self.unit}
+        fields |= {"value": self.value, "unit": self.unit, "repetitions": self.repetitions}
         if self.peer is not None:
-            fields |= {"peer": self.peer, "ratio": self.ratio}
+            fields |= {"against": self.against, "peer": self.peer, "ratio": self.ratio}
         if self.interval is not None:
             fields["interval"] = list(self.interval)
+        if verdict := self.verdict():
+            fields["verdict"] = verdict
         return fields
 
 
-def combine(manta: list[list[Row]], peer: list[list[Row]] | None = None) -> list[Result]:
+def combine(manta: list[list[Row]], peer: list[list[Row]] | None = None, against: str | None = None) -> list[Result]:
     """Medians over repetitions; each repetition is the same list of rows. `peer` is measured in turns with `manta`."""
     results = []
     for column in range(len(manta[0])):
         row = manta[0][column]
         values = [rows[column].value for rows in manta]
         if not peer:
-            results.append(Result(row.workload, row.metric, row.unit, statistics.median(values)))
+            results.append(Result(row.workload, row.metric, row.unit, statistics.median(values), len(values)))
             continue
         others = [rows[column].value for rows in peer]
         ratios = [
@@ -62,7 +113,7 @@ def combine(manta: list[list[Row]], peer: list[list[Row]] | None = None) -> list
         ]
         interval = bootstrap_interval(ratios) if len(ratios) >= MIN_PAIRS_FOR_INTERVAL else None
         value, other, ratio = (statistics.median(numbers) for numbers in (values, others, ratios))
-        results.append(Result(row.workload, row.metric, row.unit, value, other, ratio, interval))
+        results.append(Result(row.workload, row.metric, row.unit, value, len(values), against, other, ratio, interval))
     return results
 
 
@@ -73,26 +124,30 @@ def bootstrap_interval(ratios: list[float], resamples: int = 4000) -> tuple[floa
     return medians[int(0.025 * resamples)], medians[int(0.975 * resamples) - 1]
 
 
-def table(results: list[Result], peer: str | None) -> str:
-    """Columns of fixed width for a terminal."""
-    header = ["workload", "metric", "manta"]
-    if peer:
-        header += [peer, "ratio", "95% interval"]
-    lines = [header]
-    for result in results:
-        line = [result.workload, result.metric, _figure(result.value, result.unit)]
-        if peer:
-            line.append("" if result.peer is None else _figure(result.peer, result.unit))
-            line.append("" if result.ratio is None else f"{result.ratio:.2f}")
-            line.append("" if result.interval is None else f"{result.interval[0]:.3f} to {result.interval[1]:.3f}")
-        lines.append(line)
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    text = []
-    for line in lines:
-        names = [cell.ljust(width) for cell, width in zip(line[:2], widths[:2], strict=True)]
-        figures = [cell.rjust(width) for cell, width in zip(line[2:], widths[2:], strict=True)]
-        text.append("  ".join(names + figures))
-    return "\n".join(line.rstrip() for line in [text[0], "-" * len(text[0]), *text[1:]])
+def header(compared: bool) -> str:
+    """The head of the table, and a line under it."""
+    cells = ["workload", "metric", "manta", *(["peer", "ratio", "95% interval"] if compared else []), "verdict"]
+    line = _aligned(cells)
+    return f"{line}\n{'-' * len(line)}"
+
+
+def table_line(result: Result, compared: bool) -> str:
+    """A result in the columns of `header`; widths are fixed, so that a line can be printed before the next is known."""
+    cells = [result.workload, result.metric, _figure(result.value, result.unit)]
+    if compared:
+        cells += [
+            "" if result.peer is None else _figure(result.peer, result.unit),
+            "" if result.ratio is None else f"{result.ratio:.3f}",
+            "" if result.interval is None else f"{result.interval[0]:.3f} to {result.interval[1]:.3f}",
+        ]
+    return _aligned([*cells, result.verdict()])
+
+
+def _aligned(cells: list[str]) -> str:
+    *figures, verdict = cells[2:]
+    widths = (12, 12, 6, 14)
+    numbers = [cell.rjust(width) for cell, width in zip(figures, widths, strict=False)]
+    return "  ".join([cells[0].ljust(8), cells[1].ljust(41), *numbers, verdict]).rstrip()
 
 
 def _figure(value: float, unit: str) -> str:

@@ -1,23 +1,28 @@
-"""The offline workloads, by letter: what is generated, how often, and which figures come of it.
+"""The offline workloads, by letter: what is generated, in which blocks, and which figures come of it.
 
-    a  32 requests of 128 tokens in and 128 out       b  one request, 32 in and 128 out
+    a  32 requests of 128 tokens in and 128 out       b  one request, 32 in and 96 out
     d  16 requests of 1,024 shared and 32 own tokens in, 32 out, with the shared part unseen, and seen
     g  the tiny model, one row and 32 rows: what a step costs besides the model
 
-Everything is greedy and runs past end-of-sequence tokens; prompts are random token ids, fresh for every run, so that
-the prefix cache helps only where a workload shares a prefix. Engines are measured in turns with the same prompts,
-because a shared machine is faster in one minute than in the next.
+Everything is greedy and runs past end-of-sequence tokens; prompts are random token ids, fresh for every block unless
+said, so that the prefix cache helps only where a workload shares a prefix. Engines are measured in turns with the same
+prompts, because a shared machine is faster in one minute than in the next; so a block, the turn of one engine, takes
+about 2 s in the large shape.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from typing import NamedTuple
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
 
-from benchmarks.processes import BenchmarkError, EngineProcess
+from benchmarks.processes import BenchmarkError, Child, EngineProcess, Timing
 
 Prompts = list[list[int]]
+C = TypeVar("C", bound=Child)
+B = TypeVar("B")
+R = TypeVar("R")
 
 
 class Row(NamedTuple):
@@ -38,110 +43,176 @@ class PromptSource:
 
     def __call__(self, count: int, length: int) -> Prompts:
         self._seed += 1
-        generator = random.Random(self._seed)
+        return self.fixed(count, length, self._seed)
+
+    def fixed(self, count: int, length: int, seed: int) -> Prompts:
+        """The same prompts whenever `seed` is the same; those of `__call__` have seeds above 1,000."""
+        generator = random.Random(seed)
         return [[generator.randrange(300, self.token_limit) for _ in range(length)] for _ in range(count)]
 
 
-Job = list[tuple[str, Prompts, int]]
-"""Generations in order: (name, prompts, output tokens each)."""
+Block = list[tuple[Prompts, int]]
+"""What one engine does in one turn: generations in order, as (prompts, output tokens each)."""
 
 
 class Workload(NamedTuple):
-    """How to warm up, what one repetition generates, and the figures that follow from its times in seconds."""
+    """The blocks of one repetition, and the figures that follow from their timings."""
 
     letter: str
-    warm_up: Callable[[PromptSource], Job]
-    job: Callable[[PromptSource], Job]
-    figures: Callable[[dict[str, float]], list[Row]]
-    extra_repetitions: int = 0
+    blocks: Callable[[PromptSource], list[Block]]
+    figures: Callable[[list[list[Timing]]], list[Row]]
+    """From the timings by block and generation."""
+    max_repetitions: int | None = None
+    """For blocks that are too long to be repeated as often as the others."""
 
 
-def _batch(letter: str, count: int, prompt: int, output: int) -> Workload:
-    """A batch of equal requests, run to its first token and run whole: the difference is decoding."""
+def step_seconds(timings: Sequence[Timing], rows: int) -> float:
+    """Seconds of a step in which `rows` sequences gain a token, from the longest such stretch of each generation.
 
-    rows_text = f"{count} row{'s' if count > 1 else ''}"
-
-    def figures(seconds: dict[str, float]) -> list[Row]:
-        step = (seconds["whole"] - seconds["first token"]) / (output - 1)
-        rows = [
-            Row(letter, f"output, {rows_text}", count * output / seconds["whole"], "tok/s"),
-            Row(letter, f"decode step, {rows_text}", step * 1e3, "ms"),
-        ]
-        if count > 1:
-            return [*rows, Row(letter, "prefill", count * prompt / seconds["first token"], "tok/s")]
-        return [*rows, Row(letter, "first token", seconds["first token"] * 1e3, "ms")]
-
-    return Workload(
-        letter,
-        warm_up=lambda prompts: [("warm-up", prompts(count, prompt), 4 if count > 1 else 8)],
-        job=lambda prompts: [("first token", prompts(count, prompt), 1), ("whole", prompts(count, prompt), output)],
-        figures=figures,
-        extra_repetitions=2 if count == 1 else 0,
-    )
+    Raises `BenchmarkError` where no two steps in a row were that full.
+    """
+    seconds, steps = 0.0, 0
+    for timing in timings:
+        best: list[float] = []
+        current: list[float] = []
+        for moment, count in timing.steps:
+            current = [*current, moment] if count == rows else []
+            best = max(best, current, key=len)
+        if len(best) > 1:
+            seconds += best[-1] - best[0]
+            steps += len(best) - 1
+    if not steps:
+        raise BenchmarkError(f"an engine never ran two steps in a row with {rows} rows")
+    return seconds / steps
 
 
-def _shared_prefix_job(prompts: PromptSource) -> Job:
-    prefix = prompts(1, 1024)[0]
+def _rows_text(count: int) -> str:
+    return f"{count} row{'s' if count > 1 else ''}"
+
+
+A_ROWS, A_PROMPT, A_OUTPUT = 32, 128, 128
+A_PREFILLS = 16
+A_CONTEXT, A_STEPS = 176, 32
+"""Decoding goes from context 176 to 208, around the middle of a whole run's 128 to 256."""
+
+
+def _a_blocks(prompts: PromptSource) -> list[Block]:
+    """A prefill block and a decode block.
+
+    The latter's prompts are always the same: the prefix cache holds most of them, so that the block is decoding, and of
+    it only the steps with all rows count.
+    """
+    return [[(prompts(A_PREFILLS, A_PROMPT), 1)], [(prompts.fixed(A_ROWS, A_CONTEXT, 1), A_STEPS)]]
+
+
+def _a_figures(timings: list[list[Timing]]) -> list[Row]:
+    (prefill,), decoding = timings
+    prefill_speed = A_PREFILLS * A_PROMPT / prefill.seconds
+    step = step_seconds(decoding, A_ROWS)
+    whole = A_ROWS * A_PROMPT / prefill_speed + (A_OUTPUT - 1) * step
     return [
-        ("nothing shared", prompts(16, 1056), 32),
-        ("shared, cold", [prefix + own for own in prompts(16, 32)], 32),
-        ("shared, warm", [prefix + own for own in prompts(16, 32)], 32),
+        Row("a", "output, 32 rows, from the two below", A_ROWS * A_OUTPUT / whole, "tok/s"),
+        Row("a", "decode step, 32 rows", step * 1e3, "ms"),
+        Row("a", "prefill", prefill_speed, "tok/s"),
     ]
 
 
+def _whole_a_figures(timings: list[list[Timing]]) -> list[Row]:
+    ((whole,),) = timings
+    return [Row("a", "output, 32 rows, whole runs", whole.num_tokens / whole.seconds, "tok/s")]
+
+
+def _batch(letter: str, count: int, prompt: int, output: int, times: int = 1) -> Workload:
+    """A batch of equal requests, `times` in a block."""
+
+    def figures(timings: list[list[Timing]]) -> list[Row]:
+        (block,) = timings
+        num_tokens, seconds = sum(timing.num_tokens for timing in block), sum(timing.seconds for timing in block)
+        text = _rows_text(count)
+        return [
+            Row(letter, f"output, {text}", num_tokens / seconds, "tok/s"),
+            Row(letter, f"decode step, {text}", step_seconds(block, count) * 1e3, "ms"),
+        ]
+
+    return Workload(letter, lambda prompts: [[(prompts(count, prompt), output) for _ in range(times)]], figures)
+
+
+def _d_blocks(prompts: PromptSource) -> list[Block]:
+    prefix = prompts(1, 1024)[0]
+    return [[([prefix + own for own in prompts(16, 32)], 32) for _ in ("cold", "warm")]]
+
+
+def _d_figures(timings: list[list[Timing]]) -> list[Row]:
+    ((cold, warm),) = timings
+    return [Row("d", "shared, cold", cold.seconds, "s"), Row("d", "shared, warm", warm.seconds, "s")]
+
+
 WORKLOADS = {
-    "a": [_batch("a", 32, 128, 128)],
-    "b": [_batch("b", 1, 32, 128)],
-    "d": [
-        Workload(
-            "d",
-            warm_up=lambda prompts: [],
-            job=_shared_prefix_job,
-            figures=lambda seconds: [Row("d", name, value, "s") for name, value in seconds.items()],
-        )
+    "a": [
+        Workload("a", _a_blocks, _a_figures),
+        Workload("a", lambda prompts: [[(prompts(A_ROWS, A_PROMPT), A_OUTPUT)]], _whole_a_figures, max_repetitions=5),
     ],
-    "g": [
-        _batch("g", 1, 32, 128),
-        _batch("g", 32, 128, 128),
-    ],
+    "b": [_batch("b", 1, 32, 96)],
+    "d": [Workload("d", _d_blocks, _d_figures)],
+    "g": [_batch("g", 1, 32, 128, times=6), _batch("g", 32, 128, 128, times=2)],
 }
 """`g` runs on the tiny model, the others on the large one."""
 
 
 def run_workload(
     workload: Workload,
-    engines: list[EngineProcess],
+    engines: Sequence[EngineProcess],
     prompts: PromptSource,
     repetitions: int,
-    report_idle: Callable[[str, float], None],
-) -> list[list[dict[str, float]]]:
-    """Seconds by generation name, for each engine and repetition.
+    hear: Callable[[str], None],
+) -> list[list[list[Row]]]:
+    """Figures by engine and repetition."""
+    if workload.max_repetitions is not None:
+        repetitions = min(repetitions, workload.max_repetitions)
+    timings = alternate(engines, repetitions, lambda: workload.blocks(prompts), _run_block, hear)
+    return [[workload.figures(blocks) for blocks in engine] for engine in timings]
 
-    Engines take turns, in an order that is reversed each time; before a turn the others are given the time to stop
-    spinning, and `report_idle(engine, cpu_share)` hears of one that does not.
+
+def alternate(
+    children: Sequence[C],
+    repetitions: int,
+    blocks: Callable[[], list[B]],
+    run: Callable[[C, B], R],
+    hear: Callable[[str], None],
+) -> list[list[list[R]]]:
+    """`run(child, block)` of every block, by child, repetition and block.
+
+    Children take turns block by block, in an order that is reversed each time; in a turn all others rest. The first
+    repetition warms up and is not kept; `hear` is told how long the others will take.
     """
-    warm_up = workload.warm_up(prompts)
-    for engine in engines:
-        for _, batch, max_tokens in warm_up:
-            engine.generate(batch, max_tokens)
-    seconds: list[list[dict[str, float]]] = [[] for _ in engines]
-    for repetition in range(repetitions):
-        job = workload.job(prompts)
-        order = list(enumerate(engines))
-        for index, engine in reversed(order) if repetition % 2 else order:
-            for other in engines:
-                if other is not engine:
-                    report_idle(other.engine, other.wait_until_idle())
-            seconds[index].append(_run_job(engine, job))
-    return seconds
+    results: list[list[list[R]]] = [[] for _ in children]
+    for repetition in range(repetitions + 1):
+        started = time.perf_counter()
+        kept: list[list[R]] = [[] for _ in children]
+        for block in blocks():
+            order = list(enumerate(children))
+            for index, child in reversed(order) if repetition % 2 else order:
+                for other in children:
+                    if other is not child:
+                        other.rest()
+                child.wake()
+                kept[index].append(run(child, block))
+        if repetition == 0:
+            seconds = (time.perf_counter() - started) * repetitions
+            hear(f"{repetitions} repetitions, about {seconds:.0f} s")
+            continue
+        for index, answers in enumerate(kept):
+            results[index].append(answers)
+    return results
 
 
-def _run_job(engine: EngineProcess, job: Job) -> dict[str, float]:
-    seconds: dict[str, float] = {}
-    for name, batch, max_tokens in job:
-        seconds[name], num_tokens = engine.generate(batch, max_tokens)
-        if num_tokens != len(batch) * max_tokens:
+def _run_block(engine: EngineProcess, block: Block) -> list[Timing]:
+    timings = []
+    for batch, max_tokens in block:
+        timing = engine.generate(batch, max_tokens)
+        if timing.num_tokens != len(batch) * max_tokens:
             raise BenchmarkError(
-                f"{engine.engine} answered {num_tokens} tokens where {len(batch)} x {max_tokens} were asked for"
+                f"{engine.engine} answered {timing.num_tokens} tokens where {len(batch)} x {max_tokens} were asked for"
             )
-    return seconds
+        timings.append(timing)
+    return timings

@@ -6,16 +6,19 @@ import asyncio
 import json
 import mmap
 import random
+import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
+import psutil
 import pytest
 
 from benchmarks.engine_child import resident_bytes
 from benchmarks.http_load import run_load
-from benchmarks.processes import BenchmarkError
-from benchmarks.report import bootstrap_interval, combine, table
-from benchmarks.workloads import WORKLOADS, PromptSource, Row, run_workload
+from benchmarks.processes import BenchmarkError, Child, Timing
+from benchmarks.report import Result, bootstrap_interval, combine, header, table_line
+from benchmarks.workloads import WORKLOADS, PromptSource, Row, alternate, run_workload, step_seconds
 
 
 def test_a_ratio_above_one_means_better_whatever_the_unit() -> None:
@@ -32,7 +35,27 @@ def test_the_ratio_is_paired_and_not_of_medians() -> None:
     (result,) = combine(manta, peer)
     assert result.ratio == pytest.approx(1.2)
     assert result.interval == pytest.approx((1.2, 1.2))
-    assert "1.20" in table([result], "vllm")
+    assert "1.200" in table_line(result, compared=True)
+
+
+def test_a_bar_is_met_where_the_interval_ends_above_it_less_the_tolerance() -> None:
+    def verdict(low: float, pairs: int = 30, against: str = "vllm") -> str:
+        return Result("b", "output, 1 row", "tok/s", 50.0, pairs, against, 49.0, low, (low, low + 0.01)).verdict()
+
+    assert verdict(0.931) == "bar 0.95 met, goal 1.1 not met"
+    assert verdict(0.929) == "bar 0.95 not met, goal 1.1 not met"
+    assert verdict(1.09) == "bar 0.95 met, goal 1.1 met"
+    assert verdict(1.09, pairs=29).endswith("(29 pairs)")
+    assert verdict(1.09, against="manta") == "", "the bars are ratios to vLLM"
+    assert Result("start", "new process to LLM ready", "s", 6.0, 1).verdict() == "bar 15 met, goal 5 not met"
+
+
+def test_lines_stand_under_the_header() -> None:
+    row = Result("a", "prefill", "tok/s", 1234.0, 30, "vllm", 1000.0, 1.234, (1.2, 1.3))
+    title, _ = header(compared=True).split("\n")
+    line = table_line(row, compared=True)
+    for name, text in (("peer", "1,000 tok/s"), ("ratio", "1.234"), ("95% interval", "1.200 to 1.300")):
+        assert title.index(name) + len(name) == line.index(text) + len(text)
 
 
 def test_the_interval_covers_the_true_median_about_95_times_in_100() -> None:
@@ -49,40 +72,119 @@ class FakeEngine:
 
     engine = "fake"
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "fake", diary: list[str] | None = None) -> None:
+        self.name, self.diary = name, [] if diary is None else diary
         self.prompts: list[list[list[int]]] = []
+        self.resting = False
 
-    def generate(self, prompts: list[list[int]], max_tokens: int) -> tuple[float, int]:
+    def generate(self, prompts: list[list[int]], max_tokens: int) -> Timing:
+        assert not self.resting
+        self.diary.append(self.name)
         self.prompts.append(prompts)
-        return sum(map(len, prompts)) + 2.0 * (max_tokens - 1), len(prompts) * max_tokens
+        first = float(sum(map(len, prompts)))
+        steps = [(first + 2.0 * step, len(prompts)) for step in range(max_tokens)]
+        return Timing(steps[-1][0], len(prompts) * max_tokens, steps)
 
-    def wait_until_idle(self) -> float:
-        return 0.0
+    def rest(self) -> None:
+        self.resting = True
+
+    def wake(self) -> None:
+        self.resting = False
+
+
+def heard_nothing(text: str) -> None:
+    pass
 
 
 def test_workload_a_separates_decoding_from_prefill() -> None:
     engines = [FakeEngine(), FakeEngine()]
-    (workload,) = WORKLOADS["a"]
-    first, second = run_workload(workload, engines, PromptSource(1000), 2, lambda name, share: None)  # type: ignore[arg-type]
+    steady, whole = WORKLOADS["a"]
+    first, second = run_workload(steady, engines, PromptSource(1000), 2, heard_nothing)  # type: ignore[arg-type]
     assert first == second
-    rows = {row.metric: row.value for row in workload.figures(first[0])}
+    rows = {row.metric: row.value for row in first[0]}
     assert rows["decode step, 32 rows"] == pytest.approx(2000.0)
     assert rows["prefill"] == pytest.approx(1.0)
-    assert rows["output, 32 rows"] == pytest.approx(32 * 128 / (32 * 128 + 254))
+    (measured,) = run_workload(whole, engines[:1], PromptSource(1000), 1, heard_nothing)[0][0]  # type: ignore[arg-type]
+    assert rows["output, 32 rows, from the two below"] == pytest.approx(measured.value)
+    assert measured.value == pytest.approx(32 * 128 / (32 * 128 + 254))
+
+
+def test_prompts_are_fresh_and_the_same_for_both_engines() -> None:
+    engines = [FakeEngine(), FakeEngine()]
+    (workload,) = WORKLOADS["b"]
+    run_workload(workload, engines, PromptSource(1000), 3, heard_nothing)  # type: ignore[arg-type]
     assert engines[0].prompts == engines[1].prompts
     seen = [tuple(prompt) for batch in engines[0].prompts for prompt in batch]
-    assert len(set(seen)) == len(seen), "a prompt came twice, which a prefix cache would answer"
+    assert len(seen) == 4
+    assert len(set(seen)) == 4, "a prompt came twice, which a prefix cache would answer"
 
 
 def test_workload_d_shares_a_prefix_where_it_says_so() -> None:
     engine = FakeEngine()
     (workload,) = WORKLOADS["d"]
-    run_workload(workload, [engine], PromptSource(1000), 1, lambda name, share: None)  # type: ignore[list-item]
-    unshared, cold, warm = engine.prompts
+    run_workload(workload, [engine], PromptSource(1000), 1, heard_nothing)  # type: ignore[list-item]
+    warm_up, (cold, warm) = engine.prompts[:2], engine.prompts[2:]
     assert {len(prompt) for batch in engine.prompts for prompt in batch} == {1056}
-    assert len({tuple(prompt[:1024]) for prompt in unshared}) == 16
     assert len({tuple(prompt[:1024]) for prompt in cold + warm}) == 1
     assert len({tuple(prompt) for prompt in cold + warm}) == 32
+    assert warm_up[0][0][:1024] != cold[0][:1024], "the second repetition's prefix has been seen"
+
+
+def test_turns_alternate_in_reversed_order_and_the_others_rest() -> None:
+    diary: list[str] = []
+    engines = [FakeEngine("A", diary), FakeEngine("B", diary)]
+
+    def run(engine: FakeEngine, block: int) -> tuple[str, int]:
+        assert [other.resting for other in engines if other is not engine] == [True]
+        engine.generate([[block]], 1)
+        return engine.name, block
+
+    blocks = iter([[1, 2], [3, 4], [5, 6]])
+    results = alternate(engines, 2, lambda: next(blocks), run, heard_nothing)  # type: ignore[type-var]
+    assert "".join(diary) == "ABAB" + "BABA" + "ABAB"
+    assert results == [[[(name, 3), (name, 4)], [(name, 5), (name, 6)]] for name in "AB"]
+
+
+def test_a_step_counts_where_all_rows_take_part() -> None:
+    """Chunked prefill delays some rows: steps with fewer rows, before and after, are not what is asked for."""
+    steps = [(1.0, 2), (5.0, 2), (6.0, 4), (6.5, 4), (7.0, 4), (9.0, 2)]
+    assert step_seconds([Timing(9.0, 18, steps)], 4) == pytest.approx(0.5)
+    with pytest.raises(BenchmarkError, match="8 rows"):
+        step_seconds([Timing(9.0, 18, steps)], 8)
+
+
+class Spinner(Child):
+    """A parent that waits, with a child of its own that spins."""
+
+    engine = "spinner"
+
+    def __init__(self) -> None:
+        spin = "import sys\nwhile True: pass"
+        script = f"import subprocess, sys; subprocess.run([sys.executable, '-S', '-c', {spin!r}])"
+        super().__init__([sys.executable, "-S", "-c", script], {})
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_child_that_spins_is_paused_while_it_rests_and_stopped_with_what_it_started() -> None:
+    spinner = Spinner()
+    try:
+        wait_for(lambda: len(spinner.processes()) == 2)
+        spinning = spinner.processes()[1]
+        assert spinner.rest(limit_s=0.3) == 0.0
+        assert spinner.spins
+        wait_for(lambda: spinning.status() == psutil.STATUS_STOPPED)
+        spinner.wake()
+        wait_for(lambda: spinning.status() != psutil.STATUS_STOPPED)
+        spinner.rest(limit_s=0.3)
+    finally:
+        spinner.stop()
+    assert not spinning.is_running() or spinning.status() == psutil.STATUS_ZOMBIE
 
 
 def test_resident_bytes_counts_touched_pages_only() -> None:
