@@ -130,7 +130,9 @@ class ChatReader:
         self._plan = plan
         self._splitter = None
         if plan.reasoning is not None:
-            self._splitter = ReasoningSplitter(plan.reasoning, plan.is_thinking, plan.params.constraint is None)
+            # A constraint of the client's own, say a regex, may be about line breaks too.
+            strip_answer = plan.params.constraint is None or plan.tool_format is not None
+            self._splitter = ReasoningSplitter(plan.reasoning, plan.is_thinking, strip_answer)
         self._parser = None if plan.tool_format is None else ToolCallParser(plan.tool_format, plan.tool_names)
 
     def feed(self, text: str, final: bool) -> list[ChatDelta]:

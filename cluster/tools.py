@@ -160,6 +160,7 @@ def _optional_calls(form: ToolFormat, begin_id: int | None, begin: str, more: st
     if form.is_bare:
         text += r' & ~/[ \n]*\{"name":(.|\n)*/'
     if begin_id is not None:
+        text += f" & ~/(.|\\n)*{re.escape(form.begin)}(.|\\n)*/"
         return [f"start: TEXT? | TEXT? {begin} body {more}{bare}", f"TEXT: {text}"]
     return [f"start: TEXT? | opened body {more}{bare}", f"opened[lazy]: TEXT {begin}", f"TEXT: {text}"]
 

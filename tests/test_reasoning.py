@@ -1,0 +1,154 @@
+"""Thinking sections: cut at their marks however the text arrives, and constraints that begin behind them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.chat_output import ChatPlan, ChatReader, MessageBuilder, plan_chat
+from cluster.errors import ApiError
+from cluster.protocol import decode_chat
+from cluster.reasoning import FORMATS, ReasoningFormat, ReasoningSplitter, detect_reasoning
+from cluster.tokenizer import Tokenizer
+from workers.model_config import resolve_model_folder
+
+THINK, MISTRAL = FORMATS
+HYBRID = "{{ messages }}{% if tools %}<tool_call>{% endif %}<think>"
+"""A template of a model that may think: the generation prompt says nothing."""
+
+
+def split(form: ReasoningFormat, inside: bool, strip: bool, chunks: list[str]) -> tuple[str, str]:
+    splitter = ReasoningSplitter(form, inside, strip)
+    parts = [splitter.feed(chunk) for chunk in chunks] + [splitter.finish()]
+    return "".join(part[0] for part in parts), "".join(part[1] for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("text", "inside", "reasoning", "answer"),
+    [
+        ("<think>\nHm.\n</think>\n\nYes.", False, "Hm.", "Yes."),
+        ("\n<think>Hm.</think>Yes.\n", False, "Hm.", "Yes.\n"),
+        ("Hm.\n\nSo.\n</think>\n\nYes.", True, "Hm.\n\nSo.", "Yes."),
+        ("Yes.", False, "", "Yes."),
+        ("No <think> here </think>", False, "", "No <think> here </think>"),
+        ("<thi", False, "", "<thi"),
+        ("<think>cut off </thi", False, "cut off </thi", ""),
+        ("cut off\n", True, "cut off", ""),
+        ("</think>", True, "", ""),
+        ("a</think>b</think>", True, "a", "b</think>"),
+        ("", True, "", ""),
+    ],
+)
+def test_reasoning_and_answer_are_cut_at_the_marks(text: str, inside: bool, reasoning: str, answer: str) -> None:
+    assert split(THINK, inside, True, [text]) == (reasoning, answer)
+    assert split(THINK, inside, True, list(text)) == (reasoning, answer)
+
+
+def test_a_constrained_answer_keeps_its_line_breaks() -> None:
+    assert split(THINK, True, False, ["Hm.\n</think>\n\n{}"]) == ("Hm.", "\n\n{}")
+
+
+pieces = st.lists(
+    st.sampled_from(["<think>", "</think>", "[THINK]", "[/THINK]", "\n", " ", "a", "<", "</th"]), max_size=9
+)
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.begin)
+@given(pieces, st.booleans(), st.booleans(), st.integers(1, 5))
+def test_any_text_is_cut_the_same_however_it_arrives(
+    form: ReasoningFormat, parts: list[str], inside: bool, strip: bool, size: int
+) -> None:
+    text = "".join(parts)
+    chunks = [text[start : start + size] for start in range(0, len(text), size)]
+    whole = split(form, inside, strip, [text])
+    assert split(form, inside, strip, chunks) == whole
+    if inside and form.end in text:
+        reasoning, answer = text.split(form.end, 1)
+        assert whole == (reasoning.strip("\n"), answer.lstrip("\n") if strip else answer)
+
+
+# ---- requests ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    """The demo model's, in which the marks are special tokens, under a template that knows thinking."""
+    tokenizer = Tokenizer(resolve_model_folder("demo"))
+    tokenizer._template_sources = {"default": HYBRID}
+    return tokenizer
+
+
+def plan(tokenizer: Tokenizer, prompt: str, **fields: Any) -> ChatPlan:
+    message = {"role": "user", "content": "x"}
+    request = decode_chat(json.dumps({"model": "m", "messages": [message], **fields}).encode())
+    return plan_chat(request, request.sampling_params(), tokenizer, prompt)
+
+
+def answer(tokenizer: Tokenizer, made: ChatPlan, text: str) -> tuple[str | None, Any]:
+    """(content, reasoning) of a text as the detokenizer shows it."""
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    shown = tokenizer.text_decoder(True, False, made.shown_ids).decode(ids, True)
+    message = MessageBuilder()
+    message.add(ChatReader(made).feed(shown, True))
+    return message.message().content, message.message().reasoning_content or None
+
+
+PROMPT = "<|im_start|>assistant\n"
+JSON = {"response_format": {"type": "json_object"}}
+
+
+def test_the_prompt_says_whether_the_model_thinks(tokenizer: Tokenizer) -> None:
+    assert detect_reasoning("{{ messages }}") is None
+    assert detect_reasoning("[THINK]") is MISTRAL
+    possible, opened = plan(tokenizer, PROMPT), plan(tokenizer, PROMPT + "<think>\n")
+    closed = plan(tokenizer, PROMPT + "<think>\n\n</think>\n\n")
+    assert (possible.is_thinking, opened.is_thinking, closed.reasoning) == (False, True, None)
+    assert possible.prompt == PROMPT, "without a constraint the model decides"
+    assert answer(tokenizer, possible, "<think>\nHm.\n</think>\n\nYes.<|im_end|>") == ("Yes.", "Hm.")
+    assert answer(tokenizer, possible, "Yes.<|im_end|>") == ("Yes.", None)
+    assert answer(tokenizer, opened, "Hm.\n</think>\n\nYes.") == ("Yes.", "Hm.")
+    assert answer(tokenizer, closed, "Yes.") == ("Yes.", None)
+
+
+def test_reasoning_can_be_left_out(tokenizer: Tokenizer) -> None:
+    made = plan(tokenizer, PROMPT, include_reasoning=False)
+    assert answer(tokenizer, made, "<think>\nHm.\n</think>\n\nYes.") == ("Yes.", None)
+
+
+def test_a_constraint_begins_behind_the_section(tokenizer: Tokenizer) -> None:
+    end = tokenizer.token_to_id("</think>")
+    for prompt in (PROMPT, PROMPT + "<think>\n"):
+        made = plan(tokenizer, prompt, **JSON)
+        assert made.params.constraint.begin_after == (end,)
+        assert (made.prompt, made.is_thinking) == (PROMPT + "<think>\n", True)
+        assert answer(tokenizer, made, 'Hm.</think>\n{"a": 1}') == ('\n{"a": 1}', "Hm.")
+    closed = plan(tokenizer, PROMPT + "<think>\n\n</think>\n\n", **JSON)
+    assert closed.params.constraint.begin_after == ()
+
+
+def test_tool_calls_come_behind_the_section(tokenizer: Tokenizer) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    made = plan(tokenizer, PROMPT + "<think>\n", tools=tools)
+    assert made.params.constraint.begin_after == (tokenizer.token_to_id("</think>"),)
+    text = 'I could <tool_call>.</think>\n\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    message = MessageBuilder()
+    message.add(ChatReader(made).feed(text, True))
+    built = message.message()
+    assert (built.reasoning_content, built.tool_calls[0].function.name) == ("I could <tool_call>.", "f")
+    assert built.content is None
+    message = MessageBuilder()
+    message.add(ChatReader(made).feed("Hm.</think>\n\nYes.", True))
+    assert message.message().content == "Yes."
+
+
+def test_reasoning_effort_is_for_templates_that_know_it(tokenizer: Tokenizer) -> None:
+    with pytest.raises(ApiError) as caught:
+        plan(tokenizer, PROMPT, reasoning_effort="low")
+    assert caught.value.param == "reasoning_effort"
+    tokenizer._template_sources = {"default": HYBRID + "{{ reasoning_effort }}"}
+    assert plan(tokenizer, PROMPT, reasoning_effort="low").prompt == PROMPT
+    tokenizer._template_sources = {"default": HYBRID}
