@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from cluster.errors import refuse
+from cluster.errors import ApiError, refuse
 from structured.constraint import ConstraintSpec, Kind
 
 
@@ -130,5 +130,8 @@ def _as_json_text(value: Any, field: str) -> str:
 
 
 def json_text(value: Any) -> str:
-    """Plain JSON in the order given, also for schemas of any depth that a body may have."""
-    return msgspec.json.encode(value).decode()
+    """Plain JSON, in the order given."""
+    try:
+        return msgspec.json.encode(value).decode()
+    except RecursionError as error:
+        raise ApiError(400, "the body's JSON is nested too deeply") from error

@@ -17,9 +17,9 @@ from cluster.channel import Address, Connection, Control, OutputReceiver
 from cluster.errors import ApiError
 from cluster.metrics import RequestMetrics
 from cluster.output import SequenceText
-from cluster.request import Account, EngineRequest, FinishStatus, SequenceOutput, Usage
+from cluster.request import Account, EngineRequest, FinishStatus, RequestRefused, SequenceOutput, Usage
 from cluster.tokenizer import Tokenizer
-from structured.constraint import ConstraintError, ConstraintSpec
+from structured.constraint import ConstraintSpec
 from workers.sampling_params import SamplingParams
 from workers.step import TokenLogprobs
 
@@ -243,8 +243,9 @@ class EngineClient:
         """The constraint with its backend, and the keywords that this one does not enforce. Raises `ApiError` 400."""
         try:
             return await self._engine.resolve.remote(spec)
-        except ConstraintError as error:  # Ray's copy of it: its text is a whole traceback, its cause the error
-            raise ApiError(400, str(getattr(error, "cause", error)), param="constraint") from error
+        except RequestRefused as error:
+            refusal = getattr(error, "cause", error)  # what Ray raises is a copy whose text is a whole traceback
+            raise ApiError(400, str(refusal), param=refusal.param) from error
 
     def settle(self, call: asyncio.Task[None]) -> None:
         """Ends the wait of a call whose request is over, a moment after it had time to return by itself."""

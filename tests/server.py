@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import pathlib
 import subprocess
 import sys
 import urllib.request
@@ -15,10 +16,12 @@ START_TIMEOUT_S = 120
 
 
 class Server:
-    """A running server; `stop` ends it and everything it started."""
+    """A running server of the checkpoint in `folder`, of a tiny random one where none is given; `stop` ends it and
+    everything it started.
+    """
 
-    def __init__(self, *settings: str) -> None:
-        self.folder = checkpoint("llama")
+    def __init__(self, *settings: str, folder: pathlib.Path | None = None) -> None:
+        self.folder = folder or checkpoint("llama")
         self.port = free_port()
         self.model = self.folder.name
         self.url = f"http://127.0.0.1:{self.port}"

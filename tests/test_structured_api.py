@@ -1,0 +1,329 @@
+"""Constraints over HTTP: the fields of a body, and what clients get from a random model under them.
+
+The model's weights are random, so whatever fits a schema fits because of the constraint. The clients are the `openai`
+package with pydantic models, its streaming helper, and `instructor`.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+import shutil
+from typing import Any, Literal
+
+import instructor
+import jsonschema
+import openai
+import pydantic
+import pytest
+
+from cluster.errors import ApiError
+from cluster.protocol import decode_chat, decode_completion
+from structured.constraint import ConstraintSpec
+from tests.server import Server, shared_server
+from workers.model_config import resolve_model_folder
+
+pytestmark = pytest.mark.timeout(240)
+MESSAGES = [{"role": "user", "content": "Hello"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+UNIQUE = {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True, "maxItems": 2}
+"""A keyword that no backend enforces."""
+
+
+def json_schema(schema: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, **more}}
+
+
+# ---- fields --------------------------------------------------------------------------------------------------------
+
+
+def chat_constraint(**fields: Any) -> ConstraintSpec | None:
+    body = json.dumps({"model": "m", "messages": MESSAGES, **fields}).encode()
+    return decode_chat(body).sampling_params().constraint
+
+
+@pytest.mark.parametrize(
+    ("fields", "spec"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, ConstraintSpec(kind="json_object")),
+        (
+            {"response_format": json_schema({"a": 1.0, "Z": [True]})},
+            ConstraintSpec(kind="json_schema", text='{"a":1.0,"Z":[true]}'),
+        ),
+        ({"response_format": json_schema({}, strict=True)}, ConstraintSpec(kind="json_schema", text="{}")),
+        ({"response_format": json_schema({}, strict=False)}, ConstraintSpec(kind="json_schema", text="{}", loose=True)),
+        ({"response_format": json_schema(None)}, ConstraintSpec(kind="json_object")),
+        ({"structured_outputs": {"json": {"a": 1}}}, ConstraintSpec(kind="json_schema", text='{"a":1}')),
+        ({"structured_outputs": {"json": '{"a": 1}'}}, ConstraintSpec(kind="json_schema", text='{"a": 1}')),
+        ({"structured_outputs": {"json": False}}, ConstraintSpec(kind="json_schema", text="false")),
+        ({"structured_outputs": {"regex": "a+"}}, ConstraintSpec(kind="regex", text="a+")),
+        ({"structured_outputs": {"choice": ["ü", "b"]}}, ConstraintSpec(kind="choice", text='["ü","b"]')),
+        ({"structured_outputs": {"grammar": 'start: "a"'}}, ConstraintSpec(kind="lark", text='start: "a"')),
+        ({"structured_outputs": {"grammar": 'root ::= "a"'}}, ConstraintSpec(kind="ebnf", text='root ::= "a"')),
+        (
+            {"structured_outputs": {"structural_tag": {"type": "t"}}},
+            ConstraintSpec(kind="structural_tag", text='{"type":"t"}'),
+        ),
+        (
+            {"structured_outputs": {"json_object": True, "backend": "xgrammar", "disable_any_whitespace": True}},
+            ConstraintSpec(kind="json_object", backend="xgrammar", any_whitespace=False),
+        ),
+        (
+            {"structured_outputs": {"regex": "a", "loose": True}, "response_format": {"type": "text"}},
+            ConstraintSpec(kind="regex", text="a", loose=True),
+        ),
+    ],
+)
+def test_fields_become_one_constraint(fields: dict[str, Any], spec: ConstraintSpec | None) -> None:
+    assert chat_constraint(**fields) == spec
+    body = json.dumps({"model": "m", "prompt": "x", **fields}).encode()
+    assert decode_completion(body).sampling_params().constraint == spec
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_object", "x": 1}}, "response_format.x"),
+        ({"response_format": json_schema([])}, "response_format.json_schema.schema"),
+        ({"response_format": json_schema({}, colour=1)}, "response_format.json_schema.colour"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"json_object": False}}, "structured_outputs"),
+        ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs"),
+        ({"structured_outputs": {"json": {}, "colour": 1}}, "structured_outputs.colour"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json": [1]}}, "structured_outputs.json"),
+        ({"structured_outputs": {"regex": 1}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"choice": ["a", 1]}}, "structured_outputs.choice[1]"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            "structured_outputs",
+        ),
+    ],
+)
+def test_a_mistake_names_its_field(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        chat_constraint(**fields)
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+# ---- a live server -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server() -> Server:
+    return shared_server()
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+
+
+class Trip(pydantic.BaseModel):
+    """A trip."""
+
+    city: Literal["Rome", "Oslo"]
+    days: int = pydantic.Field(ge=1, le=9)
+
+
+class Switch(pydantic.BaseModel):
+    """A switch."""
+
+    on: bool
+
+
+def common(server: Server, seed: int = 1, **more: Any) -> dict[str, Any]:
+    return {"model": server.model, "messages": MESSAGES, "max_tokens": 300, "seed": seed, **more}
+
+
+def test_the_clients_parse_gives_pydantic_models(client: openai.OpenAI, server: Server) -> None:
+    for seed in range(3):
+        reply = client.chat.completions.parse(**common(server, seed), response_format=Trip)
+        assert isinstance(reply.choices[0].message.parsed, Trip)
+        assert (reply.choices[0].finish_reason, reply.choices[0].stop_reason) == ("stop", None)
+    with client.chat.completions.stream(**common(server), response_format=Trip) as stream:
+        contents = [event.snapshot for event in stream if event.type == "content.delta"]
+        assert len(contents) > 3
+        final = stream.get_final_completion()
+    assert isinstance(final.choices[0].message.parsed, Trip)
+    assert final.choices[0].message.content == contents[-1]
+
+
+def test_every_kind_of_constraint_holds(client: openai.OpenAI, server: Server) -> None:
+    def text(**outputs: Any) -> str:
+        fields = {"structured_outputs": {"disable_any_whitespace": True, **outputs}}
+        reply = client.completions.create(
+            model=server.model, prompt="Hello", max_tokens=300, seed=2, temperature=1.5, extra_body=fields
+        )
+        assert reply.choices[0].finish_reason == "stop"
+        return reply.choices[0].text
+
+    jsonschema.validate(json.loads(text(json=SCHEMA)), SCHEMA)
+    assert re.fullmatch(r"[a-f]{3}-\d{2}", text(regex=r"[a-f]{3}-[0-9]{2}"))
+    assert text(choice=["yes", "no", "perhaps"]) in ("yes", "no", "perhaps")
+    assert re.fullmatch(r"(ab){1,4}", text(grammar='start: "ab"{1,4}'))
+    assert re.fullmatch(r"x+", text(grammar='root ::= "x" | "xx" | "xxx"'))
+    reply = client.chat.completions.create(
+        **common(server, temperature=0.5), response_format={"type": "json_object"}, logit_bias={"34": 1}
+    )
+    if reply.choices[0].finish_reason == "stop":
+        assert isinstance(json.loads(reply.choices[0].message.content), dict)
+
+
+REFUSALS = [
+    ({"response_format": json_schema({"type": "strnig"})}, "response_format.json_schema.schema", "strnig"),
+    ({"response_format": json_schema(UNIQUE)}, "response_format.json_schema.schema", "uniqueItems"),
+    ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", ""),
+    ({"structured_outputs": {"grammar": "start: b"}}, "structured_outputs.grammar", "b"),
+    ({"structured_outputs": {"regex": "a", "backend": "nobody"}}, "structured_outputs.regex", "nobody"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": UNIQUE}}}}]},
+        "tools[0].function.parameters",
+        "uniqueItems",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "word"), REFUSALS)
+def test_what_cannot_be_enforced_is_refused_by_name(
+    server: Server, fields: dict[str, Any], param: str, word: str
+) -> None:
+    for stream in (False, True):
+        status, _, answer = server.post("/v1/chat/completions", {**common(server), **fields, "stream": stream})
+        assert (status, answer["error"]["param"]) == (400, param), answer
+        assert answer["error"]["message"].startswith(param)
+        assert word in answer["error"]["message"]
+
+
+def test_a_loose_request_hears_what_is_not_enforced(server: Server, client: openai.OpenAI) -> None:
+    schema = {"type": "object", "properties": {"a": UNIQUE}, "required": ["a"], "additionalProperties": False}
+    strict = json_schema(schema, strict=False)
+    status, headers, answer = server.post("/v1/chat/completions", {**common(server), "response_format": strict})
+    assert status == 200, answer
+    assert "uniqueItems" in headers["x-manta-not-enforced"]
+    raw = client.chat.completions.with_raw_response.create(**common(server), response_format=strict, stream=True)
+    assert "uniqueItems" in raw.headers["x-manta-not-enforced"]
+    status, headers, _ = server.post(
+        "/v1/chat/completions", {**common(server), "response_format": json_schema(SCHEMA, strict=False)}
+    )
+    assert status == 200
+    assert "x-manta-not-enforced" not in headers
+    bad = json_schema({"type": "strnig"}, strict=False)
+    status, _, answer = server.post("/v1/chat/completions", {**common(server), "response_format": bad})
+    assert (status, answer["error"]["param"]) == (400, "response_format.json_schema.schema")
+    assert "Traceback" not in answer["error"]["message"]
+
+
+# ---- tools ---------------------------------------------------------------------------------------------------------
+
+TOOLS = [openai.pydantic_function_tool(Trip), openai.pydantic_function_tool(Switch)]
+MODELS = {"Trip": Trip, "Switch": Switch}
+NAMED = {"type": "function", "function": {"name": "Switch"}}
+
+
+def test_calls_are_made_as_the_choice_says(client: openai.OpenAI, server: Server) -> None:
+    counts = set()
+    for seed in range(4):
+        for choice, parallel in [("required", True), ("required", False), (NAMED, True)]:
+            reply = client.chat.completions.parse(
+                **common(server, seed), tools=TOOLS, tool_choice=choice, parallel_tool_calls=parallel
+            )
+            calls = reply.choices[0].message.tool_calls
+            for call in calls:
+                assert isinstance(call.function.parsed_arguments, MODELS[call.function.name])
+                assert re.fullmatch(r"call_\w+", call.id)
+            assert reply.choices[0].message.content is None
+            assert reply.choices[0].finish_reason == ("stop" if choice == NAMED else "tool_calls")
+            if choice == NAMED:
+                assert [call.function.name for call in calls] == ["Switch"]
+            counts.add((parallel and choice != NAMED, len(calls)))
+    assert {count for parallel, count in counts if not parallel} == {1}
+    free = client.chat.completions.create(**common(server) | {"max_tokens": 20}, tools=TOOLS, tool_choice="none")
+    assert free.choices[0].message.tool_calls is None
+    auto = client.chat.completions.create(**common(server) | {"max_tokens": 20}, tools=TOOLS)
+    assert auto.choices[0].message.content
+
+
+def test_streamed_calls_add_up(client: openai.OpenAI, server: Server) -> None:
+    fields = {**common(server, seed=3), "tools": TOOLS, "tool_choice": "required"}
+    whole = client.chat.completions.create(**fields).choices[0].message.tool_calls
+    events = []
+    with client.chat.completions.stream(**fields) as stream:
+        events += stream
+        final = stream.get_final_completion().choices[0]
+    deltas = [event for event in events if event.type == "tool_calls.function.arguments.delta"]
+    done = [event for event in events if event.type == "tool_calls.function.arguments.done"]
+    assert len(deltas) > len(done) == len(whole)
+    assert final.finish_reason == "tool_calls"
+    for call, event, expected in zip(final.message.tool_calls, done, whole, strict=True):
+        assert isinstance(event.parsed_arguments, MODELS[event.name])
+        assert (call.function.name, call.function.arguments) == (expected.function.name, expected.function.arguments)
+
+
+def test_a_conversation_goes_on_after_a_call(client: openai.OpenAI, server: Server) -> None:
+    first = client.chat.completions.create(**common(server), tools=TOOLS, tool_choice=NAMED).choices[0].message
+    result = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "done"}
+    messages = [*MESSAGES, first.model_dump(exclude_none=True), result]
+    reply = client.chat.completions.create(**common(server) | {"messages": messages, "max_tokens": 5}, tools=TOOLS)
+    assert reply.usage.prompt_tokens > 20
+
+
+@pytest.mark.parametrize("mode", [instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA], ids=lambda mode: mode.name)
+def test_instructor_works(client: openai.OpenAI, server: Server, mode: instructor.Mode) -> None:
+    patched = instructor.from_openai(client, mode=mode)
+    for seed in range(3):
+        found = patched.chat.completions.create(**common(server, seed), response_model=Trip, max_retries=0)
+        assert isinstance(found, Trip)
+
+
+# ---- a model with marks --------------------------------------------------------------------------------------------
+
+THINKING = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if tools %}<tool_call>{% endif %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The demo model, whose tokenizer has marks as special tokens, under a template of a model that may think."""
+    folder = tmp_path_factory.mktemp("thinking")
+    demo = pathlib.Path(resolve_model_folder("demo"))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo / name, folder / name)
+    (folder / "chat_template.jinja").write_text(THINKING)
+    server = Server(f"engine.tokenizer={folder}", folder=demo)
+    yield server
+    server.stop()
+
+
+def test_constraints_and_calls_come_behind_the_reasoning(thinking: Server) -> None:
+    client = openai.OpenAI(base_url=thinking.url + "/v1", api_key="none", max_retries=0)
+    end = 4  # </think>
+    fields = common(thinking, logit_bias={str(end): 8, "2": -100})
+    reply = client.chat.completions.parse(**fields, response_format=Trip)
+    assert isinstance(reply.choices[0].message.parsed, Trip)
+    shut = client.chat.completions.create(
+        **common(thinking),
+        response_format=json_schema(SCHEMA),
+        extra_body={"chat_template_kwargs": {"enable_thinking": False}},
+    )
+    jsonschema.validate(json.loads(shut.choices[0].message.content), SCHEMA)
+    assert not hasattr(shut.choices[0].message, "reasoning_content")
+    assert shut.usage.prompt_tokens > reply.usage.prompt_tokens
+    called = client.chat.completions.parse(**fields, tools=TOOLS, tool_choice="required").choices[0].message
+    assert all(isinstance(call.function.parsed_arguments, MODELS[call.function.name]) for call in called.tool_calls)
+    assert called.content is None
