@@ -184,11 +184,24 @@ class Ingress:
                 submission.close()
                 exchange.note(submission)
         except ApiError as error:
-            if error.param is not None and (field := request.field_of(error.param)) != error.param:
-                message = error.message.removeprefix(error.param)
-                message = f"{field}{message}" if message != error.message else f"{field}: {message}"
-                raise ApiError(error.status, message, param=field, code=error.code) from error
-            raise
+            if error.param is None:
+                raise
+            field, error = await self._field_at_fault(request, error)
+            if field == error.param:
+                raise
+            message = error.message.removeprefix(error.param or "")
+            message = f"{field}{message}" if message != error.message else f"{field}: {message}"
+            raise ApiError(error.status, message, param=field, code=error.code) from error
+
+    async def _field_at_fault(self, request: Any, error: ApiError) -> tuple[str, ApiError]:
+        """The body's field that a refusal is about; of several tools the one whose schema alone is refused too."""
+        assert error.param is not None
+        for field, spec in request.tool_constraints() if error.param == "constraint" else []:
+            try:
+                await self._client.resolve(spec)
+            except ApiError as of_tool:
+                return field, of_tool
+        return request.field_of(error.param), error
 
     async def _enforceable(self, exchange: Exchange, params: SamplingParams) -> SamplingParams:
         """`params` with a loose constraint resolved; the answer's header says what is not enforced."""

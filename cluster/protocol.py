@@ -18,7 +18,8 @@ from cluster.constraints import ResponseFormat, StructuredOutputs, requested_con
 from cluster.errors import ApiError as ApiError
 from cluster.errors import bound_error, refuse, shape_error
 from cluster.request import Usage
-from cluster.tools import Tool, ToolChoice, check_tools
+from cluster.tools import Tool, ToolChoice, arguments_constraint, check_tools
+from structured.constraint import ConstraintSpec
 from workers.sampling_params import SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -109,6 +110,10 @@ class _SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             return param
         return requested_constraint(self.response_format, self.structured_outputs)[1]
 
+    def tool_constraints(self) -> list[tuple[str, ConstraintSpec]]:
+        """Field and schema of what a call's arguments must fit, tool by tool."""
+        return []
+
 
 _SAMPLING_FIELDS = (
     "temperature",
@@ -194,9 +199,15 @@ class ChatCompletionRequest(_SamplingFields, kw_only=True):
         """The tools that the answer may call."""
         return [] if self.tool_choice == "none" else self.tools or []
 
+    def tool_constraints(self) -> list[tuple[str, ConstraintSpec]]:
+        return [
+            (f"tools[{index}].function.parameters", arguments_constraint(tool))
+            for index, tool in enumerate(self.callable_tools())
+        ]
+
     def field_of(self, param: str) -> str:
-        if param == "constraint" and (tools := self.callable_tools()):
-            return "tools[0].function.parameters" if len(tools) == 1 else "tools"
+        if param == "constraint" and self.callable_tools():
+            return "tools"
         if param == "max_tokens" and self.max_completion_tokens is not None:
             return "max_completion_tokens"
         return "messages" if param == "prompt" else super().field_of(param)

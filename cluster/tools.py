@@ -14,6 +14,7 @@ import msgspec
 
 from cluster.constraints import json_text
 from cluster.errors import refuse
+from structured.constraint import ConstraintSpec
 
 # ---- requests ------------------------------------------------------------------------------------------------------
 
@@ -163,6 +164,12 @@ def _optional_calls(form: ToolFormat, begin_id: int | None, begin: str, more: st
         text += f" & ~/(.|\\n)*{re.escape(form.begin)}(.|\\n)*/"
         return [f"start: TEXT? | TEXT? {begin} body {more}{bare}", f"TEXT: {text}"]
     return [f"start: TEXT? | opened body {more}{bare}", f"opened[lazy]: TEXT {begin}", f"TEXT: {text}"]
+
+
+def arguments_constraint(tool: Tool) -> ConstraintSpec:
+    """What the arguments alone must fit."""
+    loose = tool.function.strict is False
+    return ConstraintSpec(kind="json_schema", text=json_text(arguments_schema(tool)), loose=loose)
 
 
 def arguments_schema(tool: Tool) -> dict[str, Any]:

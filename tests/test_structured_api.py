@@ -193,6 +193,16 @@ REFUSALS = [
         "tools[0].function.parameters",
         "uniqueItems",
     ),
+    (
+        {
+            "tools": [
+                {"type": "function", "function": {"name": "f"}},
+                {"type": "function", "function": {"name": "g", "parameters": {"properties": {"a": UNIQUE}}}},
+            ]
+        },
+        "tools[1].function.parameters",
+        "uniqueItems",
+    ),
 ]
 
 
