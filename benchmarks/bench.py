@@ -264,8 +264,8 @@ class Bench:
     def _stop(self, child: Child) -> None:
         name = f"{child.engine} ({type(child).__name__})"
         if child.spins:
-            self.notes.append(f"{name} was paused between its turns, for it was busy with nothing to do")
-        elif child.idle_cores:
+            self.notes.append(f"{name} was paused between its turns, for it uses the cores when it has nothing to do")
+        elif child.idle_cores > 0.05:
             self.notes.append(f"{name} used up to {child.idle_cores:.2f} cores in the other's turns")
         child.stop()
 

@@ -58,8 +58,6 @@ class Child:
 
     idle_share = 0.05
     """Cores that a quiet child may use."""
-    pausable = True
-    """False where a process group would not survive a pause: Ray declares a raylet dead that misses its heartbeats."""
 
     uses_pipe = False
     """Whether standard output is read here instead of going to the file."""
@@ -117,33 +115,36 @@ class Child:
                 total += times.user + times.system
         return total
 
-    def rest(self, limit_s: float = 1.5) -> float:
-        """Waits until the tree uses no more than `idle_share` cores; returns what it uses in the end.
-
-        A child that is still busy after `limit_s` is paused, in this turn and at once in each later one, and uses 0.
-        """
+    def rest(self, limit_s: float = 1.5) -> None:
+        """Waits until the tree is quiet; one that is still busy after `limit_s` is paused, from then on at once."""
         if self._paused:
-            return 0.0
-        share, deadline = 1.0, time.perf_counter() + limit_s
-        while not self.spins and share > self.idle_share and time.perf_counter() < deadline:
-            before, since = self.cpu_seconds(), time.perf_counter()
-            time.sleep(0.2)
-            share = (self.cpu_seconds() - before) / (time.perf_counter() - since)
-        if share <= self.idle_share or not self.pausable:
-            self.idle_cores = max(self.idle_cores, share)
-            return share
-        self.spins = True
-        self._paused = self._signal(signal.SIGSTOP)
-        return 0.0
+            return
+        if not self.spins:
+            share = self._wait_until_quiet(limit_s)
+            self.spins = share > self.idle_share
+            if not self.spins:
+                self.idle_cores = max(self.idle_cores, share)
+        if self.spins:
+            self._paused = self._signal(signal.SIGSTOP)
 
     def wake(self) -> None:
-        """Lets a paused child go on; must come before asking it anything."""
+        """Lets a paused child go on, and waits until it has caught up; must come before asking it anything."""
+        if not self._paused:
+            return
         for process in self._paused:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGCONT)
-        if self._paused:
-            time.sleep(0.05)  # for its threads to fall asleep where they slept before
         self._paused = []
+        self._wait_until_quiet(1.0)
+
+    def _wait_until_quiet(self, limit_s: float) -> float:
+        """Returns the cores that the tree uses in the end."""
+        share, deadline = 1.0, time.perf_counter() + limit_s
+        while share > self.idle_share and time.perf_counter() < deadline:
+            before, since = self.cpu_seconds(), time.perf_counter()
+            time.sleep(0.2)
+            share = (self.cpu_seconds() - before) / (time.perf_counter() - since)
+        return share
 
     def _signal(self, number: signal.Signals) -> list[psutil.Process]:
         reached = []
@@ -234,11 +235,10 @@ class ServerProcess(Child):
     """An OpenAI-compatible server, healthy when constructed; `start_seconds` is from launch to a healthy answer."""
 
     idle_share = 0.15
-    """Ray's processes look around a few times a second."""
+    """What Ray's processes use for looking around a few times a second, more or less."""
 
     def __init__(self, engine: str, model: str, setup: Setup, port: int) -> None:
         self.engine, self.port, self.model_name = engine, port, "bench"
-        self.pausable = engine != "manta"
         command = {"manta": _manta_server, "vllm": _vllm_server}[engine](model, setup, port)
         super().__init__(command, environment_of(engine, setup))
         try:
@@ -247,6 +247,9 @@ class ServerProcess(Child):
             self.stop()
             raise
         self.start_seconds = time.perf_counter() - self.started
+        # Ray uses a tenth of a core for nothing, which would slow the other in its turn: always paused between turns.
+        # Its daemons wake together and a pause of a few seconds misses one health check at most, of five that count.
+        self.spins = engine == "manta"
 
     def _wait_until_healthy(self) -> None:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

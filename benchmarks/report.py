@@ -18,7 +18,8 @@ import psutil
 
 from benchmarks.workloads import Row
 
-HIGHER_IS_BETTER = {"tok/s": True, "x": True, "s": False, "ms": False, "GiB": False, "cores": False}
+HIGHER_IS_BETTER = {"tok/s": True, "x": True, "s": False, "ms": False, "GiB": False}
+"""By unit; figures in other units, as the load generator's cores, are told and not compared."""
 MIN_PAIRS_FOR_INTERVAL = 5
 MIN_PAIRS_FOR_VERDICT = 30
 TOLERANCE = 0.02
@@ -89,7 +90,9 @@ class Result(NamedTuple):
         fields: dict[str, Any] = {"workload": self.workload, "metric": self.metric}
         fields |= {"value": self.value, "unit": self.unit, "repetitions": self.repetitions}
         if self.peer is not None:
-            fields |= {"against": self.against, "peer": self.peer, "ratio": self.ratio}
+            fields |= {"against": self.against, "peer": self.peer}
+        if self.ratio is not None:
+            fields["ratio"] = self.ratio
         if self.interval is not None:
             fields["interval"] = list(self.interval)
         if verdict := self.verdict():
@@ -107,13 +110,17 @@ def combine(manta: list[list[Row]], peer: list[list[Row]] | None = None, against
             results.append(Result(row.workload, row.metric, row.unit, statistics.median(values), len(values)))
             continue
         others = [rows[column].value for rows in peer]
+        medians = statistics.median(values), len(values), against, statistics.median(others)
+        if row.unit not in HIGHER_IS_BETTER:
+            results.append(Result(row.workload, row.metric, row.unit, *medians))
+            continue
         ratios = [
             value / other if HIGHER_IS_BETTER[row.unit] else other / value
             for value, other in zip(values, others, strict=True)
         ]
         interval = bootstrap_interval(ratios) if len(ratios) >= MIN_PAIRS_FOR_INTERVAL else None
-        value, other, ratio = (statistics.median(numbers) for numbers in (values, others, ratios))
-        results.append(Result(row.workload, row.metric, row.unit, value, len(values), against, other, ratio, interval))
+        ratio = statistics.median(ratios)
+        results.append(Result(row.workload, row.metric, row.unit, *medians, ratio, interval))
     return results
 
 
