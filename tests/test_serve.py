@@ -9,7 +9,7 @@ import openai
 import pytest
 import transformers
 
-from tests.checkpoints import VOCAB_SIZE, checkpoint, reference_greedy
+from tests.checkpoints import EOS_TOKEN_ID, VOCAB_SIZE, checkpoint, reference_greedy
 from tests.server import Server, shared_server
 
 pytestmark = pytest.mark.timeout(240)
@@ -116,6 +116,17 @@ def test_a_stop_string_across_tokens_ends_the_text_and_frees_the_request(client,
         time.sleep(0.05)
     assert server.metrics()["manta:num_requests_running"] == 0
     assert server.metrics()["manta:kv_cache_usage_perc"] == 0
+
+
+def test_the_stop_reason_is_what_the_client_asked_to_stop_at(client, server, tokenizer) -> None:
+    def ending(**fields) -> tuple[str, str | int | None]:
+        reply = client.completions.create(model=server.model, prompt="The quick", max_tokens=9, temperature=0, **fields)
+        return reply.choices[0].finish_reason, reply.choices[0].stop_reason
+
+    token = reference_greedy(checkpoint("llama"), tokenizer("The quick").input_ids, 4)[-1]
+    assert ending(extra_body={"stop_token_ids": [token]}) == ("stop", token)
+    assert ending(logit_bias={str(EOS_TOKEN_ID): 100}) == ("stop", None), "the model's own end is no news"
+    assert ending(extra_body={"ignore_eos": True}) == ("length", None)
 
 
 def test_logprobs_usage_echo_and_seed(client, server, tokenizer) -> None:

@@ -11,10 +11,12 @@ import llguidance
 import llguidance.numpy
 import msgspec
 import numpy as np
+import openai.types.chat as openai_chat
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster import protocol
 from cluster.chat_output import ChatReader, MessageBuilder, plan_chat
 from cluster.errors import ApiError
 from cluster.protocol import ChatCompletionRequest, decode_chat
@@ -321,6 +323,34 @@ def test_a_template_without_tools_refuses_them() -> None:
     with pytest.raises(ApiError, match="no place for tools") as caught:
         plan(tokenizer, tools=tools_field())
     assert caught.value.param == "tools"
+
+
+def test_openai_s_types_parse_calls(tokenizer: Tokenizer) -> None:
+    text = '<tool_call>{"name": "get_weather_2", "arguments": {"on": true}}</tool_call>'
+    reader, message = ChatReader(plan(tokenizer, tools=tools_field())), MessageBuilder()
+    deltas = reader.feed(text, True)
+    message.add(deltas)
+    common: dict[str, Any] = {"id": "x-1", "created": 1, "model": "m"}
+    choice = protocol.ChatChoice(message=message.message(), finish_reason="tool_calls")
+    body = protocol.ChatCompletion(**common, choices=[choice], usage=protocol.usage_info([]))
+    parsed = openai_chat.ChatCompletion.model_validate_json(protocol.encode(body), strict=True).choices[0].message
+    assert (parsed.content, parsed.tool_calls[0].function.arguments) == (None, '{"on": true}')
+    chunks = [
+        protocol.ChatCompletionChunk(**common, choices=[protocol.ChatChunkChoice(delta=delta)]) for delta in deltas
+    ]
+    first, second = (
+        openai_chat.ChatCompletionChunk.model_validate_json(protocol.encode(chunk), strict=True).choices[0].delta
+        for chunk in chunks
+    )
+    (begin,), (rest,) = first.tool_calls, second.tool_calls
+    assert (begin.index, begin.type, begin.function.name, begin.function.arguments) == (
+        0,
+        "function",
+        "get_weather_2",
+        "",
+    )
+    assert begin.id
+    assert rest.model_dump(exclude_unset=True) == {"index": 0, "function": {"arguments": '{"on": true}'}}
 
 
 def test_finish_reasons_are_openai_s(tokenizer: Tokenizer) -> None:
