@@ -114,6 +114,9 @@ def detect_format(template: str) -> ToolFormat | None:
 
 # ---- grammar -------------------------------------------------------------------------------------------------------
 
+JSON_SPACE = r"[ \n\t]{0,20}"
+"""White space between two tokens of arguments: enough to indent, too little for a model to lose itself in."""
+
 
 def calls_grammar(
     form: ToolFormat,
@@ -151,7 +154,8 @@ def calls_grammar(
     for index, tool in enumerate(tools):
         head = f'{{"name": {json_text(tool.function.name)}, "{form.arguments_key}": '
         rules.append(f'call_{index}: {json_text(head)} arguments_{index} "}}"')
-        rules.append(f"arguments_{index}: %json {json_text(arguments_schema(tool))}")
+        options = {"whitespace_pattern": JSON_SPACE, "lenient": tool.function.strict is False}
+        rules.append(f"arguments_{index}: %json {json_text({**arguments_schema(tool), 'x-guidance': options})}")
     return "\n".join(["%llguidance {}", *rules]) + "\n"
 
 

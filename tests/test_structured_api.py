@@ -145,7 +145,7 @@ class Switch(pydantic.BaseModel):
 
 
 def common(server: Server, seed: int = 1, **more: Any) -> dict[str, Any]:
-    return {"model": server.model, "messages": MESSAGES, "max_tokens": 300, "seed": seed, **more}
+    return {"model": server.model, "messages": MESSAGES, "seed": seed, **more}
 
 
 def test_the_clients_parse_gives_pydantic_models(client: openai.OpenAI, server: Server) -> None:
@@ -260,9 +260,9 @@ def test_calls_are_made_as_the_choice_says(client: openai.OpenAI, server: Server
                 assert [call.function.name for call in calls] == ["Switch"]
             counts.add((parallel and choice != NAMED, len(calls)))
     assert {count for parallel, count in counts if not parallel} == {1}
-    free = client.chat.completions.create(**common(server) | {"max_tokens": 20}, tools=TOOLS, tool_choice="none")
+    free = client.chat.completions.create(**common(server, max_tokens=20), tools=TOOLS, tool_choice="none")
     assert free.choices[0].message.tool_calls is None
-    auto = client.chat.completions.create(**common(server) | {"max_tokens": 20}, tools=TOOLS)
+    auto = client.chat.completions.create(**common(server, max_tokens=20), tools=TOOLS)
     assert auto.choices[0].message.content
 
 
@@ -323,17 +323,20 @@ def thinking(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_constraints_and_calls_come_behind_the_reasoning(thinking: Server) -> None:
     client = openai.OpenAI(base_url=thinking.url + "/v1", api_key="none", max_retries=0)
     end = 4  # </think>
-    fields = common(thinking, logit_bias={str(end): 8, "2": -100})
-    reply = client.chat.completions.parse(**fields, response_format=Trip)
-    assert isinstance(reply.choices[0].message.parsed, Trip)
+    fields = common(thinking, logit_bias={str(end): 30, "2": -100})
+    outputs = {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}
+    reply = client.chat.completions.create(**fields, extra_body=outputs)
+    jsonschema.validate(json.loads(reply.choices[0].message.content), SCHEMA)
     shut = client.chat.completions.create(
-        **common(thinking),
-        response_format=json_schema(SCHEMA),
-        extra_body={"chat_template_kwargs": {"enable_thinking": False}},
+        **common(thinking), extra_body={**outputs, "chat_template_kwargs": {"enable_thinking": False}}
     )
     jsonschema.validate(json.loads(shut.choices[0].message.content), SCHEMA)
     assert not hasattr(shut.choices[0].message, "reasoning_content")
     assert shut.usage.prompt_tokens > reply.usage.prompt_tokens
-    called = client.chat.completions.parse(**fields, tools=TOOLS, tool_choice="required").choices[0].message
+    called = (
+        client.chat.completions.parse(**fields, tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
+        .choices[0]
+        .message
+    )
     assert all(isinstance(call.function.parsed_arguments, MODELS[call.function.name]) for call in called.tool_calls)
     assert called.content is None
