@@ -13,6 +13,9 @@ import msgspec
 import yaml
 from msgspec import Meta
 
+from structured.config import PoolConfig
+from structured.constraint import ConstraintLimits
+
 DEMO_MODEL = "demo"
 """The name that stands for the model embedded in `configs/demo/`."""
 
@@ -47,6 +50,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_num_waiting: Annotated[int, Meta(ge=0)] = 2048
     """Requests waiting beyond those running; one more is refused (HTTP 429)."""
     enable_prefix_caching: bool = True
+    constraints: ConstraintLimits = ConstraintLimits()
+    """What one constraint may cost."""
+    grammar_pool: PoolConfig = PoolConfig()
+    """Where masks are filled, and for how long."""
 
 
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

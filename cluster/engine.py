@@ -10,14 +10,19 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from concurrent.futures import Future
+
+import msgspec
 
 from cluster.config import EngineConfig
 from cluster.engine_stats import EngineStats
 from cluster.executor import InProcessExecutor
 from cluster.kv_blocks import KVBlocks
+from cluster.mask_client import MaskClient
 from cluster.request import EngineRequest, FinishStatus, QueueFull, RequestRefused, SequenceOutput
 from cluster.scheduler import Scheduler
 from cluster.sequence import Sequence
+from structured.constraint import ConstraintSpec, Resolved
 from workers.step import StepInput, StepOutput
 
 logger = logging.getLogger(__name__)
@@ -44,6 +49,7 @@ class Engine:
             max_model_len=self.max_model_len,
             blocks=KVBlocks(self.model.num_blocks, config.block_size, config.enable_prefix_caching),
         )
+        self.masks = MaskClient(config, self.model, self.scheduler)
         self.alive = True
         self._next_sequence_id = 0
         self._num_steps = 0
@@ -68,9 +74,12 @@ class Engine:
         if not self.scheduler.has_unfinished:
             self._check_when_idle()
             return ended
+        ended += self.masks.before_step()
         step = self.scheduler.schedule()
+        self.masks.prepare(step)
         output = self._execute(step)
         updates = self.scheduler.update(step, output)
+        updates += self.masks.settle()
         self._num_steps += 1
         self._last_progress = time.monotonic()
         self._idle_checked = False
@@ -84,7 +93,7 @@ class Engine:
         """
         try:
             self.executor.execute(step)
-            output = self.executor.sample()
+            output = self.executor.sample(self.masks.collect(step))
         except Exception as error:
             logger.exception("step %d failed with %d sequences", step.step_id, len(step.scheduled))
             if self._recovering:
@@ -93,20 +102,29 @@ class Engine:
             self._recovering = True
             self.executor.rebuild()
             self.scheduler.recompute_all()
+            self.masks.forget_step()
             return StepOutput(step.step_id)
         self._recovering = False
         return output
 
     def _check_when_idle(self) -> None:
         if not self._idle_checked:
-            self.scheduler.check_integrity()
+            self.check_integrity()
             self._idle_checked = True
 
     # ---- requests ------------------------------------------------------------------------------------------------
 
-    def add_request(self, request: EngineRequest) -> None:
-        """Queues a request. Raises `RequestRefused` where it can never be served, `QueueFull` where the queue is at its
-        limit.
+    def resolve(self, spec: ConstraintSpec) -> Future[Resolved]:
+        """Proves a constraint, in a process of its own; callable from any thread.
+
+        The future raises `RequestRefused` where the constraint cannot be served.
+        """
+        return self.masks.resolve(spec)
+
+    def add_request(self, request: EngineRequest, constraint: Resolved | None = None) -> None:
+        """Queues a request; what `resolve` made of its constraint comes with it.
+
+        Raises `RequestRefused` where it can never be served, `QueueFull` where the queue is at its limit.
         """
         if not self.alive:
             raise EngineDead("the engine has failed; restart it")
@@ -117,6 +135,10 @@ class Engine:
             )
         params = request.params
         self._validate(request)
+        if constraint is not None:
+            params = msgspec.structs.replace(params, constraint=constraint.spec)
+        elif params.constraint is not None:
+            raise ValueError("a request with a constraint comes with what `resolve` made of it")
         if not self.scheduler.has_unfinished:
             self._last_progress = time.monotonic()
         sequence = Sequence(
@@ -127,6 +149,7 @@ class Engine:
             seed=params.seed if params.seed is not None else secrets.randbits(63),
             priority=request.priority,
             eos_token_ids=self.model.eos_token_ids,
+            constraint=constraint,
             deadline=None if request.deadline_s is None else time.monotonic() + request.deadline_s,
         )
         self.scheduler.add(sequence)
@@ -158,8 +181,9 @@ class Engine:
     # ---- state ---------------------------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
-        """Raises `IntegrityError` where a block leaked or a reference is miscounted."""
+        """Raises `IntegrityError` where a block or a grammar session leaked or a reference is miscounted."""
         self.scheduler.check_integrity()
+        self.masks.check_integrity()
 
     def stats(self) -> EngineStats:
         scheduler = self.scheduler

@@ -22,6 +22,7 @@ from cluster.channel import Address, Control, OutputSender
 from cluster.config import EngineConfig
 from cluster.engine_stats import EngineStats
 from cluster.request import Account, EngineRequest, QueueFull, RequestRefused, SequenceOutput
+from structured.constraint import ConstraintSpec, Resolved
 from workers.model_info import ModelInfo
 
 logger = logging.getLogger(__name__)
@@ -52,14 +53,25 @@ class EngineReplica:
     async def generate(self, request: EngineRequest, address: Address) -> Account:
         """Runs a request to its end; its deltas go to `address`. Cancelling the call aborts the request."""
         self._loop = asyncio.get_running_loop()
+        constraint = None
+        if request.params.constraint is not None:
+            try:
+                constraint = await asyncio.wrap_future(self.engine.resolve(request.params.constraint))
+            except RequestRefused as error:
+                return Account(refused=str(error), param=error.param)
         await self._sender.connect(address)
         account: asyncio.Future[Account] = self._loop.create_future()
-        self._inbox.put(lambda: self._add(request, _Running(address, account)))
+        self._inbox.put(lambda: self._add(request, constraint, _Running(address, account)))
         try:
             return await account
         except asyncio.CancelledError:
             self._inbox.put(lambda: self._abort(request.request_id))
             raise
+
+    async def resolve(self, spec: ConstraintSpec) -> tuple[ConstraintSpec, list[str]]:
+        """The constraint with its backend, and the keywords that it goes without; raises `RequestRefused`."""
+        resolved = await asyncio.wrap_future(self.engine.resolve(spec))
+        return resolved.spec, resolved.not_enforced
 
     async def model(self) -> ModelInfo:
         return self.engine.model
@@ -105,12 +117,12 @@ class EngineReplica:
             while True:
                 self._inbox.get_nowait()()
 
-    def _add(self, request: EngineRequest, running: _Running) -> None:
+    def _add(self, request: EngineRequest, constraint: Resolved | None, running: _Running) -> None:
         if self._failure is not None:
             self._fail(running)
             return
         try:
-            self.engine.add_request(request)
+            self.engine.add_request(request, constraint)
         except RequestRefused as error:
             self._reply(running, Account(refused=str(error), param=error.param))
         except QueueFull as error:

@@ -6,6 +6,7 @@ An executor that spreads ranks over a Ray placement group has the same face. The
 from __future__ import annotations
 
 from cluster.config import EngineConfig
+from structured.masks import MaskBatch
 from workers.model_info import ModelInfo
 from workers.step import StepInput, StepOutput
 from workers.worker import Worker, WorkerConfig
@@ -36,9 +37,9 @@ class InProcessExecutor:
         """Starts the forward pass. Raises whatever the worker raises: a failure of the engine, not of a row."""
         self._worker.execute(step)
 
-    def sample(self) -> StepOutput:
+    def sample(self, masks: MaskBatch | None = None) -> StepOutput:
         """Draws the tokens of the step that `execute` was given; the gap between the two is where masks hide."""
-        return self._worker.sample()
+        return self._worker.sample(masks)
 
     def rebuild(self) -> None:
         """Drops every sequence and all KV that the worker holds; the weights stay."""

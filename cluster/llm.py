@@ -12,6 +12,7 @@ import itertools
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from typing import Any, cast
 
 import msgspec
@@ -21,10 +22,11 @@ from cluster.config import DEMO_MODEL, EngineConfig
 from cluster.output import SequenceText
 from cluster.request import EngineRequest, FinishStatus, QueueFull, RequestRefused, SequenceOutput, Usage
 from cluster.tokenizer import Tokenizer
+from structured.constraint import ConstraintSpec, Resolved
 from workers.sampling_params import SamplingParams
 from workers.step import TokenLogprobs
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "CompletionOutput", "ConstraintSpec", "RequestOutput", "SamplingParams"]
 
 Prompt = str | Sequence[int]
 
@@ -106,9 +108,12 @@ class LLM:
         if len(each) != len(batch):
             raise ValueError(f"{len(each)} sampling parameters for {len(batch)} prompts; give one, or one a prompt")
         request_ids: list[str] = []
+        constraints = [self._resolve(one) for one in each]  # all at once: they compile beside each other
         try:
-            for prompt, one in zip(batch, each, strict=True):
-                request_ids.append(self._submit(f"generate-{next(self._ids)}", prompt, one, final_only=True))
+            for prompt, one, constraint in zip(batch, each, constraints, strict=True):
+                request_ids.append(
+                    self._submit(f"generate-{next(self._ids)}", prompt, one, constraint=constraint, final_only=True)
+                )
         except RequestRefused:
             for request_id in request_ids:
                 self.abort(request_id)
@@ -134,7 +139,8 @@ class LLM:
         self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, priority: int = 0
     ) -> None:
         """Queues a request for `step`. Raises `RequestRefused` where it can never be served."""
-        self._submit(request_id, prompt, params or SamplingParams(), priority)
+        params = params or SamplingParams()
+        self._submit(request_id, prompt, params, priority, self._resolve(params))
 
     def step(self) -> list[RequestOutput]:
         """Runs one step; returns the requests that it changed, each with its whole output so far."""
@@ -145,8 +151,17 @@ class LLM:
         self.engine.abort(request_id)
         self._tracked.pop(request_id, None)
 
+    def _resolve(self, params: SamplingParams) -> Future[Resolved] | None:
+        return None if params.constraint is None else self.engine.resolve(params.constraint)
+
     def _submit(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0, final_only: bool = False
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int = 0,
+        constraint: Future[Resolved] | None = None,
+        final_only: bool = False,
     ) -> str:
         if request_id in self._tracked:
             raise RequestRefused(f"request id {request_id!r} is already running; choose another", "request_id")
@@ -154,7 +169,8 @@ class LLM:
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         params = self.tokenizer.resolve_bad_words(params)
         self.engine.add_request(
-            EngineRequest(request_id=request_id, prompt_token_ids=token_ids, params=params, priority=priority)
+            EngineRequest(request_id=request_id, prompt_token_ids=token_ids, params=params, priority=priority),
+            None if constraint is None else constraint.result(),
         )
         output = RequestOutput(
             request_id=request_id, prompt=text, prompt_token_ids=token_ids, outputs=[CompletionOutput()]
@@ -201,9 +217,13 @@ class LLM:
         Any number of streams may run in one event loop; don't mix them with `generate` or `step` at the same time.
         """
         request_id = f"stream-{next(self._ids)}"
+        params = params or SamplingParams()
+        constraint = self._resolve(params)
+        if constraint is not None:
+            await asyncio.wait([asyncio.wrap_future(constraint)])
         queue: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
         self._streams[request_id] = queue
-        self._inbox.append((request_id, lambda: self._submit(request_id, prompt, params or SamplingParams(), priority)))
+        self._inbox.append((request_id, lambda: self._submit(request_id, prompt, params, priority, constraint)))
         if self._pump is None or self._pump.done():
             self._pump = asyncio.create_task(self._run_streams())
         finished = False

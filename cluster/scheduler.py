@@ -66,6 +66,10 @@ class Scheduler:
         """Share of blocks that sequences hold, in [0, 1]."""
         return 1.0 - self.blocks.num_free / self.blocks.num_blocks
 
+    def get(self, sequence_id: int) -> Sequence | None:
+        """A sequence that has not ended."""
+        return self._by_id.get(sequence_id)
+
     # ---- arrival -----------------------------------------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:
@@ -113,6 +117,9 @@ class Scheduler:
         index = 0
         while index < len(self.running) and budget > 0:
             sequence = self.running[index]
+            if sequence.waits_for_mask:
+                index += 1
+                continue
             count = min(self._num_wanted(sequence), budget)
             while self._num_missing_blocks(sequence, count) > self.blocks.num_free:
                 victim = self.running[-1]  # never one already in this step: those stand further up
@@ -225,6 +232,7 @@ class Scheduler:
         sequence.block_table = []
         sequence.num_computed_tokens = sequence.num_shared_blocks = sequence.num_registered_blocks = 0
         sequence.draft_token_ids = []
+        sequence.waits_for_mask = False
         self._forgotten.append(sequence.sequence_id)
 
     def recompute_all(self) -> None:
@@ -340,6 +348,11 @@ class Scheduler:
                 del sequence.token_ids[sequence.num_prompt_tokens + num_kept_tokens :]
                 return [self._final(sequence, FinishStatus.FINISHED_STOPPED)]
         return []
+
+    def end(self, sequence_id: int, status: FinishStatus, error: str | None = None) -> list[SequenceOutput]:
+        """Ends one sequence as it stands; what it computed stays valid."""
+        sequence = self._by_id.get(sequence_id)
+        return [] if sequence is None else [self._final(sequence, status, error)]
 
     def expire(self, now: float) -> list[SequenceOutput]:
         """Aborts what is past its deadline; `now` is on `time.monotonic`'s clock."""

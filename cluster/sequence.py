@@ -11,6 +11,7 @@ import hashlib
 from array import array
 
 from cluster.request import FinishStatus, Usage
+from structured.constraint import Resolved
 from workers.sampling_params import SamplingParams
 from workers.step import SequenceStart
 
@@ -49,12 +50,15 @@ class Sequence:
     num_prompt_logprobs: int = 0
     """Prompt positions reported, so that a recomputed prompt reports none twice."""
     draft_token_ids: list[int] = dataclasses.field(default_factory=list)
+    constraint: Resolved | None = None
+    waits_for_mask: bool = False
+    """Its mask missed a step: it sits out until the mask is there."""
     finish: FinishStatus | None = None
     stop_ids: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)
-        if self.params.ignore_eos:
+        if self.params.ignore_eos and self.constraint is None:  # under a grammar the end is where the grammar ends
             self.eos_token_ids = ()
         self.stop_ids = frozenset(self.eos_token_ids) | frozenset(self.params.stop_token_ids)
 

@@ -67,7 +67,9 @@ class AdjustingSession(Session, Protocol):
     """A session that also changes logits, beyond allowing and refusing."""
 
     def adjustments(self) -> tuple[list[int], list[float]]:
-        """Token ids and what is added to their logits for the next token; at most `structured.masks.MAX_ADJUSTMENTS`."""
+        """Token ids and what is added to their logits, finite, for the next token; at most
+        `structured.masks.MAX_ADJUSTMENTS`.
+        """
 
 
 class Backend(Protocol):

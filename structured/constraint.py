@@ -59,13 +59,27 @@ class ConstraintLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Address space that one compilation may add."""
 
 
-def check_limits(spec: ConstraintSpec, limits: ConstraintLimits) -> None:
-    """Raises `ConstraintError` where a bound of `limits` is exceeded or JSON is malformed. Linear in the text."""
+class Resolved(msgspec.Struct, frozen=True, kw_only=True):
+    """A constraint that is proven to compile."""
+
+    spec: ConstraintSpec
+    """With the backend that serves it."""
+    compiled: bytes
+    not_enforced: list[str] = []
+    """Keywords that a loose request goes without."""
+
+
+def check_size(spec: ConstraintSpec, limits: ConstraintLimits) -> None:
+    """Raises `ConstraintError` where the text is too long. Cheap."""
     num_bytes = len(spec.text.encode("utf-8", "surrogatepass"))
     if num_bytes > limits.max_bytes:
         raise ConstraintError(
             f"{spec.kind}: {num_bytes} bytes exceed the limit of {limits.max_bytes}; shorten it or raise max_bytes"
         )
+
+
+def check_limits(spec: ConstraintSpec, limits: ConstraintLimits) -> None:
+    """Raises `ConstraintError` where another bound of `limits` is exceeded or JSON is malformed. Linear in the text."""
     depth = _nesting(spec.text)
     if depth > limits.max_nesting:
         raise ConstraintError(
@@ -75,14 +89,17 @@ def check_limits(spec: ConstraintSpec, limits: ConstraintLimits) -> None:
         _check_json(spec, limits)
 
 
+_OTHER_BYTES = bytes(byte for byte in range(256) if byte not in b"()[]{}")
+
+
 def _nesting(text: str) -> int:
-    """Deepest level of brackets, an upper bound of JSON's: brackets in strings count too unless they close."""
+    """Deepest level of brackets; in JSON an upper bound of its nesting, for strings may hold brackets too."""
     depth = deepest = 0
-    for character in text:
-        if character in "([{":
+    for byte in text.encode("utf-8", "surrogatepass").translate(None, _OTHER_BYTES):
+        if byte in b"([{":
             depth += 1
             deepest = max(deepest, depth)
-        elif character in ")]}":
+        else:
             depth = max(0, depth - 1)
     return deepest
 
@@ -121,5 +138,6 @@ def _check_counts(value: Any, path: str, limits: ConstraintLimits) -> None:
 def _check_count(path: str, count: int, limits: ConstraintLimits) -> None:
     if count > limits.max_alternatives:
         raise ConstraintError(
-            f"{path}: {count} entries exceed the limit of {limits.max_alternatives}; use fewer or raise max_alternatives"
+            f"{path}: {count} entries exceed the limit of {limits.max_alternatives}; use fewer or raise "
+            "max_alternatives"
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from structured.masks import MaskBatch
 from workers.attention import AttentionMetadata, copy_blocks
 from workers.model_config import ModelConfig
 from workers.models.protocol import Model
@@ -117,8 +118,11 @@ class ModelRunner:
     # ---- phase two ---------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def sample(self) -> StepOutput:
-        """Draws a token at each sample point of the step that `execute` was given."""
+    def sample(self, masks: MaskBatch | None = None) -> StepOutput:
+        """Draws a token at each sample point of the step that `execute` was given, under the step's masks.
+
+        A point whose mask is late draws nothing; the sequence is not in `token_ids`.
+        """
         step, hidden = self._step, self._hidden
         if step is None:
             raise RuntimeError("sample() was called without an execute() before it")
@@ -128,21 +132,25 @@ class ModelRunner:
             return output
         self._prompt_logprobs(step, hidden, output)
         if step.sample_points:
-            self._draw(step.sample_points, hidden, output)
+            self._draw(step.sample_points, hidden, output, masks)
         return output
 
-    def _draw(self, points: list[SamplePoint], hidden: torch.Tensor, output: StepOutput) -> None:
+    def _draw(
+        self, points: list[SamplePoint], hidden: torch.Tensor, output: StepOutput, masks: MaskBatch | None
+    ) -> None:
         rows = [point.row for point in points]
         if len(rows) != hidden.shape[0]:  # all rows in order is the decode-only case: no copy
             hidden = hidden[torch.tensor(rows, device=hidden.device)]
         logits = self.model.compute_logits(hidden)
-        drawn = sample(logits, points, self.state).to_host()
+        drawn = sample(logits, points, self.state, masks).to_host()
         for index, point in enumerate(points):
             error = drawn.errors.get(index)
             if error is not None:
                 output.errors[point.sequence_id] = error
                 continue
             token_id = drawn.token_ids[index]
+            if token_id is None:
+                continue
             output.token_ids.setdefault(point.sequence_id, []).append(token_id)
             self.state.append(point.sequence_id, (token_id,))
             logprobs = drawn.logprobs.get(index)

@@ -11,13 +11,14 @@ A row is processed in this order, in float32:
 4. `logit_bias` is added
 5. `repetition_penalty` divides positive and multiplies other logits of tokens in prompt or output; `frequency_penalty`
    times the occurrences in the output, and `presence_penalty` for tokens in the output, are subtracted
-6. `temperature` divides; at 0 the largest logit wins and the rest is skipped
-7. `top_k` keeps the k largest
-8. `top_p` keeps the fewest, most probable first, whose mass reaches top_p of the mass of those kept so far
-9. `min_p` keeps those at least min_p times as probable as the best one
-10. The largest sum of logit and Gumbel noise (`workers/noise.py`) wins.
+6. the constraint: its adjustments are added, and all tokens that its mask forbids are masked
+7. `temperature` divides; at 0 the largest logit wins and the rest is skipped
+8. `top_k` keeps the k largest
+9. `top_p` keeps the fewest, most probable first, whose mass reaches top_p of the mass of those kept so far
+10. `min_p` keeps those at least min_p times as probable as the best one
+11. The largest sum of logit and Gumbel noise (`workers/noise.py`) wins.
 
-Equal logits rank by id, lowest first, in 6 to 9 and in reported ranks; ties of the sum go to the lowest id.
+Equal logits rank by id, lowest first, in 7 to 10 and in reported ranks; ties of the sum go to the lowest id.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import dataclasses
 
 import torch
 
+from structured.masks import MaskBatch
 from workers.kernels import cpu_sampler, torch_sampler
 from workers.sampling_state import SamplingState
 from workers.step import SamplePoint, TokenLogprobs
@@ -35,9 +37,9 @@ LogprobTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclasses.dataclass
 class HostSample:
-    """Drawn tokens on the host; a failed point has an entry in `errors` and token 0."""
+    """Drawn tokens on the host; a failed point has an entry in `errors` and token 0, a late one is None."""
 
-    token_ids: list[int]
+    token_ids: list[int | None]
     errors: dict[int, str]
     """Point index to what is wrong with its row."""
     logprobs: dict[int, TokenLogprobs]
@@ -60,14 +62,20 @@ class Sampled:
         token_ids = self.token_ids.tolist()
         errors = {}
         if any(status := self.status.tolist()):
-            errors = {index: self._error(index, code) for index, code in enumerate(status) if code}
+            for index, code in enumerate(status):
+                if code == torch_sampler.LATE:
+                    token_ids[index] = None
+                elif code:
+                    errors[index] = self._error(index, code)
         if self.logprobs is None:
             return HostSample(token_ids, errors, {})
         entries = _entries(
             self.logprobs, [token_ids[index] for index, _ in self.reported], [n for _, n in self.reported]
         )
         reports = {
-            index: entry for (index, _), entry in zip(self.reported, entries, strict=True) if index not in errors
+            index: entry
+            for (index, _), entry in zip(self.reported, entries, strict=True)
+            if index not in errors and token_ids[index] is not None
         }
         return HostSample(token_ids, errors, reports)
 
@@ -78,13 +86,18 @@ class Sampled:
         if code == torch_sampler.INFINITE:
             return f"the model produced infinite logits at position {position}"
         return (
-            f"every token is masked at position {position}: allowed_token_ids, bad_words and min_tokens leave none; "
-            "loosen one of them"
+            f"every token is masked at position {position}: allowed_token_ids, bad_words, min_tokens and the "
+            "constraint leave none; loosen one of them"
         )
 
 
-def sample(logits: torch.Tensor, points: list[SamplePoint], state: SamplingState) -> Sampled:
+def sample(
+    logits: torch.Tensor, points: list[SamplePoint], state: SamplingState, masks: MaskBatch | None = None
+) -> Sampled:
     """Draws one token for each point: row `i` of `logits` [P, width] (bfloat16 or float32) belongs to `points[i]`.
+
+    This is `apply` of the two-phase step on every platform: `masks.slots[i]` is the mask of `points[i]`, and a late
+    point draws nothing. Log-probabilities are those of the unmasked distribution.
 
     Columns from `state.vocab_size` on are padding and never drawn. Noise, `min_tokens`, `bad_words` and penalties
     depend on the point's position and the tokens before it only, so a sequence may have points at several positions.
@@ -100,7 +113,9 @@ def sample(logits: torch.Tensor, points: list[SamplePoint], state: SamplingState
                 "that it holds; append those before it first"
             )
     implementation = cpu_sampler if cpu_sampler.serves(logits) else torch_sampler
-    token_ids, status = implementation.draw(logits, sequences, positions, state)
+    if masks is not None and len(masks.slots) != len(points):
+        raise ValueError(f"{len(masks.slots)} masks for {len(points)} sample points; there must be one entry for each")
+    token_ids, status = implementation.draw(logits, sequences, positions, state, masks)
     reported: list[tuple[int, int]] = []
     if state.num_wanting_logprobs:
         asked = ((index, sequence.params.logprobs) for index, sequence in enumerate(sequences))

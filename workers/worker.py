@@ -10,6 +10,7 @@ import time
 
 import msgspec
 
+from structured.masks import MaskBatch
 from workers.loader import load_model
 from workers.memory import plan_kv_cache, plan_max_model_len
 from workers.model_config import load_model_config, resolve_model_folder
@@ -92,8 +93,8 @@ class Worker:
     def execute(self, step: StepInput) -> None:
         self.runner.execute(step)
 
-    def sample(self) -> StepOutput:
-        return self.runner.sample()
+    def sample(self, masks: MaskBatch | None = None) -> StepOutput:
+        return self.runner.sample(masks)
 
     def reset(self) -> None:
         self.runner.reset()

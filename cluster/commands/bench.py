@@ -12,9 +12,13 @@ from collections.abc import Sequence
 
 from cluster.commands import Refusal
 
+SUITES = ("structured",)
+
 
 def run_bench(arguments: Sequence[str]) -> int:
-    """Runs `benchmarks/bench.py` with its own command line and returns its exit code."""
+    """Runs `benchmarks/bench.py`, or with a first word of `SUITES` that module, with its own command line; returns its
+    exit code.
+    """
     root = pathlib.Path(__file__).resolve().parents[2]
     if not (root / "benchmarks" / "bench.py").exists():
         raise Refusal(
@@ -23,4 +27,7 @@ def run_bench(arguments: Sequence[str]) -> int:
         )
     if str(root) not in sys.path:
         sys.path.insert(0, str(root))
-    return int(importlib.import_module("benchmarks.bench").main(list(arguments)))
+    name, rest = "bench", list(arguments)
+    if rest and rest[0] in SUITES:
+        name, rest = rest[0], rest[1:]
+    return int(importlib.import_module(f"benchmarks.{name}").main(rest))

@@ -10,12 +10,26 @@ import ctypes
 import functools
 from ctypes import c_int, c_int32, c_int64, c_void_p
 
+import numpy as np
 import torch
 
+from structured.masks import LATE, NO_MASK, MaskBatch
 from workers.kernels import build
 from workers.sampling_state import ROW, SamplingState, SequenceState
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+
+CONSTRAINT = np.dtype(
+    [
+        ("mask", np.uint64),
+        ("adjusted_ids", np.uint64),
+        ("adjusted_by", np.uint64),
+        ("num_adjusted", np.int32),
+        ("late", np.int32),
+    ],
+    align=True,
+)
+"""What a grammar says about one row, laid out like `struct Constraint` in sampler.cpp; uint64 fields are addresses."""
 
 
 @functools.cache
@@ -26,7 +40,10 @@ def _library() -> ctypes.CDLL | None:
     row_bytes = library.manta_sampler_row_bytes()
     if row_bytes != ROW.itemsize:
         raise RuntimeError(f"a Row has {row_bytes} bytes in sampler.cpp and {ROW.itemsize} in sampling_state.py")
-    library.manta_sample.argtypes = [c_int, c_void_p, c_int64, c_int, c_int, *[c_void_p] * 5]
+    constraint_bytes = library.manta_sampler_constraint_bytes()
+    if constraint_bytes != CONSTRAINT.itemsize:
+        raise RuntimeError(f"a Constraint has {constraint_bytes} bytes in sampler.cpp and {CONSTRAINT.itemsize} here")
+    library.manta_sample.argtypes = [c_int, c_void_p, c_int64, c_int, c_int, *[c_void_p] * 6]
     library.manta_sample.restype = None
     library.manta_logprobs.argtypes = [c_int, c_void_p, c_int64, c_int, c_int, c_void_p, c_int, *[c_void_p] * 4]
     library.manta_logprobs.restype = None
@@ -39,15 +56,20 @@ def serves(logits: torch.Tensor) -> bool:
 
 
 def draw(
-    logits: torch.Tensor, sequences: list[SequenceState], positions: list[int], state: SamplingState
+    logits: torch.Tensor,
+    sequences: list[SequenceState],
+    positions: list[int],
+    state: SamplingState,
+    masks: MaskBatch | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `torch_sampler.draw`."""
+    """As `torch_sampler.draw`; the kernel reads packed rows where the grammar workers wrote them."""
     library = _library()
     assert library is not None
     logits = _row_major(logits)
     count = len(sequences)
     token_ids = torch.empty(count, dtype=torch.int64)
     status = torch.empty(count, dtype=torch.uint8)
+    constraints = None if masks is None else _constraints(masks)
     library.manta_sample(
         DTYPES[logits.dtype],
         logits.data_ptr(),
@@ -57,10 +79,25 @@ def draw(
         state.table_address,
         (c_int32 * count)(*[sequence.row for sequence in sequences]),
         (c_int64 * count)(*positions),
+        None if constraints is None else constraints.ctypes.data,
         token_ids.data_ptr(),
         status.data_ptr(),
     )
     return token_ids, status
+
+
+def _constraints(masks: MaskBatch) -> np.ndarray:
+    """The table of a step's constraints, one row a sample point; `masks` keeps what its addresses point to."""
+    slots = np.array(masks.slots, dtype=np.int64)
+    table = np.zeros(len(slots), dtype=CONSTRAINT)
+    table["late"] = slots == LATE
+    masked = slots >= 0
+    table["mask"][masked] = masks.rows.ctypes.data + slots[masked] * masks.rows.strides[0]
+    for index, (ids, values) in masks.adjustments.items():
+        if slots[index] > NO_MASK:
+            table[index]["adjusted_ids"], table[index]["adjusted_by"] = ids.ctypes.data, values.ctypes.data
+            table[index]["num_adjusted"] = len(ids)
+    return table
 
 
 def logprobs(

@@ -1,6 +1,7 @@
 // Draws tokens from logits on the CPU: one pass for greedy and for plain temperature sampling, a few passes for
 // top-k, top-p and min-p; the vocabulary is never sorted. Also log-probabilities with ranks and best alternatives.
-// Called through workers/kernels/cpu_sampler.py; same results as workers/kernels/torch_sampler.py, its reference.
+// A grammar's mask and adjustments are applied on the way in: one pass copies the row, leaves -inf where the mask forbids,
+// and meets every NaN. Called through workers/kernels/cpu_sampler.py; same results as workers/kernels/torch_sampler.py, its reference.
 // Noise is the function of (seed, position, token id) that workers/noise.py documents.
 #include <algorithm>
 #include <cmath>
@@ -16,7 +17,7 @@ constexpr float LOG2E = 1.44269504088896341f;
 constexpr float LN2 = 0.693147180559945309f;
 constexpr float LARGEST_V = 0x1.fffffep-1f;  // 1 - 2^-24
 constexpr float LARGEST_NOISE = 22.9f;       // -log(2^-33), rounded up
-enum Status : uint8_t { OK, NOT_A_NUMBER, INFINITE, MASKED };
+enum Status : uint8_t { OK, NOT_A_NUMBER, INFINITE, MASKED, LATE };
 
 // One sequence's parameters: workers/sampling_state.py, ROW
 struct Row {
@@ -40,6 +41,15 @@ struct Row {
     float repetition_penalty;
     float presence_penalty;
     float frequency_penalty;
+};
+
+// What a grammar says about one row: workers/sampler.py, CONSTRAINT
+struct Constraint {
+    const uint32_t* mask;  // bit t % 32 of word t / 32 allows token t; null: no mask
+    const int32_t* adjusted_ids;
+    const float* adjusted_by;
+    int32_t num_adjusted;
+    int32_t late;  // the row is not drawn
 };
 
 // ---- Masks: bit i is lane i -----------------------------------------------------------------------------------------
@@ -403,8 +413,8 @@ bool has_penalties(const Row& row) {
     return row.repetition_penalty != 1 || row.presence_penalty != 0 || row.frequency_penalty != 0;
 }
 
-bool is_edited(const Row& row, int64_t position) {
-    return row.num_allowed_ids || row.num_bad_words || row.num_biases || has_penalties(row) ||
+bool is_edited(const Row& row, int64_t position, const Constraint* constraint) {
+    return (constraint && (constraint->mask || constraint->num_adjusted)) || row.num_allowed_ids || row.num_bad_words || row.num_biases || has_penalties(row) ||
            (row.num_stop_ids && position - row.num_prompt_tokens < row.min_tokens);
 }
 
@@ -441,14 +451,37 @@ void apply_penalties(const Row& row, int64_t position, int vocab_size, float* lo
     }
 }
 
+// A float copy of what the mask allows, -inf elsewhere; whether any logit, allowed or not, is NaN or +inf
+template <class T>
+bool copy_allowed(const Dense<T>& raw, const uint32_t* mask, float* logits) {
+    uint32_t bad = 0;
+    for_each_vector(raw, [&](int i, Floats values) __attribute__((always_inline)) {
+        bad |= invalid(values);
+        uint32_t allowed = mask[i / 32] >> i % 32;
+        Ints bits = (Ints)((splat_int(int32_t(allowed)) >> lane_index()) & 1);
+        Floats kept = bits != 0 ? values : splat(-INF);
+        if (i + LANES <= raw.size) {
+            store(logits + i, kept);
+        } else {
+            for (int lane = 0; lane < raw.size - i; lane++) logits[i + lane] = kept[lane];
+        }
+    });
+    return bad != 0;
+}
+
 // Everything before the temperature, on a float copy
 template <class T>
-Dense<float> edit(const Dense<T>& raw, const Row& row, int64_t position, Scratch& scratch) {
+Dense<float> edit(const Dense<T>& raw, const Row& row, int64_t position, const Constraint* constraint,
+                  Scratch& scratch) {
     float* logits = scratch.edited.data();
+    const uint32_t* mask = constraint ? constraint->mask : nullptr;  // with a mask the copy has been made
     if (row.num_allowed_ids) {
         std::fill_n(logits, raw.size, -INF);
-        for (int i = 0; i < row.num_allowed_ids; i++) logits[row.allowed_ids[i]] = raw.logit(row.allowed_ids[i]);
-    } else {
+        for (int i = 0; i < row.num_allowed_ids; i++) {
+            int32_t id = row.allowed_ids[i];
+            if (!mask || (mask[id / 32] >> id % 32 & 1)) logits[id] = raw.logit(id);
+        }
+    } else if (!mask) {
         for (int i = 0; i < raw.size; i++) logits[i] = raw.logit(i);
     }
     mask_bad_words(row, position, logits);
@@ -457,27 +490,41 @@ Dense<float> edit(const Dense<T>& raw, const Row& row, int64_t position, Scratch
     }
     for (int i = 0; i < row.num_biases; i++) logits[row.bias_ids[i]] += row.bias_values[i];
     if (has_penalties(row)) apply_penalties(row, position, raw.size, logits, scratch.seen.data());
+    for (int i = 0; constraint && i < constraint->num_adjusted; i++) {
+        logits[constraint->adjusted_ids[i]] += constraint->adjusted_by[i];
+    }
     return {logits, raw.size};
+}
+
+// With a mask this makes the copy that `edit` goes on with
+template <class T>
+bool is_any_invalid(const Dense<T>& raw, const Constraint* constraint, Scratch& scratch) {
+    if (constraint && constraint->mask) return copy_allowed(raw, constraint->mask, scratch.edited.data());
+    return largest(raw).is_invalid;
 }
 
 thread_local Scratch thread_scratch;
 
 template <class T>
 void sample(const T* logits, int64_t stride, int num_rows, int vocab_size, const Row* table, const int32_t* table_rows,
-            const int64_t* positions, int64_t* token_ids, uint8_t* status) {
+            const int64_t* positions, const Constraint* constraints, int64_t* token_ids, uint8_t* status) {
 #pragma omp parallel for schedule(dynamic, 1) if (num_rows > 1)
     for (int i = 0; i < num_rows; i++) {
         Scratch& scratch = thread_scratch;
         scratch.reserve(vocab_size);
         const Row& row = table[table_rows[i]];
         Dense<T> raw = {logits + i * stride, vocab_size};
-        if (!is_edited(row, positions[i])) {
+        const Constraint* constraint = constraints ? constraints + i : nullptr;
+        token_ids[i] = 0;
+        if (constraint && constraint->late) {
+            status[i] = LATE;
+        } else if (!is_edited(row, positions[i], constraint)) {
             status[i] = draw_row(raw, row, positions[i], scratch, token_ids + i);
-        } else if (largest(raw).is_invalid) {  // a NaN must not hide behind a mask
+        } else if (is_any_invalid(raw, constraint, scratch)) {  // a NaN must not hide behind a mask
             status[i] = why_invalid(raw);
-            token_ids[i] = 0;
         } else {
-            status[i] = draw_row(edit(raw, row, positions[i], scratch), row, positions[i], scratch, token_ids + i);
+            Dense<float> edited = edit(raw, row, positions[i], constraint, scratch);
+            status[i] = draw_row(edited, row, positions[i], scratch, token_ids + i);
         }
     }
 }
@@ -518,14 +565,21 @@ extern "C" int manta_sampler_row_bytes() {
     return sizeof(Row);
 }
 
-// dtype 0: float32, 1: bfloat16. `stride` counts elements between rows of logits; token_ids and status [num_rows].
+extern "C" int manta_sampler_constraint_bytes() {
+    return sizeof(Constraint);
+}
+
+// dtype 0: float32, 1: bfloat16. `stride` counts elements between rows of logits; token_ids and status
+// [num_rows]; constraints [num_rows] or null.
 extern "C" void manta_sample(int dtype, const void* logits, int64_t stride, int num_rows, int vocab_size,
-                             const Row* table, const int32_t* table_rows, const int64_t* positions, int64_t* token_ids,
-                             uint8_t* status) {
+                             const Row* table, const int32_t* table_rows, const int64_t* positions,
+                             const Constraint* constraints, int64_t* token_ids, uint8_t* status) {
     if (dtype == 0) {
-        sample((const float*)logits, stride, num_rows, vocab_size, table, table_rows, positions, token_ids, status);
+        sample((const float*)logits, stride, num_rows, vocab_size, table, table_rows, positions, constraints,
+               token_ids, status);
     } else {
-        sample((const bf16*)logits, stride, num_rows, vocab_size, table, table_rows, positions, token_ids, status);
+        sample((const bf16*)logits, stride, num_rows, vocab_size, table, table_rows, positions, constraints,
+               token_ids, status);
     }
 }
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from structured.masks import LATE as LATE_SLOT
+from structured.masks import MaskBatch
 from workers.noise import gumbel_noise, noise_keys
 from workers.sampling_state import SamplingState, SequenceState
 
-OK, NAN, INFINITE, MASKED = range(4)
+OK, NAN, INFINITE, MASKED, LATE = range(5)
 """Status of a drawn row; a row that is not OK has token 0."""
 
 NUM_CANDIDATES = 256
@@ -21,9 +23,15 @@ NUM_CANDIDATES = 256
 
 
 def draw(
-    logits: torch.Tensor, sequences: list[SequenceState], positions: list[int], state: SamplingState
+    logits: torch.Tensor,
+    sequences: list[SequenceState],
+    positions: list[int],
+    state: SamplingState,
+    masks: MaskBatch | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draws a token from each row of `logits` [P, width >= vocab_size], bfloat16 or float32.
+
+    `masks` has an entry for each row; only packed rows go to the device, and they are applied last.
 
     Returns token ids int64 [P] and statuses uint8 [P], on the device of the logits.
     """
@@ -37,15 +45,36 @@ def draw(
         processed = processed.clone()
         for logits_row, sequence, position in zip(processed, sequences, positions, strict=True):
             _edit(logits_row, sequence, position)
+    if masks is not None:
+        processed = apply(processed, masks)
     status = torch.where((processed == -torch.inf).all(1), MASKED, status)
     status = torch.where(infinite | (processed == torch.inf).any(1), INFINITE, status)
     status = torch.where(invalid, NAN, status)
+    if masks is not None:
+        late = torch.tensor([slot == LATE_SLOT for slot in masks.slots], device=device)
+        status = torch.where(late, LATE, status)
     token_ids = processed.argmax(1)
     random = rows["inverse_temperature"] > 0
     if random.any():
         drawn = _draw_random(processed, rows, np.array(positions, dtype=np.int64))
         token_ids = torch.where(torch.from_numpy(random).to(device), drawn, token_ids)
     return torch.where(status == OK, token_ids, 0), status.to(torch.uint8)
+
+
+def apply(logits: torch.Tensor, masks: MaskBatch) -> torch.Tensor:
+    """`logits` [P, V] with each constrained row's adjustments added and -inf where its mask forbids; a new tensor."""
+    device = logits.device
+    slots = np.array(masks.slots)
+    constrained = np.flatnonzero(slots >= 0)
+    logits = logits.clone()
+    for index, (ids, values) in masks.adjustments.items():
+        logits[index, torch.from_numpy(ids.astype(np.int64)).to(device)] += torch.from_numpy(values.copy()).to(device)
+    packed = torch.from_numpy(masks.rows[slots[constrained]]).to(device)
+    bits = (packed[:, :, None] >> torch.arange(32, dtype=torch.int32, device=device)) & 1
+    allowed = bits.flatten(1)[:, : logits.shape[1]] == 1
+    rows = torch.from_numpy(constrained).to(device)
+    logits[rows] = logits[rows].masked_fill(~allowed, -torch.inf)
+    return logits
 
 
 def _edits(sequence: SequenceState, position: int) -> bool:

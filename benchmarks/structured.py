@@ -1,0 +1,242 @@
+"""`manta bench structured`: what constraints cost, against the same engine without them.
+
+    e           16 requests under a JSON schema, T = 1, no free whitespace, over the same lengths unconstrained
+    slow        15 unconstrained requests beside one whose every mask takes longer than a step, over 16 without it
+    masks       how long rows take to be there and how long the sampler waits for them, by pool form and rows
+    demo        the demo model under its schemas: exactly right answers and tok/s, against unconstrained
+
+Each ratio comes from turns of a few seconds in one process, on the same engine. Row e of PEERS-like comparisons counts
+prompts of 64 random tokens; a new schema title each repetition makes every grammar a new one where `new` is said.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.checkpoints import benchmark_checkpoint
+from benchmarks.report import Result, combine, header, machine, table_line
+from benchmarks.workloads import PromptSource, Row
+from cluster.llm import LLM, ConstraintSpec, SamplingParams
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": "integer"},
+        "email": {"type": "string"},
+        "tags": {"type": "array", "items": {"type": "string"}},
+        "address": {
+            "type": "object",
+            "properties": {"street": {"type": "string"}, "city": {"type": "string"}, "zip": {"type": "string"}},
+            "required": ["street", "city", "zip"],
+            "additionalProperties": False,
+        },
+    },
+    "required": ["name", "age", "email", "tags", "address"],
+    "additionalProperties": False,
+}
+ROWS, PROMPT, OUTPUT = 16, 64, 128
+MASK_ROWS = (1, 8, 32, 128)
+SLOW_PLUGIN = pathlib.Path(__file__).resolve().parents[1] / "tests" / "plugin"
+PARTS = ("e", "slow", "masks", "demo")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="manta bench structured", description="What constraints cost.")
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {', '.join(PARTS)}")
+    parser.add_argument("--model", help="folder of the model (default: random weights in Qwen2.5-0.5B's shape)")
+    parser.add_argument("--pairs", type=int, default=30, help="turns of each side (default: 30)")
+    parser.add_argument("--forms", default="threads,actors", help="pool forms (default: threads,actors)")
+    parser.add_argument("--json", metavar="FILE", help="write the rows to FILE, one JSON object a line")
+    options = parser.parse_args(arguments)
+    parts = options.parts.split(",")
+    if unknown := sorted(set(parts) - set(PARTS)):
+        parser.error(f"unknown part {', '.join(unknown)}; there are {', '.join(PARTS)}")
+    print(machine(), file=sys.stderr)
+    print(header(True), flush=True)
+    table = _Table(options.json)
+    model = options.model or str(benchmark_checkpoint("qwen2.5-0.5b"))
+    if "actors" in options.forms.split(",") and {"e", "slow", "masks"} & set(parts):
+        _start_ray()
+    for form in options.forms.split(","):
+        if {"e", "slow", "masks"} & set(parts):
+            llm = LLM(model, kv_cache_bytes=2 << 30, grammar_pool={"form": form})
+            prompts = PromptSource(min(150_000, llm.engine.vocab_size))
+            if "e" in parts:
+                _row_e(llm, prompts, options.pairs, form, table)
+            if "slow" in parts:
+                _slow(llm, prompts, options.pairs, form, table)
+            if "masks" in parts:
+                _masks(llm, prompts, form, table)
+            del llm
+    if "demo" in parts:
+        _demo(options.pairs, table)
+    return 0
+
+
+class _Table:
+    """Prints and writes rows as they come."""
+
+    def __init__(self, path: str | None) -> None:
+        self._path = path
+        self._results: list[Result] = []
+
+    def add(self, manta: list[list[Row]], peer: list[list[Row]] | None = None, against: str | None = None) -> None:
+        results = combine(manta, peer, against)
+        self._results += results
+        for result in results:
+            print(table_line(result, True), flush=True)
+        if self._path:
+            lines = [json.dumps(result.as_json()) + "\n" for result in self._results]
+            pathlib.Path(self._path).write_text("".join(lines))
+
+
+def _start_ray() -> None:
+    import os
+
+    import ray
+
+    paths = os.pathsep.join([str(SLOW_PLUGIN), str(SLOW_PLUGIN.parents[1])])
+    ray.init(num_cpus=4, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": paths}})
+
+
+def _speed(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> tuple[float, list[int]]:
+    """(tok/s, output tokens of each)."""
+    started = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - started
+    lengths = [len(output.outputs[0].token_ids) for output in outputs]
+    return sum(lengths) / seconds, lengths
+
+
+def _row_e(llm: LLM, prompts: PromptSource, pairs: int, form: str, table: _Table) -> None:
+    for name in ("cached", "new"):
+        rows: tuple[list[list[Row]], list[list[Row]]] = ([], [])
+        for pair in range(pairs + 1):
+            schema = copy.deepcopy(SCHEMA) | {"title": f"S{pair if name == 'new' else 0}"}
+            spec = ConstraintSpec(kind="json_schema", text=json.dumps(schema), any_whitespace=False)
+            wanted = [SamplingParams(max_tokens=OUTPUT, constraint=spec, seed=100 * pair + i) for i in range(ROWS)]
+            speed, lengths = _speed(llm, prompts(ROWS, PROMPT), wanted)
+            same = [SamplingParams(max_tokens=length, ignore_eos=True, seed=i) for i, length in enumerate(lengths)]
+            plain, _ = _speed(llm, prompts(ROWS, PROMPT), same)
+            if pair:
+                metric = f"16 rows under a {name} schema, {form}"
+                rows[0].append([Row("e", metric, speed, "tok/s")])
+                rows[1].append([Row("e", metric, plain, "tok/s")])
+        table.add(rows[0], rows[1], "unconstrained")
+
+
+def _slow(llm: LLM, prompts: PromptSource, pairs: int, form: str, table: _Table) -> None:
+    """The slow request's own tokens do not count."""
+    if str(SLOW_PLUGIN) not in sys.path:
+        sys.path.append(str(SLOW_PLUGIN))
+    step = _step_seconds(llm, prompts)
+    text = json.dumps({"allowed": [300, 301], "at": {str(i): 3 * step for i in range(OUTPUT)}})
+    slow = SamplingParams(max_tokens=OUTPUT, constraint=ConstraintSpec(kind="regex", text=text, backend="example"))
+    rows: tuple[list[list[Row]], list[list[Row]]] = ([], [])
+    for pair in range(pairs + 1):
+        for index, last in enumerate((slow, None)):
+            llm.add_request("last", prompts(1, PROMPT)[0], last or SamplingParams(max_tokens=OUTPUT, ignore_eos=True))
+            speed = _plain_speed(llm, prompts(ROWS - 1, PROMPT))
+            llm.abort("last")
+            if pair:
+                rows[index].append([Row("slow", f"15 rows beside a slow grammar, {form}", speed, "tok/s")])
+    table.add(rows[0], rows[1], "no slow grammar")
+
+
+def _plain_speed(llm: LLM, prompts: list[list[int]]) -> float:
+    """tok/s of these requests, whatever else runs."""
+    for index, prompt in enumerate(prompts):
+        llm.add_request(f"plain-{index}", prompt, SamplingParams(max_tokens=48, ignore_eos=True, seed=index))
+    remaining = {f"plain-{index}" for index in range(len(prompts))}
+    started = time.perf_counter()
+    while remaining:
+        remaining -= {output.request_id for output in llm.step() if output.finished}
+    return len(prompts) * 48 / (time.perf_counter() - started)
+
+
+def _step_seconds(llm: LLM, prompts: PromptSource) -> float:
+    speed, _ = _speed(llm, prompts(ROWS, PROMPT), [SamplingParams(max_tokens=32, ignore_eos=True)] * ROWS)
+    return ROWS / speed
+
+
+def _masks(llm: LLM, prompts: PromptSource, form: str, table: _Table) -> None:
+    """From the moment of asking to the row being there, beside a running model, and what `collect` waited."""
+    spec = ConstraintSpec(kind="json_schema", text=json.dumps(SCHEMA), any_whitespace=False)
+    masks = llm.engine.masks
+    for rows in MASK_ROWS:
+        waits: list[float] = []
+        asked: list[float] = []
+        collect, prepare = masks.collect, masks.prepare
+
+        def timed_collect(step: Any) -> Any:
+            started = time.perf_counter()
+            found = collect(step)  # noqa: B023
+            waits.append(time.perf_counter() - started)  # noqa: B023
+            return found
+
+        def timed_prepare(step: Any) -> None:
+            started = time.perf_counter()
+            prepare(step)  # noqa: B023
+            asked.append(time.perf_counter() - started)  # noqa: B023
+
+        masks.collect, masks.prepare = timed_collect, timed_prepare  # type: ignore[method-assign]
+        late = masks.num_late
+        params = [SamplingParams(max_tokens=24, constraint=spec, seed=i) for i in range(rows)]
+        _speed(llm, prompts(rows, 16), params)
+        waits.clear()
+        asked.clear()
+        _speed(llm, prompts(rows, 16), params)
+        masks.collect, masks.prepare = collect, prepare  # type: ignore[method-assign]
+        ordered = sorted(waits)
+        table.add(
+            [
+                [
+                    Row("masks", f"{rows} rows, prepare p50, {form}", statistics.median(asked) * 1e3, "ms"),
+                    Row("masks", f"{rows} rows, collect p50, {form}", statistics.median(waits) * 1e3, "ms"),
+                    Row("masks", f"{rows} rows, collect p99, {form}", ordered[int(0.99 * len(ordered))] * 1e3, "ms"),
+                    Row("masks", f"{rows} rows, late, {form}", masks.num_late - late, "rows"),
+                ]
+            ]
+        )
+
+
+def _demo(pairs: int, table: _Table) -> None:
+    """The demo model's extractions: free, and under the schema of the task."""
+    from benchmarks.demo_model.data import CONTACT_SCHEMA, ORDER_SCHEMA, held_out
+
+    llm = LLM("demo", kv_cache_bytes=2**28)
+    for task, schema in (("order", ORDER_SCHEMA), ("contact", CONTACT_SCHEMA)):
+        samples = held_out(task, 64)
+        prompts = [llm.tokenizer.apply_chat_template(list(sample.messages)) for sample in samples]
+        spec = ConstraintSpec(kind="json_schema", text=json.dumps(schema), any_whitespace=False)
+        free = [SamplingParams(temperature=0, max_tokens=160)] * len(samples)
+        under = [SamplingParams(temperature=0, max_tokens=160, constraint=spec)] * len(samples)
+        rows: tuple[list[list[Row]], list[list[Row]]] = ([], [])
+        for pair in range(min(pairs, 5) + 1):
+            for index, params in enumerate((under, free)):
+                started = time.perf_counter()
+                outputs = llm.generate(prompts, params, use_tqdm=False)
+                seconds = time.perf_counter() - started
+                right = sum(o.outputs[0].text == s.answer for o, s in zip(outputs, samples, strict=True))
+                tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+                if pair:
+                    rows[index].append(
+                        [
+                            Row("demo", f"{task}, under its schema", tokens / seconds, "tok/s"),
+                            Row("demo", f"{task}, exactly right of 64", right, "answers"),
+                        ]
+                    )
+        table.add(rows[0], rows[1], "unconstrained")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,237 @@
+"""The engine's client of the grammar pool: `prepare` starts a step's masks, `collect` takes those that are there.
+
+Who is late is decided here alone: a row without a constraint never waits, a row whose mask is late sits the step out
+and comes back when the mask is there, and a row whose budget is spent fails alone. The pool starts with the first
+constraint. `resolve` may be called from any thread, the rest is the engine's.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Iterable
+from concurrent.futures import Future
+
+from structured.vocabulary import Vocabulary
+
+from cluster.config import EngineConfig
+from cluster.kv_blocks import IntegrityError
+from cluster.request import FinishStatus, RequestRefused, SequenceOutput
+from cluster.scheduler import Scheduler
+from cluster.sequence import Sequence
+from structured.compiler import Compiler
+from structured.constraint import ConstraintError, ConstraintSpec, Resolved
+from structured.grammar_worker import SessionStart
+from structured.masks import FINISHED, LATE, NO_MASK, UNCONSTRAINED, MaskBatch
+from structured.pool import GrammarPool
+from workers.model_info import ModelInfo
+from workers.step import StepInput
+
+PATIENCE = 0.25
+"""Where every row is constrained, those that are ready wait this share of a step for the others."""
+
+IDLE_WAIT_S = 0.01
+"""Where every row is late, the engine looks again after this long."""
+
+
+class MaskClient:
+    """One engine's constraints, from proof to mask."""
+
+    def __init__(self, config: EngineConfig, model: ModelInfo, scheduler: Scheduler) -> None:
+        self._config = config
+        self._model = model
+        self._scheduler = scheduler
+        self._lock = threading.Lock()
+        self._vocabulary: Vocabulary | None = None
+        self._compiler: Compiler | None = None
+        self.pool: GrammarPool | None = None
+        self._points: dict[int, Sequence] = {}
+        """Sample point of this step to its constrained sequence."""
+        self._asked_early: list[int] = []
+        self._finished: list[int] = []
+        self._failed: dict[int, str] = {}
+        self._step_started = 0.0
+        self._step_seconds = 0.0
+        self.num_late = 0
+        """Rows that sat a step out, over the engine's life."""
+
+    # ---- before admission ----------------------------------------------------------------------------------------
+
+    def resolve(self, spec: ConstraintSpec) -> Future[Resolved]:
+        """The future raises `RequestRefused` where the constraint cannot be served. Callable from any thread."""
+        future: Future[Resolved] = Future()
+        try:
+            compiler = self._start_compiler()
+        except ConstraintError as error:
+            future.set_exception(RequestRefused(str(error), "constraint"))
+            return future
+
+        def settle(done: Future[Resolved]) -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            error = done.exception()
+            if isinstance(error, ConstraintError):
+                future.set_exception(RequestRefused(str(error), "constraint"))
+            elif error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(done.result())
+
+        compiler.resolve(spec).add_done_callback(settle)
+        return future
+
+    def _start_compiler(self) -> Compiler:
+        with self._lock:
+            if self._compiler is None:
+                self._vocabulary = Vocabulary.load(
+                    self._config.tokenizer or self._model.folder, self._model.vocab_size, self._model.eos_token_ids
+                )
+                self._compiler = Compiler(self._vocabulary, self._config.constraints)
+                weakref.finalize(self, self._compiler.close)
+            return self._compiler
+
+    @property
+    def num_compiled(self) -> int:
+        """Constraints compiled, over the engine's life."""
+        return 0 if self._compiler is None else self._compiler.num_compiled
+
+    def _start_pool(self) -> GrammarPool:
+        if self.pool is None:
+            assert self._vocabulary is not None
+            config = self._config.grammar_pool
+            actors = config.form == "actors"
+            self.pool = GrammarPool(config, self._vocabulary, self._config.max_num_sequences, actors)
+            weakref.finalize(self, self.pool.close)
+        return self.pool
+
+    # ---- a step --------------------------------------------------------------------------------------------------
+
+    def before_step(self) -> list[SequenceOutput]:
+        """Ends sequences whose grammar is finished, lets late ones go on whose masks are there now, and looks after the
+        pool's workers.
+        """
+        if self.pool is None:
+            return []
+        self.pool.supervise()
+        outputs: list[SequenceOutput] = []
+        for sequence_id in self._asked_early:
+            if self._scheduler.get(sequence_id) is not None and self._is_finished(self.pool, sequence_id):
+                outputs += self._scheduler.end(sequence_id, FinishStatus.FINISHED_STOPPED)
+        self._asked_early = []
+        running = self._scheduler.running
+        waiting = [sequence for sequence in running if sequence.waits_for_mask]
+        if waiting and len(waiting) == len(running) and not self._scheduler.num_waiting:
+            ids = [sequence.sequence_id for sequence in waiting]
+            self.pool.wait(ids, IDLE_WAIT_S, lambda missing: missing < len(ids))
+        for sequence in waiting:
+            sequence.waits_for_mask = not self.pool.is_ready(sequence.sequence_id)
+        self._forget_ended()
+        return outputs
+
+    @staticmethod
+    def _is_finished(pool: GrammarPool, sequence_id: int) -> bool:
+        if not pool.is_ready(sequence_id) or pool.error(sequence_id) is not None:
+            return False
+        return bool(pool.buffer.flags[pool.slot(sequence_id)] & FINISHED)
+
+    def prepare(self, step: StepInput) -> None:
+        """Starts the masks of the step's constrained sample points; returns at once."""
+        self._step_started = time.perf_counter()
+        self._points = {}
+        for index, point in enumerate(step.sample_points):
+            sequence = self._scheduler.get(point.sequence_id)
+            if sequence is not None and sequence.constraint is not None:
+                self._points[index] = sequence
+        if not self._points:
+            return
+        step.mask_follows = True
+        pool = self._start_pool()
+        for sequence in self._points.values():
+            if sequence.sequence_id not in pool:
+                pool.start(sequence.sequence_id, _session_start(sequence))
+        _ask(pool, self._points.values())
+
+    def collect(self, step: StepInput) -> MaskBatch | None:
+        """The masks that are there when the forward pass is over; None for a step without constraints."""
+        if not self._points:
+            return None
+        pool = self.pool
+        assert pool is not None
+        missing = self._wait(pool, all_constrained=len(self._points) == len(step.sample_points))
+        slots = [NO_MASK] * len(step.sample_points)
+        adjustments = {}
+        for index, sequence in self._points.items():
+            sequence_id = sequence.sequence_id
+            slots[index] = LATE
+            if sequence_id in missing:
+                sequence.waits_for_mask = True
+                self.num_late += 1
+                continue
+            error = pool.error(sequence_id)
+            if error is not None:
+                self._failed[sequence_id] = f"the constraint failed: {error}"
+                continue
+            if self._is_finished(pool, sequence_id):
+                self._finished.append(sequence_id)
+                continue
+            slot = pool.slot(sequence_id)
+            slots[index] = NO_MASK if pool.buffer.flags[slot] & UNCONSTRAINED else slot
+            if pool.buffer.num_adjustments[slot]:
+                adjustments[index] = pool.buffer.adjustments(slot)
+        self._step_seconds = 0.9 * self._step_seconds + 0.1 * (time.perf_counter() - self._step_started)
+        return MaskBatch(step.step_id, slots, pool.buffer.rows, adjustments)
+
+    def _wait(self, pool: GrammarPool, all_constrained: bool) -> set[int]:
+        """Sessions whose masks are late; there is nobody to keep waiting where all rows are."""
+        ids = [sequence.sequence_id for sequence in self._points.values()]
+        seconds = self._config.grammar_pool.mask_seconds if all_constrained else 0.0
+        missing = pool.wait(ids, seconds, lambda count: count < len(ids))
+        if missing and all_constrained:
+            missing = pool.wait(missing, PATIENCE * self._step_seconds, lambda count: count == 0)
+        return set(missing)
+
+    def settle(self) -> list[SequenceOutput]:
+        """Ends what the step's masks ended, and asks early for the next masks: most finished grammars are then known
+        before the next step is planned, and spare it a row.
+        """
+        outputs: list[SequenceOutput] = []
+        for sequence_id in self._finished:
+            outputs += self._scheduler.end(sequence_id, FinishStatus.FINISHED_STOPPED)
+        for sequence_id, error in self._failed.items():
+            outputs += self._scheduler.end(sequence_id, FinishStatus.FINISHED_INTERNAL_ERROR, error)
+        going_on = [s for s in self._points.values() if s.finish is None and s.block_table and not s.waits_for_mask]
+        if going_on:
+            assert self.pool is not None
+            _ask(self.pool, going_on)
+            self._asked_early = [sequence.sequence_id for sequence in going_on]
+        self.forget_step()
+        return outputs
+
+    def forget_step(self) -> None:
+        """The step came to nothing; sessions stay, for they depend on tokens alone."""
+        self._points, self._finished, self._failed = {}, [], {}
+
+    def _forget_ended(self) -> None:
+        if self.pool is not None:
+            for session_id in self.pool.session_ids:
+                if self._scheduler.get(session_id) is None:
+                    self.pool.end(session_id)
+
+    def check_integrity(self) -> None:
+        """Raises `IntegrityError` where a session outlives its sequence."""
+        self._forget_ended()
+        if self.pool is not None and len(self.pool.session_ids) > len(self._scheduler.running) + len(
+            self._scheduler.waiting
+        ):
+            raise IntegrityError("a grammar session outlives its sequence")
+
+
+def _ask(pool: GrammarPool, sequences: Iterable[Sequence]) -> None:
+    pool.prepare((s.sequence_id, s.token_ids[s.num_prompt_tokens :]) for s in sequences)
+
+
+def _session_start(sequence: Sequence) -> SessionStart:
+    assert sequence.constraint is not None
+    end_token_ids = (*sequence.eos_token_ids, *sequence.params.stop_token_ids)
+    return SessionStart(sequence.constraint.spec, sequence.constraint.compiled, end_token_ids)

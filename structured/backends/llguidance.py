@@ -1,0 +1,141 @@
+"""The llguidance backend: quick to compile, bounded in every step, and it says what it does not support.
+
+It serves every kind of constraint. Its matchers never raise; each call here looks whether one has failed. Its tokens
+come from `tokenizer.json` directly. See github.com/guidance-ai/llguidance.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, cast
+
+import llguidance
+import numpy as np
+
+from structured.constraint import ConstraintError, ConstraintSpec, Unsupported
+from structured.masks import row_words
+from structured.vocabulary import Vocabulary
+
+_UNSUPPORTED = re.compile(r"Unimplemented keys|Unknown format|not supported|unsupported|Unsupported", re.IGNORECASE)
+NOTHING = "nothing satisfies it"
+GRAMMAR_BYTES = 16
+"""Estimate of a grammar's memory for each byte of its text."""
+
+
+class LLGuidanceBackend:
+    name = "llguidance"
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._tokenizer = llguidance.LLTokenizer(
+            vocabulary.tokenizer_json, n_vocab=vocabulary.vocab_size, eos_token=list(vocabulary.eos_token_ids) or None
+        )
+
+    def compile(self, spec: ConstraintSpec) -> bytes:
+        grammar = _grammar_of(spec)
+        failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, self._tokenizer)
+        if failed or messages:
+            _refuse(spec, "; ".join(messages))
+        row = np.zeros(row_words(self._vocabulary.vocab_size), dtype=np.int32)
+        try:
+            session = LLGuidanceSession(llguidance.LLMatcher(self._tokenizer, grammar, log_level=0), self._vocabulary)
+            session.fill(row)  # automata are built lazily: the first row proves that they stay within limits
+        except ConstraintError as error:
+            raise ConstraintError(f"{spec.kind}: {error}") from error
+        if not row.any() and not session.is_finished():
+            raise ConstraintError(f"{spec.kind}: {NOTHING}")
+        return grammar.encode()
+
+    def load(self, spec: ConstraintSpec, compiled: bytes) -> LLGuidanceGrammar:
+        return LLGuidanceGrammar(self._tokenizer, compiled.decode(), self._vocabulary)
+
+    def not_enforced(self, spec: ConstraintSpec) -> list[str]:
+        return []
+
+
+class LLGuidanceGrammar:
+    def __init__(self, tokenizer: llguidance.LLTokenizer, grammar: str, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
+        self.num_bytes = GRAMMAR_BYTES * len(grammar)
+
+    def session(self) -> LLGuidanceSession:
+        return LLGuidanceSession(self._matcher.deep_copy(), self._vocabulary)
+
+
+class LLGuidanceSession:
+    def __init__(self, matcher: llguidance.LLMatcher, vocabulary: Vocabulary) -> None:
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+        self._check()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            reason = self._matcher.get_error().partition("<state>")[0].strip()
+            raise ConstraintError(NOTHING if reason.startswith("NoExtension") else reason)
+
+    def accept(self, token_id: int) -> bool:
+        if self._matcher.is_stopped() or token_id in self._vocabulary.eos_token_ids:
+            return False
+        accepted = self._matcher.try_consume_tokens([token_id]) == 1
+        self._check()
+        return accepted
+
+    def fill(self, row: np.ndarray) -> None:
+        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        self._check()
+        _set_tokens(row, self._vocabulary.eos_token_ids, self._matcher.is_accepting())
+
+    def rollback(self, num_tokens: int) -> None:
+        if num_tokens and not self._matcher.rollback(num_tokens):
+            raise ConstraintError(f"rollback of {num_tokens} tokens failed: {self._matcher.get_error()}")
+
+    def fork(self) -> LLGuidanceSession:
+        return LLGuidanceSession(self._matcher.deep_copy(), self._vocabulary)
+
+    def forced_tokens(self) -> list[int]:
+        return [] if self._matcher.is_stopped() else list(self._matcher.compute_ff_tokens())
+
+    def is_accepting(self) -> bool:
+        return self._matcher.is_accepting()
+
+    def is_finished(self) -> bool:
+        return self._matcher.is_stopped() and not self._matcher.is_error()
+
+
+def _set_tokens(row: np.ndarray, token_ids: Sequence[int], allow: bool) -> None:
+    words = row.view(np.uint32)
+    for token_id in token_ids:
+        bit = np.uint32(1 << (token_id % 32))
+        words[token_id // 32] = words[token_id // 32] | bit if allow else words[token_id // 32] & ~bit
+
+
+def _refuse(spec: ConstraintSpec, message: str) -> None:
+    error = Unsupported if spec.kind == "json_schema" and _UNSUPPORTED.search(message) else ConstraintError
+    raise error(f"{spec.kind}: {message.strip()}")
+
+
+def _grammar_of(spec: ConstraintSpec) -> str:
+    try:
+        if spec.kind in ("json_schema", "json_object"):
+            schema = json.loads(spec.text) if spec.kind == "json_schema" else {"type": "object"}
+            if schema is False:
+                raise ConstraintError(f"json_schema: {NOTHING}")
+            schema = {} if schema is True else schema
+            options: dict[str, Any] = {"whitespace_flexible": spec.any_whitespace}
+            if not spec.any_whitespace:
+                options |= {"item_separator": ", ", "key_separator": ": "}
+            return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=cast(Any, options))
+        if spec.kind == "choice":
+            return llguidance.grammar_from("choice", spec.text)
+        if spec.kind == "regex":
+            return llguidance.LLMatcher.grammar_from_regex(spec.text)
+        if spec.kind == "lark":
+            return llguidance.LLMatcher.grammar_from_lark(spec.text)
+        if spec.kind == "ebnf":
+            return llguidance.grammar_from("gbnf", spec.text)
+    except ValueError as error:
+        raise ConstraintError(f"{spec.kind}: {error}") from error
+    raise Unsupported(f"{spec.kind}: llguidance does not serve this kind")

@@ -1,0 +1,213 @@
+"""Fills mask rows: what runs in a thread of the engine's process, or in a Ray actor of the pool.
+
+Knows sessions by id and their output tokens by count, so that a message that comes twice, late or out of order does no
+harm. Everything it says goes into the `MaskBuffer`. Imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+import msgspec
+import numpy as np
+
+from structured.backend import Backend, Grammar, Session, make_backend
+from structured.constraint import ConstraintSpec
+from structured.masks import FAILED, FINISHED, MAX_ADJUSTMENTS, UNCONSTRAINED, MaskBuffer
+from structured.vocabulary import Vocabulary
+
+GRAMMAR_CACHE_BYTES = 256 * 2**20
+
+
+class SessionStart(msgspec.Struct, frozen=True, array_like=True):
+    """What a worker builds a session from."""
+
+    spec: ConstraintSpec
+    compiled: bytes
+    end_token_ids: tuple[int, ...]
+    """Tokens that end the sequence: they are allowed exactly where the grammar lets the text end."""
+
+
+class Job(msgspec.Struct, frozen=True, array_like=True):
+    """Fill the row of `slot` for the token behind output tokens `[0, first + len(token_ids))`."""
+
+    session_id: int
+    slot: int
+    first: int
+    token_ids: list[int]
+    """Output tokens from `first` on; the worker holds those before."""
+    start: SessionStart | None = None
+    """For a session that this worker does not hold."""
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True):
+    """One message a worker and step."""
+
+    number: int
+    jobs: list[Job]
+    ended: list[int]
+    """Sessions to forget first."""
+
+
+class TrackedSession:
+    """A session and the output tokens that it stands behind: a function of those tokens alone."""
+
+    def __init__(self, start: SessionStart, grammar: Grammar) -> None:
+        self._start = start
+        self._grammar = grammar
+        self._session: Session | None = None
+        self._begin = 0
+        """Output tokens before the constraint begins."""
+        self.tokens: list[int] = []
+        self.seconds = 0.0
+        """Time that the last row took."""
+        if not start.spec.begin_after:
+            self._session = grammar.session()
+
+    def advance(self, first: int, token_ids: Sequence[int]) -> None:
+        """Makes the output `tokens[:first] + token_ids`. Raises `ValueError` where tokens are missing or refused."""
+        if first > len(self.tokens):
+            raise ValueError(f"output tokens {len(self.tokens)} to {first} are missing")
+        kept = first
+        end = first + len(token_ids)
+        while kept < min(len(self.tokens), end) and self.tokens[kept] == token_ids[kept - first]:
+            kept += 1
+        if kept < len(self.tokens):
+            self._rollback(kept)
+        for token_id in token_ids[kept - first :]:
+            self._accept(token_id)
+
+    def _accept(self, token_id: int) -> None:
+        if self._session is not None:
+            if not self._session.accept(token_id):
+                raise ValueError(f"the grammar refuses token {token_id} at output position {len(self.tokens)}")
+            self.tokens.append(token_id)
+            return
+        self.tokens.append(token_id)
+        marker = self._start.spec.begin_after
+        if tuple(self.tokens[-len(marker) :]) == marker:
+            self._begin = len(self.tokens)
+            self._session = self._grammar.session()
+
+    def _rollback(self, length: int) -> None:
+        if self._session is not None:
+            if self._start.spec.begin_after and length < self._begin:
+                self._session = None
+            else:
+                self._session.rollback(len(self.tokens) - length)
+        del self.tokens[length:]
+
+    def flags(self) -> int:
+        """`UNCONSTRAINED` or `FINISHED` where the next token needs no row, else 0."""
+        if self._session is None:
+            return UNCONSTRAINED
+        return FINISHED if self._session.is_finished() else 0
+
+    def fill(self, row: np.ndarray) -> None:
+        """Writes the row for the next token."""
+        assert self._session is not None
+        self._session.fill(row)
+        self._allow_end(row, self._session.is_accepting())
+        if not row.any():
+            raise ValueError(f"the grammar allows no token at output position {len(self.tokens)}")
+
+    def _allow_end(self, row: np.ndarray, accepting: bool) -> None:
+        words = row.view(np.uint32)
+        for token_id in self._start.end_token_ids:
+            bit = np.uint32(1 << (token_id % 32))
+            words[token_id // 32] = words[token_id // 32] | bit if accepting else words[token_id // 32] & ~bit
+
+    def adjustments(self) -> tuple[list[int], list[float]]:
+        adjust = getattr(self._session, "adjustments", None)
+        return adjust() if adjust is not None else ([], [])
+
+    def forced_tokens(self) -> list[int]:
+        return [] if self._session is None else self._session.forced_tokens()
+
+
+class GrammarWorker:
+    """Owns the sessions that the pool gave it. `handle` is called by one thread at a time."""
+
+    def __init__(self, vocabulary: Vocabulary, buffer: MaskBuffer, index: int) -> None:
+        self._vocabulary = vocabulary
+        self._buffer = buffer
+        self._index = index
+        self._backends: dict[str, Backend] = {}
+        self._grammars: OrderedDict[ConstraintSpec, Grammar] = OrderedDict()
+        self._sessions: dict[int, TrackedSession] = {}
+        self.stopped = False
+        """Set by the pool when it has given this worker up: it writes nothing more."""
+
+    def handle(self, message: Message) -> None:
+        """First every session takes its tokens, so that one that is finished says so early; then rows are filled,
+        those that were quick last time first.
+        """
+        for session_id in message.ended:
+            self._sessions.pop(session_id, None)
+        to_fill = [job for job in message.jobs if self._attempt(job, self._advance)]
+        if len(to_fill) > 1:
+            to_fill.sort(key=lambda job: self._sessions[job.session_id].seconds)
+        for job in to_fill:
+            self._attempt(job, self._fill)
+        self._buffer.current[self._index] = 0
+        self._buffer.acknowledged[self._index] = message.number
+
+    def _attempt(self, job: Job, work: Callable[[Job], bool]) -> bool:
+        """Whatever a backend raises costs one sequence, never the worker. False where nothing is left to do."""
+        if self.stopped or self._buffer.cancelled[job.slot]:
+            return False
+        self._buffer.current[self._index] = job.session_id + 1
+        try:
+            return work(job)
+        except Exception as error:
+            self._sessions.pop(job.session_id, None)
+            self._buffer.set_error(job.slot, f"{type(error).__name__}: {error}")
+            self._publish(job, FAILED)
+            return False
+
+    def _advance(self, job: Job) -> bool:
+        if job.start is not None:
+            self._sessions[job.session_id] = TrackedSession(job.start, self._grammar(job.start))
+        tracked = self._sessions[job.session_id]
+        tracked.advance(job.first, job.token_ids)
+        flags = tracked.flags()
+        if flags:
+            self._publish(job, flags)
+        return not flags
+
+    def _fill(self, job: Job) -> bool:
+        tracked, buffer, slot = self._sessions[job.session_id], self._buffer, job.slot
+        started = time.perf_counter()
+        tracked.fill(buffer.rows[slot])
+        ids, values = tracked.adjustments()
+        if len(ids) > MAX_ADJUSTMENTS:
+            raise ValueError(f"{len(ids)} adjusted logits exceed the limit of {MAX_ADJUSTMENTS} a token")
+        if not np.isfinite(values).all():
+            raise ValueError(f"adjustments must be finite, not {values}")
+        tracked.seconds = time.perf_counter() - started
+        if not self.stopped:
+            buffer.adjusted_ids[slot, : len(ids)] = ids
+            buffer.adjusted_by[slot, : len(ids)] = values
+            self._publish(job, 0, len(ids))
+        return False
+
+    def _publish(self, job: Job, flags: int, num_adjustments: int = 0) -> None:
+        if not self.stopped:
+            buffer, slot = self._buffer, job.slot
+            buffer.num_adjustments[slot] = num_adjustments
+            buffer.flags[slot] = flags
+            buffer.done[slot] = job.first + len(job.token_ids) + 1
+
+    def _grammar(self, start: SessionStart) -> Grammar:
+        grammar = self._grammars.get(start.spec)
+        if grammar is None:
+            name = start.spec.backend
+            if name not in self._backends:
+                self._backends[name] = make_backend(name, self._vocabulary)
+            grammar = self._grammars[start.spec] = self._backends[name].load(start.spec, start.compiled)
+            while len(self._grammars) > 1 and sum(g.num_bytes for g in self._grammars.values()) > GRAMMAR_CACHE_BYTES:
+                self._grammars.popitem(last=False)
+        self._grammars.move_to_end(start.spec)
+        return grammar

@@ -1,0 +1,129 @@
+"""Where masks live: one block of memory that grammar workers write, the engine's pool watches and the sampler reads.
+
+A session owns a *slot*. Its worker writes the slot's row and then the version that the row is for, so that whoever sees
+the version may read the row, without a message and without a copy. Workers of another process map the same memory.
+`MaskBatch` is what travels on to the ranks.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+MAX_ADJUSTMENTS = 256
+"""Logits that one session may change beyond its mask, for one token."""
+
+ERROR_BYTES = 480
+
+FINISHED, UNCONSTRAINED, FAILED = 1, 2, 4
+"""Flags of a slot: nothing may follow but the end; everything may follow; its session failed."""
+
+NO_MASK, LATE = -1, -2
+"""In `MaskBatch.slots`: a point that is not constrained, and one that is not drawn in this step."""
+
+
+def row_words(vocab_size: int) -> int:
+    """int32 words of a packed row."""
+    return -(-vocab_size // 32)
+
+
+class MaskBatch(NamedTuple):
+    """The masks of one step: one apply for each prepare."""
+
+    step_id: int
+    slots: list[int]
+    """For each sample point the row of `rows`, `NO_MASK` or `LATE`."""
+    rows: np.ndarray
+    """int32 [slots, words]: token `t` is bit `t % 32` of word `t // 32`, 1 allows."""
+    adjustments: dict[int, tuple[np.ndarray, np.ndarray]]
+    """Sample point to token ids int32 [n] and what is added to their logits, float32 [n]."""
+
+
+class BufferShape(msgspec.Struct, frozen=True, array_like=True):
+    """Sizes of a `MaskBuffer`, and where another process finds it."""
+
+    num_slots: int
+    num_words: int
+    num_workers: int
+    path: str | None = None
+
+
+class MaskBuffer:
+    """Arrays over one block of memory. Each is written by one side only, per slot or per worker.
+
+    Order of stores: a worker writes `done` last. Python's own calls order them on every processor that it runs on.
+    """
+
+    def __init__(self, shape: BufferShape, shared: bool = False) -> None:
+        self.shape = shape
+        self._fd: int | None = None
+        slots, words, workers = shape.num_slots, shape.num_words, shape.num_workers
+        layout: list[tuple[str, np.dtype, tuple[int, ...]]] = [
+            ("rows", np.dtype(np.int32), (slots, words)),
+            ("done", np.dtype(np.int64), (slots,)),
+            ("flags", np.dtype(np.uint8), (slots,)),
+            ("cancelled", np.dtype(np.uint8), (slots,)),
+            ("num_adjustments", np.dtype(np.int32), (slots,)),
+            ("adjusted_ids", np.dtype(np.int32), (slots, MAX_ADJUSTMENTS)),
+            ("adjusted_by", np.dtype(np.float32), (slots, MAX_ADJUSTMENTS)),
+            ("errors", np.dtype(np.uint8), (slots, ERROR_BYTES)),
+            ("acknowledged", np.dtype(np.int64), (workers,)),
+            ("current", np.dtype(np.int64), (workers,)),
+        ]
+        offsets, total = [], 0
+        for _, dtype, dims in layout:
+            offsets.append(total)
+            total += -(-int(np.prod(dims)) * dtype.itemsize // 64) * 64
+        memory = self._memory(total, shared)
+        arrays = {
+            name: np.frombuffer(memory, dtype, int(np.prod(dims)), offset).reshape(dims)
+            for (name, dtype, dims), offset in zip(layout, offsets, strict=True)
+        }
+        self.rows = arrays["rows"]
+        self.done = arrays["done"]
+        """int64 [slots]: 1 + the version that the row is for; 0 for none."""
+        self.flags = arrays["flags"]
+        self.cancelled = arrays["cancelled"]
+        """uint8 [slots], written by the pool: jobs of this slot need not be done any more."""
+        self.num_adjustments = arrays["num_adjustments"]
+        self.adjusted_ids = arrays["adjusted_ids"]
+        self.adjusted_by = arrays["adjusted_by"]
+        self.errors = arrays["errors"]
+        self.acknowledged = arrays["acknowledged"]
+        """int64 [workers]: messages that a worker has finished."""
+        self.current = arrays["current"]
+        """int64 [workers]: 1 + the session that a worker is busy with; 0 for none. It outlives the worker."""
+
+    def _memory(self, num_bytes: int, shared: bool) -> mmap.mmap | bytearray:
+        if self.shape.path is not None:
+            with open(self.shape.path, "r+b") as file:
+                return mmap.mmap(file.fileno(), num_bytes)
+        if not shared:
+            return bytearray(num_bytes)
+        # Nameless memory: nothing is left behind, however this process ends.
+        self._fd = os.memfd_create("manta-masks")
+        os.ftruncate(self._fd, num_bytes)
+        self.shape = msgspec.structs.replace(self.shape, path=f"/proc/{os.getpid()}/fd/{self._fd}")
+        return mmap.mmap(self._fd, num_bytes)
+
+    def close(self) -> None:
+        """Gives the memory back once no view of it is left."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def set_error(self, slot: int, message: str) -> None:
+        encoded = message.encode("utf-8", "replace")[:ERROR_BYTES]
+        self.errors[slot] = 0
+        self.errors[slot, : len(encoded)] = np.frombuffer(encoded, np.uint8)
+
+    def error(self, slot: int) -> str:
+        return self.errors[slot].tobytes().rstrip(b"\0").decode("utf-8", "replace")
+
+    def adjustments(self, slot: int) -> tuple[np.ndarray, np.ndarray]:
+        count = self.num_adjustments[slot]
+        return self.adjusted_ids[slot, :count], self.adjusted_by[slot, :count]

@@ -1,0 +1,87 @@
+"""What a grammar backend needs of a tokenizer: plain data that crosses to other processes, read from `tokenizer.json`.
+
+Imports neither torch nor transformers. The ingress's `cluster/tokenizer.py` makes text; this only says which bytes a
+token stands for.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import pathlib
+import re
+
+import msgspec
+
+from structured.constraint import ConstraintError
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class Vocabulary(msgspec.Struct, frozen=True, array_like=True):
+    """A tokenizer, and the width of the logits that it is used with."""
+
+    tokenizer_json: str
+    vocab_size: int
+    """The logits' padded width: ids from the tokenizer's size on are padding and never allowed."""
+    eos_token_ids: tuple[int, ...]
+
+    @classmethod
+    def load(cls, folder: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Vocabulary:
+        """Raises `ConstraintError` where the folder has no `tokenizer.json`."""
+        path = pathlib.Path(folder).expanduser() / "tokenizer.json"
+        try:
+            text = path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConstraintError(
+                f"constraints need the tokenizer's vocabulary, and {path} cannot be read ({error.strerror}); "
+                "save the tokenizer in the fast format"
+            ) from error
+        return cls(text, vocab_size, eos_token_ids)
+
+    @property
+    def tokens(self) -> list[bytes]:
+        """The bytes of each id below the tokenizer's size; special tokens are their own text, holes are empty."""
+        return _tables(self.tokenizer_json)[0]
+
+    @property
+    def special_token_ids(self) -> list[int]:
+        return _tables(self.tokenizer_json)[1]
+
+
+@functools.lru_cache(maxsize=4)
+def _tables(tokenizer_json: str) -> tuple[list[bytes], list[int]]:
+    data = json.loads(tokenizer_json)
+    vocab = data["model"]["vocab"]
+    names = {token: index for index, (token, _) in enumerate(vocab)} if isinstance(vocab, list) else dict(vocab)
+    added = {entry["id"]: entry for entry in data.get("added_tokens", [])}
+    size = max([*names.values(), *added], default=-1) + 1
+    tokens = [b""] * size
+    is_byte_level = '"ByteLevel"' in json.dumps([data.get("decoder"), data.get("pre_tokenizer")])
+    decode = _byte_level if is_byte_level else _metaspace
+    for name, index in names.items():
+        tokens[index] = decode(name)
+    for index, entry in added.items():
+        tokens[index] = entry["content"].encode()
+    return tokens, sorted(index for index, entry in added.items() if entry.get("special"))
+
+
+def _byte_level(name: str) -> bytes:
+    table = _byte_of_character()
+    try:
+        return bytes(table[character] for character in name)
+    except KeyError:
+        return name.encode()
+
+
+def _metaspace(name: str) -> bytes:
+    match = _BYTE_TOKEN.fullmatch(name)
+    return bytes([int(match[1], 16)]) if match else name.replace("\u2581", " ").encode()
+
+
+@functools.cache
+def _byte_of_character() -> dict[str, int]:
+    """The printable character that stands for each byte in byte-level BPE (GPT-2's table), inverted."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}

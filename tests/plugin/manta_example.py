@@ -1,0 +1,97 @@
+"""A grammar backend from outside the tree: what one looks like, and, in tests, one that misbehaves on request.
+
+Its constraint is JSON in a spec of kind `regex`: `allowed` token ids, `length` of the output in tokens, `favour`: what
+is added to logits by token id (beyond a bitmask), and `at`: what to do at an output position (or in `compile`):
+`raise`, `hang`, `exit`, or a number of seconds to take.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+
+import numpy as np
+
+from structured.constraint import ConstraintError, ConstraintSpec
+from structured.vocabulary import Vocabulary
+
+
+def _misbehave(how: str | float | None) -> None:
+    if how == "raise":
+        raise RuntimeError("the example backend raises, as it was told to")
+    if how == "exit":
+        os._exit(1)
+    if how == "hang":
+        while True:
+            time.sleep(0.1)
+    if how is not None:
+        time.sleep(float(how))
+
+
+class ExampleBackend:
+    name = "example"
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+
+    def compile(self, spec: ConstraintSpec) -> bytes:
+        options = json.loads(spec.text)
+        _misbehave(options.get("at", {}).get("compile"))
+        if options.get("refuse"):
+            raise ConstraintError("regex: refused, as it was told to")
+        return spec.text.encode()
+
+    def load(self, spec: ConstraintSpec, compiled: bytes) -> ExampleGrammar:
+        return ExampleGrammar(json.loads(compiled))
+
+    def not_enforced(self, spec: ConstraintSpec) -> list[str]:
+        return []
+
+
+class ExampleGrammar:
+    num_bytes = 1000
+
+    def __init__(self, options: dict) -> None:
+        self.options = options
+
+    def session(self) -> ExampleSession:
+        return ExampleSession(self.options, 0)
+
+
+class ExampleSession:
+    def __init__(self, options: dict, position: int) -> None:
+        self._options = options
+        self._position = position
+
+    def accept(self, token_id: int) -> bool:
+        if token_id not in self._options["allowed"]:
+            return False
+        self._position += 1
+        return True
+
+    def fill(self, row: np.ndarray) -> None:
+        _misbehave(self._options.get("at", {}).get(str(self._position)))
+        row[:] = 0
+        words = row.view(np.uint32)
+        for token_id in self._options["allowed"]:
+            words[token_id // 32] |= np.uint32(1 << (token_id % 32))
+
+    def rollback(self, num_tokens: int) -> None:
+        self._position -= num_tokens
+
+    def fork(self) -> ExampleSession:
+        return ExampleSession(self._options, self._position)
+
+    def forced_tokens(self) -> list[int]:
+        return []
+
+    def is_accepting(self) -> bool:
+        return self.is_finished()
+
+    def is_finished(self) -> bool:
+        return self._position >= self._options.get("length", 10**9)
+
+    def adjustments(self) -> tuple[list[int], list[float]]:
+        favour = self._options.get("favour", {})
+        return [int(token_id) for token_id in favour], list(favour.values())

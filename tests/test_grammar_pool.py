@@ -1,0 +1,325 @@
+"""The grammar pool keeps every session but the guilty one: workers that die, hang or fall behind lose theirs to others.
+
+The same tests run over threads and over Ray actors. The example backend (`tests/plugin`) misbehaves on request.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from structured.config import PoolConfig
+from structured.constraint import ConstraintSpec
+from structured.grammar_worker import SessionStart, TrackedSession
+from structured.masks import FINISHED, UNCONSTRAINED
+from structured.pool import GrammarPool
+from structured.vocabulary import Vocabulary
+
+PLUGIN = pathlib.Path(__file__).parent / "plugin"
+DEMO = pathlib.Path(__file__).parents[1] / "configs" / "demo" / "target"
+VOCAB_SIZE = 2112
+EOS = 2
+PATIENCE_S = 60.0
+"""How long a test waits for what must come; a loaded machine may take it."""
+
+MakePool = Callable[..., GrammarPool]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plugin() -> Iterator[None]:
+    sys.path.append(str(PLUGIN))
+    yield
+    sys.path.remove(str(PLUGIN))
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> Vocabulary:
+    return Vocabulary.load(str(DEMO), VOCAB_SIZE, (EOS,))
+
+
+@pytest.fixture(scope="module")
+def local_ray(plugin: None) -> Iterator[None]:
+    ray = pytest.importorskip("ray")
+    paths = os.pathsep.join([str(PLUGIN), str(PLUGIN.parents[1])])
+    ray.init(num_cpus=2, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": paths}})
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(params=["threads", "actors"])
+def make_pool(request: pytest.FixtureRequest, vocabulary: Vocabulary) -> Iterator[MakePool]:
+    if request.param == "actors":
+        request.getfixturevalue("local_ray")
+    pools: list[GrammarPool] = []
+
+    def make(num_sessions: int = 16, **options: float) -> GrammarPool:
+        pool = GrammarPool(PoolConfig(**options), vocabulary, num_sessions, request.param == "actors")
+        pools.append(pool)
+        wait_until(lambda: all(worker.transport.is_ready() for worker in pool.workers))
+        return pool
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "what must come did not come"
+        time.sleep(0.001)
+
+
+def example(**options: object) -> SessionStart:
+    text = json.dumps({"allowed": [5, 6, 7], **options})
+    return SessionStart(ConstraintSpec(kind="regex", text=text, backend="example"), text.encode(), (EOS,))
+
+
+def llguidance(regex: str, **fields: object) -> SessionStart:
+    from structured.backends.choose import Backends
+
+    spec = ConstraintSpec(kind="regex", text=regex, backend="llguidance", **fields)
+    resolved = Backends(Vocabulary.load(str(DEMO), VOCAB_SIZE, (EOS,))).resolve(spec)
+    return SessionStart(resolved.spec, resolved.compiled, (EOS, 40))
+
+
+def allowed(pool: GrammarPool, session_id: int) -> list[int]:
+    row = pool.buffer.rows[pool.slot(session_id)].view(np.uint8)
+    return np.flatnonzero(np.unpackbits(row, bitorder="little")).tolist()
+
+
+def finish(pool: GrammarPool, session_ids: list[int]) -> None:
+    """Waits for every row, as the engine does: step after step."""
+    deadline = time.monotonic() + PATIENCE_S
+    missing = session_ids
+    while missing:
+        assert time.monotonic() < deadline, f"no row for {missing}"
+        pool.supervise()
+        missing = pool.wait(missing, 0.01, lambda count: count == 0)
+
+
+def end_all(pool: GrammarPool) -> None:
+    """Nothing may be left: every slot comes back."""
+    for session_id in pool.session_ids:
+        pool.end(session_id)
+    pool.start(10**6, example())  # a message to each worker carries the news
+    for _ in range(8):
+        pool.prepare([(10**6, [])])
+        finish(pool, [10**6])
+        pool.end(10**6)
+        pool.start(10**6, example())
+    pool.end(10**6)
+    deadline = time.monotonic() + PATIENCE_S
+    while pool.num_slots_in_use > len(pool.workers):  # an idle worker hears of the last end with its next message
+        assert time.monotonic() < deadline, f"{pool.num_slots_in_use} slots leaked"
+        time.sleep(0.01)
+
+
+def test_rows_arrive_and_follow_the_tokens(make_pool: MakePool) -> None:
+    pool = make_pool()
+    for session_id in range(6):
+        pool.start(session_id, example(allowed=[10 + session_id, 100 + session_id], length=3))
+    outputs: list[list[int]] = [[] for _ in range(6)]
+    for step in range(4):
+        pool.prepare([(session_id, outputs[session_id]) for session_id in range(6)])
+        finish(pool, list(range(6)))
+        for session_id in range(6):
+            assert pool.error(session_id) is None
+            if step == 3:
+                assert pool.buffer.flags[pool.slot(session_id)] == FINISHED
+            else:
+                assert allowed(pool, session_id) == [10 + session_id, 100 + session_id]
+                outputs[session_id] = [*outputs[session_id], 10 + session_id]
+    end_all(pool)
+
+
+def test_end_tokens_are_allowed_exactly_where_the_text_may_end(make_pool: MakePool, vocabulary: Vocabulary) -> None:
+    pool = make_pool()
+    start = llguidance("1+2?")
+    one, two = (next(i for i, token in enumerate(vocabulary.tokens) if token == text) for text in (b"1", b"2"))
+    pool.start(0, start)
+    for output, may_end in ([[], False], [[one], True], [[one, one], True]):
+        pool.prepare([(0, output)])
+        finish(pool, [0])
+        assert pool.error(0) is None
+        assert {EOS, 40} & set(allowed(pool, 0)) == ({EOS, 40} if may_end else set())
+    pool.prepare([(0, [one, two])])
+    finish(pool, [0])
+    assert pool.buffer.flags[pool.slot(0)] == FINISHED
+
+
+def test_a_refused_token_or_a_raising_backend_fails_its_session_alone(make_pool: MakePool) -> None:
+    pool = make_pool()
+    pool.start(0, example())
+    pool.start(1, example())
+    pool.start(2, example(at={"0": "raise"}))
+    pool.prepare([(0, [5]), (1, [99]), (2, [])])
+    finish(pool, [0, 1, 2])
+    assert allowed(pool, 0) == [5, 6, 7]
+    assert pool.error(0) is None
+    assert "refuses token 99" in (pool.error(1) or "")
+    assert "as it was told to" in (pool.error(2) or "")
+    end_all(pool)
+
+
+def test_adjustments_reach_the_buffer(make_pool: MakePool) -> None:
+    pool = make_pool()
+    pool.start(0, example(favour={"6": 2.5, "7": -1.0}))
+    pool.prepare([(0, [])])
+    finish(pool, [0])
+    ids, values = pool.buffer.adjustments(pool.slot(0))
+    assert ids.tolist() == [6, 7]
+    assert values.tolist() == [2.5, -1.0]
+
+
+def test_a_hanging_session_fails_alone_within_its_budget(make_pool: MakePool) -> None:
+    pool = make_pool(mask_seconds=1.0)
+    for session_id in range(8):
+        pool.start(session_id, example(at={"1": "hang"} if session_id == 3 else {}))
+    pool.prepare([(session_id, []) for session_id in range(8)])
+    finish(pool, list(range(8)))
+    pool.prepare([(session_id, [5]) for session_id in range(8)])
+    others = [session_id for session_id in range(8) if session_id != 3]
+    finish(pool, others)
+    assert all(allowed(pool, session_id) == [5, 6, 7] for session_id in others)
+    finish(pool, [3])
+    assert "was not there after 1 s" in (pool.error(3) or "")
+    assert pool.num_replaced == 1
+    for length in range(2, 6):
+        pool.prepare([(session_id, [5] * length) for session_id in others])
+        finish(pool, others)
+        assert all(pool.error(session_id) is None for session_id in others)
+
+
+def test_sessions_behind_a_slow_one_move(make_pool: MakePool) -> None:
+    pool = make_pool(num_workers=1)
+    pool.start(0, example(at={"1": 3.0}))
+    for session_id in range(1, 4):
+        pool.start(session_id, example())
+    pool.prepare([(session_id, []) for session_id in range(4)])
+    finish(pool, list(range(4)))
+    pool.prepare([(0, [5])])
+    time.sleep(0.05)
+    pool.prepare([(session_id, [5]) for session_id in range(1, 4)])
+    finish(pool, [1, 2, 3])
+    assert not pool.is_ready(0), "the slow row should still be under way"
+    finish(pool, [0])
+    assert all(pool.error(session_id) is None for session_id in range(4))
+    assert pool.num_replaced == 0
+    end_all(pool)
+
+
+def test_a_killed_actor_is_replaced_and_its_sessions_are_replayed(local_ray: None, vocabulary: Vocabulary) -> None:
+    pool = GrammarPool(PoolConfig(), vocabulary, 16, actors=True)
+    try:
+        wait_until(lambda: all(worker.transport.is_ready() for worker in pool.workers))
+        for session_id in range(8):
+            pool.start(session_id, example(allowed=[10 + session_id, 50 + session_id]))
+        outputs: dict[int, list[int]] = {session_id: [] for session_id in range(8)}
+        for step in range(12):
+            pool.prepare(outputs.items())
+            if step in (3, 8):
+                os.kill(pool.workers[step % 2].transport.pid or 0, signal.SIGKILL)
+            finish(pool, list(outputs))
+            for session_id, output in outputs.items():
+                assert pool.error(session_id) is None
+                assert allowed(pool, session_id) == [10 + session_id, 50 + session_id]
+                output.append(random.Random(step).choice([10 + session_id, 50 + session_id]))
+        assert pool.num_replaced >= 1
+        end_all(pool)
+    finally:
+        pool.close()
+
+
+def test_a_session_that_kills_its_workers_fails_alone(local_ray: None, vocabulary: Vocabulary) -> None:
+    pool = GrammarPool(PoolConfig(), vocabulary, 16, actors=True)
+    try:
+        wait_until(lambda: all(worker.transport.is_ready() for worker in pool.workers))
+        pool.start(0, example(at={"1": "exit"}))
+        pool.start(1, example())
+        pool.prepare([(0, []), (1, [])])
+        finish(pool, [0, 1])
+        pool.prepare([(0, [5])])
+        finish(pool, [0])
+        assert "grammar workers died over its mask" in (pool.error(0) or "")
+        pool.prepare([(1, [5, 6])])
+        finish(pool, [1])
+        assert pool.error(1) is None
+    finally:
+        pool.close()
+
+
+def test_grammar_actors_import_neither_torch_nor_transformers(local_ray: None, vocabulary: Vocabulary) -> None:
+    import ray
+
+    from structured.transport import ActorTransport
+
+    pool = GrammarPool(PoolConfig(num_workers=1), vocabulary, 4, actors=True)
+    try:
+        pool.start(0, llguidance("a+"))
+        pool.prepare([(0, [])])
+        finish(pool, [0])
+        transport = pool.workers[0].transport
+        assert isinstance(transport, ActorTransport)
+        modules = ray.get(transport._actor.__ray_call__.remote(lambda self: list(__import__("sys").modules)))
+        assert "llguidance" in modules
+        assert not {"torch", "transformers"} & set(modules)
+    finally:
+        pool.close()
+
+
+def test_the_constraint_begins_after_the_marker_and_a_rollback_undoes_it(vocabulary: Vocabulary) -> None:
+    from structured.backends.llguidance import LLGuidanceBackend
+
+    start = llguidance("1+", begin_after=(30, 31))
+    grammar = LLGuidanceBackend(vocabulary).load(start.spec, start.compiled)
+    row = np.zeros(VOCAB_SIZE // 32, dtype=np.int32)
+    tracked = TrackedSession(start, grammar)
+    tracked.advance(0, [99, 30, 30])
+    assert tracked.flags() == UNCONSTRAINED
+    tracked.advance(3, [31])
+    assert tracked.flags() == 0
+    tracked.fill(row)
+    masked = row.copy()
+    tracked.advance(2, [31])  # as if [99, 30, 31]
+    assert tracked.flags() == 0
+    tracked.fill(row)
+    tracked.advance(1, [55])
+    assert tracked.flags() == UNCONSTRAINED
+    tracked.advance(1, [30, 31])
+    assert tracked.flags() == 0
+    tracked.fill(row)
+    np.testing.assert_array_equal(row, masked)
+
+
+def test_messages_that_come_twice_or_late_do_no_harm(vocabulary: Vocabulary) -> None:
+    from structured.backends.llguidance import LLGuidanceBackend
+
+    start = llguidance("[0-9]{12}")
+    grammar = LLGuidanceBackend(vocabulary).load(start.spec, start.compiled)
+    digits = [index for index, token in enumerate(vocabulary.tokens) if len(token) == 1 and token.isdigit()]
+    chooser = random.Random(3)
+    output = [chooser.choice(digits) for _ in range(12)]
+    tracked = TrackedSession(start, grammar)
+    row, fresh_row = np.zeros((2, VOCAB_SIZE // 32), dtype=np.int32)
+    for _ in range(60):
+        end = chooser.randrange(12)
+        first = chooser.randrange(min(end, len(tracked.tokens)) + 1)
+        tracked.advance(first, output[first:end])
+        assert tracked.tokens == output[:end]
+        fresh = TrackedSession(start, grammar)
+        fresh.advance(0, output[:end])
+        tracked.fill(row)
+        fresh.fill(fresh_row)
+        np.testing.assert_array_equal(row, fresh_row)
+    with pytest.raises(ValueError, match="are missing"):
+        tracked.advance(13, [digits[0]])
