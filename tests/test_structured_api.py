@@ -340,3 +340,19 @@ def test_constraints_and_calls_come_behind_the_reasoning(thinking: Server) -> No
     )
     assert all(isinstance(call.function.parsed_arguments, MODELS[call.function.name]) for call in called.tool_calls)
     assert called.content is None
+
+
+def test_a_call_that_the_model_begins_by_itself_is_completed_by_the_grammar(thinking: Server) -> None:
+    client = openai.OpenAI(base_url=thinking.url + "/v1", api_key="none", max_retries=0)
+    begin = 5  # <tool_call>
+    for seed in range(3):
+        with client.chat.completions.stream(
+            **common(thinking, seed, logit_bias={str(begin): 40}),
+            tools=TOOLS,
+            parallel_tool_calls=False,
+            extra_body={"chat_template_kwargs": {"enable_thinking": False}},
+        ) as stream:
+            choice = stream.get_final_completion().choices[0]
+        (call,) = choice.message.tool_calls
+        assert isinstance(call.function.parsed_arguments, MODELS[call.function.name])
+        assert (choice.finish_reason, choice.message.content or "") == ("tool_calls", "")
