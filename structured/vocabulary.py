@@ -10,8 +10,10 @@ import functools
 import json
 import pathlib
 import re
+from collections.abc import Iterable
 
 import msgspec
+import numpy as np
 
 from structured.constraint import ConstraintError
 
@@ -46,7 +48,23 @@ class Vocabulary(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def special_token_ids(self) -> list[int]:
+        """Tokens that are no text: a grammar reaches them only by name."""
         return _tables(self.tokenizer_json)[1]
+
+    def forbid_padding(self, row: np.ndarray) -> None:
+        """Clears the bits of ids that no token has, in a packed row of int32."""
+        size = min(len(self.tokens), self.vocab_size)
+        words = row.view(np.uint32)
+        words[-(-size // 32) :] = 0
+        if size % 32:
+            words[size // 32] &= np.uint32((1 << size % 32) - 1)
+
+    def set_tokens(self, row: np.ndarray, token_ids: Iterable[int], allow: bool) -> None:
+        """Allows or forbids tokens in a packed row of int32."""
+        words = row.view(np.uint32)
+        for token_id in token_ids:
+            bit = np.uint32(1 << token_id % 32)
+            words[token_id // 32] = words[token_id // 32] | bit if allow else words[token_id // 32] & ~bit
 
 
 @functools.lru_cache(maxsize=4)

@@ -1,12 +1,18 @@
-"""Which backend serves a constraint: the one place that decides, once a request, before it is admitted."""
+"""Which backend serves a constraint: the one place that decides, once a request, before it is admitted.
+
+llguidance comes first: it compiles in a millisecond, bounds its work, and says what it does not support. What it does
+not support goes to xgrammar where that is proven to enforce it.
+"""
 
 from __future__ import annotations
 
 import msgspec
 
 from structured.backend import Backend, make_backend
-from structured.constraint import ConstraintSpec, Resolved
+from structured.constraint import ConstraintError, ConstraintSpec, Resolved, Unsupported
 from structured.vocabulary import Vocabulary
+
+AUTO = ("llguidance", "xgrammar")
 
 
 class Backends:
@@ -16,13 +22,28 @@ class Backends:
         self._vocabulary = vocabulary
         self._made: dict[str, Backend] = {}
 
-    def get(self, name: str) -> Backend:
+    def resolve(self, spec: ConstraintSpec) -> Resolved:
+        """Raises `ConstraintError` where no backend enforces the constraint."""
+        if spec.backend != "auto":
+            return self._compile(spec, spec.backend)
+        strict = msgspec.structs.replace(spec, loose=False)
+        reasons: list[str] = []
+        for one in (strict, spec) if spec.loose else (strict,):
+            for name in AUTO:
+                try:
+                    return self._compile(one, name)
+                except Unsupported as error:
+                    reasons.append(str(error))
+        remedy = "" if spec.loose else "; change it, or ask for loose enforcement"
+        raise ConstraintError(f"{'; '.join(dict.fromkeys(reasons))}{remedy}")
+
+    def _compile(self, spec: ConstraintSpec, name: str) -> Resolved:
+        backend = self._backend(name)
+        spec = msgspec.structs.replace(spec, backend=name)
+        compiled = backend.compile(spec)
+        return Resolved(spec=spec, compiled=compiled, not_enforced=backend.not_enforced(spec) if spec.loose else [])
+
+    def _backend(self, name: str) -> Backend:
         if name not in self._made:
             self._made[name] = make_backend(name, self._vocabulary)
         return self._made[name]
-
-    def resolve(self, spec: ConstraintSpec) -> Resolved:
-        """Raises `ConstraintError` where no backend enforces the constraint."""
-        name = "llguidance" if spec.backend == "auto" else spec.backend
-        compiled = self.get(name).compile(spec)
-        return Resolved(spec=msgspec.structs.replace(spec, backend=name), compiled=compiled)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from typing import Any, cast
 
 import llguidance
@@ -18,8 +17,11 @@ from structured.constraint import ConstraintError, ConstraintSpec, Unsupported
 from structured.masks import row_words
 from structured.vocabulary import Vocabulary
 
-_UNSUPPORTED = re.compile(r"Unimplemented keys|Unknown format|not supported|unsupported|Unsupported", re.IGNORECASE)
+_UNSUPPORTED = re.compile(r"Unimplemented keys|Unknown format|(not|only) supported|unsupported", re.IGNORECASE)
+_NO_FORCING = '%llguidance {"no_forcing": true}\n'
 NOTHING = "nothing satisfies it"
+WHITESPACE = r"[ \n\t]{0,20}"
+"""Between two tokens of JSON: a model that likes white space must come to an end."""
 GRAMMAR_BYTES = 16
 """Estimate of a grammar's memory for each byte of its text."""
 
@@ -34,10 +36,12 @@ class LLGuidanceBackend:
         )
 
     def compile(self, spec: ConstraintSpec) -> bytes:
-        grammar = _grammar_of(spec)
+        grammar = self._grammar_of(spec)
         failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, self._tokenizer)
-        if failed or messages:
-            _refuse(spec, "; ".join(messages))
+        if failed or (messages and not spec.loose):
+            message = "; ".join(messages).strip()
+            error = Unsupported if spec.kind == "json_schema" and _UNSUPPORTED.search(message) else ConstraintError
+            raise error(f"{spec.kind}: {message}")
         row = np.zeros(row_words(self._vocabulary.vocab_size), dtype=np.int32)
         try:
             session = LLGuidanceSession(llguidance.LLMatcher(self._tokenizer, grammar, log_level=0), self._vocabulary)
@@ -52,7 +56,19 @@ class LLGuidanceBackend:
         return LLGuidanceGrammar(self._tokenizer, compiled.decode(), self._vocabulary)
 
     def not_enforced(self, spec: ConstraintSpec) -> list[str]:
-        return []
+        """What a lenient compilation warns about; [] for anything that is not loose."""
+        if not spec.loose:
+            return []
+        grammar = self._grammar_of(spec)
+        failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, self._tokenizer)
+        return [] if failed else messages
+
+    def _grammar_of(self, spec: ConstraintSpec) -> str:
+        grammar = _grammar_of(spec)
+        special = (self._vocabulary.tokens[token_id].decode() for token_id in self._vocabulary.special_token_ids)
+        if any(text in spec.text for text in special):
+            return _without_forcing(grammar)
+        return grammar
 
 
 class LLGuidanceGrammar:
@@ -86,7 +102,8 @@ class LLGuidanceSession:
     def fill(self, row: np.ndarray) -> None:
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         self._check()
-        _set_tokens(row, self._vocabulary.eos_token_ids, self._matcher.is_accepting())
+        self._vocabulary.forbid_padding(row)
+        self._vocabulary.set_tokens(row, self._vocabulary.eos_token_ids, self._matcher.is_accepting())
 
     def rollback(self, num_tokens: int) -> None:
         if num_tokens and not self._matcher.rollback(num_tokens):
@@ -105,16 +122,13 @@ class LLGuidanceSession:
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
 
-def _set_tokens(row: np.ndarray, token_ids: Sequence[int], allow: bool) -> None:
-    words = row.view(np.uint32)
-    for token_id in token_ids:
-        bit = np.uint32(1 << (token_id % 32))
-        words[token_id // 32] = words[token_id // 32] | bit if allow else words[token_id // 32] & ~bit
-
-
-def _refuse(spec: ConstraintSpec, message: str) -> None:
-    error = Unsupported if spec.kind == "json_schema" and _UNSUPPORTED.search(message) else ConstraintError
-    raise error(f"{spec.kind}: {message.strip()}")
+def _without_forcing(grammar: str) -> str:
+    """For text that holds the text of a special token: forced bytes would become that token, which is no text."""
+    if not grammar.startswith("{"):
+        return grammar if "%llguidance" in grammar else _NO_FORCING + grammar
+    (part,) = json.loads(grammar)["grammars"]
+    schema = part.get("json_schema")
+    return _NO_FORCING + (part["lark_grammar"] if schema is None else f"start: %json {json.dumps(schema)}")
 
 
 def _grammar_of(spec: ConstraintSpec) -> str:
@@ -124,9 +138,11 @@ def _grammar_of(spec: ConstraintSpec) -> str:
             if schema is False:
                 raise ConstraintError(f"json_schema: {NOTHING}")
             schema = {} if schema is True else schema
-            options: dict[str, Any] = {"whitespace_flexible": spec.any_whitespace}
-            if not spec.any_whitespace:
-                options |= {"item_separator": ", ", "key_separator": ": "}
+            options: dict[str, Any] = {"lenient": spec.loose}
+            if spec.any_whitespace:
+                options |= {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
+            else:
+                options |= {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
             return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=cast(Any, options))
         if spec.kind == "choice":
             return llguidance.grammar_from("choice", spec.text)
@@ -136,6 +152,22 @@ def _grammar_of(spec: ConstraintSpec) -> str:
             return llguidance.LLMatcher.grammar_from_lark(spec.text)
         if spec.kind == "ebnf":
             return llguidance.grammar_from("gbnf", spec.text)
-    except ValueError as error:
+        structures = json.loads(spec.text)
+        if "structures" in structures:
+            return _tags(structures)
+    except (ValueError, KeyError, TypeError, AssertionError) as error:
         raise ConstraintError(f"{spec.kind}: {error}") from error
-    raise Unsupported(f"{spec.kind}: llguidance does not serve this kind")
+    raise Unsupported("structural_tag: llguidance serves the form with structures and triggers")
+
+
+def _tags(tag: dict[str, Any]) -> str:
+    """Free text in which each trigger begins one of the tags whose `begin` starts with it."""
+    structures = []
+    for item in tag["structures"]:
+        trigger = next((text for text in tag["triggers"] if item["begin"].startswith(text)), None)
+        if trigger is None:
+            raise ConstraintError(f"structural_tag: no trigger starts {item['begin']!r}; add one to triggers")
+        structures.append(
+            llguidance.StructTag(trigger=trigger, begin=item["begin"], grammar=item["schema"], end=item["end"])
+        )
+    return llguidance.StructTag.to_grammar(structures, assume_special=False)

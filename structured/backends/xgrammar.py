@@ -1,0 +1,172 @@
+"""The xgrammar backend: EBNF, Lark and structural tags, and the JSON schemas that it is proven to enforce.
+
+It accepts schemas whose keywords it ignores, so a schema reaches it only where every combination of keywords in it is
+on `xgrammar_enforced.json`, which `tests/test_schema_conformance.py` proves. Its package imports torch and
+transformers; here its C++ core is loaded without them. See github.com/mlc-ai/xgrammar.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import json
+import pathlib
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from structured.backends.keywords import combinations
+from structured.constraint import ConstraintError, ConstraintSpec, Unsupported
+from structured.masks import row_words
+from structured.vocabulary import Vocabulary
+
+ENFORCED = frozenset(json.loads(pathlib.Path(__file__).with_name("xgrammar_enforced.json").read_text()))
+_PRIVATE_NAME = "_manta_xgrammar"
+_RAW_VOCABULARY = 0
+
+
+class XGrammarBackend:
+    name = "xgrammar"
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._core = load_core()
+        self._vocabulary = vocabulary
+        tokens = list(vocabulary.tokens)
+        for token_id in vocabulary.special_token_ids:
+            tokens[token_id] = b""  # never part of a text
+        self._info = self._core.TokenizerInfo(
+            tokens, _RAW_VOCABULARY, vocabulary.vocab_size, list(vocabulary.eos_token_ids), False
+        )
+        self._compiler = self._core.GrammarCompiler(self._info, 1, False, -1)
+
+    def compile(self, spec: ConstraintSpec) -> bytes:
+        missing = self.not_enforced(spec)
+        if missing and not spec.loose:
+            raise Unsupported(f"{spec.kind}: xgrammar is not proven to enforce {', '.join(missing)}")
+        try:
+            compiled = self._compile(spec)
+        except ConstraintError:
+            raise
+        except Exception as error:  # the core raises its own kinds, RuntimeError mostly
+            raise ConstraintError(f"{spec.kind}: {error}") from error
+        session = XGrammarSession(self._core.GrammarMatcher(compiled, None, False, -1, None), self._vocabulary)
+        row = np.zeros(row_words(self._vocabulary.vocab_size), dtype=np.int32)
+        session.fill(row)
+        if not row.any():
+            raise ConstraintError(f"{spec.kind}: nothing satisfies it")
+        return compiled.serialize_json().encode()
+
+    def _compile(self, spec: ConstraintSpec) -> Any:
+        compiler = self._compiler
+        if spec.kind == "json_object":
+            return compiler.compile_json_schema('{"type": "object"}', spec.any_whitespace, None, None, False, 20, False)
+        if spec.kind == "json_schema":
+            return compiler.compile_json_schema(spec.text, spec.any_whitespace, None, None, False, 20, False)
+        if spec.kind == "regex":
+            return compiler.compile_regex(spec.text)
+        if spec.kind == "choice":
+            alternatives = " | ".join(json.dumps(item, ensure_ascii=False) for item in json.loads(spec.text))
+            return compiler.compile_grammar(f"root ::= {alternatives}", "root")
+        if spec.kind == "ebnf":
+            return compiler.compile_grammar(spec.text, "root")
+        if spec.kind == "lark":
+            return compiler.compile_lark(spec.text, [], [])
+        return compiler.compile_structural_tag(spec.text)
+
+    def load(self, spec: ConstraintSpec, compiled: bytes) -> XGrammarGrammar:
+        return XGrammarGrammar(self._core, self._info, compiled.decode(), self._vocabulary)
+
+    def not_enforced(self, spec: ConstraintSpec) -> list[str]:
+        if spec.kind == "json_schema":
+            return sorted(combinations(json.loads(spec.text)) - ENFORCED)
+        if spec.kind == "structural_tag":
+            return sorted(
+                {name for schema in _schemas(json.loads(spec.text)) for name in combinations(schema)} - ENFORCED
+            )
+        return []
+
+
+def _schemas(tag: Any) -> Iterator[Any]:
+    """The schemas anywhere in a structural tag."""
+    if isinstance(tag, dict):
+        if "json_schema" in tag:
+            yield tag["json_schema"]
+        tag = [value for name, value in tag.items() if name != "json_schema"]
+    if isinstance(tag, list):
+        for item in tag:
+            yield from _schemas(item)
+
+
+class XGrammarGrammar:
+    def __init__(self, core: Any, info: Any, compiled: str, vocabulary: Vocabulary) -> None:
+        self._core = core
+        self._vocabulary = vocabulary
+        self._compiled = core.CompiledGrammar.deserialize_json(compiled, info)
+        self.num_bytes = int(self._compiled.memory_size_bytes())
+
+    def session(self) -> XGrammarSession:
+        return XGrammarSession(self._core.GrammarMatcher(self._compiled, None, False, -1, None), self._vocabulary)
+
+
+class XGrammarSession:
+    def __init__(self, matcher: Any, vocabulary: Vocabulary) -> None:
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+
+    def accept(self, token_id: int) -> bool:
+        if token_id in self._vocabulary.eos_token_ids:
+            return False
+        return bool(self._matcher.accept_token(token_id, False))
+
+    def fill(self, row: np.ndarray) -> None:
+        row[:] = -1  # the matcher leaves a row alone that allows everything
+        self._matcher.fill_next_token_bitmask(row.reshape(1, -1), 0, False)
+        self._vocabulary.forbid_padding(row)
+        self._vocabulary.set_tokens(row, self._vocabulary.eos_token_ids, self.is_accepting())
+
+    def rollback(self, num_tokens: int) -> None:
+        if num_tokens:
+            self._matcher.rollback(num_tokens)
+
+    def fork(self) -> XGrammarSession:
+        return XGrammarSession(self._matcher.fork(), self._vocabulary)
+
+    def forced_tokens(self) -> list[int]:
+        """None: its jump-forward string says nothing about where the model would put token borders."""
+        return []
+
+    def is_accepting(self) -> bool:
+        return bool(self._matcher.is_completed())
+
+    def is_finished(self) -> bool:
+        if not self.is_accepting():
+            return False
+        row = np.zeros(row_words(self._vocabulary.vocab_size), dtype=np.int32)
+        self.fill(row)
+        self._vocabulary.set_tokens(row, self._vocabulary.eos_token_ids, False)
+        return not row.any()
+
+
+@functools.cache
+def load_core() -> Any:
+    """xgrammar's bindings, without running its package's `__init__`: under a private name, and, where torch and
+    transformers are not loaded, with them out of sight, for its FFI library imports them where it can.
+    """
+    found = importlib.util.find_spec("xgrammar")
+    if found is None or found.submodule_search_locations is None:
+        raise ConstraintError("the grammar backend xgrammar is not installed; pip install xgrammar")
+    package = types.ModuleType(_PRIVATE_NAME)
+    package.__path__ = list(found.submodule_search_locations)
+    sys.modules[_PRIVATE_NAME] = package
+    hidden = [name for name in ("torch", "transformers") if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None: importing it raises ImportError
+    try:
+        importlib.import_module(f"{_PRIVATE_NAME}.load_binding")
+        return importlib.import_module(f"{_PRIVATE_NAME}.base")._core
+    finally:
+        for name in hidden:
+            del sys.modules[name]
