@@ -23,7 +23,7 @@ from cluster.sequence import Sequence
 from structured.compiler import Compiler
 from structured.constraint import ConstraintError, ConstraintSpec, Resolved
 from structured.grammar_worker import SessionStart
-from structured.masks import FINISHED, LATE, NO_MASK, UNCONSTRAINED, MaskBatch
+from structured.masks import FINISHED, LATE, NO_MASK, MaskBatch
 from structured.pool import GrammarPool
 from workers.model_info import ModelInfo
 from workers.step import StepInput
@@ -176,7 +176,7 @@ class MaskClient:
                 self._finished.append(sequence_id)
                 continue
             slot = pool.slot(sequence_id)
-            slots[index] = NO_MASK if pool.buffer.flags[slot] & UNCONSTRAINED else slot
+            slots[index] = slot
             if pool.buffer.num_adjustments[slot]:
                 adjustments[index] = pool.buffer.adjustments(slot)
         self._step_seconds = 0.9 * self._step_seconds + 0.1 * (time.perf_counter() - self._step_started)

@@ -15,7 +15,7 @@ import numpy as np
 
 from structured.backend import Backend, Grammar, Session, make_backend
 from structured.constraint import ConstraintSpec
-from structured.masks import FAILED, FINISHED, MAX_ADJUSTMENTS, UNCONSTRAINED, MaskBuffer
+from structured.masks import FAILED, FINISHED, MAX_ADJUSTMENTS, MaskBuffer
 from structured.vocabulary import Vocabulary
 
 GRAMMAR_CACHE_BYTES = 256 * 2**20
@@ -54,8 +54,9 @@ class Message(msgspec.Struct, frozen=True, array_like=True):
 class TrackedSession:
     """A session and the output tokens that it stands behind: a function of those tokens alone."""
 
-    def __init__(self, start: SessionStart, grammar: Grammar) -> None:
+    def __init__(self, start: SessionStart, grammar: Grammar, vocabulary: Vocabulary) -> None:
         self._start = start
+        self._vocabulary = vocabulary
         self._grammar = grammar
         self._session: Session | None = None
         self._begin = 0
@@ -100,24 +101,21 @@ class TrackedSession:
         del self.tokens[length:]
 
     def flags(self) -> int:
-        """`UNCONSTRAINED` or `FINISHED` where the next token needs no row, else 0."""
-        if self._session is None:
-            return UNCONSTRAINED
-        return FINISHED if self._session.is_finished() else 0
+        """`FINISHED` where nothing but the end may follow, else 0."""
+        return FINISHED if self._session is not None and self._session.is_finished() else 0
 
     def fill(self, row: np.ndarray) -> None:
-        """Writes the row for the next token."""
-        assert self._session is not None
-        self._session.fill(row)
-        self._allow_end(row, self._session.is_accepting())
+        """Writes the row for the next token. Before the constraint begins all may come but the end."""
+        accepting = False
+        if self._session is None:
+            row[:] = -1
+            self._vocabulary.forbid_padding(row)
+        else:
+            self._session.fill(row)
+            accepting = self._session.is_accepting()
+        self._vocabulary.set_tokens(row, self._start.end_token_ids, accepting)
         if not row.any():
             raise ValueError(f"the grammar allows no token at output position {len(self.tokens)}")
-
-    def _allow_end(self, row: np.ndarray, accepting: bool) -> None:
-        words = row.view(np.uint32)
-        for token_id in self._start.end_token_ids:
-            bit = np.uint32(1 << (token_id % 32))
-            words[token_id // 32] = words[token_id // 32] | bit if accepting else words[token_id // 32] & ~bit
 
     def adjustments(self) -> tuple[list[int], list[float]]:
         adjust = getattr(self._session, "adjustments", None)
@@ -169,7 +167,7 @@ class GrammarWorker:
 
     def _advance(self, job: Job) -> bool:
         if job.start is not None:
-            self._sessions[job.session_id] = TrackedSession(job.start, self._grammar(job.start))
+            self._sessions[job.session_id] = TrackedSession(job.start, self._grammar(job.start), self._vocabulary)
         tracked = self._sessions[job.session_id]
         tracked.advance(job.first, job.token_ids)
         flags = tracked.flags()

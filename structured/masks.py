@@ -19,8 +19,8 @@ MAX_ADJUSTMENTS = 256
 
 ERROR_BYTES = 480
 
-FINISHED, UNCONSTRAINED, FAILED = 1, 2, 4
-"""Flags of a slot: nothing may follow but the end; everything may follow; its session failed."""
+FINISHED, FAILED = 1, 2
+"""Flags of a slot: nothing may follow but the end; its session failed."""
 
 NO_MASK, LATE = -1, -2
 """In `MaskBatch.slots`: a point that is not constrained, and one that is not drawn in this step."""

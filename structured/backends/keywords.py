@@ -1,80 +1,63 @@
-"""Which combinations of JSON Schema keywords a schema uses: what a backend must be proven to enforce.
+"""Where the keywords of a JSON schema stand, and which combinations of them it uses.
 
-A combination is the sorted list of assertions that stand in one schema object, with the values of `type` and `format`:
-`maxLength+type:string`. Annotations do not count.
+A combination is what a backend must be proven to enforce: the sorted list of assertions that stand in one schema object,
+with the values of `type` and `format`: `maxLength+type:string`. Annotations do not count.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 ANNOTATIONS = frozenset(
-    [
-        "title",
-        "description",
-        "default",
-        "examples",
-        "example",
-        "deprecated",
-        "readOnly",
-        "writeOnly",
-        "$schema",
-        "$id",
-        "$comment",
-        "$anchor",
-        "$defs",
-        "definitions",
-        "contentMediaType",
-        "contentEncoding",
-        "markdownDescription",
-        "x-guidance",
-    ]
+    ("title", "description", "markdownDescription", "default", "examples", "example", "deprecated", "readOnly")
+    + ("writeOnly", "contentMediaType", "contentEncoding", "contentSchema", "$schema", "$id", "id", "$comment")
+    + ("$anchor", "$dynamicAnchor", "$vocabulary", "$defs", "definitions", "discriminator", "x-guidance")
 )
 _SCHEMA = frozenset(
-    [
-        "items",
-        "additionalProperties",
-        "additionalItems",
-        "contains",
-        "not",
-        "if",
-        "then",
-        "else",
-        "propertyNames",
-        "unevaluatedItems",
-        "unevaluatedProperties",
-    ]
+    ("items", "additionalProperties", "additionalItems", "contains", "not", "if", "then", "else", "propertyNames")
+    + ("unevaluatedItems", "unevaluatedProperties")
 )
-_SCHEMA_LISTS = frozenset(["anyOf", "oneOf", "allOf", "prefixItems", "items"])
-_SCHEMA_MAPS = frozenset(["properties", "patternProperties", "$defs", "definitions", "dependentSchemas"])
+_SCHEMA_LISTS = frozenset(("anyOf", "oneOf", "allOf", "prefixItems", "items"))
+_SCHEMA_MAPS = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
+
+
+def subschemas(schema: Any, path: str = "#") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each schema object in `schema` with its JSON pointer, outer ones first. What is no schema is passed over."""
+    if not isinstance(schema, dict):
+        return
+    yield path, schema
+    for name, value in schema.items():
+        if name in _SCHEMA_MAPS and isinstance(value, dict):
+            children = list(value.items())
+        elif name in _SCHEMA_LISTS and isinstance(value, list):
+            children = [(str(index), child) for index, child in enumerate(value)]
+        elif name in _SCHEMA:
+            yield from subschemas(value, f"{path}/{name}")
+            continue
+        else:
+            continue
+        for key, child in children:
+            yield from subschemas(child, f"{path}/{name}/{escaped(key)}")
+
+
+def escaped(key: str) -> str:
+    """A member's name as a JSON pointer writes it."""
+    return key.replace("~", "~0").replace("/", "~1")
 
 
 def combinations(schema: Any) -> set[str]:
     """Every combination in a schema and its subschemas."""
-    found: set[str] = set()
-    _collect(schema, found)
+    found = set()
+    for _, subschema in subschemas(schema):
+        names = sorted(
+            name if name not in ("type", "format") else f"{name}:{_text(value)}"
+            for name, value in subschema.items()
+            if name not in ANNOTATIONS
+        )
+        if names:
+            found.add("+".join(names))
     return found
-
-
-def _collect(schema: Any, found: set[str]) -> None:
-    if not isinstance(schema, dict):
-        return
-    names = sorted(
-        name if name not in ("type", "format") else f"{name}:{_text(value)}"
-        for name, value in schema.items()
-        if name not in ANNOTATIONS
-    )
-    if names:
-        found.add("+".join(names))
-    for name, value in schema.items():
-        if name in _SCHEMA_MAPS and isinstance(value, dict):
-            for child in value.values():
-                _collect(child, found)
-        elif name in _SCHEMA_LISTS and isinstance(value, list):
-            for child in value:
-                _collect(child, found)
-        elif name in _SCHEMA:
-            _collect(value, found)
 
 
 def _text(value: Any) -> str:

@@ -13,12 +13,23 @@ from typing import Any, cast
 import llguidance
 import numpy as np
 
+from structured.backends.formats import with_exact_formats
+from structured.backends.llguidance_schema import (
+    departures,
+    has_control_characters,
+    has_finite_instance,
+    located,
+    mended,
+)
 from structured.constraint import ConstraintError, ConstraintSpec, Unsupported
 from structured.masks import row_words
 from structured.vocabulary import Vocabulary
 
 _UNSUPPORTED = re.compile(r"Unimplemented keys|Unknown format|(not|only) supported|unsupported", re.IGNORECASE)
 _NO_FORCING = '%llguidance {"no_forcing": true}\n'
+_SHORT_ESCAPES = 'nrbtf"\\'
+"""Without `\\uXXXX`: a further property could else spell the name of a given one and take its place."""
+_MAX_REASONS = 3
 NOTHING = "nothing satisfies it"
 WHITESPACE = r"[ \n\t]{0,20}"
 """Between two tokens of JSON: a model that likes white space must come to an end."""
@@ -40,8 +51,10 @@ class LLGuidanceBackend:
         failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, self._tokenizer)
         if failed or (messages and not spec.loose):
             message = "; ".join(messages).strip()
-            error = Unsupported if spec.kind == "json_schema" and _UNSUPPORTED.search(message) else ConstraintError
-            raise error(f"{spec.kind}: {message}")
+            if spec.kind != "json_schema":
+                raise ConstraintError(f"{spec.kind}: {message}")
+            error = Unsupported if _UNSUPPORTED.search(message) else ConstraintError
+            raise error(f"json_schema: {located(message, json.loads(spec.text))}")
         row = np.zeros(row_words(self._vocabulary.vocab_size), dtype=np.int32)
         try:
             session = LLGuidanceSession(llguidance.LLMatcher(self._tokenizer, grammar, log_level=0), self._vocabulary)
@@ -56,12 +69,13 @@ class LLGuidanceBackend:
         return LLGuidanceGrammar(self._tokenizer, compiled.decode(), self._vocabulary)
 
     def not_enforced(self, spec: ConstraintSpec) -> list[str]:
-        """What a lenient compilation warns about; [] for anything that is not loose."""
+        """What llguidance passes over, and what a lenient compilation warns about; [] for anything that is not loose."""
         if not spec.loose:
             return []
+        silent = departures(json.loads(spec.text)) if spec.kind == "json_schema" else []
         grammar = self._grammar_of(spec)
         failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, self._tokenizer)
-        return [] if failed else messages
+        return silent + ([] if failed else messages)
 
     def _grammar_of(self, spec: ConstraintSpec) -> str:
         grammar = _grammar_of(spec)
@@ -137,13 +151,17 @@ def _grammar_of(spec: ConstraintSpec) -> str:
             schema = json.loads(spec.text) if spec.kind == "json_schema" else {"type": "object"}
             if schema is False:
                 raise ConstraintError(f"json_schema: {NOTHING}")
-            schema = {} if schema is True else schema
+            schema = {} if schema is True else with_exact_formats(schema)
             options: dict[str, Any] = {"lenient": spec.loose}
             if spec.any_whitespace:
                 options |= {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
             else:
                 options |= {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-            return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=cast(Any, options))
+            if not has_control_characters(schema):
+                options["json_allowed_escapes"] = _SHORT_ESCAPES
+            return llguidance.LLMatcher.grammar_from_json_schema(
+                json.dumps(mended(schema)), overrides=cast(Any, options)
+            )
         if spec.kind == "choice":
             return llguidance.grammar_from("choice", spec.text)
         if spec.kind == "regex":
@@ -155,6 +173,8 @@ def _grammar_of(spec: ConstraintSpec) -> str:
         structures = json.loads(spec.text)
         if "structures" in structures:
             return _tags(structures)
+    except ConstraintError:
+        raise
     except (ValueError, KeyError, TypeError, AssertionError) as error:
         raise ConstraintError(f"{spec.kind}: {error}") from error
     raise Unsupported("structural_tag: llguidance serves the form with structures and triggers")

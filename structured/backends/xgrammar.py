@@ -70,9 +70,9 @@ class XGrammarBackend:
             return compiler.compile_regex(spec.text)
         if spec.kind == "choice":
             alternatives = " | ".join(json.dumps(item, ensure_ascii=False) for item in json.loads(spec.text))
-            return compiler.compile_grammar(f"root ::= {alternatives}", "root")
+            return compiler.compile_grammar_from_strings(f"root ::= {alternatives}", "root")
         if spec.kind == "ebnf":
-            return compiler.compile_grammar(spec.text, "root")
+            return compiler.compile_grammar_from_strings(spec.text, "root")
         if spec.kind == "lark":
             return compiler.compile_lark(spec.text, [], [])
         return compiler.compile_structural_tag(spec.text)

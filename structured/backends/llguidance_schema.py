@@ -1,0 +1,176 @@
+"""Where llguidance departs from JSON Schema, so that it is refused or mended before it compiles.
+
+llguidance reports most keywords that it does not enforce. What it passes over in silence is listed here; each entry is a
+case of `tests/test_schema_conformance.py`. Source of the list: its `docs/json_schema.md`, its parser, and random walks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from structured.backends.keywords import escaped, subschemas
+
+_NOT_ENFORCED = frozenset(
+    ("not", "if", "contains", "propertyNames", "uniqueItems", "unevaluatedItems", "unevaluatedProperties")
+    + ("dependentRequired", "dependentSchemas", "dependencies", "$dynamicRef", "$recursiveRef", "extends", "disallow")
+    + ("divisibleBy",)
+)
+_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "const", "enum")
+_EXACT = 2**53
+"""Integers beyond this are rounded: llguidance keeps numbers as 64-bit floats."""
+_MAX_HOSTNAME = 253
+_OLD_DRAFTS = re.compile(r"json-schema\.org/(draft-0|draft/2019)")
+_SHORT_ESCAPES = frozenset("\b\f\n\r\t")
+
+
+def departures(schema: Any) -> list[str]:
+    """What llguidance would not enforce without a word: `#/path/keyword: why`."""
+    is_old = isinstance(schema, dict) and bool(_OLD_DRAFTS.search(str(schema.get("$schema", ""))))
+    names_matter = has_control_characters(schema)
+    found = []
+    for path, subschema in subschemas(schema):
+        for name in subschema:
+            if name in _NOT_ENFORCED and subschema[name] is not False:
+                found.append(f"{path}/{name} is not enforced")
+        found += [f"{path}/{reason}" for reason in _departures_of(subschema, is_old, names_matter)]
+    return found
+
+
+def _departures_of(schema: dict[str, Any], is_old: bool, has_controls: bool) -> Iterator[str]:
+    for name in _NUMBERS:
+        if name in schema and not _is_exact(schema[name]):
+            yield f"{name}: integers beyond 2**53 are not compared exactly"
+    if "prefixItems" in schema and (is_old or "additionalItems" in schema):
+        yield "prefixItems is not enforced beside the additionalItems or $schema of an older draft"
+    least = schema.get("minProperties", 0)
+    if isinstance(least, int) and least > 1 + len(set(_list(schema.get("required")))):
+        yield f"minProperties: {least} is not enforced, for a name may come twice; list names in required"
+    for pattern in [schema.get("pattern"), *_dict(schema.get("patternProperties"))]:
+        if isinstance(pattern, str) and _has_set_operation(pattern):
+            yield f"pattern: {pattern!r} means something else there: escape the characters within [ ]"
+    if schema.get("format") == "unknown":
+        yield "format: 'unknown' is not enforced"
+    if has_controls and ("properties" in schema or "patternProperties" in schema or "required" in schema):
+        yield "properties: names are not kept apart where the schema holds control characters"
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _is_exact(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(map(_is_exact, value))
+    if isinstance(value, dict):
+        return all(map(_is_exact, value.values()))
+    return not isinstance(value, int | float) or abs(value) <= _EXACT
+
+
+def _has_set_operation(pattern: str) -> bool:
+    """Whether a character class holds `[`, `&&`, `--` or `~~`, which only llguidance's dialect reads as operations."""
+    plain = re.sub(r"\\.", "_", pattern, flags=re.DOTALL)
+    return any(re.search(r"\[|&&|--|~~", body) for body in re.findall(r"\[\^?(\]?[^\]]*)\]", plain))
+
+
+def has_control_characters(value: Any) -> bool:
+    """Whether any string of a JSON value holds one that JSON writes as `\\u00XX`."""
+    if isinstance(value, str):
+        return any((character < " " and character not in _SHORT_ESCAPES) or character == "\x7f" for character in value)
+    if isinstance(value, dict):
+        return any(has_control_characters(key) or has_control_characters(item) for key, item in value.items())
+    return isinstance(value, list) and any(map(has_control_characters, value))
+
+
+def mended(schema: Any) -> Any:
+    """An equal schema, or one whose departures are put right, for llguidance. The argument stays as it is."""
+    if isinstance(schema, list):
+        return [mended(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    result = {name: item if name in ("const", "enum") else mended(item) for name, item in schema.items()}
+    if result.get("uniqueItems") is False:
+        del result["uniqueItems"]
+    if result.get("format") == "hostname" and isinstance(result.get("maxLength", 0), int):
+        result["maxLength"] = min(result.get("maxLength", _MAX_HOSTNAME), _MAX_HOSTNAME)
+    return result
+
+
+def has_finite_instance(schema: Any) -> bool:
+    """False where every instance would hold another one without end, such as an object that requires itself. What this
+    does not look into, it takes for finite.
+    """
+    order = [subschema for _, subschema in subschemas(schema)][::-1]
+    finite: set[int] = set()
+    grew = True
+    while grew:
+        grew = False
+        for subschema in order:
+            if id(subschema) not in finite and _is_finite(subschema, schema, finite):
+                finite.add(id(subschema))
+                grew = True
+    return not isinstance(schema, dict) or id(schema) in finite
+
+
+def _is_finite(schema: dict[str, Any], root: Any, finite: set[int]) -> bool:
+    def known(child: Any) -> bool:
+        return not isinstance(child, dict) or id(child) in finite
+
+    if isinstance(schema.get("$ref"), str) and not known(_resolve(root, schema["$ref"])):
+        return False
+    if not all(map(known, _list(schema.get("allOf")))):
+        return False
+    for name in ("anyOf", "oneOf"):
+        if isinstance(schema.get(name), list) and not any(map(known, schema[name])):
+            return False
+    kinds = schema.get("type", "null")
+    kinds = set(kinds) if isinstance(kinds, list) else {kinds}
+    if kinds - {"object", "array"} or "const" in schema or "enum" in schema:
+        return True
+    properties, prefix, least = (
+        _dict(schema.get("properties")),
+        _list(schema.get("prefixItems")),
+        schema.get("minItems"),
+    )
+    least = least if isinstance(least, int) else 0
+    as_object = all(known(properties.get(name)) for name in _list(schema.get("required")) if isinstance(name, str))
+    as_array = all(map(known, prefix[:least])) and (least <= len(prefix) or known(schema.get("items")))
+    return ("object" in kinds and as_object) or ("array" in kinds and as_array)
+
+
+def _resolve(root: Any, reference: str) -> Any:
+    """What a local reference points to; None for any other."""
+    if not reference.startswith("#"):
+        return None
+    value = root
+    for part in reference[1:].split("/")[1:]:
+        part = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(value, list) and part.isdecimal() and int(part) < len(value):
+            value = value[int(part)]
+        elif isinstance(value, dict):
+            value = value.get(part)
+        else:
+            return None
+    return value
+
+
+def located(message: str, schema: Any) -> str:
+    """The JSON pointer of the keyword that an error message is about, and the message; the message alone if none is."""
+    words = set(re.findall(r"\$?\w+", message))
+    for path, subschema in subschemas(schema):
+        for name, value in subschema.items():
+            named = name in words and not isinstance(value, str)
+            if named or (name in ("type", "format", "pattern", "$ref") and _is_quoted(name, value, message)):
+                return f"{path}/{escaped(name)}: {message}"
+    return message
+
+
+def _is_quoted(name: str, value: Any, message: str) -> bool:
+    if name == "type":
+        return any(f"Invalid type: {kind}" == message for kind in (value if isinstance(value, list) else [value]))
+    return isinstance(value, str) and len(value) > 1 and value.lstrip("#") in message
