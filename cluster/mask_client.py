@@ -13,8 +13,6 @@ import weakref
 from collections.abc import Iterable
 from concurrent.futures import Future
 
-from structured.vocabulary import Vocabulary
-
 from cluster.config import EngineConfig
 from cluster.kv_blocks import IntegrityError
 from cluster.request import FinishStatus, RequestRefused, SequenceOutput
@@ -25,6 +23,7 @@ from structured.constraint import ConstraintError, ConstraintSpec, Resolved
 from structured.grammar_worker import SessionStart
 from structured.masks import FINISHED, LATE, NO_MASK, MaskBatch
 from structured.pool import GrammarPool
+from structured.vocabulary import Vocabulary
 from workers.model_info import ModelInfo
 from workers.step import StepInput
 

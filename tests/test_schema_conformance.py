@@ -2,8 +2,8 @@
 
 Models are replaced by something worse: a choice at random among all tokens that the mask allows. A schema is enforced
 or refused with a reason; nothing is ignored. `python -m tests.test_schema_conformance` writes the list of what xgrammar
-is proven to enforce, and the test holds the list to it. (hypothesis-jsonschema 0.23 does not work with the hypothesis of
-today, so schemas and their instances are generated here.)
+is proven to enforce, and the test holds the list to it. (hypothesis-jsonschema 0.23 does not work with the hypothesis
+of today, so schemas and their instances are generated here.)
 """
 
 from __future__ import annotations

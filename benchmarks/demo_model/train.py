@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from benchmarks.demo_model.data import Sample, samples
+from benchmarks.demo_model.data import SEAM, TRAIN, Sample, samples
 
 OUTPUT = pathlib.Path(__file__).resolve().parents[2] / "configs" / "demo"
 MAX_VOCAB_SIZE = 4096
@@ -83,15 +83,20 @@ def encode(tokenizer: PreTrainedTokenizerFast, sample: Sample) -> tuple[list[int
     prompt = tokenizer.apply_chat_template(
         sample.messages, tools=sample.tools, add_generation_prompt=True, tokenize=False
     )
-    ids = tokenizer(prompt, add_special_tokens=False).input_ids
-    return ids + tokenizer(sample.answer + END, add_special_tokens=False).input_ids, len(ids)
+    ids = _token_ids(tokenizer, prompt)
+    return ids + _token_ids(tokenizer, sample.answer + END), len(ids)
+
+
+def _token_ids(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    return [token_id for part in tokenizer(text.split(SEAM), add_special_tokens=False).input_ids for token_id in part]
 
 
 def batches(
     tokenizer: PreTrainedTokenizerFast, seed: int, skip: int = 0
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """(input ids, labels) [rows, length], padded on the right; labels are -100 except on answers."""
-    stream = samples(seed)
+    pieces = tuple(sorted(token for token in tokenizer.get_vocab() if token.isascii() and token.isalpha()))
+    stream = samples(seed, TRAIN._replace(pieces=pieces))
     order = torch.Generator().manual_seed(seed)
     while True:
         chunk = sorted((encode(tokenizer, next(stream)) for _ in range(CHUNK)), key=lambda item: len(item[0]))

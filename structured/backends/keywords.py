@@ -1,7 +1,7 @@
 """Where the keywords of a JSON schema stand, and which combinations of them it uses.
 
-A combination is what a backend must be proven to enforce: the sorted list of assertions that stand in one schema object,
-with the values of `type` and `format`: `maxLength+type:string`. Annotations do not count.
+A combination is what a backend must be proven to enforce: the sorted list of assertions that stand in one schema
+object, with the values of `type` and `format`: `maxLength+type:string`. Annotations do not count.
 """
 
 from __future__ import annotations
@@ -10,13 +10,17 @@ from collections.abc import Iterator
 from typing import Any
 
 ANNOTATIONS = frozenset(
-    ("title", "description", "markdownDescription", "default", "examples", "example", "deprecated", "readOnly")
-    + ("writeOnly", "contentMediaType", "contentEncoding", "contentSchema", "$schema", "$id", "id", "$comment")
-    + ("$anchor", "$dynamicAnchor", "$vocabulary", "$defs", "definitions", "discriminator", "x-guidance")
+    [
+        *("title", "description", "markdownDescription", "default", "examples", "example", "deprecated", "readOnly"),
+        *("writeOnly", "contentMediaType", "contentEncoding", "contentSchema", "$schema", "$id", "id", "$comment"),
+        *("$anchor", "$dynamicAnchor", "$vocabulary", "$defs", "definitions", "discriminator", "x-guidance"),
+    ]
 )
 _SCHEMA = frozenset(
-    ("items", "additionalProperties", "additionalItems", "contains", "not", "if", "then", "else", "propertyNames")
-    + ("unevaluatedItems", "unevaluatedProperties")
+    [
+        *("items", "additionalProperties", "additionalItems", "contains", "not", "if", "then", "else"),
+        *("propertyNames", "unevaluatedItems", "unevaluatedProperties"),
+    ]
 )
 _SCHEMA_LISTS = frozenset(("anyOf", "oneOf", "allOf", "prefixItems", "items"))
 _SCHEMA_MAPS = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))

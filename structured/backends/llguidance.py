@@ -17,7 +17,6 @@ from structured.backends.formats import with_exact_formats
 from structured.backends.llguidance_schema import (
     departures,
     has_control_characters,
-    has_finite_instance,
     located,
     mended,
 )
@@ -69,7 +68,7 @@ class LLGuidanceBackend:
         return LLGuidanceGrammar(self._tokenizer, compiled.decode(), self._vocabulary)
 
     def not_enforced(self, spec: ConstraintSpec) -> list[str]:
-        """What llguidance passes over, and what a lenient compilation warns about; [] for anything that is not loose."""
+        """What llguidance passes over, and what a lenient compilation warns of; [] for anything that is not loose."""
         if not spec.loose:
             return []
         silent = departures(json.loads(spec.text)) if spec.kind == "json_schema" else []

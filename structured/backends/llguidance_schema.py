@@ -1,7 +1,7 @@
 """Where llguidance departs from JSON Schema, so that it is refused or mended before it compiles.
 
-llguidance reports most keywords that it does not enforce. What it passes over in silence is listed here; each entry is a
-case of `tests/test_schema_conformance.py`. Source of the list: its `docs/json_schema.md`, its parser, and random walks.
+llguidance reports most keywords that it does not enforce. What it passes over in silence is listed here; each entry is
+a case of `tests/test_schema_conformance.py`. Source of the list: its `docs/json_schema.md`, its parser, random walks.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from typing import Any
 from structured.backends.keywords import escaped, subschemas
 
 _NOT_ENFORCED = frozenset(
-    ("not", "if", "contains", "propertyNames", "uniqueItems", "unevaluatedItems", "unevaluatedProperties")
-    + ("dependentRequired", "dependentSchemas", "dependencies", "$dynamicRef", "$recursiveRef", "extends", "disallow")
-    + ("divisibleBy",)
+    [
+        *("not", "if", "contains", "propertyNames", "uniqueItems", "unevaluatedItems", "unevaluatedProperties"),
+        *("dependentRequired", "dependentSchemas", "dependencies", "$dynamicRef", "$recursiveRef", "extends"),
+        *("disallow", "divisibleBy"),
+    ]
 )
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "const", "enum")
 _EXACT = 2**53
