@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from structured.config import PoolConfig
@@ -41,6 +42,8 @@ class _Worker:
         self.started_at = time.monotonic()
         self.sessions: dict[int, _Session] = {}
         self.num_sent = 0
+        self.under_way: deque[tuple[int, float]] = deque()
+        """Messages not known to be done: number, and when they were sent."""
         self.ended: list[int] = []
         self.jobs: list[Job] = []
         self.retired: list[tuple[int, int]] = []
@@ -62,6 +65,8 @@ class _Session:
         """Leading tokens that the worker has been sent."""
         self.asked_at = 0.0
         self.moved_at = 0.0
+        self.num_moves = 0
+        """Since the row was asked for: each move makes the next one less eager, or two workers play ping-pong."""
         self.attempts = 0
         self.error: str | None = None
 
@@ -127,7 +132,7 @@ class GrammarPool:
             session.num_held = min(session.num_held, common)
             session.is_wanted = True
             session.asked_at = session.moved_at = now
-            session.attempts = 0
+            session.attempts = session.num_moves = 0
             self._ask(session)
         self._flush()
 
@@ -181,13 +186,25 @@ class GrammarPool:
         return not worker.transport.is_ready(), self._is_behind(worker), len(worker.sessions)
 
     def _is_behind(self, worker: _Worker) -> bool:
-        bound = time.monotonic() - self.config.migrate_seconds
-        return any(s.moved_at < bound and s.session_id in self._waiting for s in worker.sessions.values())
+        """Whether a row or a message, be it for a session that has left, waits for longer than it should."""
+        now, patience = time.monotonic(), self.config.migrate_seconds
+        if self._longest_under_way(worker, now) > patience:
+            return True
+        waiting = (session for session in worker.sessions.values() if session.session_id in self._waiting)
+        return any(now - session.moved_at > patience * 2**session.num_moves for session in waiting)
+
+    def _longest_under_way(self, worker: _Worker, now: float) -> float:
+        """Seconds since the oldest message was sent that the worker has not done."""
+        acknowledged = self.buffer.acknowledged[worker.index]
+        while worker.under_way and worker.under_way[0][0] <= acknowledged:
+            worker.under_way.popleft()
+        return now - worker.under_way[0][1] if worker.under_way else 0.0
 
     def _flush(self) -> None:
         for worker in self.workers:
             if worker.jobs or worker.ended:
                 worker.num_sent += 1
+                worker.under_way.append((worker.num_sent, time.monotonic()))
                 worker.transport.send(Message(worker.num_sent, worker.jobs, worker.ended))
                 worker.jobs, worker.ended = [], []
 
@@ -197,7 +214,7 @@ class GrammarPool:
         """Moves rows that wait behind a slow one, fails those whose budget is spent and replaces dead workers."""
         for session_id in [key for key, session in self._waiting.items() if self._is_ready(session)]:
             del self._waiting[session_id]
-        if not self._waiting:
+        if not self._waiting and not any(worker.under_way for worker in self.workers):
             return
         self._collect_slots()
         now = time.monotonic()
@@ -209,6 +226,7 @@ class GrammarPool:
             elif not worker.transport.is_ready():
                 for session in worker.sessions.values():
                     session.asked_at = now  # the budget is for the mask, not for the start of a process
+                worker.under_way = deque((number, now) for number, _ in worker.under_way)
                 if now - worker.started_at > START_SECONDS:
                     self._replace(worker)
             else:
@@ -223,7 +241,8 @@ class GrammarPool:
         for session in spent:
             session.error = f"its mask was not there after {self.config.mask_seconds:g} s; simplify the constraint"
             del self._waiting[session.session_id]
-        if spent and (busy_with < 0 or any(session.session_id == busy_with for session in spent)):
+        hangs = self._longest_under_way(worker, now) > self.config.mask_seconds and busy_with not in worker.sessions
+        if hangs or (spent and (busy_with < 0 or any(session.session_id == busy_with for session in spent))):
             self._replace(worker)
             return
         behind = [session for session in waiting if session.error is None and session.session_id != busy_with]
@@ -231,6 +250,7 @@ class GrammarPool:
         if target is not None:
             for session in behind:
                 session.moved_at = now
+                session.num_moves += 1
                 self._leave(session)
                 if self._enter(session, target):
                     self._ask_from_start(session)
