@@ -6,6 +6,9 @@ never holds state or code. Imports no torch. Field names follow the OpenAI API a
 
 from __future__ import annotations
 
+import enum
+import hashlib
+
 import msgspec
 
 from structured.constraint import ConstraintSpec
@@ -17,6 +20,25 @@ MAX_STOP_STRINGS = 16
 """Stop strings per request; each is searched for in every new piece of text."""
 
 
+class OutputKind(enum.StrEnum):
+    """What a caller of `cluster.llm.LLM` is shown of a request under way."""
+
+    CUMULATIVE = "cumulative"
+    """Each time the whole output so far."""
+    DELTA = "delta"
+    """What is new since the last time."""
+    FINAL_ONLY = "final_only"
+    """Nothing until every choice has ended."""
+
+
+def child_seed(seed: int, index: int) -> int:
+    """The noise seed of choice `index` of a request with n > 1, in [-2^63, 2^63): `seed` and `index` as signed 64-bit
+    little-endian integers through BLAKE2b with 8 bytes of digest. A request with n = 1 uses its seed itself.
+    """
+    data = seed.to_bytes(8, "little", signed=True) + index.to_bytes(8, "little", signed=True)
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Sampling parameters of one request.
 
@@ -25,6 +47,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     scheduler.
     """
 
+    n: int = 1
+    """Choices drawn for one prompt, which is computed once; at least 1, and at most the engine's `max_num_sequences`.
+    Choice `i` draws with `child_seed(seed, i)`.
+    """
     temperature: float = 1.0
     """Divides the logits; 0 is greedy. In [0, 2]."""
     top_p: float = 1.0
@@ -73,7 +99,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     say, and `stop_token_ids` may be sampled only where the grammar lets the text end.
     """
 
+    output_kind: OutputKind = OutputKind.CUMULATIVE
+    """What `LLM.step` and `LLM.stream` return."""
+
     def __post_init__(self) -> None:
+        if self.n < 1:
+            raise ValueError(f"n {self.n} must be at least 1")
         _check_range("temperature", self.temperature, 0.0, 2.0)
         _check_range("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0.0:
