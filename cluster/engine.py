@@ -23,6 +23,7 @@ from cluster.request import EngineRequest, FinishStatus, QueueFull, RequestRefus
 from cluster.scheduler import Scheduler
 from cluster.sequence import Sequence
 from structured.constraint import ConstraintSpec, Resolved
+from workers.sampling_params import child_seed
 from workers.step import StepInput, StepOutput
 
 logger = logging.getLogger(__name__)
@@ -141,19 +142,26 @@ class Engine:
             raise ValueError("a request with a constraint comes with what `resolve` made of it")
         if not self.scheduler.has_unfinished:
             self._last_progress = time.monotonic()
-        sequence = Sequence(
-            sequence_id=self._next_sequence_id,
-            request_id=request.request_id,
-            token_ids=list(request.prompt_token_ids),
-            params=params,
-            seed=params.seed if params.seed is not None else secrets.randbits(63),
-            priority=request.priority,
-            eos_token_ids=self.model.eos_token_ids,
-            constraint=constraint,
-            deadline=None if request.deadline_s is None else time.monotonic() + request.deadline_s,
-        )
+        seed = params.seed if params.seed is not None else secrets.randbits(63)
+        deadline = None if request.deadline_s is None else time.monotonic() + request.deadline_s
+        sequence, *sequence.unforked = [
+            Sequence(
+                sequence_id=self._next_sequence_id + index,
+                request_id=request.request_id,
+                token_ids=list(request.prompt_token_ids),
+                # The prompt is one for all choices, and reported once.
+                params=params if index == 0 else msgspec.structs.replace(params, prompt_logprobs=None),
+                seed=seed if params.n == 1 else child_seed(seed, index),
+                index=index,
+                priority=request.priority,
+                eos_token_ids=self.model.eos_token_ids,
+                constraint=constraint,
+                deadline=deadline,
+            )
+            for index in range(params.n)
+        ]
         self.scheduler.add(sequence)
-        self._next_sequence_id += 1
+        self._next_sequence_id += params.n
 
     def _free_slots(self) -> int:
         return max(0, self.config.max_num_sequences - self.scheduler.num_running)

@@ -13,7 +13,15 @@ import operator
 from cluster.kv_blocks import IntegrityError, KVBlocks
 from cluster.request import FinishStatus, RequestRefused, SequenceOutput
 from cluster.sequence import Sequence
-from workers.step import SamplePoint, ScheduledSequence, StepInput, StepOutput, TokenLogprobs
+from workers.step import (
+    RowError,
+    SamplePoint,
+    ScheduledSequence,
+    SequenceFork,
+    StepInput,
+    StepOutput,
+    TokenLogprobs,
+)
 
 _ORDER = operator.attrgetter("order")
 
@@ -46,6 +54,10 @@ class Scheduler:
         self._num_rows = 0
         """Flat token rows of the step being planned."""
         self._num_deadlines = 0
+        self._to_fork: list[tuple[Sequence, int]] = []
+        """Prompts that the step being planned completes, and the row of their last token."""
+        self._copies: list[tuple[Sequence, int, int]] = []
+        """Forks of the last step, and the block copies (source, destination) that they need before the next."""
 
     # ---- what is there -----------------------------------------------------------------------------------------
 
@@ -73,7 +85,13 @@ class Scheduler:
     # ---- arrival -----------------------------------------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:
-        """Queues a sequence. Raises `RequestRefused` where it can never be served whole."""
+        """Queues a sequence and its `unforked` others. Raises `RequestRefused` where they can never be served whole."""
+        if len(sequence.unforked) >= self.max_num_sequences:
+            raise RequestRefused(
+                f"n {len(sequence.unforked) + 1} exceeds the {self.max_num_sequences} sequences that run at a time; "
+                "lower it or raise max_num_sequences",
+                "n",
+            )
         pool = self.blocks.num_blocks * self.blocks.block_size
         limit = min(self.max_model_len, pool)
         remedy = "raise max_model_len" if self.max_model_len <= pool else "enlarge the KV cache (kv_cache_bytes)"
@@ -91,12 +109,13 @@ class Scheduler:
                 f"lower it, shorten the prompt or {remedy}",
                 "max_tokens",
             )
-        sequence.max_length = sequence.num_prompt_tokens + (max_tokens or room)
-        sequence.arrival = self._num_arrivals
+        for each in (sequence, *sequence.unforked):
+            each.max_length = each.num_prompt_tokens + (max_tokens or room)
+            each.arrival = self._num_arrivals
+            self._num_deadlines += each.deadline is not None
+            self._by_id[each.sequence_id] = each
+            self._by_request.setdefault(each.request_id, []).append(each)
         self._num_arrivals += 1
-        self._num_deadlines += sequence.deadline is not None
-        self._by_id[sequence.sequence_id] = sequence
-        self._by_request.setdefault(sequence.request_id, []).append(sequence)
         bisect.insort(self.waiting, sequence, key=_ORDER)
 
     # ---- one step ----------------------------------------------------------------------------------------------
@@ -109,6 +128,11 @@ class Scheduler:
         self._make_way_for_priority()
         budget = self._schedule_running(step)
         self._admit_waiting(step, budget)
+        step.block_copies = [(src, dst) for fork, src, dst in self._copies if dst in fork.block_table]
+        self._copies = []
+        for parent, row in self._to_fork:
+            self._fork(step, parent, row)
+        self._to_fork = []
         step.finished, self._forgotten = self._forgotten, []
         return step
 
@@ -133,8 +157,10 @@ class Scheduler:
         return budget
 
     def _admit_waiting(self, step: StepInput, budget: int) -> None:
-        while self.waiting and budget > 0 and len(self.running) < self.max_num_sequences:
+        while self.waiting and budget > 0:
             sequence = self.waiting[0]
+            if not self._has_places(sequence):
+                break
             prefix = self._cached_prefix(sequence)
             if not self._fits(sequence, prefix):
                 break
@@ -142,8 +168,13 @@ class Scheduler:
             self._admit(sequence, prefix)
             step.started.append(sequence.start())
             count = min(self._num_wanted(sequence), budget)
-            self._schedule(step, sequence, count, prefix)
+            self._schedule(step, sequence, count)
             budget -= count
+
+    def _has_places(self, sequence: Sequence) -> bool:
+        """Whether the sequence and its forks may run beside those that do."""
+        taken = sum(1 + len(other.unforked) for other in self.running)
+        return taken + 1 + len(sequence.unforked) <= self.max_num_sequences
 
     def _fits(self, sequence: Sequence, prefix: list[int]) -> bool:
         """Room for the whole prompt, not for its first chunk: who is let in should not be thrown out at once."""
@@ -184,23 +215,48 @@ class Scheduler:
     def _num_missing_blocks(self, sequence: Sequence, count: int) -> int:
         return self._blocks_for(sequence.num_computed_tokens + count) - len(sequence.block_table)
 
-    def _schedule(self, step: StepInput, sequence: Sequence, count: int, prefix: list[int] | None = None) -> None:
+    def _schedule(self, step: StepInput, sequence: Sequence, count: int) -> None:
         """Puts the next `count` tokens of a sequence into the step; its blocks are known to be free."""
         start, known = sequence.num_computed_tokens, len(sequence.token_ids)
         end = start + count
         missing = self._num_missing_blocks(sequence, count)
-        new_blocks = self.blocks.allocate(missing) if missing > 0 else []
-        sequence.block_table += new_blocks
+        if missing > 0:
+            sequence.block_table += self.blocks.allocate(missing)
+        unsent = sequence.block_table[sequence.num_sent_blocks :]
+        sequence.num_sent_blocks += len(unsent)
         drafts = sequence.draft_token_ids[: max(0, end - known)] if sequence.draft_token_ids else []
-        step.scheduled.append(
-            ScheduledSequence(sequence.sequence_id, start, count, (prefix or []) + new_blocks, drafts)
-        )
+        step.scheduled.append(ScheduledSequence(sequence.sequence_id, start, count, unsent, drafts))
         if end >= known:
             first_row = self._num_rows - start
             for position in range(known, end + 1):
                 step.sample_points.append(SamplePoint(first_row + position - 1, sequence.sequence_id, position))
+            if sequence.unforked:
+                self._to_fork.append((sequence, first_row + known - 1))
         self._num_rows += count
         self._register_full_blocks(sequence, min(end, known))
+
+    def _fork(self, step: StepInput, parent: Sequence, row: int) -> None:
+        """Makes the parent's other choices sequences of their own, which draw their first tokens from its logits.
+
+        Full blocks are shared. The last one is copied before the next step, where it is not full, or where a late mask
+        may make the fork compute the last token of the prompt again. Forks without a block to spare queue up.
+        """
+        forks, parent.unforked = parent.unforked, []
+        num_tokens = parent.num_prompt_tokens
+        is_full = num_tokens % self.blocks.block_size == 0
+        shared = num_tokens - (is_full and parent.constraint is not None)
+        for fork in forks:
+            fork.num_cached_tokens = parent.num_cached_tokens
+            if shared % self.blocks.block_size and not self.blocks.num_free:
+                bisect.insort(self.waiting, fork, key=_ORDER)
+                continue
+            fork.block_table, copies = self.blocks.fork(parent.block_table, shared)
+            self._copies += [(fork, source, destination) for source, destination in copies]
+            fork.num_computed_tokens = num_tokens
+            fork.num_shared_blocks = fork.num_registered_blocks = shared // self.blocks.block_size
+            bisect.insort(self.running, fork, key=_ORDER)
+            step.forked.append(SequenceFork(parent.sequence_id, fork.sequence_id, fork.seed))
+            step.sample_points.append(SamplePoint(row, fork.sequence_id, num_tokens))
 
     def _register_full_blocks(self, sequence: Sequence, num_tokens: int) -> None:
         full = num_tokens // self.blocks.block_size
@@ -216,7 +272,7 @@ class Scheduler:
         """The first in the queue takes the place of less urgent ones. It happens before anything is scheduled."""
         while self.waiting and self.running and self.waiting[0].priority < self.running[-1].priority:
             urgent = self.waiting[0]
-            if len(self.running) < self.max_num_sequences and self._fits(urgent, self._cached_prefix(urgent)):
+            if self._has_places(urgent) and self._fits(urgent, self._cached_prefix(urgent)):
                 break
             self._preempt(self.running[-1])
 
@@ -230,7 +286,8 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         self.blocks.free(sequence.block_table)
         sequence.block_table = []
-        sequence.num_computed_tokens = sequence.num_shared_blocks = sequence.num_registered_blocks = 0
+        sequence.num_computed_tokens = sequence.num_shared_blocks = 0
+        sequence.num_registered_blocks = sequence.num_sent_blocks = 0
         sequence.draft_token_ids = []
         sequence.waits_for_mask = False
         self._forgotten.append(sequence.sequence_id)
@@ -246,24 +303,34 @@ class Scheduler:
     def update(self, step: StepInput, output: StepOutput) -> list[SequenceOutput]:
         """Applies what the ranks answered; returns what each sequence gained."""
         changes: list[SequenceOutput] = []
-        for item in step.scheduled:
-            sequence = self._by_id.get(item.sequence_id)
-            if sequence is None or not sequence.block_table:
-                continue  # ended or preempted since the step was planned
-            error = output.errors.get(item.sequence_id)
+        computed = [
+            (item.sequence_id, item.start, item.start + item.num_tokens - len(item.draft_token_ids))
+            for item in step.scheduled
+        ]
+        for fork in step.forked:
+            sequence = self._by_id.get(fork.sequence_id)
+            if sequence is not None:
+                computed.append((fork.sequence_id, sequence.num_prompt_tokens, sequence.num_prompt_tokens))
+        for sequence_id, start, known_end in computed:
+            sequence = self._by_id.get(sequence_id)
+            if sequence is None:
+                continue  # ended since the step was planned
+            is_fork = start == known_end
+            if not sequence.block_table and not is_fork:
+                continue  # preempted since; a fork's row is its parent's and would fail again
+            error = output.errors.get(sequence_id)
             if error is not None:
                 changes.append(self._fail(sequence, error))
-                continue
-            change = self._advance(sequence, item, output)
-            if change is not None:
-                changes.append(change)
+            elif sequence.block_table:
+                change = self._advance(sequence, start, known_end, output)
+                if change is not None:
+                    changes.append(change)
         return changes
 
-    def _advance(self, sequence: Sequence, item: ScheduledSequence, output: StepOutput) -> SequenceOutput | None:
-        known_end = item.start + item.num_tokens - len(item.draft_token_ids)
-        token_ids = output.token_ids.get(item.sequence_id)
-        sequence.draft_token_ids = output.draft_token_ids.get(item.sequence_id, [])
-        prompt_logprobs = self._new_prompt_logprobs(sequence, item, output)
+    def _advance(self, sequence: Sequence, start: int, known_end: int, output: StepOutput) -> SequenceOutput | None:
+        token_ids = output.token_ids.get(sequence.sequence_id)
+        sequence.draft_token_ids = output.draft_token_ids.get(sequence.sequence_id, [])
+        prompt_logprobs = self._new_prompt_logprobs(sequence, start, output)
         if not token_ids:
             # A row whose token is not drawn yet (a late mask) does its last position again.
             late = known_end == len(sequence.token_ids)
@@ -273,7 +340,7 @@ class Scheduler:
             return None
         gained, finish = self._accept(sequence, token_ids)
         sequence.num_computed_tokens = known_end + len(gained) - 1
-        logprobs = output.logprobs.get(item.sequence_id)
+        logprobs = output.logprobs.get(sequence.sequence_id)
         change = SequenceOutput(
             sequence.request_id,
             sequence.index,
@@ -300,40 +367,33 @@ class Scheduler:
                 return token_ids[:count], FinishStatus.FINISHED_LENGTH
         return token_ids, None
 
-    def _new_prompt_logprobs(
-        self, sequence: Sequence, item: ScheduledSequence, output: StepOutput
-    ) -> list[TokenLogprobs] | None:
+    def _new_prompt_logprobs(self, sequence: Sequence, start: int, output: StepOutput) -> list[TokenLogprobs] | None:
         """Entries for prompt positions that were not reported before a preemption."""
-        entries = output.prompt_logprobs.get(item.sequence_id)
+        entries = output.prompt_logprobs.get(sequence.sequence_id)
         if not entries:
             return None
-        new = entries[max(0, sequence.num_prompt_logprobs - item.start) :]
-        sequence.num_prompt_logprobs = max(sequence.num_prompt_logprobs, item.start + len(entries))
+        new = entries[max(0, sequence.num_prompt_logprobs - start) :]
+        sequence.num_prompt_logprobs = max(sequence.num_prompt_logprobs, start + len(entries))
         return new or None
 
-    def _fail(self, sequence: Sequence, error: str) -> SequenceOutput:
-        """Ends a sequence whose row failed. All it read or wrote leaves the cache; running sequences that read what it
-        wrote compute again, and what they wrote behind it leaves too.
+    def _fail(self, sequence: Sequence, error: RowError) -> SequenceOutput:
+        """Ends a sequence whose row failed. Where its keys and values may be at fault, all it read or wrote leaves the
+        cache; running sequences that read what it wrote compute again, and what they wrote behind it leaves too.
 
         Nobody reads a reader's blocks alone, for a prefix is found from its head. Blocks that the failed row only read
         leave without disturbing their other readers: had the failure come from there, these fail by themselves, and no
         newcomer should.
         """
+        if not error.is_corrupt:
+            return self._final(sequence, FinishStatus.FINISHED_INTERNAL_ERROR, error.reason)
         written = set(sequence.block_table[sequence.num_shared_blocks :])
         self.blocks.discard(sequence.block_table)
-        self._end(sequence, FinishStatus.FINISHED_INTERNAL_ERROR)
+        final = self._final(sequence, FinishStatus.FINISHED_INTERNAL_ERROR, error.reason)
         for reader in [other for other in self.running if not written.isdisjoint(other.block_table)]:
             first = next(index for index, block in enumerate(reader.block_table) if block in written)
             self.blocks.discard(reader.block_table[first:])
             self._preempt(reader)
-        return SequenceOutput(
-            sequence.request_id,
-            sequence.index,
-            [],
-            finish=FinishStatus.FINISHED_INTERNAL_ERROR,
-            error=error,
-            usage=sequence.usage,
-        )
+        return final
 
     # ---- endings -----------------------------------------------------------------------------------------------
 
@@ -370,8 +430,15 @@ class Scheduler:
         if sequence in self.running:
             self.running.remove(sequence)
             self._release(sequence)
-        else:
+        elif sequence in self.waiting:
             self.waiting.remove(sequence)
+        else:
+            for parent in self._by_request[sequence.request_id]:
+                if sequence in parent.unforked:
+                    parent.unforked.remove(sequence)
+        if sequence.unforked:  # the prompt is left to the next choice
+            heir, *heir.unforked = sequence.unforked
+            bisect.insort(self.waiting, heir, key=_ORDER)
         self._num_deadlines -= sequence.deadline is not None
         del self._by_id[sequence.sequence_id]
         siblings = self._by_request[sequence.request_id]
@@ -384,7 +451,8 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raises `IntegrityError` where blocks leaked or are miscounted, or a sequence is in two places or in none."""
         self.blocks.check_integrity(sequence.block_table for sequence in self.running)
-        listed = sorted(sequence.sequence_id for sequence in [*self.running, *self.waiting])
+        queued = [*self.running, *self.waiting]
+        listed = sorted(each.sequence_id for sequence in queued for each in (sequence, *sequence.unforked))
         if listed != sorted(self._by_id):
             raise IntegrityError(f"{len(listed)} sequences are queued and {len(self._by_id)} are known")
         if any(sequence.block_table for sequence in self.waiting):

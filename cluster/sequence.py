@@ -27,6 +27,9 @@ class Sequence:
     params: SamplingParams
     seed: int
     index: int = 0
+    """Choice of the request."""
+    unforked: list[Sequence] = dataclasses.field(default_factory=list)
+    """The request's other choices, until the step that completes the prompt makes them forks of this one."""
     priority: int = 0
     eos_token_ids: tuple[int, ...] = ()
     deadline: float | None = None
@@ -42,7 +45,9 @@ class Sequence:
     num_computed_tokens: int = 0
     """Leading tokens whose keys and values are in the cache."""
     num_shared_blocks: int = 0
-    """Leading blocks found in the prefix cache, not written by this sequence."""
+    """Leading blocks that others wrote: found in the prefix cache, or a fork's parent's."""
+    num_sent_blocks: int = 0
+    """Leading blocks that the ranks know of."""
     num_registered_blocks: int = 0
     """Leading blocks offered to the prefix cache."""
     num_cached_tokens: int | None = None
@@ -63,9 +68,9 @@ class Sequence:
         self.stop_ids = frozenset(self.eos_token_ids) | frozenset(self.params.stop_token_ids)
 
     @property
-    def order(self) -> tuple[int, int]:
+    def order(self) -> tuple[int, int, int]:
         """Sort key: who runs first."""
-        return self.priority, self.arrival
+        return self.priority, self.arrival, self.index
 
     @property
     def num_output_tokens(self) -> int:

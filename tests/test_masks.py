@@ -102,8 +102,8 @@ def test_a_row_that_allows_nothing_fails_alone_and_nan_does_not_hide() -> None:
     found = draw(logits, [SamplingParams()] * 3, MaskBatch(0, [0, 1, 1], packed(allowed), {}))
     assert found.token_ids[1] == 7
     assert sorted(found.errors) == [0, 2]
-    assert "every token is masked" in found.errors[0]
-    assert "NaN" in found.errors[2]
+    assert "every token is masked" in found.errors[0].reason
+    assert "NaN" in found.errors[2].reason
 
 
 def test_masks_of_another_length_are_refused() -> None:

@@ -17,7 +17,7 @@ from workers.kernels import cpu_sampler
 from workers.sampler import HostSample, prompt_logprobs, sample
 from workers.sampling_params import SamplingParams
 from workers.sampling_state import SamplingState
-from workers.step import SamplePoint, SequenceStart
+from workers.step import RowError, SamplePoint, SequenceStart
 
 EOS = 3
 CPU = torch.device("cpu")
@@ -187,15 +187,15 @@ def test_a_row_of_invalid_logits_fails_alone(case: str, value: str) -> None:
     logits[1, 150] = float(value)  # not among the allowed ones, yet the row is not to be trusted
     drawn = sample(logits, points, state).to_host()
     kind = "NaN" if value == "nan" else "infinite"
-    assert drawn.errors == {1: f"the model produced {kind} logits at position 2"}
+    assert drawn.errors == {1: RowError(f"the model produced {kind} logits at position 2", is_corrupt=True)}
     assert (drawn.token_ids[0], drawn.token_ids[2]) == (good.token_ids[0], good.token_ids[2])
 
 
 def test_a_row_whose_tokens_are_all_masked_fails_with_the_reason() -> None:
     params = SamplingParams(allowed_token_ids=(4, EOS), bad_words_token_ids=((4,),), min_tokens=2)
-    assert "every token is masked at position 1" in draw_one(torch.zeros(50), params).errors[0]
+    assert "every token is masked at position 1" in draw_one(torch.zeros(50), params).errors[0].reason
     greedy = SamplingParams(temperature=0.0, allowed_token_ids=(EOS,), min_tokens=2)
-    assert "every token is masked at position 1" in draw_one(torch.zeros(50), greedy).errors[0]
+    assert "every token is masked at position 1" in draw_one(torch.zeros(50), greedy).errors[0].reason
 
 
 @pytest.mark.parametrize("case", ["greedy", "temperature", "top_p", "top_k", "top_k_large", "min_p", "presence"])

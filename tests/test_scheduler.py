@@ -1,5 +1,5 @@
-"""The scheduler against a model that checks every step: hypothesis drives arrivals, aborts, late rows, failures and
-drafts.
+"""The scheduler against a model that checks every step: hypothesis drives arrivals, forks, aborts, late rows, failures
+and drafts.
 
 The fake model keeps what each KV slot holds, as (position, hash of the tokens up to there), and raises where a token is
 computed on anything but its own context: a wrong prefix hit, a premature free or a stale block cannot pass. NaN spreads
@@ -20,22 +20,23 @@ from cluster.kv_blocks import KVBlocks
 from cluster.request import FinishStatus, RequestRefused, SequenceOutput
 from cluster.scheduler import Scheduler
 from cluster.sequence import Sequence
+from structured.constraint import ConstraintSpec, Resolved
 from workers.sampling_params import SamplingParams
-from workers.step import StepInput, StepOutput
+from workers.step import RowError, StepInput, StepOutput
 
 BLOCK_SIZE = 4
 EXAMPLES = 20_000 if os.environ.get("MANTA_PROVE") == "1" else 500
 
 
-def next_token(tokens: list[int]) -> int:
-    """The fake model: a fixed function of the whole context. 0 is its end-of-sequence token."""
-    return zlib.crc32(bytes(tokens)) % 23
+def next_token(tokens: list[int], seed: int = 0) -> int:
+    """The fake model: a fixed function of the whole context and the seed. 0 is its end-of-sequence token."""
+    return zlib.crc32(bytes([seed, *tokens])) % 23
 
 
-def continuation(prompt: list[int], params: SamplingParams) -> list[int]:
+def continuation(prompt: list[int], params: SamplingParams, seed: int = 0) -> list[int]:
     tokens = list(prompt)
     while len(tokens) - len(prompt) < (params.max_tokens or 10**9):
-        tokens.append(next_token(tokens))
+        tokens.append(next_token(tokens, seed))
         if tokens[-1] == 0 and not params.ignore_eos:
             break
     return tokens[len(prompt) :]
@@ -48,6 +49,7 @@ class FakeModel:
         self.slots: dict[int, tuple] = {}
         self.tokens: dict[int, list[int]] = {}
         self.tables: dict[int, list[int]] = {}
+        self.seeds: dict[int, int] = {}
         self.poisoned: set[int] = set()
         """Slots that hold NaN."""
 
@@ -61,12 +63,30 @@ class FakeModel:
             assert start.sequence_id not in self.tokens, "started while the rank still holds it"
             self.tokens[start.sequence_id] = list(start.token_ids)
             self.tables[start.sequence_id] = []
+            self.seeds[start.sequence_id] = start.seed
+        for fork in step.forked:
+            assert fork.sequence_id not in self.tokens, "forked while the rank still holds it"
+            self.tokens[fork.sequence_id] = list(self.tokens[fork.parent_id])
+            self.tables[fork.sequence_id] = []
+            self.seeds[fork.sequence_id] = fork.seed
+        self._copy(step.block_copies)
         inputs = self._write(step, failing)
         self._check_contexts(step, inputs)
         return self._sample(step, inputs, late, drafts)
 
     def slot(self, sequence_id: int, position: int) -> int:
         return self.tables[sequence_id][position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+
+    def _copy(self, pairs: list[tuple[int, int]]) -> None:
+        assert len({destination for _, destination in pairs}) == len(pairs), "two copies into one block"
+        copied, poisoned = {}, set()
+        for source, destination in pairs:
+            for offset in range(BLOCK_SIZE):
+                old, new = source * BLOCK_SIZE + offset, destination * BLOCK_SIZE + offset
+                copied[new] = self.slots.get(old, ())
+                poisoned |= {new} if old in self.poisoned else set()
+        self.slots |= copied
+        self.poisoned = (self.poisoned - set(copied)) | poisoned
 
     def _write(self, step: StepInput, failing: Set[int]) -> dict[int, list[int]]:
         inputs, written = {}, {}
@@ -107,24 +127,32 @@ class FakeModel:
                 row_of[first + offset] = (item.sequence_id, item.start + offset)
             first += item.num_tokens
         rejected: set[int] = set()
+        parents = {fork.sequence_id: fork.parent_id for fork in step.forked}
         for point in step.sample_points:
-            sequence_id, position = row_of[point.row]
-            assert (sequence_id, position + 1) == (point.sequence_id, point.position)
-            if self.slot(sequence_id, position) in self.poisoned:
-                output.errors[sequence_id] = "NaN"
+            row_id, position = row_of[point.row]
+            sequence_id = point.sequence_id
+            assert (row_id, position + 1) == (parents.get(sequence_id, sequence_id), point.position)
+            if self.slot(row_id, position) in self.poisoned:
+                output.errors[sequence_id] = RowError("NaN", is_corrupt=True)
             elif sequence_id not in late and sequence_id not in rejected:
-                given_tokens = inputs[sequence_id]
-                token = next_token(given_tokens[: position + 1])
+                given_tokens = inputs[row_id]
+                token = next_token(given_tokens[: position + 1], self.seeds[sequence_id])
                 output.token_ids.setdefault(sequence_id, []).append(token)
                 self.tokens[sequence_id].append(token)
                 if position + 1 < len(given_tokens) and given_tokens[position + 1] != token:
                     rejected.add(sequence_id)
         if drafts:
             for sequence_id, tokens in self.tokens.items():
-                guess = [next_token(tokens)]
-                guess.append(next_token(tokens + guess) if sequence_id % 2 else 22)
+                seed = self.seeds[sequence_id]
+                guess = [next_token(tokens, seed)]
+                guess.append(next_token(tokens + guess, seed) if sequence_id % 2 else 22)
                 output.draft_token_ids[sequence_id] = [*guess, 5]
         return output
+
+
+def name_of(choice: Sequence | SequenceOutput) -> str:
+    """The request's id, with the index of a choice that is not the first."""
+    return f"{choice.request_id}/{choice.index}" if choice.index else choice.request_id
 
 
 class Harness:
@@ -143,17 +171,35 @@ class Harness:
         self.gained: dict[str, list[int]] = {}
         self.ends: dict[str, SequenceOutput] = {}
         self.failed: set[str] = set()
-        """Requests whose row was made to fail."""
+        """Sequences whose row was made to fail."""
 
-    def add(self, prompt: list[int], params: SamplingParams, priority: int = 0) -> bool:
+    def add(
+        self, prompt: list[int], params: SamplingParams, priority: int = 0, n: int = 1, masks: bool = False
+    ) -> bool:
+        """Adds a request of `n` sequences, whose seeds are their indices; with `masks` they may be late."""
         number = len(self.sequences)
-        sequence = Sequence(number, str(number), list(prompt), params, 0, priority=priority, eos_token_ids=(0,))
+        constraint = Resolved(spec=ConstraintSpec(kind="regex", text="a"), compiled=b"") if masks else None
+        sequences = [
+            Sequence(
+                number + index,
+                str(number),
+                list(prompt),
+                params,
+                index,
+                index,
+                priority=priority,
+                eos_token_ids=(0,),
+                constraint=constraint,
+            )
+            for index in range(n)
+        ]
+        sequences[0].unforked = sequences[1:]
         try:
-            self.scheduler.add(sequence)
+            self.scheduler.add(sequences[0])
         except RequestRefused:
             return False
-        self.sequences.append(sequence)
-        self.gained[sequence.request_id] = []
+        self.sequences += sequences
+        self.gained |= {name_of(sequence): [] for sequence in sequences}
         return True
 
     def num_cached_tokens(self, request_id: str) -> int:
@@ -163,10 +209,11 @@ class Harness:
 
     def collect(self, outputs: list[SequenceOutput]) -> None:
         for output in outputs:
-            assert output.request_id not in self.ends, "output behind the end"
-            self.gained[output.request_id] += output.token_ids
+            name = name_of(output)
+            assert name not in self.ends, "output behind the end"
+            self.gained[name] += output.token_ids
             if output.finish is not None:
-                self.ends[output.request_id] = output
+                self.ends[name] = output
 
     def step(self, late: Set[int] = frozenset(), failing: Set[int] = frozenset(), drafts: bool = False) -> None:
         step = self.scheduler.schedule()
@@ -177,7 +224,10 @@ class Harness:
             assert item.start + item.num_tokens < self.sequences[item.sequence_id].max_length, "computed past its end"
         # What fails is sampled in the same step, so the failure is known at once and nobody else may suffer.
         failing = failing & {point.sequence_id for point in step.sample_points}
-        self.failed |= {str(sequence_id) for sequence_id in failing}
+        failing |= {fork.sequence_id for fork in step.forked if fork.parent_id in failing}
+        self.failed |= {name_of(self.sequences[sequence_id]) for sequence_id in failing}
+        masked = {sequence.sequence_id for sequence in self.sequences if sequence.constraint is not None}
+        late = late & masked
         self.collect(self.scheduler.update(step, self.model.execute(step, late, failing, drafts)))
         self.scheduler.check_integrity()
         for sequence in self.sequences:
@@ -202,7 +252,21 @@ prompts = st.builds(
     st.integers(0, 5),
     st.lists(st.integers(1, 2), min_size=1, max_size=6),
 )
-requests = st.tuples(prompts, st.integers(1, 20), st.booleans(), st.integers(-1, 1))
+requests = st.builds(
+    lambda prompt, max_tokens, ignore_eos, priority, n, masks: (
+        prompt,
+        SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos and not masks),
+        priority,
+        n,
+        masks,
+    ),
+    prompts,
+    st.integers(1, 20),
+    st.booleans(),
+    st.integers(-1, 1),
+    st.sampled_from([1, 1, 2, 3, 5]),
+    st.booleans(),
+)
 actions = st.lists(
     st.one_of(
         st.tuples(st.just("add"), requests),
@@ -230,12 +294,11 @@ def test_every_request_gets_its_tokens_whatever_happens_to_the_others(
     first, actions, num_blocks, budget, slots, caching
 ) -> None:
     harness = Harness(num_blocks, budget, slots, caching)
-    for prompt, max_tokens, ignore_eos, priority in first:
-        harness.add(prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos), priority)
+    for request in first:
+        harness.add(*request)
     for action, value in actions:
         if action == "add":
-            prompt, max_tokens, ignore_eos, priority = value
-            harness.add(prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos), priority)
+            harness.add(*value)
         elif action == "step":
             ids = {sequence.sequence_id for sequence in harness.scheduler.running}
             some = {sequence_id for sequence_id in ids if sequence_id % 3 == harness.scheduler._num_steps % 3}
@@ -247,19 +310,22 @@ def test_every_request_gets_its_tokens_whatever_happens_to_the_others(
         elif action == "abort":
             harness.collect(harness.scheduler.abort(str(value)))
         elif action == "stop":
-            gained = harness.gained.get(str(value), [])
-            harness.collect(harness.scheduler.finish(str(value), 0, len(gained) // 2))
+            if value < len(harness.sequences):
+                choice = harness.sequences[value]
+                num_kept = len(harness.gained[name_of(choice)]) // 2
+                if choice not in harness.sequences[value - choice.index].unforked:  # there is no text yet to stop
+                    harness.collect(harness.scheduler.finish(choice.request_id, choice.index, num_kept))
         else:
             harness.scheduler.recompute_all()
             harness.model = FakeModel()
         harness.scheduler.check_integrity()
     harness.drain()
     for sequence in harness.sequences:
-        end = harness.ends[sequence.request_id]
-        expected = continuation(sequence.token_ids[: sequence.num_prompt_tokens], sequence.params)
-        gained = harness.gained[sequence.request_id]
+        end = harness.ends[name_of(sequence)]
+        expected = continuation(sequence.token_ids[: sequence.num_prompt_tokens], sequence.params, sequence.seed)
+        gained = harness.gained[name_of(sequence)]
         assert gained == expected[: len(gained)]
-        assert end.finish is not FinishStatus.FINISHED_INTERNAL_ERROR or sequence.request_id in harness.failed
+        assert end.finish is not FinishStatus.FINISHED_INTERNAL_ERROR or name_of(sequence) in harness.failed
         if end.finish is FinishStatus.FINISHED_LENGTH:
             assert gained == expected
             assert len(gained) == sequence.params.max_tokens

@@ -66,15 +66,21 @@ class ModelRunner:
             self._forget(sequence_id)
         for sequence in step.started:
             self._start(sequence)
+        for fork in step.forked:
+            self._enter(fork.sequence_id)
+            self.state.fork(fork.parent_id, fork.sequence_id, fork.seed)
         copy_blocks(self.kv_cache, step.block_copies)
         self._step = step
         self._hidden = self._forward(step) if step.scheduled else None
 
     def _start(self, sequence: SequenceStart) -> None:
-        row = self._free_rows.pop()
-        self._rows[sequence.sequence_id] = row
-        self._num_blocks[row] = 0
+        self._enter(sequence.sequence_id)
         self.state.start(sequence)
+
+    def _enter(self, sequence_id: int) -> None:
+        row = self._free_rows.pop()
+        self._rows[sequence_id] = row
+        self._num_blocks[row] = 0
 
     def _forget(self, sequence_id: int) -> None:
         row = self._rows.pop(sequence_id, None)
@@ -138,10 +144,7 @@ class ModelRunner:
     def _draw(
         self, points: list[SamplePoint], hidden: torch.Tensor, output: StepOutput, masks: MaskBatch | None
     ) -> None:
-        rows = [point.row for point in points]
-        if len(rows) != hidden.shape[0]:  # all rows in order is the decode-only case: no copy
-            hidden = hidden[torch.tensor(rows, device=hidden.device)]
-        logits = self.model.compute_logits(hidden)
+        logits = self._logits(hidden, [point.row for point in points])
         drawn = sample(logits, points, self.state, masks).to_host()
         for index, point in enumerate(points):
             error = drawn.errors.get(index)
@@ -156,6 +159,17 @@ class ModelRunner:
             logprobs = drawn.logprobs.get(index)
             if logprobs is not None:
                 output.logprobs.setdefault(point.sequence_id, []).append(logprobs)
+
+    def _logits(self, hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:
+        """Logits of these rows of `hidden`; each row is multiplied once, however many points it has."""
+        unique = list(dict.fromkeys(rows))
+        if unique != list(range(hidden.shape[0])):  # all rows in order is the decode-only case: no copy
+            hidden = hidden[torch.tensor(unique, device=hidden.device)]
+        logits = self.model.compute_logits(hidden)
+        if len(unique) == len(rows):
+            return logits
+        index = {row: position for position, row in enumerate(unique)}
+        return logits[torch.tensor([index[row] for row in rows], device=logits.device)]
 
     def _prompt_logprobs(self, step: StepInput, hidden: torch.Tensor, output: StepOutput) -> None:
         """Row `i` of a prompt's chunk predicts the prompt token behind it."""

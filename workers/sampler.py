@@ -30,7 +30,7 @@ import torch
 from structured.masks import MaskBatch
 from workers.kernels import cpu_sampler, torch_sampler
 from workers.sampling_state import SamplingState
-from workers.step import SamplePoint, TokenLogprobs
+from workers.step import RowError, SamplePoint, TokenLogprobs
 
 LogprobTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -40,7 +40,7 @@ class HostSample:
     """Drawn tokens on the host; a failed point has an entry in `errors` and token 0, a late one is None."""
 
     token_ids: list[int | None]
-    errors: dict[int, str]
+    errors: dict[int, RowError]
     """Point index to what is wrong with its row."""
     logprobs: dict[int, TokenLogprobs]
     """Point index to the report, for sequences that asked."""
@@ -79,13 +79,13 @@ class Sampled:
         }
         return HostSample(token_ids, errors, reports)
 
-    def _error(self, index: int, code: int) -> str:
+    def _error(self, index: int, code: int) -> RowError:
         position = self.points[index].position
         if code == torch_sampler.NAN:
-            return f"the model produced NaN logits at position {position}"
+            return RowError(f"the model produced NaN logits at position {position}", is_corrupt=True)
         if code == torch_sampler.INFINITE:
-            return f"the model produced infinite logits at position {position}"
-        return (
+            return RowError(f"the model produced infinite logits at position {position}", is_corrupt=True)
+        return RowError(
             f"every token is masked at position {position}: allowed_token_ids, bad_words, min_tokens and the "
             "constraint leave none; loosen one of them"
         )

@@ -130,6 +130,13 @@ class SamplingState:
         self._last_tokens[state.row] = state.tokens[state.num_tokens - 1]
         self._fill_row(state, sequence.seed)
 
+    def fork(self, parent_id: int, sequence_id: int, seed: int) -> None:
+        """Starts a sequence with the tokens and parameters that another one has now, and a seed of its own."""
+        parent = self.sequences[parent_id]
+        tokens = parent.tokens[: parent.num_tokens].tolist()
+        eos_token_ids = tuple(parent.stop_ids[: len(parent.stop_ids) - len(parent.params.stop_token_ids)].tolist())
+        self.start(SequenceStart(sequence_id, parent.params, seed, tokens, parent.num_prompt_tokens, eos_token_ids))
+
     def append(self, sequence_id: int, token_ids: Sequence[int]) -> None:
         """Adds sampled tokens to a sequence."""
         state = self.sequences[sequence_id]

@@ -29,6 +29,14 @@ class SequenceStart(msgspec.Struct, array_like=True):
     """Tokens that may not be sampled before `min_tokens` (beside `stop_token_ids`)."""
 
 
+class SequenceFork(msgspec.Struct, array_like=True):
+    """A second sequence with the tokens and parameters that the parent has before this step's samples."""
+
+    parent_id: int
+    sequence_id: int
+    seed: int
+
+
 class ScheduledSequence(msgspec.Struct, array_like=True):
     """The tokens of one sequence that this step computes: positions `[start, start + num_tokens)`.
 
@@ -65,6 +73,10 @@ class StepInput(msgspec.Struct, array_like=True):
     started: list[SequenceStart] = []
     block_copies: list[tuple[int, int]] = []
     """(source, destination) KV blocks copied before the forward pass (copy-on-write of forks)."""
+    forked: list[SequenceFork] = []
+    """After `started`. A fork has a sample point in this step, on a row of its parent's, and gets its blocks with its
+    first `ScheduledSequence`.
+    """
     scheduled: list[ScheduledSequence] = []
     sample_points: list[SamplePoint] = []
     mask_follows: bool = False
@@ -88,6 +100,14 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
     top_logprobs: list[float]
 
 
+class RowError(msgspec.Struct, array_like=True):
+    """Why a sequence must end: the failure of a row is a value, never an exception."""
+
+    reason: str
+    is_corrupt: bool = False
+    """What the sequence wrote into the KV cache is not to be trusted either."""
+
+
 class StepOutput(msgspec.Struct, array_like=True):
     """What came of one step. Only sequences with a sample point, a prompt-logprob or an error appear."""
 
@@ -100,5 +120,5 @@ class StepOutput(msgspec.Struct, array_like=True):
     """Sequence id to one entry per gained token, for those that asked."""
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
     """Sequence id to entries for prompt positions `start + 1` onward of this step's chunk, for those that asked."""
-    errors: dict[int, str] = {}
-    """Sequence id to why it must end: the failure of a row is a value, never an exception."""
+    errors: dict[int, RowError] = {}
+    """By sequence id."""
