@@ -15,9 +15,9 @@ from msgspec import UNSET
 from cluster import protocol
 from cluster.chat_output import ChatPlan, ChatReader, MessageBuilder
 from cluster.output import CompletionLogprobText, chat_logprobs, prompt_logprobs
-from cluster.request import FinishStatus
 from cluster.submission import Event, Submission
 from cluster.tokenizer import Tokenizer
+from workers.step import TokenLogprobs
 
 
 class Answer(Protocol):
@@ -42,34 +42,40 @@ class ChatAnswer:
         plan: ChatPlan,
     ) -> None:
         self._request = request
-        self._reader = ChatReader(plan)
+        self._readers = [ChatReader(plan) for _ in range(request.num_choices)]
         self._id = answer_id
         self._model = model
         self._tokenizer = tokenizer
         self._created = int(time.time())
 
     async def whole(self, submission: Submission) -> bytes:
-        message, logprobs, prompt_entries = MessageBuilder(), protocol.ChatLogprobs([]), []
-        finish, stop_reason = FinishStatus.FINISHED_LENGTH, None
+        messages = [MessageBuilder() for _ in self._readers]
+        logprobs = [protocol.ChatLogprobs([]) for _ in self._readers]
+        endings: dict[int, Event] = {}
+        prompt_entries = []
         async for event in submission:
-            message.add(self._reader.feed(event.text, event.finish is not None))
+            messages[event.index].add(self._readers[event.index].feed(event.text, event.finish is not None))
             if event.logprobs:
-                logprobs.content += chat_logprobs(self._tokenizer, event.logprobs).content
+                logprobs[event.index].content += chat_logprobs(self._tokenizer, event.logprobs).content
             prompt_entries += event.prompt_logprobs or []
             if event.finish is not None:
-                finish, stop_reason = event.finish, event.stop_reason
-        choice = protocol.ChatChoice(
-            message=message.message(),
-            logprobs=logprobs if self._request.logprobs else None,
-            finish_reason=self._reader.finish_reason(finish),
-            stop_reason=stop_reason,
-        )
+                endings[event.index] = event
+        choices = [
+            protocol.ChatChoice(
+                index=index,
+                message=messages[index].message(),
+                logprobs=logprobs[index] if self._request.logprobs else None,
+                finish_reason=self._finish_reason(endings[index]),
+                stop_reason=endings[index].stop_reason,
+            )
+            for index in range(len(messages))
+        ]
         return protocol.encode(
             protocol.ChatCompletion(
                 id=self._id,
                 created=self._created,
                 model=self._model,
-                choices=[choice],
+                choices=choices,
                 usage=protocol.usage_info(submission.usages),
                 prompt_logprobs=(
                     UNSET if self._request.prompt_logprobs is None else prompt_logprobs(self._tokenizer, prompt_entries)
@@ -78,21 +84,21 @@ class ChatAnswer:
         )
 
     async def stream(self, submission: Submission) -> AsyncIterator[bytes]:
-        first = True
+        begun: set[int] = set()
         async for event in submission:
-            if first:
-                yield self._chunk(protocol.ChatDelta(role="assistant", content=""))
-                first = False
+            index = event.index
+            if index not in begun:
+                yield self._chunk(index, protocol.ChatDelta(role="assistant", content=""))
+                begun.add(index)
             logprobs = chat_logprobs(self._tokenizer, event.logprobs) if event.logprobs else None
-            deltas = self._reader.feed(event.text, event.finish is not None)
+            deltas = self._readers[index].feed(event.text, event.finish is not None)
             if logprobs and not deltas:
                 deltas = [protocol.ChatDelta(content="")]
             for delta in deltas:
-                yield self._chunk(delta, logprobs)
+                yield self._chunk(index, delta, logprobs)
                 logprobs = None
             if event.finish is not None:
-                finish_reason = self._reader.finish_reason(event.finish)
-                yield self._chunk(protocol.ChatDelta(), finish_reason=finish_reason, stop_reason=event.stop_reason)
+                yield self._chunk(index, protocol.ChatDelta(), ending=event)
         if self._request.include_usage:
             yield protocol.sse_event(
                 protocol.ChatCompletionChunk(
@@ -105,18 +111,23 @@ class ChatAnswer:
             )
         yield protocol.SSE_DONE
 
+    def _finish_reason(self, ending: Event) -> str:
+        assert ending.finish is not None
+        return self._readers[ending.index].finish_reason(ending.finish)
+
     def _chunk(
         self,
+        index: int,
         delta: protocol.ChatDelta,
         logprobs: protocol.ChatLogprobs | None = None,
-        finish_reason: str | None = None,
-        stop_reason: str | int | None = None,
+        ending: Event | None = None,
     ) -> bytes:
         choice = protocol.ChatChunkChoice(
+            index=index,
             delta=delta,
             logprobs=logprobs,
-            finish_reason=finish_reason,
-            stop_reason=UNSET if finish_reason is None else stop_reason,
+            finish_reason=None if ending is None else self._finish_reason(ending),
+            stop_reason=UNSET if ending is None else ending.stop_reason,
         )
         return protocol.sse_event(
             protocol.ChatCompletionChunk(
@@ -130,7 +141,7 @@ class ChatAnswer:
 
 
 class CompletionAnswer:
-    """`POST /v1/completions`: one choice for each prompt."""
+    """`POST /v1/completions`: `n` choices for each prompt, the first prompt's first."""
 
     def __init__(
         self,
@@ -148,10 +159,13 @@ class CompletionAnswer:
         self._created = int(time.time())
         self._prompts = prompts
         self._echoes = [self._echo(prompt) for prompt in given] if request.echo else [""] * len(given)
+        self._prompt_entries: list[list[TokenLogprobs]] = [[] for _ in prompts]
+        """Reported with a prompt's first choice, before anything else of the prompt; shown with each."""
+        num_choices = len(prompts) * request.num_choices
         skip_special = request.skip_special_tokens is not False
-        self._logprob_texts = [CompletionLogprobText(tokenizer, skip_special) for _ in prompts]
-        self._prompt_reported = [False] * len(prompts)
-        self._begun = [False] * len(prompts)
+        self._logprob_texts = [CompletionLogprobText(tokenizer, skip_special) for _ in range(num_choices)]
+        self._num_shown_entries: list[int | None] = [None] * num_choices
+        self._begun = [False] * num_choices
 
     def _echo(self, prompt: str | list[int]) -> str:
         return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
@@ -159,21 +173,20 @@ class CompletionAnswer:
     async def whole(self, submission: Submission) -> bytes:
         choices = [
             protocol.CompletionChoice(index=index, text="", logprobs=self._no_logprobs())
-            for index in range(len(self._prompts))
+            for index in range(len(self._begun))
         ]
-        entries: list[list] = [[] for _ in choices]
         async for event in submission:
             choice = choices[event.index]
             choice.text += self._text(event)
             logprobs = self._logprobs(event)
             if choice.logprobs is not None and logprobs is not None:
                 choice.logprobs.extend(logprobs)
-            entries[event.index] += event.prompt_logprobs or []
             if event.finish is not None:
                 choice.finish_reason, choice.stop_reason = event.finish.value, event.stop_reason
         if self._request.prompt_logprobs is not None:
-            for choice, found in zip(choices, entries, strict=True):
-                choice.prompt_logprobs = prompt_logprobs(self._tokenizer, found)
+            shown = [prompt_logprobs(self._tokenizer, entries) for entries in self._prompt_entries]
+            for choice in choices:
+                choice.prompt_logprobs = shown[self._prompt_of(choice.index)]
         return protocol.encode(self._completion(choices, protocol.usage_info(submission.usages)))
 
     async def stream(self, submission: Submission) -> AsyncIterator[bytes]:
@@ -209,19 +222,26 @@ class CompletionAnswer:
         if not (event.text or event.token_ids or event.finish):
             return ""  # a chunk of a long prompt: its log-probabilities come before any text
         self._begun[event.index] = True
-        return self._echoes[event.index] + event.text
+        return self._echoes[self._prompt_of(event.index)] + event.text
+
+    def _prompt_of(self, choice: int) -> int:
+        return choice // self._request.num_choices
 
     def _no_logprobs(self) -> protocol.CompletionLogprobs | None:
         return None if self._request.logprobs is None else protocol.CompletionLogprobs([], [], [], [])
 
     def _logprobs(self, event: Event) -> protocol.CompletionLogprobs | None:
+        prompt = self._prompt_of(event.index)
+        entries = self._prompt_entries[prompt]
+        entries += event.prompt_logprobs or []
         if self._request.logprobs is None or not (event.logprobs or event.prompt_logprobs):
             return None
         result, texts = protocol.CompletionLogprobs([], [], [], []), self._logprob_texts[event.index]
         if self._request.echo:
-            if not self._prompt_reported[event.index]:
-                self._prompt_reported[event.index] = True
-                result.extend(texts.first(self._prompts[event.index][0]))
-            result.extend(texts.append(event.prompt_logprobs or []))
+            num_shown = self._num_shown_entries[event.index]
+            if num_shown is None:
+                result.extend(texts.first(self._prompts[prompt][0]))
+            result.extend(texts.append(entries[num_shown or 0 :]))
+            self._num_shown_entries[event.index] = len(entries)
         result.extend(texts.append(event.logprobs or []))
         return result

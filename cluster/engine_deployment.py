@@ -2,7 +2,8 @@
 
 The event loop and the step loop share nothing but an inbox: requests, stop strings and aborts go in between two steps;
 deltas come out once a step and ingress over `cluster/channel.py`. One `generate` call stays open as long as its request
-runs, so that Serve's counts, routing, draining and cancellation mean what they say.
+runs, to the end of the last of its choices, so that Serve's counts, routing, draining and cancellation mean what they
+say.
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ logger = logging.getLogger(__name__)
 class _Running(msgspec.Struct):
     address: Address
     account: asyncio.Future[Account]
+    num_open: int
+    """Choices that have not ended."""
+    num_output_tokens: int = 0
+    """Of those that have."""
 
 
 class EngineReplica:
@@ -61,7 +66,7 @@ class EngineReplica:
                 return Account(refused=str(error), param=error.param)
         await self._sender.connect(address)
         account: asyncio.Future[Account] = self._loop.create_future()
-        self._inbox.put(lambda: self._add(request, constraint, _Running(address, account)))
+        self._inbox.put(lambda: self._add(request, constraint, _Running(address, account, request.params.n)))
         try:
             return await account
         except asyncio.CancelledError:
@@ -155,9 +160,17 @@ class EngineReplica:
 
     def _settle(self, ended: Iterable[SequenceOutput]) -> None:
         for output in ended:
-            running = self._running.pop(output.request_id, None)
-            if running is not None:
-                self._reply(running, Account(finish=output.finish, usage=output.usage))
+            running = self._running.get(output.request_id)
+            if running is None:
+                continue
+            running.num_open -= 1
+            usage = output.usage
+            assert usage is not None
+            running.num_output_tokens += usage.num_output_tokens
+            if not running.num_open:
+                del self._running[output.request_id]
+                usage = msgspec.structs.replace(usage, num_output_tokens=running.num_output_tokens)
+                self._reply(running, Account(finish=output.finish, usage=usage))
 
     def _reply(self, running: _Running, account: Account) -> None:
         def set_result() -> None:

@@ -1,7 +1,7 @@
 """The offline face: the same engine as the server's, without HTTP and without Ray.
 
 `LLM(model).generate(prompts, params)` is what most callers need; `add_request` / `step` / `abort` drive the loop by
-hand and `stream` serves an asyncio program.
+hand and `stream` serves an asyncio program. What these two show of a request under way is `SamplingParams.output_kind`.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from cluster.output import SequenceText
 from cluster.request import EngineRequest, FinishStatus, QueueFull, RequestRefused, SequenceOutput, Usage
 from cluster.tokenizer import Tokenizer
 from structured.constraint import ConstraintSpec, Resolved
-from workers.sampling_params import SamplingParams
+from workers.sampling_params import OutputKind, SamplingParams
 from workers.step import TokenLogprobs
 
-__all__ = ["LLM", "CompletionOutput", "ConstraintSpec", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "CompletionOutput", "ConstraintSpec", "OutputKind", "RequestOutput", "SamplingParams"]
 
 Prompt = str | Sequence[int]
 
 
 class CompletionOutput(msgspec.Struct, kw_only=True):
-    """One choice of a request, so far."""
+    """One choice of a request: so far, or of `OutputKind.DELTA` the text, tokens and log-probabilities that are new."""
 
     index: int = 0
     text: str = ""
@@ -42,10 +42,11 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     stop_reason: str | int | None = None
     """The stop string or stop token id that ended the text; None for end-of-sequence and length."""
     error: str | None = None
+    """Why this choice ended with `FINISHED_INTERNAL_ERROR`; the others go on."""
 
 
 class RequestOutput(msgspec.Struct, kw_only=True):
-    """A request's output so far; whole when `finished`."""
+    """A request's output so far (of `OutputKind.DELTA` what is new); `finished` when every choice is."""
 
     request_id: str
     prompt: str | None
@@ -53,16 +54,56 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """One entry per prompt token, the first None, where `prompt_logprobs` was asked for."""
     outputs: list[CompletionOutput]
+    """The `n` choices in order of index."""
     finished: bool = False
     usage: Usage | None = None
+    """When `finished`: the prompt once, the output tokens of all choices."""
 
 
 class _Tracked:
-    """A request under way: its output so far and the text of its tokens."""
+    """A request under way: its output so far, the text of each choice's tokens, and what its reader has seen."""
 
-    def __init__(self, output: RequestOutput, text: SequenceText) -> None:
+    def __init__(self, output: RequestOutput, tokenizer: Tokenizer, params: SamplingParams, kind: OutputKind) -> None:
         self.output = output
-        self.text = text
+        self.kind = kind
+        self.texts = [SequenceText(tokenizer, params, kind is OutputKind.FINAL_ONLY) for _ in range(params.n)]
+        self.num_cached_tokens = 0
+        self._shown = [(0, 0) for _ in range(params.n)]
+        """Characters and tokens of each choice."""
+        self._num_shown_prompt_logprobs = 0
+
+    def finish_if_ended(self) -> None:
+        output = self.output
+        if all(choice.finish_reason is not None for choice in output.outputs):
+            num_output_tokens = sum(len(choice.token_ids) for choice in output.outputs)
+            output.usage = Usage(len(output.prompt_token_ids), num_output_tokens, self.num_cached_tokens)
+            output.finished = True
+
+    def news(self) -> RequestOutput | None:
+        """What the reader is told now."""
+        if self.kind is OutputKind.CUMULATIVE:
+            return self.output
+        if self.kind is OutputKind.FINAL_ONLY:
+            return self.output if self.output.finished else None
+        prompt_logprobs = self.output.prompt_logprobs
+        if prompt_logprobs is not None:
+            prompt_logprobs = prompt_logprobs[self._num_shown_prompt_logprobs :]
+            self._num_shown_prompt_logprobs += len(prompt_logprobs)
+        choices = [self._new_part(choice) for choice in self.output.outputs]
+        return msgspec.structs.replace(self.output, outputs=choices, prompt_logprobs=prompt_logprobs)
+
+    def _new_part(self, choice: CompletionOutput) -> CompletionOutput:
+        num_characters, num_tokens = self._shown[choice.index]
+        certain = len(choice.token_ids)
+        if choice.finish_reason is None:
+            certain = self.texts[choice.index].num_certain_tokens()
+        self._shown[choice.index] = len(choice.text), certain
+        return msgspec.structs.replace(
+            choice,
+            text=choice.text[num_characters:],
+            token_ids=choice.token_ids[num_tokens:certain],
+            logprobs=None if choice.logprobs is None else choice.logprobs[num_tokens:certain],
+        )
 
 
 class LLM:
@@ -96,7 +137,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Completes every prompt (text or token ids) and returns the outputs in the prompts' order.
+        """Completes every prompt (text or token ids) and returns the whole outputs in the prompts' order.
 
         `params` is one for all or one a prompt. Raises `RequestRefused` before anything runs where a prompt can never
         fit.
@@ -112,7 +153,9 @@ class LLM:
         try:
             for prompt, one, constraint in zip(batch, each, constraints, strict=True):
                 request_ids.append(
-                    self._submit(f"generate-{next(self._ids)}", prompt, one, constraint=constraint, final_only=True)
+                    self._submit(
+                        f"generate-{next(self._ids)}", prompt, one, constraint=constraint, kind=OutputKind.FINAL_ONLY
+                    )
                 )
         except RequestRefused:
             for request_id in request_ids:
@@ -143,11 +186,24 @@ class LLM:
         self._submit(request_id, prompt, params, priority, self._resolve(params))
 
     def step(self) -> list[RequestOutput]:
-        """Runs one step; returns the requests that it changed, each with its whole output so far."""
-        return [changed for delta in self.engine.step() if (changed := self._apply(delta)) is not None]
+        """Runs one step; returns the requests that it changed, each once and with what its `output_kind` shows."""
+        changed: dict[str, _Tracked] = {}
+        for delta in self.engine.step():
+            tracked = self._tracked.get(delta.request_id)
+            if tracked is not None and self._apply(delta, tracked):
+                changed[delta.request_id] = tracked
+        outputs = []
+        for request_id, tracked in changed.items():
+            tracked.finish_if_ended()
+            if tracked.output.finished:
+                del self._tracked[request_id]
+            news = tracked.news()
+            if news is not None:
+                outputs.append(news)
+        return outputs
 
     def abort(self, request_id: str) -> None:
-        """Ends a request; unknown or finished ones are no error."""
+        """Ends a request with all its choices; unknown or finished ones are no error."""
         self.engine.abort(request_id)
         self._tracked.pop(request_id, None)
 
@@ -161,8 +217,9 @@ class LLM:
         params: SamplingParams,
         priority: int = 0,
         constraint: Future[Resolved] | None = None,
-        final_only: bool = False,
+        kind: OutputKind | None = None,
     ) -> str:
+        """`kind` stands for the parameters' own."""
         if request_id in self._tracked:
             raise RequestRefused(f"request id {request_id!r} is already running; choose another", "request_id")
         text = prompt if isinstance(prompt, str) else None
@@ -172,47 +229,44 @@ class LLM:
             EngineRequest(request_id=request_id, prompt_token_ids=token_ids, params=params, priority=priority),
             None if constraint is None else constraint.result(),
         )
-        output = RequestOutput(
-            request_id=request_id, prompt=text, prompt_token_ids=token_ids, outputs=[CompletionOutput()]
-        )
-        self._tracked[request_id] = _Tracked(output, SequenceText(self.tokenizer, params, final_only))
+        choices = [CompletionOutput(index=index) for index in range(params.n)]
+        output = RequestOutput(request_id=request_id, prompt=text, prompt_token_ids=token_ids, outputs=choices)
+        self._tracked[request_id] = _Tracked(output, self.tokenizer, params, kind or params.output_kind)
         return request_id
 
-    def _apply(self, delta: SequenceOutput) -> RequestOutput | None:
-        """Adds one step's tokens to a request; ends it where its text reached a stop string."""
-        tracked = self._tracked.get(delta.request_id)
-        if tracked is None:
-            return None
-        output, choice = tracked.output, tracked.output.outputs[0]
-        text = tracked.text.append(delta)
+    def _apply(self, delta: SequenceOutput, tracked: _Tracked) -> bool:
+        """Adds one step's tokens to a choice; ends it where its text reached a stop string. False: it had ended."""
+        output, choice = tracked.output, tracked.output.outputs[delta.index]
+        if choice.finish_reason is not None:
+            return False
+        text = tracked.texts[delta.index].append(delta)
         choice.text += text.text
         choice.token_ids += delta.token_ids
         if delta.logprobs:
             choice.logprobs = (choice.logprobs or []) + delta.logprobs
         if delta.prompt_logprobs:
             output.prompt_logprobs = (output.prompt_logprobs or [None]) + delta.prompt_logprobs
-        finish, usage = delta.finish, delta.usage
+        if delta.usage is not None and delta.index == 0:
+            tracked.num_cached_tokens = delta.usage.num_cached_tokens
+        finish = delta.finish
         if text.stop_string is not None:
             del choice.token_ids[text.num_kept_tokens :]
             if choice.logprobs:
                 del choice.logprobs[text.num_kept_tokens :]
             finish = FinishStatus.FINISHED_STOPPED
-            for final in self.engine.finish(delta.request_id, delta.index, text.num_kept_tokens):
-                usage = final.usage
+            self.engine.finish(delta.request_id, delta.index, text.num_kept_tokens)
         if finish is not None:
             choice.finish_reason = finish
             choice.stop_reason = text.stop_string if text.stop_string is not None else delta.stop_token_id
             choice.error = delta.error
-            output.finished, output.usage = True, usage
-            del self._tracked[delta.request_id]
-        return output
+        return True
 
     # ---- asyncio -----------------------------------------------------------------------------------------------
 
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, priority: int = 0
     ) -> AsyncIterator[RequestOutput]:
-        """Yields the output so far after each step that changed it; leaving the loop early aborts the request.
+        """Yields what `output_kind` shows after each step that changed it; leaving the loop early aborts the request.
 
         Any number of streams may run in one event loop; don't mix them with `generate` or `step` at the same time.
         """

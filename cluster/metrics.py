@@ -2,7 +2,7 @@
 
 What an ingress can see truly (latencies to the text's reader, tokens, endings) is observed here as it happens; what
 only an engine knows (running, waiting, KV usage, prefix cache, preemptions) is read from its stats when `/metrics` is
-asked for.
+asked for. A request is one prompt with all its choices, a sequence is one choice.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ class Metrics:
         )
         self.prompt_tokens = labelled(Counter, "prompt_tokens", "Prompt tokens of ended requests.")
         self.generation_tokens = labelled(Counter, "generation_tokens", "Tokens generated.")
-        self._success = Counter(
-            "manta:request_success",
-            "Requests that ended, by reason.",
-            ["model_name", "finished_reason"],
-            registry=self.registry,
+        self._requests, self._sequences = (
+            Counter(f"manta:{name}", text, ["model_name", "finished_reason"], registry=self.registry)
+            for name, text in (
+                ("request_success", "Requests that ended, by the reason of the choice that ended last."),
+                ("sequences", "Choices of requests that ended, by reason."),
+            )
         )
         self._engine = {
             "num_running": labelled(Gauge, "num_requests_running", "Requests in the running batch."),
@@ -59,8 +60,11 @@ class Metrics:
         }
         self._seen: dict[str, int] = dict.fromkeys(self._engine_totals, 0)
 
-    def ended(self, reason: FinishStatus) -> None:
-        self._success.labels(self._model, reason.value).inc()
+    def request_ended(self, reason: FinishStatus) -> None:
+        self._requests.labels(self._model, reason.value).inc()
+
+    def sequence_ended(self, reason: FinishStatus) -> None:
+        self._sequences.labels(self._model, reason.value).inc()
 
     def render(self, stats: EngineStats) -> bytes:
         """The text format of Prometheus."""
@@ -75,32 +79,38 @@ class Metrics:
 
 
 class RequestMetrics:
-    """The clock of one HTTP request."""
+    """The clock of one prompt of an HTTP body and of its choices."""
 
     def __init__(self, metrics: Metrics, num_choices: int) -> None:
         self._metrics = metrics
         self._arrival = time.perf_counter()
         self._last_token: list[float | None] = [None] * num_choices
-
-    @property
-    def seconds(self) -> float:
-        return time.perf_counter() - self._arrival
+        self._begun = False
+        self._num_open = num_choices
+        self._num_prompt_tokens = 0
 
     def tokens(self, index: int, count: int) -> None:
         """`count` tokens of a choice arrived together."""
         if count == 0:
             return
         now, last = time.perf_counter(), self._last_token[index]
-        if last is None:
+        if not self._begun:
+            self._begun = True
             self._metrics.time_to_first_token.observe(now - self._arrival)
-        else:
+        if last is not None:
             for _ in range(count):
                 self._metrics.inter_token_latency.observe((now - last) / count)
         self._last_token[index] = now
         self._metrics.generation_tokens.inc(count)
 
-    def finished(self, reason: FinishStatus, usage: Usage | None) -> None:
-        self._metrics.ended(reason)
-        self._metrics.e2e_latency.observe(self.seconds)
+    def ended(self, reason: FinishStatus, usage: Usage | None) -> None:
+        """One choice ended; with the last the request has. `usage` is that choice's, None where it is not known."""
+        self._metrics.sequence_ended(reason)
+        self._num_open -= 1
         if usage is not None:
-            self._metrics.prompt_tokens.inc(usage.num_prompt_tokens)
+            self._num_prompt_tokens = usage.num_prompt_tokens
+        if self._num_open:
+            return
+        self._metrics.request_ended(reason)
+        self._metrics.e2e_latency.observe(time.perf_counter() - self._arrival)
+        self._metrics.prompt_tokens.inc(self._num_prompt_tokens)

@@ -68,6 +68,7 @@ class SequenceText:
         """Characters given out."""
         self._searchable_from = 0
         """Stop strings ending at or before this character came before `min_tokens` and do not count."""
+        self._certain = _TokenCounter(self._new_decoder())
 
     def append(self, delta: SequenceOutput) -> TextDelta:
         """Adds a delta and returns the text that is certain now; with `delta.finish` everything left is."""
@@ -83,6 +84,10 @@ class SequenceText:
         if not self._stops:
             return TextDelta(self._decoder.decode(token_ids, final), None, self._num_tokens)
         return self._search(self._decode_counting(token_ids, final), final)
+
+    def num_certain_tokens(self) -> int:
+        """Output tokens that no stop string can take back any more, while the sequence goes on."""
+        return self._certain.count(self._token_ids, self._num_emitted) if self._stops else self._num_tokens
 
     def _new_decoder(self) -> TextDecoder:
         return self._tokenizer.text_decoder(self._skip_special_tokens, self._continues_prompt, self._shown_ids)
@@ -142,12 +147,23 @@ class SequenceText:
 
     def _count_tokens(self, num_characters: int) -> int:
         """The fewest output tokens whose text has `num_characters` characters."""
-        decoder, length = self._new_decoder(), 0
-        for count, token_id in enumerate(self._token_ids):
-            if length >= num_characters:
-                return count
-            length += len(decoder.decode((token_id,), False))
-        return len(self._token_ids)
+        return _TokenCounter(self._new_decoder()).count(self._token_ids, num_characters)
+
+
+class _TokenCounter:
+    """Counts the tokens of a growing list that make the beginning of its text."""
+
+    def __init__(self, decoder: TextDecoder) -> None:
+        self._decoder = decoder
+        self._num_tokens = 0
+        self._num_characters = 0
+
+    def count(self, token_ids: list[int], num_characters: int) -> int:
+        """The fewest tokens whose text has `num_characters` characters; asked for in growing order."""
+        while self._num_tokens < len(token_ids) and self._num_characters < num_characters:
+            self._num_characters += len(self._decoder.decode((token_ids[self._num_tokens],), False))
+            self._num_tokens += 1
+        return self._num_tokens
 
 
 # ---- log-probabilities ---------------------------------------------------------------------------------------------

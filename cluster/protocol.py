@@ -25,6 +25,9 @@ from workers.sampling_params import SamplingParams
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default `max_tokens` of `/v1/completions`; chat goes on to the context length."""
 
+MAX_CHOICES = 128
+"""OpenAI's bound of `n`; an engine that runs fewer sequences at a time refuses earlier."""
+
 SSE_DONE = b"data: [DONE]\n\n"
 
 _encoder = msgspec.json.Encoder()
@@ -54,6 +57,8 @@ class _SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     logit_bias: dict[int, float] | None = None
     seed: int | None = None
     n: int | None = None
+    """Choices for each prompt; choice `i` of prompt `p` has index `p * n + i`."""
+    use_beam_search: bool | None = None
     priority: int = 0
     """Lower runs first (vLLM's extension)."""
 
@@ -79,9 +84,18 @@ class _SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    @property
+    def num_choices(self) -> int:
+        """For each prompt."""
+        return 1 if self.n is None else self.n
+
     def _check_common(self) -> None:
-        if self.n is not None and self.n != 1:
-            refuse("n", f"n {self.n} is not supported: only n = 1 is; send the request {max(self.n, 2)} times instead")
+        if self.n is not None and not 1 <= self.n <= MAX_CHOICES:
+            refuse("n", f"n {self.n} must be between 1 and {MAX_CHOICES}; send several requests for more choices")
+        if self.use_beam_search:
+            refuse(
+                "use_beam_search", "use_beam_search is not supported; leave it out, and choose n for several answers"
+            )
         if self.stream_options is not None and not self.stream:
             refuse("stream_options", "stream_options is only allowed with stream = true")
         if self.prompt_logprobs is not None and self.stream:
@@ -116,6 +130,7 @@ class _SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 _SAMPLING_FIELDS = (
+    "n",
     "temperature",
     "top_p",
     "top_k",
@@ -246,14 +261,15 @@ class CompletionRequest(_SamplingFields, kw_only=True):
 
     def check(self) -> None:
         self._check_common()
-        if self.best_of not in (None, 1):
-            refuse("best_of", f"best_of {self.best_of} is not supported: only best_of = 1 is")
+        if self.best_of not in (None, self.num_choices):
+            message = f"best_of {self.best_of} is not supported beside n {self.num_choices}: it must equal n"
+            refuse("best_of", f"{message}; leave it out")
         if self.suffix:
             refuse("suffix", "suffix is not supported; leave it out")
         self.prompts()
 
     def prompts(self) -> list[str | list[int]]:
-        """Every prompt, as text or as token ids; a choice's index is its place here."""
+        """Every prompt, as text or as token ids."""
         prompt = self.prompt
         if isinstance(prompt, str):
             prompt = [prompt]
@@ -403,7 +419,7 @@ class UsageInfo(msgspec.Struct):
 
 
 def usage_info(parts: Iterable[Usage]) -> UsageInfo:
-    """The usage of a response: the sum over its prompts."""
+    """The usage of a response: the sum over its prompts, `parts` holding one usage for each."""
     usages = list(parts)
     prompt = sum(usage.num_prompt_tokens for usage in usages)
     output = sum(usage.num_output_tokens for usage in usages)
@@ -481,6 +497,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     message: ChatResponseMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: str
+    """OpenAI's, or "error" where this choice failed and others of the answer did not."""
     stop_reason: str | int | None = None
     """The stop string or stop token id that ended the text (vLLM's extension)."""
 
@@ -524,7 +541,9 @@ class ChatCompletionChunk(msgspec.Struct, kw_only=True):
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
-    """A choice of a completion, and of its stream's chunks, where `finish_reason` is null until the last."""
+    """A choice of a completion, and of its stream's chunks, where `finish_reason` is null until the last; "error" where
+    this choice failed and others of the answer did not.
+    """
 
     index: int = 0
     text: str

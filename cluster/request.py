@@ -72,7 +72,9 @@ class Account(msgspec.Struct, kw_only=True):
     """How a request ended, the answer of the call that ran it; its tokens travel on `cluster/channel.py`."""
 
     finish: FinishStatus | None = None
+    """Of the choice that ended last."""
     usage: Usage | None = None
+    """The prompt once, the output tokens of all choices."""
     refused: str | None = None
     """Why it can never be served (HTTP 400), and the field at fault."""
     param: str | None = None

@@ -1,13 +1,14 @@
 """The ingress's side of requests under way: sends them to an engine, turns deltas into text, ends them when their
 reader leaves.
 
-A `Submission` is one HTTP body: one engine request per prompt, whose events come in one queue. It knows no HTTP;
-`cluster/ingress.py` reads the events and writes the answers.
+A `Submission` is one HTTP body: one engine request per prompt, each with `n` choices, whose events come in one queue.
+It knows no HTTP; `cluster/ingress.py` reads the events and writes the answers.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -23,6 +24,8 @@ from structured.constraint import ConstraintSpec
 from workers.sampling_params import SamplingParams
 from workers.step import TokenLogprobs
 
+logger = logging.getLogger(__name__)
+
 LAST_FRAME_TIMEOUT_S = 30.0
 """The account of a request may overtake its last frame; a frame that is later than this is lost."""
 
@@ -31,30 +34,57 @@ class Event(msgspec.Struct, kw_only=True):
     """What one step added to one choice."""
 
     index: int
+    """Among all choices of the body: choice `i` of prompt `p` is `p * n + i`."""
     text: str = ""
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
+    """With a prompt's first choice only."""
     finish: FinishStatus | None = None
     stop_reason: str | int | None = None
 
 
 class Choice:
-    """One prompt and its output so far."""
+    """One answer to a prompt, so far."""
 
-    def __init__(self, index: int, prompt_token_ids: list[int], text: SequenceText) -> None:
+    def __init__(self, index: int, text: SequenceText) -> None:
         self.index = index
-        self.prompt_token_ids = prompt_token_ids
         self.text = text
         self.finished = False
         self.usage: Usage | None = None
         self.num_tokens = 0
 
 
+class PromptRun:
+    """One prompt, which is one request to the engine, and its choices."""
+
+    def __init__(self, token_ids: list[int], choices: list[Choice], metrics: RequestMetrics) -> None:
+        self.token_ids = token_ids
+        self.choices = choices
+        self.metrics = metrics
+        self.connection: Connection | None = None
+        """The engine's, known from its first frame on."""
+        self.call: asyncio.Task[None] | None = None
+
+    @property
+    def finished(self) -> bool:
+        return all(choice.finished for choice in self.choices)
+
+    @property
+    def usage(self) -> Usage | None:
+        """The prompt once and the output of all choices; None until the first tokens."""
+        usages = [choice.usage for choice in self.choices if choice.usage is not None]
+        if not usages:
+            return None
+        num_output_tokens = sum(usage.num_output_tokens for usage in usages)
+        return Usage(len(self.token_ids), num_output_tokens, usages[0].num_cached_tokens)
+
+
 class Submission:
     """Async iteration yields `Event`s until every choice has ended; raises `ApiError` where one cannot be served.
 
-    Special tokens of `shown_ids` stay in the text.
+    With n > 1 a choice that fails ends alone, with `FINISHED_INTERNAL_ERROR`, unless all of them fail. Special tokens
+    of `shown_ids` stay in the text.
     """
 
     def __init__(
@@ -69,35 +99,40 @@ class Submission:
         self._events: asyncio.Queue[SequenceOutput | Account | Exception] = asyncio.Queue()
         self._params = params
         self.choices = [
-            Choice(
-                index, prompt, SequenceText(client.tokenizer, params, continues_prompt=not chat, shown_ids=shown_ids)
-            )
-            for index, prompt in enumerate(prompts)
+            Choice(index, SequenceText(client.tokenizer, params, continues_prompt=not chat, shown_ids=shown_ids))
+            for index in range(len(prompts) * params.n)
         ]
-        self._by_request: dict[str, Choice] = {}
-        self._connections: dict[str, Connection] = {}
-        self._calls: dict[str, asyncio.Task[None]] = {}
+        self._prompts = [
+            PromptRun(
+                token_ids,
+                self.choices[number * params.n : (number + 1) * params.n],
+                RequestMetrics(client.metrics, params.n),
+            )
+            for number, token_ids in enumerate(prompts)
+        ]
+        self._by_request: dict[str, PromptRun] = {}
+        self._num_failed = 0
         self._closed = False
-        self.metrics = RequestMetrics(client.metrics, len(self.choices))
 
     @property
     def usages(self) -> list[Usage]:
-        return [choice.usage for choice in self.choices if choice.usage is not None]
+        """One for each prompt that has output."""
+        return [usage for prompt in self._prompts if (usage := prompt.usage) is not None]
 
     def start(self, name: str, priority: int, deadline_s: float) -> None:
         """Sends every prompt to an engine."""
-        for choice in self.choices:
-            request_id = f"{name}-{choice.index}"
-            self._by_request[request_id] = choice
+        for number, prompt in enumerate(self._prompts):
+            request_id = f"{name}-{number}"
+            self._by_request[request_id] = prompt
             self._client.submissions[request_id] = self
             request = EngineRequest(
                 request_id=request_id,
-                prompt_token_ids=choice.prompt_token_ids,
+                prompt_token_ids=prompt.token_ids,
                 params=self._params,
                 priority=priority,
                 deadline_s=deadline_s,
             )
-            self._calls[request_id] = asyncio.ensure_future(self._call(request))
+            prompt.call = asyncio.ensure_future(self._call(request))
 
     async def _call(self, request: EngineRequest) -> None:
         try:
@@ -114,19 +149,18 @@ class Submission:
         self._events.put_nowait(ConnectionError("the engine's last frame was lost"))
 
     def receive(self, output: SequenceOutput, connection: Connection) -> None:
-        self._connections[output.request_id] = connection
+        self._by_request[output.request_id].connection = connection
         self._events.put_nowait(output)
 
     def lose(self, connection: Connection) -> None:
         """The connection to an engine broke; what ran there fails unless it has ended."""
-        if any(
-            self._connections.get(request_id) is connection and not choice.finished
-            for request_id, choice in self._by_request.items()
-        ):
+        if any(prompt.connection is connection and not prompt.finished for prompt in self._prompts):
             self._events.put_nowait(ConnectionError("the connection to the engine broke"))
 
     async def __aiter__(self) -> AsyncIterator[Event]:
         remaining = len(self.choices)
+        # Failures wait for news of another choice: while nothing is told, a failure of all can still be an HTTP status.
+        failed: list[Event] | None = []
         while remaining:
             item = await self._events.get()
             if isinstance(item, Exception):
@@ -134,16 +168,22 @@ class Submission:
             if isinstance(item, Account):
                 raise _refusal(item)
             event = self._event(item)
-            if event is not None:
-                remaining -= event.finish is not None
-                yield event
+            if event is None:
+                continue
+            remaining -= event.finish is not None
+            if failed is not None and event.finish is FinishStatus.FINISHED_INTERNAL_ERROR:
+                failed.append(event)
+                continue
+            for earlier in failed or []:
+                yield earlier
+            failed = None
+            yield event
 
     def _event(self, output: SequenceOutput) -> Event | None:
-        choice = self._by_request[output.request_id]
+        prompt = self._by_request[output.request_id]
+        choice = prompt.choices[output.index]
         if choice.finished:
             return None
-        if output.finish is FinishStatus.FINISHED_INTERNAL_ERROR:
-            raise ApiError(500, f"choice {choice.index} failed: {output.error}", code="internal_error")
         delta = choice.text.append(output)
         choice.num_tokens += len(output.token_ids)
         event = Event(
@@ -159,53 +199,64 @@ class Submission:
         if output.usage is not None:
             choice.usage = output.usage
         if delta.stop_string is not None:
-            choice.usage = self._stop(output, choice, event, delta.num_kept_tokens)
+            choice.usage = self._stop(output, prompt, choice, event, delta.num_kept_tokens)
             event.stop_reason = delta.stop_string
-        self.metrics.tokens(choice.index, len(event.token_ids))
+        prompt.metrics.tokens(output.index, len(event.token_ids))
         if event.finish is not None:
             choice.finished = True
-            self._forget(output.request_id)
-            self.metrics.finished(event.finish, choice.usage)
-            if event.finish is FinishStatus.FINISHED_ABORTED and output.error is not None:
-                raise ApiError(408, f"{output.error}; the limit is request_timeout_s", type="timeout_error")
+            prompt.metrics.ended(event.finish, choice.usage)
+            if prompt.finished:
+                self._forget(output.request_id, prompt)
+            self._raise_for(event.finish, choice, output.error)
         return event
 
-    def _stop(self, output: SequenceOutput, choice: Choice, event: Event, num_kept_tokens: int) -> Usage:
+    def _raise_for(self, finish: FinishStatus, choice: Choice, error: str | None) -> None:
+        """Raises `ApiError` where the ending of one choice ends the whole answer."""
+        if finish is FinishStatus.FINISHED_ABORTED and error is not None:
+            raise ApiError(408, f"{error}; the limit is request_timeout_s", type="timeout_error")
+        if finish is FinishStatus.FINISHED_INTERNAL_ERROR:
+            self._num_failed += 1
+            if self._params.n == 1 or self._num_failed == len(self.choices):
+                raise ApiError(500, f"choice {choice.index} failed: {error}", code="internal_error")
+            logger.warning("choice %d of %d failed: %s", choice.index, len(self.choices), error)
+
+    def _stop(
+        self, output: SequenceOutput, prompt: PromptRun, choice: Choice, event: Event, num_kept_tokens: int
+    ) -> Usage:
         """A stop string: the engine is told how many tokens count, the event loses those behind it."""
         num_new = max(0, len(output.token_ids) - (choice.num_tokens - num_kept_tokens))
         event.token_ids = output.token_ids[:num_new]
         event.logprobs = None if output.logprobs is None else output.logprobs[:num_new]
         event.finish = FinishStatus.FINISHED_STOPPED
         if output.finish is None:
-            control = Control(output.request_id, output.index, num_kept_tokens)
-            self._connections[output.request_id].send(control)
+            assert prompt.connection is not None
+            prompt.connection.send(Control(output.request_id, output.index, num_kept_tokens))
         cached = choice.usage.num_cached_tokens if choice.usage is not None else 0
-        return Usage(len(choice.prompt_token_ids), num_kept_tokens, cached)
+        return Usage(len(prompt.token_ids), num_kept_tokens, cached)
 
-    def _forget(self, request_id: str) -> None:
+    def _forget(self, request_id: str, prompt: PromptRun) -> None:
         self._client.submissions.pop(request_id, None)
-        call = self._calls.pop(request_id, None)
-        if call is not None and self._by_request[request_id].finished:
+        if prompt.call is not None:
             # The engine has ended it: letting the call run out keeps Serve's accounts right.
-            call.add_done_callback(lambda task: task.cancelled() or task.exception())
-            self._client.settle(call)
+            prompt.call.add_done_callback(lambda task: task.cancelled() or task.exception())
+            self._client.settle(prompt.call)
 
     def close(self) -> None:
         """Aborts whatever still runs; called when the reader is done or gone, perhaps twice."""
         if self._closed:
             return
         self._closed = True
-        for request_id, choice in self._by_request.items():
-            if choice.finished:
+        for request_id, prompt in self._by_request.items():
+            if prompt.finished:
                 continue
-            connection = self._connections.get(request_id)
-            if connection is not None:
-                connection.send(Control(request_id))
+            if prompt.connection is not None:
+                prompt.connection.send(Control(request_id))
             self._client.submissions.pop(request_id, None)
-            call = self._calls.pop(request_id, None)
-            if call is not None:
-                call.cancel()  # Serve cancels the remote call, and the engine aborts it
-            self.metrics.finished(FinishStatus.FINISHED_ABORTED, None)
+            if prompt.call is not None:
+                prompt.call.cancel()  # Serve cancels the remote call, and the engine aborts it
+            for choice in prompt.choices:
+                if not choice.finished:
+                    prompt.metrics.ended(FinishStatus.FINISHED_ABORTED, None)
 
 
 def _refusal(account: Account) -> ApiError:

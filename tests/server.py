@@ -1,9 +1,13 @@
-"""One live `manta serve` for all tests that need one: a tiny random model, in float32, on a free port."""
+"""One live `manta serve` for all tests that need one: a tiny random model, in float32, on a free port.
+
+The example grammar backend of tests/plugin is installed there.
+"""
 
 from __future__ import annotations
 
 import functools
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -28,7 +32,11 @@ class Server:
         command = [sys.executable, "-m", "cluster.cli", "serve", "--model", str(self.folder), "--port", str(self.port)]
         for setting in ("engine.dtype=float32", "engine.kv_cache_bytes=8388608", "engine.num_threads=1", *settings):
             command += ["--set", setting]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        paths = [os.environ.get("PYTHONPATH", ""), str(pathlib.Path(__file__).parent / "plugin")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+        )
         printed = ""
         assert self.process.stdout is not None
         for line in self.process.stdout:

@@ -184,7 +184,7 @@ BAD_REQUESTS = [
     ("/v1/chat/completions", chat(temperature=3), 400, "temperature"),
     ("/v1/chat/completions", chat(messages=[]), 400, "messages"),
     ("/v1/chat/completions", chat(frequency=1), 400, "frequency"),
-    ("/v1/chat/completions", chat(n=3), 400, "n"),
+    ("/v1/chat/completions", chat(n=17), 400, "n"),
     ("/v1/chat/completions", chat(logit_bias={str(VOCAB_SIZE): 1}), 400, "logit_bias"),
     ("/v1/chat/completions", {"messages": MESSAGES, "max_completion_tokens": 10**9}, 400, "max_completion_tokens"),
     ("/v1/chat/completions", chat(messages=[{"role": "user", "content": "word " * 9000}]), 400, "messages"),

@@ -1,8 +1,8 @@
 """A grammar backend from outside the tree: what one looks like, and, in tests, one that misbehaves on request.
 
 Its constraint is JSON in a spec of kind `regex`: `allowed` token ids, `length` of the output in tokens, `favour`: what
-is added to logits by token id (beyond a bitmask), and `at`: what to do at an output position (or in `compile`):
-`raise`, `hang`, `exit`, or a number of seconds to take.
+is added to logits by token id (beyond a bitmask), `at`: what to do at an output position (or in `compile`): `raise`,
+`hang`, `exit`, or a number of seconds to take, and `on`: the same behind an output token.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ class ExampleSession:
         if token_id not in self._options["allowed"]:
             return False
         self._position += 1
+        _misbehave(self._options.get("on", {}).get(str(token_id)))
         return True
 
     def fill(self, row: np.ndarray) -> None:
