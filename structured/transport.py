@@ -6,6 +6,7 @@ engine: what is distributed is the processes, and with the engine replicas the m
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
@@ -123,4 +124,7 @@ class ActorTransport:
         return True
 
     def kill(self) -> None:
-        self._ray.kill(self._actor)
+        """Nothing to do where this actor's Ray has ended: the actor has too, and asking would start another Ray."""
+        if self._ray.is_initialized():
+            with contextlib.suppress(self._ray.exceptions.ActorHandleNotFoundError):
+                self._ray.kill(self._actor)

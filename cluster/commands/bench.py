@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from cluster.commands import Refusal
 
-SUITES = ("structured",)
+SUITES = ("structured", "faults")
 
 
 def run_bench(arguments: Sequence[str]) -> int:
