@@ -54,6 +54,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """What one constraint may cost."""
     grammar_pool: PoolConfig = PoolConfig()
     """Where masks are filled, and for how long."""
+    logits_processors: dict[str, str | None] = {}
+    """Logits processors that HTTP requests may use: a name to the `module:attribute` of its factory, or to null for the
+    one that an installed package registers under this name.
+    """
 
 
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -23,6 +23,7 @@ from cluster.request import EngineRequest, FinishStatus, QueueFull, RequestRefus
 from cluster.scheduler import Scheduler
 from cluster.sequence import Sequence
 from structured.constraint import ConstraintSpec, Resolved
+from structured.logits_processors import LogitsProcessorFactory, LogitsProcessorRegistry
 from workers.sampling_params import child_seed
 from workers.step import StepInput, StepOutput
 
@@ -51,6 +52,7 @@ class Engine:
             blocks=KVBlocks(self.model.num_blocks, config.block_size, config.enable_prefix_caching),
         )
         self.masks = MaskClient(config, self.model, self.scheduler)
+        self.processors = LogitsProcessorRegistry(config.logits_processors)
         self.alive = True
         self._next_sequence_id = 0
         self._num_steps = 0
@@ -73,6 +75,7 @@ class Engine:
         """Runs one step; returns what it added to each sequence that gained tokens or ended."""
         ended = self.scheduler.expire(time.monotonic())
         if not self.scheduler.has_unfinished:
+            self._forget_last()
             self._check_when_idle()
             return ended
         ended += self.masks.before_step()
@@ -84,6 +87,7 @@ class Engine:
         self._num_steps += 1
         self._last_progress = time.monotonic()
         self._idle_checked = False
+        self._forget_last()
         return ended + updates
 
     def _execute(self, step: StepInput) -> StepOutput:
@@ -108,6 +112,11 @@ class Engine:
         self._recovering = False
         return output
 
+    def _forget_last(self) -> None:
+        """Where no step follows the end of the last sequences, one without tokens tells the ranks."""
+        if self.alive and self.scheduler.has_unforgotten and not self.scheduler.has_unfinished:
+            self._execute(self.scheduler.schedule())
+
     def _check_when_idle(self) -> None:
         if not self._idle_checked:
             self.check_integrity()
@@ -121,6 +130,13 @@ class Engine:
         The future raises `RequestRefused` where the constraint cannot be served.
         """
         return self.masks.resolve(spec)
+
+    def register_logits_processor(self, name: str, factory: LogitsProcessorFactory) -> None:
+        """Lets `SamplingParams.logits_processors` name a factory. Raises `LogitsProcessorError` where the name is
+        taken.
+        """
+        self.processors.register(name, factory)
+        self.executor.register_logits_processor(name, factory)
 
     def add_request(self, request: EngineRequest, constraint: Resolved | None = None) -> None:
         """Queues a request; what `resolve` made of its constraint comes with it.
@@ -175,16 +191,21 @@ class Engine:
             raise RequestRefused(f"prompt: token id {bad} is outside the vocabulary [0, {self.vocab_size})", "prompt")
         try:
             request.params.validate_vocabulary(self.vocab_size)
+            self.processors.check(request.params.logits_processors, self.vocab_size)
         except ValueError as error:
             raise RequestRefused(str(error), str(error).partition(":")[0]) from error
 
     def abort(self, request_id: str) -> list[SequenceOutput]:
         """Ends a request and frees its blocks at once; unknown or ended ones are no error."""
-        return self.scheduler.abort(request_id, FinishStatus.FINISHED_ABORTED)
+        ended = self.scheduler.abort(request_id, FinishStatus.FINISHED_ABORTED)
+        self._forget_last()
+        return ended
 
     def finish(self, request_id: str, index: int, num_kept_tokens: int) -> list[SequenceOutput]:
         """Ends one choice whose text reached a stop string; only `num_kept_tokens` output tokens count."""
-        return self.scheduler.finish(request_id, index, num_kept_tokens)
+        ended = self.scheduler.finish(request_id, index, num_kept_tokens)
+        self._forget_last()
+        return ended
 
     # ---- state ---------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ An executor that spreads ranks over a Ray placement group has the same face. The
 from __future__ import annotations
 
 from cluster.config import EngineConfig
+from structured.logits_processors import LogitsProcessorFactory
 from structured.masks import MaskBatch
 from workers.model_info import ModelInfo
 from workers.step import StepInput, StepOutput
@@ -26,6 +27,7 @@ class InProcessExecutor:
             kv_cache_bytes=config.kv_cache_bytes,
             kv_cache_fraction=config.kv_cache_fraction,
             max_num_sequences=config.max_num_sequences,
+            logits_processors=config.logits_processors,
         )
         self._worker = Worker(self._worker_config)
 
@@ -40,6 +42,10 @@ class InProcessExecutor:
     def sample(self, masks: MaskBatch | None = None) -> StepOutput:
         """Draws the tokens of the step that `execute` was given; the gap between the two is where masks hide."""
         return self._worker.sample(masks)
+
+    def register_logits_processor(self, name: str, factory: LogitsProcessorFactory) -> None:
+        """Makes a factory known to the rank that samples. Raises `LogitsProcessorError` where the name is taken."""
+        self._worker.register_logits_processor(name, factory)
 
     def rebuild(self) -> None:
         """Drops every sequence and all KV that the worker holds; the weights stay."""

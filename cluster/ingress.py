@@ -132,7 +132,7 @@ class Ingress:
     async def _chat(self, exchange: Exchange) -> None:
         request = protocol.decode_chat(await self._body(exchange))
         self._check_model(request.model)
-        params = self._resolved(request.sampling_params())
+        params = self._resolved(request)
         plan = plan_chat(
             request, params, self._tokenizer, self._render(request, template_tools(request.callable_tools()))
         )
@@ -143,7 +143,7 @@ class Ingress:
     async def _completions(self, exchange: Exchange) -> None:
         request = protocol.decode_completion(await self._body(exchange))
         self._check_model(request.model)
-        params = self._resolved(request.sampling_params())
+        params = self._resolved(request)
         given = request.prompts()
         if len(given) > self._config.max_prompts_per_request:
             raise ApiError(
@@ -230,7 +230,14 @@ class Ingress:
             return self._tokenizer.encode(text, add_special_tokens)
         return await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens)
 
-    def _resolved(self, params: SamplingParams) -> SamplingParams:
+    def _resolved(self, request: protocol.ChatCompletionRequest | protocol.CompletionRequest) -> SamplingParams:
+        params = request.sampling_params()
+        registered = self._config.engine.logits_processors
+        for index, spec in enumerate(params.logits_processors):
+            if spec.name not in registered:
+                field = f"logits_processors[{index}].name"
+                known = f"use one of: {', '.join(registered)}" if registered else "this server has none"
+                raise ApiError(400, f"{field}: {spec.name!r} is not registered here; {known}", param=field)
         return self._tokenizer.resolve_bad_words(params)
 
     def _check_model(self, name: str) -> None:

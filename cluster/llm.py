@@ -23,10 +23,19 @@ from cluster.output import SequenceText
 from cluster.request import EngineRequest, FinishStatus, QueueFull, RequestRefused, SequenceOutput, Usage
 from cluster.tokenizer import Tokenizer
 from structured.constraint import ConstraintSpec, Resolved
+from structured.logits_processors import LogitsProcessorFactory, LogitsProcessorSpec
 from workers.sampling_params import OutputKind, SamplingParams
 from workers.step import TokenLogprobs
 
-__all__ = ["LLM", "CompletionOutput", "ConstraintSpec", "OutputKind", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "ConstraintSpec",
+    "LogitsProcessorSpec",
+    "OutputKind",
+    "RequestOutput",
+    "SamplingParams",
+]
 
 Prompt = str | Sequence[int]
 
@@ -260,6 +269,13 @@ class LLM:
             choice.stop_reason = text.stop_string if text.stop_string is not None else delta.stop_token_id
             choice.error = delta.error
         return True
+
+    def register_logits_processor(self, name: str, factory: LogitsProcessorFactory) -> None:
+        """Lets `SamplingParams.logits_processors` name `factory`, which makes one instance for each sequence.
+
+        Workers of other machines get it by cloudpickle. Raises `LogitsProcessorError` where the name is taken.
+        """
+        self.engine.register_logits_processor(name, factory)
 
     # ---- asyncio -----------------------------------------------------------------------------------------------
 

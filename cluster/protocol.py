@@ -20,6 +20,7 @@ from cluster.errors import bound_error, refuse, shape_error
 from cluster.request import Usage
 from cluster.tools import Tool, ToolChoice, arguments_constraint, check_tools
 from structured.constraint import ConstraintSpec
+from structured.logits_processors import LogitsProcessorSpec
 from workers.sampling_params import SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -67,12 +68,14 @@ class _SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     repetition_penalty: float | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
+    stop_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     prompt_logprobs: int | None = None
+    logits_processors: tuple[LogitsProcessorSpec, ...] | None = None
+    """Run in this order; only those that the operator registered."""
 
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -107,9 +110,6 @@ class _SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         """The fields of the same name, and `more`. `names` maps a parameter to the body's field it came from."""
         values = {name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
         values |= {name: value for name, value in more.items() if value is not None}
-        for name in ("stop_token_ids", "bad_words", "allowed_token_ids"):
-            if name in values:
-                values[name] = tuple(values[name])
         values["constraint"], _ = requested_constraint(self.response_format, self.structured_outputs)
         if self.stop is not None:
             values["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -149,6 +149,7 @@ _SAMPLING_FIELDS = (
     "logit_bias",
     "bad_words",
     "allowed_token_ids",
+    "logits_processors",
 )
 
 

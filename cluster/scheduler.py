@@ -74,6 +74,11 @@ class Scheduler:
         return bool(self.running or self.waiting)
 
     @property
+    def has_unforgotten(self) -> bool:
+        """Whether the ranks do not know yet that a sequence has ended."""
+        return bool(self._forgotten)
+
+    @property
     def kv_usage(self) -> float:
         """Share of blocks that sequences hold, in [0, 1]."""
         return 1.0 - self.blocks.num_free / self.blocks.num_blocks

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from structured.logits_processors import LogitsProcessorRegistry
 from structured.masks import MaskBatch
 from workers.attention import AttentionMetadata, copy_blocks
 from workers.model_config import ModelConfig
@@ -34,6 +35,7 @@ class ModelRunner:
         block_size: int,
         max_num_sequences: int,
         max_model_len: int,
+        registry: LogitsProcessorRegistry | None = None,
     ) -> None:
         self.model = model
         self.platform = platform
@@ -42,6 +44,7 @@ class ModelRunner:
         self.block_size = block_size
         self.max_num_sequences = max_num_sequences
         self.max_model_len = max_model_len
+        self.state = SamplingState(config.vocab_size, platform.device, registry)
         self._layers = [(layer[0], layer[1]) for layer in kv_cache]  # once: unbinding costs 2 us a layer and step
         self.reset()
 
@@ -53,7 +56,7 @@ class ModelRunner:
         self._num_blocks = [0] * self.max_num_sequences
         self._free_rows = list(range(self.max_num_sequences - 1, -1, -1))
         self._rows: dict[int, int] = {}
-        self.state = SamplingState(self.config.vocab_size, self.platform.device)
+        self.state.clear()
         self._step: StepInput | None = None
         self._hidden: torch.Tensor | None = None
 

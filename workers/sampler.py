@@ -11,14 +11,15 @@ A row is processed in this order, in float32:
 4. `logit_bias` is added
 5. `repetition_penalty` divides positive and multiplies other logits of tokens in prompt or output; `frequency_penalty`
    times the occurrences in the output, and `presence_penalty` for tokens in the output, are subtracted
-6. the constraint: its adjustments are added, and all tokens that its mask forbids are masked
-7. `temperature` divides; at 0 the largest logit wins and the rest is skipped
-8. `top_k` keeps the k largest
-9. `top_p` keeps the fewest, most probable first, whose mass reaches top_p of the mass of those kept so far
-10. `min_p` keeps those at least min_p times as probable as the best one
-11. The largest sum of logit and Gumbel noise (`workers/noise.py`) wins.
+6. logits processors, in the order of the request (`workers/logits_processors.py`), see and change what 1 to 5 left
+7. the constraint: its adjustments are added, and all tokens that its mask forbids are masked
+8. `temperature` divides; at 0 the largest logit wins and the rest is skipped
+9. `top_k` keeps the k largest
+10. `top_p` keeps the fewest, most probable first, whose mass reaches top_p of the mass of those kept so far
+11. `min_p` keeps those at least min_p times as probable as the best one
+12. The largest sum of logit and Gumbel noise (`workers/noise.py`) wins.
 
-Equal logits rank by id, lowest first, in 7 to 10 and in reported ranks; ties of the sum go to the lowest id.
+Equal logits rank by id, lowest first, in 8 to 11 and in reported ranks; ties of the sum go to the lowest id.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ import dataclasses
 
 import torch
 
-from structured.masks import MaskBatch
+from structured.masks import LATE, MaskBatch
 from workers.kernels import cpu_sampler, torch_sampler
-from workers.sampling_state import SamplingState
+from workers.logits_processors import ProcessorFailed
+from workers.sampling_state import SamplingState, SequenceState
 from workers.step import RowError, SamplePoint, TokenLogprobs
 
 LogprobTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -47,6 +49,34 @@ class HostSample:
 
 
 @dataclasses.dataclass
+class Processed:
+    """Points of sequences with logits processors, behind these: `logits` float32 [R, V]."""
+
+    names: dict[int, str]
+    """Point index to the names of its processors; in the order of the rows."""
+    logits: torch.Tensor
+    status: torch.Tensor
+    """uint8 [R], of what the model made."""
+    raised: dict[int, str]
+    """Point index to the error of a processor."""
+    checks: list[tuple[int, str, torch.Tensor]]
+    """Point index, name of a processor, and whether its logits are neither NaN nor +inf."""
+
+    def failures(self) -> dict[int, str]:
+        """Point index to what a processor did wrong to good logits; waits for the device."""
+        found = dict(self.raised)
+        if self.checks:
+            is_valid = torch.stack([check for _, _, check in self.checks]).tolist()
+            for (index, name, _), valid in zip(self.checks, is_valid, strict=True):
+                if not valid:
+                    found.setdefault(index, f"logits processor {name!r} returned NaN or +inf")
+        for index, code in zip(self.names, self.status.tolist(), strict=True):
+            if code != torch_sampler.OK:
+                found.pop(index, None)
+        return found
+
+
+@dataclasses.dataclass
 class Sampled:
     """Drawn tokens on the device: `token_ids` int64 [P] and `status` uint8 [P]."""
 
@@ -56,6 +86,7 @@ class Sampled:
     reported: list[tuple[int, int]]
     """(point index, number of alternatives) of the points whose logprobs are reported."""
     logprobs: LogprobTensors | None
+    processed: Processed | None = None
 
     def to_host(self) -> HostSample:
         """Waits for the device."""
@@ -67,6 +98,10 @@ class Sampled:
                     token_ids[index] = None
                 elif code:
                     errors[index] = self._error(index, code)
+        if self.processed is not None:
+            for index, failure in self.processed.failures().items():
+                token_ids[index] = 0
+                errors[index] = RowError(f"{failure} (position {self.points[index].position})")
         if self.logprobs is None:
             return HostSample(token_ids, errors, {})
         entries = _entries(
@@ -85,9 +120,11 @@ class Sampled:
             return RowError(f"the model produced NaN logits at position {position}", is_corrupt=True)
         if code == torch_sampler.INFINITE:
             return RowError(f"the model produced infinite logits at position {position}", is_corrupt=True)
+        names = "" if self.processed is None else self.processed.names.get(index, "")
+        processors = f", the logits processors {names}" if names else ""
         return RowError(
-            f"every token is masked at position {position}: allowed_token_ids, bad_words, min_tokens and the "
-            "constraint leave none; loosen one of them"
+            f"every token is masked at position {position}: allowed_token_ids, bad_words, min_tokens{processors} and "
+            "the constraint leave none; loosen one of them"
         )
 
 
@@ -115,20 +152,77 @@ def sample(
     implementation = cpu_sampler if cpu_sampler.serves(logits) else torch_sampler
     if masks is not None and len(masks.slots) != len(points):
         raise ValueError(f"{len(masks.slots)} masks for {len(points)} sample points; there must be one entry for each")
-    token_ids, status = implementation.draw(logits, sequences, positions, state, masks)
+    processed = None
+    if state.num_with_processors:
+        processed = _processed(logits, sequences, positions, state, masks)
+    if processed is None:
+        token_ids, status = implementation.draw(logits, sequences, positions, state, masks)
+    else:
+        chosen = list(processed.names)
+        drawn, drawn_status = implementation.draw(
+            processed.logits,
+            [sequences[index] for index in chosen],
+            [positions[index] for index in chosen],
+            state,
+            None if masks is None else _masks_of(masks, chosen),
+        )
+        drawn_status = torch.where(processed.status == torch_sampler.OK, drawn_status, processed.status)
+        if len(chosen) == len(points):
+            token_ids, status = drawn, drawn_status
+        else:  # drawing all and some of them again is cheaper than copying the logits of the others
+            token_ids, status = implementation.draw(logits, sequences, positions, state, masks)
+            rows = torch.tensor(chosen).to(logits.device)
+            token_ids[rows], status[rows] = drawn, drawn_status
     reported: list[tuple[int, int]] = []
     if state.num_wanting_logprobs:
         asked = ((index, sequence.params.logprobs) for index, sequence in enumerate(sequences))
         reported = [(index, num_top) for index, num_top in asked if num_top is not None]
     if not reported:
-        return Sampled(token_ids, status, points, reported, None)
+        return Sampled(token_ids, status, points, reported, None, processed)
     targets = token_ids
     if len(reported) < len(points):
         rows = torch.tensor([index for index, _ in reported]).to(logits.device)
         logits, targets = logits[rows], token_ids[rows]
     num_top = max(num_top for _, num_top in reported)
     reports = implementation.logprobs(logits[:, : state.vocab_size], targets, num_top)
-    return Sampled(token_ids, status, points, reported, reports)
+    return Sampled(token_ids, status, points, reported, reports, processed)
+
+
+def _processed(
+    logits: torch.Tensor,
+    sequences: list[SequenceState],
+    positions: list[int],
+    state: SamplingState,
+    masks: MaskBatch | None,
+) -> Processed | None:
+    """Runs the logits processors of the points that have some and are drawn in this step; None where there are none."""
+    chosen = [
+        (index, sequence, sequence.processors)
+        for index, sequence in enumerate(sequences)
+        if sequence.processors is not None and (masks is None or masks.slots[index] != LATE)
+    ]
+    if not chosen:
+        return None
+    indices = [index for index, _, _ in chosen]
+    rows = logits[torch.tensor(indices).to(logits.device), : state.vocab_size].float()
+    names = {index: processors.names for index, _, processors in chosen}
+    result = Processed(names, rows, torch_sampler.invalid(rows), {}, [])
+    for row, (index, sequence, processors) in zip(rows, chosen, strict=True):
+        position = positions[index]
+        torch_sampler.edit(row, sequence, position)
+        try:
+            checks = processors.run(sequence.tokens, sequence.num_prompt_tokens, position, row)
+        except ProcessorFailed as error:
+            result.raised[index] = str(error)
+        else:
+            result.checks += [(index, name, check) for name, check in checks]
+    return result
+
+
+def _masks_of(masks: MaskBatch, indices: list[int]) -> MaskBatch:
+    """The masks of these points alone."""
+    adjustments = {row: masks.adjustments[index] for row, index in enumerate(indices) if index in masks.adjustments}
+    return masks._replace(slots=[masks.slots[index] for index in indices], adjustments=adjustments)
 
 
 def prompt_logprobs(

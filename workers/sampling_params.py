@@ -12,6 +12,7 @@ import hashlib
 import msgspec
 
 from structured.constraint import ConstraintSpec
+from structured.logits_processors import MAX_LOGITS_PROCESSORS, LogitsProcessorSpec
 
 MAX_LOGPROBS = 64
 """Largest number of alternatives reported per position; bounds the reply's size."""
@@ -94,6 +95,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Token sequences never generated: the last token is masked where the output ends with the ones before it."""
     allowed_token_ids: tuple[int, ...] | None = None
     """If given, only these tokens are ever sampled."""
+    logits_processors: tuple[LogitsProcessorSpec, ...] = ()
+    """Registered processors by name, run in this order behind the penalties; each sequence has instances of its own."""
     constraint: ConstraintSpec | None = None
     """What the output must look like; a finished grammar ends the sequence, whatever `min_tokens` and `ignore_eos`
     say, and `stop_token_ids` may be sampled only where the grammar lets the text end.
@@ -140,6 +143,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ValueError("bad_words contains an empty string; remove it")
         if any(not ids for ids in self.bad_words_token_ids):
             raise ValueError("bad_words_token_ids contains an empty sequence; remove it")
+        if len(self.logits_processors) > MAX_LOGITS_PROCESSORS:
+            count = len(self.logits_processors)
+            raise ValueError(f"logits_processors has {count} entries; at most {MAX_LOGITS_PROCESSORS} are allowed")
 
     def validate_vocabulary(self, vocab_size: int) -> None:
         """Raises `ValueError` naming the field where a token id is outside `[0, vocab_size)`."""

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from structured.logits_processors import LogitsProcessorRegistry
+from workers.logits_processors import SequenceProcessors
 from workers.sampling_params import SamplingParams
 from workers.step import SequenceStart
 
@@ -70,6 +72,7 @@ class SequenceState:
         "num_prompt_tokens",
         "num_tokens",
         "params",
+        "processors",
         "row",
         "stop_ids",
         "tokens",
@@ -89,6 +92,7 @@ class SequenceState:
         self.bad_words = np.array(words, dtype=np.int32)
         self.bias_ids = np.array(tuple(params.logit_bias), dtype=np.int32)
         self.bias_values = np.array(tuple(params.logit_bias.values()), dtype=np.float32)
+        self.processors: SequenceProcessors | None = None
 
     def banned_by_words(self, position: int) -> list[int]:
         """Last tokens of the bad words whose other tokens end the output before `position`."""
@@ -102,16 +106,19 @@ class SequenceState:
 
 
 class SamplingState:
-    """Sampling state of all sequences on a rank; not thread-safe."""
+    """Sampling state of all sequences on a rank; not thread-safe. `registry` knows their logits processors."""
 
-    def __init__(self, vocab_size: int, device: object) -> None:
+    def __init__(self, vocab_size: int, device: object, registry: LogitsProcessorRegistry | None = None) -> None:
         self.vocab_size = vocab_size
         self.device = device
+        self._registry = registry or LogitsProcessorRegistry()
         self.table = np.zeros(FIRST_CAPACITY, dtype=ROW)
         self.table_address = self.table.ctypes.data
         self.sequences: dict[int, SequenceState] = {}
         self.num_wanting_logprobs = 0
         """Sequences that asked for logprobs of their output: 0 lets a step skip looking."""
+        self.num_with_processors = 0
+        """Sequences that have logits processors, likewise."""
         self._last_tokens = np.zeros(FIRST_CAPACITY, dtype=np.int64)
         self._free_rows = list(range(FIRST_CAPACITY - 1, -1, -1))
 
@@ -127,6 +134,9 @@ class SamplingState:
         state = SequenceState(sequence, self._free_rows.pop())
         self.sequences[sequence.sequence_id] = state
         self.num_wanting_logprobs += state.params.logprobs is not None
+        if state.params.logits_processors:
+            state.processors = SequenceProcessors(state.params.logits_processors, self._registry, self.vocab_size)
+            self.num_with_processors += 1
         self._last_tokens[state.row] = state.tokens[state.num_tokens - 1]
         self._fill_row(state, sequence.seed)
 
@@ -136,6 +146,8 @@ class SamplingState:
         tokens = parent.tokens[: parent.num_tokens].tolist()
         eos_token_ids = tuple(parent.stop_ids[: len(parent.stop_ids) - len(parent.params.stop_token_ids)].tolist())
         self.start(SequenceStart(sequence_id, parent.params, seed, tokens, parent.num_prompt_tokens, eos_token_ids))
+        if parent.processors is not None:
+            self.sequences[sequence_id].processors = parent.processors.fork()
 
     def append(self, sequence_id: int, token_ids: Sequence[int]) -> None:
         """Adds sampled tokens to a sequence."""
@@ -157,6 +169,14 @@ class SamplingState:
         if state is not None:
             self.num_wanting_logprobs -= state.params.logprobs is not None
             self._free_rows.append(state.row)
+            if state.processors is not None:
+                state.processors.close()
+                self.num_with_processors -= 1
+
+    def clear(self) -> None:
+        """Drops every sequence."""
+        for sequence_id in list(self.sequences):
+            self.forget(sequence_id)
 
     def tokens(self, sequence_id: int) -> np.ndarray:
         """Prompt and output so far, int32 [num_tokens]; a view that the next `append` may outdate."""
@@ -224,3 +244,7 @@ class SamplingState:
         row["repetition_penalty"] = params.repetition_penalty
         row["presence_penalty"] = params.presence_penalty
         row["frequency_penalty"] = params.frequency_penalty
+        if state.processors is not None:  # what comes before them is done before the kernel sees the row
+            for name in ("num_allowed_ids", "num_bad_words", "num_biases", "min_tokens"):
+                row[name] = 0
+            row["repetition_penalty"], row["presence_penalty"], row["frequency_penalty"] = 1, 0, 0

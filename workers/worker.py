@@ -10,6 +10,7 @@ import time
 
 import msgspec
 
+from structured.logits_processors import LogitsProcessorFactory, LogitsProcessorRegistry
 from structured.masks import MaskBatch
 from workers.loader import load_model
 from workers.memory import plan_kv_cache, plan_max_model_len
@@ -34,13 +35,17 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_bytes: int | None
     kv_cache_fraction: float
     max_num_sequences: int
+    logits_processors: dict[str, str | None] = {}
 
 
 class Worker:
-    """Raises `ModelError` when the model cannot be served within the configured memory or length."""
+    """Raises `ModelError` when the model cannot be served within the configured memory or length,
+    `LogitsProcessorError` where a configured processor cannot be loaded.
+    """
 
     def __init__(self, config: WorkerConfig) -> None:
         started = time.perf_counter()
+        self.processors = LogitsProcessorRegistry(config.logits_processors)
         platform = choose_platform(config.device, config.num_threads)
         folder = resolve_model_folder(config.model)
         model_config = load_model_config(folder)
@@ -64,7 +69,14 @@ class Worker:
             platform.torch_dtype(dtype),
         )
         self.runner = ModelRunner(
-            model, platform, kv_cache, model_config, config.block_size, config.max_num_sequences, max_model_len
+            model,
+            platform,
+            kv_cache,
+            model_config,
+            config.block_size,
+            config.max_num_sequences,
+            max_model_len,
+            self.processors,
         )
         self.info = ModelInfo(
             folder=str(folder),
@@ -89,6 +101,10 @@ class Worker:
             kv_bytes / 2**30,
             max_model_len,
         )
+
+    def register_logits_processor(self, name: str, factory: LogitsProcessorFactory) -> None:
+        """Raises `LogitsProcessorError` where the name is taken. An actor gets the factory by cloudpickle."""
+        self.processors.register(name, factory)
 
     def execute(self, step: StepInput) -> None:
         self.runner.execute(step)

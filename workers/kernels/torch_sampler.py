@@ -31,7 +31,8 @@ def draw(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draws a token from each row of `logits` [P, width >= vocab_size], bfloat16 or float32.
 
-    `masks` has an entry for each row; only packed rows go to the device, and they are applied last.
+    `masks` has an entry for each row; only packed rows go to the device, and they are applied last. Rows of sequences
+    with logits processors have been through `edit` before.
 
     Returns token ids int64 [P] and statuses uint8 [P], on the device of the logits.
     """
@@ -41,10 +42,11 @@ def draw(
     status = torch.zeros(len(sequences), dtype=torch.uint8, device=device)
     infinite = (processed == torch.inf).any(1)
     invalid = processed.isnan().any(1)
-    if any(_edits(sequence, position) for sequence, position in zip(sequences, positions, strict=True)):
+    plain = [index for index, sequence in enumerate(sequences) if sequence.processors is None]
+    if any(_edits(sequences[index], positions[index]) for index in plain):
         processed = processed.clone()
-        for logits_row, sequence, position in zip(processed, sequences, positions, strict=True):
-            _edit(logits_row, sequence, position)
+        for index in plain:
+            edit(processed[index], sequences[index], positions[index])
     if masks is not None:
         processed = apply(processed, masks)
     status = torch.where((processed == -torch.inf).all(1), MASKED, status)
@@ -77,6 +79,12 @@ def apply(logits: torch.Tensor, masks: MaskBatch) -> torch.Tensor:
     return logits
 
 
+def invalid(logits: torch.Tensor) -> torch.Tensor:
+    """`NAN`, `INFINITE` or `OK` for rows [R, V] as the model made them, uint8 [R]."""
+    status = torch.where((logits == torch.inf).any(1), INFINITE, OK)
+    return torch.where(logits.isnan().any(1), NAN, status).to(torch.uint8)
+
+
 def _edits(sequence: SequenceState, position: int) -> bool:
     params = sequence.params
     return bool(
@@ -90,8 +98,8 @@ def _edits(sequence: SequenceState, position: int) -> bool:
     )
 
 
-def _edit(logits: torch.Tensor, sequence: SequenceState, position: int) -> None:
-    """Everything before the temperature, in place on one row [V]."""
+def edit(logits: torch.Tensor, sequence: SequenceState, position: int) -> None:
+    """Everything before the logits processors and the constraint, in place on one row [V], float32."""
 
     def indices(ids: np.ndarray | list[int]) -> torch.Tensor:
         return torch.as_tensor(np.asarray(ids, dtype=np.int64)).to(logits.device)

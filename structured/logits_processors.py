@@ -1,0 +1,162 @@
+"""Logits processors from outside the tree: what a request names, what a factory makes, and the registry between them.
+
+A request holds names and arguments (`LogitsProcessorSpec`), which are data and may be shared by any number of requests.
+A name stands for a factory, which makes one instance a sequence: registered by the operator's configuration, by an
+installed package under the entry point group `manta.logits_processors`, or from Python with
+`LLM.register_logits_processor`. The engine proves the specs at admission, `workers/logits_processors.py` keeps the
+instances. Factories and instances are trusted code: one that hangs holds up its engine. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+ENTRY_POINT_GROUP = "manta.logits_processors"
+
+MAX_LOGITS_PROCESSORS = 16
+"""Processors of one request."""
+
+MAX_ARGUMENT_BYTES = 65_536
+"""Of one processor's arguments as JSON; they travel with every start of the sequence."""
+
+
+class LogitsProcessorError(ValueError):
+    """A processor that cannot be used as asked: HTTP 400. The message names the processor, the bound and a remedy."""
+
+
+class LogitsProcessor(Protocol):
+    """The state of one sequence: a function of its tokens. One thread calls it.
+
+    Two methods are optional. `clone()` returns an independent copy for a fork of the sequence; without it the fork's
+    instance is made from the fork's tokens. `close()` is called once, when the sequence has ended or the instance is
+    replaced.
+    """
+
+    def __call__(self, output_token_ids: np.ndarray, logits: Any) -> Any:
+        """Changes the logits of the next token, in place or by returning others; None stands for the former.
+
+        `output_token_ids` is the output so far, int32 [n], read-only: what the factory or the call before was given,
+        and what was sampled since. `logits` is a torch tensor, float32 [vocab_size], on the model's device; -inf
+        forbids a token. An exception, NaN or +inf ends the sequence with FINISHED_INTERNAL_ERROR, and no other.
+        """
+
+
+class LogitsProcessorFactory(Protocol):
+    """Makes the instance of one sequence; a class whose constructor takes these arguments is a factory.
+
+    An optional `check(arguments, vocab_size)` raises `ValueError` for arguments that will not do, naming the bound and
+    a remedy: the request is refused (HTTP 400) before it runs.
+    """
+
+    def __call__(
+        self,
+        arguments: dict[str, Any],
+        prompt_token_ids: np.ndarray,
+        output_token_ids: np.ndarray,
+        vocab_size: int,
+    ) -> LogitsProcessor:
+        """Token ids are int32 and read-only. `output_token_ids` is empty for a new sequence and holds the output so
+        far after preemption, failover or a fork. `arguments` are the instance's own copy.
+        """
+
+
+class LogitsProcessorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A processor by name, with its arguments. Raises `ValueError` where they are not plain JSON or too long."""
+
+    name: str
+    arguments: dict[str, Any] = {}
+
+    def __post_init__(self) -> None:
+        if not self.arguments:
+            return
+        try:
+            text = json.dumps(self.arguments, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(
+                f"logits_processors: the arguments of {self.name!r} are not plain JSON: {error}; give objects, lists, "
+                "strings, finite numbers, booleans and null only"
+            ) from error
+        if len(text) > MAX_ARGUMENT_BYTES:
+            raise ValueError(
+                f"logits_processors: the arguments of {self.name!r} have {len(text)} bytes as JSON and the limit is "
+                f"{MAX_ARGUMENT_BYTES}; shorten them"
+            )
+        msgspec.structs.force_setattr(self, "arguments", json.loads(text))  # nobody else holds these
+
+
+class LogitsProcessorRegistry:
+    """Factories by name. `configured` maps the operator's names to `module:attribute`, or to None for the entry point
+    of that name.
+
+    Raises `LogitsProcessorError` where a configured factory cannot be loaded.
+    """
+
+    def __init__(self, configured: Mapping[str, str | None] | None = None) -> None:
+        self._factories: dict[str, LogitsProcessorFactory] = {}
+        for name, path in (configured or {}).items():
+            self._factories[name] = self.factory(name) if path is None else _imported(name, path)
+
+    def register(self, name: str, factory: LogitsProcessorFactory) -> None:
+        """Raises `LogitsProcessorError` where the name is taken or the factory cannot be called."""
+        if not callable(factory):
+            raise LogitsProcessorError(f"logits processor {name!r}: a {type(factory).__name__} is no factory")
+        if name in self._factories:
+            raise LogitsProcessorError(
+                f"logits processor {name!r} is registered already, and running sequences may need it; choose another "
+                "name"
+            )
+        self._factories[name] = factory
+
+    def names(self) -> list[str]:
+        """Configured, registered and installed names."""
+        return sorted({*self._factories, *(entry.name for entry in entry_points(group=ENTRY_POINT_GROUP))})
+
+    def factory(self, name: str) -> LogitsProcessorFactory:
+        """Raises `LogitsProcessorError` naming the known ones for an unknown name."""
+        if name not in self._factories:
+            found = list(entry_points(group=ENTRY_POINT_GROUP, name=name))
+            if not found:
+                known = ", ".join(self.names()) or "none is registered"
+                raise LogitsProcessorError(f"logits_processors: {name!r} is unknown; use one of: {known}")
+            self._factories[name] = _imported(name, found[0].value)
+        return self._factories[name]
+
+    def check(self, specs: Sequence[LogitsProcessorSpec], vocab_size: int) -> None:
+        """Raises `LogitsProcessorError` for an unknown name, and for arguments that the factory's `check` refuses."""
+        for index, spec in enumerate(specs):
+            check = getattr(self.factory(spec.name), "check", None)
+            if check is None:
+                continue
+            try:
+                check(own_arguments(spec), vocab_size)
+            except Exception as error:
+                what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+                raise LogitsProcessorError(f"logits_processors[{index}]: {spec.name!r}: {what}") from error
+
+
+def own_arguments(spec: LogitsProcessorSpec) -> dict[str, Any]:
+    """A copy that its receiver may change."""
+    return json.loads(json.dumps(spec.arguments)) if spec.arguments else {}
+
+
+def _imported(name: str, path: str) -> LogitsProcessorFactory:
+    module, _, attribute = path.partition(":")
+    try:
+        factory: Any = importlib.import_module(module)
+        for part in attribute.split("."):
+            factory = getattr(factory, part)
+    except Exception as error:
+        raise LogitsProcessorError(
+            f"logits processor {name!r}: {path!r} cannot be imported ({type(error).__name__}: {error}); give "
+            "module:attribute of an installed module"
+        ) from error
+    if not callable(factory):
+        raise LogitsProcessorError(f"logits processor {name!r}: {path!r} is a {type(factory).__name__}, no factory")
+    return factory

@@ -1,0 +1,123 @@
+"""The logits processors of one rank: an instance for each processor of each sequence, and the run of them.
+
+`workers/sampling_state.py` keeps a `SequenceProcessors` for every sequence that asked for some, `workers/sampler.py`
+runs them. Instances are made when the sequence first draws a token, hence on the rank that samples only; all state is a
+function of the tokens, so that preemption, failover and forks make them again. User code is called here alone, and
+what it raises becomes `ProcessorFailed`. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from structured.logits_processors import (
+    LogitsProcessor,
+    LogitsProcessorRegistry,
+    LogitsProcessorSpec,
+    own_arguments,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+
+class ProcessorFailed(Exception):
+    """A factory or an instance failed; ends one sequence."""
+
+
+class SequenceProcessors:
+    """The instances of one sequence, in the order of its parameters; none before the first `run`."""
+
+    def __init__(
+        self, specs: tuple[LogitsProcessorSpec, ...], registry: LogitsProcessorRegistry, vocab_size: int
+    ) -> None:
+        self.specs = specs
+        self._registry = registry
+        self._vocab_size = vocab_size
+        self._instances: list[LogitsProcessor | None] = [None] * len(specs)
+        self._position = -1
+        """Of the last run. Who runs there again, or before it, has seen tokens that may not be the sequence's any more
+        (rejected drafts), and is made again.
+        """
+
+    @property
+    def names(self) -> str:
+        return ", ".join(repr(spec.name) for spec in self.specs)
+
+    def run(
+        self, tokens: np.ndarray, num_prompt_tokens: int, position: int, logits: torch.Tensor
+    ) -> list[tuple[str, torch.Tensor]]:
+        """Changes `logits`, float32 [vocab_size], in place, for the token behind `tokens[:position]`.
+
+        Returns for each processor its name and whether its logits are all valid (neither NaN nor +inf), a bool tensor
+        on their device. Raises `ProcessorFailed` naming the processor.
+        """
+        tokens = tokens[:position]
+        tokens.flags.writeable = False  # of this view
+        prompt, output = tokens[:num_prompt_tokens], tokens[num_prompt_tokens:]
+        if position <= self._position:
+            self.close()
+        self._position = position
+        checks = []
+        for index, spec in enumerate(self.specs):
+            instance = self._instances[index]
+            if instance is None:
+                instance = self._instances[index] = self._make(spec, prompt, output)
+            _call(spec, instance, output, logits)
+            checks.append((spec.name, (logits < float("inf")).all()))
+        return checks
+
+    def _make(self, spec: LogitsProcessorSpec, prompt: np.ndarray, output: np.ndarray) -> LogitsProcessor:
+        try:
+            return self._registry.factory(spec.name)(own_arguments(spec), prompt, output, self._vocab_size)
+        except Exception as error:
+            raise _failed(f"the factory of logits processor {spec.name!r}", error) from error
+
+    def fork(self) -> SequenceProcessors:
+        """Those of a sequence with the same tokens: clones where instances offer them, else made again later."""
+        child = SequenceProcessors(self.specs, self._registry, self._vocab_size)
+        child._position = self._position
+        for index, instance in enumerate(self._instances):
+            clone = getattr(instance, "clone", None)
+            if clone is not None:
+                try:
+                    child._instances[index] = clone()
+                except Exception:
+                    logger.warning("clone() of logits processor %r failed", self.specs[index].name, exc_info=True)
+        return child
+
+    def close(self) -> None:
+        """Releases the instances; a later `run` makes new ones."""
+        instances, self._instances, self._position = self._instances, [None] * len(self.specs), -1
+        for spec, instance in zip(self.specs, instances, strict=True):
+            close = getattr(instance, "close", None)
+            if close is not None:
+                try:
+                    close()
+                except Exception:
+                    logger.warning("close() of logits processor %r failed", spec.name, exc_info=True)
+
+
+def _call(spec: LogitsProcessorSpec, instance: LogitsProcessor, output: np.ndarray, logits: torch.Tensor) -> None:
+    try:
+        changed = instance(output, logits)
+        if changed is None or changed is logits:
+            return
+        is_right = getattr(changed, "shape", None) == logits.shape
+        if is_right:
+            logits.copy_(changed)
+    except Exception as error:
+        raise _failed(f"logits processor {spec.name!r}", error) from error
+    if not is_right:
+        shape = getattr(changed, "shape", type(changed).__name__)
+        raise ProcessorFailed(f"logits processor {spec.name!r} returned {shape}, not logits of {logits.shape}")
+
+
+def _failed(who: str, error: Exception) -> ProcessorFailed:
+    logger.warning("%s failed", who, exc_info=error)
+    return ProcessorFailed(f"{who} raised {type(error).__name__}: {error}")
