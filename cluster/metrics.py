@@ -49,8 +49,10 @@ class Metrics:
             )
         )
         self._engine = {
-            "num_running": labelled(Gauge, "num_requests_running", "Requests in the running batch."),
-            "num_waiting": labelled(Gauge, "num_requests_waiting", "Requests waiting for it."),
+            "num_running": labelled(Gauge, "num_requests_running", "Sequences in the running batch."),
+            "num_waiting": labelled(
+                Gauge, "num_requests_waiting", "Requests waiting for it, and choices that were preempted."
+            ),
             "kv_usage": labelled(Gauge, "kv_cache_usage_perc", "Share of KV blocks in use; 1 is all."),
         }
         self._engine_totals = {
