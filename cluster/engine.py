@@ -131,6 +131,13 @@ class Engine:
         """
         return self.masks.resolve(spec)
 
+    def warm_up(self) -> None:
+        """Starts in the background what the first constraint would wait for.
+
+        Raises `RequestRefused` where this model's vocabulary cannot be read.
+        """
+        self.masks.start()
+
     def register_logits_processor(self, name: str, factory: LogitsProcessorFactory) -> None:
         """Lets `SamplingParams.logits_processors` name a factory. Raises `LogitsProcessorError` where the name is
         taken.
@@ -228,4 +235,7 @@ class Engine:
             num_steps=self._num_steps,
             seconds_since_step=time.monotonic() - self._last_progress if scheduler.has_unfinished else 0.0,
             alive=self.alive,
+            num_constraints_compiled=self.masks.num_compiled,
+            num_late_rows=self.masks.num_late,
+            num_grammar_workers_replaced=self.masks.num_replaced,
         )

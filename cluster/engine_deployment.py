@@ -52,6 +52,10 @@ class EngineReplica:
         self._sender = OutputSender(self._on_control, self._on_lost_ingress)
         self._failure: str | None = None
         threading.Thread(target=self._step_loop, name="engine", daemon=True).start()
+        try:
+            self.engine.warm_up()
+        except RequestRefused as error:  # a model without a tokenizer.json serves everything else
+            logger.warning("%s", error)
 
     # ---- the asyncio face ----------------------------------------------------------------------------------------
 

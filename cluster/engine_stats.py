@@ -23,3 +23,8 @@ class EngineStats(msgspec.Struct, array_like=True):
     seconds_since_step: float
     """Since the last completed step, or since work arrived if none has completed after it; 0 when idle."""
     alive: bool
+    num_constraints_compiled: int
+    num_late_rows: int
+    """Sample points that sat a step out because their mask was late."""
+    num_grammar_workers_replaced: int
+    """That died, or hung on one mask."""

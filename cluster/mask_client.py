@@ -1,8 +1,8 @@
 """The engine's client of the grammar pool: `prepare` starts a step's masks, `collect` takes those that are there.
 
 Who is late is decided here alone: a row without a constraint never waits, a row whose mask is late sits the step out
-and comes back when the mask is there, and a row whose budget is spent fails alone. The pool starts with the first
-constraint. `resolve` may be called from any thread, the rest is the engine's.
+and comes back when the mask is there, and a row whose budget is spent fails alone. Compiler and pool start with the
+first constraint or with `start`. `start` and `resolve` may be called from any thread, the rest is the engine's.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ class MaskClient:
         self._model = model
         self._scheduler = scheduler
         self._lock = threading.Lock()
-        self._vocabulary: Vocabulary | None = None
         self._compiler: Compiler | None = None
         self.pool: GrammarPool | None = None
         self._points: dict[int, Sequence] = {}
@@ -58,12 +57,12 @@ class MaskClient:
     # ---- before admission ----------------------------------------------------------------------------------------
 
     def resolve(self, spec: ConstraintSpec) -> Future[Resolved]:
-        """The future raises `RequestRefused` where the constraint cannot be served. Callable from any thread."""
+        """The future raises `RequestRefused` where the constraint cannot be served."""
         future: Future[Resolved] = Future()
         try:
-            compiler = self._start_compiler()
-        except ConstraintError as error:
-            future.set_exception(RequestRefused(str(error), "constraint"))
+            compiler = self.start()
+        except RequestRefused as error:
+            future.set_exception(error)
             return future
 
         def settle(done: Future[Resolved]) -> None:
@@ -80,14 +79,25 @@ class MaskClient:
         compiler.resolve(spec).add_done_callback(settle)
         return future
 
-    def _start_compiler(self) -> Compiler:
+    def start(self) -> Compiler:
+        """Starts compiler and pool where they have not been; they get ready in the background.
+
+        Raises `RequestRefused` where the model has no tokenizer to read a vocabulary from.
+        """
         with self._lock:
             if self._compiler is None:
-                self._vocabulary = Vocabulary.load(
-                    self._config.tokenizer or self._model.folder, self._model.vocab_size, self._model.eos_token_ids
-                )
-                self._compiler = Compiler(self._vocabulary, self._config.constraints)
-                weakref.finalize(self, self._compiler.close)
+                config = self._config
+                folder = config.tokenizer or self._model.folder
+                try:
+                    vocabulary = Vocabulary.load(folder, self._model.vocab_size, self._model.eos_token_ids)
+                except ConstraintError as error:
+                    raise RequestRefused(str(error), "constraint") from error
+                compiler = Compiler(vocabulary, config.constraints)
+                weakref.finalize(self, compiler.close)
+                actors = config.grammar_pool.form == "actors"
+                pool = GrammarPool(config.grammar_pool, vocabulary, config.max_num_sequences, actors)
+                weakref.finalize(self, pool.close)
+                self._compiler, self.pool = compiler, pool
             return self._compiler
 
     @property
@@ -95,14 +105,10 @@ class MaskClient:
         """Constraints compiled, over the engine's life."""
         return 0 if self._compiler is None else self._compiler.num_compiled
 
-    def _start_pool(self) -> GrammarPool:
-        if self.pool is None:
-            assert self._vocabulary is not None
-            config = self._config.grammar_pool
-            actors = config.form == "actors"
-            self.pool = GrammarPool(config, self._vocabulary, self._config.max_num_sequences, actors)
-            weakref.finalize(self, self.pool.close)
-        return self.pool
+    @property
+    def num_replaced(self) -> int:
+        """Grammar workers that were replaced, over the engine's life."""
+        return 0 if self.pool is None else self.pool.num_replaced
 
     # ---- a step --------------------------------------------------------------------------------------------------
 
@@ -145,7 +151,8 @@ class MaskClient:
         if not self._points:
             return
         step.mask_follows = True
-        pool = self._start_pool()
+        pool = self.pool
+        assert pool is not None, "a constraint was resolved, so the pool has started"
         for sequence in self._points.values():
             if sequence.sequence_id not in pool:
                 pool.start(sequence.sequence_id, _session_start(sequence))

@@ -59,6 +59,11 @@ class Metrics:
             "prefix_cache_queries": labelled(Counter, "prefix_cache_queries", "Prompt tokens looked up."),
             "prefix_cache_hits": labelled(Counter, "prefix_cache_hits", "Prompt tokens found in the prefix cache."),
             "num_preemptions": labelled(Counter, "num_preemptions", "Sequences sent back to recompute."),
+            "num_constraints_compiled": labelled(Counter, "constraints_compiled", "Constraints compiled or refused."),
+            "num_late_rows": labelled(Counter, "late_mask_rows", "Rows that sat a step out for a late mask."),
+            "num_grammar_workers_replaced": labelled(
+                Counter, "grammar_workers_replaced", "Grammar workers that died or hung."
+            ),
         }
         self._seen: dict[str, int] = dict.fromkeys(self._engine_totals, 0)
 

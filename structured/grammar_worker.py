@@ -6,6 +6,7 @@ harm. Everything it says goes into the `MaskBuffer`. Imports neither torch nor t
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ import msgspec
 import numpy as np
 
 from structured.backend import Backend, Grammar, Session, make_backend
+from structured.backends.choose import AUTO
 from structured.constraint import ConstraintSpec
 from structured.masks import FAILED, FINISHED, MAX_ADJUSTMENTS, MaskBuffer
 from structured.vocabulary import Vocabulary
@@ -138,6 +140,11 @@ class GrammarWorker:
         self.stopped = False
         """Set by the pool when it has given this worker up: it writes nothing more."""
 
+    def warm_up(self) -> None:
+        """Makes the backend that most sessions will ask for. Where that fails, a session that asks for it hears why."""
+        with contextlib.suppress(Exception):
+            self._backend(AUTO[0])
+
     def handle(self, message: Message) -> None:
         """First every session takes its tokens, so that one that is finished says so early; then rows are filled,
         those that were quick last time first.
@@ -198,13 +205,16 @@ class GrammarWorker:
             buffer.flags[slot] = flags
             buffer.done[slot] = job.first + len(job.token_ids) + 1
 
+    def _backend(self, name: str) -> Backend:
+        if name not in self._backends:
+            self._backends[name] = make_backend(name, self._vocabulary)
+        return self._backends[name]
+
     def _grammar(self, start: SessionStart) -> Grammar:
         grammar = self._grammars.get(start.spec)
         if grammar is None:
-            name = start.spec.backend
-            if name not in self._backends:
-                self._backends[name] = make_backend(name, self._vocabulary)
-            grammar = self._grammars[start.spec] = self._backends[name].load(start.spec, start.compiled)
+            grammar = self._backend(start.spec.backend).load(start.spec, start.compiled)
+            self._grammars[start.spec] = grammar
             while len(self._grammars) > 1 and sum(g.num_bytes for g in self._grammars.values()) > GRAMMAR_CACHE_BYTES:
                 self._grammars.popitem(last=False)
         self._grammars.move_to_end(start.spec)

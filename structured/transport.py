@@ -50,6 +50,7 @@ class ThreadTransport:
         self._thread.start()
 
     def _run(self) -> None:
+        self._worker.warm_up()
         while (message := self._inbox.get()) is not None and not self._worker.stopped:
             self._worker.handle(message)
 
@@ -73,6 +74,7 @@ class GrammarActor:
     def __init__(self, vocabulary: bytes, shape: bytes, index: int) -> None:
         buffer = MaskBuffer(msgspec.msgpack.decode(shape, type=BufferShape))
         self._worker = GrammarWorker(msgspec.msgpack.decode(vocabulary, type=Vocabulary), buffer, index)
+        self._worker.warm_up()
         self._decoder = msgspec.msgpack.Decoder(Message)
 
     def started(self) -> int:
