@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import pathlib
 import platform
 import shutil
 import subprocess
+from collections.abc import Iterator
 
+import hypothesis
+import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
@@ -147,6 +151,125 @@ def test_attention_of_a_row_does_not_depend_on_its_batchmates(kernels):
         )
         result = kernels.paged_attention(qkv[first:last], *caches, alone, 6, 2, 64, 0.125)
         assert torch.equal(result, together[first:last])
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def check_shared_prefixes(kernels, groups, others, shape, block_size, dtype, num_threads) -> AttentionMetadata:
+    """Compares a batch read by groups with the reference, and its bits with those of the batch read one by one.
+
+    `groups` are (shared blocks, [(own keys before the step, new tokens)]), `others` (keys before, new tokens); all are
+    shuffled. Returns the grouped metadata.
+    """
+    num_heads, num_kv_heads, head_dim = shape
+    lengths = [(blocks * block_size + own, count) for blocks, members in groups for own, count in members]
+    plain, num_blocks = make_metadata(lengths + others, block_size)
+    tables = plain.block_tables.numpy().copy()
+    row = 0
+    for blocks, members in groups:
+        tables[row : row + len(members), :blocks] = tables[row, :blocks]
+        row += len(members)
+    order = np.random.default_rng(1).permutation(len(tables))
+    starts, query_lens = np.array(lengths + others).T
+    arguments = (starts[order], query_lens[order], tables[order], block_size)
+    grouped = AttentionMetadata.build(*arguments)
+    caches = random_cache(num_blocks, block_size, num_kv_heads, head_dim, dtype)
+    poison_unused(grouped, *caches)
+    qkv = torch.randn(grouped.num_tokens, (num_heads + 2 * num_kv_heads) * head_dim).to(dtype)
+    shape = (num_heads, num_kv_heads, head_dim, head_dim**-0.5)
+    with threads(num_threads):
+        together = kernels.paged_attention(qkv, *caches, grouped, *shape)
+        alone = AttentionMetadata.build(*arguments, share_prefixes=False)
+        one_by_one = kernels.paged_attention(qkv, *caches, alone, *shape)
+    assert_close(together, reference.paged_attention(qkv, *caches, alone, *shape))
+    assert torch.equal(together, one_by_one)
+    return grouped
+
+
+OWN_KEYS = [0, 1, 15, 16, 17, 63, 64, 100]
+SHARED = {
+    "pair": (2, 8, (14, 2, 64), 16),
+    "uneven tiles": (9, 13, (8, 2, 128), 16),
+    "one kv head": (64, 32, (4, 1, 64), 16),
+    "no gqa": (33, 40, (3, 3, 80), 16),
+    "130 samples": (130, 31, (7, 1, 64), 16),
+    "small blocks": (16, 40, (4, 2, 80), 8),
+    "large blocks": (5, 9, (2, 2, 32), 128),
+}
+
+
+@DTYPES
+@pytest.mark.parametrize("num_threads", [1, 2, 8])
+@pytest.mark.parametrize("case", SHARED)
+def test_a_shared_prefix_read_once_gives_the_same_bits(kernels, case, num_threads, dtype):
+    torch.manual_seed(10)
+    num_members, blocks, shape, block_size = SHARED[case]
+    members = [(OWN_KEYS[i % len(OWN_KEYS)], 1 + (i % 7 == 3)) for i in range(num_members)]
+    metadata = check_shared_prefixes(
+        kernels, [(blocks, members)], [(0, 40), (600, 1), (30, 1), (64, 30)], shape, block_size, dtype, num_threads
+    )
+    assert metadata.shared_prefixes is not None
+    assert metadata.shared_prefixes.members.shape[0] == num_members
+
+
+@st.composite
+def shared_batches(draw: st.DrawFn):
+    member = st.tuples(st.integers(0, 150), st.sampled_from([1, 1, 1, 2, 8, 20]))
+    group = st.tuples(st.integers(1, 40), st.lists(member, min_size=2, max_size=draw(st.sampled_from([4, 20, 130]))))
+    groups = draw(st.lists(group, min_size=1, max_size=3))
+    others = draw(st.lists(st.tuples(st.integers(0, 700), st.sampled_from([1, 1, 5, 60])), max_size=5))
+    num_kv_heads = draw(st.integers(1, 2))
+    num_heads = num_kv_heads * draw(st.sampled_from([1, 2, 4, 7]))
+    shape = (num_heads, num_kv_heads, draw(st.sampled_from([64, 80, 128])))
+    block_size = draw(st.sampled_from([8, 16, 32]))
+    return (
+        groups,
+        others,
+        shape,
+        block_size,
+        draw(st.sampled_from(list(TOLERANCE))),
+        draw(st.sampled_from([1, 2, 3, 8])),
+    )
+
+
+@hypothesis.given(batch=shared_batches())
+@hypothesis.settings(max_examples=hypothesis.settings().max_examples // 2)
+def test_random_batches_with_shared_prefixes_give_the_same_bits(batch):
+    if cpu._library() is None:
+        pytest.skip("no C++ compiler")
+    torch.manual_seed(11)
+    check_shared_prefixes(cpu, *batch)
+
+
+def test_a_nan_in_one_query_of_a_group_stays_in_it(kernels):
+    torch.manual_seed(12)
+    tables = np.array([[0, 1, 2], [0, 1, 3], [0, 1, 4]], dtype=np.int32)
+    metadata = AttentionMetadata.build(np.array([130, 140, 150]), np.ones(3, dtype=np.int64), tables, 64)
+    assert metadata.shared_prefixes is not None
+    caches = random_cache(5, 64, 1, 64, torch.bfloat16)
+    qkv = torch.randn(3, 4 * 64).bfloat16()
+    qkv[1, 5] = float("nan")
+    output = kernels.paged_attention(qkv, *caches, metadata, 2, 1, 64, 0.125)
+    assert output[1, :64].isnan().all()
+    assert not output[[0, 2]].isnan().any()
+
+
+def test_a_sliding_window_takes_no_notice_of_shared_prefixes(kernels):
+    torch.manual_seed(13)
+    tables = np.array([[0, 1, 2], [0, 1, 3]], dtype=np.int32)
+    metadata = AttentionMetadata.build(np.array([130, 140]), np.ones(2, dtype=np.int64), tables, 64)
+    caches = random_cache(4, 64, 1, 64, torch.float32)
+    qkv = torch.randn(2, 4 * 64)
+    arguments = (qkv, *caches, metadata, 2, 1, 64, 0.125, 100)
+    assert_close(kernels.paged_attention(*arguments), reference.paged_attention(*arguments))
 
 
 def test_attention_keeps_huge_and_tiny_scores_finite(kernels):

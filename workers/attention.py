@@ -15,6 +15,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from workers.shared_prefixes import SharedPrefixes, find_shared_prefixes
+
 
 @dataclasses.dataclass(slots=True)
 class AttentionMetadata:
@@ -40,6 +42,8 @@ class AttentionMetadata:
     max_context_len: int
     total_context_len: int
     """Sum of `context_lens`: what a decode step reads."""
+    shared_prefixes: SharedPrefixes | None = None
+    """Sequences whose leading keys a kernel may read once for all of them; the result is the same without."""
 
     @property
     def num_tokens(self) -> int:
@@ -51,13 +55,18 @@ class AttentionMetadata:
 
     @classmethod
     def build(
-        cls, starts: np.ndarray, query_lens: np.ndarray, block_tables: np.ndarray, block_size: int
+        cls,
+        starts: np.ndarray,
+        query_lens: np.ndarray,
+        block_tables: np.ndarray,
+        block_size: int,
+        share_prefixes: bool = True,
     ) -> AttentionMetadata:
         """Metadata on the CPU for the tokens `[starts[s], starts[s] + query_lens[s])` of each sequence.
 
         `starts` and `query_lens` are integers [num_sequences], every query length at least 1; `block_tables` is int32
         [num_sequences, max_blocks] and covers the new tokens. The arrays are not kept, except `block_tables` where it
-        is int32 and contiguous already.
+        is int32 and contiguous already. `share_prefixes=False` looks for no groups.
         """
         num_sequences = len(starts)
         query_start = np.zeros(num_sequences + 1, dtype=np.int32)
@@ -84,6 +93,9 @@ class AttentionMetadata:
             max_query_len=max_query_len,
             max_context_len=int(context_lens.max()) if num_sequences else 0,
             total_context_len=int(context_lens.sum()),
+            shared_prefixes=(
+                find_shared_prefixes(starts, query_lens, block_tables, block_size) if share_prefixes else None
+            ),
         )
 
 

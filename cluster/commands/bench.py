@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from cluster.commands import Refusal
 
-SUITES = ("structured", "faults")
+SUITES = ("structured", "faults", "prefix-attention")
 
 
 def run_bench(arguments: Sequence[str]) -> int:
@@ -29,5 +29,5 @@ def run_bench(arguments: Sequence[str]) -> int:
         sys.path.insert(0, str(root))
     name, rest = "bench", list(arguments)
     if rest and rest[0] in SUITES:
-        name, rest = rest[0], rest[1:]
+        name, rest = rest[0].replace("-", "_"), rest[1:]
     return int(importlib.import_module(f"benchmarks.{name}").main(rest))

@@ -12,63 +12,13 @@
 #include <cmath>
 #include <cstdlib>
 #include <type_traits>
-#include <vector>
 
-#include "tiles.h"
+#include "attention_plan.h"
 
-template <class T>
-struct Attention {
-    const T* qkv;  // [num_tokens, qkv_stride], of which the first num_heads * head_dim are the queries
-    const T* k_cache;  // [slots, num_kv_heads, head_dim]
-    const T* v_cache;
-    T* output;  // [num_tokens, num_heads * head_dim]
-    const int32_t* query_start;
-    const int32_t* context_lens;
-    const int32_t* block_tables;
-    int64_t qkv_stride;
-    int num_sequences;
-    int max_blocks;
-    int block_size;
-    int num_heads;
-    int num_kv_heads;
-    int head_dim;
-    int window;  // visible positions; INT32_MAX without a sliding window
-    float scale;
-};
-
-constexpr int SPLIT_KEYS = 512;  // keys of one unit of work where the query is short
-constexpr int SHORT_QUERY = 8;  // tokens; longer queries have enough tiles to keep all threads busy
-constexpr int TILE_QUERY_ROWS = 96;  // rows of a prefill tile, which share the packing of a key block
-constexpr int KV_RUN_BYTES = 512;  // heads of one token read together, so that the prefetcher sees runs
-constexpr int PACKING_ROWS = 32;  // packing a key costs about as much as this many rows' products with it
 constexpr int64_t PARALLEL_COST = 3'000'000;  // row-key-dimension products below which one thread is faster
+constexpr int ROW_BLOCK = 96;  // rows multiplied at a time: their scores and probabilities stay in the L1 cache
 constexpr float LOWEST = -1e30f;  // a maximum before any key: finite, so that differences are never NaN
 constexpr float LOG2_E = 1.44269504088896340736f;
-
-// Query tokens [first_token, first_token + num_tokens) of a sequence's step, for KV heads [first_head, first_head +
-// num_heads)
-struct Task {
-    int sequence;
-    int first_token;
-    int num_tokens;
-    int first_head;
-    int num_heads;
-    int first_key;
-    int end_key;
-    int num_splits;
-    int remaining;  // splits not yet done: whoever finishes the last one merges
-    size_t partial;  // of the first split, in floats
-};
-
-struct Unit {
-    int task;
-    int split;
-    int64_t cost;
-};
-
-inline int round_up(int value, int multiple) {
-    return (value + multiple - 1) / multiple * multiple;
-}
 
 struct KeyRange {
     int first;
@@ -142,70 +92,28 @@ MANTA_INLINE void softmax_row(
 template <class T, class E>
 class AttentionWorker {
   public:
-    AttentionWorker(const Attention<T>& call, float* partials)
+    AttentionWorker(const Attention<T>& call, Plan& plan, float* results)
         : call_(call),
-          partials_(partials),
+          plan_(plan),
+          results_(results),
           group_(call.num_heads / call.num_kv_heads),
           width_(width_of(call.head_dim)) {}
 
-    // Runs a split of a task; asks for the first keys of the split that comes after it, where there is one
-    void run(const Task& task, int split, const Task* next_task, int next_split, Scratch& scratch) {
-        rows_ = task.num_tokens * group_;
-        padded_rows_ = round_up(rows_, 16);
-        reserve(task, scratch);
-        load_queries(task);
-        const KeyRange range = range_of(task, split);
-        KeyBlock blocks[2];
-        locate(task, range.first, range.end, blocks[0]);
-        for (int key = range.first, i = 0; key < range.end; key += KEY_BLOCK, i ^= 1) {
-            KeyBlock& next = blocks[i ^ 1];
-            const Task* owner = &task;
-            if (key + KEY_BLOCK < range.end) {
-                locate(task, key + KEY_BLOCK, range.end, next);
-            } else {
-                owner = next_task;
-                const KeyRange next_range = owner ? range_of(*owner, next_split) : KeyRange{0, 0};
-                locate(owner ? *owner : task, next_range.first, next_range.end, next);
-            }
-            const char* rows[2 * KEY_BLOCK];
-            Prefetcher prefetcher = prefetcher_of(owner ? *owner : task, next, rows, task.num_heads);
-            attend(task, key, blocks[i], prefetcher);
-        }
-        if (task.num_splits > 1) {
-            store_partial(task, split);
+    // Runs a unit; asks for the first keys of the unit that comes after it, where there is one
+    void run(const Unit& unit, const Unit* next, Scratch& scratch, Scratch& member_scratch) {
+        Task& task = plan_.tasks[unit.task];
+        const Task* next_task = next ? &plan_.tasks[next->task] : nullptr;
+        const int next_split = next ? next->split : 0;
+        begin_rows(task, scratch);
+        if (task.goes_on) {
+            run_members(task, next_task, next_split, member_scratch);
+        } else if (task.num_members) {
+            attend_split(task, unit.split, next_task, next_split);
+            hand_over(task, unit.split);
         } else {
-            store_output(task);
+            attend_split(task, unit.split, next_task, next_split);
+            finish_split(task, unit.split);
         }
-    }
-
-    // Combines the splits of a task, in their order
-    void merge(const Task& task) {
-        const int rows = task.num_tokens * group_;
-        const size_t stride = partial_size(call_, task);
-        for (int row = 0; row < task.num_heads * rows; row++) {
-            const float* first = partials_ + task.partial + size_t(row) * (width_ + 2);
-            float best = LOWEST;
-            for (int i = 0; i < task.num_splits; i++) best = std::max(best, first[i * stride + width_]);
-            float total = 0;
-            for (int i = 0; i < task.num_splits; i++) {
-                total += first[i * stride + width_ + 1] * exp2f(first[i * stride + width_] - best);
-            }
-            T* to = output_row(task, row / rows, row % rows);
-            for (int dim = 0; dim < call_.head_dim; dim += LANES) {
-                Floats sum = splat(0);
-                for (int i = 0; i < task.num_splits; i++) {
-                    const float* partial = first + i * stride;
-                    sum += output_columns<E>(partial, dim) * (exp2f(partial[width_] - best) / total);
-                }
-                store(to + dim, sum);
-            }
-        }
-    }
-
-    // Floats of one split: each row's gathered values, maximum and sum
-    static size_t partial_size(const Attention<T>& call, const Task& task) {
-        const size_t rows = size_t(task.num_tokens) * (call.num_heads / call.num_kv_heads);
-        return task.num_heads * rows * (width_of(call.head_dim) + 2);
     }
 
     static int width_of(int head_dim) {
@@ -229,13 +137,79 @@ class AttentionWorker {
     static constexpr bool PAIRS = !std::is_same<E, float>::value;
     static constexpr int GRANULE = PAIRS ? 32 : LANES;  // head_dim and keys are padded to a multiple
 
+    // The shared keys for the rows of all members, then each member's first own split from where its rows stand
+    void run_members(const Task& task, const Task* next_task, int next_split, Scratch& member_scratch) {
+        const Task* first_own = &plan_.member_task(task.sequence, task.first_head);
+        for (int split = 0; split < task.num_splits; split++) {
+            const bool is_last = split + 1 == task.num_splits;
+            attend_split(task, split, is_last ? first_own : &task, is_last ? 0 : split + 1);
+            if (range_of(task, split).end % SPLIT_KEYS) continue;  // the members go on in this split
+            hand_over(task, split);
+            clear_rows(task);
+        }
+        const float* gathered = gathered_;
+        const float* sums = sums_;
+        const float* maxima = maxima_;
+        for (int i = 1; i <= task.num_members; i++) {
+            Task& own = plan_.member_task(call_.members[task.first_member + i - 1], task.first_head);
+            begin_rows(own, member_scratch);
+            memcpy(gathered_, gathered, rows_ * width_ * sizeof(float));
+            memcpy(sums_, sums, rows_ * LANES * sizeof(float));
+            memcpy(maxima_, maxima, rows_ * sizeof(float));
+            gathered += rows_ * width_;
+            sums += rows_ * LANES;
+            maxima += rows_;
+            if (i < task.num_members) {
+                attend_split(own, 0, &plan_.member_task(call_.members[task.first_member + i], task.first_head), 0);
+            } else {
+                attend_split(own, 0, next_task, next_split);
+            }
+            finish_split(own, 0);
+        }
+    }
+
+    void attend_split(const Task& task, int split, const Task* next_task, int next_split) {
+        const KeyRange range = range_of(task, split);
+        KeyBlock blocks[2];
+        locate(task, range.first, range.end, blocks[0]);
+        for (int key = range.first, i = 0; key < range.end; key += KEY_BLOCK, i ^= 1) {
+            KeyBlock& next = blocks[i ^ 1];
+            const Task* owner = &task;
+            if (key + KEY_BLOCK < range.end) {
+                locate(task, key + KEY_BLOCK, range.end, next);
+            } else {
+                owner = next_task;
+                const KeyRange next_range = owner ? range_of(*owner, next_split) : KeyRange{0, 0};
+                locate(owner ? *owner : task, next_range.first, next_range.end, next);
+            }
+            const char* rows[2 * KEY_BLOCK];
+            Prefetcher prefetcher = prefetcher_of(owner ? *owner : task, next, rows, task.num_heads);
+            attend(task, key, blocks[i], prefetcher);
+        }
+    }
+
+    void begin_rows(const Task& task, Scratch& scratch) {
+        rows_ = task.num_tokens * group_;
+        padded_rows_ = round_up(rows_, 16);
+        reserve(task, scratch);
+        load_queries(task);
+        clear_rows(task);
+    }
+
+    void clear_rows(const Task& task) {
+        const size_t rows = size_t(task.num_heads) * padded_rows_;
+        memset(gathered_, 0, rows * width_ * sizeof(float));
+        memset(sums_, 0, rows * LANES * sizeof(float));
+        std::fill(maxima_, maxima_ + rows, LOWEST);
+    }
+
     void reserve(const Task& task, Scratch& scratch) {
         const size_t heads = task.num_heads;
         const size_t sizes[] = {
             heads * padded_rows_ * width_ * sizeof(E),
-            size_t(padded_rows_) * KEY_BLOCK * sizeof(float),
-            size_t(padded_rows_) * KEY_BLOCK * sizeof(E),
-            size_t(width_) * KEY_BLOCK * sizeof(E),
+            size_t(std::min(padded_rows_, ROW_BLOCK)) * KEY_BLOCK * sizeof(float),
+            size_t(std::min(padded_rows_, ROW_BLOCK)) * KEY_BLOCK * sizeof(E),
+            size_t(width_) * KEY_BLOCK * sizeof(E) * 2,
             heads * padded_rows_ * width_ * sizeof(float),
             heads * padded_rows_ * LANES * sizeof(float),
             heads * padded_rows_ * sizeof(float),
@@ -257,25 +231,30 @@ class AttentionWorker {
         sums_ = reinterpret_cast<float*>(starts[5]);
         maxima_ = reinterpret_cast<float*>(starts[6]);
         zeros_ = reinterpret_cast<T*>(starts[7]);
-        memset(gathered_, 0, sizes[4]);
-        memset(sums_, 0, sizes[5]);
         memset(zeros_, 0, sizes[7]);
-        std::fill(maxima_, maxima_ + heads * padded_rows_, LOWEST);
     }
 
     void load_queries(const Task& task) {
         for (int head = 0; head < task.num_heads; head++) {
             E* to = queries_ + size_t(head) * padded_rows_ * width_;
-            for (int token = 0; token < task.num_tokens; token++) {
-                const int64_t row = call_.query_start[task.sequence] + task.first_token + token;
-                const T* from = call_.qkv + row * call_.qkv_stride;
-                from += size_t(task.first_head + head) * group_ * call_.head_dim;
-                for (int i = 0; i < group_; i++) {
-                    pack_query(from + i * call_.head_dim, call_.head_dim, to);
-                    to += width_;
-                }
+            const int64_t query_head = int64_t(task.first_head + head) * group_;
+            if (task.num_members == 0) {
+                load_tokens(call_.query_start[task.sequence] + task.first_token, task.num_tokens, query_head, to);
+            }
+            for (int i = 0; i < task.num_members; i++) {
+                const int member = call_.members[task.first_member + i];
+                const int first = call_.query_start[member];
+                to = load_tokens(first, call_.query_start[member + 1] - first, query_head, to);
             }
         }
+    }
+
+    E* load_tokens(int64_t first_row, int num_tokens, int64_t query_head, E* to) const {
+        for (int64_t row = first_row; row < first_row + num_tokens; row++) {
+            const T* from = call_.qkv + row * call_.qkv_stride + query_head * call_.head_dim;
+            for (int i = 0; i < group_; i++, to += width_) pack_query(from + i * call_.head_dim, call_.head_dim, to);
+        }
+        return to;
     }
 
     static KeyRange range_of(const Task& task, int split) {
@@ -319,42 +298,59 @@ class AttentionWorker {
     void attend(const Task& task, int key, const KeyBlock& block, Prefetcher& prefetcher) {
         const int span = round_up(block.num_keys, GRANULE);
         const T* rows[KEY_BLOCK];
+        E* packed_values = rows_ > ROW_BLOCK ? packed_ + size_t(width_) * KEY_BLOCK : packed_;
         for (int head = 0; head < task.num_heads; head++) {
             const size_t base = size_t(task.first_head + head) * call_.head_dim;
             point(call_.k_cache + base, block, span, rows);
             for (int i = 0; i < span; i += LANES) pack_keys(rows + i, call_.head_dim, packed_ + i * width_, prefetcher);
-            const size_t row = size_t(head) * padded_rows_;
-            product<false>(queries_ + row * width_, width_, packed_, width_, scores_, KEY_BLOCK, span / LANES);
-            softmax(task, head, key, span, prefetcher);
-            point(call_.v_cache + base, block, span, rows);
-            pack_values(rows, span, call_.head_dim, packed_, prefetcher);
-            product<true>(probabilities_, KEY_BLOCK, packed_, span, gathered_ + row * width_, width_, width_ / LANES);
+            for (int row = 0; row < rows_; row += ROW_BLOCK) {
+                const int num_rows = std::min(ROW_BLOCK, rows_ - row);
+                const size_t first = size_t(head) * padded_rows_ + row;
+                product<false>(
+                    queries_ + first * width_, width_, packed_, width_, scores_, KEY_BLOCK, num_rows, span / LANES
+                );
+                softmax(task, head, row, num_rows, key, span, prefetcher);
+                if (row == 0) {
+                    point(call_.v_cache + base, block, span, rows);
+                    pack_values(rows, span, call_.head_dim, packed_values, prefetcher);
+                }
+                product<true>(
+                    probabilities_, KEY_BLOCK, packed_values, span, gathered_ + first * width_, width_, num_rows,
+                    width_ / LANES
+                );
+            }
         }
     }
 
     template <bool ACCUMULATE>
-    void product(const E* a, int lda, const E* b, int depth, float* c, int ldc, int panels) {
+    void product(const E* a, int lda, const E* b, int depth, float* c, int ldc, int rows, int panels) {
 #if MANTA_AMX
         if constexpr (PAIRS) {
-            if (tiles_granted()) return multiply_amx<ACCUMULATE>(a, lda, b, depth, c, ldc, padded_rows_, panels);
+            if (tiles_granted()) {
+                return multiply_amx<ACCUMULATE>(a, lda, b, depth, c, ldc, round_up(rows, 16), panels);
+            }
         }
 #endif
-        multiply<ACCUMULATE>(a, lda, b, depth, c, ldc, rows_, panels);
+        multiply<ACCUMULATE>(a, lda, b, depth, c, ldc, rows, panels);
     }
 
-    void softmax(const Task& task, int head, int key, int span, Prefetcher& prefetcher) {
+    // Rows [first_row, first_row + num_rows) of a head, whose scores begin at the first of `scores_`
+    void softmax(
+        const Task& task, int head, int first_row, int num_rows, int key, int span, Prefetcher& prefetcher
+    ) {
         const int length = call_.query_start[task.sequence + 1] - call_.query_start[task.sequence];
         const int first_position = call_.context_lens[task.sequence] - length + task.first_token;
+        const bool all_visible = task.num_members != 0;  // a shared prefix, whole key blocks of it
         const float factor = call_.scale * LOG2_E;
         constexpr int full = KEY_BLOCK / LANES;
-        for (int row = 0; row < rows_; row++) {
+        for (int row = first_row; row < first_row + num_rows; row++) {
             prefetcher.ask(1);
             const int64_t position = first_position + row / group_;
-            const int high = int(std::min<int64_t>(span, position + 1 - key));
-            const int low = int(std::max<int64_t>(0, position + 1 - call_.window - key));
+            const int high = all_visible ? span : int(std::min<int64_t>(span, position + 1 - key));
+            const int low = all_visible ? 0 : int(std::max<int64_t>(0, position + 1 - call_.window - key));
             const size_t state = size_t(head) * padded_rows_ + row;
-            const float* scores = scores_ + row * KEY_BLOCK;
-            E* probabilities = probabilities_ + row * KEY_BLOCK;
+            const float* scores = scores_ + (row - first_row) * KEY_BLOCK;
+            E* probabilities = probabilities_ + (row - first_row) * KEY_BLOCK;
             float* sum = sums_ + state * LANES;
             float* gathered = gathered_ + state * width_;
             float& best = maxima_[state];
@@ -390,117 +386,105 @@ class AttentionWorker {
         }
     }
 
-    void store_partial(const Task& task, int split) {
-        float* to = partials_ + task.partial + split * partial_size(call_, task);
+    void store_partial(size_t first_state, int rows, float* to) const {
+        for (size_t state = first_state; state < first_state + rows; state++, to += width_ + 2) {
+            memcpy(to, gathered_ + state * width_, width_ * sizeof(float));
+            to[width_] = maxima_[state];
+            to[width_ + 1] = reduce_add(load(sums_ + state * LANES));
+        }
+    }
+
+    // Gives a whole split of shared keys to the members' own tasks
+    void hand_over(const Task& task, int split) {
+        size_t row = 0;
+        for (int i = 0; i < task.num_members; i++) {
+            Task& own = plan_.member_task(call_.members[task.first_member + i], task.first_head);
+            const int rows = own.num_tokens * group_;
+            const size_t place = task.first_key / SPLIT_KEYS + split;
+            store_partial(row, rows, results_ + own.partial + place * partial_size(own));
+            if (!task.goes_on && __atomic_sub_fetch(&own.remaining, 1, __ATOMIC_ACQ_REL) == 0) merge(own);
+            row += rows;
+        }
+    }
+
+    void finish_split(Task& task, int split) {
+        if (task.num_splits == 1) return store_output(task);
+        float* to = results_ + task.partial + (task.shared_splits + split) * partial_size(task);
         for (int head = 0; head < task.num_heads; head++) {
-            for (int row = 0; row < rows_; row++, to += width_ + 2) {
-                const size_t state = size_t(head) * padded_rows_ + row;
-                memcpy(to, gathered_ + state * width_, width_ * sizeof(float));
-                to[width_] = maxima_[state];
-                to[width_ + 1] = reduce_add(load(sums_ + state * LANES));
+            store_partial(size_t(head) * padded_rows_, rows_, to + size_t(head) * rows_ * (width_ + 2));
+        }
+        if (__atomic_sub_fetch(&task.remaining, 1, __ATOMIC_ACQ_REL) == 0) merge(task);
+    }
+
+    // Combines the splits of a task, in their order; each one's weight takes the place of its maximum
+    void merge(const Task& task) {
+        const int rows = task.num_tokens * group_;
+        const size_t stride = partial_size(task);
+        for (int row = 0; row < task.num_heads * rows; row++) {
+            float* first = results_ + task.partial + size_t(row) * (width_ + 2);
+            float best = LOWEST;
+            for (int i = 0; i < task.num_splits; i++) best = std::max(best, first[i * stride + width_]);
+            float total = 0;
+            for (int i = 0; i < task.num_splits; i++) {
+                float& weight = first[i * stride + width_];
+                weight = exp2f(weight - best);
+                total += first[i * stride + width_ + 1] * weight;
+            }
+            for (int i = 0; i < task.num_splits; i++) first[i * stride + width_] /= total;
+            T* to = output_row(task, row / rows, row % rows);
+            for (int dim = 0; dim < call_.head_dim; dim += LANES) {
+                Floats sum = splat(0);
+                for (int i = 0; i < task.num_splits; i++) {
+                    const float* partial = first + i * stride;
+                    sum += output_columns<E>(partial, dim) * partial[width_];
+                }
+                store(to + dim, sum);
             }
         }
     }
 
+    // Floats of one split: each row's gathered values, maximum and sum
+    size_t partial_size(const Task& task) const {
+        return size_t(task.num_heads) * task.num_tokens * group_ * (width_ + 2);
+    }
+
     const Attention<T>& call_;
-    float* partials_;
+    Plan& plan_;
+    float* results_;  // of splits, at the places that the plan gives
     const int group_;  // query heads of a KV head
     const int width_;  // head_dim, padded
     int rows_ = 0;
     int padded_rows_ = 0;
     E* queries_ = nullptr;  // [heads][padded_rows][width]
-    float* scores_ = nullptr;  // [padded_rows][KEY_BLOCK]
-    E* probabilities_ = nullptr;  // [padded_rows][KEY_BLOCK]
-    E* packed_ = nullptr;  // keys, then values, of one block and head
+    float* scores_ = nullptr;  // [ROW_BLOCK][KEY_BLOCK]
+    E* probabilities_ = nullptr;  // [ROW_BLOCK][KEY_BLOCK]
+    E* packed_ = nullptr;  // keys, then values, of one block and head; beside each other where rows need both again
     float* gathered_ = nullptr;  // [heads][padded_rows][width]: probabilities times values, still to be divided
     float* sums_ = nullptr;  // [heads][padded_rows][LANES]
     float* maxima_ = nullptr;  // [heads][padded_rows]
     T* zeros_ = nullptr;  // stands for the keys past the end of a context
 };
 
-// Cuts a call into tasks and units, the most expensive first where they differ much; returns the total cost
-template <class T>
-int64_t plan(const Attention<T>& call, int width, int threads, std::vector<Task>& tasks, std::vector<Unit>& units) {
-    const int group = call.num_heads / call.num_kv_heads;
-    const int run_heads = std::max(1, KV_RUN_BYTES / int(call.head_dim * sizeof(T)));
-    size_t partial = 0;
-    int64_t total = 0;
-    // Heads of a token lie together and are best read together, unless that leaves threads without work
-    int64_t num_splits = 0;
-    for (int i = 0; i < call.num_sequences; i++) num_splits += (call.context_lens[i] - 1) / SPLIT_KEYS + 1;
-    const int heads_together = num_splits >= 2 * threads ? std::min(run_heads, call.num_kv_heads) : 1;
-    bool uneven = false;
-    tasks.clear();
-    units.clear();
-    for (int sequence = 0; sequence < call.num_sequences; sequence++) {
-        const int length = call.query_start[sequence + 1] - call.query_start[sequence];
-        const int start = call.context_lens[sequence] - length;
-        const bool is_short = length <= SHORT_QUERY;
-        const int tile = is_short ? length : std::max(1, TILE_QUERY_ROWS / group);
-        const int heads = is_short ? heads_together : 1;
-        uneven |= !is_short;
-        for (int token = 0; token < length; token += tile) {
-            Task task;
-            task.sequence = sequence;
-            task.first_token = token;
-            task.num_tokens = std::min(tile, length - token);
-            task.end_key = start + token + task.num_tokens;
-            const int64_t first_visible = std::max<int64_t>(0, int64_t(start) + token + 1 - call.window);
-            task.first_key = int(first_visible) / KEY_BLOCK * KEY_BLOCK;
-            task.num_splits = is_short ? (task.end_key - 1) / SPLIT_KEYS - task.first_key / SPLIT_KEYS + 1 : 1;
-            task.remaining = task.num_splits;
-            for (int head = 0; head < call.num_kv_heads; head += heads) {
-                task.first_head = head;
-                task.num_heads = std::min(heads, call.num_kv_heads - head);
-                task.partial = partial;
-                const int64_t rows = int64_t(task.num_tokens) * group;
-                if (task.num_splits > 1) partial += task.num_splits * task.num_heads * rows * (width + 2);
-                const int64_t cost = (rows + PACKING_ROWS) * task.num_heads * (task.end_key - task.first_key) * width;
-                total += cost;
-                for (int split = 0; split < task.num_splits; split++) {
-                    units.push_back({int(tasks.size()), split, cost / task.num_splits});
-                }
-                tasks.push_back(task);
-            }
-        }
-    }
-    if (uneven) {
-        std::stable_sort(units.begin(), units.end(), [](const Unit& a, const Unit& b) { return a.cost > b.cost; });
-    }
-    return total;
-}
-
 template <class T, class E>
 void attend_all(const Attention<T>& call) {
-    static thread_local std::vector<Task> task_memory;
-    static thread_local std::vector<Unit> unit_memory;
-    static thread_local Scratch partial_memory;
-    std::vector<Task>& tasks = task_memory;  // a thread-local name would mean each worker's own inside the region
-    std::vector<Unit>& units = unit_memory;
-    const int width = AttentionWorker<T, E>::width_of(call.head_dim);
-    const int64_t cost = plan(call, width, omp_get_max_threads(), tasks, units);
-    size_t partial_size = 0;
-    for (const Task& task : tasks) {
-        if (task.num_splits == 1) continue;
-        partial_size = task.partial + task.num_splits * AttentionWorker<T, E>::partial_size(call, task);
-    }
-    float* partials = reinterpret_cast<float*>(partial_memory.reserve(partial_size * sizeof(float)));
-    const int num_units = int(units.size());
+    static thread_local Plan plan_memory;
+    static thread_local Scratch result_memory;
+    Plan& plan = plan_memory;  // a thread-local name would mean each worker's own inside the region
+    plan.make(call, AttentionWorker<T, E>::width_of(call.head_dim), omp_get_max_threads());
+    float* results = reinterpret_cast<float*>(result_memory.reserve(plan.floats * sizeof(float)));
+    const int num_units = int(plan.units.size());
     int next_unit = 0;
-#pragma omp parallel if (cost > PARALLEL_COST && num_units > 1)
+#pragma omp parallel if (plan.cost > PARALLEL_COST && num_units > 1)
     {
         static thread_local Scratch scratch;
-        AttentionWorker<T, E> worker(call, partials);
+        static thread_local Scratch member_scratch;
+        AttentionWorker<T, E> worker(call, plan, results);
         worker.begin();
         int i = __atomic_fetch_add(&next_unit, 1, __ATOMIC_RELAXED);
         while (i < num_units) {
             const int upcoming = __atomic_fetch_add(&next_unit, 1, __ATOMIC_RELAXED);
-            const Unit* next = upcoming < num_units ? &units[upcoming] : nullptr;
-            Task& task = tasks[units[i].task];
-            worker.run(task, units[i].split, next ? &tasks[next->task] : nullptr, next ? next->split : 0, scratch);
+            worker.run(plan.units[i], upcoming < num_units ? &plan.units[upcoming] : nullptr, scratch, member_scratch);
             i = upcoming;
-            if (task.num_splits == 1) continue;
-            if (__atomic_sub_fetch(&task.remaining, 1, __ATOMIC_ACQ_REL) == 0) worker.merge(task);
         }
         worker.end();
     }

@@ -178,11 +178,12 @@ void manta_rope_and_cache(
     }
 }
 
-// head_dim must be a multiple of 16
+// head_dim must be a multiple of 16; `Attention` says what the groups are
 void manta_paged_attention(
     int dtype, const void* qkv, int64_t qkv_stride, const void* k_cache, const void* v_cache, void* output,
-    const int32_t* query_start, const int32_t* context_lens, const int32_t* block_tables, int num_sequences,
-    int max_blocks, int block_size, int num_heads, int num_kv_heads, int head_dim, int window, float scale
+    const int32_t* query_start, const int32_t* context_lens, const int32_t* block_tables, const int32_t* group_start,
+    const int32_t* members, const int32_t* prefix_lens, int num_sequences, int num_groups, int max_blocks,
+    int block_size, int num_heads, int num_kv_heads, int head_dim, int window, float scale
 ) {
     if (dtype == BFLOAT16) {
 #if MANTA_DOT
@@ -192,14 +193,14 @@ void manta_paged_attention(
 #endif
         attend_all<bf16, Packed>(
             {(const bf16*)qkv, (const bf16*)k_cache, (const bf16*)v_cache, (bf16*)output, query_start, context_lens,
-             block_tables, qkv_stride, num_sequences, max_blocks, block_size, num_heads, num_kv_heads, head_dim, window,
-             scale}
+             block_tables, group_start, members, prefix_lens, qkv_stride, num_sequences, num_groups, max_blocks,
+             block_size, num_heads, num_kv_heads, head_dim, window, scale}
         );
     } else {
         attend_all<float, float>(
             {(const float*)qkv, (const float*)k_cache, (const float*)v_cache, (float*)output, query_start, context_lens,
-             block_tables, qkv_stride, num_sequences, max_blocks, block_size, num_heads, num_kv_heads, head_dim, window,
-             scale}
+             block_tables, group_start, members, prefix_lens, qkv_stride, num_sequences, num_groups, max_blocks,
+             block_size, num_heads, num_kv_heads, head_dim, window, scale}
         );
     }
 }

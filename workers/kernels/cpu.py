@@ -30,7 +30,7 @@ def _library() -> ctypes.CDLL | None:
         "manta_rms_norm": [c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_float],
         "manta_silu_and_mul": [c_int, c_void_p, c_void_p, c_int, c_int],
         "manta_rope_and_cache": [c_int, *[c_void_p] * 8, *[c_int] * 4, c_float],
-        "manta_paged_attention": [c_int, c_void_p, c_int64, *[c_void_p] * 6, *[c_int] * 7, c_float],
+        "manta_paged_attention": [c_int, c_void_p, c_int64, *[c_void_p] * 9, *[c_int] * 8, c_float],
     }
     for name, argtypes in signatures.items():
         function = getattr(library, name)
@@ -142,6 +142,7 @@ def paged_attention(
     num_tokens, stride = qkv.shape[0], qkv.stride(0)
     output = qkv.new_empty((num_tokens, num_heads * head_dim))
     num_sequences, max_blocks = metadata.block_tables.shape
+    groups = metadata.shared_prefixes if sliding_window is None else None
     library.manta_paged_attention(
         DTYPES[qkv.dtype],
         qkv.data_ptr(),
@@ -152,7 +153,11 @@ def paged_attention(
         metadata.query_start.data_ptr(),
         metadata.context_lens.data_ptr(),
         metadata.block_tables.data_ptr(),
+        None if groups is None else groups.group_start.data_ptr(),
+        None if groups is None else groups.members.data_ptr(),
+        None if groups is None else groups.prefix_lens.data_ptr(),
         num_sequences,
+        0 if groups is None else groups.num_groups,
         max_blocks,
         metadata.block_size,
         num_heads,

@@ -1,0 +1,120 @@
+"""Finds the sequences of a step whose block tables begin alike, where attention should read those keys once.
+
+Parallel samples share their prompt's blocks, and so do requests whose system prompt the prefix cache holds.
+`AttentionMetadata.build` calls this once a step; the kernels take the groups as plain arrays.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import torch
+
+PREFIX_MULTIPLE = 64
+"""Keys: the kernels' block, so that a sequence's own keys begin where one of its blocks would (`KEY_BLOCK`)."""
+MAX_QUERY_LEN = 8
+"""Tokens of a member's query; longer ones have rows enough to repay the packing of a key (`SHORT_QUERY`)."""
+MEMBER_COST_KEYS = 16
+"""What joining a group costs a member (its state is written and read once), in keys that it might have packed."""
+
+
+@dataclasses.dataclass(slots=True)
+class SharedPrefixes:
+    """Group `g` is the sequences `members[group_start[g] : group_start[g + 1]]`, which share `prefix_lens[g]` keys.
+
+    A sequence is in one group at most and has a query of `MAX_QUERY_LEN` tokens at most, all behind the shared keys.
+    """
+
+    group_start: torch.Tensor
+    """int32 [num_groups + 1]."""
+    members: torch.Tensor
+    """int32, ascending in each group."""
+    prefix_lens: torch.Tensor
+    """int32 [num_groups]: multiples of `PREFIX_MULTIPLE`."""
+
+    @property
+    def num_groups(self) -> int:
+        return self.prefix_lens.shape[0]
+
+
+def find_shared_prefixes(
+    starts: np.ndarray, query_lens: np.ndarray, block_tables: np.ndarray, block_size: int
+) -> SharedPrefixes | None:
+    """The groups that save most; arguments as those of `AttentionMetadata.build`. None where no group pays.
+
+    Keys before `starts[s]` are seen by every query token of `s`. Where some sequences share more than others (a system
+    prompt under several prompts), each is in one group: at the level of nesting where the sum of `saving` is greatest.
+    """
+    rows = np.flatnonzero((query_lens <= MAX_QUERY_LEN) & (starts >= max(PREFIX_MULTIPLE, block_size)))
+    if len(rows) < 2:
+        return None
+    leading = np.sort(block_tables[rows, 0])
+    if not (leading[1:] == leading[:-1]).any():
+        return None
+    usable = starts[rows] // block_size  # blocks
+    tables = block_tables[rows, : usable.max()].copy()
+    tables[np.arange(tables.shape[1]) >= usable[:, None]] = -1
+    order = np.argsort(tables.view(f"V{tables.itemsize * tables.shape[1]}").ravel())
+    tables, usable = tables[order], usable[order]
+    differs = tables[1:] != tables[:-1]
+    equal = np.where(differs.any(1), differs.argmax(1), tables.shape[1])
+    shared = np.minimum(equal, np.minimum(usable[1:], usable[:-1])) * block_size // PREFIX_MULTIPLE * PREFIX_MULTIPLE
+    groups = _best_groups(shared.tolist())
+    if not groups:
+        return None
+    members = [np.sort(rows[order[group.first : group.end]]) for group in groups]
+    group_start = np.cumsum([0, *map(len, members)], dtype=np.int32)
+    return SharedPrefixes(
+        group_start=torch.from_numpy(group_start),
+        members=torch.from_numpy(np.concatenate(members).astype(np.int32)),
+        prefix_lens=torch.tensor([group.prefix_len for group in groups], dtype=torch.int32),
+    )
+
+
+@dataclasses.dataclass(slots=True)
+class _Group:
+    first: int
+    end: int
+    prefix_len: int
+
+
+@dataclasses.dataclass(slots=True)
+class _Level:
+    """Neighbouring rows that share at least `prefix_len` keys, and the best groups among them so far."""
+
+    prefix_len: int
+    first: int
+    groups: list[_Group]
+    saved: int = 0
+
+
+def saving(num_members: int, prefix_len: int) -> int:
+    """Keys that a group need not pack, less what it costs its members."""
+    return (num_members - 1) * prefix_len - num_members * MEMBER_COST_KEYS
+
+
+def _best_groups(shared: list[int]) -> list[_Group]:
+    """The disjoint groups of rows 0 to len(shared) that save most; neighbours `i` and `i + 1` share `shared[i]` keys.
+
+    The levels of nesting form a tree; a level is one group where that saves more than the best groups inside it.
+    """
+    open_levels = [_Level(0, 0, [])]
+    for row, prefix_len in enumerate([*shared, 0]):
+        first = row
+        closed = None
+        while open_levels[-1].prefix_len > prefix_len:
+            level = open_levels.pop()
+            if closed is not None:
+                level.groups += closed.groups
+                level.saved += closed.saved
+            saved = saving(row + 1 - level.first, level.prefix_len)
+            if saved > level.saved:
+                level.groups, level.saved = [_Group(level.first, row + 1, level.prefix_len)], saved
+            first, closed = level.first, level
+        if open_levels[-1].prefix_len < prefix_len:
+            open_levels.append(_Level(prefix_len, first, []))
+        if closed is not None:
+            open_levels[-1].groups += closed.groups
+            open_levels[-1].saved += closed.saved
+    return open_levels[0].groups
