@@ -46,7 +46,11 @@ class Session(Protocol):
         """An independent copy."""
 
     def forced_tokens(self) -> list[int]:
-        """Tokens that the grammar leaves no choice about, tokenised as the model would; may be empty even then."""
+        """Text that the grammar leaves no choice about, tokenised as the model would; may be empty even then.
+
+        They are proposals: a model draws its own token under each one's mask, so that one with other borders costs time
+        and nothing else. Called behind every row, so it must be quick where nothing is forced.
+        """
 
     def is_accepting(self) -> bool:
         """Whether the text may end here."""

@@ -1,7 +1,7 @@
 """Fills mask rows: what runs in a thread of the engine's process, or in a Ray actor of the pool.
 
-Knows sessions by id and their output tokens by count, so that a message that comes twice, late or out of order does no
-harm. Everything it says goes into the `MaskBuffer`. Imports neither torch nor transformers.
+Knows sessions by id, their output tokens by count and jobs by number, so that a message that comes twice, late or out
+of order does no harm. Everything it says goes into the `MaskBuffer`. Imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from structured.backend import Backend, Grammar, Session, make_backend
 from structured.backends.choose import AUTO
 from structured.constraint import ConstraintSpec
-from structured.masks import FAILED, FINISHED, MAX_ADJUSTMENTS, MaskBuffer
+from structured.masks import FAILED, FINISHED, MAX_ADJUSTMENTS, REFUSED, MaskBuffer
 from structured.vocabulary import Vocabulary
 
 GRAMMAR_CACHE_BYTES = 256 * 2**20
@@ -33,13 +33,24 @@ class SessionStart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Job(msgspec.Struct, frozen=True, array_like=True):
-    """Fill the row of `slot` for the token behind output tokens `[0, first + len(token_ids))`."""
+    """Fill the rows of one session: for the token behind output tokens `[0, first + len(token_ids))`, and for the one
+    behind each draft that follows.
+    """
 
     session_id: int
+    number: int
+    """Of one job alone: rows are marked with it."""
     slot: int
     first: int
     token_ids: list[int]
     """Output tokens from `first` on; the worker holds those before."""
+    draft_token_ids: list[int] = []
+    draft_slots: list[int] = []
+    """Entry `i` is of the row behind `draft_token_ids[: i + 1]`; those of the last drafts may be missing."""
+    wants_row: bool = True
+    """False where the row of `slot` was asked for before: only those of the drafts are wanted."""
+    num_forced: int = 0
+    """Forced tokens to look for behind the last of the output tokens, and behind the last draft."""
     start: SessionStart | None = None
     """For a session that this worker does not hold."""
 
@@ -54,7 +65,10 @@ class Message(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TrackedSession:
-    """A session and the output tokens that it stands behind: a function of those tokens alone."""
+    """A session and the output tokens that it stands behind: a function of those tokens alone.
+
+    Drafts are output tokens until `advance` says that they are not.
+    """
 
     def __init__(self, start: SessionStart, grammar: Grammar, vocabulary: Vocabulary) -> None:
         self._start = start
@@ -94,6 +108,26 @@ class TrackedSession:
             self._begin = len(self.tokens)
             self._session = self._grammar.session()
 
+    def accept_draft(self, token_id: int) -> bool:
+        """Advances by a token that the sequence may never have. False, with the state unchanged, where it is refused or
+        would end the sequence.
+        """
+        if token_id in self._start.end_token_ids:
+            return False
+        if self._session is None:
+            self._accept(token_id)
+            return True
+        accepted = self._session.accept(token_id)
+        if accepted:
+            self.tokens.append(token_id)
+        return accepted
+
+    def rebuilt(self, length: int) -> TrackedSession:
+        """A new one behind the first `length` tokens."""
+        fresh = TrackedSession(self._start, self._grammar, self._vocabulary)
+        fresh.advance(0, self.tokens[:length])
+        return fresh
+
     def _rollback(self, length: int) -> None:
         if self._session is not None:
             if self._start.spec.begin_after and length < self._begin:
@@ -124,6 +158,7 @@ class TrackedSession:
         return adjust() if adjust is not None else ([], [])
 
     def forced_tokens(self) -> list[int]:
+        """What must follow; none before the constraint begins."""
         return [] if self._session is None else self._session.forced_tokens()
 
 
@@ -147,15 +182,16 @@ class GrammarWorker:
 
     def handle(self, message: Message) -> None:
         """First every session takes its tokens, so that one that is finished says so early; then rows are filled,
-        those that were quick last time first.
+        those that were quick last time first, and then those of drafts.
         """
         for session_id in message.ended:
             self._sessions.pop(session_id, None)
         to_fill = [job for job in message.jobs if self._attempt(job, self._advance)]
         if len(to_fill) > 1:
             to_fill.sort(key=lambda job: self._sessions[job.session_id].seconds)
-        for job in to_fill:
-            self._attempt(job, self._fill)
+        with_drafts = [job for job in to_fill if self._attempt(job, self._fill)]
+        for job in with_drafts:
+            self._attempt(job, self._fill_drafts)
         self._buffer.current[self._index] = 0
         self._buffer.acknowledged[self._index] = message.number
 
@@ -168,22 +204,54 @@ class GrammarWorker:
             return work(job)
         except Exception as error:
             self._sessions.pop(job.session_id, None)
-            self._buffer.set_error(job.slot, f"{type(error).__name__}: {error}")
-            self._publish(job, FAILED)
+            if job.wants_row:
+                self._buffer.set_error(job.slot, f"{type(error).__name__}: {error}")
+                self._publish(job, job.slot, FAILED)
             return False
 
     def _advance(self, job: Job) -> bool:
         if job.start is not None:
             self._sessions[job.session_id] = TrackedSession(job.start, self._grammar(job.start), self._vocabulary)
-        tracked = self._sessions[job.session_id]
+        tracked = self._sessions.get(job.session_id)
+        if tracked is None:
+            raise ValueError("the session was lost over a draft")
         tracked.advance(job.first, job.token_ids)
         flags = tracked.flags()
-        if flags:
-            self._publish(job, flags)
+        if flags and job.wants_row:
+            self._publish(job, job.slot, flags)
         return not flags
 
     def _fill(self, job: Job) -> bool:
-        tracked, buffer, slot = self._sessions[job.session_id], self._buffer, job.slot
+        if job.wants_row:
+            self._fill_row(job, job.slot, job.num_forced)
+        return bool(job.draft_slots)
+
+    def _fill_drafts(self, job: Job) -> bool:
+        """A draft over which the grammar fails is refused: should it become a token, the session fails then."""
+        tracked, buffer = self._sessions[job.session_id], self._buffer
+        num_known, num_rows, flags = job.first + len(job.token_ids), 0, 0
+        try:
+            for token_id, slot in zip(job.draft_token_ids, job.draft_slots, strict=False):
+                if self.stopped or buffer.drafts_wanted[job.slot] != job.number:
+                    return False
+                if flags or not tracked.accept_draft(token_id):
+                    break
+                flags = tracked.flags()
+                if flags:
+                    self._publish(job, slot, flags)
+                else:
+                    is_last = num_rows + 1 == len(job.draft_slots)
+                    self._fill_row(job, slot, job.num_forced if is_last else 0)
+                num_rows += 1
+        except Exception:
+            self._sessions[job.session_id] = tracked.rebuilt(num_known)
+        for slot in job.draft_slots[num_rows:]:
+            self._publish(job, slot, REFUSED)
+        return False
+
+    def _fill_row(self, job: Job, slot: int, num_forced: int) -> None:
+        """Writes all that belongs to a row, behind the tokens that the session has."""
+        tracked, buffer = self._sessions[job.session_id], self._buffer
         started = time.perf_counter()
         tracked.fill(buffer.rows[slot])
         ids, values = tracked.adjustments()
@@ -191,19 +259,21 @@ class GrammarWorker:
             raise ValueError(f"{len(ids)} adjusted logits exceed the limit of {MAX_ADJUSTMENTS} a token")
         if not np.isfinite(values).all():
             raise ValueError(f"adjustments must be finite, not {values}")
+        forced = tracked.forced_tokens()[:num_forced] if num_forced else []
         tracked.seconds = time.perf_counter() - started
         if not self.stopped:
             buffer.adjusted_ids[slot, : len(ids)] = ids
             buffer.adjusted_by[slot, : len(ids)] = values
-            self._publish(job, 0, len(ids))
-        return False
+            buffer.forced_ids[slot, : len(forced)] = forced
+            self._publish(job, slot, 0, len(ids), len(forced))
 
-    def _publish(self, job: Job, flags: int, num_adjustments: int = 0) -> None:
+    def _publish(self, job: Job, slot: int, flags: int, num_adjustments: int = 0, num_forced: int = 0) -> None:
         if not self.stopped:
-            buffer, slot = self._buffer, job.slot
+            buffer = self._buffer
             buffer.num_adjustments[slot] = num_adjustments
+            buffer.num_forced[slot] = num_forced
             buffer.flags[slot] = flags
-            buffer.done[slot] = job.first + len(job.token_ids) + 1
+            buffer.done[slot] = job.number
 
     def _backend(self, name: str) -> Backend:
         if name not in self._backends:

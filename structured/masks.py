@@ -1,8 +1,8 @@
 """Where masks live: one block of memory that grammar workers write, the engine's pool watches and the sampler reads.
 
-A session owns a *slot*. Its worker writes the slot's row and then the version that the row is for, so that whoever sees
-the version may read the row, without a message and without a copy. Workers of another process map the same memory.
-`MaskBatch` is what travels on to the ranks.
+A session owns a *slot*, and one more for each draft that it has at a time. Its worker writes the slot's row and then
+the number of the job that the row is for, so that whoever sees the number may read the row, without a message and
+without a copy. Workers of another process map the same memory. `MaskBatch` is what travels on to the ranks.
 """
 
 from __future__ import annotations
@@ -19,11 +19,16 @@ MAX_ADJUSTMENTS = 256
 
 ERROR_BYTES = 480
 
-FINISHED, FAILED = 1, 2
-"""Flags of a slot: nothing may follow but the end; its session failed."""
+MAX_FORCED = 16
+"""Forced tokens that come back with one row."""
+
+FINISHED, FAILED, REFUSED = 1, 2, 4
+"""Flags of a slot: nothing may follow but the end; its session failed; the grammar refuses a draft before this row."""
 
 NO_MASK, LATE = -1, -2
-"""In `MaskBatch.slots`: a point that is not constrained, and one that is not drawn in this step."""
+"""In `MaskBatch.slots`: a point that is not constrained, and one that is not drawn in this step: its mask is late, or
+it stands behind a draft that is refused.
+"""
 
 
 def row_words(vocab_size: int) -> int:
@@ -36,7 +41,7 @@ class MaskBatch(NamedTuple):
 
     step_id: int
     slots: list[int]
-    """For each sample point the row of `rows`, `NO_MASK` or `LATE`."""
+    """For each sample point, also the several of one sequence, the row of `rows`, `NO_MASK` or `LATE`."""
     rows: np.ndarray
     """int32 [slots, words]: token `t` is bit `t % 32` of word `t // 32`, 1 allows."""
     adjustments: dict[int, tuple[np.ndarray, np.ndarray]]
@@ -70,6 +75,9 @@ class MaskBuffer:
             ("num_adjustments", np.dtype(np.int32), (slots,)),
             ("adjusted_ids", np.dtype(np.int32), (slots, MAX_ADJUSTMENTS)),
             ("adjusted_by", np.dtype(np.float32), (slots, MAX_ADJUSTMENTS)),
+            ("drafts_wanted", np.dtype(np.int64), (slots,)),
+            ("num_forced", np.dtype(np.int32), (slots,)),
+            ("forced_ids", np.dtype(np.int32), (slots, MAX_FORCED)),
             ("errors", np.dtype(np.uint8), (slots, ERROR_BYTES)),
             ("acknowledged", np.dtype(np.int64), (workers,)),
             ("current", np.dtype(np.int64), (workers,)),
@@ -85,25 +93,30 @@ class MaskBuffer:
         }
         self.rows = arrays["rows"]
         self.done = arrays["done"]
-        """int64 [slots]: 1 + the version that the row is for; 0 for none."""
+        """int64 [slots]: the number of the job that the row is for; 0 for none."""
         self.flags = arrays["flags"]
         self.cancelled = arrays["cancelled"]
         """uint8 [slots], written by the pool: jobs of this slot need not be done any more."""
         self.num_adjustments = arrays["num_adjustments"]
         self.adjusted_ids = arrays["adjusted_ids"]
         self.adjusted_by = arrays["adjusted_by"]
+        self.drafts_wanted = arrays["drafts_wanted"]
+        """int64 [slots], written by the pool: the job of this session whose drafts still matter; 0 for none."""
+        self.num_forced = arrays["num_forced"]
+        self.forced_ids = arrays["forced_ids"]
         self.errors = arrays["errors"]
         self.acknowledged = arrays["acknowledged"]
         """int64 [workers]: messages that a worker has finished."""
         self.current = arrays["current"]
         """int64 [workers]: 1 + the session that a worker is busy with; 0 for none. It outlives the worker."""
 
-    def _memory(self, num_bytes: int, shared: bool) -> mmap.mmap | bytearray:
+    def _memory(self, num_bytes: int, shared: bool) -> mmap.mmap:
+        """Pages that nobody touches cost nothing: neither slots of drafts nor those of sessions that never come."""
         if self.shape.path is not None:
             with open(self.shape.path, "r+b") as file:
                 return mmap.mmap(file.fileno(), num_bytes)
         if not shared:
-            return bytearray(num_bytes)
+            return mmap.mmap(-1, num_bytes)
         # Nameless memory: nothing is left behind, however this process ends.
         self._fd = os.memfd_create("manta-masks")
         os.ftruncate(self._fd, num_bytes)
@@ -127,3 +140,7 @@ class MaskBuffer:
     def adjustments(self, slot: int) -> tuple[np.ndarray, np.ndarray]:
         count = self.num_adjustments[slot]
         return self.adjusted_ids[slot, :count], self.adjusted_by[slot, :count]
+
+    def forced(self, slot: int) -> list[int]:
+        """Tokens that the grammar forces behind those of the row."""
+        return self.forced_ids[slot, : self.num_forced[slot]].tolist()

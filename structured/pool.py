@@ -2,7 +2,8 @@
 
 State is a function of the tokens, so a session has no home that could be lost: a worker that dies, hangs or falls
 behind loses its sessions to others, which rebuild them from their tokens. Only the session that a worker hangs on pays,
-when its budget is spent. Called by one thread, the engine's; the workers run in threads or Ray actors
+when its budget is spent. Rows behind drafts travel in the same messages, and nothing depends on them: one that is not
+there in time is not used. Called by one thread, the engine's; the workers run in threads or Ray actors
 (`structured/transport.py`).
 """
 
@@ -11,11 +12,11 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from structured.config import PoolConfig
 from structured.grammar_worker import Job, Message, SessionStart
-from structured.masks import FAILED, BufferShape, MaskBuffer, row_words
+from structured.masks import FAILED, FINISHED, BufferShape, MaskBuffer, row_words
 from structured.transport import ActorTransport, ThreadTransport, Transport
 from structured.vocabulary import Vocabulary
 
@@ -59,8 +60,18 @@ class _Session:
         self.tokens: list[int] = []
         """Output tokens behind which the wanted row stands."""
         self.is_wanted = False
+        self.drafts: list[int] = []
+        """Tokens behind them that the sequence may come to have; each has a row too."""
         self.worker: _Worker | None = None
         self.slot = -1
+        self.number = 0
+        """Of the job that fills the wanted row."""
+        self.draft_slots: list[int] = []
+        """As many as it has needed at a time since it came to its worker."""
+        self.drafts_number = 0
+        """Of the job that fills the rows of the drafts."""
+        self.takes_drafts = True
+        """False once a worker has died over a draft."""
         self.num_held = 0
         """Leading tokens that the worker has been sent."""
         self.asked_at = 0.0
@@ -72,17 +83,32 @@ class _Session:
 
 
 class GrammarPool:
-    """Not thread-safe. `num_sessions` bounds the sessions that are open at a time."""
+    """Not thread-safe. `num_sessions` bounds the sessions that are open at a time, `num_drafts` the drafts of each that
+    have rows; `num_forced` forced tokens, at most `structured.masks.MAX_FORCED`, are looked for behind a row.
+    """
 
-    def __init__(self, config: PoolConfig, vocabulary: Vocabulary, num_sessions: int, actors: bool) -> None:
+    def __init__(
+        self,
+        config: PoolConfig,
+        vocabulary: Vocabulary,
+        num_sessions: int,
+        actors: bool,
+        num_drafts: int = 0,
+        num_forced: int = 0,
+    ) -> None:
         self.config = config
         # A moved session leaves its slot behind until its old worker has let go of it.
-        shape = BufferShape(2 * num_sessions + 16, row_words(vocabulary.vocab_size), MAX_WORKERS)
+        self._num_session_slots = 2 * num_sessions + 16
+        num_slots = self._num_session_slots + num_sessions * num_drafts
+        shape = BufferShape(num_slots, row_words(vocabulary.vocab_size), MAX_WORKERS)
         self.buffer = MaskBuffer(shape, shared=actors)
         self.uses_actors = actors
         self.num_replaced = 0
         self._vocabulary = vocabulary
-        self._free_slots = list(range(shape.num_slots - 1, -1, -1))
+        self._num_forced = num_forced
+        self._num_jobs = 0
+        self._free_slots = list(range(self._num_session_slots - 1, -1, -1))
+        self._free_draft_slots = list(range(num_slots - 1, self._num_session_slots - 1, -1))
         self._free_indices = list(range(MAX_WORKERS - 1, -1, -1))
         self._sessions: dict[int, _Session] = {}
         self._waiting: dict[int, _Session] = {}
@@ -105,7 +131,7 @@ class GrammarPool:
     def num_slots_in_use(self) -> int:
         """Slots of open sessions and those that a worker has not let go of; 0 in the end, or one has leaked."""
         self._collect_slots()
-        return self.buffer.shape.num_slots - len(self._free_slots)
+        return self.buffer.shape.num_slots - len(self._free_slots) - len(self._free_draft_slots)
 
     def start(self, session_id: int, start: SessionStart) -> None:
         """Opens a session; it reaches a worker with its first `prepare`."""
@@ -120,15 +146,25 @@ class GrammarPool:
 
     # ---- a step --------------------------------------------------------------------------------------------------
 
-    def prepare(self, wanted: Iterable[tuple[int, Sequence[int]]]) -> None:
-        """Asks for the row behind each session's output tokens, one message a worker; returns at once."""
+    def prepare(
+        self, wanted: Iterable[tuple[int, Sequence[int]]], drafts: Mapping[int, Sequence[int]] | None = None
+    ) -> None:
+        """Asks for the row behind each session's output tokens, and for those behind each of its `drafts`; one message
+        a worker; returns at once.
+        """
         now = time.monotonic()
         for session_id, tokens in wanted:
             session = self._sessions[session_id]
             common = _num_common(session.tokens, tokens)
+            proposed = list(drafts.get(session_id, ())) if drafts and session.takes_drafts else []
             if session.is_wanted and common == len(session.tokens) == len(tokens):
-                continue  # asked before: a late row, or one that is there already
+                # asked before: a late row, or one that is there already
+                if proposed != session.drafts:
+                    session.drafts = proposed
+                    self._ask(session, is_new=False)
+                continue
             session.tokens[common:] = tokens[common:]
+            session.drafts = proposed
             session.num_held = min(session.num_held, common)
             session.is_wanted = True
             session.asked_at = session.moved_at = now
@@ -143,16 +179,35 @@ class GrammarPool:
     def _is_ready(self, session: _Session) -> bool:
         if session.error is not None:
             return True
-        return session.worker is not None and self.buffer.done[session.slot] == len(session.tokens) + 1
+        return session.worker is not None and self.buffer.done[session.slot] == session.number
 
-    def wait(self, session_ids: Iterable[int], seconds: float, enough: Callable[[int], bool]) -> list[int]:
-        """Waits until `enough(number still missing)` or the time is over; returns the sessions still missing."""
+    def is_complete(self, session_id: int) -> bool:
+        """Whether the rows of its drafts need not be waited for either."""
+        session = self._sessions[session_id]
+        if not self._is_ready(session):
+            return False
+        slots = session.draft_slots[: len(session.drafts)]  # filled in this order
+        if session.error is not None or not slots or self.buffer.flags[session.slot]:
+            return True
+        return self.buffer.done[slots[-1]] == session.drafts_number
+
+    def wait(
+        self,
+        session_ids: Iterable[int],
+        seconds: float,
+        enough: Callable[[int], bool],
+        is_there: Callable[[int], bool] | None = None,
+    ) -> list[int]:
+        """Waits until `enough(number still missing)` or the time is over; returns the sessions still missing: those
+        that are not `is_there`, by default `is_ready`.
+        """
+        is_there = is_there or self.is_ready
         deadline = time.monotonic() + seconds
-        missing = [session_id for session_id in session_ids if not self.is_ready(session_id)]
+        missing = [session_id for session_id in session_ids if not is_there(session_id)]
         while missing and not enough(len(missing)) and time.monotonic() < deadline:
             time.sleep(WAIT_SLICE_S)
             self.supervise()
-            missing = [session_id for session_id in missing if not self.is_ready(session_id)]
+            missing = [session_id for session_id in missing if not is_there(session_id)]
         return missing
 
     def slot(self, session_id: int) -> int:
@@ -166,19 +221,88 @@ class GrammarPool:
             session.error = self.buffer.error(session.slot)
         return session.error
 
+    def draft_rows(self, session_id: int) -> tuple[list[int], bool]:
+        """Rows of `buffer` behind the first, the second, ... draft, as far as they are there and no draft is refused;
+        and whether behind one draft more nothing may follow but the end. Asked when the wanted row is ready.
+        """
+        session, buffer = self._sessions[session_id], self.buffer
+        rows: list[int] = []
+        for slot in session.draft_slots[: len(session.drafts)]:
+            if buffer.done[slot] != session.drafts_number:
+                break
+            if buffer.flags[slot]:
+                return rows, bool(buffer.flags[slot] & FINISHED)
+            rows.append(slot)
+        return rows, False
+
+    def forced(self, session_id: int, tokens: Sequence[int]) -> list[int]:
+        """Tokens that the grammar forces behind output `tokens`, as far as the rows of the last `prepare` tell: those
+        that it was given, and what the sequence has gained since. Never waits.
+        """
+        session = self._sessions[session_id]
+        known = len(session.tokens)
+        gained = list(tokens[known:])
+        if list(tokens[:known]) != session.tokens or not self._is_ready(session) or session.error is not None:
+            return []
+        for num_drafts in (len(gained), len(gained) - 1, 0):  # the rows that forced tokens are looked for behind
+            if 0 <= num_drafts <= len(session.drafts) and session.drafts[:num_drafts] == gained[:num_drafts]:
+                forced = self._forced_behind(session, num_drafts)
+                rest = gained[num_drafts:]
+                if forced[: len(rest)] == rest and len(forced) > len(rest):
+                    return forced[len(rest) :]
+        return []
+
+    def _forced_behind(self, session: _Session, num_drafts: int) -> list[int]:
+        slot = session.slot
+        if num_drafts:
+            if num_drafts > len(session.draft_slots):
+                return []
+            slot = session.draft_slots[num_drafts - 1]
+            if self.buffer.done[slot] != session.drafts_number:
+                return []
+        return [] if self.buffer.flags[slot] else self.buffer.forced(slot)
+
     # ---- asking --------------------------------------------------------------------------------------------------
 
-    def _ask(self, session: _Session) -> None:
-        self._waiting[session.session_id] = session
+    def _ask(self, session: _Session, target: _Worker | None = None, is_new: bool = True) -> None:
+        """Puts a job into the next message of the session's worker, or of one that it is given to; `is_new` is False
+        where only its drafts are others than before.
+        """
+        if session.error is not None:
+            return
         start = None
         if session.worker is None:
-            if not self._enter(session, min(self.workers, key=self._load)):
+            is_new = True
+            if not self._enter(session, target or min(self.workers, key=self._load)):
+                self._waiting[session.session_id] = session
                 return  # no slot is free yet: `supervise` asks again
             start = session.start
         worker, first = session.worker, session.num_held
         assert worker is not None
-        self.buffer.done[session.slot] = 0
-        worker.jobs.append(Job(session.session_id, session.slot, first, session.tokens[first:], start))
+        while len(session.draft_slots) < len(session.drafts) and self._free_draft_slots:
+            session.draft_slots.append(self._free_draft_slots.pop())
+        self._num_jobs += 1
+        number = session.drafts_number = self._num_jobs
+        self.buffer.drafts_wanted[session.slot] = number
+        if is_new:
+            session.number = number
+            self._waiting[session.session_id] = session
+        elif not session.drafts:
+            return
+        worker.jobs.append(
+            Job(
+                session.session_id,
+                number,
+                session.slot,
+                first,
+                session.tokens[first:],
+                session.drafts,
+                session.draft_slots[: len(session.drafts)],
+                is_new,
+                self._num_forced,
+                start,
+            )
+        )
         session.num_held = len(session.tokens)
 
     def _load(self, worker: _Worker) -> tuple[bool, bool, int]:
@@ -252,14 +376,7 @@ class GrammarPool:
                 session.moved_at = now
                 session.num_moves += 1
                 self._leave(session)
-                if self._enter(session, target):
-                    self._ask_from_start(session)
-
-    def _ask_from_start(self, session: _Session) -> None:
-        worker = session.worker
-        assert worker is not None
-        worker.jobs.append(Job(session.session_id, session.slot, 0, list(session.tokens), session.start))
-        session.num_held = len(session.tokens)
+                self._ask(session, target)
 
     def _target(self, source: _Worker) -> _Worker | None:
         """A worker that keeps up; one more is started where there is none, up to twice their number."""
@@ -280,9 +397,12 @@ class GrammarPool:
         self.workers[self.workers.index(worker)] = self._next_worker()
         self._given_up.append(worker)
         sessions, worker.sessions = list(worker.sessions.values()), {}
+        busy_with = int(self.buffer.current[worker.index]) - 1
         for session in sessions:
-            worker.retired.append((-1, session.slot))
-            session.worker, session.slot, session.num_held = None, -1, 0
+            session.drafts = []
+            session.takes_drafts &= session.session_id != busy_with or session.session_id in self._waiting
+            worker.retired += [(-1, slot) for slot in (session.slot, *session.draft_slots)]
+            session.worker, session.slot, session.num_held, session.draft_slots = None, -1, 0, []
             if session.error is not None or not session.is_wanted:
                 continue
             session.attempts += session.session_id in self._waiting
@@ -316,32 +436,36 @@ class GrammarPool:
         session.slot = self._free_slots.pop()
         session.worker, session.num_held = worker, 0
         worker.sessions[session.session_id] = session
-        self.buffer.done[session.slot] = 0
         self.buffer.cancelled[session.slot] = 0
         return True
 
     def _leave(self, session: _Session) -> None:
-        """Takes a session from its worker; the slot is free when the worker has seen everything sent so far."""
+        """Takes a session from its worker; its slots are free when the worker has seen everything sent so far."""
         worker, session.worker = session.worker, None
         if worker is None:
             return
         self.buffer.cancelled[session.slot] = 1
+        self.buffer.drafts_wanted[session.slot] = 0
         worker.sessions.pop(session.session_id, None)
         worker.jobs = [job for job in worker.jobs if job.session_id != session.session_id]
         worker.ended.append(session.session_id)
-        worker.retired.append((worker.num_sent, session.slot))
-        session.slot = -1
+        worker.retired += [(worker.num_sent, slot) for slot in (session.slot, *session.draft_slots)]
+        session.slot, session.draft_slots = -1, []
 
     def _collect_slots(self) -> None:
         for worker in self.workers:
             if worker.retired:
                 acknowledged = int(self.buffer.acknowledged[worker.index])
-                self._free_slots += [slot for number, slot in worker.retired if number <= acknowledged]
+                self._free(slot for number, slot in worker.retired if number <= acknowledged)
                 worker.retired = [item for item in worker.retired if item[0] > acknowledged]
         for worker in [worker for worker in self._given_up if not worker.transport.is_alive()]:
             self._given_up.remove(worker)
-            self._free_slots += [slot for _, slot in worker.retired]
+            self._free(slot for _, slot in worker.retired)
             self._free_indices.insert(0, worker.index)
+
+    def _free(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            (self._free_slots if slot < self._num_session_slots else self._free_draft_slots).append(slot)
 
     def close(self) -> None:
         """Ends every worker."""

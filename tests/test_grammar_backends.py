@@ -142,6 +142,8 @@ def test_rollback_fork_and_replay_equal_a_fresh_session(backend: str, kind: str,
             forbidden = set(range(100, 300)) - set(mask(session))
             if forbidden:
                 assert not session.accept(chooser.choice(sorted(forbidden)))
+        if chooser.random() < 0.5:
+            session.forced_tokens()  # asking changes nothing
         again = fresh(backend, kind, tokens)
         assert mask(session) == mask(again)
         assert session.is_accepting() == again.is_accepting()
@@ -155,6 +157,40 @@ def test_forced_tokens_are_the_only_text_that_may_follow() -> None:
     assert text
     assert '{"ok": '.startswith(text.decode())
     assert all(session.accept(token_id) for token_id in forced)
+
+
+@pytest.mark.parametrize("tokenizer", ["bytelevel", "bytefallback"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_forced_tokens_are_those_that_every_continuation_begins_with(backend: str, tokenizer: str) -> None:
+    """The tokenizer itself says how whole texts are spelled."""
+    judge = Tokenizer.from_str(vocabulary(tokenizer).tokenizer_json)
+    made = make_backend(backend, vocabulary(tokenizer))
+    endings = ["", "a", "ab", " 12", '"}', "ü", "_id", "\n", "the"]
+    num_forced = 0
+    for fixed in ('{"customer_id": "', "the end of", '", "is_active": ', "ab ab ab", "größe", "<s>", "0.12 the"):
+        spec = ConstraintSpec(kind="choice", text=json.dumps([fixed + ending for ending in endings]))
+        forced = made.load(spec, made.compile(spec)).session().forced_tokens()
+        assert not set(forced) & set(vocabulary(tokenizer).special_token_ids)
+        num_forced += len(forced)
+        if "<s>" in fixed:
+            continue  # the judge reads a special token in it, and the grammar means text
+        for ending in endings:
+            spelled = judge.encode(fixed + ending, add_special_tokens=False).ids
+            assert spelled[: len(forced)] == forced, (fixed, ending)
+    assert num_forced > 20
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_forced_tokens_may_be_asked_for_within_a_character(backend: str) -> None:
+    made = make_backend(backend, vocabulary())
+    spec = ConstraintSpec(kind="choice", text='["aaüb", "aaöb"]')
+    single = {token: index for index, token in reversed(list(enumerate(vocabulary().tokens)))}
+    session, text = made.load(spec, made.compile(spec)).session(), "aaöb".encode()
+    for index in range(len(text)):
+        forced = b"".join(vocabulary().tokens[token_id] for token_id in session.forced_tokens())
+        assert any(one.encode()[index:].startswith(forced) for one in ("aaüb", "aaöb"))
+        assert session.accept(single[text[index : index + 1]])
+    assert session.forced_tokens() == []
 
 
 @pytest.mark.parametrize("text", ["<think>", "<|im_end|>", "a<tool_call>b"])

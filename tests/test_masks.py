@@ -84,6 +84,26 @@ def test_unconstrained_and_late_rows_beside_constrained_ones() -> None:
     assert found.logprobs[1].rank == 1 + int((logits[1] > logits[1, 700]).sum())
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_each_point_of_one_sequence_has_its_own_mask(name: str) -> None:
+    """As drafts have: a point is drawn as if the sequence ended there, and one behind a refused draft is not drawn."""
+    logits = some_logits(600, 8, rows=4)
+    params = SamplingParams(**CASES[name])
+    tokens = [1, 2, 3, 4, 5, 4, 9, 5, 4]
+    allowed = np.random.default_rng(3).random((3, 600)) < 0.3
+    allowed[:, 2] = True
+    state = state_of(600, [SequenceStart(0, params, 11, tokens, 2, (EOS,))])
+    masks = MaskBatch(0, [2, 0, 1, LATE], packed(allowed), {})
+    found = sample(logits, [SamplePoint(row, 0, 6 + row) for row in range(4)], state, masks).to_host()
+    for row, slot in enumerate(masks.slots[:3]):
+        alone = state_of(600, [SequenceStart(0, params, 11, tokens[: 6 + row], 2, (EOS,))])
+        one = MaskBatch(0, [slot], masks.rows, {})
+        expected = sample(logits[row : row + 1], [SamplePoint(0, 0, 6 + row)], alone, one).to_host()
+        assert found.token_ids[row] == expected.token_ids[0]
+        assert found.errors.get(row) == expected.errors.get(0)
+    assert found.token_ids[3] is None
+
+
 def test_adjustments_are_added_before_the_mask() -> None:
     logits = some_logits(64, 4, rows=2)
     allowed = np.ones((1, 64), dtype=bool)

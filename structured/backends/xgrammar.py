@@ -10,13 +10,15 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import itertools
 import json
 import pathlib
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import llguidance
 import numpy as np
 
 from structured.backends.keywords import combinations
@@ -35,8 +37,9 @@ class XGrammarBackend:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._core = load_core()
         self._vocabulary = vocabulary
+        self._special = frozenset(vocabulary.special_token_ids)
         tokens = list(vocabulary.tokens)
-        for token_id in vocabulary.special_token_ids:
+        for token_id in self._special:
             tokens[token_id] = b""  # never part of a text
         self._info = self._core.TokenizerInfo(
             tokens, _RAW_VOCABULARY, vocabulary.vocab_size, list(vocabulary.eos_token_ids), False
@@ -53,7 +56,8 @@ class XGrammarBackend:
             raise
         except Exception as error:  # the core raises its own kinds, RuntimeError mostly
             raise ConstraintError(f"{spec.kind}: {error}") from error
-        session = XGrammarSession(self._core.GrammarMatcher(compiled, None, False, -1, None), self._vocabulary)
+        matcher = self._core.GrammarMatcher(compiled, None, False, -1, None)
+        session = XGrammarSession(matcher, self._vocabulary, self._certain_tokens)
         row = np.zeros(row_words(self._vocabulary.vocab_size), dtype=np.int32)
         session.fill(row)
         if not row.any():
@@ -78,7 +82,22 @@ class XGrammarBackend:
         return compiler.compile_structural_tag(spec.text)
 
     def load(self, spec: ConstraintSpec, compiled: bytes) -> XGrammarGrammar:
-        return XGrammarGrammar(self._core, self._info, compiled.decode(), self._vocabulary)
+        return XGrammarGrammar(self._core, self._info, compiled.decode(), self._vocabulary, self._certain_tokens)
+
+    def _certain_tokens(self, text: str) -> list[int]:
+        """How the tokenizer begins whatever text begins with `text`: last tokens that it might merge with what follows
+        are left out, and so is all behind the text of a special token, which it takes for the token.
+        """
+        tokens, _ = self._tokenizer.tokenize_partial(text.encode())
+        return list(itertools.takewhile(lambda token_id: token_id not in self._special, tokens))
+
+    @functools.cached_property
+    def _tokenizer(self) -> llguidance.LLTokenizer:
+        """llguidance's, which knows which tokens are certain."""
+        vocabulary = self._vocabulary
+        return llguidance.LLTokenizer(
+            vocabulary.tokenizer_json, n_vocab=vocabulary.vocab_size, eos_token=list(vocabulary.eos_token_ids) or None
+        )
 
     def not_enforced(self, spec: ConstraintSpec) -> list[str]:
         if spec.kind == "json_schema":
@@ -102,20 +121,25 @@ def _schemas(tag: Any) -> Iterator[Any]:
 
 
 class XGrammarGrammar:
-    def __init__(self, core: Any, info: Any, compiled: str, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self, core: Any, info: Any, compiled: str, vocabulary: Vocabulary, tokenize: Callable[[str], list[int]]
+    ) -> None:
         self._core = core
         self._vocabulary = vocabulary
+        self._tokenize = tokenize
         self._compiled = core.CompiledGrammar.deserialize_json(compiled, info)
         self.num_bytes = int(self._compiled.memory_size_bytes())
 
     def session(self) -> XGrammarSession:
-        return XGrammarSession(self._core.GrammarMatcher(self._compiled, None, False, -1, None), self._vocabulary)
+        matcher = self._core.GrammarMatcher(self._compiled, None, False, -1, None)
+        return XGrammarSession(matcher, self._vocabulary, self._tokenize)
 
 
 class XGrammarSession:
-    def __init__(self, matcher: Any, vocabulary: Vocabulary) -> None:
+    def __init__(self, matcher: Any, vocabulary: Vocabulary, tokenize: Callable[[str], list[int]]) -> None:
         self._matcher = matcher
         self._vocabulary = vocabulary
+        self._tokenize = tokenize
 
     def accept(self, token_id: int) -> bool:
         if token_id in self._vocabulary.eos_token_ids:
@@ -133,11 +157,17 @@ class XGrammarSession:
             self._matcher.rollback(num_tokens)
 
     def fork(self) -> XGrammarSession:
-        return XGrammarSession(self._matcher.fork(), self._vocabulary)
+        return XGrammarSession(self._matcher.fork(), self._vocabulary, self._tokenize)
 
     def forced_tokens(self) -> list[int]:
-        """None: its jump-forward string says nothing about where the model would put token borders."""
-        return []
+        """The jump-forward string as the tokenizer would begin it. The text is forced, its borders are not: the masks
+        allow others, and a model that was trained on this tokenizer's text seldom takes them.
+        """
+        try:
+            text = self._matcher.find_jump_forward_string()
+        except UnicodeDecodeError as error:  # it begins or ends within a character
+            text = error.object[: error.start].decode()
+        return self._tokenize(text) if text else []
 
     def is_accepting(self) -> bool:
         return bool(self._matcher.is_completed())
