@@ -17,6 +17,7 @@ from cluster.chat_output import ChatPlan, ChatReader, MessageBuilder
 from cluster.output import CompletionLogprobText, chat_logprobs, prompt_logprobs
 from cluster.submission import Event, Submission
 from cluster.tokenizer import Tokenizer
+from cluster.usage import usage_info
 from workers.step import TokenLogprobs
 
 
@@ -76,7 +77,7 @@ class ChatAnswer:
                 created=self._created,
                 model=self._model,
                 choices=choices,
-                usage=protocol.usage_info(submission.usages),
+                usage=usage_info(submission.usages),
                 prompt_logprobs=(
                     UNSET if self._request.prompt_logprobs is None else prompt_logprobs(self._tokenizer, prompt_entries)
                 ),
@@ -106,7 +107,7 @@ class ChatAnswer:
                     created=self._created,
                     model=self._model,
                     choices=[],
-                    usage=protocol.usage_info(submission.usages),
+                    usage=usage_info(submission.usages),
                 )
             )
         yield protocol.SSE_DONE
@@ -187,7 +188,7 @@ class CompletionAnswer:
             shown = [prompt_logprobs(self._tokenizer, entries) for entries in self._prompt_entries]
             for choice in choices:
                 choice.prompt_logprobs = shown[self._prompt_of(choice.index)]
-        return protocol.encode(self._completion(choices, protocol.usage_info(submission.usages)))
+        return protocol.encode(self._completion(choices, usage_info(submission.usages)))
 
     async def stream(self, submission: Submission) -> AsyncIterator[bytes]:
         usage = None if self._request.include_usage else UNSET
@@ -203,7 +204,7 @@ class CompletionAnswer:
                 )
                 yield protocol.sse_event(self._completion([choice], usage))
         if self._request.include_usage:
-            yield protocol.sse_event(self._completion([], protocol.usage_info(submission.usages)))
+            yield protocol.sse_event(self._completion([], usage_info(submission.usages)))
         yield protocol.SSE_DONE
 
     def _completion(self, choices: list[protocol.CompletionChoice], usage: object) -> protocol.Completion:

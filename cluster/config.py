@@ -13,6 +13,7 @@ import msgspec
 import yaml
 from msgspec import Meta
 
+from specdecode.config import SpeculativeConfig
 from structured.config import PoolConfig
 from structured.constraint import ConstraintLimits
 
@@ -54,6 +55,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """What one constraint may cost."""
     grammar_pool: PoolConfig = PoolConfig()
     """Where masks are filled, and for how long."""
+    speculative: SpeculativeConfig | None = None
+    """Who proposes tokens that the model then verifies, several a step; None for one token a step."""
     logits_processors: dict[str, str | None] = {}
     """Logits processors that HTTP requests may use: a name to the `module:attribute` of its factory, or to null for the
     one that an installed package registers under this name.

@@ -50,6 +50,7 @@ class Engine:
             max_num_sequences=config.max_num_sequences,
             max_model_len=self.max_model_len,
             blocks=KVBlocks(self.model.num_blocks, config.block_size, config.enable_prefix_caching),
+            num_lookahead_tokens=config.speculative.num_lookahead_tokens if config.speculative else 0,
         )
         self.masks = MaskClient(config, self.model, self.scheduler)
         self.processors = LogitsProcessorRegistry(config.logits_processors)
@@ -238,4 +239,5 @@ class Engine:
             num_constraints_compiled=self.masks.num_compiled,
             num_late_rows=self.masks.num_late,
             num_grammar_workers_replaced=self.masks.num_replaced,
+            drafts=scheduler.drafts,
         )

@@ -22,7 +22,7 @@ from ray import serve
 from cluster.channel import Address, Control, OutputSender
 from cluster.config import EngineConfig
 from cluster.engine_stats import EngineStats
-from cluster.request import Account, EngineRequest, QueueFull, RequestRefused, SequenceOutput
+from cluster.request import Account, EngineRequest, QueueFull, RequestRefused, SequenceOutput, Usage
 from structured.constraint import ConstraintSpec, Resolved
 from workers.model_info import ModelInfo
 
@@ -34,7 +34,7 @@ class _Running(msgspec.Struct):
     account: asyncio.Future[Account]
     num_open: int
     """Choices that have not ended."""
-    num_output_tokens: int = 0
+    usages: list[Usage] = []
     """Of those that have."""
 
 
@@ -170,10 +170,10 @@ class EngineReplica:
             running.num_open -= 1
             usage = output.usage
             assert usage is not None
-            running.num_output_tokens += usage.num_output_tokens
+            running.usages.append(usage)
             if not running.num_open:
                 del self._running[output.request_id]
-                usage = msgspec.structs.replace(usage, num_output_tokens=running.num_output_tokens)
+                usage = Usage.of_choices(usage.num_prompt_tokens, running.usages)
                 self._reply(running, Account(finish=output.finish, usage=usage))
 
     def _reply(self, running: _Running, account: Account) -> None:

@@ -5,6 +5,21 @@ from __future__ import annotations
 import msgspec
 
 
+class DraftCounts(msgspec.Struct, array_like=True):
+    """Proposed tokens by proposer; entry `i` counts those that stood `i` places behind the first."""
+
+    drafted: dict[str, list[int]] = {}
+    accepted: dict[str, list[int]] = {}
+
+    def add(self, proposer: str, num_drafted: int, num_accepted: int) -> None:
+        """Of drafts in a row the first `num_accepted` became output."""
+        for counts, count in ((self.drafted, num_drafted), (self.accepted, num_accepted)):
+            places = counts.setdefault(proposer, [])
+            places += [0] * (num_drafted - len(places))
+            for place in range(count):
+                places[place] += 1
+
+
 class EngineStats(msgspec.Struct, array_like=True):
     """A snapshot for `/metrics` and `/health`. Counters only grow; gauges describe this moment."""
 
@@ -28,3 +43,4 @@ class EngineStats(msgspec.Struct, array_like=True):
     """Sample points that sat a step out because their mask was late."""
     num_grammar_workers_replaced: int
     """That died, or hung on one mask."""
+    drafts: DraftCounts

@@ -6,6 +6,8 @@ An executor that spreads ranks over a Ray placement group has the same face. The
 from __future__ import annotations
 
 from cluster.config import EngineConfig
+from specdecode.config import SpeculativeConfig
+from specdecode.worker import SpeculativeWorker
 from structured.logits_processors import LogitsProcessorFactory
 from structured.masks import MaskBatch
 from workers.model_info import ModelInfo
@@ -29,7 +31,7 @@ class InProcessExecutor:
             max_num_sequences=config.max_num_sequences,
             logits_processors=config.logits_processors,
         )
-        self._worker = Worker(self._worker_config)
+        self._worker = _make_worker(self._worker_config, config.speculative, config.tokenizer)
 
     @property
     def model(self) -> ModelInfo:
@@ -50,3 +52,12 @@ class InProcessExecutor:
     def rebuild(self) -> None:
         """Drops every sequence and all KV that the worker holds; the weights stay."""
         self._worker.reset()
+
+
+def _make_worker(
+    config: WorkerConfig, speculative: SpeculativeConfig | None, tokenizer: str | None
+) -> Worker | SpeculativeWorker:
+    """Every worker verifies drafts; one that proposes some is made where there is somebody to propose."""
+    if speculative is None or not speculative.rank_proposers:
+        return Worker(config)
+    return SpeculativeWorker(config, speculative, tokenizer)

@@ -76,7 +76,8 @@ class _Tracked:
         self.output = output
         self.kind = kind
         self.texts = [SequenceText(tokenizer, params, kind is OutputKind.FINAL_ONLY) for _ in range(params.n)]
-        self.num_cached_tokens = 0
+        self.usages = [Usage(len(output.prompt_token_ids), 0, 0) for _ in range(params.n)]
+        """The latest of each choice."""
         self._shown = [(0, 0) for _ in range(params.n)]
         """Characters and tokens of each choice."""
         self._num_shown_prompt_logprobs = 0
@@ -84,8 +85,10 @@ class _Tracked:
     def finish_if_ended(self) -> None:
         output = self.output
         if all(choice.finish_reason is not None for choice in output.outputs):
-            num_output_tokens = sum(len(choice.token_ids) for choice in output.outputs)
-            output.usage = Usage(len(output.prompt_token_ids), num_output_tokens, self.num_cached_tokens)
+            usage = Usage.of_choices(len(output.prompt_token_ids), self.usages)
+            # Tokens behind a stop string do not count.
+            usage.num_output_tokens = sum(len(choice.token_ids) for choice in output.outputs)
+            output.usage = usage
             output.finished = True
 
     def news(self) -> RequestOutput | None:
@@ -255,8 +258,8 @@ class LLM:
             choice.logprobs = (choice.logprobs or []) + delta.logprobs
         if delta.prompt_logprobs:
             output.prompt_logprobs = (output.prompt_logprobs or [None]) + delta.prompt_logprobs
-        if delta.usage is not None and delta.index == 0:
-            tracked.num_cached_tokens = delta.usage.num_cached_tokens
+        if delta.usage is not None:
+            tracked.usages[delta.index] = delta.usage
         finish = delta.finish
         if text.stop_string is not None:
             del choice.token_ids[text.num_kept_tokens :]

@@ -65,7 +65,16 @@ class Metrics:
                 Counter, "grammar_workers_replaced", "Grammar workers that died or hung."
             ),
         }
-        self._seen: dict[str, int] = dict.fromkeys(self._engine_totals, 0)
+        self._seen: dict[str, int] = {}
+        self._drafts = {
+            kind: Counter(
+                f"manta:spec_decode_num_{kind}_tokens",
+                f"{text}, by proposer and place behind the last token.",
+                ["model_name", "proposer", "position"],
+                registry=self.registry,
+            )
+            for kind, text in (("draft", "Tokens proposed and verified"), ("accepted", "Proposed tokens accepted"))
+        }
 
     def request_ended(self, reason: FinishStatus) -> None:
         self._requests.labels(self._model, reason.value).inc()
@@ -78,11 +87,19 @@ class Metrics:
         for name, gauge in self._engine.items():
             gauge.set(getattr(stats, name))
         for name, counter in self._engine_totals.items():
-            total = getattr(stats, name)
-            # A restarted engine counts from zero again; a counter must not fall.
-            counter.inc(total - self._seen[name] if total >= self._seen[name] else total)
-            self._seen[name] = total
+            self._raise(counter, name, getattr(stats, name))
+        for kind, counts in (("draft", stats.drafts.drafted), ("accepted", stats.drafts.accepted)):
+            for proposer, places in counts.items():
+                for place, total in enumerate(places):
+                    counter = self._drafts[kind].labels(self._model, proposer, place)
+                    self._raise(counter, f"{kind} {proposer} {place}", total)
         return generate_latest(self.registry)
+
+    def _raise(self, counter: Counter, name: str, total: int) -> None:
+        """A restarted engine counts from zero again; a counter must not fall."""
+        seen = self._seen.get(name, 0)
+        counter.inc(total - seen if total >= seen else total)
+        self._seen[name] = total
 
 
 class RequestMetrics:

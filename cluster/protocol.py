@@ -7,7 +7,6 @@ too); knows neither the tokenizer nor the engine.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -17,8 +16,8 @@ from cluster.chat_messages import ChatMessage, check_template_kwargs, template_m
 from cluster.constraints import ResponseFormat, StructuredOutputs, requested_constraint
 from cluster.errors import ApiError as ApiError
 from cluster.errors import bound_error, refuse, shape_error
-from cluster.request import Usage
 from cluster.tools import Tool, ToolChoice, arguments_constraint, check_tools
+from cluster.usage import UsageInfo
 from structured.constraint import ConstraintSpec
 from structured.logits_processors import LogitsProcessorSpec
 from workers.sampling_params import SamplingParams
@@ -406,26 +405,6 @@ def _decode(decoder: msgspec.json.Decoder[_Request], body: bytes) -> _Request:
 
 
 # ---- responses -----------------------------------------------------------------------------------------------------
-
-
-class PromptTokensDetails(msgspec.Struct):
-    cached_tokens: int
-
-
-class UsageInfo(msgspec.Struct):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-
-
-def usage_info(parts: Iterable[Usage]) -> UsageInfo:
-    """The usage of a response: the sum over its prompts, `parts` holding one usage for each."""
-    usages = list(parts)
-    prompt = sum(usage.num_prompt_tokens for usage in usages)
-    output = sum(usage.num_output_tokens for usage in usages)
-    cached = sum(usage.num_cached_tokens for usage in usages)
-    return UsageInfo(prompt, output, prompt + output, PromptTokensDetails(cached))
 
 
 class TopLogprob(msgspec.Struct):

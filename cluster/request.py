@@ -45,6 +45,21 @@ class Usage(msgspec.Struct, array_like=True):
     num_output_tokens: int
     num_cached_tokens: int
     """Prompt tokens read from the prefix cache instead of computed."""
+    num_accepted_drafts: int = 0
+    """Output tokens that had been proposed before the model drew them."""
+    num_rejected_drafts: int = 0
+    """Proposed tokens that it did not draw."""
+
+    @classmethod
+    def of_choices(cls, num_prompt_tokens: int, choices: list[Usage]) -> Usage:
+        """The prompt once and the output of all choices, at least one."""
+        return cls(
+            num_prompt_tokens,
+            sum(choice.num_output_tokens for choice in choices),
+            choices[0].num_cached_tokens,
+            sum(choice.num_accepted_drafts for choice in choices),
+            sum(choice.num_rejected_drafts for choice in choices),
+        )
 
 
 class SequenceOutput(msgspec.Struct, array_like=True):
@@ -65,7 +80,7 @@ class SequenceOutput(msgspec.Struct, array_like=True):
     """
     error: str | None = None
     usage: Usage | None = None
-    """With the first tokens and with `finish`."""
+    """With the first tokens, with tokens behind verified drafts, and with `finish`."""
 
 
 class Account(msgspec.Struct, kw_only=True):

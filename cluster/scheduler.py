@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import operator
 
+from cluster.engine_stats import DraftCounts
 from cluster.kv_blocks import IntegrityError, KVBlocks
 from cluster.request import FinishStatus, RequestRefused, SequenceOutput
 from cluster.sequence import Sequence
@@ -34,17 +35,26 @@ class Scheduler:
     """
 
     def __init__(
-        self, *, max_num_batched_tokens: int, max_num_sequences: int, max_model_len: int, blocks: KVBlocks
+        self,
+        *,
+        max_num_batched_tokens: int,
+        max_num_sequences: int,
+        max_model_len: int,
+        blocks: KVBlocks,
+        num_lookahead_tokens: int = 0,
     ) -> None:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_sequences = max_num_sequences
         self.max_model_len = max_model_len
         self.blocks = blocks
+        self.num_lookahead_tokens = num_lookahead_tokens
+        """Tokens behind a sequence's own for which its blocks should have room: a draft model writes there."""
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.prefix_cache_queries = 0
         self.prefix_cache_hits = 0
         self.num_preemptions = 0
+        self.drafts = DraftCounts()
         self._by_id: dict[int, Sequence] = {}
         self._by_request: dict[str, list[Sequence]] = {}
         self._forgotten: list[int] = []
@@ -150,6 +160,9 @@ class Scheduler:
                 index += 1
                 continue
             count = min(self._num_wanted(sequence), budget)
+            if sequence.draft_token_ids and self._num_missing_blocks(sequence, count) > self.blocks.num_free:
+                sequence.draft_token_ids = []  # nobody is thrown out for a guess
+                count = min(self._num_wanted(sequence), budget)
             while self._num_missing_blocks(sequence, count) > self.blocks.num_free:
                 victim = self.running[-1]  # never one already in this step: those stand further up
                 self._preempt(victim)
@@ -227,10 +240,17 @@ class Scheduler:
         missing = self._num_missing_blocks(sequence, count)
         if missing > 0:
             sequence.block_table += self.blocks.allocate(missing)
+        if self.num_lookahead_tokens and end >= known:
+            ahead = self._blocks_for(min(end + self.num_lookahead_tokens, sequence.max_length))
+            ahead -= len(sequence.block_table)
+            if 0 < ahead <= self.blocks.num_free - len(self.running):  # others may need one each
+                sequence.block_table += self.blocks.allocate(ahead)
         unsent = sequence.block_table[sequence.num_sent_blocks :]
         sequence.num_sent_blocks += len(unsent)
         drafts = sequence.draft_token_ids[: max(0, end - known)] if sequence.draft_token_ids else []
-        step.scheduled.append(ScheduledSequence(sequence.sequence_id, start, count, unsent, drafts))
+        step.scheduled.append(
+            ScheduledSequence(sequence.sequence_id, start, count, unsent, drafts, sequence.draft_proposer)
+        )
         if end >= known:
             first_row = self._num_rows - start
             for position in range(known, end + 1):
@@ -316,6 +336,7 @@ class Scheduler:
             sequence = self._by_id.get(fork.sequence_id)
             if sequence is not None:
                 computed.append((fork.sequence_id, sequence.num_prompt_tokens, sequence.num_prompt_tokens))
+        drafts = {item.sequence_id: item.draft_token_ids for item in step.scheduled if item.draft_token_ids}
         for sequence_id, start, known_end in computed:
             sequence = self._by_id.get(sequence_id)
             if sequence is None:
@@ -327,14 +348,18 @@ class Scheduler:
             if error is not None:
                 changes.append(self._fail(sequence, error))
             elif sequence.block_table:
-                change = self._advance(sequence, start, known_end, output)
+                change = self._advance(sequence, start, known_end, drafts.get(sequence_id, []), output)
                 if change is not None:
                     changes.append(change)
         return changes
 
-    def _advance(self, sequence: Sequence, start: int, known_end: int, output: StepOutput) -> SequenceOutput | None:
+    def _advance(
+        self, sequence: Sequence, start: int, known_end: int, drafts: list[int], output: StepOutput
+    ) -> SequenceOutput | None:
         token_ids = output.token_ids.get(sequence.sequence_id)
+        proposer = sequence.draft_proposer
         sequence.draft_token_ids = output.draft_token_ids.get(sequence.sequence_id, [])
+        sequence.draft_proposer = output.draft_proposers.get(sequence.sequence_id, "")
         prompt_logprobs = self._new_prompt_logprobs(sequence, start, output)
         if not token_ids:
             # A row whose token is not drawn yet (a late mask) does its last position again.
@@ -344,6 +369,8 @@ class Scheduler:
                 return SequenceOutput(sequence.request_id, sequence.index, [], prompt_logprobs=prompt_logprobs)
             return None
         gained, finish = self._accept(sequence, token_ids)
+        if drafts:
+            self._count_drafts(sequence, proposer, drafts, gained)
         sequence.num_computed_tokens = known_end + len(gained) - 1
         logprobs = output.logprobs.get(sequence.sequence_id)
         change = SequenceOutput(
@@ -353,7 +380,7 @@ class Scheduler:
             None if logprobs is None else logprobs[: len(gained)],
             prompt_logprobs,
         )
-        if finish is not None or sequence.num_output_tokens == len(gained):
+        if finish is not None or drafts or sequence.num_output_tokens == len(gained):
             change.usage = sequence.usage
         if finish is not None:
             change.finish = finish
@@ -371,6 +398,14 @@ class Scheduler:
             if len(sequence.token_ids) >= sequence.max_length:
                 return token_ids[:count], FinishStatus.FINISHED_LENGTH
         return token_ids, None
+
+    def _count_drafts(self, sequence: Sequence, proposer: str, drafts: list[int], gained: list[int]) -> None:
+        num_accepted = 0
+        while drafts[num_accepted : num_accepted + 1] == gained[num_accepted : num_accepted + 1] != []:
+            num_accepted += 1
+        self.drafts.add(proposer, len(drafts), num_accepted)
+        sequence.num_accepted_drafts += num_accepted
+        sequence.num_rejected_drafts += len(drafts) - num_accepted
 
     def _new_prompt_logprobs(self, sequence: Sequence, start: int, output: StepOutput) -> list[TokenLogprobs] | None:
         """Entries for prompt positions that were not reported before a preemption."""

@@ -55,6 +55,9 @@ class Sequence:
     num_prompt_logprobs: int = 0
     """Prompt positions reported, so that a recomputed prompt reports none twice."""
     draft_token_ids: list[int] = dataclasses.field(default_factory=list)
+    draft_proposer: str = ""
+    num_accepted_drafts: int = 0
+    num_rejected_drafts: int = 0
     constraint: Resolved | None = None
     waits_for_mask: bool = False
     """Its mask missed a step: it sits out until the mask is there."""
@@ -78,7 +81,13 @@ class Sequence:
 
     @property
     def usage(self) -> Usage:
-        return Usage(self.num_prompt_tokens, self.num_output_tokens, self.num_cached_tokens or 0)
+        return Usage(
+            self.num_prompt_tokens,
+            self.num_output_tokens,
+            self.num_cached_tokens or 0,
+            self.num_accepted_drafts,
+            self.num_rejected_drafts,
+        )
 
     def start(self) -> SequenceStart:
         """What a rank rebuilds this sequence from."""

@@ -76,8 +76,7 @@ class PromptRun:
         usages = [choice.usage for choice in self.choices if choice.usage is not None]
         if not usages:
             return None
-        num_output_tokens = sum(usage.num_output_tokens for usage in usages)
-        return Usage(len(self.token_ids), num_output_tokens, usages[0].num_cached_tokens)
+        return Usage.of_choices(len(self.token_ids), usages)
 
 
 class Submission:
@@ -231,8 +230,8 @@ class Submission:
         if output.finish is None:
             assert prompt.connection is not None
             prompt.connection.send(Control(output.request_id, output.index, num_kept_tokens))
-        cached = choice.usage.num_cached_tokens if choice.usage is not None else 0
-        return Usage(len(prompt.token_ids), num_kept_tokens, cached)
+        usage = choice.usage if choice.usage is not None else Usage(len(prompt.token_ids), 0, 0)
+        return msgspec.structs.replace(usage, num_output_tokens=num_kept_tokens)
 
     def _forget(self, request_id: str, prompt: PromptRun) -> None:
         self._client.submissions.pop(request_id, None)

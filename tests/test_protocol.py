@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from cluster import protocol
 from cluster.protocol import ApiError, decode_chat, decode_completion, decode_detokenize, decode_tokenize
 from cluster.request import Usage
+from cluster.usage import usage_info
 from workers.sampling_params import SamplingParams
 
 chat_fields = [field.encode_name for field in msgspec.structs.fields(protocol.ChatCompletionRequest)]
@@ -368,7 +369,7 @@ def test_tokenize_takes_text_or_messages() -> None:
 
 # ---- responses -----------------------------------------------------------------------------------------------------
 
-USAGE = protocol.usage_info([Usage(5, 2, 4), Usage(3, 1, 0)])
+USAGE = usage_info([Usage(5, 2, 4, 1, 6), Usage(3, 1, 0, 2)])
 TOP = protocol.TopLogprob("b", -1.0, [98])
 CHAT_LOGPROBS = protocol.ChatLogprobs([protocol.ChatTokenLogprob("a", -0.5, [97], [TOP])])
 COMMON: dict[str, Any] = {"id": "x-1", "created": 1, "model": "m"}
@@ -383,6 +384,8 @@ def test_usage_sums_over_prompts() -> None:
     usage = parsed(openai_types.CompletionUsage, USAGE)
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (8, 3, 11)
     assert usage.prompt_tokens_details.cached_tokens == 4
+    details = usage.completion_tokens_details
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (3, 6)
 
 
 def test_openai_s_types_parse_a_chat_completion() -> None:

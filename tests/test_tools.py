@@ -35,6 +35,7 @@ from cluster.tools import (
     detect_format,
     template_tools,
 )
+from cluster.usage import usage_info
 from structured.constraint import ConstraintSpec
 from tests.checkpoints import checkpoint
 from workers.model_config import resolve_model_folder
@@ -332,7 +333,7 @@ def test_openai_s_types_parse_calls(tokenizer: Tokenizer) -> None:
     message.add(deltas)
     common: dict[str, Any] = {"id": "x-1", "created": 1, "model": "m"}
     choice = protocol.ChatChoice(message=message.message(), finish_reason="tool_calls")
-    body = protocol.ChatCompletion(**common, choices=[choice], usage=protocol.usage_info([]))
+    body = protocol.ChatCompletion(**common, choices=[choice], usage=usage_info([]))
     parsed = openai_chat.ChatCompletion.model_validate_json(protocol.encode(body), strict=True).choices[0].message
     assert (parsed.content, parsed.tool_calls[0].function.arguments) == (None, '{"on": true}')
     chunks = [

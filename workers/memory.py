@@ -21,12 +21,15 @@ def plan_kv_cache(
     kv_cache_bytes: int | None,
     kv_cache_fraction: float,
     free_bytes: int,
+    draft: ModelConfig | None = None,
 ) -> tuple[int, int]:
     """(bytes, blocks) of the KV cache: `kv_cache_bytes`, else `kv_cache_fraction` of `free_bytes`, the weights taken.
 
+    A draft model's keys and values lie in blocks of the same ids, so a block's bytes are the sum of both.
+
     Raises `ModelError` where it would not hold a single block.
     """
-    block_bytes = model.kv_bytes_per_token(dtype) * block_size
+    block_bytes = sum(each.kv_bytes_per_token(dtype) for each in (model, draft) if each is not None) * block_size
     budget = kv_cache_bytes or int(free_bytes * kv_cache_fraction)
     num_blocks = budget // block_bytes
     if num_blocks < 1:

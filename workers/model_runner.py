@@ -6,6 +6,8 @@ way. Sampled tokens stay in the rank's own state, so that the next step can be t
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import numpy as np
 import torch
 
@@ -17,7 +19,7 @@ from workers.models.protocol import Model
 from workers.platforms import Platform
 from workers.sampler import prompt_logprobs, sample
 from workers.sampling_state import SamplingState
-from workers.step import SamplePoint, SequenceStart, StepInput, StepOutput, TokenLogprobs
+from workers.step import SequenceStart, StepInput, StepOutput, TokenLogprobs
 
 PROMPT_LOGPROB_ROWS = 64
 """Rows of logits held at a time for prompt log-probabilities: 64 x 152k float32 are 37 MiB."""
@@ -45,7 +47,7 @@ class ModelRunner:
         self.max_num_sequences = max_num_sequences
         self.max_model_len = max_model_len
         self.state = SamplingState(config.vocab_size, platform.device, registry)
-        self._layers = [(layer[0], layer[1]) for layer in kv_cache]  # once: unbinding costs 2 us a layer and step
+        self.kv_layers = [(layer[0], layer[1]) for layer in kv_cache]  # once: unbinding costs 2 us a layer and step
         self.reset()
 
     def reset(self) -> None:
@@ -106,12 +108,21 @@ class ModelRunner:
         block_tables = self._block_tables[rows, :max_blocks]
         metadata = AttentionMetadata.build(np.array(starts), np.array(lens), block_tables, self.block_size)
         token_ids = self._token_ids(step)
-        return self.model.forward(token_ids, metadata, self._layers)
+        return self.model.forward(token_ids, metadata, self.kv_layers)
 
     def _append_blocks(self, row: int, block_ids: list[int]) -> None:
         first = self._num_blocks[row]
         self._num_blocks[row] = first + len(block_ids)
         self._block_tables[row, first : first + len(block_ids)] = block_ids
+
+    def num_blocks(self, sequence_id: int) -> int:
+        """Blocks that a sequence has; 0 where it has none yet."""
+        return self._num_blocks[self._rows[sequence_id]]
+
+    def block_tables(self, sequence_ids: Sequence[int]) -> np.ndarray:
+        """int32 [n, most blocks of one]; a copy. Entries behind a sequence's last block mean nothing."""
+        rows = [self._rows[sequence_id] for sequence_id in sequence_ids]
+        return self._block_tables[rows, : max(self._num_blocks[row] for row in rows)]
 
     def _token_ids(self, step: StepInput) -> torch.Tensor:
         """The input ids of the flat batch, int64 [num_tokens]."""
@@ -141,27 +152,47 @@ class ModelRunner:
             return output
         self._prompt_logprobs(step, hidden, output)
         if step.sample_points:
-            self._draw(step.sample_points, hidden, output, masks)
+            self._draw(step, hidden, output, masks)
         return output
 
-    def _draw(
-        self, points: list[SamplePoint], hidden: torch.Tensor, output: StepOutput, masks: MaskBatch | None
-    ) -> None:
+    def _draw(self, step: StepInput, hidden: torch.Tensor, output: StepOutput, masks: MaskBatch | None) -> None:
+        """Draws at every point, those behind drafts as if the drafts were there, and keeps a sequence's tokens up to
+        the first that is no draft: each is then drawn behind tokens that are the sequence's own.
+
+        A point behind kept tokens that is late or fails leaves them standing, and comes again with the next step.
+        """
+        points = step.sample_points
+        drafts = {item.sequence_id: item.draft_token_ids for item in step.scheduled if item.draft_token_ids}
+        for sequence_id, token_ids in drafts.items():
+            self.state.append(sequence_id, token_ids)
         logits = self._logits(hidden, [point.row for point in points])
         drawn = sample(logits, points, self.state, masks).to_host()
-        for index, point in enumerate(points):
-            error = drawn.errors.get(index)
-            if error is not None:
-                output.errors[point.sequence_id] = error
+        for sequence_id, token_ids in drafts.items():
+            self.state.truncate(sequence_id, len(self.state.tokens(sequence_id)) - len(token_ids))
+        order: Iterable[int] = range(len(points))
+        if drafts:
+            order = sorted(order, key=lambda index: points[index].position)
+        settled = set()
+        for index in order:
+            sequence_id = points[index].sequence_id
+            if sequence_id in settled:
                 continue
-            token_id = drawn.token_ids[index]
-            if token_id is None:
+            kept = output.token_ids.get(sequence_id)
+            error, token_id = drawn.errors.get(index), drawn.token_ids[index]
+            if error is not None or token_id is None:
+                settled.add(sequence_id)
+                if error is not None and kept is None:
+                    output.errors[sequence_id] = error
                 continue
-            output.token_ids.setdefault(point.sequence_id, []).append(token_id)
-            self.state.append(point.sequence_id, (token_id,))
+            if kept is None:
+                kept = output.token_ids[sequence_id] = []
+            kept.append(token_id)
+            self.state.append(sequence_id, (token_id,))
             logprobs = drawn.logprobs.get(index)
             if logprobs is not None:
-                output.logprobs.setdefault(point.sequence_id, []).append(logprobs)
+                output.logprobs.setdefault(sequence_id, []).append(logprobs)
+            if sequence_id in drafts and drafts[sequence_id][len(kept) - 1 : len(kept)] != [token_id]:
+                settled.add(sequence_id)
 
     def _logits(self, hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:
         """Logits of these rows of `hidden`; each row is multiplied once, however many points it has."""

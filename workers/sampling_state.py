@@ -163,6 +163,12 @@ class SamplingState:
         state.num_tokens = end
         self._last_tokens[state.row] = token_ids[-1]
 
+    def truncate(self, sequence_id: int, num_tokens: int) -> None:
+        """Takes back all tokens behind the first `num_tokens`, at least one: drafts appended to be drawn behind."""
+        state = self.sequences[sequence_id]
+        state.num_tokens = num_tokens
+        self._last_tokens[state.row] = state.tokens[num_tokens - 1]
+
     def forget(self, sequence_id: int) -> None:
         """Drops a sequence; an unknown id is ignored."""
         state = self.sequences.pop(sequence_id, None)

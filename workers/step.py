@@ -27,6 +27,8 @@ class SequenceStart(msgspec.Struct, array_like=True):
     num_prompt_tokens: int
     eos_token_ids: tuple[int, ...] = ()
     """Tokens that may not be sampled before `min_tokens` (beside `stop_token_ids`)."""
+    speculates: bool = True
+    """Whether drafts for it are of use."""
 
 
 class SequenceFork(msgspec.Struct, array_like=True):
@@ -50,6 +52,8 @@ class ScheduledSequence(msgspec.Struct, array_like=True):
     new_block_ids: list[int]
     """KV blocks appended to this sequence's block table before the step."""
     draft_token_ids: list[int] = []
+    draft_proposer: str = ""
+    """Who proposed them, a name of `specdecode.config.PROPOSERS`."""
 
 
 class SamplePoint(msgspec.Struct, array_like=True):
@@ -116,6 +120,8 @@ class StepOutput(msgspec.Struct, array_like=True):
     """Sequence id to the tokens it gained: zero or more."""
     draft_token_ids: dict[int, list[int]] = {}
     """Sequence id to the proposals for its next step."""
+    draft_proposers: dict[int, str] = {}
+    """Sequence id to who proposed them."""
     logprobs: dict[int, list[TokenLogprobs]] = {}
     """Sequence id to one entry per gained token, for those that asked."""
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}

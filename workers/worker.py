@@ -14,7 +14,7 @@ from structured.logits_processors import LogitsProcessorFactory, LogitsProcessor
 from structured.masks import MaskBatch
 from workers.loader import load_model
 from workers.memory import plan_kv_cache, plan_max_model_len
-from workers.model_config import load_model_config, resolve_model_folder
+from workers.model_config import ModelConfig, load_model_config, resolve_model_folder
 from workers.model_info import ModelInfo
 from workers.model_runner import ModelRunner
 from workers.platforms import choose_platform
@@ -40,10 +40,11 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 class Worker:
     """Raises `ModelError` when the model cannot be served within the configured memory or length,
-    `LogitsProcessorError` where a configured processor cannot be loaded.
+    `LogitsProcessorError` where a configured processor cannot be loaded. `draft` is the model whose keys and values
+    others will keep beside this one's.
     """
 
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(self, config: WorkerConfig, draft: ModelConfig | None = None) -> None:
         started = time.perf_counter()
         self.processors = LogitsProcessorRegistry(config.logits_processors)
         platform = choose_platform(config.device, config.num_threads)
@@ -58,6 +59,7 @@ class Worker:
             kv_cache_bytes=config.kv_cache_bytes,
             kv_cache_fraction=config.kv_cache_fraction,
             free_bytes=platform.free_memory(),
+            draft=draft,
         )
         max_model_len = plan_max_model_len(model_config, config.max_model_len, num_blocks * config.block_size)
         kv_cache = platform.allocate_kv(

@@ -17,7 +17,7 @@ from cluster.commands import Refusal
 from cluster.config import EngineConfig, load_config
 from cluster.tokenizer import Tokenizer, TokenizerError
 from workers.memory import num_parameters, plan_kv_cache, plan_max_model_len
-from workers.model_config import DTYPE_BYTES, ModelError, load_model_config, resolve_model_folder
+from workers.model_config import DTYPE_BYTES, ModelConfig, ModelError, load_model_config, resolve_model_folder
 
 
 class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,6 +86,7 @@ def check_model(engine: EngineConfig) -> CheckReport:
     folder = resolve_model_folder(engine.model)
     model = load_model_config(folder)
     parameters = num_parameters(folder)
+    draft, draft_parameters = _draft(engine)
     _check_tokenizer(engine, folder)
     if model.native:
         check_tensors(folder, model)
@@ -94,7 +95,7 @@ def check_model(engine: EngineConfig) -> CheckReport:
         dtype = platform.resolve_dtype(engine.dtype, model.dtype)
     except ValueError as error:
         raise ModelError(str(error)) from error
-    weights, free = parameters * DTYPE_BYTES[dtype], platform.free_memory()
+    weights, free = (parameters + draft_parameters) * DTYPE_BYTES[dtype], platform.free_memory()
     if weights >= free:
         raise ModelError(
             f"its weights take {_gib(weights)} in {dtype}, and {_gib(free)} of memory is free; "
@@ -107,6 +108,7 @@ def check_model(engine: EngineConfig) -> CheckReport:
         kv_cache_bytes=engine.kv_cache_bytes,
         kv_cache_fraction=engine.kv_cache_fraction,
         free_bytes=free - weights,
+        draft=draft,
     )
     if weights + kv_bytes > free:
         raise ModelError(
@@ -125,12 +127,20 @@ def check_model(engine: EngineConfig) -> CheckReport:
         num_threads=engine.num_threads or len(os.sched_getaffinity(0)),
         weight_bytes=weights,
         kv_cache_bytes=kv_bytes,
-        kv_bytes_per_token=model.kv_bytes_per_token(dtype),
+        kv_bytes_per_token=kv_bytes // capacity,
         kv_cache_tokens=capacity,
         max_model_len=plan_max_model_len(model, engine.max_model_len, capacity),
         model_positions=model.max_position_embeddings,
         free_bytes=free,
     )
+
+
+def _draft(engine: EngineConfig) -> tuple[ModelConfig | None, int]:
+    """The draft model's configuration and parameters; (None, 0) without one."""
+    if engine.speculative is None or engine.speculative.draft_model is None:
+        return None, 0
+    folder = resolve_model_folder(engine.speculative.draft_model)
+    return load_model_config(folder), num_parameters(folder)
 
 
 def _render(report: CheckReport) -> str:

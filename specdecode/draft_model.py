@@ -1,0 +1,234 @@
+"""A draft model: a small model with the same tokenizer that says what the model may draw next.
+
+Its keys and values lie in a tensor of its own, in blocks of the same ids and under the same block tables, so the
+scheduler's accounts hold for both. What it lacks of a sequence it computes from the sequence's tokens when it is asked
+for a proposal, and no sooner. It draws with the sequence's parameters and with the noise that the model will draw with
+(Gumbel coupling), so it proposes the model's own token wherever the two distributions are close. Called by
+`specdecode/proposers.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from specdecode.lengths import StepCost
+from specdecode.measure import measure_step
+from specdecode.proposers import Wanted
+from structured.constraint import ConstraintError
+from structured.vocabulary import Vocabulary
+from workers.attention import AttentionMetadata
+from workers.kernels import cpu_sampler, torch_sampler
+from workers.loader import load_model
+from workers.model_config import ModelConfig, ModelError
+from workers.model_runner import ModelRunner
+from workers.sampling_state import SequenceState
+from workers.step import StepInput
+
+CATCH_UP_TOKENS = 2048
+"""Tokens that a draft model computes at most in one go; sequences that lack more get their proposals later."""
+
+
+@dataclasses.dataclass(slots=True)
+class Progress:
+    """How much of one sequence the draft model's cache holds."""
+
+    num_draft_computed: int
+    """Leading tokens whose keys and values are there."""
+    num_marked_blocks: int
+    """Leading blocks that others may rely on."""
+    proposed_at: int = 0
+    """Tokens of the sequence when `proposed` was said."""
+    proposed: list[int] = dataclasses.field(default_factory=list)
+
+    def settle(self, tokens: np.ndarray) -> None:
+        """Counts the proposals that became the sequence's: their keys and values stand, but for the last one's, which
+        was drawn and not computed.
+        """
+        drafts, self.proposed = self.proposed, []
+        if drafts:
+            gained = tokens[self.proposed_at : self.proposed_at + len(drafts) - 1]
+            matching = next((i for i, token in enumerate(gained) if token != drafts[i]), len(gained))
+            self.num_draft_computed = self.proposed_at + matching
+
+
+@dataclasses.dataclass(slots=True)
+class _Drafting:
+    sequence_id: int
+    state: SequenceState
+    progress: Progress
+    num_tokens: int
+    count: int
+    proposed: list[int] = dataclasses.field(default_factory=list)
+
+
+class DraftModel:
+    """Reads the sequences' tokens, parameters and block tables from the model's runner."""
+
+    name = "draft"
+
+    def __init__(self, folder: pathlib.Path, config: ModelConfig, dtype: str, runner: ModelRunner) -> None:
+        platform = runner.platform
+        self._config = config
+        self._runner = runner
+        self._model = load_model(folder, config, dtype, platform)
+        num_blocks = runner.kv_cache.shape[2]
+        kv_cache = platform.allocate_kv(
+            config.num_layers,
+            num_blocks,
+            runner.block_size,
+            config.num_kv_heads,
+            config.head_dim,
+            platform.torch_dtype(dtype),
+        )
+        self._layers = [(layer[0], layer[1]) for layer in kv_cache]
+        self._is_written = np.zeros(num_blocks, dtype=bool)
+        """Blocks full of keys and values of the tokens that the prefix cache knows them by."""
+        self._progress: dict[int, Progress] = {}
+
+    def measure(self) -> StepCost:
+        """What one more token costs for a number of sequences; called before anything is cached."""
+        return measure_step(self._model, self._layers, self._runner.block_size, self._runner.platform)
+
+    def begin(self, step: StepInput) -> None:
+        """Learns which blocks are new and which were found in the prefix cache; among these, those count that were
+        written here.
+        """
+        for sequence_id in step.finished:
+            self._progress.pop(sequence_id, None)
+        size = self._runner.block_size
+        for item in step.scheduled:
+            if item.new_block_ids:
+                blocks = np.array(item.new_block_ids)
+                if item.sequence_id not in self._progress:
+                    found, blocks = np.split(blocks, [item.start // size])
+                    is_written = self._is_written[found]
+                    count = len(found) if is_written.all() else int(is_written.argmin())
+                    self._progress[item.sequence_id] = Progress(count * size, count)
+                self._is_written[blocks] = False
+
+    @torch.inference_mode()
+    def propose(self, wanted: Sequence[Wanted]) -> dict[int, list[int]]:
+        """Proposals for the sequences whose blocks reach far enough; those with logits processors get none, for their
+        processors would have to be made again behind every draft.
+        """
+        batch = self._batch(wanted)
+        if not batch:
+            return {}
+        try:
+            self._draft(batch)
+        finally:
+            for each in batch:
+                self._runner.state.truncate(each.sequence_id, each.num_tokens)
+        for each in batch:
+            each.progress.proposed_at, each.progress.proposed = each.num_tokens, each.proposed
+        return {each.sequence_id: list(each.proposed) for each in batch if each.proposed}
+
+    def _batch(self, wanted: Sequence[Wanted]) -> list[_Drafting]:
+        batch = []
+        for each in wanted:
+            progress = self._progress.get(each.sequence_id)
+            if progress is None or each.state.processors is not None:
+                continue
+            num_tokens = each.state.num_tokens
+            progress.settle(each.state.tokens[:num_tokens])
+            capacity = self._runner.num_blocks(each.sequence_id) * self._runner.block_size
+            capacity = min(capacity, self._config.max_position_embeddings)
+            count = min(each.count, capacity - num_tokens + 1)
+            if count > 0:
+                batch.append(_Drafting(each.sequence_id, each.state, progress, num_tokens, count))
+        return batch
+
+    def _draft(self, batch: list[_Drafting]) -> None:
+        tables = self._runner.block_tables([each.sequence_id for each in batch])
+        rows = list(range(len(batch)))
+        hidden, rows = self._catch_up(batch, tables)
+        while rows:
+            going_on = []
+            for row, token_id in zip(rows, self._draw(hidden, [batch[row] for row in rows]), strict=True):
+                each = batch[row]
+                if token_id is None:
+                    continue
+                each.proposed.append(token_id)
+                self._runner.state.append(each.sequence_id, (token_id,))
+                if len(each.proposed) < each.count and token_id not in each.state.stop_ids:
+                    going_on.append(row)
+            rows = going_on
+            if rows:
+                newest = [batch[row].state.num_tokens - 1 for row in rows]
+                tokens = [batch[row].proposed[-1] for row in rows]
+                hidden = self._forward(newest, [1] * len(rows), np.array(tokens), tables[rows])
+
+    def _catch_up(self, batch: list[_Drafting], tables: np.ndarray) -> tuple[torch.Tensor, list[int]]:
+        """Computes what is missing; returns the last hidden state of those that lack nothing more, and their rows."""
+        budget = CATCH_UP_TOKENS
+        chosen, starts, counts, pieces, complete = [], [], [], [], []
+        for row, each in enumerate(batch):
+            start = min(each.progress.num_draft_computed, each.num_tokens - 1)
+            count = min(each.num_tokens - start, budget)
+            if count == 0:
+                continue
+            budget -= count
+            chosen.append(row)
+            starts.append(start)
+            counts.append(count)
+            pieces.append(each.state.tokens[start : start + count])
+            complete.append(start + count == each.num_tokens)
+        hidden = self._forward(starts, counts, np.concatenate(pieces), tables[chosen])
+        ends = np.cumsum(counts) - 1
+        for row, start, count in zip(chosen, starts, counts, strict=True):
+            self._mark(batch[row].progress, start + count, tables[row])
+        hidden = hidden[torch.from_numpy(ends[complete])]
+        return hidden, [row for row, is_complete in zip(chosen, complete, strict=True) if is_complete]
+
+    def _mark(self, progress: Progress, num_computed: int, table: np.ndarray) -> None:
+        progress.num_draft_computed = num_computed
+        full = num_computed // self._runner.block_size
+        self._is_written[table[progress.num_marked_blocks : full]] = True
+        progress.num_marked_blocks = max(progress.num_marked_blocks, full)
+
+    def _forward(self, starts: list[int], counts: list[int], token_ids: np.ndarray, tables: np.ndarray) -> torch.Tensor:
+        metadata = AttentionMetadata.build(
+            np.array(starts), np.array(counts), tables, self._runner.block_size, share_prefixes=False
+        )
+        # The model's padded vocabulary may be wider; no text has ids of the padding.
+        known = np.minimum(token_ids, self._config.vocab_size - 1).astype(np.int64)
+        return self._model.forward(torch.from_numpy(known).to(self._runner.platform.device), metadata, self._layers)
+
+    def _draw(self, hidden: torch.Tensor, batch: list[_Drafting]) -> list[int | None]:
+        """The next token of each; None where there is none to draw."""
+        state = self._runner.state
+        logits = self._model.compute_logits(hidden)
+        if logits.shape[1] < state.vocab_size:
+            logits = F.pad(logits, (0, state.vocab_size - logits.shape[1]), value=float("-inf"))
+        sampler = cpu_sampler if cpu_sampler.serves(logits) else torch_sampler
+        sequences = [each.state for each in batch]
+        token_ids, status = sampler.draw(logits, sequences, [each.num_tokens for each in sequences], state, None)
+        pairs = zip(token_ids.tolist(), status.tolist(), strict=True)
+        return [token_id if code == torch_sampler.OK else None for token_id, code in pairs]
+
+    def reset(self) -> None:
+        """The model's cache was lost, and block ids begin anew."""
+        self._progress.clear()
+        self._is_written[:] = False
+
+
+def check_same_tokenizer(target: str, draft: str, vocab_size: int) -> None:
+    """Raises `ModelError` where the tokenizers of two folders give some id two meanings, or one cannot be read."""
+    try:
+        ours, theirs = (Vocabulary.load(folder, vocab_size, ()) for folder in (target, draft))
+    except ConstraintError as error:
+        raise ModelError(f"whether {draft} drafts with the tokenizer of {target} cannot be told: {error}") from error
+    if ours.tokenizer_json == theirs.tokenizer_json:
+        return
+    if ours.special_token_ids != theirs.special_token_ids or ours.tokens != theirs.tokens:
+        wrong = next((i for i, (a, b) in enumerate(zip(ours.tokens, theirs.tokens, strict=False)) if a != b), None)
+        where = f"{len(ours.tokens)} and {len(theirs.tokens)} tokens" if wrong is None else f"they differ at id {wrong}"
+        raise ModelError(
+            f"the draft model {draft} has another tokenizer than {target} ({where}); take one of the same family"
+        )

@@ -1,0 +1,43 @@
+"""Measures what a step of a model costs by the number of its tokens, once, when a worker starts.
+
+The table is what adaptive lengths weigh drafts against (`specdecode/lengths.py`). Called before anything is cached.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+
+from specdecode.lengths import StepCost
+from workers.attention import AttentionMetadata
+from workers.models.protocol import Model
+from workers.platforms import Platform
+
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+"""Tokens of the measured steps; beyond the last, cost grows as before it."""
+ROUNDS = 3
+"""The fastest of these counts."""
+
+
+@torch.inference_mode()
+def measure_step(
+    model: Model, kv_layers: list[tuple[torch.Tensor, torch.Tensor]], block_size: int, platform: Platform
+) -> StepCost:
+    """Seconds of forward pass, logits and their maximum, where every token is sampled. Overwrites the first blocks."""
+    num_blocks = kv_layers[0][0].shape[0]
+    table = []
+    for size in SIZES:
+        if size > num_blocks * block_size:
+            break
+        blocks = np.arange(-(-size // block_size), dtype=np.int32)[None]
+        token_ids = torch.arange(size, device=platform.device) % 64
+        seconds = []
+        for _ in range(ROUNDS + 1):
+            started = time.perf_counter()
+            metadata = AttentionMetadata.build(np.array([0]), np.array([size]), blocks, block_size)
+            model.compute_logits(model.forward(token_ids, metadata, kv_layers)).argmax(dim=-1).tolist()
+            seconds.append(time.perf_counter() - started)
+        table.append((size, min(seconds[1:])))
+    return StepCost(table)

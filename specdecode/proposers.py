@@ -1,0 +1,229 @@
+"""Who proposes the next drafts: the chain of proposers behind each step, and what it knows of each sequence.
+
+The first proposer that has something for a sequence is taken. One that raises is done with the sequences that it was
+asked about; they go on without it. Called by `specdecode/worker.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from specdecode.lengths import AcceptanceRecord, Costs, Load, StepCost, choose_lengths, probe_interval
+from specdecode.ngram import NgramIndex
+from workers.sampling_state import SamplingState, SequenceState
+from workers.step import StepInput, StepOutput
+
+logger = logging.getLogger(__name__)
+
+PRIORS = {"ngram": 0.5, "draft": 0.7}
+"""What is thought of proposers before any of their drafts was verified."""
+
+
+@dataclasses.dataclass(slots=True)
+class Wanted:
+    """A sequence that goes on, and the most drafts that it may have."""
+
+    sequence_id: int
+    state: SequenceState
+    count: int
+
+
+class Proposer(Protocol):
+    name: str
+
+    def begin(self, step: StepInput) -> None:
+        """Hears of a step before its forward pass."""
+        ...
+
+    def propose(self, wanted: Sequence[Wanted]) -> dict[int, list[int]]:
+        """Sequence id to at most its `count` tokens; those without a proposal are left out."""
+        ...
+
+    def reset(self) -> None:
+        """Forgets every sequence."""
+        ...
+
+
+class NgramProposer:
+    """An index for each sequence, made of its tokens when it is first asked about."""
+
+    name = "ngram"
+
+    def __init__(self, ngram_min: int, ngram_max: int) -> None:
+        self._sizes = ngram_min, ngram_max
+        self._indices: dict[int, NgramIndex] = {}
+
+    def begin(self, step: StepInput) -> None:
+        for sequence_id in step.finished:
+            self._indices.pop(sequence_id, None)
+
+    def propose(self, wanted: Sequence[Wanted]) -> dict[int, list[int]]:
+        proposals = {}
+        for each in wanted:
+            index = self._indices.get(each.sequence_id)
+            if index is None:
+                index = self._indices[each.sequence_id] = NgramIndex(*self._sizes)
+            index.extend(each.state.tokens[len(index) : each.state.num_tokens].tolist())
+            proposed = index.propose(each.count)
+            if proposed:
+                proposals[each.sequence_id] = proposed
+        return proposals
+
+    def reset(self) -> None:
+        self._indices.clear()
+
+
+class Chain:
+    """Asks the proposers in order about the sequences that gained tokens and go on.
+
+    With `costs` lengths are adaptive; without, everybody may always propose `max_draft_tokens`.
+    """
+
+    def __init__(
+        self,
+        proposers: list[Proposer],
+        state: SamplingState,
+        max_draft_tokens: int,
+        max_model_len: int,
+        costs: Costs | None = None,
+    ) -> None:
+        self._proposers = proposers
+        self._state = state
+        self._max_draft_tokens = max_draft_tokens
+        self._max_model_len = max_model_len
+        self._costs = costs
+        self._records = {proposer.name: AcceptanceRecord(PRIORS[proposer.name]) for proposer in proposers}
+        self._failed: dict[str, set[int]] = {proposer.name: set() for proposer in proposers}
+        """Sequences that a proposer raised at."""
+        self._plain: set[int] = set()
+        """Sequences that have no use for drafts."""
+        self._untried: dict[int, tuple[str, int]] = {}
+        """Sequence to who proposed what for its next token, and was not taken: one learns from that too."""
+        self._steps_unasked: dict[str, int] = dict.fromkeys(self._records, 0)
+
+    def begin(self, step: StepInput) -> None:
+        for proposer in self._proposers:
+            self._failed[proposer.name].difference_update(step.finished)
+            self._records[proposer.name].forget(step.finished)
+            proposer.begin(step)
+        for sequence_id in step.finished:
+            self._untried.pop(sequence_id, None)
+        self._plain.difference_update(step.finished)
+        self._plain.update(start.sequence_id for start in step.started if not start.speculates)
+
+    def propose(self, step: StepInput, output: StepOutput) -> None:
+        """Adds proposals to a step's output."""
+        self._learn(step, output)
+        wanted = self._wanted(output)
+        num_others = sum(item.num_tokens for item in step.scheduled if item.sequence_id not in output.token_ids)
+        load = Load(len(wanted) + num_others, len(wanted))
+        for proposer in self._proposers:
+            failed = self._failed[proposer.name]
+            asked = [each for each in wanted if each.sequence_id not in failed]
+            if not asked:
+                continue
+            try:
+                proposals = self._ask(proposer, asked, load)
+            except Exception:
+                logger.exception("the proposer %s failed; %d sequences go on without it", proposer.name, len(asked))
+                failed.update(each.sequence_id for each in asked)
+                continue
+            if proposals:
+                output.draft_token_ids.update(proposals)
+                output.draft_proposers.update(dict.fromkeys(proposals, proposer.name))
+                wanted = [each for each in wanted if each.sequence_id not in proposals]
+
+    def _ask(self, proposer: Proposer, asked: list[Wanted], load: Load) -> dict[int, list[int]]:
+        if self._costs is None:
+            return proposer.propose(asked)
+        draft_cost = self._costs.drafts.get(proposer.name)
+        if draft_cost is None:
+            return self._trimmed(proposer, asked, load, self._costs.step)
+        record = self._records[proposer.name]
+        acceptance = record.means(each.sequence_id for each in asked)
+        limits = np.array([each.count for each in asked])
+        counts = choose_lengths(acceptance, limits, load, self._costs.step, draft_cost)
+        if not counts.any():
+            counts = self._probe(proposer.name, limits, load, self._costs.step, draft_cost)
+        chosen = [
+            dataclasses.replace(each, count=int(count)) for each, count in zip(asked, counts, strict=True) if count
+        ]
+        if not chosen:
+            return {}
+        self._steps_unasked[proposer.name] = 0
+        started = time.perf_counter()
+        proposals = proposer.propose(chosen)
+        draft_cost.learn(len(chosen), (time.perf_counter() - started) / max(each.count for each in chosen))
+        load.add(proposals, record)
+        return proposals
+
+    def _trimmed(self, proposer: Proposer, asked: list[Wanted], load: Load, cost: StepCost) -> dict[int, list[int]]:
+        """Where proposals are free, everybody proposes, and what does not pay is cut."""
+        found = proposer.propose(asked)
+        if not found:
+            return {}
+        record = self._records[proposer.name]
+        limits = np.array([len(proposed) for proposed in found.values()])
+        counts = choose_lengths(record.means(found), limits, load, cost)
+        proposals = {}
+        for (sequence_id, proposed), count in zip(found.items(), counts.tolist(), strict=True):
+            if count:
+                proposals[sequence_id] = proposed[:count]
+            else:
+                self._untried[sequence_id] = proposer.name, proposed[0]
+        load.add(proposals, record)
+        return proposals
+
+    def _probe(self, name: str, limits: np.ndarray, load: Load, cost: StepCost, draft_cost: StepCost) -> np.ndarray:
+        """One draft for everybody now and then, unless even certain ones would not pay."""
+        self._steps_unasked[name] += 1
+        counts = np.zeros(len(limits), dtype=int)
+        if self._steps_unasked[name] < probe_interval(len(limits), load, cost, draft_cost):
+            return counts
+        self._steps_unasked[name] = 0
+        if choose_lengths(np.ones(len(limits)), limits, load, cost, draft_cost).any():
+            counts[:] = 1
+        return counts
+
+    def _learn(self, step: StepInput, output: StepOutput) -> None:
+        for sequence_id, (name, token_id) in self._untried.items():
+            gained = output.token_ids.get(sequence_id)
+            if gained:
+                self._records[name].learn(sequence_id, int(gained[0] == token_id), 1)
+        self._untried.clear()
+        for item in step.scheduled:
+            drafts, gained = item.draft_token_ids, output.token_ids.get(item.sequence_id)
+            if drafts and gained and item.draft_proposer in self._records:
+                count = len(gained)
+                all_accepted = drafts[count - 1 : count] == gained[-1:]
+                # A late mask ends a row of accepted drafts: those behind say nothing.
+                num_accepted, num_tried = (count, count) if all_accepted else (count - 1, len(drafts))
+                self._records[item.draft_proposer].learn(item.sequence_id, num_accepted, num_tried)
+
+    def _wanted(self, output: StepOutput) -> list[Wanted]:
+        wanted = []
+        for sequence_id, token_ids in output.token_ids.items():
+            state = self._state.sequences[sequence_id]
+            if sequence_id in self._plain or not set(state.stop_ids.tolist()).isdisjoint(token_ids):
+                continue
+            end = self._max_model_len
+            if state.params.max_tokens is not None:
+                end = min(end, state.num_prompt_tokens + state.params.max_tokens)
+            count = min(self._max_draft_tokens, end - state.num_tokens - 1)
+            if count > 0:
+                wanted.append(Wanted(sequence_id, state, count))
+        return wanted
+
+    def reset(self) -> None:
+        for proposer in self._proposers:
+            proposer.reset()
+            self._failed[proposer.name].clear()
+            self._records[proposer.name].clear()
+        self._untried.clear()
+        self._plain.clear()

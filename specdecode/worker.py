@@ -1,0 +1,88 @@
+"""A rank that speculates: the worker of the model, and proposers that say after each step what may come next.
+
+It has the face of `workers/worker.py::Worker`; the executor makes the one or the other. Drafts travel to the driver
+with the step's output and come back in the next step, where the model's own runner verifies them.
+"""
+
+from __future__ import annotations
+
+import time
+
+from specdecode.config import SpeculativeConfig
+from specdecode.draft_model import DraftModel, check_same_tokenizer
+from specdecode.lengths import Costs, StepCost
+from specdecode.measure import measure_step
+from specdecode.proposers import Chain, NgramProposer, Proposer
+from structured.logits_processors import LogitsProcessorFactory
+from structured.masks import MaskBatch
+from workers.model_config import load_model_config, resolve_model_folder
+from workers.model_info import ModelInfo
+from workers.model_runner import ModelRunner
+from workers.step import StepInput, StepOutput
+from workers.worker import Worker, WorkerConfig
+
+
+class SpeculativeWorker:
+    """Raises what `Worker` raises, and `ModelError` where the draft model cannot be loaded or has another tokenizer.
+
+    `tokenizer` is the folder of the model's tokenizer, None for the model's own.
+    """
+
+    def __init__(self, config: WorkerConfig, speculative: SpeculativeConfig, tokenizer: str | None) -> None:
+        folder = None if speculative.draft_model is None else resolve_model_folder(speculative.draft_model)
+        draft = None if folder is None else load_model_config(folder)
+        self.target = Worker(config, draft)
+        proposers: list[Proposer] = []
+        for name in speculative.rank_proposers:
+            if name == "ngram":
+                proposers.append(NgramProposer(speculative.ngram_min, speculative.ngram_max))
+            elif folder is not None and draft is not None:
+                check_same_tokenizer(tokenizer or self.info.folder, str(folder), self.info.vocab_size)
+                proposers.append(DraftModel(folder, draft, self.info.dtype, self.runner))
+        runner = self.runner
+        self._cost: StepCost | None = None
+        costs = None
+        if speculative.adaptive:
+            self._cost = measure_step(runner.model, runner.kv_layers, runner.block_size, runner.platform)
+            costs = Costs(self._cost, {each.name: each.measure() for each in proposers if isinstance(each, DraftModel)})
+        self.chain = Chain(proposers, runner.state, speculative.max_draft_tokens, self.info.max_model_len, costs)
+        self._step: StepInput | None = None
+        self._seconds = 0.0
+        self._last_end = 0.0
+
+    @property
+    def info(self) -> ModelInfo:
+        return self.target.info
+
+    @property
+    def runner(self) -> ModelRunner:
+        return self.target.runner
+
+    def register_logits_processor(self, name: str, factory: LogitsProcessorFactory) -> None:
+        """Raises `LogitsProcessorError` where the name is taken."""
+        self.target.register_logits_processor(name, factory)
+
+    def execute(self, step: StepInput) -> None:
+        started = time.perf_counter()
+        self.chain.begin(step)
+        self.target.execute(step)
+        self._step = step
+        self._seconds = time.perf_counter() - started
+        waited = started - self._last_end
+        if waited < self._seconds:  # the driver's work between two steps; longer ones are pauses
+            self._seconds += waited
+
+    def sample(self, masks: MaskBatch | None = None) -> StepOutput:
+        started = time.perf_counter()
+        output = self.target.sample(masks)
+        step = self._step
+        assert step is not None, "the target's worker would have raised"
+        if self._cost is not None and step.scheduled and step.num_tokens == len(step.sample_points):
+            self._cost.learn(step.num_tokens, self._seconds + time.perf_counter() - started)
+        self.chain.propose(step, output)
+        self._last_end = time.perf_counter()
+        return output
+
+    def reset(self) -> None:
+        self.target.reset()
+        self.chain.reset()
