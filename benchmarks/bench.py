@@ -25,7 +25,7 @@ from benchmarks.processes import BenchmarkError, Child, EngineProcess, ServerPro
 from benchmarks.report import Result, combine, header, machine, table_line
 from benchmarks.workloads import WORKLOADS, PromptSource, Row, alternate, run_workload
 
-USUAL = ("a", "b", "d", "g", "start", "memory", "http")
+USUAL = ("a", "b", "c", "d", "g", "start", "memory", "http")
 ALL = (*USUAL, "http32")
 LARGE, TINY = "qwen2.5-0.5b", "tiny-llama"
 TOKEN_LIMITS = {LARGE: 150_000, TINY: 30_000}
@@ -134,7 +134,7 @@ class Bench:
         self._compared = paired
 
     def run(self) -> None:
-        offline = [letter for letter in ("a", "b", "d") if letter in self.workloads]
+        offline = [letter for letter in ("a", "b", "c", "d") if letter in self.workloads]
         if "g" in self.workloads:
             self._offline(self._model(TINY), TINY, ["g"])
         if offline or {"start", "memory"} & set(self.workloads):

@@ -204,9 +204,9 @@ class EngineProcess(Child):
             raise
         self.start_seconds = time.perf_counter() - self.started
 
-    def generate(self, prompts: list[list[int]], max_tokens: int) -> Timing:
-        """Generates greedily past end-of-sequence tokens."""
-        answer = self._ask({"do": "generate", "prompts": prompts, "max_tokens": max_tokens})
+    def generate(self, prompts: list[list[int]], max_tokens: int, n: int = 1) -> Timing:
+        """Generates past end-of-sequence tokens: greedily, or `n` choices at temperature 1."""
+        answer = self._ask({"do": "generate", "prompts": prompts, "max_tokens": max_tokens, "n": n})
         steps = [(seconds, rows) for seconds, rows in answer["steps"]]
         return Timing(answer["seconds"], answer["num_tokens"], steps)
 

@@ -31,6 +31,7 @@ BARS: dict[tuple[str, str], tuple[float, ...]] = {
     ("a", "decode step, 32 rows"): (1.0, 1.25),
     ("a", "prefill"): (0.9, 1.0),
     ("b", "output, 1 row"): (0.95, 1.1),
+    ("c", "output, n = 64"): (1.5, 2.2),
     ("d", "shared, cold"): (1.0, 1.3),
     ("d", "shared, warm"): (1.0, 1.3),
     ("g", "decode step, 1 row"): (1.0, 1.5),

@@ -1,10 +1,11 @@
 """The offline workloads, by letter: what is generated, in which blocks, and which figures come of it.
 
     a  32 requests of 128 tokens in and 128 out       b  one request, 32 in and 96 out
+    c  64 choices of one 512-token prompt, 64 out, temperature 1, against 64 requests of one token in
     d  16 requests of 1,024 shared and 32 own tokens in, 32 out, with the shared part unseen, and seen
     g  the tiny model, one row and 32 rows: what a step costs besides the model
 
-Everything is greedy and runs past end-of-sequence tokens; prompts are random token ids, fresh for every block unless
+Everything else is greedy, and all runs past end-of-sequence tokens; prompts are random token ids, fresh for every block unless
 said, so that the prefix cache helps only where a workload shares a prefix. Engines are measured in turns with the same
 prompts, because a shared machine is faster in one minute than in the next; so a block, the turn of one engine, takes
 about 2 s in the large shape.
@@ -51,8 +52,15 @@ class PromptSource:
         return [[generator.randrange(300, self.token_limit) for _ in range(length)] for _ in range(count)]
 
 
-Block = list[tuple[Prompts, int]]
-"""What one engine does in one turn: generations in order, as (prompts, output tokens each)."""
+class Generation(NamedTuple):
+    prompts: Prompts
+    max_tokens: int
+    n: int = 1
+    """Choices for each prompt; more than one are drawn at temperature 1."""
+
+
+Block = list[Generation]
+"""What one engine does in one turn."""
 
 
 class Workload(NamedTuple):
@@ -102,7 +110,10 @@ def _a_blocks(prompts: PromptSource) -> list[Block]:
     The latter's prompts are always the same: the prefix cache holds most of them, so that the block is decoding, and of
     it only the steps with all rows count.
     """
-    return [[(prompts(A_PREFILLS, A_PROMPT), 1)], [(prompts.fixed(A_ROWS, A_CONTEXT, 1), A_STEPS)]]
+    return [
+        [Generation(prompts(A_PREFILLS, A_PROMPT), 1)],
+        [Generation(prompts.fixed(A_ROWS, A_CONTEXT, 1), A_STEPS)],
+    ]
 
 
 def _a_figures(timings: list[list[Timing]]) -> list[Row]:
@@ -134,12 +145,35 @@ def _batch(letter: str, count: int, prompt: int, output: int, times: int = 1) ->
             Row(letter, f"decode step, {text}", step_seconds(block, count) * 1e3, "ms"),
         ]
 
-    return Workload(letter, lambda prompts: [[(prompts(count, prompt), output) for _ in range(times)]], figures)
+    return Workload(
+        letter, lambda prompts: [[Generation(prompts(count, prompt), output) for _ in range(times)]], figures
+    )
+
+
+C_ROWS, C_PROMPT, C_OUTPUT = 64, 512, 64
+
+
+def _c_blocks(prompts: PromptSource) -> list[Block]:
+    return [
+        [Generation(prompts(1, C_PROMPT), C_OUTPUT, C_ROWS)],
+        [Generation(prompts(C_ROWS, 1), C_OUTPUT)],
+    ]
+
+
+def _c_figures(timings: list[list[Timing]]) -> list[Row]:
+    (choices,), short = timings
+    step, short_step = step_seconds([choices], C_ROWS), step_seconds(short, C_ROWS)
+    return [
+        Row("c", "output, n = 64", choices.num_tokens / choices.seconds, "tok/s"),
+        Row("c", "decode step, n = 64", step * 1e3, "ms"),
+        Row("c", "decode step, 64 requests of 1 token in", short_step * 1e3, "ms"),
+        Row("c", "decoding of n = 64 over that of 64 requests", short_step / step, "x"),
+    ]
 
 
 def _d_blocks(prompts: PromptSource) -> list[Block]:
     prefix = prompts(1, 1024)[0]
-    return [[([prefix + own for own in prompts(16, 32)], 32) for _ in ("cold", "warm")]]
+    return [[Generation([prefix + own for own in prompts(16, 32)], 32) for _ in ("cold", "warm")]]
 
 
 def _d_figures(timings: list[list[Timing]]) -> list[Row]:
@@ -150,9 +184,15 @@ def _d_figures(timings: list[list[Timing]]) -> list[Row]:
 WORKLOADS = {
     "a": [
         Workload("a", _a_blocks, _a_figures),
-        Workload("a", lambda prompts: [[(prompts(A_ROWS, A_PROMPT), A_OUTPUT)]], _whole_a_figures, max_repetitions=5),
+        Workload(
+            "a",
+            lambda prompts: [[Generation(prompts(A_ROWS, A_PROMPT), A_OUTPUT)]],
+            _whole_a_figures,
+            max_repetitions=5,
+        ),
     ],
     "b": [_batch("b", 1, 32, 96)],
+    "c": [Workload("c", _c_blocks, _c_figures, max_repetitions=5)],
     "d": [Workload("d", _d_blocks, _d_figures)],
     "g": [_batch("g", 1, 32, 128, times=6), _batch("g", 32, 128, 128, times=2)],
 }
@@ -208,11 +248,12 @@ def alternate(
 
 def _run_block(engine: EngineProcess, block: Block) -> list[Timing]:
     timings = []
-    for batch, max_tokens in block:
-        timing = engine.generate(batch, max_tokens)
-        if timing.num_tokens != len(batch) * max_tokens:
+    for batch, max_tokens, n in block:
+        timing = engine.generate(batch, max_tokens, n)
+        if timing.num_tokens != len(batch) * n * max_tokens:
             raise BenchmarkError(
-                f"{engine.engine} answered {timing.num_tokens} tokens where {len(batch)} x {max_tokens} were asked for"
+                f"{engine.engine} answered {timing.num_tokens} tokens where {len(batch)} x {n} x {max_tokens} were asked "
+                "for"
             )
         timings.append(timing)
     return timings

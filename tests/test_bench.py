@@ -77,13 +77,14 @@ class FakeEngine:
         self.prompts: list[list[list[int]]] = []
         self.resting = False
 
-    def generate(self, prompts: list[list[int]], max_tokens: int) -> Timing:
+    def generate(self, prompts: list[list[int]], max_tokens: int, n: int = 1) -> Timing:
         assert not self.resting
         self.diary.append(self.name)
         self.prompts.append(prompts)
         first = float(sum(map(len, prompts)))
-        steps = [(first + 2.0 * step, len(prompts)) for step in range(max_tokens)]
-        return Timing(steps[-1][0], len(prompts) * max_tokens, steps)
+        rows = len(prompts) * n
+        steps = [(first + 2.0 * step, rows) for step in range(max_tokens)]
+        return Timing(steps[-1][0], rows * max_tokens, steps)
 
     def rest(self) -> None:
         self.resting = True
@@ -107,6 +108,17 @@ def test_workload_a_separates_decoding_from_prefill() -> None:
     (measured,) = run_workload(whole, engines[:1], PromptSource(1000), 1, heard_nothing)[0][0]  # type: ignore[arg-type]
     assert rows["output, 32 rows, from the two below"] == pytest.approx(measured.value)
     assert measured.value == pytest.approx(32 * 128 / (32 * 128 + 254))
+
+
+def test_workload_c_draws_choices_of_one_prompt() -> None:
+    engine = FakeEngine()
+    (workload,) = WORKLOADS["c"]
+    (repetitions,) = run_workload(workload, [engine], PromptSource(1000), 30, heard_nothing)  # type: ignore[list-item]
+    assert len(repetitions) == 5, "whole runs of a long workload are repeated less often"
+    rows = {row.metric: row.value for row in repetitions[0]}
+    assert rows["output, n = 64"] == pytest.approx(64 * 64 / (512 + 2 * 63))
+    assert rows["decoding of n = 64 over that of 64 requests"] == pytest.approx(1.0)
+    assert [(len(batch), len(batch[0])) for batch in engine.prompts[:2]] == [(1, 512), (64, 1)]
 
 
 def test_prompts_are_fresh_and_the_same_for_both_engines() -> None:
