@@ -69,7 +69,7 @@ class SequenceProcessors:
             if instance is None:
                 instance = self._instances[index] = self._make(spec, prompt, output)
             _call(spec, instance, output, logits)
-            checks.append((spec.name, (logits < float("inf")).all()))
+            checks.append((spec.name, logits.max() < float("inf")))  # the largest is NaN where there is one
         return checks
 
     def _make(self, spec: LogitsProcessorSpec, prompt: np.ndarray, output: np.ndarray) -> LogitsProcessor:

@@ -81,8 +81,9 @@ def apply(logits: torch.Tensor, masks: MaskBatch) -> torch.Tensor:
 
 def invalid(logits: torch.Tensor) -> torch.Tensor:
     """`NAN`, `INFINITE` or `OK` for rows [R, V] as the model made them, uint8 [R]."""
-    status = torch.where((logits == torch.inf).any(1), INFINITE, OK)
-    return torch.where(logits.isnan().any(1), NAN, status).to(torch.uint8)
+    largest = logits.amax(1)  # NaN where there is one
+    status = torch.where(largest == torch.inf, INFINITE, OK)
+    return torch.where(largest.isnan(), NAN, status).to(torch.uint8)
 
 
 def _edits(sequence: SequenceState, position: int) -> bool:
