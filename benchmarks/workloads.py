@@ -5,10 +5,10 @@
     d  16 requests of 1,024 shared and 32 own tokens in, 32 out, with the shared part unseen, and seen
     g  the tiny model, one row and 32 rows: what a step costs besides the model
 
-Everything else is greedy, and all runs past end-of-sequence tokens; prompts are random token ids, fresh for every block unless
-said, so that the prefix cache helps only where a workload shares a prefix. Engines are measured in turns with the same
-prompts, because a shared machine is faster in one minute than in the next; so a block, the turn of one engine, takes
-about 2 s in the large shape.
+Everything else is greedy, and all runs past end-of-sequence tokens; prompts are random token ids, fresh for every block
+unless said, so that the prefix cache helps only where a workload shares a prefix. Engines are measured in turns with
+the same prompts, because a shared machine is faster in one minute than in the next; so a block, the turn of one engine,
+takes about 2 s in the large shape.
 """
 
 from __future__ import annotations
@@ -250,10 +250,8 @@ def _run_block(engine: EngineProcess, block: Block) -> list[Timing]:
     timings = []
     for batch, max_tokens, n in block:
         timing = engine.generate(batch, max_tokens, n)
-        if timing.num_tokens != len(batch) * n * max_tokens:
-            raise BenchmarkError(
-                f"{engine.engine} answered {timing.num_tokens} tokens where {len(batch)} x {n} x {max_tokens} were asked "
-                "for"
-            )
+        asked = len(batch) * n * max_tokens
+        if timing.num_tokens != asked:
+            raise BenchmarkError(f"{engine.engine} answered {timing.num_tokens} tokens where {asked} were asked for")
         timings.append(timing)
     return timings
