@@ -1,8 +1,10 @@
 """The engine's client of the grammar pool: `prepare` starts a step's masks, `collect` takes those that are there.
 
 Who is late is decided here alone: a row without a constraint never waits, a row whose mask is late sits the step out
-and comes back when the mask is there, and a row whose budget is spent fails alone. Compiler and pool start with the
-first constraint or with `start`. `start` and `resolve` may be called from any thread, the rest is the engine's.
+and comes back when the mask is there, and a row whose budget is spent fails alone. A sequence with drafts has a row
+behind each: it draws as far as they are there, and what a grammar forces comes back with them, for the next step's
+drafts. Compiler and pool start with the first constraint or with `start`. `start` and `resolve` may be called from any
+thread, the rest is the engine's.
 """
 
 from __future__ import annotations
@@ -10,8 +12,9 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
+from typing import TYPE_CHECKING
 
 from cluster.config import EngineConfig
 from cluster.kv_blocks import IntegrityError
@@ -21,11 +24,14 @@ from cluster.sequence import Sequence
 from structured.compiler import Compiler
 from structured.constraint import ConstraintError, ConstraintSpec, Resolved
 from structured.grammar_worker import SessionStart
-from structured.masks import FINISHED, LATE, NO_MASK, MaskBatch
+from structured.masks import FINISHED, LATE, MAX_FORCED, NO_MASK, MaskBatch
 from structured.pool import GrammarPool
 from structured.vocabulary import Vocabulary
 from workers.model_info import ModelInfo
 from workers.step import StepInput
+
+if TYPE_CHECKING:
+    from specdecode.config import SpeculativeConfig
 
 PATIENCE = 0.25
 """Where every row is constrained, those that are ready wait this share of a step for the others."""
@@ -44,10 +50,16 @@ class MaskClient:
         self._lock = threading.Lock()
         self._compiler: Compiler | None = None
         self.pool: GrammarPool | None = None
-        self._points: dict[int, Sequence] = {}
-        """Sample point of this step to its constrained sequence."""
+        self._points: dict[int, list[int]] = {}
+        """Constrained sequence to its sample points of this step, in the order of their positions."""
+        self._sequences: list[Sequence] = []
+        """Those of `_points`."""
+        self._drafts: dict[int, list[int]] = {}
         self._asked_early: list[int] = []
-        self._finished: list[int] = []
+        self._finished: list[tuple[Sequence, list[int]]] = []
+        """Sequences that are over where this is their output behind the step."""
+        self._forced: dict[int, list[int]] = {}
+        """What the masks of the last step said of the next tokens."""
         self._failed: dict[int, str] = {}
         self._step_started = 0.0
         self._step_seconds = 0.0
@@ -95,10 +107,28 @@ class MaskClient:
                 compiler = Compiler(vocabulary, config.constraints)
                 weakref.finalize(self, compiler.close)
                 actors = config.grammar_pool.form == "actors"
-                pool = GrammarPool(config.grammar_pool, vocabulary, config.max_num_sequences, actors)
+                speculative = self._speculative
+                num_drafts = 0 if speculative is None else speculative.max_draft_tokens
+                pool = GrammarPool(
+                    config.grammar_pool,
+                    vocabulary,
+                    config.max_num_sequences,
+                    actors,
+                    num_drafts,
+                    # One for the token that is drawn behind the drafts, the rest for the next step.
+                    min(num_drafts + 1, MAX_FORCED) if self._proposes_forced else 0,
+                )
                 weakref.finalize(self, pool.close)
                 self._compiler, self.pool = compiler, pool
             return self._compiler
+
+    @property
+    def _speculative(self) -> SpeculativeConfig | None:
+        return getattr(self._config, "speculative", None)
+
+    @property
+    def _proposes_forced(self) -> bool:
+        return self._speculative is not None and "forced" in self._speculative.proposers
 
     @property
     def num_compiled(self) -> int:
@@ -113,8 +143,8 @@ class MaskClient:
     # ---- a step --------------------------------------------------------------------------------------------------
 
     def before_step(self) -> list[SequenceOutput]:
-        """Ends sequences whose grammar is finished, lets late ones go on whose masks are there now, and looks after the
-        pool's workers.
+        """Ends sequences whose grammar is finished, lets late ones go on whose masks are there now, proposes forced
+        tokens, and looks after the pool's workers.
         """
         if self.pool is None:
             return []
@@ -132,7 +162,28 @@ class MaskClient:
         for sequence in waiting:
             sequence.waits_for_mask = not self.pool.is_ready(sequence.sequence_id)
         self._forget_ended()
+        if self._proposes_forced:
+            self._propose_forced(self.pool)
         return outputs
+
+    def _propose_forced(self, pool: GrammarPool) -> None:
+        """Makes forced tokens drafts where they are known, by now or since the last step, and nobody who comes first
+        has proposed some.
+        """
+        speculative = self._speculative
+        assert speculative is not None
+        before = speculative.proposers[: speculative.proposers.index("forced")]
+        forced, self._forced = self._forced, {}
+        for sequence in self._scheduler.running:
+            sequence_id = sequence.sequence_id
+            if sequence.waits_for_mask or sequence.num_branches or sequence_id not in pool:
+                continue
+            if sequence.draft_token_ids and sequence.draft_proposer in before:
+                continue
+            tokens = pool.forced(sequence_id, _output(sequence)) or forced.get(sequence_id)
+            if tokens:
+                sequence.draft_token_ids = tokens[: speculative.max_draft_tokens]
+                sequence.draft_proposer = "forced"
 
     @staticmethod
     def _is_finished(pool: GrammarPool, sequence_id: int) -> bool:
@@ -143,20 +194,30 @@ class MaskClient:
     def prepare(self, step: StepInput) -> None:
         """Starts the masks of the step's constrained sample points; returns at once."""
         self._step_started = time.perf_counter()
-        self._points = {}
-        for index, point in enumerate(step.sample_points):
-            sequence = self._scheduler.get(point.sequence_id)
+        self._points, self._sequences = {}, []
+        self._drafts = {item.sequence_id: item.draft_token_ids for item in step.scheduled if item.draft_token_ids}
+        points = step.sample_points
+        order: Iterable[int] = range(len(points))
+        if self._drafts:
+            order = sorted(order, key=lambda index: points[index].position)
+        for index in order:
+            sequence_id = points[index].sequence_id
+            if sequence_id in self._points:
+                self._points[sequence_id].append(index)
+                continue
+            sequence = self._scheduler.get(sequence_id)
             if sequence is not None and sequence.constraint is not None:
-                self._points[index] = sequence
+                self._points[sequence_id] = [index]
+                self._sequences.append(sequence)
         if not self._points:
             return
         step.mask_follows = True
         pool = self.pool
         assert pool is not None, "a constraint was resolved, so the pool has started"
-        for sequence in self._points.values():
+        for sequence in self._sequences:
             if sequence.sequence_id not in pool:
                 pool.start(sequence.sequence_id, _session_start(sequence))
-        _ask(pool, self._points.values())
+        _ask(pool, self._sequences, self._drafts)
 
     def collect(self, step: StepInput) -> MaskBatch | None:
         """The masks that are there when the forward pass is over; None for a step without constraints."""
@@ -164,12 +225,15 @@ class MaskClient:
             return None
         pool = self.pool
         assert pool is not None
-        missing = self._wait(pool, all_constrained=len(self._points) == len(step.sample_points))
+        num_constrained = sum(len(points) for points in self._points.values())
+        missing = self._wait(pool, all_constrained=num_constrained == len(step.sample_points))
         slots = [NO_MASK] * len(step.sample_points)
         adjustments = {}
-        for index, sequence in self._points.items():
+        for sequence in self._sequences:
             sequence_id = sequence.sequence_id
-            slots[index] = LATE
+            points = self._points[sequence_id]
+            for index in points:
+                slots[index] = LATE
             if sequence_id in missing:
                 sequence.waits_for_mask = True
                 self.num_late += 1
@@ -179,22 +243,29 @@ class MaskClient:
                 self._failed[sequence_id] = f"the constraint failed: {error}"
                 continue
             if self._is_finished(pool, sequence_id):
-                self._finished.append(sequence_id)
+                self._finished.append((sequence, _output(sequence)))
                 continue
-            slot = pool.slot(sequence_id)
-            slots[index] = slot
-            if pool.buffer.num_adjustments[slot]:
-                adjustments[index] = pool.buffer.adjustments(slot)
+            rows = [pool.slot(sequence_id)]
+            if len(points) > 1:
+                draft_rows, ends = pool.draft_rows(sequence_id)
+                rows += draft_rows
+                if ends:
+                    self._finished.append((sequence, _output(sequence) + self._drafts[sequence_id][: len(rows)]))
+            for index, slot in zip(points, rows, strict=False):  # points without a row stay late
+                slots[index] = slot
+                if pool.buffer.num_adjustments[slot]:
+                    adjustments[index] = pool.buffer.adjustments(slot)
         self._step_seconds = 0.9 * self._step_seconds + 0.1 * (time.perf_counter() - self._step_started)
         return MaskBatch(step.step_id, slots, pool.buffer.rows, adjustments)
 
     def _wait(self, pool: GrammarPool, all_constrained: bool) -> set[int]:
         """Sessions whose masks are late; there is nobody to keep waiting where all rows are."""
-        ids = [sequence.sequence_id for sequence in self._points.values()]
+        ids = list(self._points)
         seconds = self._config.grammar_pool.mask_seconds if all_constrained else 0.0
         missing = pool.wait(ids, seconds, lambda count: count < len(ids))
-        if missing and all_constrained:
-            missing = pool.wait(missing, PATIENCE * self._step_seconds, lambda count: count == 0)
+        if all_constrained:
+            pool.wait(ids, PATIENCE * self._step_seconds, lambda count: count == 0, pool.is_complete)
+            missing = [session_id for session_id in missing if not pool.is_ready(session_id)]
         return set(missing)
 
     def settle(self) -> list[SequenceOutput]:
@@ -202,21 +273,25 @@ class MaskClient:
         before the next step is planned, and spare it a row.
         """
         outputs: list[SequenceOutput] = []
-        for sequence_id in self._finished:
-            outputs += self._scheduler.end(sequence_id, FinishStatus.FINISHED_STOPPED)
+        for sequence, output in self._finished:
+            if _output(sequence) == output:
+                outputs += self._scheduler.end(sequence.sequence_id, FinishStatus.FINISHED_STOPPED)
         for sequence_id, error in self._failed.items():
             outputs += self._scheduler.end(sequence_id, FinishStatus.FINISHED_INTERNAL_ERROR, error)
-        going_on = [s for s in self._points.values() if s.finish is None and s.block_table and not s.waits_for_mask]
+        going_on = [s for s in self._sequences if s.finish is None and s.block_table and not s.waits_for_mask]
         if going_on:
-            assert self.pool is not None
-            _ask(self.pool, going_on)
+            pool = self.pool
+            assert pool is not None
+            if self._proposes_forced:
+                self._forced = {s.sequence_id: pool.forced(s.sequence_id, _output(s)) for s in going_on}
+            _ask(pool, going_on)
             self._asked_early = [sequence.sequence_id for sequence in going_on]
         self.forget_step()
         return outputs
 
     def forget_step(self) -> None:
         """The step came to nothing; sessions stay, for they depend on tokens alone."""
-        self._points, self._finished, self._failed = {}, [], {}
+        self._points, self._sequences, self._drafts, self._finished, self._failed = {}, [], {}, [], {}
 
     def _forget_ended(self) -> None:
         if self.pool is not None:
@@ -233,8 +308,12 @@ class MaskClient:
             raise IntegrityError("a grammar session outlives its sequence")
 
 
-def _ask(pool: GrammarPool, sequences: Iterable[Sequence]) -> None:
-    pool.prepare((s.sequence_id, s.token_ids[s.num_prompt_tokens :]) for s in sequences)
+def _ask(pool: GrammarPool, sequences: Iterable[Sequence], drafts: Mapping[int, list[int]] | None = None) -> None:
+    pool.prepare(((sequence.sequence_id, _output(sequence)) for sequence in sequences), drafts)
+
+
+def _output(sequence: Sequence) -> list[int]:
+    return sequence.token_ids[sequence.num_prompt_tokens :]
 
 
 def _session_start(sequence: Sequence) -> SessionStart:

@@ -17,7 +17,7 @@ import numpy as np
 from structured.backend import Backend, Grammar, Session, make_backend
 from structured.backends.choose import AUTO
 from structured.constraint import ConstraintSpec
-from structured.masks import FAILED, FINISHED, MAX_ADJUSTMENTS, REFUSED, MaskBuffer
+from structured.masks import FAILED, FINISHED, MAX_ADJUSTMENTS, MAX_CHOICES, REFUSED, MaskBuffer
 from structured.vocabulary import Vocabulary
 
 GRAMMAR_CACHE_BYTES = 256 * 2**20
@@ -80,6 +80,8 @@ class TrackedSession:
         self.tokens: list[int] = []
         self.seconds = 0.0
         """Time that the last row took."""
+        self._looks_behind_choices = True
+        self._num_fruitless = self._num_to_skip = 0
         if not start.spec.begin_after:
             self._session = grammar.session()
 
@@ -123,9 +125,10 @@ class TrackedSession:
         return accepted
 
     def rebuilt(self, length: int) -> TrackedSession:
-        """A new one behind the first `length` tokens."""
+        """A new one behind the first `length` tokens, which looks behind no choices."""
         fresh = TrackedSession(self._start, self._grammar, self._vocabulary)
         fresh.advance(0, self.tokens[:length])
+        fresh._looks_behind_choices = False
         return fresh
 
     def _rollback(self, length: int) -> None:
@@ -157,9 +160,33 @@ class TrackedSession:
         adjust = getattr(self._session, "adjustments", None)
         return adjust() if adjust is not None else ([], [])
 
-    def forced_tokens(self) -> list[int]:
-        """What must follow; none before the constraint begins."""
-        return [] if self._session is None else self._session.forced_tokens()
+    def look_ahead(self, row: np.ndarray, num_tokens: int) -> list[list[int]]:
+        """What `MaskBuffer.forced` gives for a row, with at most `num_tokens` in each list; the state is unchanged.
+
+        Behind a choice one looks less and less often where nothing is found, for that costs a little.
+        """
+        session = self._session
+        if session is None:
+            return []
+        ways = [session.forced_tokens()[:num_tokens]]
+        words = np.flatnonzero(row)
+        if ways[0] or len(words) > MAX_CHOICES or not self._looks_behind_choices:
+            return ways
+        if self._num_to_skip:
+            self._num_to_skip -= 1
+            return ways
+        bits = np.flatnonzero(np.unpackbits(row[words].view(np.uint8), bitorder="little"))
+        choices = (32 * words[bits // 32] + bits % 32).tolist()
+        if 1 < len(choices) <= MAX_CHOICES:
+            for token_id in choices:
+                if token_id not in self._start.end_token_ids and session.accept(token_id):
+                    way = [token_id, *session.forced_tokens()]
+                    session.rollback(1)
+                    if len(way) > 1:
+                        ways.append(way[:num_tokens])
+            self._num_fruitless = 0 if len(ways) > 1 else self._num_fruitless + 1
+            self._num_to_skip = self._num_fruitless
+        return ways
 
 
 class GrammarWorker:
@@ -182,16 +209,16 @@ class GrammarWorker:
 
     def handle(self, message: Message) -> None:
         """First every session takes its tokens, so that one that is finished says so early; then rows are filled,
-        those that were quick last time first, and then those of drafts.
+        those that were quick last time first, and then come drafts and forced tokens.
         """
         for session_id in message.ended:
             self._sessions.pop(session_id, None)
         to_fill = [job for job in message.jobs if self._attempt(job, self._advance)]
         if len(to_fill) > 1:
             to_fill.sort(key=lambda job: self._sessions[job.session_id].seconds)
-        with_drafts = [job for job in to_fill if self._attempt(job, self._fill)]
-        for job in with_drafts:
-            self._attempt(job, self._fill_drafts)
+        to_look_ahead = [job for job in to_fill if self._attempt(job, self._fill)]
+        for job in to_look_ahead:
+            self._attempt(job, self._look_ahead)
         self._buffer.current[self._index] = 0
         self._buffer.acknowledged[self._index] = message.number
 
@@ -223,16 +250,20 @@ class GrammarWorker:
 
     def _fill(self, job: Job) -> bool:
         if job.wants_row:
-            self._fill_row(job, job.slot, job.num_forced)
-        return bool(job.draft_slots)
+            self._fill_row(job, job.slot)
+        return bool(job.draft_slots or job.num_forced)
 
-    def _fill_drafts(self, job: Job) -> bool:
-        """A draft over which the grammar fails is refused: should it become a token, the session fails then."""
-        tracked, buffer = self._sessions[job.session_id], self._buffer
+    def _look_ahead(self, job: Job) -> bool:
+        """Nobody waits for what comes of this. Where the grammar fails over a token that may never be drawn, the
+        session stays as it was: should the token be drawn, it fails then.
+        """
         num_known, num_rows, flags = job.first + len(job.token_ids), 0, 0
+        tracked = self._sessions[job.session_id]
         try:
+            if job.wants_row:
+                self._find_forced(job, job.slot)
             for token_id, slot in zip(job.draft_token_ids, job.draft_slots, strict=False):
-                if self.stopped or buffer.drafts_wanted[job.slot] != job.number:
+                if self.stopped or self._buffer.drafts_wanted[job.slot] != job.number:
                     return False
                 if flags or not tracked.accept_draft(token_id):
                     break
@@ -240,17 +271,24 @@ class GrammarWorker:
                 if flags:
                     self._publish(job, slot, flags)
                 else:
-                    is_last = num_rows + 1 == len(job.draft_slots)
-                    self._fill_row(job, slot, job.num_forced if is_last else 0)
+                    self._fill_row(job, slot)
                 num_rows += 1
+            if 0 < num_rows == len(job.draft_slots) and not flags:
+                self._find_forced(job, job.draft_slots[-1])
         except Exception:
             self._sessions[job.session_id] = tracked.rebuilt(num_known)
         for slot in job.draft_slots[num_rows:]:
             self._publish(job, slot, REFUSED)
         return False
 
-    def _fill_row(self, job: Job, slot: int, num_forced: int) -> None:
-        """Writes all that belongs to a row, behind the tokens that the session has."""
+    def _find_forced(self, job: Job, slot: int) -> None:
+        if job.num_forced:
+            ways = self._sessions[job.session_id].look_ahead(self._buffer.rows[slot], job.num_forced)
+            if not self.stopped:
+                self._buffer.set_forced(slot, job.number, ways)
+
+    def _fill_row(self, job: Job, slot: int) -> None:
+        """Writes the row behind the tokens that the session has, and its adjustments."""
         tracked, buffer = self._sessions[job.session_id], self._buffer
         started = time.perf_counter()
         tracked.fill(buffer.rows[slot])
@@ -259,19 +297,16 @@ class GrammarWorker:
             raise ValueError(f"{len(ids)} adjusted logits exceed the limit of {MAX_ADJUSTMENTS} a token")
         if not np.isfinite(values).all():
             raise ValueError(f"adjustments must be finite, not {values}")
-        forced = tracked.forced_tokens()[:num_forced] if num_forced else []
         tracked.seconds = time.perf_counter() - started
         if not self.stopped:
             buffer.adjusted_ids[slot, : len(ids)] = ids
             buffer.adjusted_by[slot, : len(ids)] = values
-            buffer.forced_ids[slot, : len(forced)] = forced
-            self._publish(job, slot, 0, len(ids), len(forced))
+            self._publish(job, slot, 0, len(ids))
 
-    def _publish(self, job: Job, slot: int, flags: int, num_adjustments: int = 0, num_forced: int = 0) -> None:
+    def _publish(self, job: Job, slot: int, flags: int, num_adjustments: int = 0) -> None:
         if not self.stopped:
             buffer = self._buffer
             buffer.num_adjustments[slot] = num_adjustments
-            buffer.num_forced[slot] = num_forced
             buffer.flags[slot] = flags
             buffer.done[slot] = job.number
 

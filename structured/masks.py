@@ -20,7 +20,10 @@ MAX_ADJUSTMENTS = 256
 ERROR_BYTES = 480
 
 MAX_FORCED = 16
-"""Forced tokens that come back with one row."""
+"""Forced tokens that come back in a row."""
+
+MAX_CHOICES = 8
+"""Where no more tokens than this may come next, what is forced behind each comes back too."""
 
 FINISHED, FAILED, REFUSED = 1, 2, 4
 """Flags of a slot: nothing may follow but the end; its session failed; the grammar refuses a draft before this row."""
@@ -76,8 +79,9 @@ class MaskBuffer:
             ("adjusted_ids", np.dtype(np.int32), (slots, MAX_ADJUSTMENTS)),
             ("adjusted_by", np.dtype(np.float32), (slots, MAX_ADJUSTMENTS)),
             ("drafts_wanted", np.dtype(np.int64), (slots,)),
-            ("num_forced", np.dtype(np.int32), (slots,)),
-            ("forced_ids", np.dtype(np.int32), (slots, MAX_FORCED)),
+            ("looked", np.dtype(np.int64), (slots,)),
+            ("num_forced", np.dtype(np.int32), (slots, 1 + MAX_CHOICES)),
+            ("forced_ids", np.dtype(np.int32), (slots, 1 + MAX_CHOICES, MAX_FORCED)),
             ("errors", np.dtype(np.uint8), (slots, ERROR_BYTES)),
             ("acknowledged", np.dtype(np.int64), (workers,)),
             ("current", np.dtype(np.int64), (workers,)),
@@ -102,6 +106,8 @@ class MaskBuffer:
         self.adjusted_by = arrays["adjusted_by"]
         self.drafts_wanted = arrays["drafts_wanted"]
         """int64 [slots], written by the pool: the job of this session whose drafts still matter; 0 for none."""
+        self.looked = arrays["looked"]
+        """int64 [slots]: the number of the job that forced tokens were looked for with."""
         self.num_forced = arrays["num_forced"]
         self.forced_ids = arrays["forced_ids"]
         self.errors = arrays["errors"]
@@ -141,6 +147,17 @@ class MaskBuffer:
         count = self.num_adjustments[slot]
         return self.adjusted_ids[slot, :count], self.adjusted_by[slot, :count]
 
-    def forced(self, slot: int) -> list[int]:
-        """Tokens that the grammar forces behind those of the row."""
-        return self.forced_ids[slot, : self.num_forced[slot]].tolist()
+    def set_forced(self, slot: int, number: int, ways: list[list[int]]) -> None:
+        """The inverse of `forced`."""
+        self.num_forced[slot] = 0
+        for index, way in enumerate(ways):
+            self.forced_ids[slot, index, : len(way)] = way
+            self.num_forced[slot, index] = len(way)
+        self.looked[slot] = number
+
+    def forced(self, slot: int) -> list[list[int]]:
+        """First what the grammar forces behind the tokens of the row, be it nothing; then, for each of a few tokens
+        that may come, this token and what is forced behind it.
+        """
+        counts = self.num_forced[slot].tolist()
+        return [self.forced_ids[slot, index, :count].tolist() for index, count in enumerate(counts)]

@@ -236,31 +236,30 @@ class GrammarPool:
         return rows, False
 
     def forced(self, session_id: int, tokens: Sequence[int]) -> list[int]:
-        """Tokens that the grammar forces behind output `tokens`, as far as the rows of the last `prepare` tell: those
-        that it was given, and what the sequence has gained since. Never waits.
+        """Tokens that the grammar forces behind output `tokens`, as far as workers have found out since the last
+        `prepare`: `tokens` are those that it was given, and what the sequence has gained since. Never waits.
         """
         session = self._sessions[session_id]
         known = len(session.tokens)
         gained = list(tokens[known:])
         if list(tokens[:known]) != session.tokens or not self._is_ready(session) or session.error is not None:
             return []
-        for num_drafts in (len(gained), len(gained) - 1, 0):  # the rows that forced tokens are looked for behind
+        for num_drafts in (len(gained), len(gained) - 1, 0):  # where workers look: behind the tokens and all drafts
             if 0 <= num_drafts <= len(session.drafts) and session.drafts[:num_drafts] == gained[:num_drafts]:
-                forced = self._forced_behind(session, num_drafts)
                 rest = gained[num_drafts:]
-                if forced[: len(rest)] == rest and len(forced) > len(rest):
-                    return forced[len(rest) :]
+                for index, way in enumerate(self._forced_behind(session, num_drafts)):
+                    is_forced = index == 0 or rest  # the others begin with a choice
+                    if is_forced and way[: len(rest)] == rest and len(way) > len(rest):
+                        return way[len(rest) :]
         return []
 
-    def _forced_behind(self, session: _Session, num_drafts: int) -> list[int]:
-        slot = session.slot
+    def _forced_behind(self, session: _Session, num_drafts: int) -> list[list[int]]:
+        slot, number = session.slot, session.number
         if num_drafts:
             if num_drafts > len(session.draft_slots):
                 return []
-            slot = session.draft_slots[num_drafts - 1]
-            if self.buffer.done[slot] != session.drafts_number:
-                return []
-        return [] if self.buffer.flags[slot] else self.buffer.forced(slot)
+            slot, number = session.draft_slots[num_drafts - 1], session.drafts_number
+        return self.buffer.forced(slot) if self.buffer.looked[slot] == number else []
 
     # ---- asking --------------------------------------------------------------------------------------------------
 
@@ -299,7 +298,7 @@ class GrammarPool:
                 session.drafts,
                 session.draft_slots[: len(session.drafts)],
                 is_new,
-                self._num_forced,
+                self._num_forced if session.takes_drafts else 0,
                 start,
             )
         )

@@ -143,6 +143,12 @@ def finish_drafts(pool: GrammarPool, session_ids: list[int]) -> None:
     wait_until(lambda: not pool.wait(session_ids, 0.01, lambda count: count == 0, pool.is_complete))
 
 
+def finish_all(pool: GrammarPool) -> None:
+    """Waits until the workers have done all that they were told to."""
+    workers = pool.workers
+    wait_until(lambda: all(pool.buffer.acknowledged[worker.index] == worker.num_sent for worker in workers))
+
+
 def end_all(pool: GrammarPool) -> None:
     """Nothing may be left: every slot comes back."""
     for session_id in pool.session_ids:
@@ -508,10 +514,10 @@ def test_forced_tokens_come_with_the_row_and_are_followed(
     pool.start(0, regex_of(backend, "[0-9]customer identification and more: (yes|no)"))
     (one,) = spelled(vocabulary, "1")
     pool.prepare([(0, [])])
-    finish(pool, [0])
+    finish_all(pool)
     assert pool.forced(0, []) == []
     pool.prepare([(0, [one])])
-    finish(pool, [0])
+    finish_all(pool)
     forced = pool.forced(0, [one])
     assert len(forced) == 5
     assert b"customer identification and more: ".startswith(b"".join(vocabulary.tokens[i] for i in forced))
@@ -519,7 +525,7 @@ def test_forced_tokens_come_with_the_row_and_are_followed(
     assert pool.forced(0, [one, *forced]) == [], "more is not known yet"
     assert pool.forced(0, [one, one]) == pool.forced(0, []) == []
     pool.prepare([(0, [one])], {0: forced[:4]})
-    finish_drafts(pool, [0])
+    finish_all(pool)
     further = pool.forced(0, [one, *forced[:4]])
     assert further[0] == forced[4]
     assert len(further) == 5
@@ -527,11 +533,62 @@ def test_forced_tokens_come_with_the_row_and_are_followed(
     assert pool.forced(0, [one, *forced[:3], one]) == []
 
 
+@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
+def test_what_a_choice_forces_is_known_before_it_is_made(
+    make_pool: MakePool, vocabulary: Vocabulary, backend: str
+) -> None:
+    pool = make_pool(num_drafts=4, num_forced=9)
+    start = regex_of(backend, "(yes, and customer|no, the order)!")
+    pool.start(0, start)
+    pool.prepare([(0, [])])
+    finish_all(pool)
+    assert pool.forced(0, []) == []
+    choices = allowed(pool, 0)
+    assert 1 < len(choices) <= 8
+    before = allowed(pool, 0)
+    num_found = 0
+    for token_id in choices:
+        way = pool.forced(0, [token_id])
+        num_found += bool(way)
+        text = b"".join(vocabulary.tokens[i] for i in [token_id, *way])
+        assert any(whole.startswith(text) for whole in (b"yes, and customer!", b"no, the order!"))
+        for index in range(len(way)):
+            assert way[index] in allowed_behind(start, vocabulary, [token_id, *way[:index]])
+    assert num_found >= 2
+    pool.prepare([(0, choices[:1])])
+    finish_all(pool)
+    pool.prepare([(0, [])])
+    finish_all(pool)
+    assert allowed(pool, 0) == before, "looking ahead leaves no trace"
+
+
+def test_one_looks_behind_choices_less_often_where_nothing_is_forced(vocabulary: Vocabulary) -> None:
+    start = llguidance("[xz]{60}")
+    tracked = TrackedSession(start, make_grammar(start, vocabulary), vocabulary)
+    session = tracked._session
+    assert session is not None
+    row = np.zeros(VOCAB_SIZE // 32, dtype=np.int32)
+    accept, num_accepts = session.accept, 0
+
+    def counted(token_id: int) -> bool:
+        nonlocal num_accepts
+        num_accepts += 1
+        return accept(token_id)
+
+    session.accept = counted  # type: ignore[method-assign]
+    tracked.fill(row)
+    choices = bits(row)
+    assert 1 < len(choices) <= 8
+    for _ in range(100):
+        assert tracked.look_ahead(row, 5) == [[]]
+    assert 0 < num_accepts < 20 * len(choices)
+
+
 def test_forced_tokens_are_not_looked_for_where_nobody_asks(make_pool: MakePool) -> None:
     pool = make_pool()
     pool.start(0, llguidance("customer identification"))
     pool.prepare([(0, [])])
-    finish(pool, [0])
+    finish_all(pool)
     assert pool.forced(0, []) == []
 
 
@@ -545,7 +602,8 @@ def test_jobs_with_drafts_that_come_twice_late_or_in_another_order_do_no_harm(vo
     worker = GrammarWorker(vocabulary, buffer, 0)
     buffer.drafts_wanted[0] = 1
     worker.handle(Message(1, [Job(7, 1, 0, 0, [], start=start)], []))
-    held, jobs = 0, []
+    jobs: list[Job] = []
+    held = 0
     for number in range(2, 60):
         if jobs and chooser.random() < 0.3:
             job = chooser.choice(jobs)
