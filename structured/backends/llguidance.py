@@ -6,6 +6,7 @@ come from `tokenizer.json` directly. See github.com/guidance-ai/llguidance.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from typing import Any, cast
@@ -36,14 +37,20 @@ GRAMMAR_BYTES = 16
 """Estimate of a grammar's memory for each byte of its text."""
 
 
+@functools.lru_cache(maxsize=2)
+def tokenizer_of(vocabulary: Vocabulary) -> llguidance.LLTokenizer:
+    """One a process: it is large, takes a while to make, and any thread may use it."""
+    return llguidance.LLTokenizer(
+        vocabulary.tokenizer_json, n_vocab=vocabulary.vocab_size, eos_token=list(vocabulary.eos_token_ids) or None
+    )
+
+
 class LLGuidanceBackend:
     name = "llguidance"
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self._tokenizer = llguidance.LLTokenizer(
-            vocabulary.tokenizer_json, n_vocab=vocabulary.vocab_size, eos_token=list(vocabulary.eos_token_ids) or None
-        )
+        self._tokenizer = tokenizer_of(vocabulary)
 
     def compile(self, spec: ConstraintSpec) -> bytes:
         grammar = self._grammar_of(spec)

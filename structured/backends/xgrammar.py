@@ -22,6 +22,7 @@ import llguidance
 import numpy as np
 
 from structured.backends.keywords import combinations
+from structured.backends.llguidance import tokenizer_of
 from structured.constraint import ConstraintError, ConstraintSpec, Unsupported
 from structured.masks import row_words
 from structured.vocabulary import Vocabulary
@@ -94,10 +95,7 @@ class XGrammarBackend:
     @functools.cached_property
     def _tokenizer(self) -> llguidance.LLTokenizer:
         """llguidance's, which knows which tokens are certain."""
-        vocabulary = self._vocabulary
-        return llguidance.LLTokenizer(
-            vocabulary.tokenizer_json, n_vocab=vocabulary.vocab_size, eos_token=list(vocabulary.eos_token_ids) or None
-        )
+        return tokenizer_of(self._vocabulary)
 
     def not_enforced(self, spec: ConstraintSpec) -> list[str]:
         if spec.kind == "json_schema":
