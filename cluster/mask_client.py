@@ -262,11 +262,11 @@ class MaskClient:
         """Sessions whose masks are late; there is nobody to keep waiting where all rows are."""
         ids = list(self._points)
         seconds = self._config.grammar_pool.mask_seconds if all_constrained else 0.0
-        missing = pool.wait(ids, seconds, lambda count: count < len(ids))
+        pool.wait(ids, seconds, lambda count: count < len(ids))
         if all_constrained:
             pool.wait(ids, PATIENCE * self._step_seconds, lambda count: count == 0, pool.is_complete)
-            missing = [session_id for session_id in missing if not pool.is_ready(session_id)]
-        return set(missing)
+        # Asked again, for a row that was there has gone where its worker was replaced meanwhile.
+        return {session_id for session_id in ids if not pool.is_ready(session_id)}
 
     def settle(self) -> list[SequenceOutput]:
         """Ends what the step's masks ended, and asks early for the next masks: most finished grammars are then known
