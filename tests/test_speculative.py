@@ -247,14 +247,13 @@ def test_choices_of_one_request_speculate_each_for_itself() -> None:
     prompt = make_prompts()[2]
     params = SamplingParams(n=5, seed=3, temperature=0.7, max_tokens=30, ignore_eos=True)
     outputs = []
-    for options in ({}, {"speculative": NGRAM}, {"speculative": NGRAM, "num_blocks": POOL_BLOCKS}):
-        engine = make_engine("llama", **options)
+    for speculative, num_blocks in ((NGRAM, 256), (NGRAM, POOL_BLOCKS), (drafting("llama"), 256), (None, 256)):
+        engine = make_speculative("llama", speculative or SpeculativeConfig(proposers=("forced",)), num_blocks)
         engine.add_request(EngineRequest(request_id="a", prompt_token_ids=prompt, params=params))
         deltas = drain(engine)
         outputs.append([[t for d in deltas if d.index == i for t in d.token_ids] for i in range(5)])
         assert sum(delta.finish is FinishStatus.FINISHED_LENGTH for delta in deltas) == 5
-    assert outputs[1] == outputs[0]
-    assert outputs[2] == outputs[0]
+    assert all(output == outputs[-1] for output in outputs)
     assert len({tuple(choice) for choice in outputs[0]}) == 5
 
 
@@ -284,6 +283,28 @@ def test_a_proposer_that_raises_is_left_out_and_its_requests_go_on() -> None:
     assert len(calls) == 4, "a failed proposer is not asked about the same requests again"
     assert run(engine, prompts, greedy()) == expected
     assert len(calls) > 4, "new requests speculate again"
+
+
+def test_a_draft_that_raises_between_two_tokens_leaves_no_trace() -> None:
+    prompts = make_prompts()
+    expected = sampled(make_engine("llama"), prompts)
+    engine = make_engine("llama", speculative=drafting("llama"))
+    model = engine.executor._worker.chain._proposers[0]._model
+    forward, calls = model.forward, []
+
+    def fail(*arguments):
+        calls.append(len(arguments[0]))
+        if len(calls) == 9:
+            raise RuntimeError("the draft is gone")
+        return forward(*arguments)
+
+    model.forward = fail
+    got = sampled(engine, prompts)
+    assert [one[0] for one in got] == [one[0] for one in expected]
+    assert len(calls) == 9
+    counts = watch(engine)
+    assert [one[0] for one in sampled(engine, prompts)] == [one[0] for one in expected]
+    assert counts["accepted"] > 0.95 * counts["drafted"] > 50, "new requests speculate again, and nothing is stale"
 
 
 def test_the_draft_reads_cached_blocks_only_where_it_wrote_them() -> None:
