@@ -9,18 +9,19 @@ thread, the rest is the engine's.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import weakref
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
 
 from cluster.config import EngineConfig
 from cluster.kv_blocks import IntegrityError
 from cluster.request import FinishStatus, RequestRefused, SequenceOutput
 from cluster.scheduler import Scheduler
 from cluster.sequence import Sequence
+from specdecode.lengths import Acceptance
 from structured.compiler import Compiler
 from structured.constraint import ConstraintError, ConstraintSpec, Resolved
 from structured.grammar_worker import SessionStart
@@ -30,11 +31,14 @@ from structured.vocabulary import Vocabulary
 from workers.model_info import ModelInfo
 from workers.step import StepInput
 
-if TYPE_CHECKING:
-    from specdecode.config import SpeculativeConfig
-
 PATIENCE = 0.25
 """Where every row is constrained, those that are ready wait this share of a step for the others."""
+
+WORTHWHILE = 0.5
+"""Chance of being accepted down to which forced tokens are proposed; a grammar may leave their spelling open."""
+
+PROBE_INTERVAL = 16
+"""Steps between two tries of a forced token where none seems worthwhile."""
 
 IDLE_WAIT_S = 0.01
 """Where every row is late, the engine looks again after this long."""
@@ -60,6 +64,11 @@ class MaskClient:
         """Sequences that are over where this is their output behind the step."""
         self._forced: dict[int, list[int]] = {}
         """What the masks of the last step said of the next tokens."""
+        self._tried: list[tuple[Sequence, int, list[int]]] = []
+        """Sequences with forced drafts in this step: their length before it, and the drafts."""
+        self._acceptance: dict[int, Acceptance] = {}
+        """Of forced drafts, by sequence."""
+        self._num_withheld: dict[int, int] = {}
         self._failed: dict[int, str] = {}
         self._step_started = 0.0
         self._step_seconds = 0.0
@@ -107,7 +116,7 @@ class MaskClient:
                 compiler = Compiler(vocabulary, config.constraints)
                 weakref.finalize(self, compiler.close)
                 actors = config.grammar_pool.form == "actors"
-                speculative = self._speculative
+                speculative = config.speculative
                 num_drafts = 0 if speculative is None else speculative.max_draft_tokens
                 pool = GrammarPool(
                     config.grammar_pool,
@@ -123,12 +132,9 @@ class MaskClient:
             return self._compiler
 
     @property
-    def _speculative(self) -> SpeculativeConfig | None:
-        return getattr(self._config, "speculative", None)
-
-    @property
     def _proposes_forced(self) -> bool:
-        return self._speculative is not None and "forced" in self._speculative.proposers
+        speculative = self._config.speculative
+        return speculative is not None and "forced" in speculative.proposers
 
     @property
     def num_compiled(self) -> int:
@@ -170,20 +176,47 @@ class MaskClient:
         """Makes forced tokens drafts where they are known, by now or since the last step, and nobody who comes first
         has proposed some.
         """
-        speculative = self._speculative
+        speculative = self._config.speculative
         assert speculative is not None
         before = speculative.proposers[: speculative.proposers.index("forced")]
         forced, self._forced = self._forced, {}
         for sequence in self._scheduler.running:
             sequence_id = sequence.sequence_id
-            if sequence.waits_for_mask or sequence.num_branches or sequence_id not in pool:
+            if sequence.waits_for_mask or sequence_id not in pool:
                 continue
             if sequence.draft_token_ids and sequence.draft_proposer in before:
                 continue
             tokens = pool.forced(sequence_id, _output(sequence)) or forced.get(sequence_id)
             if tokens:
-                sequence.draft_token_ids = tokens[: speculative.max_draft_tokens]
-                sequence.draft_proposer = "forced"
+                limit = self._worthwhile(sequence_id) if speculative.adaptive else len(tokens)
+                if limit:
+                    sequence.draft_token_ids = tokens[: min(limit, speculative.max_draft_tokens)]
+                    sequence.draft_proposer = "forced"
+
+    def _worthwhile(self, sequence_id: int) -> int:
+        """Forced tokens that are rather accepted than not, as the sequence has shown it so far."""
+        acceptance = self._acceptance.get(sequence_id)
+        mean = 1.0 if acceptance is None else acceptance.mean
+        if mean >= 1.0:
+            return MAX_FORCED
+        length = int(math.log(WORTHWHILE) / math.log(mean)) if mean > 0 else 0
+        if length == 0:
+            withheld = self._num_withheld.get(sequence_id, 0) + 1
+            self._num_withheld[sequence_id] = withheld
+            return int(withheld % PROBE_INTERVAL == 0)
+        return length
+
+    def _learn(self) -> None:
+        """From what became of the step's forced drafts; those behind the last new token were not judged."""
+        for sequence, num_before, drafts in self._tried:
+            gained = sequence.token_ids[num_before:]
+            num_judged = min(len(drafts), len(gained))
+            if num_judged:
+                pairs = zip(gained, drafts, strict=False)
+                num_accepted = next((index for index, (token, draft) in enumerate(pairs) if token != draft), num_judged)
+                record = self._acceptance.setdefault(sequence.sequence_id, Acceptance(prior=1.0))
+                record.learn(num_accepted, num_judged)
+        self._tried = []
 
     @staticmethod
     def _is_finished(pool: GrammarPool, sequence_id: int) -> bool:
@@ -217,6 +250,11 @@ class MaskClient:
         for sequence in self._sequences:
             if sequence.sequence_id not in pool:
                 pool.start(sequence.sequence_id, _session_start(sequence))
+        self._tried = [
+            (sequence, len(sequence.token_ids), self._drafts[sequence.sequence_id])
+            for sequence in self._sequences
+            if sequence.sequence_id in self._drafts and sequence.draft_proposer == "forced"
+        ]
         _ask(pool, self._sequences, self._drafts)
 
     def collect(self, step: StepInput) -> MaskBatch | None:
@@ -272,6 +310,7 @@ class MaskClient:
         """Ends what the step's masks ended, and asks early for the next masks: most finished grammars are then known
         before the next step is planned, and spare it a row.
         """
+        self._learn()
         outputs: list[SequenceOutput] = []
         for sequence, output in self._finished:
             if _output(sequence) == output:
@@ -292,12 +331,15 @@ class MaskClient:
     def forget_step(self) -> None:
         """The step came to nothing; sessions stay, for they depend on tokens alone."""
         self._points, self._sequences, self._drafts, self._finished, self._failed = {}, [], {}, [], {}
+        self._tried = []
 
     def _forget_ended(self) -> None:
         if self.pool is not None:
             for session_id in self.pool.session_ids:
                 if self._scheduler.get(session_id) is None:
                     self.pool.end(session_id)
+                    self._acceptance.pop(session_id, None)
+                    self._num_withheld.pop(session_id, None)
 
     def check_integrity(self) -> None:
         """Raises `IntegrityError` where a session outlives its sequence."""
