@@ -19,7 +19,7 @@ from cluster.engine_stats import EngineStats
 from cluster.executor import InProcessExecutor
 from cluster.kv_blocks import KVBlocks
 from cluster.mask_client import MaskClient
-from cluster.request import EngineRequest, FinishStatus, QueueFull, RequestRefused, SequenceOutput
+from cluster.request import Branch, EngineRequest, FinishStatus, QueueFull, RequestRefused, SequenceOutput
 from cluster.scheduler import Scheduler
 from cluster.sequence import Sequence
 from structured.constraint import ConstraintSpec, Resolved
@@ -181,11 +181,24 @@ class Engine:
                 eos_token_ids=self.model.eos_token_ids,
                 constraint=constraint,
                 deadline=deadline,
+                num_branches=request.num_branches,
             )
             for index in range(params.n)
         ]
         self.scheduler.add(sequence)
         self._next_sequence_id += params.n
+
+    def branch(self, request_id: str, branches: list[Branch]) -> None:
+        """Replaces the paused sequences of a request with `num_branches`, each by none or more of its continuations by
+        one token; none at all ends the request.
+        """
+        parents = {sequence.index: sequence for sequence in self.scheduler.of_request(request_id)}
+        pairs = []
+        for index, branch in enumerate(branches):
+            parent = parents[branch.parent]
+            pairs.append((parent, parent.continued(self._next_sequence_id, index, branch.token_id)))
+            self._next_sequence_id += 1
+        self.scheduler.branch(request_id, pairs)
 
     def _free_slots(self) -> int:
         return max(0, self.config.max_num_sequences - self.scheduler.num_running)

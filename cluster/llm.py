@@ -18,6 +18,7 @@ from typing import Any, cast
 import msgspec
 from tqdm import tqdm
 
+from cluster.beam_search import BeamSearchParams, BeamSequence, beam_search
 from cluster.config import DEMO_MODEL, EngineConfig
 from cluster.output import SequenceText
 from cluster.request import EngineRequest, FinishStatus, QueueFull, RequestRefused, SequenceOutput, Usage
@@ -29,6 +30,8 @@ from workers.step import TokenLogprobs
 
 __all__ = [
     "LLM",
+    "BeamSearchParams",
+    "BeamSequence",
     "CompletionOutput",
     "ConstraintSpec",
     "LogitsProcessorSpec",
@@ -190,6 +193,19 @@ class LLM:
                             bar.set_postfix_str(f"{generated / (time.perf_counter() - started):.0f} tok/s")
                             bar.update()
 
+    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[list[BeamSequence]]:
+        """The `beam_width` best continuations of each prompt by log-probability, best first: transformers' beams.
+
+        Raises `RequestRefused` where a prompt can never fit, `ValueError` where the width is too large.
+        """
+        token_ids = [
+            self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in _as_batch(prompts)
+        ]
+        found = beam_search(self.engine, token_ids, params, f"beams-{next(self._ids)}", self._take)
+        for sequence in itertools.chain.from_iterable(found):
+            sequence.text = self.tokenizer.decode(sequence.token_ids)
+        return found
+
     def add_request(
         self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, priority: int = 0
     ) -> None:
@@ -199,8 +215,11 @@ class LLM:
 
     def step(self) -> list[RequestOutput]:
         """Runs one step; returns the requests that it changed, each once and with what its `output_kind` shows."""
+        return self._take(self.engine.step())
+
+    def _take(self, deltas: Sequence[SequenceOutput]) -> list[RequestOutput]:
         changed: dict[str, _Tracked] = {}
-        for delta in self.engine.step():
+        for delta in deltas:
             tracked = self._tracked.get(delta.request_id)
             if tracked is not None and self._apply(delta, tracked):
                 changed[delta.request_id] = tracked

@@ -6,6 +6,7 @@ Plain data, token ids only: text belongs to `cluster/output.py` and the ingress.
 from __future__ import annotations
 
 import enum
+from typing import NamedTuple
 
 import msgspec
 
@@ -36,6 +37,16 @@ class EngineRequest(msgspec.Struct, kw_only=True, array_like=True):
     """Lower runs first; equal priorities in order of arrival (vLLM's convention)."""
     deadline_s: float | None = None
     """Seconds from admission after which the request is aborted; None for no deadline."""
+    num_branches: int = 0
+    """Where the caller chooses the tokens (`Engine.branch`): how many sequences it will have at a time."""
+
+
+class Branch(NamedTuple):
+    """One of a request's sequences, continued by one token."""
+
+    parent: int
+    """Its index."""
+    token_id: int
 
 
 class Usage(msgspec.Struct, array_like=True):

@@ -68,6 +68,8 @@ class Scheduler:
         """Prompts that the step being planned completes, and the row of their last token."""
         self._copies: list[tuple[Sequence, int, int]] = []
         """Forks of the last step, and the block copies (source, destination) that they need before the next."""
+        self._branches: list[Sequence] = []
+        """Sequences that the ranks have not heard of, though what they hold is computed."""
 
     # ---- what is there -----------------------------------------------------------------------------------------
 
@@ -97,13 +99,17 @@ class Scheduler:
         """A sequence that has not ended."""
         return self._by_id.get(sequence_id)
 
+    def of_request(self, request_id: str) -> list[Sequence]:
+        """Its sequences that have not ended."""
+        return list(self._by_request.get(request_id, ()))
+
     # ---- arrival -----------------------------------------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence and its `unforked` others. Raises `RequestRefused` where they can never be served whole."""
-        if len(sequence.unforked) >= self.max_num_sequences:
+        if sequence.num_places > self.max_num_sequences:
             raise RequestRefused(
-                f"n {len(sequence.unforked) + 1} exceeds the {self.max_num_sequences} sequences that run at a time; "
+                f"n {sequence.num_places} exceeds the {self.max_num_sequences} sequences that run at a time; "
                 "lower it or raise max_num_sequences",
                 "n",
             )
@@ -127,11 +133,14 @@ class Scheduler:
         for each in (sequence, *sequence.unforked):
             each.max_length = each.num_prompt_tokens + (max_tokens or room)
             each.arrival = self._num_arrivals
-            self._num_deadlines += each.deadline is not None
-            self._by_id[each.sequence_id] = each
-            self._by_request.setdefault(each.request_id, []).append(each)
+            self._know(each)
         self._num_arrivals += 1
         bisect.insort(self.waiting, sequence, key=_ORDER)
+
+    def _know(self, sequence: Sequence) -> None:
+        self._num_deadlines += sequence.deadline is not None
+        self._by_id[sequence.sequence_id] = sequence
+        self._by_request.setdefault(sequence.request_id, []).append(sequence)
 
     # ---- one step ----------------------------------------------------------------------------------------------
 
@@ -142,6 +151,8 @@ class Scheduler:
         self._num_rows = 0
         self._make_way_for_priority()
         budget = self._schedule_running(step)
+        step.started = [branch.start() for branch in self._branches if branch.block_table]
+        self._branches = []
         self._admit_waiting(step, budget)
         step.block_copies = [(src, dst) for fork, src, dst in self._copies if dst in fork.block_table]
         self._copies = []
@@ -156,7 +167,7 @@ class Scheduler:
         index = 0
         while index < len(self.running) and budget > 0:
             sequence = self.running[index]
-            if sequence.waits_for_mask:
+            if sequence.waits_for_mask or sequence.is_paused:
                 index += 1
                 continue
             count = min(self._num_wanted(sequence), budget)
@@ -175,24 +186,28 @@ class Scheduler:
         return budget
 
     def _admit_waiting(self, step: StepInput, budget: int) -> None:
-        while self.waiting and budget > 0:
-            sequence = self.waiting[0]
-            if not self._has_places(sequence):
-                break
+        while budget > 0 and (sequence := self._first_waiting()) is not None and self._has_places(sequence):
             prefix = self._cached_prefix(sequence)
             if not self._fits(sequence, prefix):
-                break
-            del self.waiting[0]
+                paused = [other for other in self.running if other.is_paused]
+                if step.scheduled or not paused:
+                    break
+                self._preempt(paused[-1])  # it has said what may follow, and nobody else gives way
+                continue
+            self.waiting.remove(sequence)
             self._admit(sequence, prefix)
             step.started.append(sequence.start())
             count = min(self._num_wanted(sequence), budget)
             self._schedule(step, sequence, count)
             budget -= count
 
+    def _first_waiting(self) -> Sequence | None:
+        return next((sequence for sequence in self.waiting if not sequence.is_paused), None)
+
     def _has_places(self, sequence: Sequence) -> bool:
         """Whether the sequence and its forks may run beside those that do."""
-        taken = sum(1 + len(other.unforked) for other in self.running)
-        return taken + 1 + len(sequence.unforked) <= self.max_num_sequences
+        taken = sum(other.num_places for other in self.running)
+        return taken + sequence.num_places <= self.max_num_sequences
 
     def _fits(self, sequence: Sequence, prefix: list[int]) -> bool:
         """Room for the whole prompt, not for its first chunk: who is let in should not be thrown out at once."""
@@ -272,16 +287,36 @@ class Scheduler:
         shared = num_tokens - (is_full and parent.constraint is not None)
         for fork in forks:
             fork.num_cached_tokens = parent.num_cached_tokens
-            if shared % self.blocks.block_size and not self.blocks.num_free:
-                bisect.insort(self.waiting, fork, key=_ORDER)
-                continue
-            fork.block_table, copies = self.blocks.fork(parent.block_table, shared)
-            self._copies += [(fork, source, destination) for source, destination in copies]
-            fork.num_computed_tokens = num_tokens
-            fork.num_shared_blocks = fork.num_registered_blocks = shared // self.blocks.block_size
-            bisect.insort(self.running, fork, key=_ORDER)
-            step.forked.append(SequenceFork(parent.sequence_id, fork.sequence_id, fork.seed))
-            step.sample_points.append(SamplePoint(row, fork.sequence_id, num_tokens))
+            if self._share(parent, fork, shared):
+                fork.num_computed_tokens = num_tokens
+                step.forked.append(SequenceFork(parent.sequence_id, fork.sequence_id, fork.seed))
+                step.sample_points.append(SamplePoint(row, fork.sequence_id, num_tokens))
+
+    def _share(self, parent: Sequence, fork: Sequence, num_tokens: int) -> bool:
+        """Makes a sequence run on the blocks of another one's first tokens, or queues it where that cannot be."""
+        size = self.blocks.block_size
+        if not parent.block_table or (num_tokens % size and not self.blocks.num_free):
+            bisect.insort(self.waiting, fork, key=_ORDER)
+            return False
+        fork.block_table, copies = self.blocks.fork(parent.block_table, num_tokens)
+        self._copies += [(fork, source, destination) for source, destination in copies]
+        fork.num_computed_tokens = num_tokens
+        fork.num_shared_blocks = fork.num_registered_blocks = num_tokens // size
+        bisect.insort(self.running, fork, key=_ORDER)
+        return True
+
+    def branch(self, request_id: str, pairs: list[tuple[Sequence, Sequence]]) -> None:
+        """Replaces a request's sequences by continuations of theirs, (parent, child), whose last token is new."""
+        parents = self._by_request.get(request_id, [])
+        for parent, child in pairs:
+            child.max_length, child.arrival = parent.max_length, parent.arrival
+            child.num_cached_tokens = parent.num_cached_tokens
+            if self._share(parent, child, parent.num_computed_tokens):
+                self._branches.append(child)
+        for parent in list(parents):
+            self._end(parent, FinishStatus.FINISHED_STOPPED)
+        for _, child in pairs:
+            self._know(child)
 
     def _register_full_blocks(self, sequence: Sequence, num_tokens: int) -> None:
         full = num_tokens // self.blocks.block_size
@@ -295,8 +330,8 @@ class Scheduler:
 
     def _make_way_for_priority(self) -> None:
         """The first in the queue takes the place of less urgent ones. It happens before anything is scheduled."""
-        while self.waiting and self.running and self.waiting[0].priority < self.running[-1].priority:
-            urgent = self.waiting[0]
+        urgent = self._first_waiting()
+        while urgent is not None and self.running and urgent.priority < self.running[-1].priority:
             if self._has_places(urgent) and self._fits(urgent, self._cached_prefix(urgent)):
                 break
             self._preempt(self.running[-1])
@@ -368,6 +403,9 @@ class Scheduler:
             if prompt_logprobs:
                 return SequenceOutput(sequence.request_id, sequence.index, [], prompt_logprobs=prompt_logprobs)
             return None
+        if sequence.num_branches:
+            sequence.num_computed_tokens, sequence.is_paused = known_end, True
+            return SequenceOutput(sequence.request_id, sequence.index, [], output.logprobs.get(sequence.sequence_id))
         gained, finish = self._accept(sequence, token_ids)
         if drafts:
             self._count_drafts(sequence, proposer, drafts, gained)

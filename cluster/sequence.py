@@ -59,6 +59,10 @@ class Sequence:
     num_accepted_drafts: int = 0
     num_rejected_drafts: int = 0
     constraint: Resolved | None = None
+    num_branches: int = 0
+    """Where the caller chooses its tokens: the most sequences that will take its place."""
+    is_paused: bool = False
+    """It has reported what may follow, and waits for `Scheduler.branch`."""
     waits_for_mask: bool = False
     """Its mask missed a step: it sits out until the mask is there."""
     finish: FinishStatus | None = None
@@ -76,6 +80,11 @@ class Sequence:
         return self.priority, self.arrival, self.index
 
     @property
+    def num_places(self) -> int:
+        """Running sequences that it will become."""
+        return max(1 + len(self.unforked), self.num_branches)
+
+    @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
@@ -89,6 +98,25 @@ class Sequence:
             self.num_rejected_drafts,
         )
 
+    def continued(self, sequence_id: int, index: int, token_id: int) -> Sequence:
+        """A sequence with the same past and one token more."""
+        child = dataclasses.replace(
+            self,
+            sequence_id=sequence_id,
+            index=index,
+            token_ids=[*self.token_ids, token_id],
+            unforked=[],
+            draft_token_ids=[],
+            block_table=[],
+            block_hashes=list(self.block_hashes),
+            num_computed_tokens=0,
+            num_sent_blocks=0,
+            is_paused=False,
+            num_branches=1,
+        )
+        child.num_prompt_tokens = self.num_prompt_tokens
+        return child
+
     def start(self) -> SequenceStart:
         """What a rank rebuilds this sequence from."""
         return SequenceStart(
@@ -98,6 +126,7 @@ class Sequence:
             list(self.token_ids),
             self.num_prompt_tokens,
             self.eos_token_ids,
+            not self.num_branches,
         )
 
     def hash_blocks(self, count: int, block_size: int) -> list[bytes]:
