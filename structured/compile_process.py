@@ -10,13 +10,13 @@ import math
 import os
 import resource
 import signal
-import struct
 import sys
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from structured.constraint import ConstraintError, ConstraintLimits, ConstraintSpec, Resolved, check_limits
+from structured.frames import read_frame, write_frame
 from structured.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -37,19 +37,6 @@ class Answer(msgspec.Struct, array_like=True):
 
     resolved: Resolved | None = None
     error: str | None = None
-
-
-def write_frame(stream: IO[bytes], data: bytes) -> None:
-    stream.write(struct.pack("<I", len(data)) + data)
-    stream.flush()
-
-
-def read_frame(stream: IO[bytes]) -> bytes | None:
-    """None at the end of the stream."""
-    head = stream.read(4)
-    if len(head) < 4:
-        return None
-    return stream.read(struct.unpack("<I", head)[0])
 
 
 def main() -> None:

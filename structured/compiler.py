@@ -18,8 +18,9 @@ from concurrent.futures import Future
 
 import msgspec
 
-from structured.compile_process import Answer, Setup, read_frame, write_frame
+from structured.compile_process import Answer, Setup
 from structured.constraint import ConstraintError, ConstraintLimits, ConstraintSpec, Resolved, check_size
+from structured.frames import read_frame, write_frame
 from structured.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,23 @@
+"""Messages with a length in front, over the pipes and sockets between this process and its helpers on the machine."""
+
+from __future__ import annotations
+
+import struct
+from typing import IO
+
+
+def frame(data: bytes) -> bytes:
+    return struct.pack("<I", len(data)) + data
+
+
+def write_frame(stream: IO[bytes], data: bytes) -> None:
+    stream.write(frame(data))
+    stream.flush()
+
+
+def read_frame(stream: IO[bytes]) -> bytes | None:
+    """None at the end of the stream."""
+    head = stream.read(4)
+    if len(head) < 4:
+        return None
+    return stream.read(struct.unpack("<I", head)[0])
