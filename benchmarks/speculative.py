@@ -88,7 +88,7 @@ def _demo_requests(llm: LLM, temperature: float) -> Callable[[int, int], Request
     def make(count: int, turn: int) -> Requests:
         samples = [
             held_out(DEMO_TASKS[index % len(DEMO_TASKS)], 1, seed=1000 * turn + index)[0]
-            for index in range(max(count, 8))
+            for index in range(max(4 * count, 16))
         ]
         prompts = [llm.tokenizer.apply_chat_template(list(each.messages), tools=each.tools) for each in samples]
         return prompts, [SamplingParams(temperature=temperature, seed=i, max_tokens=160) for i in range(len(prompts))]

@@ -24,6 +24,8 @@ PRIOR_WEIGHT = 2.0
 """Trials that the other sequences' acceptance counts for in a new one's."""
 PROBE_SHARE = 0.01
 """Of the time that may go into drafts that do not promise to pay, to see whether they would."""
+LONGEST_REST = 64
+"""Steps."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -101,7 +103,7 @@ class StepCost:
     def learn(self, num_tokens: int, seconds: float) -> None:
         """A step of this many tokens took this long: context and the driver's work come on top of the table."""
         predicted = float(self._of_table(num_tokens))
-        beyond = min(max(seconds - predicted, 0.0), predicted)
+        beyond = min(max(seconds - predicted, 0.0), predicted + 2 * self._beyond)  # an outlier is a pause
         self._beyond += 0.05 * (beyond - self._beyond)
 
 
@@ -122,6 +124,8 @@ class Load:
     """That it computes."""
     num_expected: float
     """That it yields."""
+    overhead: float = 0.0
+    """Seconds that go into looking for drafts."""
 
     def add(self, proposals: dict[int, list[int]], record: AcceptanceRecord) -> None:
         lengths = np.array([len(proposed) for proposed in proposals.values()])
@@ -149,13 +153,18 @@ def choose_lengths(
         candidates = np.sort(gains[:, :limit], axis=None)[::-1]
         candidates = candidates[candidates > 0]
         totals = load.num_expected + np.cumsum(candidates)
-        seconds = cost.seconds(load.num_tokens + np.arange(1, len(candidates) + 1)) + limit * drafting
+        seconds = cost.seconds(load.num_tokens + np.arange(1, len(candidates) + 1)) + limit * drafting + load.overhead
         rates = totals / seconds
         count = int(rates.argmax()) if len(rates) else -1
         if count >= 0 and rates[count] > best_rate:
             best_rate = float(rates[count])
             best = (gains[:, :limit] >= candidates[count]).sum(axis=1)
     return best
+
+
+def rest_interval(load: Load, cost: StepCost) -> int:
+    """Steps that nobody looks for drafts after none were worth it, such that looking takes `PROBE_SHARE`."""
+    return min(LONGEST_REST, int(load.overhead / (PROBE_SHARE * float(cost.seconds(load.num_tokens)))))
 
 
 def probe_interval(num_sequences: int, load: Load, cost: StepCost, draft_cost: StepCost) -> int:

@@ -9,7 +9,15 @@ from cluster.engine_stats import DraftCounts
 from cluster.metrics import Metrics
 from cluster.request import EngineRequest
 from specdecode.config import SpeculativeConfig
-from specdecode.lengths import Acceptance, AcceptanceRecord, Load, StepCost, choose_lengths, probe_interval
+from specdecode.lengths import (
+    Acceptance,
+    AcceptanceRecord,
+    Load,
+    StepCost,
+    choose_lengths,
+    probe_interval,
+    rest_interval,
+)
 from tests.test_engine import drain, make_engine
 from tests.test_speculative import ask_oracle, greedy, make_prompts, watch
 
@@ -82,6 +90,12 @@ def test_costs_learn_what_steps_take_beyond_the_table_and_probes_are_rare() -> N
     assert cost.seconds(np.array([1, 2])) == pytest.approx([1.5, 1.7], abs=1e-3)
     every = probe_interval(1, Load(1, 1), FLAT, StepCost([(1, 0.5)]))
     assert every == 50
+    assert rest_interval(Load(1, 1, overhead=0.0), FLAT) == 0
+    assert rest_interval(Load(1, 1, overhead=0.201), FLAT) == 20
+    assert rest_interval(Load(1, 1, overhead=99.0), FLAT) == 64
+    means, limits = np.array([0.9]), np.array([8])
+    assert choose_lengths(means, limits, Load(1, 1, overhead=1.0), FLAT).sum() == 8
+    assert choose_lengths(means, limits, Load(1, 1, overhead=9.0), FLAT).sum() == 0, "looking costs more than it saves"
 
 
 def test_an_adaptive_engine_uses_good_drafts_and_leaves_bad_ones() -> None:
