@@ -94,11 +94,11 @@ class StepCost:
         return np.asarray(self._of_table(num_tokens) + self._beyond)
 
     def _of_table(self, num_tokens: np.ndarray | float) -> np.ndarray:
-        values = np.interp(num_tokens, self._tokens, self._seconds)
+        values = np.asarray(np.interp(num_tokens, self._tokens, self._seconds))
         if len(self._tokens) > 1:
             slope = (self._seconds[-1] - self._seconds[-2]) / (self._tokens[-1] - self._tokens[-2])
             values = values + np.maximum(0.0, np.asarray(num_tokens) - self._tokens[-1]) * slope
-        return values
+        return np.asarray(values)
 
     def learn(self, num_tokens: int, seconds: float) -> None:
         """A step of this many tokens took this long: context and the driver's work come on top of the table."""
