@@ -114,6 +114,9 @@ def _speed(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> 
     started = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - started
+    for output in outputs:
+        if output.outputs[0].error is not None:
+            raise RuntimeError(f"a request failed: {output.outputs[0].error}")
     lengths = [len(output.outputs[0].token_ids) for output in outputs]
     return sum(lengths) / seconds, lengths
 
