@@ -51,6 +51,7 @@ def main() -> None:
     from structured.backends.choose import Backends  # the parent reads this file too, and needs no backend
 
     backends = Backends(setup.vocabulary)
+    backends.warm_up()
     write_frame(sink, msgspec.msgpack.encode(Answer()))
     _lower_priority()
     _limit_memory(setup.limits.compile_memory_bytes)

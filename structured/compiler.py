@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -28,6 +29,10 @@ logger = logging.getLogger(__name__)
 CACHE_BYTES = 256 * 2**20
 REFUSAL_SECONDS = 60.0
 """How long a refusal is remembered."""
+IDLE_SECONDS = 0.2
+"""A compilation that the machine's idle time has not served within this goes on at low instead of idle priority: where
+steps keep every core busy it would run into its budget without having run.
+"""
 START_SECONDS = 120.0
 """Within which a compile process must have loaded its backends, on a machine with no time for it."""
 
@@ -72,12 +77,21 @@ class _Process:
             write_frame(self._process.stdin, frame)
         except OSError as error:
             raise EOFError from error
-        if not select.select([self._process.stdout], [], [], seconds)[0]:
-            raise TimeoutError
+        stdout = [self._process.stdout]
+        if not select.select(stdout, [], [], min(IDLE_SECONDS, seconds))[0]:
+            self._set_policy(os.SCHED_OTHER)
+            if not select.select(stdout, [], [], max(0.0, seconds - IDLE_SECONDS))[0]:
+                raise TimeoutError
+            self._set_policy(os.SCHED_IDLE)
         answer = read_frame(self._process.stdout)
         if answer is None:
             raise EOFError
         return self._decoder.decode(answer)
+
+    def _set_policy(self, policy: int) -> None:
+        """The process is nice to degree 10 beside, a tenth of a step's share."""
+        with contextlib.suppress(OSError):  # gone, or not allowed to: then it stays as it is
+            os.sched_setscheduler(self.pid, policy, os.sched_param(0))
 
     @property
     def is_alive(self) -> bool:

@@ -6,6 +6,8 @@ not support goes to xgrammar where that is proven to enforce it.
 
 from __future__ import annotations
 
+import contextlib
+
 import msgspec
 
 from structured.backend import Backend, make_backend
@@ -21,6 +23,11 @@ class Backends:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._made: dict[str, Backend] = {}
+
+    def warm_up(self) -> None:
+        """Makes the backend that most constraints go to. Where that fails, a constraint that asks for it hears why."""
+        with contextlib.suppress(Exception):
+            self._backend(AUTO[0])
 
     def resolve(self, spec: ConstraintSpec) -> Resolved:
         """Raises `ConstraintError` where no backend enforces the constraint."""
