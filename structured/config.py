@@ -12,7 +12,9 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """How masks are filled. Times in seconds."""
 
     form: Literal["auto", "threads", "actors"] = "auto"
-    """Threads of the engine's process, or Ray actors beside it. `auto` takes threads: see README for the crossover."""
+    """Threads of the engine's process, or Ray actors beside it. `auto` takes threads, which on two cores
+    were the quicker ones from 1 to 128 rows (`benchmarks/results/`).
+    """
     num_workers: Annotated[int, Meta(ge=1, le=16)] = 2
     """Workers that share the sessions; actors have one more as a warm spare."""
     migrate_seconds: Annotated[float, Meta(gt=0)] = 0.02
