@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.checkpoints import benchmark_checkpoint
+from benchmarks.faults import PLUGIN, start_ray
 from benchmarks.report import Result, combine, header, machine, table_line
 from benchmarks.workloads import PromptSource, Row
 from cluster.llm import LLM, ConstraintSpec, SamplingParams
@@ -45,7 +46,6 @@ SCHEMA: dict[str, Any] = {
 }
 ROWS, PROMPT, OUTPUT = 16, 64, 40
 MASK_ROWS = (1, 8, 32, 128)
-SLOW_PLUGIN = pathlib.Path(__file__).resolve().parents[1] / "tests" / "plugin"
 PARTS = ("e", "slow", "masks", "demo")
 
 
@@ -60,13 +60,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parts = options.parts.split(",")
     if unknown := sorted(set(parts) - set(PARTS)):
         parser.error(f"unknown part {', '.join(unknown)}; there are {', '.join(PARTS)}")
-    sys.path.append(str(SLOW_PLUGIN))  # before the first compile process, which searches the same path
+    sys.path.append(str(PLUGIN))  # before the first compile process, which searches the same path
     print(machine(), file=sys.stderr)
     print(header(True), flush=True)
     table = Table(options.json)
     model = options.model or str(benchmark_checkpoint("qwen2.5-0.5b"))
     if "actors" in options.forms.split(",") and {"e", "slow", "masks"} & set(parts):
-        _start_ray()
+        start_ray()
     for form in options.forms.split(","):
         if {"e", "slow", "masks"} & set(parts):
             llm = LLM(model, kv_cache_bytes=2 << 30, grammar_pool={"form": form})
@@ -98,15 +98,6 @@ class Table:
         if self._path:
             lines = [json.dumps(result.as_json()) + "\n" for result in self._results]
             pathlib.Path(self._path).write_text("".join(lines))
-
-
-def _start_ray() -> None:
-    import os
-
-    import ray
-
-    paths = os.pathsep.join([str(SLOW_PLUGIN), str(SLOW_PLUGIN.parents[1])])
-    ray.init(num_cpus=4, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": paths}})
 
 
 def _speed(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> tuple[float, list[int]]:

@@ -7,17 +7,45 @@ interrupted run of the same sources stopped; see `tests/prove.py`.
 from __future__ import annotations
 
 import os
+import pathlib
+import sys
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
+PLUGIN = pathlib.Path(__file__).parent / "plugin"
+"""Backends and processors from outside the tree, as an installed package would register them."""
+
 PROVE = os.environ.get("MANTA_PROVE") == "1"
 
 hypothesis.settings.register_profile("fast", derandomize=True, deadline=None, database=None)
 hypothesis.settings.register_profile("prove", derandomize=True, deadline=None, database=None, max_examples=1000)
 hypothesis.settings.load_profile("prove" if PROVE else "fast")
+
+
+@pytest.fixture(scope="module")
+def plugin() -> Iterator[None]:
+    """What is in `PLUGIN` is found by its entry points."""
+    sys.path.append(str(PLUGIN))
+    yield
+    sys.path.remove(str(PLUGIN))
+
+
+@pytest.fixture(params=["kernel", "torch"])
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both forms of the sampler."""
+    import torch
+
+    from workers.kernels import cpu_sampler
+
+    if request.param == "torch":
+        monkeypatch.setattr(cpu_sampler, "serves", lambda logits: False)
+    elif not cpu_sampler.serves(torch.zeros(1, 1)):
+        pytest.skip("no C++ compiler")
+    return request.param
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -9,12 +9,10 @@ from __future__ import annotations
 import collections
 import json
 import os
-import pathlib
 import random
 import re
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import jsonschema
 import numpy as np
@@ -27,7 +25,8 @@ from cluster.sequence import Sequence
 from tests.checkpoints import VOCAB_SIZE
 from tests.test_constrained_engine import ORDER, constrained, example, make_llm, settled, spec
 
-PLUGIN = pathlib.Path(__file__).parent / "plugin"
+pytestmark = pytest.mark.usefixtures("plugin")
+
 EOS = 2
 BACKENDS = ("llguidance", "xgrammar")
 NUM_DRAWS = 5000 if os.environ.get("MANTA_PROVE") == "1" else 500
@@ -59,13 +58,6 @@ CONSTRAINTS = [
     spec("json_schema", LONG_KEYS, any_whitespace=True),
     spec("choice", ["a long answer", "a longer answer"], begin_after=(50,)),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def plugin() -> Iterator[None]:
-    sys.path.append(str(PLUGIN))
-    yield
-    sys.path.remove(str(PLUGIN))
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,9 @@ Random float32 models, which try everything that a mask lets through; jsonschema
 from __future__ import annotations
 
 import json
-import pathlib
 import random
 import re
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jsonschema
@@ -21,7 +19,8 @@ from cluster.request import FinishStatus, RequestRefused
 from tests.checkpoints import VOCAB_SIZE, checkpoint
 from workers.model_config import load_model_config
 
-PLUGIN = pathlib.Path(__file__).parent / "plugin"
+pytestmark = pytest.mark.usefixtures("plugin")
+
 
 ORDER = {
     "type": "object",
@@ -42,13 +41,6 @@ ORDER = {
         }
     },
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def plugin() -> Iterator[None]:
-    sys.path.append(str(PLUGIN))
-    yield
-    sys.path.remove(str(PLUGIN))
 
 
 @pytest.fixture(scope="module")

@@ -5,14 +5,15 @@ The load is the one of `manta bench faults`, which also says what the others' ti
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.faults import COSTLY, PLUGIN, FaultLoad, start_ray
+from benchmarks.faults import COSTLY, FaultLoad, start_ray
 from cluster.llm import LLM
 from tests.checkpoints import checkpoint
+
+pytestmark = pytest.mark.usefixtures("plugin")
 
 NUM_TOKENS = 24
 
@@ -23,13 +24,6 @@ def make_load(form: str) -> FaultLoad:
     load = FaultLoad(LLM(folder, kv_cache_bytes=2**24, **options), NUM_TOKENS)
     load.block(None)
     return load
-
-
-@pytest.fixture(scope="module", autouse=True)
-def plugin() -> Iterator[None]:
-    sys.path.append(str(PLUGIN))
-    yield
-    sys.path.remove(str(PLUGIN))
 
 
 @pytest.fixture(scope="module")

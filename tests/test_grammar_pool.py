@@ -11,7 +11,6 @@ import os
 import pathlib
 import random
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 
@@ -25,8 +24,10 @@ from structured.grammar_worker import GrammarWorker, Job, Message, SessionStart,
 from structured.masks import FINISHED, REFUSED, BufferShape, MaskBuffer
 from structured.pool import GrammarPool
 from structured.vocabulary import Vocabulary
+from tests.conftest import PLUGIN
 
-PLUGIN = pathlib.Path(__file__).parent / "plugin"
+pytestmark = pytest.mark.usefixtures("plugin")
+
 DEMO = pathlib.Path(__file__).parents[1] / "configs" / "demo" / "target"
 VOCAB_SIZE = 4160
 EOS = 2
@@ -34,13 +35,6 @@ PATIENCE_S = 60.0
 """How long a test waits for what must come; a loaded machine may take it."""
 
 MakePool = Callable[..., GrammarPool]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def plugin() -> Iterator[None]:
-    sys.path.append(str(PLUGIN))
-    yield
-    sys.path.remove(str(PLUGIN))
 
 
 @pytest.fixture(scope="module")

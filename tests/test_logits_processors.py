@@ -7,10 +7,8 @@ them in whole engines.
 from __future__ import annotations
 
 import copy
-import pathlib
 import random
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -28,28 +26,11 @@ from structured.masks import LATE, NO_MASK, MaskBatch
 from tests import sampling_reference as reference
 from tests.test_masks import packed
 from tests.test_sampler import CASES, CPU, EOS, some_logits
-from workers.kernels import cpu_sampler
 from workers.sampler import HostSample, sample
 from workers.sampling_state import SamplingState
 from workers.step import RowError, SamplePoint, SequenceStart
 
-PLUGIN = pathlib.Path(__file__).parent / "plugin"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def plugin() -> Iterator[None]:
-    sys.path.append(str(PLUGIN))
-    yield
-    sys.path.remove(str(PLUGIN))
-
-
-@pytest.fixture(params=["kernel", "torch"])
-def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "torch":
-        monkeypatch.setattr(cpu_sampler, "serves", lambda logits: False)
-    elif not cpu_sampler.serves(torch.zeros(1, 1)):
-        pytest.skip("no C++ compiler")
-    return request.param
+pytestmark = pytest.mark.usefixtures("plugin")
 
 
 # ---- the sampler ---------------------------------------------------------------------------------------------------

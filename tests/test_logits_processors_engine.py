@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,18 +20,14 @@ from cluster.llm import LLM, LogitsProcessorSpec, RequestOutput, SamplingParams
 from cluster.request import FinishStatus, RequestRefused
 from structured.logits_processors import MAX_LOGITS_PROCESSORS, LogitsProcessorError
 from tests.checkpoints import VOCAB_SIZE, checkpoint
+from tests.conftest import PLUGIN
 from tests.server import Server
-from tests.test_logits_processors import PLUGIN, identity, named
+from tests.test_logits_processors import identity, named
 from workers.model_config import load_model_config
 
+pytestmark = pytest.mark.usefixtures("plugin")
+
 NUM_STATES = 97
-
-
-@pytest.fixture(scope="module", autouse=True)
-def plugin() -> Iterator[None]:
-    sys.path.append(str(PLUGIN))
-    yield
-    sys.path.remove(str(PLUGIN))
 
 
 def make_llm(num_blocks: int = 256, **options: Any) -> LLM:

@@ -10,19 +10,11 @@ import torch
 
 from structured.masks import LATE, NO_MASK, BufferShape, MaskBatch, MaskBuffer, row_words
 from tests.test_sampler import CASES, EOS, some_logits, state_of
-from workers.kernels import cpu_sampler
 from workers.sampler import HostSample, sample
 from workers.sampling_params import SamplingParams
 from workers.step import SamplePoint, SequenceStart
 
-
-@pytest.fixture(params=["kernel", "torch"], autouse=True)
-def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "torch":
-        monkeypatch.setattr(cpu_sampler, "serves", lambda logits: False)
-    elif not cpu_sampler.serves(torch.zeros(1, 1)):
-        pytest.skip("no C++ compiler")
-    return request.param
+pytestmark = pytest.mark.usefixtures("implementation")
 
 
 def packed(allowed: np.ndarray) -> np.ndarray:

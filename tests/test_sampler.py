@@ -13,23 +13,15 @@ import torch
 from scipy.special import log_softmax
 
 from tests import sampling_reference as reference
-from workers.kernels import cpu_sampler
 from workers.sampler import HostSample, prompt_logprobs, sample
 from workers.sampling_params import SamplingParams
 from workers.sampling_state import SamplingState
 from workers.step import RowError, SamplePoint, SequenceStart
 
+pytestmark = pytest.mark.usefixtures("implementation")
+
 EOS = 3
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(params=["kernel", "torch"], autouse=True)
-def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "torch":
-        monkeypatch.setattr(cpu_sampler, "serves", lambda logits: False)
-    elif not cpu_sampler.serves(torch.zeros(1, 1)):
-        pytest.skip("no C++ compiler")
-    return request.param
 
 
 def state_of(vocab_size: int, starts: list[SequenceStart]) -> SamplingState:

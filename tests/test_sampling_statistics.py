@@ -13,7 +13,6 @@ import torch
 from scipy import stats
 
 from tests import sampling_reference as reference
-from workers.kernels import cpu_sampler
 from workers.noise import child_seed, gumbel_noise, noise_keys
 from workers.sampler import sample
 from workers.sampling_params import SamplingParams
@@ -24,15 +23,6 @@ NUM_DRAWS = 200_000 if os.environ.get("MANTA_PROVE") == "1" else 20_000
 VOCAB_SIZE = 60
 ALPHA = 1e-3
 """A right sampler passes at nearly every seed; these are fixed, so a failure is a change of the noise for the worse."""
-
-
-@pytest.fixture(params=["kernel", "torch"])
-def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "torch":
-        monkeypatch.setattr(cpu_sampler, "serves", lambda logits: False)
-    elif not cpu_sampler.serves(torch.zeros(1, 1)):
-        pytest.skip("no C++ compiler")
-    return request.param
 
 
 def logits_of_a_model() -> torch.Tensor:
