@@ -20,4 +20,4 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     migrate_seconds: Annotated[float, Meta(gt=0)] = 0.02
     """A row that waits this long behind another one moves to another worker."""
     mask_seconds: Annotated[float, Meta(gt=0)] = 5.0
-    """Total budget of one row; the session that exceeds it fails, and the worker that hangs on it is replaced."""
+    """Budget of one row once a worker is busy with it; a session that exceeds it fails, and the worker is replaced."""

@@ -47,6 +47,10 @@ class _Worker:
         """Messages not known to be done: number, and when they were sent."""
         self.ended: list[int] = []
         self.jobs: list[Job] = []
+        self.busy_with = -1
+        """Session that it was seen to work for, -1 for none."""
+        self.busy_since = self.started_at
+        """When that was first seen."""
         self.retired: list[tuple[int, int]] = []
         """(message number, slot): the slot is free once that message is acknowledged."""
 
@@ -346,9 +350,7 @@ class GrammarPool:
         for worker in [worker for worker in self.workers if self._is_behind(worker)]:
             if not worker.transport.is_alive():
                 self._replace(worker)
-            elif not worker.transport.is_ready():
-                for session in worker.sessions.values():
-                    session.asked_at = now  # the budget is for the mask, not for the start of a process
+            elif not worker.transport.is_ready():  # budgets are for masks, not for the start of a process
                 worker.under_way = deque((number, now) for number, _ in worker.under_way)
                 if now - worker.started_at > START_SECONDS:
                     self._replace(worker)
@@ -359,16 +361,22 @@ class GrammarPool:
     def _relieve(self, worker: _Worker, now: float) -> None:
         """The session that a worker is busy with stays until its budget is spent; those behind it move."""
         busy_with = int(self.buffer.current[worker.index]) - 1
-        waiting = [session for session in worker.sessions.values() if session.session_id in self._waiting]
-        spent = [session for session in waiting if now - session.asked_at > self.config.mask_seconds]
-        for session in spent:
-            session.error = f"its mask was not there after {self.config.mask_seconds:g} s; simplify the constraint"
-            del self._waiting[session.session_id]
-        hangs = self._longest_under_way(worker, now) > self.config.mask_seconds and busy_with not in worker.sessions
-        if hangs or (spent and (busy_with < 0 or any(session.session_id == busy_with for session in spent))):
+        if busy_with != worker.busy_with:
+            worker.busy_with, worker.busy_since = busy_with, now
+        session = self._waiting.get(busy_with)
+        if session is not None and session.worker is worker:
+            seconds = now - max(session.asked_at, worker.busy_since)
+        else:  # idle beside a message, or busy for a draft or a session that has left
+            session = None
+            seconds = min(now - worker.busy_since, self._longest_under_way(worker, now))
+        if seconds > self.config.mask_seconds:
+            if session is not None:
+                session.error = f"its mask was not there after {self.config.mask_seconds:g} s; simplify the constraint"
+                del self._waiting[session.session_id]
             self._replace(worker)
             return
-        behind = [session for session in waiting if session.error is None and session.session_id != busy_with]
+        waiting = (session for session in worker.sessions.values() if session.session_id in self._waiting)
+        behind = [session for session in waiting if session.session_id != busy_with]
         target = self._target(worker) if behind else None
         if target is not None:
             for session in behind:
@@ -396,15 +404,18 @@ class GrammarPool:
         self.workers[self.workers.index(worker)] = self._next_worker()
         self._given_up.append(worker)
         sessions, worker.sessions = list(worker.sessions.values()), {}
+        # Asked again: the row that a worker wrote before it died over a draft is there.
+        missing = {session.session_id for session in sessions if not self._is_ready(session)}
         busy_with = int(self.buffer.current[worker.index]) - 1
+        suspects = missing & {busy_with} if busy_with >= 0 else missing
         for session in sessions:
             session.drafts = []
-            session.takes_drafts &= session.session_id != busy_with or session.session_id in self._waiting
+            session.takes_drafts &= session.session_id != busy_with or session.session_id in missing
             worker.retired += [(-1, slot) for slot in (session.slot, *session.draft_slots)]
             session.worker, session.slot, session.num_held, session.draft_slots = None, -1, 0, []
             if session.error is not None or not session.is_wanted:
                 continue
-            session.attempts += session.session_id in self._waiting
+            session.attempts += session.session_id in suspects
             session.moved_at = time.monotonic()
             if session.attempts < MAX_ATTEMPTS:
                 self._ask(session)
