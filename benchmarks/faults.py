@@ -191,9 +191,10 @@ def _table(form: str, model: str, num_tokens: int, rounds: int) -> None:
 
 
 def start_ray() -> None:
-    """A Ray whose actors find the example backend."""
+    """A Ray whose actors find the example backend and are no nicer than the engine, as behind `manta serve`."""
     import ray
 
+    os.environ.setdefault("RAY_worker_niceness", "0")
     paths = os.pathsep.join([str(PLUGIN), str(PLUGIN.parents[1])])
     ray.init(num_cpus=4, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": paths}})
 

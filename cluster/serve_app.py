@@ -69,6 +69,8 @@ def start(config: ServeConfig) -> ModelInfo:
     if _joins_cluster():
         ray.init(log_to_driver=False, logging_level=logging.ERROR)
     else:
+        # Ray would start its workers at nice 15, behind whatever else runs on this machine, clients included.
+        os.environ.setdefault("RAY_worker_niceness", "0")
         ray.init(
             address="local",
             include_dashboard=False,
