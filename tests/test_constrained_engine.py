@@ -51,6 +51,7 @@ def llm() -> LLM:
 def make_llm(num_blocks: int = 512, **options: Any) -> LLM:
     folder = checkpoint("llama", dtype="float32")
     kv_cache_bytes = load_model_config(folder).kv_bytes_per_token("float32") * 16 * num_blocks
+    options.setdefault("constraints", {"compile_seconds": 60.0})  # for a machine that has much else to do
     return LLM(str(folder), kv_cache_bytes=kv_cache_bytes, **options)
 
 
