@@ -1,7 +1,8 @@
 """`manta bench speculative`: what drafts save, against the same engine without them.
 
     demo      the demo model with its draft, with n-grams, and with both in a chain, over its own tasks
-    h         n-grams in the large shape, on prompts that repeat 32 tokens 8 times (row h of PEERS-like comparisons)
+    h         n-grams in the large shape, on prompts that repeat 32 tokens 8 times
+    json      what the grammar forces, in the large shape, under a schema whose text is mostly fixed, T = 1
     coupling  drafts that the demo model would accept at T = 1: with the same noise, and by rejection sampling
 
 Engines without drafts, with adaptive and with fixed lengths take turns of a few seconds in one process, with the same
@@ -12,6 +13,7 @@ sequence gained a step, and the share of drafts that were accepted, by place beh
 from __future__ import annotations
 
 import argparse
+import json
 import pathlib
 import sys
 import time
@@ -23,14 +25,39 @@ from benchmarks.report import header, machine
 from benchmarks.structured import Table
 from benchmarks.workloads import PromptSource, Row
 from cluster.engine_stats import DraftCounts
-from cluster.llm import LLM, SamplingParams
+from cluster.llm import LLM, ConstraintSpec, SamplingParams
 
-PARTS = ("demo", "h", "coupling")
+PARTS = ("demo", "h", "json", "coupling")
 ROWS = (1, 4, 16, 32)
 DEMO = pathlib.Path(__file__).resolve().parents[1] / "configs" / "demo"
 DEMO_TASKS = ("order", "contact", "sorting", "question")
 PERIOD, REPEATS, OUTPUT = 32, 8, 256
 SHOWN_PLACES = 8
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "customer_identification_number": {"enum": ["A-1001", "B-2002", "C-3003"]},
+        "is_an_active_subscription": {"type": "boolean"},
+        "preferred_language_of_the_customer": {"enum": ["English", "German", "Greek"]},
+        "shipping_and_billing_information": {
+            "type": "object",
+            "properties": {
+                "delivery_window_in_working_days": {"enum": [1, 2, 5, 10]},
+                "requires_signature_on_delivery": {"type": "boolean"},
+            },
+            "required": ["delivery_window_in_working_days", "requires_signature_on_delivery"],
+            "additionalProperties": False,
+        },
+    },
+    "required": [
+        "customer_identification_number",
+        "is_an_active_subscription",
+        "preferred_language_of_the_customer",
+        "shipping_and_billing_information",
+    ],
+    "additionalProperties": False,
+}
 
 Requests = tuple[list[list[int]], list[SamplingParams]]
 
@@ -62,12 +89,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             make = _demo_requests(engines["plain"], options.temperature)
             for count in rows:
                 _compare(engines, f"demo, {name}", count, make, options.pairs, table)
-    if "h" in parts:
-        model = options.model or str(benchmark_checkpoint("qwen2.5-0.5b"))
-        engines = _engines(model, {"proposers": ["ngram"]}, 2**30)
-        make = _repetitive(PromptSource(min(150_000, engines["plain"].engine.vocab_size)))
-        for count in rows:
-            _compare(engines, "h", count, make, options.pairs, table)
+            del engines
+    for part, proposer, kind in (("h", "ngram", _repetitive), ("json", "forced", _mostly_fixed)):
+        if part in parts:
+            model = options.model or str(benchmark_checkpoint("qwen2.5-0.5b"))
+            engines = _engines(model, {"proposers": [proposer]}, 2**30)
+            make = kind(PromptSource(min(150_000, engines["plain"].engine.vocab_size)))
+            for count in rows:
+                _compare(engines, part, count, make, options.pairs, table)
+            del engines
     if "coupling" in parts:
         _coupling(table)
     return 0
@@ -100,6 +130,16 @@ def _repetitive(source: PromptSource) -> Callable[[int, int], Requests]:
     def make(count: int, turn: int) -> Requests:
         prompts = [period * REPEATS for period in source(count, PERIOD)]
         return prompts, [SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True)] * count
+
+    return make
+
+
+def _mostly_fixed(source: PromptSource) -> Callable[[int, int], Requests]:
+    spec = ConstraintSpec(kind="json_schema", text=json.dumps(SCHEMA), any_whitespace=False)
+
+    def make(count: int, turn: int) -> Requests:
+        params = [SamplingParams(max_tokens=OUTPUT, constraint=spec, seed=1000 * turn + i) for i in range(count)]
+        return source(count, 64), params
 
     return make
 

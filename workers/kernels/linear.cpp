@@ -1,6 +1,6 @@
 // Products of bfloat16 activations with weights packed once: y = x @ weight.T + bias, accumulated in float32.
-// Panels of 64 outputs, inside which pairs of inputs lie together ([in / 2][64][2]), suit AVX-512's dot products and AMX's
-// tiles alike: AMX takes over where there are rows enough to fill a tile. Called by cpu_linear.py.
+// Strips of 32 outputs, inside which pairs of inputs lie together ([in / 2][32][2]), suit AVX-512's dot products and
+// AMX's tiles alike: AMX takes over where there are rows enough to fill a tile. Called by cpu_linear.py.
 #include <cstdint>
 
 #if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
@@ -13,14 +13,20 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <vector>
 
 #include "simd.h"
 
-constexpr int PANEL = 64;     // outputs of a panel: four vectors of float32
+constexpr int STRIP = 32;     // outputs that lie together: two vectors of float32, or the columns of two tiles
+constexpr int PANEL = 64;     // outputs of two strips: the unit that threads share out
 constexpr int STEP = 32;      // inputs that one tile or one cache line of a row holds
 constexpr int MAX_ROWS = 6;   // rows of a block: 24 accumulators, 4 weights and a broadcast fill 32 registers
 constexpr int TILE_ROWS = 32; // rows of two tiles
 constexpr int64_t CACHE_BYTES = 640 * 1024;  // of panels that stay in the second-level cache while many rows pass
+constexpr int64_t BLOCK_BYTES = 1 << 20;  // of inputs that stay in the second-level cache while the weights pass
+constexpr int CHUNK_STEPS = 8;  // of a strip that stay in the first-level cache, 16 KiB, while a block of rows passes
+constexpr int AHEAD_STEPS = 24;  // from the weights in use to those that are fetched
+constexpr int BLOCK_TILES = 8;  // TILE_ROWS that repay the loading of a chunk
 constexpr int STREAMED_ROWS = 512;  // up to here a call waits for memory, not for arithmetic
 constexpr int64_t SERIAL_PRODUCTS = 32 * 1024;  // below, waking the other threads costs more than it saves
 constexpr int64_t HUGE_PAGE = 2 << 20;
@@ -80,7 +86,7 @@ static void rows_times_panel(const bf16* x, const bf16* panel, const bf16* bias,
     for (int k = 0; k < in_features; k += 2) {
         __m512bh weights[4];
         for (int c = 0; c < 4; c++) {
-            const int64_t offset = (int64_t)k * PANEL + c * STEP;
+            const int64_t offset = ((int64_t)(c / 2) * in_features + k) * STRIP + c % 2 * STRIP;
             weights[c] = (__m512bh)_mm512_loadu_si512(panel + offset);
             if (ahead) _mm_prefetch((const char*)(ahead + offset), _MM_HINT_T0);
         }
@@ -115,61 +121,73 @@ struct alignas(64) TileConfig {
     uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-constexpr int PANEL_STRIDE = PANEL * 4;  // bytes from one pair of inputs to the next, and from one row of sums
+constexpr int STRIP_STRIDE = STRIP * 4;  // bytes from one pair of inputs of a strip to the next
+constexpr int TILE = 256;  // sums of a tile
 
-// sum [32][64] of 32 rows of x, as two blocks of 2 x 2 tiles.
-static void tiles_times_panel(const bf16* x, const bf16* panel, int in_features, float* sum, const bf16* ahead) {
-    const int64_t x_stride = (int64_t)in_features * 2;
-    for (int half = 0; half < 2; half++) {
+// sums [ROW_TILES][2][16][16] of 16 * ROW_TILES rows of x and a part of a strip, added to what is there or not. `ahead`
+// is weights that will be used soon; of these, `lines` cache lines are fetched at each step.
+template <int ROW_TILES>
+static void tiles_times_strip(const bf16* x, int64_t in_features, const bf16* strip, int steps, float* sums, bool adds,
+                              const bf16* ahead, int lines) {
+    const int64_t stride = in_features * 2;
+    asm volatile("" ::: "memory");  // GCC's tile loads do not say that they read memory
+    if (adds) {
+        _tile_loadd(0, sums, 64);
+        _tile_loadd(1, sums + TILE, 64);
+        if (ROW_TILES == 2) {
+            _tile_loadd(2, sums + 2 * TILE, 64);
+            _tile_loadd(3, sums + 3 * TILE, 64);
+        }
+    } else {
         _tile_zero(0);
         _tile_zero(1);
         _tile_zero(2);
         _tile_zero(3);
-        for (int k = 0; k < in_features; k += STEP) {
-            const bf16* weights = panel + (int64_t)k * PANEL + half * 2 * STEP;
-            _tile_loadd(4, x + k, x_stride);
-            _tile_loadd(6, weights, PANEL_STRIDE);
-            _tile_loadd(7, weights + STEP, PANEL_STRIDE);
-            _tile_dpbf16ps(0, 4, 6);
-            if (ahead) {
-                const bf16* from = ahead + (int64_t)k * PANEL + half * 32 * STEP;
-                for (int line = 0; line < 32; line++) _mm_prefetch((const char*)(from + line * STEP), _MM_HINT_T1);
-            }
-            _tile_loadd(5, x + 16 * (int64_t)in_features + k, x_stride);
-            _tile_dpbf16ps(1, 4, 7);
+    }
+    for (int step = 0; step < steps; step++, x += STEP, strip += STEP * STRIP) {
+        _tile_loadd(6, strip, STRIP_STRIDE);
+        _tile_loadd(4, x, stride);
+        _tile_loadd(7, strip + 32, STRIP_STRIDE);
+        _tile_dpbf16ps(0, 4, 6);
+        for (int line = 0; line < lines; line++, ahead += STRIP) _mm_prefetch((const char*)ahead, _MM_HINT_T1);
+        _tile_dpbf16ps(1, 4, 7);
+        if (ROW_TILES == 2) {
+            _tile_loadd(5, x + 16 * in_features, stride);
             _tile_dpbf16ps(2, 5, 6);
             _tile_dpbf16ps(3, 5, 7);
         }
-        float* to = sum + half * STEP;
-        _tile_stored(0, to, PANEL_STRIDE);
-        _tile_stored(1, to + 16, PANEL_STRIDE);
-        _tile_stored(2, to + 16 * PANEL, PANEL_STRIDE);
-        _tile_stored(3, to + 16 * PANEL + 16, PANEL_STRIDE);
+    }
+    _tile_stored(0, sums, 64);
+    _tile_stored(1, sums + TILE, 64);
+    if (ROW_TILES == 2) {
+        _tile_stored(2, sums + 2 * TILE, 64);
+        _tile_stored(3, sums + 3 * TILE, 64);
     }
 }
 
-// sum [16][64] of 16 rows of x, as 1 x 4 tiles.
-static void tile_times_panel(const bf16* x, const bf16* panel, int in_features, float* sum) {
+// sums [4][16][16] of 16 rows of x and both strips of a panel.
+static void tile_times_panel(const bf16* x, int64_t in_features, const bf16* panel, float* sums) {
+    const bf16* const second = panel + in_features * STRIP;
+    asm volatile("" ::: "memory");
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
-    for (int k = 0; k < in_features; k += STEP) {
-        const bf16* weights = panel + (int64_t)k * PANEL;
-        _tile_loadd(4, x + k, (int64_t)in_features * 2);
-        _tile_loadd(6, weights, PANEL_STRIDE);
+    for (int64_t k = 0; k < in_features; k += STEP) {
+        _tile_loadd(4, x + k, in_features * 2);
+        _tile_loadd(6, panel + k * STRIP, STRIP_STRIDE);
         _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, weights + STEP, PANEL_STRIDE);
+        _tile_loadd(7, panel + k * STRIP + 32, STRIP_STRIDE);
         _tile_dpbf16ps(1, 4, 7);
-        _tile_loadd(5, weights + 2 * STEP, PANEL_STRIDE);
+        _tile_loadd(5, second + k * STRIP, STRIP_STRIDE);
         _tile_dpbf16ps(2, 4, 5);
-        _tile_loadd(6, weights + 3 * STEP, PANEL_STRIDE);
+        _tile_loadd(6, second + k * STRIP + 32, STRIP_STRIDE);
         _tile_dpbf16ps(3, 4, 6);
     }
-    _tile_stored(0, sum, PANEL_STRIDE);
-    _tile_stored(1, sum + 16, PANEL_STRIDE);
-    _tile_stored(2, sum + 32, PANEL_STRIDE);
-    _tile_stored(3, sum + 48, PANEL_STRIDE);
+    _tile_stored(0, sums, 64);
+    _tile_stored(1, sums + TILE, 64);
+    _tile_stored(2, sums + 2 * TILE, 64);
+    _tile_stored(3, sums + 3 * TILE, 64);
 }
 
 // Linux hands out the tiles' register space on request only.
@@ -216,34 +234,97 @@ struct Product {
     }
 
 #if defined(__AMX_BF16__)
+    // Of 16 rows at most, which wait for memory only.
+    void by_row_of_tiles(int first, int last) const {
+        const TileConfig config;
+        _tile_loadconfig(&config);
+        alignas(64) float sums[4 * TILE];
+        bf16* const padded = padded_rows();
+        for (int p = first; p < last; p++) {
+            tile_times_panel(padded ? padded : x, in_features, panel(p), sums);
+            write(sums, 0, num_rows, 2 * p);
+            write(sums + 2 * TILE, 0, num_rows, 2 * p + 1);
+        }
+        free(padded);
+        _tile_release();
+    }
+
+    // Inputs of a block of rows stay in the second-level cache while all strips pass, and of each strip a chunk stays in
+    // the first-level cache while the block's rows pass; the weights that come next are fetched meanwhile. A step of
+    // 2 x 2 tiles then takes 2 KiB from the second-level cache instead of 4. Where a row is so long that the block would
+    // have few rows, its inputs pass in parts, and sums wait in memory from part to part.
     void by_tiles(int first, int last) const {
         const TileConfig config;
         _tile_loadconfig(&config);
-        alignas(64) float sum[TILE_ROWS * PANEL];
-        const int rest = num_rows % TILE_ROWS, step = group();
-        bf16* padded = nullptr;  // the last rows, filled up to whole tiles
-        if (rest != 0 && rest != 16) {
-            const int rows = rest > 16 ? TILE_ROWS : 16;
-            padded = static_cast<bf16*>(calloc((int64_t)rows * in_features, sizeof(bf16)));
-            memcpy(padded, input(num_rows - rest), (int64_t)rest * in_features * sizeof(bf16));
-        }
-        for (int start = first; start < last; start += step)
-            for (int row = 0; row < num_rows; row += TILE_ROWS)
-                for (int p = start; p < std::min(start + step, last); p++) {
-                    const int rows = std::min(TILE_ROWS, num_rows - row);
-                    const bf16* from = rows < TILE_ROWS && padded ? padded : input(row);
-                    const bool fetch = step == 1 && row > 0 && row + TILE_ROWS >= num_rows && p + 1 < last;
-                    if (rows > 16)
-                        tiles_times_panel(from, panel(p), in_features, sum, fetch ? panel(p + 1) : nullptr);
-                    else
-                        tile_times_panel(from, panel(p), in_features, sum);
-                    for (int r = 0; r < rows; r++)
-                        for (int c = 0; c < PANEL; c += 16)
-                            store(output(row + r, p) + c, _mm512_load_ps(sum + r * PANEL + c),
-                                  bias ? panel_bias(p) + c : nullptr, columns(p) - c);
+        const int steps = in_features / STEP, tiles = (num_rows + TILE_ROWS - 1) / TILE_ROWS;  // of TILE_ROWS rows
+        const int64_t step_bytes = TILE_ROWS * STEP * sizeof(bf16);
+        const int parts = 1 + std::min(tiles, BLOCK_TILES) * steps * step_bytes / (BLOCK_BYTES + 1);
+        const int part_steps = (steps + parts - 1) / parts;
+        const int blocks = 1 + (tiles - 1) / std::max<int64_t>(1, BLOCK_BYTES / (part_steps * step_bytes));
+        const int chunk_steps = tiles > 2 ? CHUNK_STEPS : part_steps;
+        const int64_t strip_sums = (1 + (tiles - 1) / blocks) * 4 * TILE;
+        float* const sums = sums_of_thread(strip_sums * (parts > 1 ? 2 * (last - first) : 1));
+        bf16* const padded = padded_rows();
+        for (int block = 0; block < blocks; block++)
+            for (int part = 0; part < steps; part += part_steps)
+                for (int strip = 2 * first; strip < 2 * last; strip++) {
+                    float* at = sums + (parts > 1 ? (strip - 2 * first) * strip_sums : 0);
+                    const int part_end = std::min(steps, part + part_steps);
+                    for (int step = part; step < part_end; step += chunk_steps) {
+                        const int later = step + AHEAD_STEPS;
+                        const bf16* ahead =
+                            later < part_end ? chunk(strip, later) : chunk(strip + 1, part + later - part_end);
+                        rows_times_chunk(tiles * block / blocks, tiles * (block + 1) / blocks, strip, step,
+                                         std::min(part_end, step + chunk_steps), padded, at, ahead);
+                    }
                 }
         free(padded);
         _tile_release();
+    }
+
+    // Of steps [first_step, end_step) of a strip and rows [first_tile, end_tile) * TILE_ROWS; writes the sums to y when
+    // the last step is done.
+    void rows_times_chunk(int first_tile, int end_tile, int strip, int first_step, int end_step, const bf16* padded,
+                          float* sums, const bf16* ahead) const {
+        const int steps = end_step - first_step;
+        const int lines = 1 + (STEP - 1) / (end_tile - first_tile);
+        for (int tile = first_tile; tile < end_tile; tile++, sums += 4 * TILE) {
+            const int row = tile * TILE_ROWS, rows = std::min(TILE_ROWS, num_rows - row);
+            const bf16* inputs = (rows < TILE_ROWS && padded ? padded : input(row)) + first_step * STEP;
+            const auto multiply = rows > 16 ? tiles_times_strip<2> : tiles_times_strip<1>;
+            multiply(inputs, in_features, chunk(strip, first_step), steps, sums, first_step > 0, ahead, lines);
+            ahead += (int64_t)steps * lines * STRIP;
+            if (end_step * STEP == in_features) write(sums, row, rows, strip);
+        }
+    }
+
+    const bf16* chunk(int strip, int step) const {
+        return packed + ((int64_t)strip * in_features + step * STEP) * STRIP;
+    }
+
+    // The last rows, filled up to whole tiles; null where they are whole.
+    bf16* padded_rows() const {
+        const int rest = num_rows % TILE_ROWS;
+        if (rest == 0 || rest == 16) return nullptr;
+        const int64_t row_bytes = in_features * sizeof(bf16);
+        bf16* padded = static_cast<bf16*>(calloc(rest > 16 ? TILE_ROWS : 16, row_bytes));
+        memcpy(padded, input(num_rows - rest), rest * row_bytes);
+        return padded;
+    }
+
+    static float* sums_of_thread(int64_t count) {
+        static thread_local std::vector<float> sums;
+        if ((int64_t)sums.size() < count + 16) sums.resize(count + 16);
+        return reinterpret_cast<float*>(((uintptr_t)sums.data() + 63) / 64 * 64);
+    }
+
+    void write(const float* sums, int row, int rows, int strip) const {
+        const int column = strip * STRIP;
+        for (int r = 0; r < rows; r++)
+            for (int c = 0; c < 2; c++)
+                store(y + (int64_t)(row + r) * out_features + column + c * 16,
+                      _mm512_load_ps(sums + (r / 16 * 2 + c) * TILE + r % 16 * 16),
+                      bias ? bias + column + c * 16 : nullptr, out_features - column - c * 16);
     }
 #endif
 };
@@ -269,8 +350,9 @@ extern "C" void manta_pack_linear(const bf16* weight, bf16* packed, int out_feat
                                                   : _mm512_setzero_si512();
                 }
                 transpose(pairs);
-                bf16* to = packed + p * panel_size(in_features) + (int64_t)k * PANEL + n * 2;
-                for (int i = 0; i < 16; i++) _mm512_storeu_si512(to + i * PANEL * 2, pairs[i]);
+                bf16* to = packed + p * panel_size(in_features) + ((int64_t)(n / STRIP) * in_features + k) * STRIP;
+                to += n % STRIP * 2;
+                for (int i = 0; i < 16; i++) _mm512_storeu_si512(to + i * STRIP * 2, pairs[i]);
             }
 }
 
@@ -285,8 +367,10 @@ extern "C" void manta_linear(const bf16* x, const bf16* packed, const bf16* bias
         const int threads = omp_get_num_threads(), thread = omp_get_thread_num();
         const int first = panels * thread / threads, last = panels * (thread + 1) / threads;
 #if defined(__AMX_BF16__)
-        if (has_tiles && num_rows > MAX_ROWS)
+        if (has_tiles && num_rows > 16)
             product.by_tiles(first, last);
+        else if (has_tiles && num_rows > MAX_ROWS)
+            product.by_row_of_tiles(first, last);
         else
 #endif
             product.by_rows(first, last);
