@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import queue
 import threading
@@ -56,6 +57,7 @@ class EngineReplica:
             self.engine.warm_up()
         except RequestRefused as error:  # a model without a tokenizer.json serves everything else
             logger.warning("%s", error)
+        gc.freeze()  # what stays for life need not be looked through again, while a step waits
 
     # ---- the asyncio face ----------------------------------------------------------------------------------------
 

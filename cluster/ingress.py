@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import hmac
 import json
 import logging
@@ -75,6 +76,7 @@ class Ingress:
             "/metrics": {"GET": self._render_metrics},
             "/openapi.json": {"GET": self._openapi},
         }
+        gc.freeze()  # what stays for life need not be looked through again, while streams wait
 
     def __serve_build_asgi_app__(self) -> Any:
         async def app(scope: Scope, receive: Receive, send: Send) -> None:  # uvicorn takes a bound method for ASGI 2

@@ -22,7 +22,10 @@ from structured.vocabulary import Vocabulary
 if TYPE_CHECKING:
     from structured.backends.choose import Backends
 
-START_NICENESS = 10
+NICENESS = 10
+"""Of a process that starts with its engine, which hardly anything runs beside yet."""
+REPLACEMENT_NICENESS = 15
+"""Of one that takes the place of a killed one, amid everybody's steps: loading backends is a second of work."""
 GRACE_SECONDS = 5
 """After the budget the parent kills; a parent that cannot, because it is gone, has this process end itself."""
 
@@ -40,7 +43,7 @@ class Answer(msgspec.Struct, array_like=True):
 
 
 def main() -> None:
-    os.nice(START_NICENESS)
+    os.nice(int(sys.argv[1]))
     source = os.fdopen(os.dup(0), "rb")
     sink = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a library prints must not get between the frames

@@ -19,7 +19,7 @@ from concurrent.futures import Future
 
 import msgspec
 
-from structured.compile_process import Answer, Setup
+from structured.compile_process import NICENESS, REPLACEMENT_NICENESS, Answer, Setup
 from structured.constraint import ConstraintError, ConstraintLimits, ConstraintSpec, Resolved, check_size
 from structured.frames import read_frame, write_frame
 from structured.vocabulary import Vocabulary
@@ -40,11 +40,11 @@ START_SECONDS = 120.0
 class _Process:
     """One compile process; used by one thread."""
 
-    def __init__(self, vocabulary: Vocabulary, limits: ConstraintLimits) -> None:
+    def __init__(self, vocabulary: Vocabulary, limits: ConstraintLimits, niceness: int) -> None:
         self._limits = limits
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "structured.compile_process"],
+            [sys.executable, "-m", "structured.compile_process", str(niceness)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
@@ -89,7 +89,7 @@ class _Process:
         return self._decoder.decode(answer)
 
     def _set_policy(self, policy: int) -> None:
-        """The process is nice to degree 10 beside, a tenth of a step's share."""
+        """The process is nice beside, and takes a tenth of a step's share at most."""
         with contextlib.suppress(OSError):  # gone, or not allowed to: then it stays as it is
             os.sched_setscheduler(self.pid, policy, os.sched_param(0))
 
@@ -153,10 +153,12 @@ class Compiler:
 
     def _serve(self) -> None:
         process: _Process | None = None
+        niceness = NICENESS
         while True:
             try:
                 if process is None or not process.is_alive:
-                    process = _Process(self._vocabulary, self._limits)
+                    process = _Process(self._vocabulary, self._limits, niceness)
+                    niceness = REPLACEMENT_NICENESS
             except (RuntimeError, OSError):
                 logger.exception("the grammar compiler does not start")
                 process = None

@@ -9,7 +9,9 @@ from workers.kernels import cpu_linear
 from workers.layers import make_cpu_linear
 
 
-@pytest.mark.parametrize(("out_features", "in_features"), [(64, 64), (200, 96), (1152, 896), (50, 2048), (70, 4864), (33, 40)])
+@pytest.mark.parametrize(
+    ("out_features", "in_features"), [(64, 64), (200, 96), (1152, 896), (50, 2048), (70, 4864), (33, 40)]
+)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_products_of_any_number_of_rows(out_features: int, in_features: int, bias: bool, dtype: torch.dtype) -> None:

@@ -19,8 +19,9 @@ from workers.model_config import ModelConfig
 _FIRST_POSITIONS = 4096
 """Rows of the rotary table made at first; it grows when a longer context comes, so a 1 M-token model costs nothing."""
 _MLP_ROWS = 512
-"""The widest activations are made for this many rows at a time: the C library gives buffers over 32 MiB back at once, and
-each layer would wait for the system to zero new pages (0.4 s of a step of 2,048 tokens in Qwen2.5-0.5B's shape).
+"""The widest activations are made for this many rows at a time: the C library gives buffers over 32 MiB back at once,
+and the system zeroes new pages for the next ones (with Qwen2.5-0.5B's gate and up projections, 2,048 rows took 29 ms at
+once and 17 without new pages).
 """
 
 
