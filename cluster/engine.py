@@ -55,6 +55,7 @@ class Engine:
         self.masks = MaskClient(config, self.model, self.scheduler)
         self.processors = LogitsProcessorRegistry(config.logits_processors)
         self.alive = True
+        self._id = secrets.token_hex(8)
         self._next_sequence_id = 0
         self._num_steps = 0
         self._last_progress = time.monotonic()
@@ -238,6 +239,7 @@ class Engine:
     def stats(self) -> EngineStats:
         scheduler = self.scheduler
         return EngineStats(
+            engine_id=self._id,
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             kv_usage=scheduler.kv_usage,

@@ -23,6 +23,8 @@ class DraftCounts(msgspec.Struct, array_like=True):
 class EngineStats(msgspec.Struct, array_like=True):
     """A snapshot for `/metrics` and `/health`. Counters only grow; gauges describe this moment."""
 
+    engine_id: str
+    """Another one after a restart, when every counter begins at 0 again."""
     num_running: int
     num_waiting: int
     kv_usage: float

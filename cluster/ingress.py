@@ -300,17 +300,27 @@ class Ingress:
         text = self._tokenizer.decode(request.tokens, skip_special_tokens=request.skip_special_tokens)
         await exchange.send_json(protocol.encode(protocol.DetokenizeResponse(text)))
 
-    async def _stats(self) -> EngineStats:
+    async def _stats(self) -> list[EngineStats]:
+        """Of every engine replica that answers. Raises `ApiError` 503 where none does."""
+        answers = self._engine.broadcast("stats")
         try:
-            return await asyncio.wait_for(_awaitable(self._engine.stats.remote()), HEALTH_TIMEOUT_S)
+            found = await answers.results_async(timeout_s=HEALTH_TIMEOUT_S, return_exceptions=True)
         except Exception as error:
-            raise ApiError(503, f"the engine does not answer: {type(error).__name__}") from error
+            found = [error]
+        stats = [each for each in found if isinstance(each, EngineStats)]
+        if not stats:
+            reasons = sorted({type(error).__name__ for error in found})
+            raise ApiError(503, f"no engine answers: {', '.join(reasons) or 'there is none'}")
+        return stats
 
     async def _health(self, exchange: Exchange) -> None:
-        stats = await self._stats()
+        """Healthy while one engine is: Serve replaces those that say that they are not."""
         bound = self._config.health_bound_s
-        if not stats.alive or stats.seconds_since_step > bound:
-            raise ApiError(503, f"no step completed for {stats.seconds_since_step:.0f} s; the bound is {bound:.0f} s")
+        waits = [stats.seconds_since_step for stats in await self._stats() if stats.alive]
+        if not waits:
+            raise ApiError(503, "every engine has failed, and is being replaced")
+        if min(waits) > bound:
+            raise ApiError(503, f"no step completed for {min(waits):.0f} s; the bound is {bound:.0f} s")
         await exchange.send_json(b'{"status":"ok"}')
 
     async def _render_metrics(self, exchange: Exchange) -> None:
@@ -463,10 +473,6 @@ def served_model_name(config: ServeConfig) -> str:
 def _header_value(names: list[str]) -> bytes:
     """A list as a header may carry it: ASCII, without line breaks."""
     return ", ".join(name.encode("ascii", "backslashreplace").decode() for name in names).replace("\n", " ").encode()
-
-
-async def _awaitable(response: Any) -> Any:
-    return await response
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:

@@ -8,6 +8,7 @@ asked for. A request is one prompt with all its choices, a sequence is one choic
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
@@ -48,13 +49,11 @@ class Metrics:
                 ("sequences", "Choices of requests that ended, by reason."),
             )
         )
-        self._engine = {
-            "num_running": labelled(Gauge, "num_requests_running", "Sequences in the running batch."),
-            "num_waiting": labelled(
-                Gauge, "num_requests_waiting", "Requests waiting for it, and choices that were preempted."
-            ),
-            "kv_usage": labelled(Gauge, "kv_cache_usage_perc", "Share of KV blocks in use; 1 is all."),
-        }
+        self._num_running = labelled(Gauge, "num_requests_running", "Sequences in the running batch.")
+        self._num_waiting = labelled(
+            Gauge, "num_requests_waiting", "Requests waiting for it, and choices that were preempted."
+        )
+        self._kv_usage = labelled(Gauge, "kv_cache_usage_perc", "Share of KV blocks in use; 1 is all.")
         self._engine_totals = {
             "prefix_cache_queries": labelled(Counter, "prefix_cache_queries", "Prompt tokens looked up."),
             "prefix_cache_hits": labelled(Counter, "prefix_cache_hits", "Prompt tokens found in the prefix cache."),
@@ -65,7 +64,7 @@ class Metrics:
                 Counter, "grammar_workers_replaced", "Grammar workers that died or hung."
             ),
         }
-        self._seen: dict[str, int] = {}
+        self._seen: dict[tuple[str, str], int] = {}
         self._drafts = {
             kind: Counter(
                 f"manta:spec_decode_num_{kind}_tokens",
@@ -82,24 +81,26 @@ class Metrics:
     def sequence_ended(self, reason: FinishStatus) -> None:
         self._sequences.labels(self._model, reason.value).inc()
 
-    def render(self, stats: EngineStats) -> bytes:
-        """The text format of Prometheus."""
-        for name, gauge in self._engine.items():
-            gauge.set(getattr(stats, name))
-        for name, counter in self._engine_totals.items():
-            self._raise(counter, name, getattr(stats, name))
-        for kind, counts in (("draft", stats.drafts.drafted), ("accepted", stats.drafts.accepted)):
-            for proposer, places in counts.items():
-                for place, total in enumerate(places):
-                    counter = self._drafts[kind].labels(self._model, proposer, place)
-                    self._raise(counter, f"{kind} {proposer} {place}", total)
+    def render(self, engines: Sequence[EngineStats]) -> bytes:
+        """The text format of Prometheus; what engines count is added up."""
+        num_blocks = sum(stats.num_blocks for stats in engines)
+        self._num_running.set(sum(stats.num_running for stats in engines))
+        self._num_waiting.set(sum(stats.num_waiting for stats in engines))
+        self._kv_usage.set(sum(stats.kv_usage * stats.num_blocks for stats in engines) / max(1, num_blocks))
+        for stats in engines:
+            for name, counter in self._engine_totals.items():
+                self._raise(stats.engine_id, counter, name, getattr(stats, name))
+            for kind, counts in (("draft", stats.drafts.drafted), ("accepted", stats.drafts.accepted)):
+                for proposer, places in counts.items():
+                    for place, total in enumerate(places):
+                        counter = self._drafts[kind].labels(self._model, proposer, place)
+                        self._raise(stats.engine_id, counter, f"{kind} {proposer} {place}", total)
         return generate_latest(self.registry)
 
-    def _raise(self, counter: Counter, name: str, total: int) -> None:
-        """A restarted engine counts from zero again; a counter must not fall."""
-        seen = self._seen.get(name, 0)
-        counter.inc(total - seen if total >= seen else total)
-        self._seen[name] = total
+    def _raise(self, engine_id: str, counter: Counter, name: str, total: int) -> None:
+        """By what an engine counted since it was asked last: one that restarts has another id and begins at 0."""
+        counter.inc(total - self._seen.get((engine_id, name), 0))
+        self._seen[engine_id, name] = total
 
 
 class RequestMetrics:

@@ -28,6 +28,14 @@ hypothesis.settings.load_profile("prove" if PROVE else "fast")
 
 
 @pytest.fixture(scope="module")
+def cheap_groups() -> Iterator[None]:
+    """Small groups of sequences read their shared prefix once too, which does not pay outside of tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("workers.shared_prefixes.MEMBER_COST_KEYS", 16)
+        yield
+
+
+@pytest.fixture(scope="module")
 def plugin() -> Iterator[None]:
     """What is in `PLUGIN` is found by its entry points."""
     sys.path.append(str(PLUGIN))

@@ -22,6 +22,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 from workers.attention import AttentionMetadata, allocate_kv, copy_blocks
 from workers.kernels import build, cpu, reference
 
+pytestmark = pytest.mark.usefixtures("cheap_groups")
+
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 VARIANTS = {"native": None, "no-amx": ["-DMANTA_NO_AMX"], "avx2": ["-march=haswell"], "sse": ["-march=x86-64"]}

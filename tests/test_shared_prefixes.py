@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import hypothesis.strategies as st
 import numpy as np
+import pytest
 from hypothesis import given
 
 from workers.attention import AttentionMetadata
@@ -17,6 +18,8 @@ from workers.shared_prefixes import (
     find_shared_prefixes,
     saving,
 )
+
+pytestmark = pytest.mark.usefixtures("cheap_groups")
 
 
 def groups_of(found: SharedPrefixes | None) -> list[tuple[list[int], int]]:

@@ -142,7 +142,7 @@ def test_drafts_are_counted_by_proposer_and_position() -> None:
     stats.drafts = counts
     metrics = Metrics("m")
     for _ in range(2):
-        text = metrics.render(stats).decode()
+        text = metrics.render([stats]).decode()
     for line in (
         'manta:spec_decode_num_draft_tokens_total{model_name="m",position="1",proposer="ngram"} 2.0',
         'manta:spec_decode_num_accepted_tokens_total{model_name="m",position="1",proposer="ngram"} 1.0',

@@ -15,8 +15,10 @@ PREFIX_MULTIPLE = 64
 """Keys: the kernels' block, so that a sequence's own keys begin where one of its blocks would (`KEY_BLOCK`)."""
 MAX_QUERY_LEN = 8
 """Tokens of a member's query; longer ones have rows enough to repay the packing of a key (`SHORT_QUERY`)."""
-MEMBER_COST_KEYS = 16
-"""What joining a group costs a member (its state is written and read once), in keys that it might have packed."""
+MEMBER_COST_KEYS = 116
+"""What joining a group costs a member (its state is written and read once), in keys that it might have packed. Groups of
+4 and 8 over 128 keys, which lose, are not made; 16 over 128 and 2 over 512 gain (`manta bench prefix-attention`).
+"""
 
 
 @dataclasses.dataclass(slots=True)

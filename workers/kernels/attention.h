@@ -473,16 +473,18 @@ void attend_all(const Attention<T>& call) {
     plan.make(call, AttentionWorker<T, E>::width_of(call.head_dim), omp_get_max_threads());
     float* results = reinterpret_cast<float*>(result_memory.reserve(plan.floats * sizeof(float)));
     const int num_units = int(plan.units.size());
-    int next_unit = 0;
+    int num_taken = 0;
 #pragma omp parallel if (plan.cost > PARALLEL_COST && num_units > 1)
     {
         static thread_local Scratch scratch;
         static thread_local Scratch member_scratch;
         AttentionWorker<T, E> worker(call, plan, results);
         worker.begin();
-        int i = __atomic_fetch_add(&next_unit, 1, __ATOMIC_RELAXED);
+        // Each thread has a first unit; were it taken like the rest, the first thread to come would take the second too
+        const int threads = omp_get_num_threads();
+        int i = omp_get_thread_num();
         while (i < num_units) {
-            const int upcoming = __atomic_fetch_add(&next_unit, 1, __ATOMIC_RELAXED);
+            const int upcoming = threads + __atomic_fetch_add(&num_taken, 1, __ATOMIC_RELAXED);
             worker.run(plan.units[i], upcoming < num_units ? &plan.units[upcoming] : nullptr, scratch, member_scratch);
             i = upcoming;
         }

@@ -1,0 +1,60 @@
+"""Two engines behind one ingress: metrics and health are of both."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from cluster.metrics import Metrics
+from tests.server import Server
+from tests.test_engine import make_engine
+
+PROMPT = list(range(5, 25))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    server = Server("num_engine_replicas=2", "engine.num_threads=1")
+    yield server
+    server.stop()
+
+
+def test_what_two_engines_counted_is_added_up(server: Server) -> None:
+    body = {"model": server.model, "prompt": PROMPT, "max_tokens": 40, "ignore_eos": True, "temperature": 0}
+    with concurrent.futures.ThreadPoolExecutor(8) as clients:
+        answers = list(clients.map(lambda _: server.post("/v1/completions", body), range(24)))
+    assert {status for status, _, _ in answers} == {200}
+    assert len({answer["choices"][0]["text"] for _, _, answer in answers}) == 1
+    for _ in range(3):  # whoever is asked, nothing is counted twice
+        metrics = server.metrics()
+        assert metrics["manta:prefix_cache_queries_total"] == 24 * len(PROMPT)
+        assert metrics["manta:num_requests_running"] == 0
+        assert metrics["manta:kv_cache_usage_perc"] == 0
+    assert server.get("/health") == '{"status":"ok"}'
+
+
+def test_a_counter_does_not_fall_where_an_engine_restarts() -> None:
+    one, other = make_engine("llama").stats(), make_engine("llama").stats()
+    assert one.engine_id != other.engine_id
+    metrics = Metrics("m")
+
+    def hits(*queries: tuple[str, int]) -> float:
+        engines = [
+            msgspec.structs.replace(one, engine_id=name, prefix_cache_hits=count, kv_usage=count / 100, num_running=2)
+            for name, count in queries
+        ]
+        text = metrics.render(engines).decode()
+        assert f'manta:num_requests_running{{model_name="m"}} {2.0 * len(queries)}' in text
+        mean = sum(count for _, count in queries) / len(queries) / 100
+        assert f'manta:kv_cache_usage_perc{{model_name="m"}} {mean}' in text
+        return next(
+            float(line.split()[-1]) for line in text.splitlines() if line.startswith("manta:prefix_cache_hits_total")
+        )
+
+    assert hits(("a", 50), ("b", 25)) == 75
+    assert hits(("a", 50), ("b", 25)) == 75
+    assert hits(("a", 75), ("c", 25)) == 125
+    assert hits(("c", 50)) == 150
