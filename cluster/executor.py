@@ -57,7 +57,7 @@ class InProcessExecutor:
 def _make_worker(
     config: WorkerConfig, speculative: SpeculativeConfig | None, tokenizer: str | None
 ) -> Worker | SpeculativeWorker:
-    """Every worker verifies drafts; one that proposes some is made where there is somebody to propose."""
-    if speculative is None or not speculative.rank_proposers:
+    """Every worker verifies drafts; one that proposes some or measures what they cost is made where that is wanted."""
+    if speculative is None or not (speculative.rank_proposers or speculative.adaptive):
         return Worker(config)
     return SpeculativeWorker(config, speculative, tokenizer)

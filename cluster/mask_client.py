@@ -9,19 +9,20 @@ thread, the rest is the engine's.
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 import weakref
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 
+import numpy as np
+
 from cluster.config import EngineConfig
 from cluster.kv_blocks import IntegrityError
 from cluster.request import FinishStatus, RequestRefused, SequenceOutput
 from cluster.scheduler import Scheduler
 from cluster.sequence import Sequence
-from specdecode.lengths import Acceptance
+from specdecode.lengths import Acceptance, Load, StepCost, choose_lengths
 from structured.compiler import Compiler
 from structured.constraint import ConstraintError, ConstraintSpec, Resolved
 from structured.grammar_worker import SessionStart
@@ -34,11 +35,8 @@ from workers.step import StepInput
 PATIENCE = 0.25
 """Where every row is constrained, those that are ready wait this share of a step for the others."""
 
-WORTHWHILE = 0.5
-"""Chance of being accepted down to which forced tokens are proposed; a grammar may leave their spelling open."""
-
 PROBE_INTERVAL = 16
-"""Steps between two tries of a forced token where none seems worthwhile."""
+"""Steps between two tries of a forced token where none pays for itself."""
 
 IDLE_WAIT_S = 0.01
 """Where every row is late, the engine looks again after this long."""
@@ -67,7 +65,9 @@ class MaskClient:
         self._tried: list[tuple[Sequence, int, list[int]]] = []
         """Sequences with forced drafts in this step: their length before it, and the drafts."""
         self._acceptance: dict[int, Acceptance] = {}
-        """Of forced drafts, by sequence."""
+        """Of forced drafts, by sequence; a grammar may leave their spelling open."""
+        self.step_cost = StepCost(model.step_costs) if model.step_costs else None
+        """What lengths of forced drafts are weighed against; None where they are not."""
         self._num_withheld: dict[int, int] = {}
         self._failed: dict[int, str] = {}
         self._step_started = 0.0
@@ -180,6 +180,7 @@ class MaskClient:
         assert speculative is not None
         before = speculative.proposers[: speculative.proposers.index("forced")]
         forced, self._forced = self._forced, {}
+        proposals: list[tuple[Sequence, list[int]]] = []
         for sequence in self._scheduler.running:
             sequence_id = sequence.sequence_id
             if sequence.waits_for_mask or sequence_id not in pool:
@@ -188,23 +189,29 @@ class MaskClient:
                 continue
             tokens = pool.forced(sequence_id, _output(sequence)) or forced.get(sequence_id)
             if tokens:
-                limit = self._worthwhile(sequence_id) if speculative.adaptive else len(tokens)
-                if limit:
-                    sequence.draft_token_ids = tokens[: min(limit, speculative.max_draft_tokens)]
-                    sequence.draft_proposer = "forced"
+                proposals.append((sequence, tokens[: speculative.max_draft_tokens]))
+        for (sequence, tokens), length in zip(proposals, self._lengths(proposals), strict=True):
+            if length:
+                sequence.draft_token_ids = tokens[:length]
+                sequence.draft_proposer = "forced"
 
-    def _worthwhile(self, sequence_id: int) -> int:
-        """Forced tokens that are rather accepted than not, as the sequence has shown it so far."""
-        acceptance = self._acceptance.get(sequence_id)
-        mean = 1.0 if acceptance is None else acceptance.mean
-        if mean >= 1.0:
-            return MAX_FORCED
-        length = int(math.log(WORTHWHILE) / math.log(mean)) if mean > 0 else 0
-        if length == 0:
-            withheld = self._num_withheld.get(sequence_id, 0) + 1
-            self._num_withheld[sequence_id] = withheld
-            return int(withheld % PROBE_INTERVAL == 0)
-        return length
+    def _lengths(self, proposals: list[tuple[Sequence, list[int]]]) -> list[int]:
+        """As many of the tokens as pay for themselves, by what became of each sequence's and what a step costs."""
+        limits = [len(tokens) for _, tokens in proposals]
+        if self.step_cost is None or not proposals:
+            return limits
+        records = [self._acceptance.get(sequence.sequence_id) for sequence, _ in proposals]
+        acceptance = np.array([1.0 if record is None else record.mean for record in records])
+        drafted = [s.draft_token_ids for s in self._scheduler.running if not s.waits_for_mask and s.draft_token_ids]
+        num_rows = sum(not sequence.waits_for_mask for sequence in self._scheduler.running)
+        load = Load(num_rows + sum(map(len, drafted)), num_rows)
+        lengths = choose_lengths(acceptance, np.array(limits), load, self.step_cost).tolist()
+        for index, (sequence, _) in enumerate(proposals):
+            if not lengths[index]:
+                withheld = self._num_withheld.get(sequence.sequence_id, 0) + 1
+                self._num_withheld[sequence.sequence_id] = withheld
+                lengths[index] = int(withheld % PROBE_INTERVAL == 0)
+        return lengths
 
     def _learn(self) -> None:
         """From what became of the step's forced drafts; those behind the last new token were not judged."""

@@ -85,6 +85,7 @@ class StepCost:
 
     def __init__(self, table: Sequence[tuple[int, float]]) -> None:
         """`table` holds (tokens, seconds), tokens ascending; beyond its end cost grows as between the last two."""
+        self.table = tuple(table)
         self._tokens = np.array([tokens for tokens, _ in table], dtype=float)
         self._seconds = np.maximum.accumulate([seconds for _, seconds in table])
         self._beyond = 0.0

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import time
 
+import msgspec
+
 from specdecode.config import SpeculativeConfig
 from specdecode.draft_model import DraftModel, check_same_tokenizer
 from specdecode.lengths import Costs, StepCost
@@ -32,6 +34,7 @@ class SpeculativeWorker:
         folder = None if speculative.draft_model is None else resolve_model_folder(speculative.draft_model)
         draft = None if folder is None else load_model_config(folder)
         self.target = Worker(config, draft)
+        self._cost: StepCost | None = None
         proposers: list[Proposer] = []
         for name in speculative.rank_proposers:
             if name == "ngram":
@@ -40,7 +43,6 @@ class SpeculativeWorker:
                 check_same_tokenizer(tokenizer or self.info.folder, str(folder), self.info.vocab_size)
                 proposers.append(DraftModel(folder, draft, self.info.dtype, self.runner))
         runner = self.runner
-        self._cost: StepCost | None = None
         costs = None
         if speculative.adaptive:
             self._cost = measure_step(runner.model, runner.kv_layers, runner.block_size, runner.platform)
@@ -52,7 +54,8 @@ class SpeculativeWorker:
 
     @property
     def info(self) -> ModelInfo:
-        return self.target.info
+        info = self.target.info
+        return info if self._cost is None else msgspec.structs.replace(info, step_costs=self._cost.table)
 
     @property
     def runner(self) -> ModelRunner:

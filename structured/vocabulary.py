@@ -39,7 +39,7 @@ class Vocabulary(msgspec.Struct, frozen=True, array_like=True):
                 f"constraints need the tokenizer's vocabulary, and {path} cannot be read ({error.strerror}); "
                 "save the tokenizer in the fast format"
             ) from error
-        return cls(text, vocab_size, eos_token_ids)
+        return cls(_same(text), vocab_size, eos_token_ids)
 
     @property
     def tokens(self) -> list[bytes]:
@@ -65,6 +65,12 @@ class Vocabulary(msgspec.Struct, frozen=True, array_like=True):
         for token_id in token_ids:
             bit = np.uint32(1 << token_id % 32)
             words[token_id // 32] = words[token_id // 32] | bit if allow else words[token_id // 32] & ~bit
+
+
+@functools.lru_cache(maxsize=4)
+def _same(text: str) -> str:
+    """One object for equal texts: `_tables` is asked at every row, and to compare megabytes would take 2 ms."""
+    return text
 
 
 @functools.lru_cache(maxsize=4)

@@ -22,6 +22,7 @@ from scipy import stats
 from cluster.llm import LLM, CompletionOutput, SamplingParams
 from cluster.request import FinishStatus
 from cluster.sequence import Sequence
+from specdecode.lengths import StepCost
 from tests.checkpoints import VOCAB_SIZE
 from tests.test_constrained_engine import ORDER, constrained, example, make_llm, settled, spec
 
@@ -174,19 +175,28 @@ def test_fixed_text_takes_fewer_steps(plain: LLM, drafting: LLM, backend: str) -
     assert 2 * num_steps[drafting] < num_steps[plain], f"{len(texts[0])} tokens: {num_steps.values()}"
 
 
-def test_forced_tokens_that_are_spelled_otherwise_are_proposed_less(plain: LLM, drafting: LLM) -> None:
+@pytest.mark.parametrize(
+    ("cost", "most"),
+    [
+        ([(1, 0.55), (101, 15.55)], 0.8),  # with four rows a token more costs 0.6 of what one costs on average
+        ([(1, 1.0), (101, 101.0)], 0.2),  # as much as every other token: nothing is to be gained but by probing
+    ],
+)
+def test_forced_tokens_that_are_spelled_otherwise_are_proposed_less(
+    plain: LLM, drafting: LLM, cost: list[tuple[int, float]], most: float
+) -> None:
     one = spec("json_schema", LONG_KEYS, any_whitespace=False, backend="xgrammar")
     params = [constrained(one, temperature=1.0, seed=seed) for seed in range(4)]
     adaptive = make_llm(speculative={"proposers": ["forced"]})
+    assert adaptive.engine.masks.step_cost is not None, "measured at the start"
+    adaptive.engine.masks.step_cost = StepCost(cost)
     expected = answers(plain, params)
-    refused = []
+    drafted = []
     for llm in (drafting, adaptive):
-        before = num_drafts(llm, "forced")
+        before = num_drafts(llm, "forced")[0]
         assert_same(answers(llm, params), expected)
-        drafted, accepted = np.subtract(num_drafts(llm, "forced"), before)
-        assert accepted > 0
-        refused.append((drafted - accepted) / accepted)
-    assert refused[1] < 0.8 * refused[0]
+        drafted.append(num_drafts(llm, "forced")[0] - before)
+    assert 0 < drafted[1] < most * drafted[0]
     nothing_left(adaptive)
 
 

@@ -18,3 +18,5 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     platform: str
     load_seconds: float
+    step_costs: tuple[tuple[int, float], ...] = ()
+    """(tokens, seconds) of steps, tokens ascending; measured where drafts are weighed against them."""

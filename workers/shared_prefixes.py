@@ -16,8 +16,8 @@ PREFIX_MULTIPLE = 64
 MAX_QUERY_LEN = 8
 """Tokens of a member's query; longer ones have rows enough to repay the packing of a key (`SHORT_QUERY`)."""
 MEMBER_COST_KEYS = 116
-"""What joining a group costs a member (its state is written and read once), in keys that it might have packed. Groups of
-4 and 8 over 128 keys, which lose, are not made; 16 over 128 and 2 over 512 gain (`manta bench prefix-attention`).
+"""What joining a group costs a member (its state is written and read once), in keys that it might have packed. So that
+4 or 8 over 128 keys, which lose, are no group; 16 over 128 and 2 over 512 gain (`manta bench prefix-attention`).
 """
 
 

@@ -95,8 +95,11 @@ class Decoder:
 
     def _mlp(self, layer: LayerWeights, normed: torch.Tensor) -> torch.Tensor:
         silu_and_mul = self._kernels.silu_and_mul
-        parts = [layer.down(silu_and_mul(layer.gate_up(rows))) for rows in normed.split(_MLP_ROWS)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        num_rows = normed.shape[0]
+        if num_rows <= _MLP_ROWS:
+            return layer.down(silu_and_mul(layer.gate_up(normed)))
+        parts = normed.tensor_split(-(-num_rows // _MLP_ROWS))
+        return torch.cat([layer.down(silu_and_mul(layer.gate_up(rows))) for rows in parts])
 
     @torch.inference_mode()
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
