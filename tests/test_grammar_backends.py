@@ -150,6 +150,13 @@ def test_rollback_fork_and_replay_equal_a_fresh_session(backend: str, kind: str,
         assert session.is_finished() == again.is_finished()
 
 
+def test_equal_tokenizers_are_one_object() -> None:
+    """Else each row of a process's second engine would compare megabytes of text to find the table of tokens."""
+    one, other = (Vocabulary.load(str(DEMO), size, (EOS,)) for size in (4160, 4224))
+    assert one.tokenizer_json is other.tokenizer_json
+    assert one.tokens is other.tokens
+
+
 def test_forced_tokens_are_the_only_text_that_may_follow() -> None:
     session = grammar("llguidance", "json_schema").session()
     forced = session.forced_tokens()
