@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 NICENESS = 10
 """Of a process that starts with its engine, which hardly anything runs beside yet."""
 REPLACEMENT_NICENESS = 15
-"""Of one that takes the place of a killed one, amid everybody's steps: loading backends is a second of work."""
+"""Of one that takes the place of a killed one, and loads its backends amid everybody's steps."""
 GRACE_SECONDS = 5
 """After the budget the parent kills; a parent that cannot, because it is gone, has this process end itself."""
 

@@ -15,7 +15,6 @@ import hypothesis
 import pytest
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-os.environ.setdefault("RAY_worker_niceness", "0")  # as `manta serve` sets it
 
 PLUGIN = pathlib.Path(__file__).parent / "plugin"
 """Backends and processors from outside the tree, as an installed package would register them."""

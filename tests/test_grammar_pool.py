@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
+from benchmarks.faults import start_ray
 from structured.backend import Grammar, make_backend
 from structured.config import PoolConfig
 from structured.constraint import ConstraintSpec
@@ -24,7 +25,6 @@ from structured.grammar_worker import GrammarWorker, Job, Message, SessionStart,
 from structured.masks import FINISHED, REFUSED, BufferShape, MaskBuffer
 from structured.pool import GrammarPool
 from structured.vocabulary import Vocabulary
-from tests.conftest import PLUGIN
 
 pytestmark = pytest.mark.usefixtures("plugin")
 
@@ -45,8 +45,7 @@ def vocabulary() -> Vocabulary:
 @pytest.fixture(scope="module")
 def local_ray(plugin: None) -> Iterator[None]:
     ray = pytest.importorskip("ray")
-    paths = os.pathsep.join([str(PLUGIN), str(PLUGIN.parents[1])])
-    ray.init(num_cpus=2, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": paths}})
+    start_ray()
     yield
     ray.shutdown()
 

@@ -181,16 +181,6 @@ MANTA_INLINE Floats exp2_of(Floats x) {
 #endif
 }
 
-// 1 / x for |x| in [2^-126, 2^126], to the last bit or two: a fifth of the division's time
-MANTA_INLINE Floats reciprocal_of(Floats x) {
-#if defined(__AVX512F__)
-    const Floats estimate = (Floats)_mm512_rcp14_ps((__m512)x);
-    return estimate * (2.0f - x * estimate);
-#else
-    return 1.0f / x;
-#endif
-}
-
 // Interleaves the lower and the upper halves of a and b: (a0, b0, a1, b1, ...)
 #if defined(__has_builtin)
 #if __has_builtin(__builtin_shufflevector)
