@@ -85,12 +85,15 @@ class ChatAnswer:
         )
 
     async def stream(self, submission: Submission) -> AsyncIterator[bytes]:
-        begun: set[int] = set()
+        begun = False
         async for event in submission:
             index = event.index
-            if index not in begun:
-                yield self._chunk(index, protocol.ChatDelta(role="assistant", content=""))
-                begun.add(index)
+            if not begun:
+                # All choices begin at once, in order of index: the `openai` client's stream helper takes a choice for
+                # the next of its list, whatever index it says.
+                for choice in range(len(self._readers)):
+                    yield self._chunk(choice, protocol.ChatDelta(role="assistant", content=""))
+                begun = True
             logprobs = chat_logprobs(self._tokenizer, event.logprobs) if event.logprobs else None
             deltas = self._readers[index].feed(event.text, event.finish is not None)
             if logprobs and not deltas:

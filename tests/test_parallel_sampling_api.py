@@ -14,17 +14,23 @@ import socket
 import sys
 import time
 import urllib.request
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Any, Literal
 
 import msgspec
 import openai
 import pydantic
 import pytest
+from openai.lib.streaming.chat import ChatCompletionStreamState
+from openai.types.chat import ChatCompletionChunk
 
+from cluster import protocol
+from cluster.answers import ChatAnswer
 from cluster.channel import Control
+from cluster.chat_output import ChatPlan
 from cluster.llm import LLM, CompletionOutput, ConstraintSpec, OutputKind, RequestOutput, SamplingParams
 from cluster.request import EngineRequest, FinishStatus, Usage
+from cluster.submission import Event
 from tests.checkpoints import checkpoint
 from tests.server import Server, shared_server
 from tests.test_engine_deployment import Ingress, new_replica, until, until_idle
@@ -102,6 +108,7 @@ def test_eight_streamed_choices_are_whole_and_those_of_the_seed(client: openai.O
     choices, order, usage = read(
         client.chat.completions.create(**fields, seed=5, n=8, stream=True, stream_options=options)
     )
+    assert order[:8] == list(range(8))
     assert order != sorted(order)
     assert [choice.role for choice in choices] == ["assistant"] * 8
     assert [(choice.text, choice.finish_reason) for choice in choices] == [
@@ -192,6 +199,35 @@ def test_each_choice_has_calls_of_its_own(client: openai.OpenAI, server: Server)
         assert isinstance(call.function.parsed_arguments, Trip)
         assert [each.function.arguments for each in same] == [call.function.arguments]
         assert one.finish_reason == other.finish_reason == "tool_calls"
+
+
+def test_choices_begin_in_order_whoever_speaks_first() -> None:
+    """A choice may be late, and the client's stream helper takes the first chunk for that of the first choice."""
+
+    class Events:
+        usages: list[Usage] = []
+
+        async def __aiter__(self) -> AsyncIterator[Event]:
+            for index, text in [(1, "b"), (0, "a"), (2, "c"), (1, "b")]:
+                yield Event(index=index, text=text, token_ids=[1])
+            for index in (2, 0, 1):
+                yield Event(index=index, finish=FinishStatus.FINISHED_STOPPED)
+
+    async def stream() -> list[ChatCompletionChunk]:
+        body: Any = {"model": "m", "messages": MESSAGES, "n": 3, "stream": True}
+        request = msgspec.convert(body, protocol.ChatCompletionRequest)
+        answer: Any = ChatAnswer(request, "chatcmpl-1", "m", None, ChatPlan(prompt="", params=SamplingParams(n=3)))
+        events = [event async for event in answer.stream(Events())]
+        assert events.pop() == protocol.SSE_DONE
+        return [ChatCompletionChunk.model_validate_json(event.removeprefix(b"data: ")) for event in events]
+
+    chunks = asyncio.run(stream())
+    assert [chunk.choices[0].index for chunk in chunks[:3]] == [0, 1, 2]
+    state: ChatCompletionStreamState[None] = ChatCompletionStreamState()
+    for chunk in chunks:
+        state.handle_chunk(chunk)
+    whole = state.get_final_completion()
+    assert [(choice.index, choice.message.content) for choice in whole.choices] == [(0, "a"), (1, "bb"), (2, "c")]
 
 
 def test_a_stop_string_ends_the_choice_that_has_it(client: openai.OpenAI, server: Server) -> None:
