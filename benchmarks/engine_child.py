@@ -56,8 +56,8 @@ class MantaEngine:
         self.steps = StepLog()
         self.llm.engine.step = self.steps.watch(self.llm.engine.step, lambda updates: updates)
 
-    def generate(self, prompts, max_tokens, n):
-        params = self.make_params(max_tokens=max_tokens, temperature=float(n > 1), ignore_eos=True, n=n)
+    def generate(self, prompts, sampling):
+        params = self.make_params(ignore_eos=True, **sampling)
         started = self.steps.restart()
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
         return time.perf_counter() - started, outputs
@@ -87,8 +87,8 @@ class VllmEngine:
         core = self.llm.llm_engine.engine_core
         core.get_output = self.steps.watch(core.get_output, lambda answer: answer.outputs)
 
-    def generate(self, prompts, max_tokens, n):
-        params = self.make_params(max_tokens=max_tokens, temperature=float(n > 1), ignore_eos=True, n=n)
+    def generate(self, prompts, sampling):
+        params = self.make_params(ignore_eos=True, **sampling)
         wrapped = [{"prompt_token_ids": prompt} for prompt in prompts]
         started = self.steps.restart()
         outputs = self.llm.generate(wrapped, params, use_tqdm=False)
@@ -119,7 +119,7 @@ def serve(engine, channel):
     for line in sys.stdin:
         message = json.loads(line)
         if message["do"] == "generate":
-            seconds, outputs = engine.generate(message["prompts"], message["max_tokens"], message["n"])
+            seconds, outputs = engine.generate(message["prompts"], message["sampling"])
             num_tokens = sum(len(choice.token_ids) for out in outputs for choice in out.outputs)
             answer = {"seconds": seconds, "num_tokens": num_tokens, "steps": engine.steps.steps}
         elif message["do"] == "resident_kv_bytes":

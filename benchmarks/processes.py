@@ -204,9 +204,10 @@ class EngineProcess(Child):
             raise
         self.start_seconds = time.perf_counter() - self.started
 
-    def generate(self, prompts: list[list[int]], max_tokens: int, n: int = 1) -> Timing:
-        """Generates past end-of-sequence tokens: greedily, or `n` choices at temperature 1."""
-        answer = self._ask({"do": "generate", "prompts": prompts, "max_tokens": max_tokens, "n": n})
+    def generate(self, prompts: list[list[int]], max_tokens: int, n: int = 1, temperature: float = 0.0) -> Timing:
+        """Generates past end-of-sequence tokens: `n` choices for each prompt."""
+        sampling = {"max_tokens": max_tokens, "n": n, "temperature": temperature}
+        answer = self._ask({"do": "generate", "prompts": prompts, "sampling": sampling})
         steps = [(seconds, rows) for seconds, rows in answer["steps"]]
         return Timing(answer["seconds"], answer["num_tokens"], steps)
 

@@ -56,7 +56,8 @@ class Generation(NamedTuple):
     prompts: Prompts
     max_tokens: int
     n: int = 1
-    """Choices for each prompt; more than one are drawn at temperature 1."""
+    """Choices for each prompt."""
+    temperature: float = 0.0
 
 
 Block = list[Generation]
@@ -155,8 +156,8 @@ C_ROWS, C_PROMPT, C_OUTPUT = 64, 512, 64
 
 def _c_blocks(prompts: PromptSource) -> list[Block]:
     return [
-        [Generation(prompts(1, C_PROMPT), C_OUTPUT, C_ROWS)],
-        [Generation(prompts(C_ROWS, 1), C_OUTPUT)],
+        [Generation(prompts(1, C_PROMPT), C_OUTPUT, C_ROWS, temperature=1.0)],
+        [Generation(prompts(C_ROWS, 1), C_OUTPUT, temperature=1.0)],  # drawn alike: only what rows attend to differs
     ]
 
 
@@ -248,8 +249,8 @@ def alternate(
 
 def _run_block(engine: EngineProcess, block: Block) -> list[Timing]:
     timings = []
-    for batch, max_tokens, n in block:
-        timing = engine.generate(batch, max_tokens, n)
+    for batch, max_tokens, n, temperature in block:
+        timing = engine.generate(batch, max_tokens, n, temperature)
         asked = len(batch) * n * max_tokens
         if timing.num_tokens != asked:
             raise BenchmarkError(f"{engine.engine} answered {timing.num_tokens} tokens where {asked} were asked for")
