@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
+import math
 import pathlib
 import platform
 import shutil
@@ -279,6 +280,23 @@ def test_attention_keeps_huge_and_tiny_scores_finite(kernels):
     metadata, num_blocks = make_metadata([(400, 1), (0, 80)], 16)
     caches = random_cache(num_blocks, 16, 1, 64, torch.float32)
     qkv = torch.randn(metadata.num_tokens, 4 * 64) * 1e4
+    arguments = (qkv, *caches, metadata, 2, 1, 64, 0.125)
+    assert_close(kernels.paged_attention(*arguments), reference.paged_attention(*arguments))
+
+
+@DTYPES
+@pytest.mark.parametrize("rise", [-3.0, 0.5, 3.0, 7.5, 9.0])
+def test_attention_follows_scores_that_rise_from_key_block_to_key_block(kernels, rise, dtype):
+    """By powers of two a block of 64 keys: the softmax moves its reference only where scores exceed it by much."""
+    torch.manual_seed(5)
+    metadata, num_blocks = make_metadata([(700, 1), (130, 40), (64, 1)], 16)
+    caches = random_cache(num_blocks, 16, 1, 64, dtype)
+    for table, context_len in zip(metadata.block_tables, metadata.context_lens.tolist(), strict=True):
+        position = torch.arange(context_len)
+        powers = rise * (position // 64 + torch.rand(context_len))
+        caches[0][table[position // 16], position % 16, 0, 0] = (powers * math.log(2)).to(dtype)
+    qkv = torch.randn(metadata.num_tokens, 4 * 64).to(dtype)
+    qkv[:, :128:64] = 8.0  # the first element of both heads' queries: with the scale, a score grows by the power
     arguments = (qkv, *caches, metadata, 2, 1, 64, 0.125)
     assert_close(kernels.paged_attention(*arguments), reference.paged_attention(*arguments))
 

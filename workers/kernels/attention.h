@@ -18,6 +18,7 @@
 constexpr int64_t PARALLEL_COST = 3'000'000;  // row-key-dimension products below which one thread is faster
 constexpr int ROW_BLOCK = 96;  // rows multiplied at a time: their scores and probabilities stay in the L1 cache
 constexpr float LOWEST = -1e30f;  // a maximum before any key: finite, so that differences are never NaN
+constexpr float SLACK = 8.0f;  // by so many powers of two may a score exceed what probabilities are relative to
 constexpr float LOG2_E = 1.44269504088896340736f;
 
 struct KeyRange {
@@ -52,7 +53,8 @@ class Scratch {
 };
 
 // One row of softmax over `vectors` * LANES scores, of which [low, high) are visible: turns scores into probabilities
-// relative to the running maximum, and rescales what the row has gathered where that maximum grows
+// relative to the row's maximum, and rescales what the row has gathered where that maximum grows. It need not be exact:
+// a score that exceeds it by a little costs no precision, and so the maximum of most blocks need not be known.
 template <bool MASKED, class E>
 MANTA_INLINE void softmax_row(
     const float* scores, E* probabilities, int vectors, int low, int high, float factor, float& running_max,
@@ -71,16 +73,18 @@ MANTA_INLINE void softmax_row(
         }
         best = maximum(best, logits[i]);
     }
-    const float maximum_now = std::max(running_max, reduce_max(best) * factor);
     Floats sum = load(running_sum);
-    if (maximum_now > running_max) {
-        const Floats shrink = exp2_of<false>(splat(running_max - maximum_now));
-        for (int i = 0; i < width; i += LANES) store(gathered + i, load(gathered + i) * shrink);
-        sum *= shrink;
+    if (any_greater(best * factor, splat(running_max + SLACK))) {
+        const float maximum_now = reduce_max(best) * factor;
+        if (running_max > LOWEST) {
+            const Floats shrink = exp2_of<false>(splat(running_max - maximum_now));
+            for (int i = 0; i < width; i += LANES) store(gathered + i, load(gathered + i) * shrink);
+            sum *= shrink;
+        }
         running_max = maximum_now;
     }
     for (int i = 0; i < vectors; i++) {
-        Floats probability = exp2_of<coarse>(logits[i] * factor - maximum_now);
+        Floats probability = exp2_of<coarse>(logits[i] * factor - running_max);
         if (MASKED) probability = visible[i] ? probability : splat(0);
         sum += probability;
         store(probabilities + i * LANES, probability);
@@ -147,15 +151,19 @@ class AttentionWorker {
             hand_over(task, split);
             clear_rows(task);
         }
+        const bool is_fresh = is_fresh_;
         const float* gathered = gathered_;
         const float* sums = sums_;
         const float* maxima = maxima_;
         for (int i = 1; i <= task.num_members; i++) {
             Task& own = plan_.member_task(call_.members[task.first_member + i - 1], task.first_head);
             begin_rows(own, member_scratch);
-            memcpy(gathered_, gathered, rows_ * width_ * sizeof(float));
-            memcpy(sums_, sums, rows_ * LANES * sizeof(float));
-            memcpy(maxima_, maxima, rows_ * sizeof(float));
+            if (!is_fresh) {
+                is_fresh_ = false;
+                memcpy(gathered_, gathered, rows_ * width_ * sizeof(float));
+                memcpy(sums_, sums, rows_ * LANES * sizeof(float));
+                memcpy(maxima_, maxima, rows_ * sizeof(float));
+            }
             gathered += rows_ * width_;
             sums += rows_ * LANES;
             maxima += rows_;
@@ -198,7 +206,7 @@ class AttentionWorker {
 
     void clear_rows(const Task& task) {
         const size_t rows = size_t(task.num_heads) * padded_rows_;
-        memset(gathered_, 0, rows * width_ * sizeof(float));
+        is_fresh_ = true;
         memset(sums_, 0, rows * LANES * sizeof(float));
         std::fill(maxima_, maxima_ + rows, LOWEST);
     }
@@ -214,12 +222,13 @@ class AttentionWorker {
             heads * padded_rows_ * LANES * sizeof(float),
             heads * padded_rows_ * sizeof(float),
             call_.head_dim * sizeof(T),
+            width_ * sizeof(float),
         };
-        char* starts[8];
+        char* starts[9];
         size_t total = 0;
         for (size_t size : sizes) total += (size + 63) / 64 * 64;
         char* next = scratch.reserve(total);
-        for (int i = 0; i < 8; i++) {
+        for (int i = 0; i < 9; i++) {
             starts[i] = next;
             next += (sizes[i] + 63) / 64 * 64;
         }
@@ -231,6 +240,7 @@ class AttentionWorker {
         sums_ = reinterpret_cast<float*>(starts[5]);
         maxima_ = reinterpret_cast<float*>(starts[6]);
         zeros_ = reinterpret_cast<T*>(starts[7]);
+        merged_ = reinterpret_cast<float*>(starts[8]);
         memset(zeros_, 0, sizes[7]);
     }
 
@@ -306,32 +316,34 @@ class AttentionWorker {
             for (int row = 0; row < rows_; row += ROW_BLOCK) {
                 const int num_rows = std::min(ROW_BLOCK, rows_ - row);
                 const size_t first = size_t(head) * padded_rows_ + row;
-                product<false>(
-                    queries_ + first * width_, width_, packed_, width_, scores_, KEY_BLOCK, num_rows, span / LANES
+                product(
+                    queries_ + first * width_, width_, packed_, width_, scores_, KEY_BLOCK, num_rows, span / LANES, false
                 );
                 softmax(task, head, row, num_rows, key, span, prefetcher);
                 if (row == 0) {
                     point(call_.v_cache + base, block, span, rows);
                     pack_values(rows, span, call_.head_dim, packed_values, prefetcher);
                 }
-                product<true>(
+                product(
                     probabilities_, KEY_BLOCK, packed_values, span, gathered_ + first * width_, width_, num_rows,
-                    width_ / LANES
+                    width_ / LANES, !is_fresh_
                 );
             }
         }
+        is_fresh_ = false;
     }
 
-    template <bool ACCUMULATE>
-    void product(const E* a, int lda, const E* b, int depth, float* c, int ldc, int rows, int panels) {
+    void product(const E* a, int lda, const E* b, int depth, float* c, int ldc, int rows, int panels, bool adds) {
 #if MANTA_AMX
         if constexpr (PAIRS) {
             if (tiles_granted()) {
-                return multiply_amx<ACCUMULATE>(a, lda, b, depth, c, ldc, round_up(rows, 16), panels);
+                const auto multiply_tiles = adds ? multiply_amx<true> : multiply_amx<false>;
+                return multiply_tiles(a, lda, b, depth, c, ldc, round_up(rows, 16), panels);
             }
         }
 #endif
-        multiply<ACCUMULATE>(a, lda, b, depth, c, ldc, rows, panels);
+        const auto multiply_rows = adds ? multiply<true, E> : multiply<false, E>;
+        multiply_rows(a, lda, b, depth, c, ldc, rows, panels);
     }
 
     // Rows [first_row, first_row + num_rows) of a head, whose scores begin at the first of `scores_`
@@ -402,43 +414,48 @@ class AttentionWorker {
             const int rows = own.num_tokens * group_;
             const size_t place = task.first_key / SPLIT_KEYS + split;
             store_partial(row, rows, results_ + own.partial + place * partial_size(own));
-            if (!task.goes_on && __atomic_sub_fetch(&own.remaining, 1, __ATOMIC_ACQ_REL) == 0) merge(own);
+            if (!task.goes_on && __atomic_sub_fetch(&own.remaining, 1, __ATOMIC_ACQ_REL) == 0) merge(own, -1);
             row += rows;
         }
     }
 
+    // The last one to finish merges; what it has gathered itself need not go through memory
     void finish_split(Task& task, int split) {
         if (task.num_splits == 1) return store_output(task);
-        float* to = results_ + task.partial + (task.shared_splits + split) * partial_size(task);
+        const int own = task.shared_splits + split;
+        if (__atomic_load_n(&task.remaining, __ATOMIC_ACQUIRE) == 1) return merge(task, own);
+        float* to = results_ + task.partial + own * partial_size(task);
         for (int head = 0; head < task.num_heads; head++) {
             store_partial(size_t(head) * padded_rows_, rows_, to + size_t(head) * rows_ * (width_ + 2));
         }
-        if (__atomic_sub_fetch(&task.remaining, 1, __ATOMIC_ACQ_REL) == 0) merge(task);
+        if (__atomic_sub_fetch(&task.remaining, 1, __ATOMIC_ACQ_REL) == 0) merge(task, -1);
     }
 
-    // Combines the splits of a task, in their order; each one's weight takes the place of its maximum
-    void merge(const Task& task) {
+    // Combines the splits of a task, in their order; that of `own` is this thread's rows, not in memory
+    void merge(const Task& task, int own) {
         const int rows = task.num_tokens * group_;
         const size_t stride = partial_size(task);
         for (int row = 0; row < task.num_heads * rows; row++) {
-            float* first = results_ + task.partial + size_t(row) * (width_ + 2);
+            const float* first = results_ + task.partial + size_t(row) * (width_ + 2);
+            const size_t state = own < 0 ? 0 : size_t(row / rows) * padded_rows_ + row % rows;
+            const auto values = [&](int i) { return i == own ? gathered_ + state * width_ : first + i * stride; };
+            const auto maximum = [&](int i) { return i == own ? maxima_[state] : first[i * stride + width_]; };
+            const float own_sum = own < 0 ? 0 : reduce_add(load(sums_ + state * LANES));
             float best = LOWEST;
-            for (int i = 0; i < task.num_splits; i++) best = std::max(best, first[i * stride + width_]);
+            for (int i = 0; i < task.num_splits; i++) best = std::max(best, maximum(i));
             float total = 0;
+            for (int dim = 0; dim < width_; dim += LANES) store(merged_ + dim, splat(0));
             for (int i = 0; i < task.num_splits; i++) {
-                float& weight = first[i * stride + width_];
-                weight = exp2f(weight - best);
-                total += first[i * stride + width_ + 1] * weight;
+                const float weight = exp2f(maximum(i) - best);
+                total += (i == own ? own_sum : first[i * stride + width_ + 1]) * weight;
+                for (int dim = 0; dim < width_; dim += LANES) {
+                    store(merged_ + dim, load(merged_ + dim) + load(values(i) + dim) * weight);
+                }
             }
-            for (int i = 0; i < task.num_splits; i++) first[i * stride + width_] /= total;
+            const float inverse = 1.0f / total;
             T* to = output_row(task, row / rows, row % rows);
             for (int dim = 0; dim < call_.head_dim; dim += LANES) {
-                Floats sum = splat(0);
-                for (int i = 0; i < task.num_splits; i++) {
-                    const float* partial = first + i * stride;
-                    sum += output_columns<E>(partial, dim) * partial[width_];
-                }
-                store(to + dim, sum);
+                store(to + dim, output_columns<E>(merged_, dim) * inverse);
             }
         }
     }
@@ -455,6 +472,7 @@ class AttentionWorker {
     const int width_;  // head_dim, padded
     int rows_ = 0;
     int padded_rows_ = 0;
+    bool is_fresh_ = true;  // no key of the split is in `gathered_` yet, which holds anything
     E* queries_ = nullptr;  // [heads][padded_rows][width]
     float* scores_ = nullptr;  // [ROW_BLOCK][KEY_BLOCK]
     E* probabilities_ = nullptr;  // [ROW_BLOCK][KEY_BLOCK]
@@ -462,6 +480,7 @@ class AttentionWorker {
     float* gathered_ = nullptr;  // [heads][padded_rows][width]: probabilities times values, still to be divided
     float* sums_ = nullptr;  // [heads][padded_rows][LANES]
     float* maxima_ = nullptr;  // [heads][padded_rows]
+    float* merged_ = nullptr;  // [width]: a row of merged splits
     T* zeros_ = nullptr;  // stands for the keys past the end of a context
 };
 

@@ -135,6 +135,15 @@ MANTA_INLINE float reduce_max(Floats value) {
 #endif
 }
 
+// False where either is NaN
+MANTA_INLINE bool any_greater(Floats a, Floats b) {
+#if MANTA_LANES == 16
+    return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GT_OQ) != 0;
+#else
+    return reduce_max(a - b) > 0;
+#endif
+}
+
 // 2^x for x <= 127, to a relative error of 8e-5 (coarse: below bfloat16's 4e-3) or 1e-7. Below -126 the result may be
 // 2^-126 where it should be smaller; NaN stays NaN. A minimax polynomial of the fraction, scaled by the power of two.
 template <bool COARSE>
