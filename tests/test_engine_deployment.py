@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
 import pytest
 
+from cluster import engine_deployment
 from cluster.channel import Connection, Control, OutputReceiver
 from cluster.config import EngineConfig
 from cluster.engine_deployment import EngineReplica
@@ -78,6 +80,36 @@ def test_tokens_travel_on_the_channel_and_the_call_answers_with_the_account() ->
             assert account.finish is FinishStatus.FINISHED_LENGTH
             assert account.usage is not None
             assert account.usage.num_output_tokens == 24
+
+    asyncio.run(scenario())
+
+
+def test_a_burst_is_prefilled_together_where_a_step_is_worth_waiting_for(monkeypatch) -> None:
+    """The first request of a burst wakes the engine; those that follow while it waits share its first step."""
+    monkeypatch.setattr(engine_deployment, "GATHER_LIMIT_S", 5.0)
+    monkeypatch.setattr(engine_deployment, "GATHER_SHARE", 1e6)  # the tiny model's steps are not worth it
+
+    async def scenario() -> None:
+        replica, ingress = new_replica(), Ingress()
+        address = await ingress.receiver.start()
+        await replica.generate(request("before", 2), address)
+        steps: list[int] = []
+        step = replica.engine.step
+
+        def watched() -> list[SequenceOutput]:
+            outputs = step()
+            steps.append(len(outputs))
+            return outputs
+
+        monkeypatch.setattr(replica.engine, "step", watched)
+        started = time.monotonic()
+        await asyncio.gather(*(replica.generate(request(name, 2), address) for name in "abcdefgh"))
+        assert steps[:2] == [8, 8]
+        assert time.monotonic() - started >= 1.0, "it waited until nothing more came"
+        monkeypatch.setattr(engine_deployment, "GATHER_SHARE", 0.0)
+        started = time.monotonic()
+        await replica.generate(request("alone", 2), address)
+        assert time.monotonic() - started < 1.0
 
     asyncio.run(scenario())
 
