@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from workers.kernels import cpu_linear
-from workers.layers import make_cpu_linear
+from workers.layers import make_cpu_gated_linear, make_cpu_linear
 
 
 @pytest.mark.parametrize(
@@ -31,6 +32,40 @@ def test_products_of_any_number_of_rows(out_features: int, in_features: int, bia
         # Half a unit in bfloat16's last place of 8 bits, and what the order of summation adds
         rtol, atol = (2**-8, 1e-2) if dtype == torch.bfloat16 else (1e-4, 1e-4)
         torch.testing.assert_close(y.double(), expected[:num_rows], rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize(("out_features", "in_features"), [(32, 64), (80, 96), (4864, 896), (10, 64), (48, 40)])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gated_products_of_any_number_of_rows(
+    out_features: int, in_features: int, bias: bool, dtype: torch.dtype
+) -> None:
+    """Whole and partial panels, and sizes that the kernel leaves to a linear and a separate gate."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(2 * out_features, in_features, generator=generator).to(dtype)
+    offset = torch.randn(2 * out_features, generator=generator).to(dtype) if bias else None
+    gated = make_cpu_gated_linear(weight, offset)
+    x = torch.randn(100, in_features, generator=generator).to(dtype)
+    gate, up = (x.double() @ weight.double().T + (offset.double() if offset is not None else 0)).chunk(2, dim=-1)
+    expected = F.silu(gate) * up
+    for num_rows in (0, 1, 6, 7, 16, 17, 33, 100):
+        y = gated(x[:num_rows])
+        assert y.dtype == dtype
+        assert y.shape == (num_rows, out_features)
+        # Of a separate gate both factors are rounded too
+        rtol, atol = (3 * 2**-8, 5e-2) if dtype == torch.bfloat16 else (1e-4, 1e-2)
+        torch.testing.assert_close(y.double(), expected[:num_rows], rtol=rtol, atol=atol)
+
+
+def test_a_gate_far_from_zero_is_finite_and_not_a_number_stays_in_its_row() -> None:
+    gated = make_cpu_gated_linear(torch.randn(64, 32).bfloat16(), None)
+    for num_rows in (3, 20, 40):
+        x = torch.randn(num_rows, 32).bfloat16()
+        x[0] *= 1e9
+        x[1, 5] = float("nan")
+        y = gated(x)
+        assert y.isnan().any(-1).tolist() == [row == 1 for row in range(num_rows)]
+        assert y[0].isfinite().all()
 
 
 def test_the_weight_may_be_overwritten_after_packing() -> None:

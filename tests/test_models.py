@@ -145,6 +145,14 @@ def test_bfloat16_stays_near_the_float32_logits(name: str) -> None:
     assert (logits - expected).norm() / expected.norm() < 0.03
 
 
+def test_an_mlp_too_wide_for_one_buffer_runs_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = checkpoint("llama")
+    tokens = random_tokens(100)
+    expected = Cache(folder).run((0, tokens))[0]
+    monkeypatch.setattr(decoder, "_MLP_BYTES", 9 * 4 * load_model_config(folder).intermediate_size)
+    torch.testing.assert_close(Cache(folder).run((0, tokens))[0], expected, atol=1e-5, rtol=1e-5)
+
+
 def test_rotary_table_grows_with_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoder, "_FIRST_POSITIONS", 8)
     folder = checkpoint("llama")

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from workers.kernels import cpu_linear
+from workers.kernels import cpu, cpu_linear
 from workers.model_config import RopeConfig
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
@@ -41,6 +41,18 @@ def make_cpu_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     no_scalars: list[float] = []
 
     return lambda x: apply(x, packed, bias, "none", no_scalars, "")
+
+
+def make_cpu_gated_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    """`silu(x @ gate.T) * (x @ up.T)` (SwiGLU, Shazeer, 2020), of gate and up one below the other in the weight.
+
+    In bfloat16 by one kernel, whose products do not go through memory: at 2,048 rows those of Qwen2.5-0.5B are 40 MB.
+    """
+    gated = cpu_linear.pack(weight, bias, gated=True)
+    if gated is not None:
+        return gated
+    linear = make_cpu_linear(weight, bias)
+    return lambda x: cpu.silu_and_mul(linear(x))
 
 
 def rope_table(rope: RopeConfig, head_dim: int, num_positions: int) -> torch.Tensor:

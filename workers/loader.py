@@ -11,7 +11,7 @@ import math
 import mmap
 import os
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -162,6 +162,8 @@ class _NoPlatform:
     def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
         return weight
 
+    make_gated_linear = make_linear
+
 
 class _DecoderLoader:
     """Hugging Face's names of the four native families."""
@@ -203,17 +205,19 @@ class _DecoderLoader:
             k_norm=self._copy(f"{attention}.k_norm.weight", head_dim) if config.qk_norm else None,
             attention_output=self._linear([(f"{attention}.o_proj", hidden)], query_size, config.output_bias),
             mlp_norm=self._copy(f"{prefix}.post_attention_layernorm.weight", hidden),
-            gate_up=self._linear(gate_up, hidden, config.mlp_bias),
+            gated=self._linear(gate_up, hidden, config.mlp_bias, self.platform.make_gated_linear),
             down=self._linear([(f"{mlp}.down_proj", hidden)], config.intermediate_size, config.mlp_bias),
         )
 
-    def _linear(self, parts: list[tuple[str, int]], in_features: int, bias: bool) -> Linear:
+    def _linear(
+        self, parts: list[tuple[str, int]], in_features: int, bias: bool, make: Callable[..., Linear] | None = None
+    ) -> Linear:
         """The linears `parts` (name, out_features) of one input, packed as one, in this order."""
         names = [f"{name}.weight" for name, _ in parts]
         weights = [self.checkpoint.view(f"{name}.weight", (size, in_features)) for name, size in parts]
         weight = self._join(weights) if len(weights) > 1 else weights[0].to(self.dtype)
         biases = [self._copy(f"{name}.bias", size) for name, size in parts] if bias else []
-        linear = self.platform.make_linear(weight, torch.cat(biases) if bias else None)
+        linear = (make or self.platform.make_linear)(weight, torch.cat(biases) if bias else None)
         self.checkpoint.release(names)
         return linear
 

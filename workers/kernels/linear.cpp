@@ -1,4 +1,5 @@
-// Products of bfloat16 activations with weights packed once: y = x @ weight.T + bias, accumulated in float32.
+// Products of bfloat16 activations with weights packed once: y = x @ weight.T + bias, accumulated in float32; or gated,
+// where the weight's halves are those of a gate and of what it lets through: y = silu(gate) * up (SwiGLU, Shazeer, 2020).
 // Strips of 32 outputs, inside which pairs of inputs lie together ([in / 2][32][2]), suit AVX-512's dot products and
 // AMX's tiles alike: AMX takes over where there are rows enough to fill a tile. Called by cpu_linear.py.
 #include <cstdint>
@@ -30,20 +31,24 @@ constexpr int BLOCK_TILES = 8;  // TILE_ROWS that repay the loading of a chunk
 constexpr int STREAMED_ROWS = 512;  // up to here a call waits for memory, not for arithmetic
 constexpr int64_t SERIAL_PRODUCTS = 32 * 1024;  // below, waking the other threads costs more than it saves
 constexpr int64_t HUGE_PAGE = 2 << 20;
+constexpr float LOG2_E = 1.44269504088896340736f;
 
 static int64_t panel_size(int in_features) {
     return (int64_t)in_features * PANEL;
 }
 
-// Adds the bias to 16 sums, rounds them, and writes the first `columns`.
-static MANTA_INLINE void store(bf16* y, __m512 sum, const bf16* bias, int columns) {
-    if (columns <= 0) return;
-    const __mmask16 mask = columns >= 16 ? 0xffff : (1 << columns) - 1;
-    if (bias) {
-        const __m256i bits = _mm256_maskz_loadu_epi16(mask, bias);
-        sum = _mm512_add_ps(sum, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16)));
-    }
-    _mm256_mask_storeu_epi16(y, mask, (__m256i)_mm512_cvtneps_pbh(sum));
+static MANTA_INLINE __mmask16 mask_of(int columns) {
+    return columns >= 16 ? 0xffff : columns > 0 ? (1 << columns) - 1 : 0;
+}
+
+// Rounds 16 values and writes the first `columns`.
+static MANTA_INLINE void store(bf16* y, __m512 value, int columns) {
+    _mm256_mask_storeu_epi16(y, mask_of(columns), (__m256i)_mm512_cvtneps_pbh(value));
+}
+
+static MANTA_INLINE Floats silu(Floats gate) {
+    const Floats exponent = maximum(splat(-126.0f), gate * LOG2_E);  // so that 2^-x stays finite; a NaN passes
+    return gate / (1.0f + exp2_of<true>(-exponent));
 }
 
 // ---- packing: transposes 16 x 16 pairs ---------------------------------------------------------------------------
@@ -73,44 +78,6 @@ static void transpose(__m512i r[16]) {
         r[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
     }
 }
-
-// ---- few rows, or no tiles: AVX-512 dot products -----------------------------------------------------------------
-
-// `ahead`, where given, is weights that are fetched while this panel is used, one cache line for each of its own.
-template <int ROWS>
-static void rows_times_panel(const bf16* x, const bf16* panel, const bf16* bias, bf16* y, int in_features,
-                             int64_t y_stride, int columns, const bf16* ahead) {
-    __m512 sum[ROWS][4];
-    for (int row = 0; row < ROWS; row++)
-        for (int c = 0; c < 4; c++) sum[row][c] = _mm512_setzero_ps();
-    for (int k = 0; k < in_features; k += 2) {
-        __m512bh weights[4];
-        for (int c = 0; c < 4; c++) {
-            const int64_t offset = ((int64_t)(c / 2) * in_features + k) * STRIP + c % 2 * STRIP;
-            weights[c] = (__m512bh)_mm512_loadu_si512(panel + offset);
-            if (ahead) _mm_prefetch((const char*)(ahead + offset), _MM_HINT_T0);
-        }
-        for (int row = 0; row < ROWS; row++) {
-            int32_t pair;
-            memcpy(&pair, x + (int64_t)row * in_features + k, sizeof(pair));
-            const __m512bh inputs = (__m512bh)_mm512_set1_epi32(pair);
-            for (int c = 0; c < 4; c++) sum[row][c] = _mm512_dpbf16_ps(sum[row][c], inputs, weights[c]);
-        }
-    }
-    for (int row = 0; row < ROWS; row++)
-        for (int c = 0; c < 4; c++)
-            store(y + row * y_stride + c * 16, sum[row][c], bias ? bias + c * 16 : nullptr, columns - c * 16);
-}
-
-constexpr decltype(&rows_times_panel<1>) ROWS_TIMES_PANEL[] = {
-    nullptr,
-    rows_times_panel<1>,
-    rows_times_panel<2>,
-    rows_times_panel<3>,
-    rows_times_panel<4>,
-    rows_times_panel<5>,
-    rows_times_panel<6>,
-};
 
 // ---- many rows: AMX tiles ----------------------------------------------------------------------------------------
 
@@ -204,12 +171,70 @@ struct Product {
     const bf16 *x, *packed, *bias;
     bf16* y;
     int num_rows, in_features, out_features;
+    bool gated;  // a strip is 16 gates and then what these 16 let through; y is half as wide as the sums
 
     const bf16* panel(int p) const { return packed + p * panel_size(in_features); }
-    const bf16* panel_bias(int p) const { return bias ? bias + p * PANEL : nullptr; }
     const bf16* input(int row) const { return x + (int64_t)row * in_features; }
-    bf16* output(int row, int p) const { return y + (int64_t)row * out_features + p * PANEL; }
-    int columns(int p) const { return out_features - p * PANEL; }
+
+    // Writes what a row's 32 sums of a strip come to.
+    MANTA_INLINE void write(int row, int strip, __m512 left, __m512 right) const {
+        const int column = strip * STRIP;
+        left = with_bias(left, column);
+        right = with_bias(right, column + 16);
+        if (gated) {
+            const int width = out_features / 2;
+            store(y + (int64_t)row * width + column / 2, (__m512)(silu((Floats)left) * (Floats)right), width - column / 2);
+        } else {
+            bf16* const to = y + (int64_t)row * out_features + column;
+            store(to, left, out_features - column);
+            store(to + 16, right, out_features - column - 16);
+        }
+    }
+
+    MANTA_INLINE __m512 with_bias(__m512 sum, int column) const {
+        if (!bias) return sum;
+        const __m256i bits = _mm256_maskz_loadu_epi16(mask_of(out_features - column), bias + column);
+        return _mm512_add_ps(sum, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16)));
+    }
+
+    // ---- few rows, or no tiles: AVX-512 dot products
+
+    // `ahead`, where given, is weights that are fetched while this panel is used, one cache line for each of its own.
+    template <int ROWS>
+    void rows_times_panel(int first_row, int p, const bf16* ahead) const {
+        const bf16* const rows = input(first_row);
+        const bf16* const weights_of_panel = panel(p);
+        __m512 sum[ROWS][4];
+        for (int row = 0; row < ROWS; row++)
+            for (int c = 0; c < 4; c++) sum[row][c] = _mm512_setzero_ps();
+        for (int k = 0; k < in_features; k += 2) {
+            __m512bh weights[4];
+            for (int c = 0; c < 4; c++) {
+                const int64_t offset = ((int64_t)(c / 2) * in_features + k) * STRIP + c % 2 * STRIP;
+                weights[c] = (__m512bh)_mm512_loadu_si512(weights_of_panel + offset);
+                if (ahead) _mm_prefetch((const char*)(ahead + offset), _MM_HINT_T0);
+            }
+            for (int row = 0; row < ROWS; row++) {
+                int32_t pair;
+                memcpy(&pair, rows + (int64_t)row * in_features + k, sizeof(pair));
+                const __m512bh inputs = (__m512bh)_mm512_set1_epi32(pair);
+                for (int c = 0; c < 4; c++) sum[row][c] = _mm512_dpbf16_ps(sum[row][c], inputs, weights[c]);
+            }
+        }
+        for (int row = 0; row < ROWS; row++)
+            for (int c = 0; c < 4; c += 2) write(first_row + row, 2 * p + c / 2, sum[row][c], sum[row][c + 1]);
+    }
+
+    void rows_times_panel(int rows, int first_row, int p, const bf16* ahead) const {
+        switch (rows) {
+            case 1: return rows_times_panel<1>(first_row, p, ahead);
+            case 2: return rows_times_panel<2>(first_row, p, ahead);
+            case 3: return rows_times_panel<3>(first_row, p, ahead);
+            case 4: return rows_times_panel<4>(first_row, p, ahead);
+            case 5: return rows_times_panel<5>(first_row, p, ahead);
+            case 6: return rows_times_panel<6>(first_row, p, ahead);
+        }
+    }
 
     // Panels used in turn by each block of rows: one while weights stream from memory, as many as stay cached after.
     int group() const {
@@ -227,8 +252,7 @@ struct Product {
                         ahead = panel(p) + 64 * STEP;
                     else if (b == blocks - 1 && p + 1 < last)
                         ahead = panel(p + 1);
-                    ROWS_TIMES_PANEL[end - row](input(row), panel(p), panel_bias(p), output(row, p), in_features,
-                                                out_features, columns(p), ahead);
+                    rows_times_panel(end - row, row, p, ahead);
                 }
             }
     }
@@ -242,8 +266,8 @@ struct Product {
         bf16* const padded = padded_rows();
         for (int p = first; p < last; p++) {
             tile_times_panel(padded ? padded : x, in_features, panel(p), sums);
-            write(sums, 0, num_rows, 2 * p);
-            write(sums + 2 * TILE, 0, num_rows, 2 * p + 1);
+            write_tiles(sums, 0, num_rows, 2 * p);
+            write_tiles(sums + 2 * TILE, 0, num_rows, 2 * p + 1);
         }
         free(padded);
         _tile_release();
@@ -294,7 +318,7 @@ struct Product {
             const auto multiply = rows > 16 ? tiles_times_strip<2> : tiles_times_strip<1>;
             multiply(inputs, in_features, chunk(strip, first_step), steps, sums, first_step > 0, ahead, lines);
             ahead += (int64_t)steps * lines * STRIP;
-            if (end_step * STEP == in_features) write(sums, row, rows, strip);
+            if (end_step * STEP == in_features) write_tiles(sums, row, rows, strip);
         }
     }
 
@@ -318,13 +342,11 @@ struct Product {
         return reinterpret_cast<float*>(((uintptr_t)sums.data() + 63) / 64 * 64);
     }
 
-    void write(const float* sums, int row, int rows, int strip) const {
-        const int column = strip * STRIP;
-        for (int r = 0; r < rows; r++)
-            for (int c = 0; c < 2; c++)
-                store(y + (int64_t)(row + r) * out_features + column + c * 16,
-                      _mm512_load_ps(sums + (r / 16 * 2 + c) * TILE + r % 16 * 16),
-                      bias ? bias + column + c * 16 : nullptr, out_features - column - c * 16);
+    void write_tiles(const float* sums, int first_row, int rows, int strip) const {
+        for (int row = 0; row < rows; row++) {
+            const float* const left = sums + row / 16 * 2 * TILE + row % 16 * 16;
+            write(first_row + row, strip, _mm512_load_ps(left), _mm512_load_ps(left + TILE));
+        }
     }
 #endif
 };
@@ -333,8 +355,9 @@ extern "C" int manta_linear_supported() {
     return 1;
 }
 
-// weight [out_features, in_features] -> packed [out_features rounded up to 64, in_features], zero-filled.
-extern "C" void manta_pack_linear(const bf16* weight, bf16* packed, int out_features, int in_features) {
+// weight [out_features, in_features] -> packed [out_features rounded up to 64, in_features], zero-filled. Gated, 16 rows
+// of its first half and 16 of its second take turns; half of out_features is then divisible by 16.
+extern "C" void manta_pack_linear(const bf16* weight, bf16* packed, int out_features, int in_features, int gated) {
     const int panels = (out_features + PANEL - 1) / PANEL;
     const uintptr_t begin = ((uintptr_t)packed + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
     const uintptr_t end = (uintptr_t)(packed + panels * panel_size(in_features)) / HUGE_PAGE * HUGE_PAGE;
@@ -344,10 +367,12 @@ extern "C" void manta_pack_linear(const bf16* weight, bf16* packed, int out_feat
         for (int k = 0; k < in_features; k += STEP)
             for (int n = 0; n < PANEL; n += 16) {
                 __m512i pairs[16];
+                const int place = p * PANEL + n;
+                const int half = n % STRIP ? out_features / 2 : 0;
                 for (int i = 0; i < 16; i++) {
-                    const int row = p * PANEL + n + i;
-                    pairs[i] = row < out_features ? _mm512_loadu_si512(weight + (int64_t)row * in_features + k)
-                                                  : _mm512_setzero_si512();
+                    const int64_t row = i + (gated ? half + place / STRIP * 16 : place);
+                    pairs[i] = place + i < out_features ? _mm512_loadu_si512(weight + row * in_features + k)
+                                                        : _mm512_setzero_si512();
                 }
                 transpose(pairs);
                 bf16* to = packed + p * panel_size(in_features) + ((int64_t)(n / STRIP) * in_features + k) * STRIP;
@@ -356,10 +381,11 @@ extern "C" void manta_pack_linear(const bf16* weight, bf16* packed, int out_feat
             }
 }
 
-// x [num_rows, in_features], bias [out_features] or null -> y [num_rows, out_features]; in_features divisible by 32.
+// x [num_rows, in_features], bias [out_features], in the order of packing, or null -> y [num_rows, out_features], or half
+// as wide where gated; in_features divisible by 32.
 extern "C" void manta_linear(const bf16* x, const bf16* packed, const bf16* bias, bf16* y, int num_rows,
-                             int in_features, int out_features) {
-    const Product product{x, packed, bias, y, num_rows, in_features, out_features};
+                             int in_features, int out_features, int gated) {
+    const Product product{x, packed, bias, y, num_rows, in_features, out_features, gated != 0};
     const int64_t panels = (out_features + PANEL - 1) / PANEL;
     const bool serial = (int64_t)num_rows * in_features * out_features < SERIAL_PRODUCTS;
 #pragma omp parallel if (!serial)

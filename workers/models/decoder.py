@@ -18,8 +18,8 @@ from workers.model_config import ModelConfig
 
 _FIRST_POSITIONS = 4096
 """Rows of the rotary table made at first; it grows when a longer context comes, so a 1 M-token model costs nothing."""
-_MLP_ROWS = 512
-"""The widest activations are made for this many rows at a time: the C library gives buffers over 32 MiB back at once,
+_MLP_BYTES = 32 << 20
+"""The widest activations are made for as many rows at a time as fit: the C library gives larger buffers back at once,
 and the system would zero new pages for the next ones.
 """
 
@@ -37,8 +37,8 @@ class LayerWeights:
     k_norm: torch.Tensor | None
     attention_output: Linear
     mlp_norm: torch.Tensor
-    gate_up: Linear
-    """hidden -> 2 * intermediate: gate, up."""
+    gated: Linear
+    """hidden -> intermediate: silu(gate) * up."""
     down: Linear
 
 
@@ -93,10 +93,10 @@ class Decoder:
         return kernels.add_rms_norm(update, residual, self._weights.final_norm, eps)
 
     def _mlp(self, layer: LayerWeights, normed: torch.Tensor) -> torch.Tensor:
-        num_rows = normed.shape[0]
-        if num_rows > _MLP_ROWS:
-            return torch.cat([self._mlp(layer, rows) for rows in normed.tensor_split(-(-num_rows // _MLP_ROWS))])
-        return layer.down(self._kernels.silu_and_mul(layer.gate_up(normed)))
+        num_bytes = normed.shape[0] * self.config.intermediate_size * self.dtype.itemsize
+        if num_bytes > _MLP_BYTES:
+            return torch.cat([self._mlp(layer, rows) for rows in normed.tensor_split(-(-num_bytes // _MLP_BYTES))])
+        return layer.down(layer.gated(normed))
 
     @torch.inference_mode()
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

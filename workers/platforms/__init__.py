@@ -19,6 +19,10 @@ class Platform(Protocol):
     """Has the functions of `workers/kernels/reference.py`."""
     make_linear: Callable[..., Any]
     """(weight [out, in], bias [out] or None) -> callable x [rows, in] -> [rows, out]; may repack the weight."""
+    make_gated_linear: Callable[..., Any]
+    """(weight [2 * out, in] of gate and up, bias [2 * out] or None) -> callable x [rows, in] -> silu(gate) * up
+    [rows, out].
+    """
 
     def resolve_dtype(self, requested: str, checkpoint: str) -> str:
         """`bfloat16` or `float32`. Raises `ValueError` for what the device cannot do."""

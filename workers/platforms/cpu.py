@@ -10,13 +10,14 @@ import torch
 
 from workers.attention import allocate_kv
 from workers.kernels import cpu as cpu_kernels
-from workers.layers import make_cpu_linear
+from workers.layers import make_cpu_gated_linear, make_cpu_linear
 
 
 class CpuPlatform:
     name = "cpu"
     kernels: types.ModuleType = cpu_kernels
     make_linear = staticmethod(make_cpu_linear)
+    make_gated_linear = staticmethod(make_cpu_gated_linear)
     allocate_kv = staticmethod(allocate_kv)
 
     def __init__(self, num_threads: int | None) -> None:
