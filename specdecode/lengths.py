@@ -24,8 +24,6 @@ PRIOR_WEIGHT = 2.0
 """Trials that the other sequences' acceptance counts for in a new one's."""
 PROBE_SHARE = 0.01
 """Of the time that may go into drafts that do not promise to pay, to see whether they would."""
-LONGEST_REST = 64
-"""Steps."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -89,9 +87,21 @@ class StepCost:
         self._tokens = np.array([tokens for tokens, _ in table], dtype=float)
         self._seconds = np.maximum.accumulate([seconds for _, seconds in table])
         self._beyond = 0.0
+        self._known: dict[int, float] = {}
+        """Of the table: every step asks for a few numbers of tokens."""
 
-    def seconds(self, num_tokens: np.ndarray | float) -> np.ndarray:
-        """Of each number of tokens."""
+    def of(self, num_tokens: int) -> float:
+        """Seconds for one number of tokens."""
+        return self._of_table_once(num_tokens) + self._beyond
+
+    def _of_table_once(self, num_tokens: int) -> float:
+        known = self._known.get(num_tokens)
+        if known is None:
+            known = self._known[num_tokens] = float(self._of_table(num_tokens))
+        return known
+
+    def seconds(self, num_tokens: np.ndarray) -> np.ndarray:
+        """For each number of tokens."""
         return np.asarray(self._of_table(num_tokens) + self._beyond)
 
     def _of_table(self, num_tokens: np.ndarray | float) -> np.ndarray:
@@ -103,7 +113,7 @@ class StepCost:
 
     def learn(self, num_tokens: int, seconds: float) -> None:
         """A step of this many tokens took this long: context and the driver's work come on top of the table."""
-        predicted = float(self._of_table(num_tokens))
+        predicted = self._of_table_once(num_tokens)
         beyond = min(max(seconds - predicted, 0.0), predicted + 2 * self._beyond)  # an outlier is a pause
         self._beyond += 0.05 * (beyond - self._beyond)
 
@@ -125,8 +135,6 @@ class Load:
     """That it computes."""
     num_expected: float
     """That it yields."""
-    overhead: float = 0.0
-    """Seconds that go into looking for drafts."""
 
     def add(self, proposals: dict[int, list[int]], record: AcceptanceRecord) -> None:
         lengths = np.array([len(proposed) for proposed in proposals.values()])
@@ -148,13 +156,13 @@ def choose_lengths(
     steps = np.arange(1, limits.max() + 1)
     gains = np.where(steps <= limits[:, None], acceptance[:, None] ** steps, 0.0)
     best = np.zeros(len(limits), dtype=int)
-    best_rate = MARGIN * load.num_expected / float(cost.seconds(load.num_tokens))
-    drafting = 0.0 if draft_cost is None else float(draft_cost.seconds(len(limits)))
+    best_rate = MARGIN * load.num_expected / cost.of(load.num_tokens)
+    drafting = 0.0 if draft_cost is None else draft_cost.of(len(limits))
     for limit in steps[-1:] if draft_cost is None else steps:
         candidates = np.sort(gains[:, :limit], axis=None)[::-1]
         candidates = candidates[candidates > 0]
         totals = load.num_expected + np.cumsum(candidates)
-        seconds = cost.seconds(load.num_tokens + np.arange(1, len(candidates) + 1)) + limit * drafting + load.overhead
+        seconds = cost.seconds(load.num_tokens + np.arange(1, len(candidates) + 1)) + limit * drafting
         rates = totals / seconds
         count = int(rates.argmax()) if len(rates) else -1
         if count >= 0 and rates[count] > best_rate:
@@ -163,14 +171,9 @@ def choose_lengths(
     return best
 
 
-def rest_interval(load: Load, cost: StepCost) -> int:
-    """Steps that nobody looks for drafts after none were worth it, such that looking takes `PROBE_SHARE`."""
-    return min(LONGEST_REST, int(load.overhead / (PROBE_SHARE * float(cost.seconds(load.num_tokens)))))
-
-
 def probe_interval(num_sequences: int, load: Load, cost: StepCost, draft_cost: StepCost) -> int:
     """Steps between two tries of a proposer that does not promise to pay, such that they take `PROBE_SHARE`."""
-    plain = float(cost.seconds(load.num_tokens))
-    verified = float(cost.seconds(load.num_tokens + num_sequences))
-    extra = float(draft_cost.seconds(num_sequences)) + verified - plain
+    plain = cost.of(load.num_tokens)
+    verified = cost.of(load.num_tokens + num_sequences)
+    extra = draft_cost.of(num_sequences) + verified - plain
     return max(1, math.ceil(extra / (PROBE_SHARE * plain)))

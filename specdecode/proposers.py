@@ -14,8 +14,9 @@ from typing import Protocol
 
 import numpy as np
 
-from specdecode.lengths import AcceptanceRecord, Costs, Load, StepCost, choose_lengths, probe_interval, rest_interval
+from specdecode.lengths import AcceptanceRecord, Costs, Load, StepCost, choose_lengths, probe_interval
 from specdecode.ngram import NgramIndex
+from specdecode.pace import Pace
 from workers.sampling_state import SamplingState, SequenceState
 from workers.step import StepInput, StepOutput
 
@@ -106,10 +107,12 @@ class Chain:
         self._untried: dict[int, tuple[str, int]] = {}
         """Sequence to who proposed what for its next token, and was not taken: one learns from that too."""
         self._steps_unasked: dict[str, int] = dict.fromkeys(self._records, 0)
+        self._pace = Pace()
         self._steps_to_rest = 0
-        self._overhead = 0.0
-        """Seconds of `propose`, without what costs account for."""
-        self._accounted = 0.0
+        self._looked = False
+        """For drafts, after the last step."""
+        self._propose_seconds = 0.0
+        """Of the last step."""
 
     def begin(self, step: StepInput) -> None:
         for proposer in self._proposers:
@@ -120,34 +123,46 @@ class Chain:
             self._untried.pop(sequence_id, None)
         self._plain.difference_update(step.finished)
         self._plain.update(start.sequence_id for start in step.started if not start.speculates)
-        if step.started:
-            self._steps_to_rest = 0
+
+    def observe(self, step: StepInput, output: StepOutput, seconds: float) -> None:
+        """Hears what a step took in which every token was sampled, from the end of the last `propose` on."""
+        drafts_of_others = any(
+            item.draft_token_ids and item.draft_proposer not in self._records for item in step.scheduled
+        )
+        if self._costs is None or not output.token_ids or drafts_of_others:
+            return
+        num_sequences = len(output.token_ids)
+        num_tokens = sum(map(len, output.token_ids.values()))
+        predicted = self._costs.step.of(num_sequences)
+        self._pace.learn(num_sequences, num_tokens, predicted, self._propose_seconds + seconds, self._looked)
 
     def propose(self, step: StepInput, output: StepOutput) -> None:
         """Adds proposals to a step's output."""
         if self._costs is None:
-            self._propose(step, output, 0.0)
-        elif self._steps_to_rest:
-            self._rest(step, output)
-        else:
-            started, self._accounted = time.perf_counter(), 0.0
+            self._propose(step, output)
+            return
+        started = time.perf_counter()
+        self._looked = not self._steps_to_rest and bool(self._proposers)
+        if self._looked:
             self._learn(step, output)
-            load = self._propose(step, output, self._overhead)
-            self._overhead += 0.1 * (time.perf_counter() - started - self._accounted - self._overhead)
-            if not output.draft_token_ids and load.num_expected:
-                self._steps_to_rest = rest_interval(load, self._costs.step)
+            self._propose(step, output)
+            if output.token_ids:
+                self._steps_to_rest = self._pace.steps_to_rest(len(output.token_ids))
+        else:
+            self._rest(step, output)
+        self._propose_seconds = time.perf_counter() - started
 
     def _rest(self, step: StepInput, output: StepOutput) -> None:
-        self._steps_to_rest -= 1
+        self._steps_to_rest = max(0, self._steps_to_rest - 1)
         for name in self._steps_unasked:
             self._steps_unasked[name] += 1
         if self._untried:  # before its first step
             self._learn(step, output)
 
-    def _propose(self, step: StepInput, output: StepOutput, overhead: float) -> Load:
+    def _propose(self, step: StepInput, output: StepOutput) -> None:
         wanted = self._wanted(output)
         num_others = sum(item.num_tokens for item in step.scheduled if item.sequence_id not in output.token_ids)
-        load = Load(len(wanted) + num_others, len(wanted), overhead)
+        load = Load(len(wanted) + num_others, len(wanted))
         for proposer in self._proposers:
             failed = self._failed[proposer.name]
             asked = [each for each in wanted if each.sequence_id not in failed]
@@ -163,7 +178,6 @@ class Chain:
                 output.draft_token_ids.update(proposals)
                 output.draft_proposers.update(dict.fromkeys(proposals, proposer.name))
                 wanted = [each for each in wanted if each.sequence_id not in proposals]
-        return load
 
     def _ask(self, proposer: Proposer, asked: list[Wanted], load: Load) -> dict[int, list[int]]:
         if self._costs is None:
@@ -185,9 +199,7 @@ class Chain:
         self._steps_unasked[proposer.name] = 0
         started = time.perf_counter()
         proposals = proposer.propose(chosen)
-        seconds = time.perf_counter() - started
-        self._accounted += seconds
-        draft_cost.learn(len(chosen), seconds / max(each.count for each in chosen))
+        draft_cost.learn(len(chosen), (time.perf_counter() - started) / max(each.count for each in chosen))
         load.add(proposals, record)
         return proposals
 

@@ -81,7 +81,9 @@ class SpeculativeWorker:
         step = self._step
         assert step is not None, "the target's worker would have raised"
         if self._cost is not None and step.scheduled and step.num_tokens == len(step.sample_points):
-            self._cost.learn(step.num_tokens, self._seconds + time.perf_counter() - started)
+            seconds = self._seconds + time.perf_counter() - started
+            self._cost.learn(step.num_tokens, seconds)
+            self.chain.observe(step, output, seconds)
         self.chain.propose(step, output)
         self._last_end = time.perf_counter()
         return output

@@ -16,8 +16,8 @@ from specdecode.lengths import (
     StepCost,
     choose_lengths,
     probe_interval,
-    rest_interval,
 )
+from specdecode.pace import Pace
 from tests.test_engine import drain, make_engine
 from tests.test_speculative import ask_oracle, greedy, make_prompts, watch
 
@@ -90,12 +90,51 @@ def test_costs_learn_what_steps_take_beyond_the_table_and_probes_are_rare() -> N
     assert cost.seconds(np.array([1, 2])) == pytest.approx([1.5, 1.7], abs=1e-3)
     every = probe_interval(1, Load(1, 1), FLAT, StepCost([(1, 0.5)]))
     assert every == 50
-    assert rest_interval(Load(1, 1, overhead=0.0), FLAT) == 0
-    assert rest_interval(Load(1, 1, overhead=0.201), FLAT) == 20
-    assert rest_interval(Load(1, 1, overhead=99.0), FLAT) == 64
-    means, limits = np.array([0.9]), np.array([8])
-    assert choose_lengths(means, limits, Load(1, 1, overhead=1.0), FLAT).sum() == 8
-    assert choose_lengths(means, limits, Load(1, 1, overhead=9.0), FLAT).sum() == 0, "looking costs more than it saves"
+
+
+def run_pace(pace: Pace, num_sequences: int, speeds: list[float], noise: np.random.Generator) -> tuple[float, float]:
+    """Steps by what a pace says, where drafting is so many times as fast as not, one value a step.
+
+    Returns (the speed of all steps in relation to steps without drafts, the share of steps with drafts).
+    """
+    tokens, seconds, num_drafted, rest = 0, 0.0, 0, 0
+    for speed in speeds:
+        drafted = rest == 0
+        gained = int(noise.integers(num_sequences, 3 * num_sequences + 1)) if drafted else num_sequences
+        # A step takes 1.3 of what is thought, and the drafts' part is in proportion to what they yield on average
+        taken = 1.3 * (2.0 / speed if drafted else 1.0) * float(noise.uniform(0.9, 1.1))
+        pause = 20.0 if noise.random() < 0.01 else 0.0  # another process had the machine
+        pace.learn(num_sequences, gained, 1.0, taken + pause, drafted)
+        tokens += gained
+        seconds += taken
+        num_drafted += drafted
+        rest = pace.steps_to_rest(num_sequences) if drafted else rest - 1
+    return tokens / num_sequences / seconds * 1.3, num_drafted / len(speeds)
+
+
+@pytest.mark.parametrize("num_sequences", [1, 4, 16, 32])
+def test_drafting_that_the_clock_finds_slower_rests(num_sequences: int) -> None:
+    noise = np.random.default_rng(num_sequences)
+    for speed in (0.5, 0.7, 0.85, 0.9):
+        relative, share = run_pace(Pace(), num_sequences, [speed] * 6000, noise)
+        assert share < 0.25
+        assert relative > 0.96
+    for speed in (1.2, 1.5, 2.0, 4.0):
+        relative, share = run_pace(Pace(), num_sequences, [speed] * 6000, noise)
+        assert share > 0.9
+        assert relative > 0.95 * speed
+
+
+def test_drafting_is_tried_again_when_it_has_become_faster() -> None:
+    noise = np.random.default_rng(7)
+    pace = Pace()
+    _, share = run_pace(pace, 16, [0.6] * 2000, noise)
+    assert share < 0.1
+    run_pace(pace, 16, [2.0] * 1500, noise)
+    _, share = run_pace(pace, 16, [2.0] * 1000, noise)
+    assert share > 0.95
+    _, share = run_pace(pace, 16, [0.6] * 1000, noise)
+    assert share < 0.2
 
 
 def test_an_adaptive_engine_uses_good_drafts_and_leaves_bad_ones() -> None:
