@@ -1,14 +1,16 @@
 """Times the CPU kernels against the torch operations that they replace: `python benchmarks/kernels.py`.
 
 Each line alternates the two in one process and prints medians and their ratio (above 1: the kernel is faster), for
-decode attention also how much of its time reading the KV bytes alone would take at the bandwidth of a plain sum.
-Figures of shared machines are noisy: take the ratios.
+decode attention and linears also how much of its time the hardware alone would need: to read the bytes at the bandwidth
+of a plain sum, or to multiply at the rate of torch's largest product. Linears stand against oneDNN's, with weights in
+oneDNN's own layout. Figures of shared machines are noisy: take the ratios.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import pathlib
 import statistics
 import sys
@@ -23,10 +25,15 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from workers.attention import AttentionMetadata, allocate_kv
 from workers.kernels import cpu
+from workers.layers import Linear, make_cpu_gated_linear, make_cpu_linear
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 14, 2, 64, 16
 HIDDEN, INTERMEDIATE = 896, 4864
 SCALE = HEAD_DIM**-0.5
+LINEARS = {"qkv": (1152, HIDDEN), "output": (HIDDEN, HIDDEN), "down": (HIDDEN, INTERMEDIATE), "head": (151_936, HIDDEN)}
+"""Outputs and inputs."""
+COLD_BYTES = 1 << 27
+"""Of weights used in turn, so that no cache holds them."""
 
 
 def alternate(kernel: Callable[[], object], torch_ops: Callable[[], object], seconds: float) -> tuple[float, float]:
@@ -53,6 +60,17 @@ def read_bandwidth() -> float:
         data.sum()
         best = min(best, time.perf_counter() - start)
     return data.nbytes / best
+
+
+def product_rate() -> float:
+    """Operations a second of a bfloat16 matrix product with the process's threads: the best of five."""
+    left, right = torch.randn(2, 4096, 4096).bfloat16()
+    best = float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        left @ right
+        best = min(best, time.perf_counter() - start)
+    return 2 * 4096**3 / best
 
 
 class AttentionCase:
@@ -142,6 +160,38 @@ def attention_rows(seconds: float) -> None:
         report(f"prefill attention {length}", alternate(case.kernel, case.torch_prefill, seconds))
 
 
+def onednn_linear(weight: torch.Tensor) -> Linear:
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, 32)
+    apply, no_scalars = torch.ops.mkldnn._linear_pointwise.default, list[float]()
+    return lambda x: apply(x, packed, None, "none", no_scalars, "")
+
+
+def onednn_gated_linear(weight: torch.Tensor) -> Linear:
+    linear = onednn_linear(weight)
+    return lambda x: torch_silu_and_mul(linear(x))
+
+
+def in_turn(linears: list[Linear], x: torch.Tensor) -> Callable[[], object]:
+    each = itertools.cycle(linears)
+    return lambda: next(each)(x)
+
+
+def linear_rows(seconds: float) -> None:
+    bandwidth, rate = read_bandwidth(), product_rate()
+    print(f"read bandwidth {bandwidth / 1e9:.0f} GB/s, products {rate / 1e12:.2f} T/s")
+    for name, (out_features, in_features) in {**LINEARS, "gate and up": (2 * INTERMEDIATE, HIDDEN)}.items():
+        count = max(2, COLD_BYTES // (2 * out_features * in_features))
+        weights = [torch.randn(out_features, in_features).bfloat16() for _ in range(count)]
+        is_gated = name == "gate and up"
+        ours = [(make_cpu_gated_linear if is_gated else make_cpu_linear)(weight, None) for weight in weights]
+        theirs = [(onednn_gated_linear if is_gated else onednn_linear)(weight) for weight in weights]
+        for rows in [1, 8, 32, 64] if name == "head" else [1, 8, 32, 64, 256, 2048]:
+            x = torch.randn(rows, in_features).bfloat16()
+            operations = 2 * rows * out_features * in_features
+            floor = max(2 * out_features * in_features / bandwidth, operations / rate)
+            report(f"{name} {rows} x {in_features}", alternate(in_turn(ours, x), in_turn(theirs, x), seconds), floor)
+
+
 def elementwise_rows(seconds: float) -> None:
     for rows in [1, 32, 1024]:
         x, residual = torch.randn(2, rows, HIDDEN).bfloat16()
@@ -173,6 +223,7 @@ def main() -> None:
     torch.manual_seed(0)
     with torch.inference_mode():
         attention_rows(options.seconds)
+        linear_rows(options.seconds)
         elementwise_rows(options.seconds)
 
 

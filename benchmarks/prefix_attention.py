@@ -11,7 +11,6 @@ import argparse
 import functools
 import pathlib
 import sys
-import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,24 +18,13 @@ import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from benchmarks.kernels import BLOCK_SIZE, HEAD_DIM, HEADS, KV_HEADS, SCALE, alternate, read_bandwidth
+from benchmarks.kernels import BLOCK_SIZE, HEAD_DIM, HEADS, KV_HEADS, SCALE, alternate, product_rate, read_bandwidth
 from workers.attention import AttentionMetadata, allocate_kv
 from workers.kernels import cpu
 
 NUM_LAYERS = 24
 OWN_TOKENS = 64
 """The sequences' own keys are spread evenly from 1 to this many."""
-
-
-def product_rate() -> float:
-    """Operations a second of a bfloat16 matrix product with the process's threads: the best of five."""
-    left, right = torch.randn(2, 4096, 4096).bfloat16()
-    best = float("inf")
-    for _ in range(5):
-        start = time.perf_counter()
-        left @ right
-        best = min(best, time.perf_counter() - start)
-    return 2 * 4096**3 / best
 
 
 class SharedPrefixCase:

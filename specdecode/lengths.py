@@ -16,8 +16,10 @@ import numpy as np
 
 MARGIN = 1.02
 """Drafts are proposed where they promise at least this many times the tokens a second: estimates err."""
-MEMORY = 0.92
-"""What a trial counts for after the next one: about a dozen decide."""
+MEMORY = 0.95
+"""What a trial counts for after the next one: about twenty decide."""
+FADING = 0.96
+"""What trials count for after a step without drafts: a text that could not be guessed comes to an end."""
 OVERALL_MEMORY = 0.995
 """The same for what is known of all sequences together."""
 PRIOR_WEIGHT = 2.0
@@ -48,6 +50,10 @@ class Acceptance:
         self.successes = self.successes * forgotten + num_accepted
         self.trials = self.trials * forgotten + num_trials
 
+    def fade(self) -> None:
+        self.successes *= FADING
+        self.trials *= FADING
+
 
 class AcceptanceRecord:
     """The acceptance of one proposer's drafts, by sequence."""
@@ -62,6 +68,13 @@ class AcceptanceRecord:
             own = self._sequences[sequence_id] = Acceptance(self._overall.mean)
         own.learn(num_accepted, num_drafted)
         self._overall.learn(num_accepted, num_drafted)
+
+    def fade(self, sequence_ids: Iterable[int]) -> None:
+        """These had no drafts to learn from in a step."""
+        for sequence_id in sequence_ids:
+            own = self._sequences.get(sequence_id)
+            if own is not None:
+                own.fade()
 
     def means(self, sequence_ids: Iterable[int]) -> np.ndarray:
         """float [n]; a sequence without drafts so far is thought to be like the others."""
@@ -79,7 +92,9 @@ class AcceptanceRecord:
 
 
 class StepCost:
-    """Seconds of a step that computes some tokens: a measured table, and what real steps took beyond it."""
+    """Seconds of a step that computes some tokens, or of several in a call: a measured table, and what real calls took
+    beyond it.
+    """
 
     def __init__(self, table: Sequence[tuple[int, float]]) -> None:
         """`table` holds (tokens, seconds), tokens ascending; beyond its end cost grows as between the last two."""
@@ -90,9 +105,9 @@ class StepCost:
         self._known: dict[int, float] = {}
         """Of the table: every step asks for a few numbers of tokens."""
 
-    def of(self, num_tokens: int) -> float:
-        """Seconds for one number of tokens."""
-        return self._of_table_once(num_tokens) + self._beyond
+    def of(self, num_tokens: int, num_steps: int = 1) -> float:
+        """Of one call."""
+        return num_steps * self._of_table_once(num_tokens) + self._beyond
 
     def _of_table_once(self, num_tokens: int) -> float:
         known = self._known.get(num_tokens)
@@ -111,9 +126,9 @@ class StepCost:
             values = values + np.maximum(0.0, np.asarray(num_tokens) - self._tokens[-1]) * slope
         return np.asarray(values)
 
-    def learn(self, num_tokens: int, seconds: float) -> None:
-        """A step of this many tokens took this long: context and the driver's work come on top of the table."""
-        predicted = self._of_table_once(num_tokens)
+    def learn(self, num_tokens: int, seconds: float, num_steps: int = 1) -> None:
+        """A call of so many steps took this long: context and the driver's work come on top of the table."""
+        predicted = num_steps * self._of_table_once(num_tokens)
         beyond = min(max(seconds - predicted, 0.0), predicted + 2 * self._beyond)  # an outlier is a pause
         self._beyond += 0.05 * (beyond - self._beyond)
 
@@ -124,7 +139,7 @@ class Costs(NamedTuple):
     step: StepCost
     """Of the model."""
     drafts: dict[str, StepCost]
-    """Of the proposers that are not free: of one more token for a number of sequences."""
+    """Of the proposers that are not free: a step is one more token for a number of sequences, a call a proposal."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -150,19 +165,19 @@ def choose_lengths(
 ) -> np.ndarray:
     """Drafts for each sequence, int [n], at most `limits` int [n]: those with the most tokens a second.
 
-    `acceptance` is float [n], `load` the step without these drafts. `draft_cost` is what the proposer takes for one
-    token of a number of sequences, None where proposals cost nothing.
+    `acceptance` is float [n], `load` the step without these drafts. `draft_cost` is what the proposer takes, None where
+    proposals cost nothing.
     """
     steps = np.arange(1, limits.max() + 1)
     gains = np.where(steps <= limits[:, None], acceptance[:, None] ** steps, 0.0)
     best = np.zeros(len(limits), dtype=int)
     best_rate = MARGIN * load.num_expected / cost.of(load.num_tokens)
-    drafting = 0.0 if draft_cost is None else draft_cost.of(len(limits))
-    for limit in steps[-1:] if draft_cost is None else steps:
+    for limit in steps[-1:] if draft_cost is None else steps.tolist():
+        drafting = 0.0 if draft_cost is None else draft_cost.of(len(limits), limit)
         candidates = np.sort(gains[:, :limit], axis=None)[::-1]
         candidates = candidates[candidates > 0]
         totals = load.num_expected + np.cumsum(candidates)
-        seconds = cost.seconds(load.num_tokens + np.arange(1, len(candidates) + 1)) + limit * drafting
+        seconds = cost.seconds(load.num_tokens + np.arange(1, len(candidates) + 1)) + drafting
         rates = totals / seconds
         count = int(rates.argmax()) if len(rates) else -1
         if count >= 0 and rates[count] > best_rate:

@@ -107,6 +107,8 @@ class Chain:
         self._untried: dict[int, tuple[str, int]] = {}
         """Sequence to who proposed what for its next token, and was not taken: one learns from that too."""
         self._steps_unasked: dict[str, int] = dict.fromkeys(self._records, 0)
+        self._asked: dict[str, set[int]] = {name: set() for name in self._records}
+        """The sequences that a proposer was asked about after the last step."""
         self._pace = Pace()
         self._steps_to_rest = 0
         self._looked = False
@@ -156,6 +158,7 @@ class Chain:
         self._steps_to_rest = max(0, self._steps_to_rest - 1)
         for name in self._steps_unasked:
             self._steps_unasked[name] += 1
+            self._asked[name].clear()
         if self._untried:  # before its first step
             self._learn(step, output)
 
@@ -194,12 +197,15 @@ class Chain:
         chosen = [
             dataclasses.replace(each, count=int(count)) for each, count in zip(asked, counts, strict=True) if count
         ]
+        record.fade(each.sequence_id for each, count in zip(asked, counts, strict=True) if not count)
+        before, self._asked[proposer.name] = self._asked[proposer.name], {each.sequence_id for each in chosen}
         if not chosen:
             return {}
         self._steps_unasked[proposer.name] = 0
         started = time.perf_counter()
         proposals = proposer.propose(chosen)
-        draft_cost.learn(len(chosen), (time.perf_counter() - started) / max(each.count for each in chosen))
+        if self._asked[proposer.name] <= before:  # else it caught up with what it had not seen, once
+            draft_cost.learn(len(chosen), time.perf_counter() - started, max(each.count for each in chosen))
         load.add(proposals, record)
         return proposals
 
