@@ -25,17 +25,19 @@ REMEMBERED = 0.85
 """What a trial's steps count for in the next one, which then needs fewer."""
 TOLERANCE = 0.01
 """Drafting goes on where it is slower by no more than this: it is within what timing can tell."""
-FIRST_REST = 64
-"""Steps without drafts after a trial that failed; twice as many after each that follows."""
-LONGEST_REST = 1024
+LOSS_SHARE = 0.015
+"""A trial that failed is followed by so many steps without drafts that what it lost is this share of their time."""
+LONGEST_REST = 4096
 PLAIN_STEPS = 16
 """Timed before the first verdict; the mean is over a few times as many."""
 PLAIN_EVERY = 512
 """Steps with drafts after which a few without refresh what they are compared with ..."""
 CLEAR_GAIN = 1.2
 """... unless they are so many times as fast."""
-PAUSE = 2.0
-"""Times what a step was thought to take: no more of it counts."""
+PAUSE = 4.0
+"""Times what so many plain steps were thought to take: no more of a step counts in a mean ..."""
+LONG_PAUSE = 16.0
+"""... and none in a loss, where catching up counts."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -50,20 +52,29 @@ class _Comparison:
     """Steps of the trial."""
     num_gains: float = 0.0
     """Of its sequences, step by step."""
-    rest: int = FIRST_REST
+    loss: float = 0.0
+    """Of the trial, in steps without drafts."""
     drafted_since_plain: int = 0
+    has_rested: bool = True
+    """Before the next step with drafts."""
 
-    def learn_plain(self, value: float) -> None:
+    def learn_plain(self, duration: float) -> None:
+        self.has_rested = True
         self.num_plain += 1
-        self.plain += (value - self.plain) / min(self.num_plain, 4 * PLAIN_STEPS)
+        self.plain += (1 / min(duration, PAUSE) - self.plain) / min(self.num_plain, 4 * PLAIN_STEPS)
 
-    def learn_drafted(self, value: float, num_sequences: int) -> None:
+    def learn_drafted(self, gained: float, duration: float, num_sequences: int) -> None:
+        self.loss += min(duration, LONG_PAUSE * gained) * self.plain - gained
+        if self.has_rested:  # proposers catch up with what they have not seen: a loss, but none that goes on
+            self.has_rested = False
+            return
         self.num_drafted += 1
         self.num_gains += num_sequences
         self.drafted_since_plain += 1
-        self.drafted += (value - self.drafted) / self.num_drafted
+        self.drafted += (gained / min(duration, PAUSE * gained) - self.drafted) / self.num_drafted
 
     def begin_trial(self) -> None:
+        self.loss = 0.0
         self.num_drafted *= REMEMBERED
         self.num_gains *= REMEMBERED
 
@@ -84,17 +95,16 @@ class Pace:
         self._comparisons: dict[int, _Comparison] = {}
 
     def learn(self, num_sequences: int, num_tokens: int, predicted: float, seconds: float, drafted: bool) -> None:
-        """A step yielded `num_tokens` for `num_sequences` in `seconds`, the search for its drafts included.
+        """A step yielded `num_tokens` for `num_sequences` in `seconds`, with the search for its drafts.
 
         `predicted` is what it would take to compute one token for each. `drafted` where drafts were looked for, whether
         or not there were any: looking takes time too.
         """
-        comparison, gained = self._of(num_sequences), num_tokens / num_sequences
-        value = gained * predicted / min(seconds, PAUSE * predicted * gained)
+        comparison, duration = self._of(num_sequences), seconds / predicted
         if drafted:
-            comparison.learn_drafted(value, num_sequences)
+            comparison.learn_drafted(num_tokens / num_sequences, duration, num_sequences)
         else:
-            comparison.learn_plain(value)
+            comparison.learn_plain(duration)
 
     def steps_to_rest(self, num_sequences: int) -> int:
         """How many steps from here should have no drafts."""
@@ -105,12 +115,10 @@ class Pace:
         if comparison.num_plain < PLAIN_STEPS:
             return PLAIN_STEPS - comparison.num_plain  # and then the verdict again
         is_clear = comparison.drafted > CLEAR_GAIN * comparison.plain
+        rest = math.ceil(comparison.loss / LOSS_SHARE)
         comparison.begin_trial()
         if not pays:
-            rest = comparison.rest
-            comparison.rest = min(2 * rest, LONGEST_REST)
-            return rest
-        comparison.rest = FIRST_REST
+            return min(max(rest, PLAIN_STEPS), LONGEST_REST)
         if is_clear or comparison.drafted_since_plain < PLAIN_EVERY:
             return 0
         comparison.drafted_since_plain = 0

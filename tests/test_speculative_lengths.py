@@ -71,9 +71,12 @@ def test_acceptance_follows_the_latest_trials_and_new_sequences_start_where_the_
     for _ in range(20):
         own.learn(4, 4)
     assert own.mean > 0.9
-    for _ in range(20):
+    for _ in range(40):
         own.learn(0, 4)
-    assert own.mean < 0.3
+    assert own.mean < 0.2
+    for _ in range(100):
+        own.fade()
+    assert own.mean == pytest.approx(0.5, abs=0.05), "what is not tried is forgotten"
     record = AcceptanceRecord(0.5)
     for _ in range(300):
         record.learn(1, 3, 3)
