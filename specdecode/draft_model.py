@@ -10,6 +10,7 @@ for a proposal, and no sooner. It draws with the sequence's parameters and with 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import pathlib
 from collections.abc import Sequence
 
@@ -87,7 +88,7 @@ class DraftModel:
             platform.torch_dtype(dtype),
         )
         self._layers = [(layer[0], layer[1]) for layer in kv_cache]
-        self._is_written = np.zeros(num_blocks, dtype=bool)
+        self._written: set[int] = set()
         """Blocks full of keys and values of the tokens that the prefix cache knows them by."""
         self._progress: dict[int, Progress] = {}
 
@@ -104,13 +105,13 @@ class DraftModel:
         size = self._runner.block_size
         for item in step.scheduled:
             if item.new_block_ids:
-                blocks = np.array(item.new_block_ids)
+                num_found = 0
                 if item.sequence_id not in self._progress:
-                    found, blocks = np.split(blocks, [item.start // size])
-                    is_written = self._is_written[found]
-                    count = len(found) if is_written.all() else int(is_written.argmin())
+                    num_found = item.start // size
+                    found = itertools.takewhile(self._written.__contains__, item.new_block_ids[:num_found])
+                    count = sum(1 for _ in found)
                     self._progress[item.sequence_id] = Progress(count * size, count)
-                self._is_written[blocks] = False
+                self._written.difference_update(item.new_block_ids[num_found:])
 
     @torch.inference_mode()
     def propose(self, wanted: Sequence[Wanted]) -> dict[int, list[int]]:
@@ -189,7 +190,7 @@ class DraftModel:
     def _mark(self, progress: Progress, num_computed: int, table: np.ndarray) -> None:
         progress.num_draft_computed = num_computed
         full = num_computed // self._runner.block_size
-        self._is_written[table[progress.num_marked_blocks : full]] = True
+        self._written.update(table[progress.num_marked_blocks : full].tolist())
         progress.num_marked_blocks = max(progress.num_marked_blocks, full)
 
     def _forward(self, starts: list[int], counts: list[int], token_ids: np.ndarray, tables: np.ndarray) -> torch.Tensor:
@@ -215,7 +216,7 @@ class DraftModel:
     def reset(self) -> None:
         """The model's cache was lost, and block ids begin anew."""
         self._progress.clear()
-        self._is_written[:] = False
+        self._written.clear()
 
 
 def check_same_tokenizer(target: str, draft: str, vocab_size: int) -> None:

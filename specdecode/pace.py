@@ -25,7 +25,7 @@ REMEMBERED = 0.85
 """What a trial's steps count for in the next one, which then needs fewer."""
 TOLERANCE = 0.01
 """Drafting goes on where it is slower by no more than this: it is within what timing can tell."""
-LOSS_SHARE = 0.015
+LOSS_SHARE = 0.01
 """A trial that failed is followed by so many steps without drafts that what it lost is this share of their time."""
 LONGEST_REST = 4096
 PLAIN_STEPS = 16
@@ -125,4 +125,8 @@ class Pace:
         return PLAIN_STEPS
 
     def _of(self, num_sequences: int) -> _Comparison:
-        return self._comparisons.setdefault(round(math.log2(num_sequences)), _Comparison())
+        load = round(math.log2(num_sequences))
+        comparison = self._comparisons.get(load)
+        if comparison is None:
+            comparison = self._comparisons[load] = _Comparison()
+        return comparison

@@ -26,6 +26,10 @@ PRIORS = {"ngram": 0.5, "draft": 0.7}
 """What is thought of proposers before any of their drafts was verified."""
 
 
+OBSERVED_STEPS = 64
+"""Of a rest, before its end."""
+
+
 @dataclasses.dataclass(slots=True)
 class Wanted:
     """A sequence that goes on, and the most drafts that it may have."""
@@ -118,21 +122,32 @@ class Chain:
 
     def begin(self, step: StepInput) -> None:
         for proposer in self._proposers:
-            self._failed[proposer.name].difference_update(step.finished)
-            self._records[proposer.name].forget(step.finished)
             proposer.begin(step)
-        for sequence_id in step.finished:
+        if step.finished:
+            self._forget(step.finished)
+        if step.started:
+            self._plain.update(start.sequence_id for start in step.started if not start.speculates)
+
+    def _forget(self, sequence_ids: Sequence[int]) -> None:
+        for name, record in self._records.items():
+            self._failed[name].difference_update(sequence_ids)
+            record.forget(sequence_ids)
+        for sequence_id in sequence_ids:
             self._untried.pop(sequence_id, None)
-        self._plain.difference_update(step.finished)
-        self._plain.update(start.sequence_id for start in step.started if not start.speculates)
+        self._plain.difference_update(sequence_ids)
+
+    @property
+    def observes(self) -> bool:
+        """Whether it wants to hear of steps; in a long rest only of the last ones, for hearing takes time too."""
+        return self._steps_to_rest <= OBSERVED_STEPS
 
     def observe(self, step: StepInput, output: StepOutput, seconds: float) -> None:
         """Hears what a step took in which every token was sampled, from the end of the last `propose` on."""
-        drafts_of_others = any(
-            item.draft_token_ids and item.draft_proposer not in self._records for item in step.scheduled
-        )
-        if self._costs is None or not output.token_ids or drafts_of_others:
+        if self._costs is None or not output.token_ids:
             return
+        for item in step.scheduled:
+            if item.draft_token_ids and item.draft_proposer not in self._records:
+                return  # the drafts of others
         num_sequences = len(output.token_ids)
         num_tokens = sum(map(len, output.token_ids.values()))
         predicted = self._costs.step.of(num_sequences)
@@ -271,5 +286,6 @@ class Chain:
             proposer.reset()
             self._failed[proposer.name].clear()
             self._records[proposer.name].clear()
+            self._asked[proposer.name].clear()
         self._untried.clear()
         self._plain.clear()

@@ -80,7 +80,8 @@ class SpeculativeWorker:
         output = self.target.sample(masks)
         step = self._step
         assert step is not None, "the target's worker would have raised"
-        if self._cost is not None and step.scheduled and step.num_tokens == len(step.sample_points):
+        is_decode = step.scheduled and step.num_tokens == len(step.sample_points)
+        if self._cost is not None and is_decode and self.chain.observes:
             seconds = self._seconds + time.perf_counter() - started
             self._cost.learn(step.num_tokens, seconds)
             self.chain.observe(step, output, seconds)

@@ -15,6 +15,8 @@ import hypothesis
 import pytest
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+# Threads that spin for long starve whatever else runs, as a second test run: steps then took a hundred times as long.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 PLUGIN = pathlib.Path(__file__).parent / "plugin"
 """Backends and processors from outside the tree, as an installed package would register them."""
