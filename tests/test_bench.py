@@ -77,7 +77,7 @@ class FakeEngine:
         self.prompts: list[list[list[int]]] = []
         self.resting = False
 
-    def generate(self, prompts: list[list[int]], max_tokens: int, n: int = 1) -> Timing:
+    def generate(self, prompts: list[list[int]], max_tokens: int, n: int = 1, temperature: float = 0.0) -> Timing:
         assert not self.resting
         self.diary.append(self.name)
         self.prompts.append(prompts)
