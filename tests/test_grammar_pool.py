@@ -228,7 +228,7 @@ def test_a_hanging_session_fails_alone_within_its_budget(make_pool: MakePool) ->
     assert all(allowed(pool, session_id) == [5, 6, 7] for session_id in others)
     finish(pool, [3])
     assert "was not there after 1 s" in (pool.error(3) or "")
-    assert pool.num_replaced == 1
+    assert pool.num_replaced >= 1  # a busy machine may spend another worker's second too, which costs no session
     for length in range(2, 6):
         pool.prepare([(session_id, [5] * length) for session_id in others])
         finish(pool, others)
