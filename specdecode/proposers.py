@@ -117,8 +117,8 @@ class Chain:
         self._steps_to_rest = 0
         self._looked = False
         """For drafts, after the last step."""
-        self._propose_seconds = 0.0
-        """Of the last step."""
+        self._looking_seconds = 0.0
+        """Since a step with drafts was observed: a prefill is not, and the proposers read its prompts behind it."""
 
     def begin(self, step: StepInput) -> None:
         for proposer in self._proposers:
@@ -151,7 +151,10 @@ class Chain:
         num_sequences = len(output.token_ids)
         num_tokens = sum(map(len, output.token_ids.values()))
         predicted = self._costs.step.of(num_sequences)
-        self._pace.learn(num_sequences, num_tokens, predicted, self._propose_seconds + seconds, self._looked)
+        if self._looked:
+            seconds += self._looking_seconds
+            self._looking_seconds = 0.0
+        self._pace.learn(num_sequences, num_tokens, predicted, seconds, self._looked)
 
     def propose(self, step: StepInput, output: StepOutput) -> None:
         """Adds proposals to a step's output."""
@@ -165,9 +168,9 @@ class Chain:
             self._propose(step, output)
             if output.token_ids:
                 self._steps_to_rest = self._pace.steps_to_rest(len(output.token_ids))
+            self._looking_seconds += time.perf_counter() - started
         else:
             self._rest(step, output)
-        self._propose_seconds = time.perf_counter() - started
 
     def _rest(self, step: StepInput, output: StepOutput) -> None:
         self._steps_to_rest = max(0, self._steps_to_rest - 1)
