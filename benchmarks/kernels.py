@@ -25,7 +25,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from workers.attention import AttentionMetadata, allocate_kv
 from workers.kernels import cpu
-from workers.layers import Linear, make_cpu_gated_linear, make_cpu_linear
+from workers.layers import Linear, make_cpu_gated_linear, make_cpu_linear, make_onednn_linear
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 14, 2, 64, 16
 HIDDEN, INTERMEDIATE = 896, 4864
@@ -160,14 +160,8 @@ def attention_rows(seconds: float) -> None:
         report(f"prefill attention {length}", alternate(case.kernel, case.torch_prefill, seconds))
 
 
-def onednn_linear(weight: torch.Tensor) -> Linear:
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight, 32)
-    apply, no_scalars = torch.ops.mkldnn._linear_pointwise.default, list[float]()
-    return lambda x: apply(x, packed, None, "none", no_scalars, "")
-
-
-def onednn_gated_linear(weight: torch.Tensor) -> Linear:
-    linear = onednn_linear(weight)
+def onednn_gated_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    linear = make_onednn_linear(weight, bias)
     return lambda x: torch_silu_and_mul(linear(x))
 
 
@@ -184,7 +178,7 @@ def linear_rows(seconds: float) -> None:
         weights = [torch.randn(out_features, in_features).bfloat16() for _ in range(count)]
         is_gated = name == "gate and up"
         ours = [(make_cpu_gated_linear if is_gated else make_cpu_linear)(weight, None) for weight in weights]
-        theirs = [(onednn_gated_linear if is_gated else onednn_linear)(weight) for weight in weights]
+        theirs = [(onednn_gated_linear if is_gated else make_onednn_linear)(weight, None) for weight in weights]
         for rows in [1, 8, 32, 64] if name == "head" else [1, 8, 32, 64, 256, 2048]:
             x = torch.randn(rows, in_features).bfloat16()
             operations = 2 * rows * out_features * in_features

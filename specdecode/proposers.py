@@ -139,7 +139,7 @@ class Chain:
     @property
     def observes(self) -> bool:
         """Whether it wants to hear of steps; in a long rest only of the last ones, for hearing takes time too."""
-        return self._steps_to_rest <= OBSERVED_STEPS
+        return bool(self._proposers) and self._steps_to_rest <= OBSERVED_STEPS
 
     def observe(self, step: StepInput, output: StepOutput, seconds: float) -> None:
         """Hears what a step took in which every token was sampled, from the end of the last `propose` on."""

@@ -15,7 +15,7 @@ import hypothesis
 import pytest
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-# Threads that spin for long starve whatever else runs, as a second test run: steps then took a hundred times as long.
+# Threads that spin for long starve whatever else runs, such as a second test run.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 PLUGIN = pathlib.Path(__file__).parent / "plugin"

@@ -36,6 +36,11 @@ def make_cpu_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     if not torch.backends.mkldnn.is_available():
         weight = weight.clone()  # the caller may unmap what it handed over
         return lambda x: F.linear(x, weight, bias)
+    return make_onednn_linear(weight, bias)
+
+
+def make_onednn_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    """`x @ weight.T + bias`, with the weight in oneDNN's blocked layout."""
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS)
     apply = torch.ops.mkldnn._linear_pointwise.default
     no_scalars: list[float] = []

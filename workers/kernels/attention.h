@@ -19,7 +19,6 @@ constexpr int64_t PARALLEL_COST = 3'000'000;  // row-key-dimension products belo
 constexpr int ROW_BLOCK = 96;  // rows multiplied at a time: their scores and probabilities stay in the L1 cache
 constexpr float LOWEST = -1e30f;  // a maximum before any key: finite, so that differences are never NaN
 constexpr float SLACK = 8.0f;  // by so many powers of two may a score exceed what probabilities are relative to
-constexpr float LOG2_E = 1.44269504088896340736f;
 
 struct KeyRange {
     int first;

@@ -67,10 +67,7 @@ void silu_and_mul_all(const T* gate_up, T* output, int rows, int intermediate) {
         for (int i = first; i < last; i += LANES) {
             const Floats gate = load_upto(gates + i, last - i);
             const Floats up = load_upto(gates + intermediate + i, last - i);
-            // Bounded so that 2^-x stays finite; a NaN passes
-            const Floats exponent = maximum(splat(-126.0f), gate * LOG2_E);
-            const Floats silu = gate / (1.0f + exp2_of<false>(-exponent));
-            store_upto(output + row * intermediate + i, silu * up, last - i);
+            store_upto(output + row * intermediate + i, silu_of<false>(gate) * up, last - i);
         }
     }
 }

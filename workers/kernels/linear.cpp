@@ -31,7 +31,6 @@ constexpr int BLOCK_TILES = 8;  // TILE_ROWS that repay the loading of a chunk
 constexpr int STREAMED_ROWS = 512;  // up to here a call waits for memory, not for arithmetic
 constexpr int64_t SERIAL_PRODUCTS = 32 * 1024;  // below, waking the other threads costs more than it saves
 constexpr int64_t HUGE_PAGE = 2 << 20;
-constexpr float LOG2_E = 1.44269504088896340736f;
 
 static int64_t panel_size(int in_features) {
     return (int64_t)in_features * PANEL;
@@ -44,11 +43,6 @@ static MANTA_INLINE __mmask16 mask_of(int columns) {
 // Rounds 16 values and writes the first `columns`.
 static MANTA_INLINE void store(bf16* y, __m512 value, int columns) {
     _mm256_mask_storeu_epi16(y, mask_of(columns), (__m256i)_mm512_cvtneps_pbh(value));
-}
-
-static MANTA_INLINE Floats silu(Floats gate) {
-    const Floats exponent = maximum(splat(-126.0f), gate * LOG2_E);  // so that 2^-x stays finite; a NaN passes
-    return gate / (1.0f + exp2_of<true>(-exponent));
 }
 
 // ---- packing: transposes 16 x 16 pairs ---------------------------------------------------------------------------
@@ -183,7 +177,8 @@ struct Product {
         right = with_bias(right, column + 16);
         if (gated) {
             const int width = out_features / 2;
-            store(y + (int64_t)row * width + column / 2, (__m512)(silu((Floats)left) * (Floats)right), width - column / 2);
+            const __m512 value = (__m512)(silu_of<true>((Floats)left) * (Floats)right);
+            store(y + (int64_t)row * width + column / 2, value, width - column / 2);
         } else {
             bf16* const to = y + (int64_t)row * out_features + column;
             store(to, left, out_features - column);

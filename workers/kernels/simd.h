@@ -19,6 +19,7 @@
 #define MANTA_INLINE inline __attribute__((always_inline))
 
 constexpr int LANES = MANTA_LANES;
+constexpr float LOG2_E = 1.44269504088896340736f;
 typedef float Floats __attribute__((vector_size(MANTA_LANES * 4)));
 typedef int32_t Ints __attribute__((vector_size(MANTA_LANES * 4)));
 typedef uint32_t Words __attribute__((vector_size(MANTA_LANES * 4)));
@@ -188,6 +189,13 @@ MANTA_INLINE Floats exp2_of(Floats x) {
     Ints exponent = ((Ints)shifted + 127) << 23;
     return result * (Floats)exponent;
 #endif
+}
+
+// COARSE as `exp2_of`
+template <bool COARSE>
+MANTA_INLINE Floats silu_of(Floats x) {
+    const Floats exponent = maximum(splat(-126.0f), x * LOG2_E);  // so that 2^-x stays finite; a NaN passes
+    return x / (1.0f + exp2_of<COARSE>(-exponent));
 }
 
 // Interleaves the lower and the upper halves of a and b: (a0, b0, a1, b1, ...)
