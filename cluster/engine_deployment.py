@@ -137,8 +137,8 @@ class EngineReplica:
             self._die(f"the step loop ended: {type(error).__name__}: {error}")
 
     def _gather(self) -> None:
-        """Waits for the rest of a burst. The first of 16 requests would be prefilled alone, while the others wait (118 ms
-        of 901: benchmarks/results/2026-11-21.md).
+        """Waits for the rest of a burst. The first of 16 requests would be prefilled alone while the others wait
+        (118 ms of 901: benchmarks/results/2026-11-21.md).
         """
         limit = min(GATHER_LIMIT_S, GATHER_SHARE * self._step_seconds)
         deadline = time.monotonic() + limit
