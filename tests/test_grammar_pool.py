@@ -440,8 +440,10 @@ def test_drafts_beyond_the_slots_have_no_rows_and_sessions_lose_none(
 
 @pytest.mark.parametrize("how", ["raise", "exit", "hang"])
 def test_what_fails_over_a_draft_costs_its_own_session_only(make_pool: MakePool, how: str) -> None:
-    # A budget that a busy machine may spend would replace workers besides those that die
-    pool = make_pool(num_drafts=3, num_workers=1, mask_seconds=1.0 if how == "hang" else 30.0)
+    # A budget that a busy machine may spend would replace workers besides those that die, and a session that moves from
+    # a slow one may end both.
+    patience = {"mask_seconds": 1.0} if how == "hang" else {"mask_seconds": 30.0, "migrate_seconds": 0.5}
+    pool = make_pool(num_drafts=3, num_workers=1, **patience)
     if how == "exit" and not pool.uses_actors:
         pytest.skip("it would end this process")
     for session_id in range(4):
