@@ -1,7 +1,10 @@
-"""A process that compiles grammars and may be killed: one constraint at a time, at the lowest priority.
+"""Processes that compile grammars and may be killed: one constraint at a time, at the lowest priority.
 
-`python -m structured.compile_process`, started by `structured/compiler.py`, which speaks with it in length-prefixed
-msgpack frames: a `Setup` first, then specifications in and `Answer`s out. It ends when its parent does.
+`python -m structured.compile_process` loads the backends, in a second or two, and forks these processes, each in 2 ms:
+what replaces a killed one takes nothing from anybody's steps. `structured/compiler.py` starts it and sends a
+`Setup` over the socket that is its standard input, then a socket of its own for each process to fork. Those speak in
+length-prefixed msgpack frames: first their process id, then specifications in and `Answer`s out. All end when the
+parent does.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import math
 import os
 import resource
 import signal
+import socket
 import sys
 from typing import TYPE_CHECKING
 
@@ -22,10 +26,10 @@ from structured.vocabulary import Vocabulary
 if TYPE_CHECKING:
     from structured.backends.choose import Backends
 
-NICENESS = 10
-"""Of a process that starts with its engine, which hardly anything runs beside yet."""
-REPLACEMENT_NICENESS = 15
-"""Of one that takes the place of a killed one, and loads its backends amid everybody's steps."""
+LOADING_NICENESS = 10
+"""While the backends load, beside an engine that starts."""
+NICENESS = 15
+"""Of a compilation that the machine's idle time does not serve: a thirtieth of a busy core."""
 GRACE_SECONDS = 5
 """After the budget the parent kills; a parent that cannot, because it is gone, has this process end itself."""
 
@@ -36,34 +40,51 @@ class Setup(msgspec.Struct, array_like=True):
 
 
 class Answer(msgspec.Struct, array_like=True):
-    """Either is set; the first answer, to the setup, has neither."""
+    """Either is set."""
 
     resolved: Resolved | None = None
     error: str | None = None
 
 
 def main() -> None:
-    os.nice(int(sys.argv[1]))
-    source = os.fdopen(os.dup(0), "rb")
-    sink = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever a library prints must not get between the frames
-    first = read_frame(source)
-    if first is None:
-        return
-    setup = msgspec.msgpack.decode(first, type=Setup)
-    from structured.backends.choose import Backends  # the parent reads this file too, and needs no backend
+    os.nice(LOADING_NICENESS)
+    control = socket.socket(fileno=os.dup(0))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)  # what a library prints is no output of the program's
+    with control.makefile("rwb") as stream:
+        first = read_frame(stream)
+        if first is None:
+            return
+        setup = msgspec.msgpack.decode(first, type=Setup)
+        from structured.backends.choose import Backends  # the parent reads this file too, and needs no backend
 
-    backends = Backends(setup.vocabulary)
-    backends.warm_up()
-    write_frame(sink, msgspec.msgpack.encode(Answer()))
+        backends = Backends(setup.vocabulary)
+        backends.warm_up()
+        write_frame(stream, b"ready")
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries the dead
+    while True:
+        _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        if not descriptors:
+            return
+        if os.fork() == 0:
+            control.close()
+            _serve(socket.socket(fileno=descriptors[0]), backends, setup.limits)
+            os._exit(0)
+        os.close(descriptors[0])
+
+
+def _serve(connection: socket.socket, backends: Backends, limits: ConstraintLimits) -> None:
+    os.nice(NICENESS - LOADING_NICENESS)
     _lower_priority()
-    _limit_memory(setup.limits.compile_memory_bytes)
+    _limit_memory(limits.compile_memory_bytes)
+    stream = connection.makefile("rwb")
+    write_frame(stream, msgspec.msgpack.encode(os.getpid()))
     decoder = msgspec.msgpack.Decoder(ConstraintSpec)
-    while (frame := read_frame(source)) is not None:
-        signal.alarm(math.ceil(setup.limits.compile_seconds) + GRACE_SECONDS)
-        answer = _compile(backends, decoder.decode(frame), setup.limits)
+    while (frame := read_frame(stream)) is not None:
+        signal.alarm(math.ceil(limits.compile_seconds) + GRACE_SECONDS)
+        answer = _compile(backends, decoder.decode(frame), limits)
         signal.alarm(0)
-        write_frame(sink, msgspec.msgpack.encode(answer))
+        write_frame(stream, msgspec.msgpack.encode(answer))
 
 
 def _compile(backends: Backends, spec: ConstraintSpec, limits: ConstraintLimits) -> Answer:

@@ -10,6 +10,8 @@ import logging
 import os
 import queue
 import select
+import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,7 +21,7 @@ from concurrent.futures import Future
 
 import msgspec
 
-from structured.compile_process import NICENESS, REPLACEMENT_NICENESS, Answer, Setup
+from structured.compile_process import Answer, Setup
 from structured.constraint import ConstraintError, ConstraintLimits, ConstraintSpec, Resolved, check_size
 from structured.frames import read_frame, write_frame
 from structured.vocabulary import Vocabulary
@@ -37,25 +39,72 @@ START_SECONDS = 120.0
 """Within which a compile process must have loaded its backends, on a machine with no time for it."""
 
 
-class _Process:
-    """One compile process; used by one thread."""
+class _ForkServer:
+    """Where compile processes come from; started when first needed, and again where it died. Any thread may ask."""
 
-    def __init__(self, vocabulary: Vocabulary, limits: ConstraintLimits, niceness: int) -> None:
+    def __init__(self, vocabulary: Vocabulary, limits: ConstraintLimits) -> None:
+        self._setup = Setup(vocabulary, limits)
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+
+    def fork(self) -> socket.socket:
+        """Connects with a new process. Raises `OSError` where none comes."""
+        ours, theirs = socket.socketpair()
+        with theirs, self._lock:
+            if self._process is None or self._process.poll() is not None:
+                self._start()
+            assert self._control is not None
+            socket.send_fds(self._control, [b"f"], [theirs.fileno()])
+        return ours
+
+    def _start(self) -> None:
+        self._end()
+        self._control, theirs = socket.socketpair()
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            "OPENBLAS_NUM_THREADS": "1",  # who forks has no other thread
+        }
+        command = [sys.executable, "-m", "structured.compile_process"]
+        with theirs:
+            self._process = subprocess.Popen(command, stdin=theirs.fileno(), env=environment)
+        with self._control.makefile("rwb") as stream:
+            write_frame(stream, msgspec.msgpack.encode(self._setup))
+            if not _comes_within(self._control, START_SECONDS):
+                self._end()
+                raise TimeoutError(f"the grammar compiler did not start within {START_SECONDS:g} s")
+            if read_frame(stream) is None:
+                raise ConnectionError("the grammar compiler ended while it started")
+
+    def _end(self) -> None:
+        if self._control is not None:
+            self._control.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def close(self) -> None:
+        """Processes that it has forked go on."""
+        with self._lock:
+            self._end()
+
+
+class _Process:
+    """One compile process; used by one thread. Raises `OSError` where it does not start."""
+
+    def __init__(self, server: _ForkServer, limits: ConstraintLimits) -> None:
         self._limits = limits
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "structured.compile_process", str(niceness)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-        )
-        self.pid = self._process.pid
+        self._connection = server.fork()
+        self._stream = self._connection.makefile("rwb")
         self._decoder = msgspec.msgpack.Decoder(Answer)
-        try:
-            self._ask(msgspec.msgpack.encode(Setup(vocabulary, limits)), START_SECONDS)
-        except (TimeoutError, EOFError) as error:
-            self.kill()
-            raise RuntimeError(f"the grammar compiler did not start within {START_SECONDS:g} s") from error
+        first = read_frame(self._stream)
+        if first is None:
+            raise ConnectionError("the grammar compiler ended while it started")
+        self.pid = msgspec.msgpack.decode(first, type=int)
+        # It is the server's child, not ours: by the time that it is to be killed its id may be another's.
+        self._handle = os.pidfd_open(self.pid)
+        self._is_open = True
 
     def compile(self, spec: ConstraintSpec) -> Answer:
         """Kills the process where the budget is over; then and where it dies the answer is an error."""
@@ -64,53 +113,58 @@ class _Process:
         except TimeoutError:
             seconds = self._limits.compile_seconds
             error = f"{spec.kind}: compiling took longer than {seconds:g} s; simplify the constraint"
-        except EOFError:
+        except (EOFError, OSError):
             error = f"{spec.kind}: compiling it ended the compiler; simplify the constraint"
         self.kill()
         return Answer(error=error)
 
     def _ask(self, frame: bytes, seconds: float) -> Answer:
-        """Raises `TimeoutError` where no answer came in time, `EOFError` where the process is gone."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        try:
-            write_frame(self._process.stdin, frame)
-        except OSError as error:
-            raise EOFError from error
-        stdout = [self._process.stdout]
-        if not select.select(stdout, [], [], min(IDLE_SECONDS, seconds))[0]:
+        """Raises `TimeoutError` where no answer came in time, `EOFError` or `OSError` where the process is gone."""
+        write_frame(self._stream, frame)
+        if not _comes_within(self._connection, min(IDLE_SECONDS, seconds)):
             self._set_policy(os.SCHED_OTHER)
-            if not select.select(stdout, [], [], max(0.0, seconds - IDLE_SECONDS))[0]:
+            if not _comes_within(self._connection, max(0.0, seconds - IDLE_SECONDS)):
                 raise TimeoutError
             self._set_policy(os.SCHED_IDLE)
-        answer = read_frame(self._process.stdout)
+        answer = read_frame(self._stream)
         if answer is None:
             raise EOFError
         return self._decoder.decode(answer)
 
     def _set_policy(self, policy: int) -> None:
-        """The process is nice beside, and takes a tenth of a step's share at most."""
+        """Beside idle priority the process is nice, and takes a thirtieth of a busy core at most."""
         with contextlib.suppress(OSError):  # gone, or not allowed to: then it stays as it is
             os.sched_setscheduler(self.pid, policy, os.sched_param(0))
 
     @property
     def is_alive(self) -> bool:
-        return self._process.poll() is None
+        return self._is_open and not _comes_within(self._handle, 0.0)
 
     def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None:
-                stream.close()
+        if not self._is_open:
+            return
+        self._is_open = False
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+        os.close(self._handle)
+        with contextlib.suppress(OSError):  # what was not sent goes nowhere
+            self._stream.close()
+        self._connection.close()
+
+
+def _comes_within(source: socket.socket | int, seconds: float) -> bool:
+    """Whether something can be read, or the other end is gone, within that time."""
+    poll = select.poll()
+    poll.register(source, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))
 
 
 class Compiler:
     """`num_processes` constraints at a time; a slow one holds back only those behind it."""
 
     def __init__(self, vocabulary: Vocabulary, limits: ConstraintLimits, num_processes: int = 2) -> None:
-        self._vocabulary = vocabulary
         self._limits = limits
+        self._server = _ForkServer(vocabulary, limits)
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[ConstraintSpec | None] = queue.SimpleQueue()
         self._pending: dict[ConstraintSpec, Future[Resolved]] = {}
@@ -152,24 +206,26 @@ class Compiler:
         return future
 
     def _serve(self) -> None:
-        process: _Process | None = None
-        niceness = NICENESS
-        while True:
-            try:
-                if process is None or not process.is_alive:
-                    process = _Process(self._vocabulary, self._limits, niceness)
-                    niceness = REPLACEMENT_NICENESS
-            except (RuntimeError, OSError):
-                logger.exception("the grammar compiler does not start")
-                process = None
-                time.sleep(1)
-            spec = self._queue.get()
-            if spec is None:
-                break
-            answer = Answer(error="the grammar compiler does not start") if process is None else process.compile(spec)
-            self._settle(spec, answer)
+        process = self._new_process()  # the backends are loaded before anybody asks
+        while (spec := self._queue.get()) is not None:
+            if process is None or not process.is_alive:
+                if process is not None:
+                    process.kill()
+                process = self._new_process()
+            if process is None:
+                self._settle(spec, Answer(error="the grammar compiler does not start"))
+            else:
+                self._settle(spec, process.compile(spec))
         if process is not None:
             process.kill()
+        self._server.close()
+
+    def _new_process(self) -> _Process | None:
+        try:
+            return _Process(self._server, self._limits)
+        except OSError:
+            logger.exception("the grammar compiler does not start")
+            return None
 
     def _settle(self, spec: ConstraintSpec, answer: Answer) -> None:
         with self._lock:

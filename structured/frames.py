@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import struct
-from typing import IO
+from typing import Protocol
+
+
+class Readable(Protocol):
+    def read(self, size: int, /) -> bytes: ...
+
+
+class Writable(Protocol):
+    def write(self, data: bytes, /) -> object: ...
+    def flush(self) -> object: ...
 
 
 def frame(data: bytes) -> bytes:
     return struct.pack("<I", len(data)) + data
 
 
-def write_frame(stream: IO[bytes], data: bytes) -> None:
+def write_frame(stream: Writable, data: bytes) -> None:
     stream.write(frame(data))
     stream.flush()
 
 
-def read_frame(stream: IO[bytes]) -> bytes | None:
+def read_frame(stream: Readable) -> bytes | None:
     """None at the end of the stream."""
     head = stream.read(4)
     if len(head) < 4:

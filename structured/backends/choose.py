@@ -15,6 +15,7 @@ from structured.constraint import ConstraintError, ConstraintSpec, Resolved, Uns
 from structured.vocabulary import Vocabulary
 
 AUTO = ("llguidance", "xgrammar")
+_FIRST = ConstraintSpec(kind="json_schema", text='{"type": "object", "properties": {"name": {"type": "string"}}}')
 
 
 class Backends:
@@ -25,9 +26,12 @@ class Backends:
         self._made: dict[str, Backend] = {}
 
     def warm_up(self) -> None:
-        """Makes the backend that most constraints go to. Where that fails, a constraint that asks for it hears why."""
-        with contextlib.suppress(Exception):
-            self._backend(AUTO[0])
+        """Makes the backends that `auto` chooses from, and has each make the tables of its first constraint. Where one
+        fails, a constraint that asks for it hears why.
+        """
+        for name in AUTO:
+            with contextlib.suppress(Exception):
+                self._backend(name).compile(_FIRST)
 
     def resolve(self, spec: ConstraintSpec) -> Resolved:
         """Raises `ConstraintError` where no backend enforces the constraint."""
