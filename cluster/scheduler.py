@@ -25,10 +25,16 @@ from workers.step import (
 )
 
 _ORDER = operator.attrgetter("order")
+FIRST_PASS_SHARE = 0.5
+"""Of a round's tokens, for prompts that are complete in its first step."""
 
 
 class Scheduler:
     """Running sequences go first, then waiting ones, each group by priority and arrival.
+
+    The token budget is that of a round. Where more prompts wait than fit into half of it, they run in two steps, and
+    who was in the first sits out the second: no token comes later than from one step, and the first prompts' come after
+    half of it (two cost 1% more than one: benchmarks/results/2026-11-21.md).
 
     Progress is certain: the first running sequence may take every block from those behind it, and no admitted sequence
     can outgrow the pool.
@@ -63,6 +69,9 @@ class Scheduler:
         self._num_steps = 0
         self._num_rows = 0
         """Flat token rows of the step being planned."""
+        self._round = 0
+        self._num_left = 0
+        """Tokens of the round that are left for its second step; 0 where it has none."""
         self._num_deadlines = 0
         self._to_fork: list[tuple[Sequence, int]] = []
         """Prompts that the step being planned completes, and the row of their last token."""
@@ -150,10 +159,14 @@ class Scheduler:
         self._num_steps += 1
         self._num_rows = 0
         self._make_way_for_priority()
-        budget = self._schedule_running(step)
+        is_second = self._goes_on_with_round()
+        budget = self._num_left if is_second else self.max_num_batched_tokens
+        self._round += not is_second
+        self._num_left = 0
+        budget = self._schedule_running(step, budget)
         step.started = [branch.start() for branch in self._branches if branch.block_table]
         self._branches = []
-        self._admit_waiting(step, budget)
+        self._admit_waiting(step, budget, is_second)
         step.block_copies = [(src, dst) for fork, src, dst in self._copies if dst in fork.block_table]
         self._copies = []
         for parent, row in self._to_fork:
@@ -162,12 +175,18 @@ class Scheduler:
         step.finished, self._forgotten = self._forgotten, []
         return step
 
-    def _schedule_running(self, step: StepInput) -> int:
-        budget = self.max_num_batched_tokens
+    def _goes_on_with_round(self) -> bool:
+        """Whether there is a second step, for prompts that the first left out."""
+        sequence = self._first_waiting() if self._num_left else None
+        if sequence is None or not self._has_places(sequence):
+            return False
+        return self._fits(sequence, self._cached_prefix(sequence))
+
+    def _schedule_running(self, step: StepInput, budget: int) -> int:
         index = 0
         while index < len(self.running) and budget > 0:
             sequence = self.running[index]
-            if sequence.waits_for_mask or sequence.is_paused:
+            if sequence.waits_for_mask or sequence.is_paused or sequence.round == self._round:
                 index += 1
                 continue
             count = min(self._num_wanted(sequence), budget)
@@ -185,7 +204,9 @@ class Scheduler:
                 index += 1
         return budget
 
-    def _admit_waiting(self, step: StepInput, budget: int) -> None:
+    def _admit_waiting(self, step: StepInput, budget: int, is_second: bool) -> None:
+        first_pass = int(FIRST_PASS_SHARE * self.max_num_batched_tokens)
+        num_admitted = 0
         while budget > 0 and (sequence := self._first_waiting()) is not None and self._has_places(sequence):
             prefix = self._cached_prefix(sequence)
             if not self._fits(sequence, prefix):
@@ -194,6 +215,11 @@ class Scheduler:
                     break
                 self._preempt(paused[-1])  # it has said what may follow, and nobody else gives way
                 continue
+            num_new = len(sequence.token_ids) - len(prefix) * self.blocks.block_size
+            if num_admitted and num_admitted + num_new > first_pass and not is_second:
+                self._num_left = budget
+                break
+            num_admitted += num_new
             self.waiting.remove(sequence)
             self._admit(sequence, prefix)
             step.started.append(sequence.start())
@@ -273,6 +299,7 @@ class Scheduler:
             if sequence.unforked:
                 self._to_fork.append((sequence, first_row + known - 1))
         self._num_rows += count
+        sequence.round = self._round
         self._register_full_blocks(sequence, min(end, known))
 
     def _fork(self, step: StepInput, parent: Sequence, row: int) -> None:
@@ -300,7 +327,7 @@ class Scheduler:
             return False
         fork.block_table, copies = self.blocks.fork(parent.block_table, num_tokens)
         self._copies += [(fork, source, destination) for source, destination in copies]
-        fork.num_computed_tokens = num_tokens
+        fork.num_computed_tokens, fork.round = num_tokens, parent.round
         fork.num_shared_blocks = fork.num_registered_blocks = num_tokens // size
         bisect.insort(self.running, fork, key=_ORDER)
         return True

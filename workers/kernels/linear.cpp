@@ -29,6 +29,7 @@ constexpr int CHUNK_STEPS = 8;  // of a strip that stay in the first-level cache
 constexpr int AHEAD_STEPS = 24;  // from the weights in use to those that are fetched
 constexpr int BLOCK_TILES = 8;  // TILE_ROWS that repay the loading of a chunk
 constexpr int STREAMED_ROWS = 512;  // up to here a call waits for memory, not for arithmetic
+constexpr int SHARED_ROWS = 512;  // from here threads share out the rows, and each reads its own only
 constexpr int64_t SERIAL_PRODUCTS = 32 * 1024;  // below, waking the other threads costs more than it saves
 constexpr int64_t HUGE_PAGE = 2 << 20;
 
@@ -181,8 +182,12 @@ struct Product {
             store(y + (int64_t)row * width + column / 2, value, width - column / 2);
         } else {
             bf16* const to = y + (int64_t)row * out_features + column;
-            store(to, left, out_features - column);
-            store(to + 16, right, out_features - column - 16);
+            if (out_features - column >= STRIP) {
+                _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(right, left));  // a whole cache line
+            } else {
+                store(to, left, out_features - column);
+                store(to + 16, right, out_features - column - 16);
+            }
         }
     }
 
@@ -331,6 +336,22 @@ struct Product {
         return padded;
     }
 
+    // A share of the rows, in whole tiles.
+    Product of_rows(int64_t share, int64_t shares) const {
+        const int64_t tiles = (num_rows + TILE_ROWS - 1) / TILE_ROWS;
+        const int64_t first = tiles * share / shares * TILE_ROWS;
+        Product part = *this;
+        part.x = input(first);
+        part.y += first * (gated ? out_features / 2 : out_features);
+        part.num_rows = std::min<int64_t>(num_rows, tiles * (share + 1) / shares * TILE_ROWS) - first;
+        return part;
+    }
+
+    // Where a row is long, the sums that wait in memory would be those of all strips.
+    bool has_rows_to_share() const {
+        return num_rows >= SHARED_ROWS && in_features * sizeof(bf16) * BLOCK_TILES * TILE_ROWS <= BLOCK_BYTES;
+    }
+
     static float* sums_of_thread(int64_t count) {
         static thread_local std::vector<float> sums;
         if ((int64_t)sums.size() < count + 16) sums.resize(count + 16);
@@ -388,7 +409,9 @@ extern "C" void manta_linear(const bf16* x, const bf16* packed, const bf16* bias
         const int threads = omp_get_num_threads(), thread = omp_get_thread_num();
         const int first = panels * thread / threads, last = panels * (thread + 1) / threads;
 #if defined(__AMX_BF16__)
-        if (has_tiles && num_rows > 16)
+        if (has_tiles && product.has_rows_to_share())
+            product.of_rows(thread, threads).by_tiles(0, panels);
+        else if (has_tiles && num_rows > 16)
             product.by_tiles(first, last);
         else if (has_tiles && num_rows > MAX_ROWS)
             product.by_row_of_tiles(first, last);
