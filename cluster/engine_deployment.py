@@ -30,11 +30,11 @@ from workers.model_info import ModelInfo
 
 logger = logging.getLogger(__name__)
 
-GATHER_LIMIT_S = 0.01
-GATHER_SHARE = 0.2
-"""A burst is waited for no longer than this share of a step, so that a small model's requests do not wait, ..."""
-QUIET_SHARE = 0.2
-"""... and no longer than this share of the limit once nothing more comes."""
+GATHER_LIMIT_S = 0.05
+"""A burst is waited for no longer than this, nor than a step takes, ..."""
+QUIET_LIMIT_S = 0.003
+QUIET_SHARE = 0.05
+"""... and no longer than this, nor this share of a step, once nothing more comes: a lone request waits so long."""
 
 
 class _Running(msgspec.Struct):
@@ -140,11 +140,11 @@ class EngineReplica:
         """Waits for the rest of a burst. The first of 16 requests would be prefilled alone while the others wait
         (118 ms of 901: benchmarks/results/2026-11-21.md).
         """
-        limit = min(GATHER_LIMIT_S, GATHER_SHARE * self._step_seconds)
-        deadline = time.monotonic() + limit
+        deadline = time.monotonic() + min(GATHER_LIMIT_S, self._step_seconds)
+        quiet = min(QUIET_LIMIT_S, QUIET_SHARE * self._step_seconds)
         with contextlib.suppress(queue.Empty):
             while time.monotonic() < deadline:
-                self._inbox.get(timeout=QUIET_SHARE * limit)()
+                self._inbox.get(timeout=quiet)()
 
     def _take_inbox(self) -> None:
         with contextlib.suppress(queue.Empty):

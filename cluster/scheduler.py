@@ -25,8 +25,10 @@ from workers.step import (
 )
 
 _ORDER = operator.attrgetter("order")
-FIRST_PASS_SHARE = 0.5
+FIRST_STEP_SHARE = 0.5
 """Of a round's tokens, for prompts that are complete in its first step."""
+SECOND_STEP_SHARE = 0.25
+"""Of a round's tokens: fewer are not worth a second step."""
 
 
 class Scheduler:
@@ -205,7 +207,6 @@ class Scheduler:
         return budget
 
     def _admit_waiting(self, step: StepInput, budget: int, is_second: bool) -> None:
-        first_pass = int(FIRST_PASS_SHARE * self.max_num_batched_tokens)
         num_admitted = 0
         while budget > 0 and (sequence := self._first_waiting()) is not None and self._has_places(sequence):
             prefix = self._cached_prefix(sequence)
@@ -215,17 +216,30 @@ class Scheduler:
                     break
                 self._preempt(paused[-1])  # it has said what may follow, and nobody else gives way
                 continue
-            num_new = len(sequence.token_ids) - len(prefix) * self.blocks.block_size
-            if num_admitted and num_admitted + num_new > first_pass and not is_second:
+            if num_admitted and not is_second and self._parts_here(num_admitted, sequence, prefix, budget):
                 self._num_left = budget
                 break
-            num_admitted += num_new
+            num_admitted += self._num_new(sequence, prefix)
             self.waiting.remove(sequence)
             self._admit(sequence, prefix)
             step.started.append(sequence.start())
             count = min(self._num_wanted(sequence), budget)
             self._schedule(step, sequence, count)
             budget -= count
+
+    def _num_new(self, sequence: Sequence, prefix: list[int]) -> int:
+        return len(sequence.token_ids) - len(prefix) * self.blocks.block_size
+
+    def _parts_here(self, num_admitted: int, sequence: Sequence, prefix: list[int], budget: int) -> bool:
+        """Whether a round's first step ends before this sequence, and the second will be worth it."""
+        if num_admitted + self._num_new(sequence, prefix) <= FIRST_STEP_SHARE * self.max_num_batched_tokens:
+            return False
+        worth, num_left = SECOND_STEP_SHARE * self.max_num_batched_tokens, 0
+        for other in self.waiting:
+            num_left += self._num_new(other, self._cached_prefix(other))
+            if num_left >= worth:
+                return budget >= worth
+        return False
 
     def _first_waiting(self) -> Sequence | None:
         return next((sequence for sequence in self.waiting if not sequence.is_paused), None)

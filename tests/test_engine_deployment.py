@@ -86,8 +86,9 @@ def test_tokens_travel_on_the_channel_and_the_call_answers_with_the_account() ->
 
 def test_a_burst_is_prefilled_together_where_a_step_is_worth_waiting_for(monkeypatch) -> None:
     """The first request of a burst wakes the engine; those that follow while it waits share its first step."""
+    monkeypatch.setattr(engine_deployment, "QUIET_LIMIT_S", 1.0)
     monkeypatch.setattr(engine_deployment, "GATHER_LIMIT_S", 5.0)
-    monkeypatch.setattr(engine_deployment, "GATHER_SHARE", 1e6)  # the tiny model's steps are not worth it
+    monkeypatch.setattr(engine_deployment, "QUIET_SHARE", 1e6)
 
     async def scenario() -> None:
         replica, ingress = new_replica(), Ingress()
@@ -102,11 +103,12 @@ def test_a_burst_is_prefilled_together_where_a_step_is_worth_waiting_for(monkeyp
             return outputs
 
         monkeypatch.setattr(replica.engine, "step", watched)
+        replica._step_seconds = 5.0  # the tiny model's steps are not worth it
         started = time.monotonic()
         await asyncio.gather(*(replica.generate(request(name, 2), address) for name in "abcdefgh"))
         assert steps[:2] == [8, 8]
         assert time.monotonic() - started >= 1.0, "it waited until nothing more came"
-        monkeypatch.setattr(engine_deployment, "GATHER_SHARE", 0.0)
+        monkeypatch.setattr(engine_deployment, "QUIET_SHARE", 0.0)
         started = time.monotonic()
         await replica.generate(request("alone", 2), address)
         assert time.monotonic() - started < 1.0

@@ -393,6 +393,14 @@ def test_a_burst_of_prompts_runs_in_two_steps_and_nobody_has_both() -> None:
     harness.drain()
 
 
+def test_what_is_hardly_more_than_half_a_round_runs_in_one_step() -> None:
+    harness = Harness(num_blocks=100, budget=40, slots=8, caching=False)
+    for num_tokens in (9, 9, 9):
+        harness.add([1] * num_tokens, SamplingParams(max_tokens=9, ignore_eos=True))
+    assert scheduled(harness) == {"0": 9, "1": 9, "2": 9}
+    harness.drain()
+
+
 def test_a_round_without_a_second_step_leaves_nobody_out() -> None:
     harness = Harness(num_blocks=100, budget=40, slots=8, caching=False)
     params = SamplingParams(max_tokens=9, ignore_eos=True)
