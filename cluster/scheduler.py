@@ -25,18 +25,10 @@ from workers.step import (
 )
 
 _ORDER = operator.attrgetter("order")
-FIRST_STEP_SHARE = 0.5
-"""Of a round's tokens, for prompts that are complete in its first step."""
-SECOND_STEP_SHARE = 0.25
-"""Of a round's tokens: fewer are not worth a second step."""
 
 
 class Scheduler:
     """Running sequences go first, then waiting ones, each group by priority and arrival.
-
-    The token budget is that of a round. Where more prompts wait than fit into half of it, they run in two steps, and
-    who was in the first sits out the second: no token comes later than from one step, and the first prompts' come after
-    half of it (two cost 1% more than one: benchmarks/results/2026-11-21.md).
 
     Progress is certain: the first running sequence may take every block from those behind it, and no admitted sequence
     can outgrow the pool.
@@ -71,9 +63,6 @@ class Scheduler:
         self._num_steps = 0
         self._num_rows = 0
         """Flat token rows of the step being planned."""
-        self._round = 0
-        self._num_left = 0
-        """Tokens of the round that are left for its second step; 0 where it has none."""
         self._num_deadlines = 0
         self._to_fork: list[tuple[Sequence, int]] = []
         """Prompts that the step being planned completes, and the row of their last token."""
@@ -161,14 +150,10 @@ class Scheduler:
         self._num_steps += 1
         self._num_rows = 0
         self._make_way_for_priority()
-        is_second = self._goes_on_with_round()
-        budget = self._num_left if is_second else self.max_num_batched_tokens
-        self._round += not is_second
-        self._num_left = 0
-        budget = self._schedule_running(step, budget)
+        budget = self._schedule_running(step)
         step.started = [branch.start() for branch in self._branches if branch.block_table]
         self._branches = []
-        self._admit_waiting(step, budget, is_second)
+        self._admit_waiting(step, budget)
         step.block_copies = [(src, dst) for fork, src, dst in self._copies if dst in fork.block_table]
         self._copies = []
         for parent, row in self._to_fork:
@@ -177,18 +162,12 @@ class Scheduler:
         step.finished, self._forgotten = self._forgotten, []
         return step
 
-    def _goes_on_with_round(self) -> bool:
-        """Whether there is a second step, for prompts that the first left out."""
-        sequence = self._first_waiting() if self._num_left else None
-        if sequence is None or not self._has_places(sequence):
-            return False
-        return self._fits(sequence, self._cached_prefix(sequence))
-
-    def _schedule_running(self, step: StepInput, budget: int) -> int:
+    def _schedule_running(self, step: StepInput) -> int:
+        budget = self.max_num_batched_tokens
         index = 0
         while index < len(self.running) and budget > 0:
             sequence = self.running[index]
-            if sequence.waits_for_mask or sequence.is_paused or sequence.round == self._round:
+            if sequence.waits_for_mask or sequence.is_paused:
                 index += 1
                 continue
             count = min(self._num_wanted(sequence), budget)
@@ -206,8 +185,7 @@ class Scheduler:
                 index += 1
         return budget
 
-    def _admit_waiting(self, step: StepInput, budget: int, is_second: bool) -> None:
-        num_admitted = 0
+    def _admit_waiting(self, step: StepInput, budget: int) -> None:
         while budget > 0 and (sequence := self._first_waiting()) is not None and self._has_places(sequence):
             prefix = self._cached_prefix(sequence)
             if not self._fits(sequence, prefix):
@@ -216,30 +194,12 @@ class Scheduler:
                     break
                 self._preempt(paused[-1])  # it has said what may follow, and nobody else gives way
                 continue
-            if num_admitted and not is_second and self._parts_here(num_admitted, sequence, prefix, budget):
-                self._num_left = budget
-                break
-            num_admitted += self._num_new(sequence, prefix)
             self.waiting.remove(sequence)
             self._admit(sequence, prefix)
             step.started.append(sequence.start())
             count = min(self._num_wanted(sequence), budget)
             self._schedule(step, sequence, count)
             budget -= count
-
-    def _num_new(self, sequence: Sequence, prefix: list[int]) -> int:
-        return len(sequence.token_ids) - len(prefix) * self.blocks.block_size
-
-    def _parts_here(self, num_admitted: int, sequence: Sequence, prefix: list[int], budget: int) -> bool:
-        """Whether a round's first step ends before this sequence, and the second will be worth it."""
-        if num_admitted + self._num_new(sequence, prefix) <= FIRST_STEP_SHARE * self.max_num_batched_tokens:
-            return False
-        worth, num_left = SECOND_STEP_SHARE * self.max_num_batched_tokens, 0
-        for other in self.waiting:
-            num_left += self._num_new(other, self._cached_prefix(other))
-            if num_left >= worth:
-                return budget >= worth
-        return False
 
     def _first_waiting(self) -> Sequence | None:
         return next((sequence for sequence in self.waiting if not sequence.is_paused), None)
@@ -313,7 +273,6 @@ class Scheduler:
             if sequence.unforked:
                 self._to_fork.append((sequence, first_row + known - 1))
         self._num_rows += count
-        sequence.round = self._round
         self._register_full_blocks(sequence, min(end, known))
 
     def _fork(self, step: StepInput, parent: Sequence, row: int) -> None:
@@ -341,7 +300,7 @@ class Scheduler:
             return False
         fork.block_table, copies = self.blocks.fork(parent.block_table, num_tokens)
         self._copies += [(fork, source, destination) for source, destination in copies]
-        fork.num_computed_tokens, fork.round = num_tokens, parent.round
+        fork.num_computed_tokens = num_tokens
         fork.num_shared_blocks = fork.num_registered_blocks = num_tokens // size
         bisect.insort(self.running, fork, key=_ORDER)
         return True

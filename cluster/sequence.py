@@ -39,8 +39,6 @@ class Sequence:
     max_length: int = 0
     """Set by the scheduler: prompt and output end here."""
     num_prompt_tokens: int = 0
-    round: int = 0
-    """Of the scheduler's: the last that it had a step in."""
     block_table: list[int] = dataclasses.field(default_factory=list)
     block_hashes: list[bytes] = dataclasses.field(default_factory=list)
     """Chained hashes of the full blocks so far, made on demand."""

@@ -373,56 +373,6 @@ def test_a_prefix_is_shared_between_requests_of_the_same_step_and_computed_once(
     assert [harness.num_cached_tokens(name) for name in "0123"] == [0, 16, 16, 16]
 
 
-def scheduled(harness: Harness) -> dict[str, int]:
-    """Tokens of each request in the step that this runs."""
-    step = harness.scheduler.schedule()
-    harness.collect(harness.scheduler.update(step, harness.model.execute(step)))
-    return {harness.sequences[item.sequence_id].request_id: item.num_tokens for item in step.scheduled}
-
-
-def test_a_burst_of_prompts_runs_in_two_steps_and_nobody_has_both() -> None:
-    harness = Harness(num_blocks=100, budget=40, slots=8, caching=False)
-    params = SamplingParams(max_tokens=9, ignore_eos=True)
-    harness.add([1] * 4, params)
-    assert scheduled(harness) == {"0": 4}
-    for token in range(1, 6):
-        harness.add([token] * 9, params)
-    assert scheduled(harness) == {"0": 1, "1": 9, "2": 9}
-    assert scheduled(harness) == {"3": 9, "4": 9, "5": 3}
-    assert scheduled(harness) == {"0": 1, "1": 1, "2": 1, "3": 1, "4": 1, "5": 6}
-    harness.drain()
-
-
-def test_what_is_hardly_more_than_half_a_round_runs_in_one_step() -> None:
-    harness = Harness(num_blocks=100, budget=40, slots=8, caching=False)
-    for num_tokens in (9, 9, 9):
-        harness.add([1] * num_tokens, SamplingParams(max_tokens=9, ignore_eos=True))
-    assert scheduled(harness) == {"0": 9, "1": 9, "2": 9}
-    harness.drain()
-
-
-def test_a_round_without_a_second_step_leaves_nobody_out() -> None:
-    harness = Harness(num_blocks=100, budget=40, slots=8, caching=False)
-    params = SamplingParams(max_tokens=9, ignore_eos=True)
-    for _ in range(3):
-        harness.add([1] * 15, params)
-    assert scheduled(harness) == {"0": 15}
-    harness.scheduler.abort("1")
-    harness.scheduler.abort("2")
-    assert scheduled(harness) == {"0": 1}
-    harness.drain()
-
-
-def test_a_long_prompt_is_not_parted_and_parts_nobody() -> None:
-    harness = Harness(num_blocks=100, budget=40, slots=8, caching=False)
-    params = SamplingParams(max_tokens=9, ignore_eos=True)
-    harness.add([1] * 4, params)
-    scheduled(harness)
-    harness.add([2] * 38, params)
-    assert scheduled(harness) == {"0": 1, "1": 38}
-    harness.drain()
-
-
 def test_a_request_with_prompt_logprobs_reads_no_cached_prefix() -> None:
     harness = Harness(num_blocks=24, budget=100, slots=8)
     harness.add([1, 2] * 8, SamplingParams(max_tokens=1))
