@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 from ray import serve
 
+from cluster.burst import Burst
 from cluster.channel import Address, Control, OutputSender
 from cluster.config import EngineConfig
 from cluster.engine_stats import EngineStats
@@ -29,12 +30,6 @@ from structured.constraint import ConstraintSpec, Resolved
 from workers.model_info import ModelInfo
 
 logger = logging.getLogger(__name__)
-
-GATHER_LIMIT_S = 0.05
-"""A burst is waited for no longer than this, nor than a step takes, ..."""
-QUIET_LIMIT_S = 0.003
-QUIET_SHARE = 0.05
-"""... and no longer than this, nor this share of a step, once nothing more comes: a lone request waits so long."""
 
 
 class _Running(msgspec.Struct):
@@ -61,6 +56,7 @@ class EngineReplica:
         self._failure: str | None = None
         self._step_seconds = 0.0
         """Of the last step that had work."""
+        self._burst = Burst()
         threading.Thread(target=self._step_loop, name="engine", daemon=True).start()
         try:
             self.engine.warm_up()
@@ -129,22 +125,13 @@ class EngineReplica:
                 self._deliver(self.engine.step())  # where there is nothing to do it checks that no block is lost
                 if idle:
                     self._inbox.get()()  # sleeps until something comes
-                    self._gather()
+                    self._burst.gather(self._inbox, self._step_seconds)
                 else:
                     self._step_seconds = time.monotonic() - started
+                    self._burst.learn(self._inbox.qsize())
         except Exception as error:  # an engine that failed twice, or a bug: nothing may go on half alive
             logger.exception("the step loop ended")
             self._die(f"the step loop ended: {type(error).__name__}: {error}")
-
-    def _gather(self) -> None:
-        """Waits for the rest of a burst. The first of 16 requests would be prefilled alone while the others wait
-        (118 ms of 901: benchmarks/results/2026-11-21.md).
-        """
-        deadline = time.monotonic() + min(GATHER_LIMIT_S, self._step_seconds)
-        quiet = min(QUIET_LIMIT_S, QUIET_SHARE * self._step_seconds)
-        with contextlib.suppress(queue.Empty):
-            while time.monotonic() < deadline:
-                self._inbox.get(timeout=quiet)()
 
     def _take_inbox(self) -> None:
         with contextlib.suppress(queue.Empty):

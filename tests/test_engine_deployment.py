@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import time
 from collections.abc import Callable
 
 import pytest
 
-from cluster import engine_deployment
+from cluster import burst
 from cluster.channel import Connection, Control, OutputReceiver
 from cluster.config import EngineConfig
 from cluster.engine_deployment import EngineReplica
@@ -86,9 +87,15 @@ def test_tokens_travel_on_the_channel_and_the_call_answers_with_the_account() ->
 
 def test_a_burst_is_prefilled_together_where_a_step_is_worth_waiting_for(monkeypatch) -> None:
     """The first request of a burst wakes the engine; those that follow while it waits share its first step."""
-    monkeypatch.setattr(engine_deployment, "QUIET_LIMIT_S", 1.0)
-    monkeypatch.setattr(engine_deployment, "GATHER_LIMIT_S", 5.0)
-    monkeypatch.setattr(engine_deployment, "QUIET_SHARE", 1e6)
+    monkeypatch.setattr(burst, "LIMIT_S", 5.0)
+
+    class Burst(burst.Burst):
+        def __init__(self, quiet_seconds: float) -> None:
+            super().__init__()
+            self.quiet_seconds = quiet_seconds
+
+        def gather(self, inbox: queue.SimpleQueue[Callable[[], None]], step_seconds: float) -> None:
+            super().gather(inbox, 5.0)  # the tiny model's steps are not worth it
 
     async def scenario() -> None:
         replica, ingress = new_replica(), Ingress()
@@ -103,12 +110,12 @@ def test_a_burst_is_prefilled_together_where_a_step_is_worth_waiting_for(monkeyp
             return outputs
 
         monkeypatch.setattr(replica.engine, "step", watched)
-        replica._step_seconds = 5.0  # the tiny model's steps are not worth it
+        replica._burst = Burst(1.0)
         started = time.monotonic()
         await asyncio.gather(*(replica.generate(request(name, 2), address) for name in "abcdefgh"))
         assert steps[:2] == [8, 8]
         assert time.monotonic() - started >= 1.0, "it waited until nothing more came"
-        monkeypatch.setattr(engine_deployment, "QUIET_SHARE", 0.0)
+        replica._burst = Burst(0.0)
         started = time.monotonic()
         await replica.generate(request("alone", 2), address)
         assert time.monotonic() - started < 1.0
@@ -181,3 +188,20 @@ def test_a_connection_without_the_secret_cannot_push_tokens() -> None:
         assert ingress.outputs == []
 
     asyncio.run(scenario())
+
+
+def test_the_wait_for_a_burst_is_learned() -> None:
+    waits = burst.Burst()
+    inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+
+    def wake(gathered: int, missed: int) -> float:
+        for _ in range(gathered):
+            inbox.put(lambda: None)
+        waits.gather(inbox, step_seconds=10.0)
+        waits.learn(missed)
+        waits.learn(5)  # what comes during later steps is no part of it
+        return waits.quiet_seconds
+
+    assert [wake(0, 1) for _ in range(4)] == [0.002, 0.004, 0.008, 0.008]  # bursts that come apart
+    assert wake(3, 0) == 0.008  # one that does not
+    assert [wake(0, 0) for _ in range(4)] == [0.004, 0.002, 0.001, 0.001]  # lone requests
