@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import threading
 import time
 from collections.abc import Callable
 
@@ -100,16 +101,22 @@ def test_a_burst_is_prefilled_together_where_a_step_is_worth_waiting_for(monkeyp
     async def scenario() -> None:
         replica, ingress = new_replica(), Ingress()
         address = await ingress.receiver.start()
-        await replica.generate(request("before", 2), address)
         steps: list[int] = []
+        idle = threading.Event()
         step = replica.engine.step
 
         def watched() -> list[SequenceOutput]:
+            was_idle = not replica.engine.has_unfinished
             outputs = step()
             steps.append(len(outputs))
+            if was_idle and any(steps):
+                idle.set()  # behind the first request the thread sleeps next
             return outputs
 
         monkeypatch.setattr(replica.engine, "step", watched)
+        await replica.generate(request("before", 2), address)
+        assert await asyncio.to_thread(idle.wait, 30.0)
+        steps.clear()
         replica._burst = Burst(1.0)
         started = time.monotonic()
         await asyncio.gather(*(replica.generate(request(name, 2), address) for name in "abcdefgh"))
