@@ -147,14 +147,17 @@ class Engine:
         self.processors.register(name, factory)
         self.executor.register_logits_processor(name, factory)
 
-    def add_request(self, request: EngineRequest, constraint: Resolved | None = None) -> None:
+    def add_request(
+        self, request: EngineRequest, constraint: Resolved | None = None, queue_is_bounded: bool = True
+    ) -> None:
         """Queues a request; what `resolve` made of its constraint comes with it.
 
-        Raises `RequestRefused` where it can never be served, `QueueFull` where the queue is at its limit.
+        Raises `RequestRefused` where it can never be served, `QueueFull` where the queue is at its limit and bounded:
+        it is not for a caller who has all its requests at hand and waits for all of them.
         """
         if not self.alive:
             raise EngineDead("the engine has failed; restart it")
-        if self.scheduler.num_waiting >= self.config.max_num_waiting + self._free_slots():
+        if queue_is_bounded and self.scheduler.num_waiting >= self.config.max_num_waiting + self._free_slots():
             raise QueueFull(
                 f"{self.scheduler.num_waiting} requests are waiting and the limit is {self.config.max_num_waiting}; "
                 "retry later or raise max_num_waiting"

@@ -152,7 +152,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Completes every prompt (text or token ids) and returns the whole outputs in the prompts' order.
+        """Completes every prompt (text or token ids), however many, and returns the whole outputs in their order.
 
         `params` is one for all or one a prompt. Raises `RequestRefused` before anything runs where a prompt can never
         fit.
@@ -169,7 +169,12 @@ class LLM:
             for prompt, one, constraint in zip(batch, each, constraints, strict=True):
                 request_ids.append(
                     self._submit(
-                        f"generate-{next(self._ids)}", prompt, one, constraint=constraint, kind=OutputKind.FINAL_ONLY
+                        f"generate-{next(self._ids)}",
+                        prompt,
+                        one,
+                        constraint=constraint,
+                        kind=OutputKind.FINAL_ONLY,
+                        queue_is_bounded=False,
                     )
                 )
         except RequestRefused:
@@ -249,6 +254,7 @@ class LLM:
         priority: int = 0,
         constraint: Future[Resolved] | None = None,
         kind: OutputKind | None = None,
+        queue_is_bounded: bool = True,
     ) -> str:
         """`kind` stands for the parameters' own."""
         if request_id in self._tracked:
@@ -259,6 +265,7 @@ class LLM:
         self.engine.add_request(
             EngineRequest(request_id=request_id, prompt_token_ids=token_ids, params=params, priority=priority),
             None if constraint is None else constraint.result(),
+            queue_is_bounded,
         )
         choices = [CompletionOutput(index=index) for index in range(params.n)]
         output = RequestOutput(request_id=request_id, prompt=text, prompt_token_ids=token_ids, outputs=choices)

@@ -10,7 +10,7 @@ import pytest
 import transformers
 
 from cluster.llm import LLM, SamplingParams
-from cluster.request import FinishStatus, RequestRefused
+from cluster.request import FinishStatus, QueueFull, RequestRefused
 from tests.checkpoints import checkpoint, reference_greedy
 
 PROMPTS = ["The quick brown fox", "Hello", "naïve café, 3 < 4"]
@@ -104,6 +104,17 @@ def test_streams_run_side_by_side_and_leaving_one_aborts_it(llm) -> None:
         assert all(text.startswith(piece) for piece in pieces)
         assert len(set(pieces)) > 3
     assert not llm.engine.has_unfinished
+
+
+def test_a_batch_may_be_longer_than_the_queue() -> None:
+    """The queue's limit is for those who might come back later; a batch has nobody who would."""
+    llm = LLM(str(checkpoint("llama")), kv_cache_bytes=2**22, max_num_sequences=2, max_num_waiting=3)
+    outputs = llm.generate([[5]] * 10, SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)
+    assert all(len(output.outputs[0].token_ids) == 2 for output in outputs)
+    for index in range(5):
+        llm.add_request(str(index), [5], GREEDY)
+    with pytest.raises(QueueFull, match="max_num_waiting"):
+        llm.add_request("one more", [5], GREEDY)
 
 
 def test_a_refused_prompt_refuses_the_batch_and_leaves_nothing_behind(llm) -> None:
