@@ -40,7 +40,7 @@ bench: $(STAMP)
 	@$(BIN)/manta bench $(ARGS)
 
 prove: $(STAMP)
-	MANTA_PROVE=1 $(BIN)/python -m pytest $(ARGS)
+	MANTA_PROVE=1 $(BIN)/python -m pytest --timeout 1800 $(ARGS)
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .prove build *.egg-info
