@@ -46,7 +46,7 @@ def find_shared_prefixes(
     """The groups that save most; arguments as those of `AttentionMetadata.build`. None where no group pays.
 
     Keys before `starts[s]` are seen by every query token of `s`. Where some sequences share more than others (a system
-    prompt under several prompts), each is in one group: at the level of nesting where the sum of `saving` is greatest.
+    prompt under several prompts), each is in one group at most, so that the sum of `saving` is greatest.
     """
     rows = np.flatnonzero((query_lens <= MAX_QUERY_LEN) & (starts >= max(PREFIX_MULTIPLE, block_size)))
     if len(rows) < 2:
@@ -65,7 +65,7 @@ def find_shared_prefixes(
     groups = _best_groups(shared.tolist())
     if not groups:
         return None
-    members = [np.sort(rows[order[group.first : group.end]]) for group in groups]
+    members = [np.sort(rows[order[group.members]]) for group in groups]
     group_start = np.cumsum([0, *map(len, members)], dtype=np.int32)
     return SharedPrefixes(
         group_start=torch.from_numpy(group_start),
@@ -76,19 +76,17 @@ def find_shared_prefixes(
 
 @dataclasses.dataclass(slots=True)
 class _Group:
-    first: int
-    end: int
+    members: list[int]
     prefix_len: int
 
 
 @dataclasses.dataclass(slots=True)
 class _Level:
-    """Neighbouring rows that share at least `prefix_len` keys, and the best groups among them so far."""
+    """Rows that share at least `prefix_len` keys: `inner` levels that share more, and the others."""
 
     prefix_len: int
-    first: int
-    groups: list[_Group]
-    saved: int = 0
+    rows: list[int]
+    inner: list[_Level]
 
 
 def saving(num_members: int, prefix_len: int) -> int:
@@ -97,26 +95,49 @@ def saving(num_members: int, prefix_len: int) -> int:
 
 
 def _best_groups(shared: list[int]) -> list[_Group]:
-    """The disjoint groups of rows 0 to len(shared) that save most; neighbours `i` and `i + 1` share `shared[i]` keys.
+    """The disjoint groups of rows that save most; rows `i` and `i + 1` of all share `shared[i]` keys."""
+    return _best_inside(_levels(shared), 0, {})[1]
 
-    The levels of nesting form a tree; a level is one group where that saves more than the best groups inside it.
-    """
-    open_levels = [_Level(0, 0, [])]
+
+def _levels(shared: list[int]) -> _Level:
+    """The tree of nesting, whose root shares nothing."""
+    open_levels = [_Level(0, [], [])]
     for row, prefix_len in enumerate([*shared, 0]):
-        first = row
-        closed = None
+        before = shared[row - 1] if row else 0
+        if prefix_len > before:
+            open_levels.append(_Level(prefix_len, [], []))
+        open_levels[-1].rows.append(row)
         while open_levels[-1].prefix_len > prefix_len:
             level = open_levels.pop()
-            if closed is not None:
-                level.groups += closed.groups
-                level.saved += closed.saved
-            saved = saving(row + 1 - level.first, level.prefix_len)
-            if saved > level.saved:
-                level.groups, level.saved = [_Group(level.first, row + 1, level.prefix_len)], saved
-            first, closed = level.first, level
-        if open_levels[-1].prefix_len < prefix_len:
-            open_levels.append(_Level(prefix_len, first, []))
-        if closed is not None:
-            open_levels[-1].groups += closed.groups
-            open_levels[-1].saved += closed.saved
-    return open_levels[0].groups
+            if open_levels[-1].prefix_len < prefix_len:
+                open_levels.append(_Level(prefix_len, [], []))
+            open_levels[-1].inner.append(level)
+    return open_levels[0]
+
+
+_Best = tuple[int, list[_Group], list[int]]
+
+
+def _best_inside(level: _Level, price: int, known: dict[tuple[int, int], _Best]) -> _Best:
+    """What the best groups in a level save, these, and the rows that are to join a group around the level instead,
+    which saves `price` more for each and is part of the sum. `known` has what was found before.
+    """
+    key = (id(level), price)
+    if key not in known:
+        known[key] = _without_own_group(level, price, known)
+        own_price = level.prefix_len - MEMBER_COST_KEYS
+        if own_price > price:
+            saved, groups, joining = _without_own_group(level, own_price, known)
+            if saved - level.prefix_len > known[key][0] and len(joining) > 1:
+                own = _Group(joining, level.prefix_len)
+                known[key] = (saved - level.prefix_len, [*groups, own], [])
+    return known[key]
+
+
+def _without_own_group(level: _Level, price: int, known: dict[tuple[int, int], _Best]) -> _Best:
+    joining = list(level.rows) if price > 0 else []
+    saved, groups = price * len(joining), list[_Group]()
+    for inner in level.inner:
+        more, its_groups, its_joining = _best_inside(inner, price, known)
+        saved, groups, joining = saved + more, groups + its_groups, joining + its_joining
+    return saved, groups, joining
