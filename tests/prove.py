@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+SHOWN_SECONDS = 5.0
+"""A quicker test is a row of the table only where it gives figures."""
 SOURCES = ("cluster", "specdecode", "workers", "structured", "configs", "tests")
 
 
@@ -74,7 +76,7 @@ class ProofRecord:
         (folder / f"prove-{today}.md").write_text(self.table(today))
 
     def table(self, today: str) -> str:
-        """Markdown: one row for each test with its time and figures, failures first."""
+        """Markdown: failures, a row for each test that gives figures or took a while, and a count of the others."""
         cores = len(os.sched_getaffinity(0))
         lines = [
             f"# Proven on {today}",
@@ -84,8 +86,13 @@ class ProofRecord:
         ]
         if self.failed:
             lines += ["Failed:", "", *(f"- `{name}`" for name in sorted(set(self.failed))), ""]
+        shown = {n: e for n, e in sorted(self.passed.items()) if e["figures"] or e["seconds"] >= SHOWN_SECONDS}
+        lines += [
+            f"{len(self.passed) - len(shown)} of them took less than {SHOWN_SECONDS:g} s and give no figures.",
+            "",
+        ]
         lines += ["| test | s | figures |", "| --- | --- | --- |"]
-        for name, entry in sorted(self.passed.items()):
+        for name, entry in shown.items():
             figures = ", ".join(f"{key} = {value}" for key, value in entry["figures"].items())
             lines.append(f"| `{name}` | {entry['seconds']} | {figures} |")
         return "\n".join(lines) + "\n"
