@@ -352,6 +352,8 @@ class GrammarPool:
                 self._replace(worker)
             elif not worker.transport.is_ready():  # budgets are for masks, not for the start of a process
                 worker.under_way = deque((number, now) for number, _ in worker.under_way)
+                for session in worker.sessions.values():
+                    session.moved_at = now
                 if now - worker.started_at > START_SECONDS:
                     self._replace(worker)
             else:

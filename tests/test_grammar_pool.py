@@ -464,7 +464,9 @@ def test_what_fails_over_a_draft_costs_its_own_session_only(make_pool: MakePool,
         assert "was not there after 1 s" in reason
     else:
         assert "grammar workers died over its mask" in reason
-        assert pool.num_replaced <= 4, "one over a draft, after which it gets no more rows, and three over its row"
+        # One over a draft, after which it gets no more rows, and three over its row; on a busy machine it may have
+        # moved from a worker that had begun with it, and ends both.
+        assert pool.num_replaced <= 6
     pool.end(1)
     pool.prepare([(session_id, [5] * 3) for session_id in others], {i: [6, 7] for i in others})
     finish_drafts(pool, others)
