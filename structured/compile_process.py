@@ -1,10 +1,9 @@
 """Processes that compile grammars and may be killed: one constraint at a time, at the lowest priority.
 
-`python -m structured.compile_process` loads the backends, in a second or two, and forks these processes, each in 2 ms:
-what replaces a killed one takes nothing from anybody's steps. `structured/compiler.py` starts it and sends a
-`Setup` over the socket that is its standard input, then a socket of its own for each process to fork. Those speak in
-length-prefixed msgpack frames: first their process id, then specifications in and `Answer`s out. All end when the
-parent does.
+`python -m structured.compile_process` loads the backends once and forks these processes: what replaces a killed one
+need not load them anew, amid everybody's steps. `structured/compiler.py` starts it and sends a `Setup` over the socket
+that is its standard input, then a socket of its own for each process to fork. Those speak in length-prefixed msgpack
+frames: first their process id, then specifications in and `Answer`s out. All end when the parent does.
 """
 
 from __future__ import annotations

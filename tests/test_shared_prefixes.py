@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from workers import shared_prefixes
 from workers.attention import AttentionMetadata
 from workers.shared_prefixes import (
     MAX_QUERY_LEN,
     PREFIX_MULTIPLE,
     SharedPrefixes,
     find_shared_prefixes,
-    saving,
 )
 
 pytestmark = pytest.mark.usefixtures("cheap_groups")
@@ -29,6 +29,11 @@ def groups_of(found: SharedPrefixes | None) -> list[tuple[list[int], int]]:
     bounds = itertools.pairwise(found.group_start.tolist())
     members = [found.members[first:end].tolist() for first, end in bounds]
     return list(zip(members, found.prefix_lens.tolist(), strict=True))
+
+
+def saving(num_members: int, prefix_len: int) -> int:
+    """Keys that a group need not pack, less what it costs its members."""
+    return (num_members - 1) * prefix_len - num_members * shared_prefixes.MEMBER_COST_KEYS
 
 
 def shared_keys(members: tuple[int, ...], starts: np.ndarray, tables: np.ndarray, block_size: int) -> int:

@@ -46,7 +46,8 @@ def find_shared_prefixes(
     """The groups that save most; arguments as those of `AttentionMetadata.build`. None where no group pays.
 
     Keys before `starts[s]` are seen by every query token of `s`. Where some sequences share more than others (a system
-    prompt under several prompts), each is in one group at most, so that the sum of `saving` is greatest.
+    prompt under several prompts), each is in one group at most, so that the sum of what groups save is greatest: the
+    keys that all members but one need not pack, less `MEMBER_COST_KEYS` for each member.
     """
     rows = np.flatnonzero((query_lens <= MAX_QUERY_LEN) & (starts >= max(PREFIX_MULTIPLE, block_size)))
     if len(rows) < 2:
@@ -87,11 +88,6 @@ class _Level:
     prefix_len: int
     rows: list[int]
     inner: list[_Level]
-
-
-def saving(num_members: int, prefix_len: int) -> int:
-    """Keys that a group need not pack, less what it costs its members."""
-    return (num_members - 1) * prefix_len - num_members * MEMBER_COST_KEYS
 
 
 def _best_groups(shared: list[int]) -> list[_Group]:

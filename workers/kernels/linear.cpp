@@ -99,9 +99,8 @@ struct Inputs {
 };
 
 // sums [ROW_TILES][2][16][16] of 16 * ROW_TILES rows of x and a part of a strip, added to what is there or not.
-// `beside(step)` is work for the vector units while the tiles multiply; it may not touch `sums`. Two threads reach 5.6
-// TFLOP/s by products alone, 4.1 with packed inputs from the second-level cache, 3.7 with inputs in rows, and two thirds of
-// that where sums pass through the second-level cache after every 8 steps.
+// `beside(step)` is work for the vector units while the tiles multiply; it may not touch `sums`. What limits it stands in
+// benchmarks/results/2026-11-21.md, "Linears that pack their inputs".
 template <int ROW_TILES, typename Beside>
 static MANTA_INLINE void tiles_times_strip(Inputs x, const bf16* strip, int steps, float* sums, bool adds,
                                            Beside beside) {
@@ -311,8 +310,8 @@ struct Product {
         const bool packs = tiles >= PACKED_TILES && (parts == 1 || owns_rows);
         const int chunk_steps = packs ? PACKED_CHUNK_STEPS : tiles > 2 ? CHUNK_STEPS : part_steps;
         const int64_t block_tiles = 1 + (tiles - 1) / blocks, strip_sums = block_tiles * 4 * TILE;
-        float* const sums = of_thread<float, 0>(strip_sums * (parts > 1 ? 2 * (last - first) : 1));
-        bf16* const buffer = packs ? of_thread<bf16, 1>(block_tiles * part_steps * TILE_ROWS * STEP) : padded_rows();
+        float* const sums = of_thread<float>(strip_sums * (parts > 1 ? 2 * (last - first) : 1));
+        bf16* const buffer = packs ? of_thread<bf16>(block_tiles * part_steps * TILE_ROWS * STEP) : padded_rows();
         Finished finished;
         for (int block = 0; block < blocks; block++)
             for (int part = 0; part < steps; part += part_steps) {
@@ -425,7 +424,7 @@ struct Product {
     }
 
     // Memory that a thread keeps for its next call, [count], on its own huge pages where it is large.
-    template <typename T, int WHICH>
+    template <typename T>
     static T* of_thread(int64_t count) {
         static thread_local std::unique_ptr<void, decltype(&free)> memory(nullptr, free);
         static thread_local int64_t size = 0;
