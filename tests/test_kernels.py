@@ -403,6 +403,15 @@ def test_copy_blocks_reads_every_source_before_it_writes():
     assert torch.equal(kv[:, :, 3], before[:, :, 3])
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+@pytest.mark.parametrize(
+    "source", sorted(pathlib.Path(build.__file__).parent.glob("*.cpp")), ids=lambda path: path.stem
+)
+def test_every_source_compiles(source: pathlib.Path) -> None:
+    """Where one does not, its reference would serve and every other test pass."""
+    assert build.load_library(source.stem) is not None
+
+
 def test_without_a_compiler_the_reference_serves(monkeypatch):
     monkeypatch.setattr(build, "load_library", lambda name: None)
     cpu._library.cache_clear()

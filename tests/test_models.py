@@ -145,6 +145,29 @@ def test_bfloat16_stays_near_the_float32_logits(name: str) -> None:
     assert (logits - expected).norm() / expected.norm() < 0.03
 
 
+@pytest.mark.parametrize("name", ["llama tied, sharded, with biases", "mistral, window of 24", "qwen2, tied", "qwen3"])
+def test_all_layers_in_one_call_give_the_bits_of_the_loop(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill, chunks and decodes beside each other, groups over a shared prefix, an MLP in parts."""
+    family, options = NATIVE[name]
+    folder = checkpoint(family, dtype="bfloat16", **options)
+    monkeypatch.setattr(decoder, "_MLP_BYTES", 70 * 2 * load_model_config(folder).intermediate_size)
+    logits = []
+    for fuses in (True, False):
+        cache = Cache(folder, "bfloat16")
+        if cache.model._fused is None:  # type: ignore[attr-defined]
+            pytest.skip("this processor has no packed linears")
+        if not fuses:
+            cache.model._fused = None  # type: ignore[attr-defined]
+        cache.block_tables[1, :6] = cache.block_tables[0, :6]
+        of_form = cache.run((0, random_tokens(100)))
+        cache.lengths[1] = 96
+        of_form += cache.run((0, [7]), (1, random_tokens(3)), (2, random_tokens(80, seed=1)), (3, [1]))
+        of_form += cache.run((3, [5]), (0, [8]), (1, [9]), (2, [3]))
+        logits.append(torch.cat(of_form))
+    assert torch.equal(*logits)
+    assert logits[0].isfinite().all()
+
+
 def test_an_mlp_too_wide_for_one_buffer_runs_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = checkpoint("llama")
     tokens = random_tokens(100)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from workers.kernels import reference
 from workers.layers import Linear
 from workers.model_config import ModelConfig, ModelError
 from workers.models.decoder import Decoder, DecoderWeights, LayerWeights
@@ -157,7 +158,7 @@ class _NoPlatform:
 
     name = "meta"
     device = torch.device("meta")
-    kernels: Any = None
+    kernels = reference
 
     def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
         return weight

@@ -9,11 +9,16 @@ from __future__ import annotations
 import ctypes
 import functools
 from ctypes import c_float, c_int, c_int64, c_void_p
+from typing import TYPE_CHECKING
 
 import torch
 
 from workers.attention import AttentionMetadata
-from workers.kernels import build, reference
+from workers.kernels import build, cpu_decoder, reference
+from workers.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    from workers.models.decoder import DecoderWeights
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 NO_WINDOW = 2**31 - 1
@@ -167,3 +172,11 @@ def paged_attention(
         scale,
     )
     return output
+
+
+def fuse_layers(weights: DecoderWeights, config: ModelConfig, mlp_rows: int) -> cpu_decoder.FusedLayers | None:
+    library = _library()
+    if library is None or config.head_dim % HEAD_DIM_MULTIPLE:
+        return None
+    windows = [NO_WINDOW if window is None else window for window in config.sliding_windows]
+    return cpu_decoder.fuse(weights, config, windows, mlp_rows, library)

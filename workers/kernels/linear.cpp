@@ -16,6 +16,7 @@
 #include <cstring>
 #include <memory>
 
+#include "shares.h"
 #include "simd.h"
 
 constexpr int STRIP = 32;     // outputs that lie together: two vectors of float32, or the columns of two tiles
@@ -260,33 +261,47 @@ struct Product {
         return num_rows <= STREAMED_ROWS ? 1 : std::max<int64_t>(1, CACHE_BYTES / (panel_size(in_features) * 2));
     }
 
-    void by_rows(int first, int last) const {
+    void by_rows(Share share) const {
         const int blocks = (num_rows + MAX_ROWS - 1) / MAX_ROWS, step = group();
-        for (int start = first; start < last; start += step)
+        while (share.take(step))
             for (int b = 0; b < blocks; b++) {
                 const int row = (int64_t)num_rows * b / blocks, end = (int64_t)num_rows * (b + 1) / blocks;
-                for (int p = start; p < std::min(start + step, last); p++) {
+                for (int p = share.first; p < share.last; p++) {
                     const bf16* ahead = nullptr;
                     if (b == 0)
                         ahead = panel(p) + 64 * STEP;
-                    else if (b == blocks - 1 && p + 1 < last)
-                        ahead = panel(p + 1);
+                    else if (b == blocks - 1)
+                        ahead = panel(p + 1);  // a hint, also behind the last
                     rows_times_panel(end - row, row, p, ahead);
                 }
             }
     }
 
 #if defined(__AMX_BF16__)
+    // Sums of rows [row, end) and a strip, from those of a tile.
+    struct Finished {
+        const float* sums = nullptr;
+        int row = 0, end = 0, strip = 0;
+    };
+
+    // Tiles of rows [first_tile, end_tile) and of inputs [first_step, end_step), which pass by every strip of weights.
+    struct Pass {
+        int first_tile, end_tile, first_step, end_step;
+        int chunk_steps;
+        bool packs;
+        const bf16* inputs;  // packed, or the padded last rows
+    };
+
     // Of 16 rows at most, which wait for memory only.
-    void by_row_of_tiles(int first, int last) const {
+    void by_row_of_tiles(Share share) const {
         const TileConfig config;
         _tile_loadconfig(&config);
         alignas(64) float sums[4 * TILE];
         bf16* const padded = padded_rows();
-        for (int p = first; p < last; p++) {
-            tile_times_panel(padded ? padded : x, in_features, panel(p), sums);
+        while (share.take(1)) {
+            tile_times_panel(padded ? padded : x, in_features, panel(share.first), sums);
             for (int half = 0; half < 2; half++) {
-                Finished strip{sums + half * 2 * TILE, 0, num_rows, 2 * p + half};
+                Finished strip{sums + half * 2 * TILE, 0, num_rows, 2 * share.first + half};
                 write_rows(strip, num_rows);
             }
         }
@@ -298,54 +313,57 @@ struct Product {
     // the first-level cache while the block's rows pass; the weights that come next are fetched meanwhile. A step of
     // 2 x 2 tiles then takes 2 KiB from the second-level cache instead of 4. Where a row is so long that the block would
     // have few rows, its inputs pass in parts, and sums wait in memory from part to part.
-    void by_tiles(int first, int last, bool owns_rows) const {
-        const TileConfig config;
-        _tile_loadconfig(&config);
+    void by_tiles(Share share, bool owns_rows) const {
         const int steps = in_features / STEP, tiles = (num_rows + TILE_ROWS - 1) / TILE_ROWS;  // of TILE_ROWS rows
         const int64_t step_bytes = TILE_ROWS * STEP * sizeof(bf16);
         const int parts = 1 + std::min(tiles, BLOCK_TILES) * steps * step_bytes / (BLOCK_BYTES + 1);
         const int part_steps = (steps + parts - 1) / parts;
         const int blocks = 1 + (tiles - 1) / std::max<int64_t>(1, BLOCK_BYTES / (part_steps * step_bytes));
+        // Where rows pass once only, a thread's panels need not be the same ones throughout.
+        const bool helps = parts == 1 && blocks == 1 && !owns_rows;
+        if (!(helps ? share.take(1) : share.take_own())) return;
+        const TileConfig config;
+        _tile_loadconfig(&config);
         // Long rows that every thread packs for itself would take longer to pack than they save.
         const bool packs = tiles >= PACKED_TILES && (parts == 1 || owns_rows);
         const int chunk_steps = packs ? PACKED_CHUNK_STEPS : tiles > 2 ? CHUNK_STEPS : part_steps;
         const int64_t block_tiles = 1 + (tiles - 1) / blocks, strip_sums = block_tiles * 4 * TILE;
-        float* const sums = of_thread<float>(strip_sums * (parts > 1 ? 2 * (last - first) : 1));
+        float* const sums = of_thread<float>(strip_sums * (parts > 1 ? 2 * (share.last - share.first) : 1));
         bf16* const buffer = packs ? of_thread<bf16>(block_tiles * part_steps * TILE_ROWS * STEP) : padded_rows();
         Finished finished;
         for (int block = 0; block < blocks; block++)
             for (int part = 0; part < steps; part += part_steps) {
-                const int first_tile = tiles * block / blocks, end_tile = tiles * (block + 1) / blocks;
-                const int part_end = std::min(steps, part + part_steps);
-                if (packs) pack_inputs(first_tile, end_tile, part, part_end, buffer);
-                for (int strip = 2 * first; strip < 2 * last; strip++) {
-                    float* const at = sums + (parts > 1 ? (strip - 2 * first) * strip_sums : 0);
-                    for (int step = part; step < part_end; step += chunk_steps) {
-                        const int end = std::min(part_end, step + chunk_steps), later = step + AHEAD_STEPS;
-                        const int lines = 1 + (STEP - 1) / (end_tile - first_tile);
-                        const bf16* ahead =
-                            later < part_end ? chunk(strip, later) : chunk(strip + 1, part + later - part_end);
-                        for (int tile = first_tile; tile < end_tile; tile++) {
-                            const Inputs x = packs ? packed_tile(buffer, tile - first_tile, part, part_end, step)
-                                                   : tile_of_rows(tile, step, buffer);
-                            float* const tile_sums = at + (tile - first_tile) * 4 * TILE;
-                            ahead = rows_times_chunk(x, tile, strip, step, end, tile_sums, ahead, lines, finished);
-                            const int row = tile * TILE_ROWS;
-                            if (end == steps) finished = {tile_sums, row, std::min(num_rows, row + TILE_ROWS), strip};
-                        }
+                const Pass pass{tiles * block / blocks, tiles * (block + 1) / blocks, part,
+                                std::min(steps, part + part_steps), chunk_steps, packs, buffer};
+                if (packs) pack_inputs(pass, buffer);
+                do {
+                    for (int strip = 2 * share.first; strip < 2 * share.last; strip++) {
+                        float* const at = sums + (parts > 1 ? (strip - 2 * share.first) * strip_sums : 0);
+                        pass_by_strip(pass, strip, at, finished);
                     }
-                }
+                } while (helps && share.take(1));
             }
         write_rows(finished, TILE_ROWS);  // the last
         if (!packs) free(buffer);
         _tile_release();
     }
 
-    // Sums of rows [row, end) and a strip, from those of a tile.
-    struct Finished {
-        const float* sums = nullptr;
-        int row = 0, end = 0, strip = 0;
-    };
+    // Adds to the sums of a strip, [tiles][2][2][16][16].
+    MANTA_INLINE void pass_by_strip(const Pass& pass, int strip, float* sums, Finished& finished) const {
+        const int steps = in_features / STEP, lines = 1 + (STEP - 1) / (pass.end_tile - pass.first_tile);
+        for (int step = pass.first_step; step < pass.end_step; step += pass.chunk_steps) {
+            const int end = std::min(pass.end_step, step + pass.chunk_steps), later = step + AHEAD_STEPS;
+            const bf16* ahead = later < pass.end_step ? chunk(strip, later)
+                                                      : chunk(strip + 1, pass.first_step + later - pass.end_step);
+            float* tile_sums = sums;
+            for (int tile = pass.first_tile; tile < pass.end_tile; tile++, tile_sums += 4 * TILE) {
+                const Inputs x = pass.packs ? packed_tile(pass, tile, step) : tile_of_rows(tile, step, pass.inputs);
+                ahead = rows_times_chunk(x, tile, strip, step, end, tile_sums, ahead, lines, finished);
+                const int row = tile * TILE_ROWS;
+                if (end == steps) finished = {tile_sums, row, std::min(num_rows, row + TILE_ROWS), strip};
+            }
+        }
+    }
 
     void write_rows(Finished& from, int count) const {
         for (; count > 0 && from.row < from.end; count--, from.row++) {
@@ -379,23 +397,24 @@ struct Product {
         return {rows + step * STEP, in_features * (int64_t)sizeof(bf16), (int64_t)16 * in_features, STEP, passes};
     }
 
-    // Tiles of a block's rows and a part's inputs, [tiles][steps][2][16][STEP]; rows that are not there are zero. A tile
-    // whose rows are apart takes longer to load, for its cache lines lie in many pages and in few sets.
-    void pack_inputs(int first_tile, int end_tile, int first_step, int end_step, bf16* to) const {
-        for (int tile = first_tile; tile < end_tile; tile++, to += (int64_t)(end_step - first_step) * TILE_ROWS * STEP)
+    // The inputs of a pass, [tiles][steps][2][16][STEP]; rows that are not there are zero. A tile whose rows are apart
+    // takes longer to load, for its cache lines lie in many pages and in few sets.
+    void pack_inputs(const Pass& pass, bf16* to) const {
+        const int64_t size = TILE_ROWS * STEP;
+        for (int tile = pass.first_tile; tile < pass.end_tile; tile++, to += (pass.end_step - pass.first_step) * size)
             for (int i = 0; i < TILE_ROWS; i++) {
                 const int row = tile * TILE_ROWS + i;
                 bf16* line = to + i * STEP;
-                for (int step = first_step; step < end_step; step++, line += TILE_ROWS * STEP)
+                for (int step = pass.first_step; step < pass.end_step; step++, line += size)
                     _mm512_store_si512(line, row < num_rows ? _mm512_loadu_si512(input(row) + step * STEP)
                                                             : _mm512_setzero_si512());
             }
     }
 
-    static Inputs packed_tile(const bf16* packed, int tile, int first_step, int end_step, int step) {
-        const int64_t size = TILE_ROWS * STEP;
-        return {packed + ((int64_t)tile * (end_step - first_step) + step - first_step) * size, STEP * sizeof(bf16),
-                size / 2, size, true};
+    static Inputs packed_tile(const Pass& pass, int tile, int step) {
+        const int64_t size = TILE_ROWS * STEP, steps = pass.end_step - pass.first_step;
+        const bf16* const at = pass.inputs + ((tile - pass.first_tile) * steps + step - pass.first_step) * size;
+        return {at, STEP * sizeof(bf16), size / 2, size, true};
     }
 
     const bf16* chunk(int strip, int step) const {
@@ -476,20 +495,22 @@ extern "C" void manta_linear(const bf16* x, const bf16* packed, const bf16* bias
     const Product product{x, packed, bias, y, num_rows, in_features, out_features, gated != 0};
     const int64_t panels = (out_features + PANEL - 1) / PANEL;
     const bool serial = (int64_t)num_rows * in_features * out_features < SERIAL_PRODUCTS;
+    Shares shares(panels, omp_get_max_threads());
 #pragma omp parallel if (!serial)
     {
         const int threads = omp_get_num_threads(), thread = omp_get_thread_num();
-        const int first = panels * thread / threads, last = panels * (thread + 1) / threads;
+        const Share share{shares, thread};
 #if defined(__AMX_BF16__)
-        if (has_tiles && num_rows >= SHARED_ROWS * threads)
-            product.of_rows(thread, threads).by_tiles(0, panels, true);
-        else if (has_tiles && num_rows > 16)
-            product.by_tiles(first, last, false);
+        if (has_tiles && num_rows >= SHARED_ROWS * threads) {
+            Shares all(panels, 1);
+            product.of_rows(thread, threads).by_tiles({all, 0}, true);
+        } else if (has_tiles && num_rows > 16)
+            product.by_tiles(share, false);
         else if (has_tiles && num_rows > MAX_ROWS)
-            product.by_row_of_tiles(first, last);
+            product.by_row_of_tiles(share);
         else
 #endif
-            product.by_rows(first, last);
+            product.by_rows(share);
     }
 }
 

@@ -1,7 +1,8 @@
 """The one decoder for Llama, Mistral, Qwen2 and Qwen3: a pre-norm transformer whose families differ by configuration.
 
 A step is a flat list of kernel and linear calls over one batch of tokens; all weights are handed in by the loader, and
-kernels and linears are the platform's. Knows neither files nor sequences; called by the model runner.
+kernels and linears are the platform's, which may make one call of the whole list. Knows neither files nor sequences;
+called by the model runner.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ class Decoder:
         self._weights = weights
         self._kernels = kernels
         self._layers = list(zip(weights.layers, config.sliding_windows, strict=True))
+        self._mlp_rows = max(1, _MLP_BYTES // (config.intermediate_size * dtype.itemsize))
+        self._fused = kernels.fuse_layers(weights, config, self._mlp_rows)
         self._cos_sin = torch.empty(0)
 
     @torch.inference_mode()
@@ -73,12 +76,22 @@ class Decoder:
 
         `token_ids` is int64 [num_tokens]; `kv_caches` holds (k_cache, v_cache) of each layer.
         """
+        cos_sin = self._rotary_table(metadata.max_context_len, token_ids.device)
+        embedded = F.embedding(token_ids, self._weights.embedding).to(self.dtype)
+        run = self._fused or self._run_layers
+        return run(embedded, cos_sin, metadata, kv_caches)
+
+    def _run_layers(
+        self,
+        residual: torch.Tensor,
+        cos_sin: torch.Tensor,
+        metadata: AttentionMetadata,
+        kv_caches: list[tuple[torch.Tensor, torch.Tensor]],
+    ) -> torch.Tensor:
         kernels, config = self._kernels, self.config
         eps = config.rms_norm_eps
         heads = (config.num_heads, config.num_kv_heads, config.head_dim)
         scale = config.head_dim**-0.5
-        cos_sin = self._rotary_table(metadata.max_context_len, token_ids.device)
-        residual = F.embedding(token_ids, self._weights.embedding).to(self.dtype)
         update: torch.Tensor | None = None
         for (layer, sliding_window), (k_cache, v_cache) in zip(self._layers, kv_caches, strict=True):
             if update is None:
@@ -93,9 +106,9 @@ class Decoder:
         return kernels.add_rms_norm(update, residual, self._weights.final_norm, eps)
 
     def _mlp(self, layer: LayerWeights, normed: torch.Tensor) -> torch.Tensor:
-        num_bytes = normed.shape[0] * self.config.intermediate_size * self.dtype.itemsize
-        if num_bytes > _MLP_BYTES:
-            return torch.cat([self._mlp(layer, rows) for rows in normed.tensor_split(-(-num_bytes // _MLP_BYTES))])
+        num_parts = -(-normed.shape[0] // self._mlp_rows)
+        if num_parts > 1:
+            return torch.cat([layer.down(layer.gated(rows)) for rows in normed.tensor_split(num_parts)])
         return layer.down(layer.gated(normed))
 
     @torch.inference_mode()

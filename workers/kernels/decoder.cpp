@@ -1,0 +1,98 @@
+// The layers of workers/models/decoder.py in one call: the same kernels in the same order. It spares a step what Python
+// does between them, 8 calls a layer, and leaves the interpreter to others throughout. Called by cpu_decoder.py, whose
+// structures mirror these.
+#include <algorithm>
+#include <cstdint>
+
+namespace {
+
+constexpr int BFLOAT16 = 1;
+
+// The entry points of cpu.cpp and linear.cpp, which are libraries of their own.
+struct Kernels {
+    void (*rms_norm)(int dtype, const void* x, void* residual, const void* weight, void* output, int rows, int hidden,
+                     float eps);
+    void (*rope_and_cache)(int dtype, void* qkv, const float* cos_sin, const int64_t* positions, const int64_t* slots,
+                           void* k_cache, void* v_cache, const void* q_weight, const void* k_weight, int num_tokens,
+                           int num_heads, int num_kv_heads, int head_dim, float eps);
+    void (*paged_attention)(int dtype, const void* qkv, int64_t qkv_stride, const void* k_cache, const void* v_cache,
+                            void* output, const int32_t* query_start, const int32_t* context_lens,
+                            const int32_t* block_tables, const int32_t* group_start, const int32_t* members,
+                            const int32_t* prefix_lens, int num_sequences, int num_groups, int max_blocks,
+                            int block_size, int num_heads, int num_kv_heads, int head_dim, int window, float scale);
+    void (*linear)(const void* x, const void* packed, const void* bias, void* y, int num_rows, int in_features,
+                   int out_features, int gated);
+};
+
+struct Linear {
+    const void *packed, *bias;
+    int in_features, out_features, gated;
+};
+
+struct Layer {
+    const void *input_norm, *q_norm, *k_norm, *mlp_norm;
+    Linear qkv, attention_output, gated, down;
+    void *k_cache, *v_cache;
+    int window;
+};
+
+struct Shape {
+    int hidden, num_heads, num_kv_heads, head_dim;
+    float eps, scale;
+};
+
+// What `AttentionMetadata` says; no groups are null.
+struct Step {
+    const int64_t *positions, *slots;
+    const int32_t *query_start, *context_lens, *block_tables, *group_start, *members, *prefix_lens;
+    const float* cos_sin;
+    int num_tokens, num_sequences, num_groups, max_blocks, block_size;
+};
+
+// [num_tokens] rows each but `gated`, which has `mlp_rows`.
+struct Buffers {
+    char *residual, *normed, *qkv, *attended, *gated, *update;
+    int mlp_rows;
+};
+
+}  // namespace
+
+// embedded tokens in `residual` -> output [num_tokens, hidden], behind the last norm; all in bfloat16.
+extern "C" void manta_decoder(const Kernels* kernels, const Shape* shape, const Layer* layers, int num_layers,
+                              const void* final_norm, const Step* step, const Buffers* buffers, void* output) {
+    const Shape& s = *shape;
+    const Buffers& b = *buffers;
+    const int rows = step->num_tokens;
+    const auto norm = [&](const void* x, void* residual, const void* weight, void* to) {
+        kernels->rms_norm(BFLOAT16, x, residual, weight, to, rows, s.hidden, s.eps);
+    };
+    const auto linear = [&](const Linear& l, const void* x, void* y, int num_rows) {
+        kernels->linear(x, l.packed, l.bias, y, num_rows, l.in_features, l.out_features, l.gated);
+    };
+    for (int i = 0; i < num_layers; i++) {
+        const Layer& layer = layers[i];
+        if (i == 0)
+            norm(b.residual, nullptr, layer.input_norm, b.normed);
+        else
+            norm(b.update, b.residual, layer.input_norm, b.normed);
+        linear(layer.qkv, b.normed, b.qkv, rows);
+        kernels->rope_and_cache(BFLOAT16, b.qkv, step->cos_sin, step->positions, step->slots, layer.k_cache,
+                                layer.v_cache, layer.q_norm, layer.k_norm, rows, s.num_heads, s.num_kv_heads,
+                                s.head_dim, s.eps);
+        const int num_groups = layer.window == INT32_MAX ? step->num_groups : 0;  // a window may end inside a prefix
+        kernels->paged_attention(BFLOAT16, b.qkv, layer.qkv.out_features, layer.k_cache, layer.v_cache, b.attended,
+                                 step->query_start, step->context_lens, step->block_tables, step->group_start,
+                                 step->members, step->prefix_lens, step->num_sequences, num_groups,
+                                 step->max_blocks, step->block_size, s.num_heads, s.num_kv_heads, s.head_dim,
+                                 layer.window, s.scale);
+        linear(layer.attention_output, b.attended, b.update, rows);
+        norm(b.update, b.residual, layer.mlp_norm, b.normed);
+        const int64_t row_bytes = s.hidden * 2;
+        for (int first = 0; first < rows; first += b.mlp_rows) {
+            const int count = std::min(b.mlp_rows, rows - first);
+            linear(layer.gated, b.normed + first * row_bytes, b.gated, count);
+            linear(layer.down, b.gated, b.update + first * row_bytes, count);
+        }
+    }
+    norm(b.update, b.residual, final_norm, output);
+}
