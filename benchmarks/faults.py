@@ -169,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _table(form: str, model: str, num_tokens: int, rounds: int) -> None:
     if form == "actors":
         start_ray()
-    pool = {"form": form, "mask_seconds": 1.0}
+    pool = {"form": form, "mask_seconds": 2.0}  # a starting actor beside full steps may need one
     load = FaultLoad(
         LLM(model, kv_cache_bytes=1 << 30, grammar_pool=pool, constraints={"compile_seconds": 2}), num_tokens
     )
