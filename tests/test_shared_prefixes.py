@@ -129,6 +129,19 @@ def test_the_level_of_nesting_that_saves_most_is_taken():
     assert sorted(find([900] * 4, two_pairs)) == [([0, 1], 896), ([2, 3], 896)]
 
 
+def test_ever_longer_beginnings_nest_as_deep_as_there_are_sequences():
+    """Each sequence goes on where the one before ends; the best groups of such a chain are runs of neighbours."""
+    num_sequences = 1100
+    width = num_sequences + 1
+    tables = [[*range(1, row + 2), *[width + row] * (width - row - 1)] for row in range(num_sequences)]
+    groups = find([64 * (row + 1) for row in range(num_sequences)], tables)
+    best = [0]
+    for end in range(1, num_sequences + 1):
+        of_runs = (best[first] + max(0, saving(end - first, 64 * (first + 1))) for first in range(end))
+        best.append(max(of_runs))
+    assert sum(saving(len(members), prefix_len) for members, prefix_len in groups) == best[-1]
+
+
 def test_nothing_is_grouped_without_a_shared_block_or_where_little_is_shared():
     assert find([600, 600], [[1, 2], [3, 4]]) == []
     assert find([63, 63], [[1], [1]]) == []

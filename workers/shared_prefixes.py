@@ -83,57 +83,79 @@ class _Group:
 
 @dataclasses.dataclass(slots=True)
 class _Level:
-    """Rows that share at least `prefix_len` keys: `inner` levels that share more, and the others."""
+    """Rows that share at least `prefix_len` keys: `inner` levels that share more, and the others.
+
+    A list below has an entry for each level around this one, from the root on, as if that were the group around it; the
+    root stands for none.
+    """
 
     prefix_len: int
-    rows: list[int]
-    inner: list[_Level]
+    rows: list[int] = dataclasses.field(default_factory=list)
+    inner: list[_Level] = dataclasses.field(default_factory=list)
+    prices: list[int] = dataclasses.field(default_factory=list)
+    """What a group there saves for each member; 0 where it does not pay."""
+    saved: list[int] = dataclasses.field(default_factory=list)
+    """The most that groups can save in this level, with what its rows that join the group around it save there."""
+    num_joining: list[int] = dataclasses.field(default_factory=list)
+    is_group: list[bool] = dataclasses.field(default_factory=list)
+    """Whether the level has a group of its own then."""
+
+    @property
+    def price(self) -> int:
+        return max(0, self.prefix_len - MEMBER_COST_KEYS)
 
 
 def _best_groups(shared: list[int]) -> list[_Group]:
     """The disjoint groups of rows that save most; rows `i` and `i + 1` of all share `shared[i]` keys."""
-    return _best_inside(_levels(shared), 0, {})[1]
+    levels = [_levels(shared)]
+    for level in levels:  # grows on the way
+        for inner in level.inner:
+            inner.prices = [*level.prices, level.price]
+            levels.append(inner)
+    for level in reversed(levels):
+        _weigh(level)
+    groups: list[_Group] = []
+    choose: list[tuple[_Level, int, _Group | None]] = [(inner, 0, None) for inner in levels[0].inner]
+    while choose:
+        level, around, group = choose.pop()
+        if level.is_group[around]:
+            around, group = len(level.prices), _Group([], level.prefix_len)
+            groups.append(group)
+        if group is not None:
+            group.members += level.rows
+        choose += [(inner, around, group) for inner in level.inner]
+    return groups
+
+
+def _weigh(level: _Level) -> None:
+    """Fills the lists of a level, those of its inner ones being there."""
+    prices = [*level.prices, level.price]
+    saved = [price * len(level.rows) for price in prices]
+    num_joining = [len(level.rows) if price else 0 for price in prices]
+    for inner in level.inner:
+        for index, (more, number) in enumerate(zip(inner.saved, inner.num_joining, strict=True)):
+            saved[index] += more
+            num_joining[index] += number
+    own = saved.pop() - level.prefix_len
+    pays = num_joining.pop() > 1
+    level.is_group = [pays and own > other for other in saved]
+    level.saved = [max(own, other) if pays else other for other in saved]
+    level.num_joining = [
+        0 if is_group else number for is_group, number in zip(level.is_group, num_joining, strict=True)
+    ]
 
 
 def _levels(shared: list[int]) -> _Level:
     """The tree of nesting, whose root shares nothing."""
-    open_levels = [_Level(0, [], [])]
+    open_levels = [_Level(0)]
     for row, prefix_len in enumerate([*shared, 0]):
         before = shared[row - 1] if row else 0
         if prefix_len > before:
-            open_levels.append(_Level(prefix_len, [], []))
+            open_levels.append(_Level(prefix_len))
         open_levels[-1].rows.append(row)
         while open_levels[-1].prefix_len > prefix_len:
             level = open_levels.pop()
             if open_levels[-1].prefix_len < prefix_len:
-                open_levels.append(_Level(prefix_len, [], []))
+                open_levels.append(_Level(prefix_len))
             open_levels[-1].inner.append(level)
     return open_levels[0]
-
-
-_Best = tuple[int, list[_Group], list[int]]
-
-
-def _best_inside(level: _Level, price: int, known: dict[tuple[int, int], _Best]) -> _Best:
-    """What the best groups in a level save, these, and the rows that are to join a group around the level instead,
-    which saves `price` more for each and is part of the sum. `known` has what was found before.
-    """
-    key = (id(level), price)
-    if key not in known:
-        known[key] = _without_own_group(level, price, known)
-        own_price = level.prefix_len - MEMBER_COST_KEYS
-        if own_price > price:
-            saved, groups, joining = _without_own_group(level, own_price, known)
-            if saved - level.prefix_len > known[key][0] and len(joining) > 1:
-                own = _Group(joining, level.prefix_len)
-                known[key] = (saved - level.prefix_len, [*groups, own], [])
-    return known[key]
-
-
-def _without_own_group(level: _Level, price: int, known: dict[tuple[int, int], _Best]) -> _Best:
-    joining = list(level.rows) if price > 0 else []
-    saved, groups = price * len(joining), list[_Group]()
-    for inner in level.inner:
-        more, its_groups, its_joining = _best_inside(inner, price, known)
-        saved, groups, joining = saved + more, groups + its_groups, joining + its_joining
-    return saved, groups, joining
