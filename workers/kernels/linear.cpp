@@ -29,6 +29,8 @@ constexpr int64_t BLOCK_BYTES = 1 << 20;  // of inputs that stay in the second-l
 constexpr int CHUNK_STEPS = 8;  // of a strip that stay in the first-level cache, 16 KiB, while a block of rows passes
 constexpr int PACKED_CHUNK_STEPS = 14;  // where the rows are packed, which then leave it more room
 constexpr int AHEAD_STEPS = 24;  // from the weights in use to those that are fetched
+constexpr int FEW_AHEAD_STEPS = 12;  // the same where rows fill one tile at most
+constexpr int FEW_ROWS = 3;  // from which a tile, however empty, beats dot products
 constexpr int BLOCK_TILES = 8;  // TILE_ROWS that repay the loading of a chunk
 constexpr int ROWS_BESIDE = 2;  // of finished sums that are written while a step of tiles multiplies
 constexpr int PACKED_TILES = 4;  // TILE_ROWS from which packing them pays
@@ -147,7 +149,8 @@ static MANTA_INLINE void tiles_times_strip(Inputs x, const bf16* strip, int step
     asm volatile("" ::: "memory");
 }
 
-// sums [4][16][16] of 16 rows of x and both strips of a panel.
+// sums [4][16][16] of up to 16 rows of x, as many as tiles have, and both strips of a panel. Weights are fetched ahead,
+// behind the panel's end those of the next.
 static void tile_times_panel(const bf16* x, int64_t in_features, const bf16* panel, float* sums) {
     const bf16* const second = panel + in_features * STRIP;
     asm volatile("" ::: "memory");
@@ -156,6 +159,12 @@ static void tile_times_panel(const bf16* x, int64_t in_features, const bf16* pan
     _tile_zero(2);
     _tile_zero(3);
     for (int64_t k = 0; k < in_features; k += STEP) {
+        const int64_t later = k + FEW_AHEAD_STEPS * STEP;
+        const bf16* const ahead = panel + (later < in_features ? later : later + in_features) * STRIP;
+        for (int line = 0; line < STEP; line++) {
+            _mm_prefetch((const char*)(ahead + line * STRIP), _MM_HINT_T1);
+            _mm_prefetch((const char*)(ahead + (in_features + line) * STRIP), _MM_HINT_T1);
+        }
         _tile_loadd(4, x + k, in_features * 2);
         _tile_loadd(6, panel + k * STRIP, STRIP_STRIDE);
         _tile_dpbf16ps(0, 4, 6);
@@ -294,18 +303,17 @@ struct Product {
 
     // Of 16 rows at most, which wait for memory only.
     void by_row_of_tiles(Share share) const {
-        const TileConfig config;
+        TileConfig config;
+        std::fill_n(config.rows, 5, num_rows);  // the sums' and the inputs'
         _tile_loadconfig(&config);
         alignas(64) float sums[4 * TILE];
-        bf16* const padded = padded_rows();
         while (share.take(1)) {
-            tile_times_panel(padded ? padded : x, in_features, panel(share.first), sums);
+            tile_times_panel(x, in_features, panel(share.first), sums);
             for (int half = 0; half < 2; half++) {
                 Finished strip{sums + half * 2 * TILE, 0, num_rows, 2 * share.first + half};
                 write_rows(strip, num_rows);
             }
         }
-        free(padded);
         _tile_release();
     }
 
@@ -506,7 +514,7 @@ extern "C" void manta_linear(const bf16* x, const bf16* packed, const bf16* bias
             product.of_rows(thread, threads).by_tiles({all, 0}, true);
         } else if (has_tiles && num_rows > 16)
             product.by_tiles(share, false);
-        else if (has_tiles && num_rows > MAX_ROWS)
+        else if (has_tiles && num_rows >= FEW_ROWS)
             product.by_row_of_tiles(share);
         else
 #endif
