@@ -28,6 +28,7 @@ constexpr int64_t CACHE_BYTES = 640 * 1024;  // of panels that stay in the secon
 constexpr int64_t BLOCK_BYTES = 1 << 20;  // of inputs that stay in the second-level cache while the weights pass
 constexpr int CHUNK_STEPS = 8;  // of a strip that stay in the first-level cache, 16 KiB, while a block of rows passes
 constexpr int PACKED_CHUNK_STEPS = 14;  // where the rows are packed, which then leave it more room
+constexpr int FEW_TILES_CHUNK_STEPS = 28;  // of 2 or 3 TILE_ROWS: a longer chunk overtakes what is fetched ahead
 constexpr int AHEAD_STEPS = 24;  // from the weights in use to those that are fetched
 constexpr int FEW_AHEAD_STEPS = 12;  // the same where rows fill one tile at most
 constexpr int FEW_ROWS = 3;  // from which a tile, however empty, beats dot products
@@ -334,7 +335,10 @@ struct Product {
         _tile_loadconfig(&config);
         // Long rows that every thread packs for itself would take longer to pack than they save.
         const bool packs = tiles >= PACKED_TILES && (parts == 1 || owns_rows);
-        const int chunk_steps = packs ? PACKED_CHUNK_STEPS : tiles > 2 ? CHUNK_STEPS : part_steps;
+        const int chunk_steps = packs                  ? PACKED_CHUNK_STEPS
+                                : tiles == 1           ? part_steps
+                                : tiles < PACKED_TILES ? FEW_TILES_CHUNK_STEPS
+                                                       : CHUNK_STEPS;
         const int64_t block_tiles = 1 + (tiles - 1) / blocks, strip_sums = block_tiles * 4 * TILE;
         float* const sums = of_thread<float>(strip_sums * (parts > 1 ? 2 * (share.last - share.first) : 1));
         bf16* const buffer = packs ? of_thread<bf16>(block_tiles * part_steps * TILE_ROWS * STEP) : padded_rows();
