@@ -10,9 +10,14 @@ import os
 import pathlib
 import sys
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
+
+if TYPE_CHECKING:
+    from structured.vocabulary import Vocabulary
+    from tests.grammar_pools import MakePool
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 # Threads that spin for long starve whatever else runs, such as a second test run.
@@ -42,6 +47,48 @@ def plugin() -> Iterator[None]:
     sys.path.append(str(PLUGIN))
     yield
     sys.path.remove(str(PLUGIN))
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> Vocabulary:
+    """The demo model's, padded."""
+    from structured.vocabulary import Vocabulary
+    from tests.grammar_pools import DEMO, EOS, VOCAB_SIZE
+
+    return Vocabulary.load(str(DEMO), VOCAB_SIZE, (EOS,))
+
+
+@pytest.fixture(scope="module")
+def local_ray(plugin: None) -> Iterator[None]:
+    ray = pytest.importorskip("ray")
+    from benchmarks.faults import start_ray
+
+    start_ray()
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(params=["threads", "actors"])
+def make_pool(request: pytest.FixtureRequest, vocabulary: Vocabulary) -> Iterator[MakePool]:
+    """Makes grammar pools of one form, whose workers are ready."""
+    from structured.config import PoolConfig
+    from structured.pool import GrammarPool
+    from tests.grammar_pools import wait_until
+
+    if request.param == "actors":
+        request.getfixturevalue("local_ray")
+    pools: list[GrammarPool] = []
+
+    def make(num_sessions: int = 16, num_drafts: int = 0, num_forced: int = 0, **options: float) -> GrammarPool:
+        actors = request.param == "actors"
+        pool = GrammarPool(PoolConfig(**options), vocabulary, num_sessions, actors, num_drafts, num_forced)
+        pools.append(pool)
+        wait_until(lambda: all(worker.transport.is_ready() for worker in pool.workers))
+        return pool
+
+    yield make
+    for pool in pools:
+        pool.close()
 
 
 @pytest.fixture(params=["kernel", "torch"])

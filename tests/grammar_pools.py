@@ -1,0 +1,117 @@
+"""What the tests of the grammar pool share: pools over threads and over Ray actors, sessions, and waiting for rows."""
+
+from __future__ import annotations
+
+import functools
+import json
+import pathlib
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from structured.backend import Grammar, make_backend
+from structured.constraint import ConstraintSpec
+from structured.grammar_worker import SessionStart, TrackedSession
+from structured.pool import GrammarPool
+from structured.vocabulary import Vocabulary
+
+DEMO = pathlib.Path(__file__).parents[1] / "configs" / "demo" / "target"
+VOCAB_SIZE = 4160
+EOS = 2
+PATIENCE_S = 60.0
+"""How long a test waits for what must come; a loaded machine may take it."""
+
+MakePool = Callable[..., GrammarPool]
+"""What the fixture `make_pool` is."""
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "what must come did not come"
+        time.sleep(0.001)
+
+
+def example(**options: object) -> SessionStart:
+    text = json.dumps({"allowed": [5, 6, 7], **options})
+    return SessionStart(ConstraintSpec(kind="regex", text=text, backend="example"), text.encode(), (EOS,))
+
+
+def llguidance(regex: str, **fields: object) -> SessionStart:
+    return regex_of("llguidance", regex, **fields)
+
+
+def regex_of(backend: str, regex: str, **fields: object) -> SessionStart:
+    from structured.backends.choose import Backends
+
+    spec = ConstraintSpec(kind="regex", text=regex, backend=backend, **fields)
+    resolved = Backends(Vocabulary.load(str(DEMO), VOCAB_SIZE, (EOS,))).resolve(spec)
+    return SessionStart(resolved.spec, resolved.compiled, (EOS, 40))
+
+
+def bits(row: np.ndarray) -> list[int]:
+    return np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
+
+
+def allowed(pool: GrammarPool, session_id: int) -> list[int]:
+    return bits(pool.buffer.rows[pool.slot(session_id)])
+
+
+def allowed_behind(start: SessionStart, vocabulary: Vocabulary, tokens: list[int]) -> list[int]:
+    """By a session that was made for these tokens alone."""
+    tracked = TrackedSession(start, make_grammar(start, vocabulary), vocabulary)
+    tracked.advance(0, tokens)
+    row = np.zeros(VOCAB_SIZE // 32, dtype=np.int32)
+    tracked.fill(row)
+    return bits(row)
+
+
+@functools.cache
+def make_grammar(start: SessionStart, vocabulary: Vocabulary) -> Grammar:
+    return make_backend(start.spec.backend, vocabulary).load(start.spec, start.compiled)
+
+
+def spelled(vocabulary: Vocabulary, text: str) -> list[int]:
+    """A token for each byte."""
+    single = {token: token_id for token_id, token in reversed(list(enumerate(vocabulary.tokens)))}
+    return [single[bytes([byte])] for byte in text.encode()]
+
+
+def finish(pool: GrammarPool, session_ids: list[int]) -> None:
+    """Waits for every row, as the engine does: step after step."""
+    deadline = time.monotonic() + PATIENCE_S
+    missing = session_ids
+    while missing:
+        assert time.monotonic() < deadline, f"no row for {missing}"
+        pool.supervise()
+        missing = pool.wait(missing, 0.01, lambda count: count == 0)
+
+
+def finish_drafts(pool: GrammarPool, session_ids: list[int]) -> None:
+    """Waits for every row of their drafts too."""
+    finish(pool, session_ids)
+    wait_until(lambda: not pool.wait(session_ids, 0.01, lambda count: count == 0, pool.is_complete))
+
+
+def finish_all(pool: GrammarPool) -> None:
+    """Waits until the workers have done all that they were told to."""
+    workers = pool.workers
+    wait_until(lambda: all(pool.buffer.acknowledged[worker.index] == worker.num_sent for worker in workers))
+
+
+def end_all(pool: GrammarPool) -> None:
+    """Nothing may be left: every slot comes back."""
+    for session_id in pool.session_ids:
+        pool.end(session_id)
+    pool.start(10**6, example())  # a message to each worker carries the news
+    for _ in range(8):
+        pool.prepare([(10**6, [])])
+        finish(pool, [10**6])
+        pool.end(10**6)
+        pool.start(10**6, example())
+    pool.end(10**6)
+    deadline = time.monotonic() + PATIENCE_S
+    while pool.num_slots_in_use > len(pool.workers):  # an idle worker hears of the last end with its next message
+        assert time.monotonic() < deadline, f"{pool.num_slots_in_use} slots leaked"
+        time.sleep(0.01)
