@@ -36,12 +36,17 @@ _OBJECT_STORE_BYTES = 128 * 2**20
 _OF_OWN_RAY = {
     # Ray would start its workers at nice 15, behind whatever else runs on this machine, clients included.
     "RAY_worker_niceness": "0",
-    # What looks after clusters of thousands ten times a second takes a sixth of a core from one machine's steps.
+    # What looks after clusters of thousands, ten times a second, takes a sixth of a core from one machine's steps.
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
     "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "10000",
     "RAY_raylet_report_resources_period_milliseconds": "1000",
+    "RAY_gcs_pull_resource_loads_period_milliseconds": "10000",
     "RAY_memory_monitor_refresh_ms": "1000",
+    "RAY_metrics_report_interval_ms": "60000",
     "RAY_enable_metrics_collection": "false",
+    "RAY_task_events_report_interval_ms": "0",
+    "RAY_event_stats": "false",
+    "AUTOSCALER_UPDATE_INTERVAL_S": "60",
 }
 """Environment of Ray's own processes where Ray is started for this application alone."""
 
