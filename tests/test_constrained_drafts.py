@@ -1,7 +1,7 @@
 """Drafts under a constraint: no token changes, no text breaks, and where the grammar forces much it takes fewer steps.
 
 Random float32 models, which take every way that a mask leaves open; the same engine without drafts is what they are
-compared with. Rows behind drafts on their own: `tests/test_grammar_pool.py`.
+compared with. Rows behind drafts on their own: `tests/test_grammar_pool_drafts.py`.
 """
 
 from __future__ import annotations
