@@ -24,11 +24,12 @@ import msgspec
 import ray
 from ray import serve
 
-from cluster import answers, direct_ingress, protocol
+from cluster import answers, protocol
 from cluster.chat_output import plan_chat
 from cluster.config import ServeConfig
 from cluster.engine_stats import EngineStats
 from cluster.errors import ApiError
+from cluster.listener import Listener
 from cluster.metrics import Metrics
 from cluster.openapi import openapi_document
 from cluster.submission import EngineClient, Submission
@@ -54,8 +55,10 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 class Ingress:
     """One replica of the endpoint. `engine` is the handle of the engine deployment."""
 
+    returns_request_id = False
+    """Serve's proxy gives every request an x-request-id where the client sent none, and returns it."""
+
     def __init__(self, config: ServeConfig, engine: Any) -> None:
-        direct_ingress.reuse_address()
         self._config = config
         self._engine = engine
         self._model_name = served_model_name(config)
@@ -90,7 +93,7 @@ class Ingress:
         if scope["type"] == "lifespan":
             await _lifespan(receive, send)
         elif scope["type"] == "http":
-            await self._answer(Exchange(scope, receive, send))
+            await self._answer(Exchange(scope, receive, send, self.returns_request_id))
 
     async def _answer(self, exchange: Exchange) -> None:
         try:
@@ -330,6 +333,24 @@ class Ingress:
         await exchange.send_json(json.dumps(openapi_document()).encode())
 
 
+class ListeningIngress(Ingress):
+    """Takes the connections itself: Serve calls it ready when it listens, and replaces it when it no longer does."""
+
+    returns_request_id = True
+
+    def __init__(self, config: ServeConfig, engine: Any) -> None:
+        super().__init__(config, engine)
+        self._listener = Listener(self._asgi_quietly, config.host, config.port)
+
+    async def check_health(self) -> None:
+        """Called by Serve, the first time before the replica counts as ready."""
+        await self._listener.ensure_listening()
+
+    async def _asgi_quietly(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with contextlib.suppress(asyncio.CancelledError):  # a client that left is something for Serve's counts only
+            await self._asgi(scope, receive, send)
+
+
 class ClientGone(Exception):
     """The client closed the connection before its answer was complete."""
 
@@ -337,7 +358,7 @@ class ClientGone(Exception):
 class Exchange:
     """One HTTP request and its answer, over ASGI's messages."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, returns_id: bool) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"].rstrip("/") or "/"
         self.headers = {key.decode("latin-1").lower(): value.decode("latin-1") for key, value in scope["headers"]}
@@ -346,6 +367,7 @@ class Exchange:
         self.status = 0
         self.headers_out: list[tuple[bytes, bytes]] = []
         """Sent with a good answer, beside its own."""
+        self._id_header = [(b"x-request-id", self.request_id.encode("latin-1"))] if returns_id else []
         self._receive = receive
         self._send = send
         self._begun = time.perf_counter()
@@ -439,9 +461,8 @@ class Exchange:
 
     async def _start(self, status: int, content_type: str, headers: list[tuple[bytes, bytes]]) -> None:
         self.status = status
-        # Serve's proxy gives every request an x-request-id where the client sent none, and returns it.
-        fixed = (b"content-type", content_type.encode())
-        await self._send({"type": "http.response.start", "status": status, "headers": [fixed, *headers]})
+        fixed = [(b"content-type", content_type.encode()), *self._id_header]
+        await self._send({"type": "http.response.start", "status": status, "headers": [*fixed, *headers]})
 
     def note(self, submission: Submission) -> None:
         """What the log line says of a generation."""
@@ -495,10 +516,10 @@ def _request_logger() -> logging.Logger:
     return logger
 
 
-def ingress_deployment(config: ServeConfig) -> Any:
-    """The Serve deployment; bind it with the configuration and the engine."""
+def ingress_deployment(config: ServeConfig, listens: bool) -> Any:
+    """The Serve deployment; bind it with the configuration and the engine. With `listens` it needs no proxy."""
     return serve.deployment(
-        serve.ingress()(Ingress),
+        ListeningIngress if listens else serve.ingress()(Ingress),
         name="ingress",
         num_replicas=config.num_ingress_replicas,
         max_ongoing_requests=100_000,  # the engine's queue limit refuses, and says so in OpenAI's shape

@@ -6,53 +6,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import pathlib
-import socket
-import threading
 from typing import Any
 
 import msgspec
-import psutil
 import ray
 from ray import serve
-from ray.serve.config import HTTPOptions
+from ray.serve.config import HTTPOptions, ProxyLocation
 
-from cluster import direct_ingress
+from cluster import own_ray
 from cluster.config import DEMO_MODEL, ServeConfig
 from cluster.engine_deployment import engine_deployment
 from cluster.ingress import ingress_deployment
 from workers.model_info import ModelInfo
 
 APP_NAME = "manta"
-STOP_PATIENCE_S = 15.0
-"""After so long, processes that were asked to end are killed."""
-_OBJECT_STORE_BYTES = 128 * 2**20
-"""Manta keeps nothing there: requests and outputs are small."""
 
 
-_OF_OWN_RAY = {
-    # Ray would start its workers at nice 15, behind whatever else runs on this machine, clients included.
-    "RAY_worker_niceness": "0",
-    # What looks after clusters of thousands, ten times a second, takes a sixth of a core from one machine's steps.
-    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
-    "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "10000",
-    "RAY_raylet_report_resources_period_milliseconds": "1000",
-    "RAY_gcs_pull_resource_loads_period_milliseconds": "10000",
-    "RAY_memory_monitor_refresh_ms": "1000",
-    "RAY_metrics_report_interval_ms": "60000",
-    "RAY_enable_metrics_collection": "false",
-    "RAY_task_events_report_interval_ms": "0",
-    "RAY_event_stats": "false",
-    "AUTOSCALER_UPDATE_INTERVAL_S": "60",
-}
-"""Environment of Ray's own processes where Ray is started for this application alone."""
+def application(config: ServeConfig, listens: bool = False) -> serve.Application:
+    """The bound application; paths become absolute, since replicas run in folders of their own.
 
-
-def application(config: ServeConfig) -> serve.Application:
-    """The bound application; paths become absolute, since replicas run in folders of their own."""
+    With `listens` its only ingress takes the connections; else Serve's proxies do.
+    """
     engine = msgspec.structs.replace(
         config.engine, model=_absolute(config.engine.model), tokenizer=_absolute(config.engine.tokenizer)
     )
@@ -61,7 +38,7 @@ def application(config: ServeConfig) -> serve.Application:
     )
     num_threads = engine.num_threads or len(os.sched_getaffinity(0))
     engines = engine_deployment(engine, config.num_engine_replicas, num_threads).bind(engine)
-    return ingress_deployment(config).bind(config, engines)
+    return ingress_deployment(config, listens).bind(config, engines)
 
 
 def build(options: dict[str, Any]) -> serve.Application:
@@ -79,27 +56,23 @@ def start(config: ServeConfig) -> ModelInfo:
     # One event loop in a replica instead of three: threads of one process share one interpreter lock anyway.
     os.environ.setdefault("RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP", "0")
     os.environ.setdefault("RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD", "0")
-    proxy_port = config.port
-    if _listens_itself(config):
-        os.environ.update(direct_ingress.environment(config.port))
-        proxy_port = _free_port(config.host)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     if _joins_cluster():
         ray.init(log_to_driver=False, logging_level=logging.ERROR)
     else:
-        for name, value in _OF_OWN_RAY.items():
-            os.environ.setdefault(name, value)
-        ray.init(
-            address="local",
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            object_store_memory=_OBJECT_STORE_BYTES,
-        )
+        own_ray.start()
     options = {"enable_access_log": False}
-    serve.start(http_options=HTTPOptions(host=config.host, port=proxy_port), logging_config=options)
-    serve.run(application(config), name=APP_NAME, route_prefix="/", logging_config=options)
-    return serve.get_deployment_handle("engine", APP_NAME).model.remote().result(timeout_s=60)
+    # Several replicas or machines need Serve's proxy to share the work out.
+    listens = config.num_ingress_replicas == 1 and not _joins_cluster()
+    http = HTTPOptions(host=config.host, port=config.port)
+    serve.start(ProxyLocation.Disabled if listens else None, http, logging_config=options)
+    prefix = None if listens else "/"
+    serve.run(application(config, listens), name=APP_NAME, route_prefix=prefix, logging_config=options)
+    engine = serve.get_deployment_handle("engine", APP_NAME)
+    try:
+        return engine.model.remote().result(timeout_s=60)
+    finally:
+        engine.shutdown()  # it would look around ten times a second for the next question
 
 
 def stop() -> None:
@@ -112,36 +85,11 @@ def stop() -> None:
         finally:
             ray.shutdown()
         return
-    started = psutil.Process().children(recursive=True)
-    # Ray ends its processes politely. One that does not listen would hold up the shutdown, so patience has an end.
-    impatience = threading.Timer(STOP_PATIENCE_S, _kill, [started])
-    impatience.daemon = True
-    impatience.start()
-    ray.shutdown()
-    impatience.cancel()
-    _kill(psutil.wait_procs(started, timeout=STOP_PATIENCE_S)[1])
-
-
-def _kill(processes: list[psutil.Process]) -> None:
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
+    own_ray.stop()
 
 
 def _joins_cluster() -> bool:
     return bool(os.environ.get("RAY_ADDRESS"))
-
-
-def _listens_itself(config: ServeConfig) -> bool:
-    """Whether the ingress replica listens; several replicas or machines need Serve's proxy to share the work out."""
-    return config.num_ingress_replicas == 1 and not _joins_cluster()
-
-
-def _free_port(host: str) -> int:
-    """For the proxy, which Serve starts all the same and nobody asks anything."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 def _absolute(name: str | None) -> Any:

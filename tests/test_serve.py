@@ -232,6 +232,10 @@ def test_a_request_id_is_returned(server) -> None:
         "/v1/completions", {"model": server.model, "prompt": "Hello"}, {"x-request-id": "my-own-id"}
     )
     assert headers["x-request-id"] == "my-own-id"
+    ids = [
+        server.post("/v1/completions", {"model": server.model, "prompt": each})[1]["x-request-id"] for each in ("a", 1)
+    ]
+    assert ids[0] != ids[1]
 
 
 def test_limits_that_the_operator_sets() -> None:

@@ -1,0 +1,104 @@
+"""A Ray for this application alone, on this machine: without what only clusters need, and looking around less often.
+
+What Ray does for clusters of thousands wakes 1,060 times a second where nothing happens, and takes 6% of a core. Every
+wake holds up a step, whose threads wait for each other: beside an idle server, an engine's steps took 7 to 9% longer
+(benchmarks/results/2026-11-21.md).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import ray
+from ray._private import ray_constants
+from ray._private.node import Node
+
+STOP_PATIENCE_S = 15.0
+"""After so long, processes that were asked to end are killed."""
+_OBJECT_STORE_BYTES = 128 * 2**20
+"""Manta keeps nothing there: requests and outputs are small."""
+
+_ENVIRONMENT = {
+    # Ray would start its workers at nice 15, behind whatever else runs on this machine, clients included.
+    "RAY_worker_niceness": "0",
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
+    "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "10000",
+    "RAY_raylet_report_resources_period_milliseconds": "1000",
+    "RAY_gcs_pull_resource_loads_period_milliseconds": "10000",
+    "RAY_memory_monitor_refresh_ms": "1000",
+    "RAY_metrics_report_interval_ms": "60000",
+    "RAY_enable_metrics_collection": "false",
+    "RAY_task_events_report_interval_ms": "0",
+    "RAY_event_stats": "false",
+    "METRICS_RECORD_INTERVAL_S": "60",
+    "REPORTER_UPDATE_INTERVAL_MS": "60000",
+    "SCAN_EVENT_DIR_INTERVAL_SECONDS": "60",
+}
+"""Of Ray's own processes."""
+
+
+def _no_api_server(node: Node, **_: Any) -> None:
+    # The node's agent asks once a second, and logs a traceback, until it is told where the dashboard is: nowhere.
+    address = ray_constants.DASHBOARD_ADDRESS.encode()
+    node.get_gcs_client().internal_kv_put(address, b"127.0.0.1:0", True, ray_constants.KV_NAMESPACE_DASHBOARD)
+
+
+_INSTEAD: dict[str, Callable[..., None]] = {
+    "start_monitor": lambda _: None,
+    "start_log_monitor": lambda _: None,
+    "start_api_server": _no_api_server,
+}
+"""Methods of Ray's `Node` and what stands there while it starts: the autoscaler's monitor, the forwarding of logs to a
+driver that wants none, and the dashboard's server, which starts without a dashboard too and is waited for. Ray has
+switches for the first two, which `ray.init` does not pass on.
+"""
+
+
+def start() -> None:
+    """Raises what `ray.init` raises."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    with _without_extras():
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            object_store_memory=_OBJECT_STORE_BYTES,
+        )
+
+
+def stop() -> None:
+    """None of its processes outlives it."""
+    started = psutil.Process().children(recursive=True)
+    # Ray ends its processes politely. One that does not listen would hold up the shutdown, so patience has an end.
+    impatience = threading.Timer(STOP_PATIENCE_S, _kill, [started])
+    impatience.daemon = True
+    impatience.start()
+    ray.shutdown()
+    impatience.cancel()
+    _kill(psutil.wait_procs(started, timeout=STOP_PATIENCE_S)[1])
+
+
+@contextlib.contextmanager
+def _without_extras() -> Iterator[None]:
+    methods = {name: getattr(Node, name) for name in _INSTEAD}
+    try:
+        for name, replacement in _INSTEAD.items():
+            setattr(Node, name, replacement)
+        yield
+    finally:
+        for name, method in methods.items():
+            setattr(Node, name, method)
+
+
+def _kill(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
