@@ -522,6 +522,7 @@ def ingress_deployment(config: ServeConfig, listens: bool) -> Any:
         ListeningIngress if listens else serve.ingress()(Ingress),
         name="ingress",
         num_replicas=config.num_ingress_replicas,
+        health_check_period_s=5,
         max_ongoing_requests=100_000,  # the engine's queue limit refuses, and says so in OpenAI's shape
         ray_actor_options={"num_cpus": 0},
     )

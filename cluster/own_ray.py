@@ -1,8 +1,8 @@
 """A Ray for this application alone, on this machine: without what only clusters need, and looking around less often.
 
-What Ray does for clusters of thousands wakes 1,060 times a second where nothing happens, and takes 6% of a core. Every
-wake holds up a step, whose threads wait for each other: beside an idle server, an engine's steps took 7 to 9% longer
-(benchmarks/results/2026-11-21.md).
+What Ray does for clusters of thousands wakes 1,060 times a second where nothing happens and takes 6% of a core; what is
+left of it here wakes 780 times. Each wake holds up a step, whose threads wait for each other: beside an idle server as
+Ray starts it, an engine's steps took 4 to 9% longer (benchmarks/results/2026-11-21.md).
 """
 
 from __future__ import annotations

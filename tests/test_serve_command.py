@@ -13,6 +13,7 @@ import textwrap
 import time
 from collections.abc import Iterator
 
+import httpx
 import psutil
 import pytest
 
@@ -107,6 +108,11 @@ def test_what_serve_prints_can_be_pasted_and_ctrl_c_leaves_nothing(serve: Serve)
     assert unknown.returncode == 2
     assert "does not serve 'gpt-9'" in " ".join(unknown.stderr.split())
 
+    titles = [" ".join(process.cmdline()) for process in serve.started()]
+    assert sum("ray::ServeReplica" in title for title in titles) == 2
+    for needless in ("ProxyActor", "log_monitor", "autoscaler", "dashboard.py"):
+        assert not [title for title in titles if needless in title], "each holds up every step when it wakes"
+
     assert serve.end(signal.SIGINT) == []
     assert serve.process.returncode == 0
     assert serve.printed.rstrip().endswith("Stopped.")
@@ -115,6 +121,28 @@ def test_what_serve_prints_can_be_pasted_and_ctrl_c_leaves_nothing(serve: Serve)
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(("127.0.0.1", int(url.group().rsplit(":", 1)[1])))
+
+
+def test_an_ingress_that_is_killed_comes_back_on_its_port(serve: Serve) -> None:
+    serve.wait_for("Ctrl-C stops it.")
+    url = re.search(r"http://127\.0\.0\.1:\d+", serve.printed)
+    assert url is not None
+
+    def answers() -> bool:
+        try:
+            return httpx.get(f"{url.group()}/v1/models", trust_env=False, timeout=10).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    (ingress,) = [process for process in serve.started() if "manta:ingress" in " ".join(process.cmdline())]
+    assert answers()
+    ingress.kill()
+    ingress.wait(10)
+    assert not answers()
+    deadline = time.monotonic() + 60
+    while not answers():
+        assert time.monotonic() < deadline, "nothing listens a minute after the ingress died"
+        time.sleep(0.2)
 
 
 def test_sigterm_while_starting_leaves_nothing(serve: Serve) -> None:
