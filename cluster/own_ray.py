@@ -1,8 +1,8 @@
 """A Ray for this application alone, on this machine: without what only clusters need, and looking around less often.
 
-What Ray does for clusters of thousands wakes 1,060 times a second where nothing happens and takes 6% of a core; what is
-left of it here wakes 780 times. Each wake holds up a step, whose threads wait for each other: beside an idle server as
-Ray starts it, an engine's steps took 4 to 9% longer (benchmarks/results/2026-11-21.md).
+Each wake of one of Ray's processes holds up a step, whose threads wait for each other. Beside an idle server that was
+already told to report less often, an engine lost 9, 4 and 0% in three runs; its 1,060 wakes a second are 783 without
+what is left out here (benchmarks/results/2026-11-22.md).
 """
 
 from __future__ import annotations
