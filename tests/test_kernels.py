@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
 import math
 import pathlib
-import platform
 import shutil
-import subprocess
 from collections.abc import Iterator
 
 import hypothesis
@@ -20,41 +17,21 @@ import torch
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from tests.cpu_forms import COMPILED, TORCH, in_form
 from workers.attention import AttentionMetadata, allocate_kv, copy_blocks
-from workers.kernels import build, cpu, reference
+from workers.kernels import build, cpu, processor, reference
 
 pytestmark = pytest.mark.usefixtures("cheap_groups")
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-VARIANTS = {"native": None, "no-amx": ["-DMANTA_NO_AMX"], "avx2": ["-march=haswell"], "sse": ["-march=x86-64"]}
 
 
-def load_variant(flags: list[str] | None, folder: pathlib.Path) -> ctypes.CDLL | None:
-    if flags is None:
-        return build.load_library("cpu")
-    compiler = shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        pytest.skip("no C++ compiler")
-    if platform.machine() != "x86_64" or " avx2 " not in build._processor():
-        pytest.skip("variant of another processor")
-    source = pathlib.Path(build.__file__).with_name("cpu.cpp")
-    library = folder / "cpu.so"
-    subprocess.run([compiler, *build.FLAGS, *flags, str(source), "-o", str(library)], check=True)
-    return ctypes.CDLL(str(library))
-
-
-@pytest.fixture(scope="module", params=VARIANTS)
-def kernels(request, tmp_path_factory):
+@pytest.fixture(scope="module", params=COMPILED)
+def kernels(request):
     """The module `cpu` over each form of the C++ that this processor can run."""
-    library = load_variant(VARIANTS[request.param], tmp_path_factory.mktemp(request.param))
-    if library is None:
-        pytest.skip("no C++ compiler")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "load_library", lambda name: library)
-        cpu._library.cache_clear()
+    with in_form(request.param):
         yield cpu
-    cpu._library.cache_clear()
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -158,12 +135,12 @@ def test_attention_of_a_row_does_not_depend_on_its_batchmates(kernels):
 
 @contextlib.contextmanager
 def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
+    library = cpu._library()
+    library.manta_set_num_threads(count)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        library.manta_set_num_threads(torch.get_num_threads())
 
 
 def check_shared_prefixes(kernels, groups, others, shape, block_size, dtype, num_threads) -> AttentionMetadata:
@@ -404,22 +381,15 @@ def test_copy_blocks_reads_every_source_before_it_writes():
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
-@pytest.mark.parametrize(
-    "source", sorted(pathlib.Path(build.__file__).parent.glob("*.cpp")), ids=lambda path: path.stem
-)
-def test_every_source_compiles(source: pathlib.Path) -> None:
-    """Where one does not, its reference would serve and every other test pass."""
-    assert build.load_library(source.stem) is not None
+def test_the_kernels_of_this_processor_compile() -> None:
+    """Where they do not, the reference would serve and every other test pass."""
+    assert build.form_in_use() == processor.form().name
 
 
-def test_without_a_compiler_the_reference_serves(monkeypatch):
-    monkeypatch.setattr(build, "load_library", lambda name: None)
-    cpu._library.cache_clear()
-    try:
+def test_without_a_compiler_the_reference_serves():
+    with in_form(TORCH):
         x, weight = torch.randn(3, 8), torch.rand(8)
         assert torch.equal(cpu.rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6))
-    finally:
-        cpu._library.cache_clear()
 
 
 def test_the_kernels_share_the_openmp_runtime_of_torch():

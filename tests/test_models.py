@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 import transformers
 
 from tests.checkpoints import checkpoint, reference_greedy, reference_logits
+from tests.cpu_forms import FORMS, TORCH, in_form
 from workers.attention import AttentionMetadata, allocate_kv
 from workers.layers import rope_table
 from workers.loader import load_model
@@ -95,13 +97,28 @@ class Cache:
         return list(logits.split(lens))
 
 
+@pytest.fixture(scope="module", params=FORMS)
+def form(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every form of the kernels that this processor runs, and torch alone."""
+    with in_form(request.param):
+        yield request.param
+
+
 def random_tokens(count: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(0, 320, count).tolist()
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_logits_of_chunked_prefill_and_decode_equal_transformers(name: str) -> None:
-    family, options = ALL[name]
+@pytest.mark.parametrize("name", FALLBACK)
+def test_logits_through_transformers_equal_its_own(name: str) -> None:
+    check_logits(*FALLBACK[name])
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_logits_of_chunked_prefill_and_decode_equal_transformers(form: str, name: str) -> None:
+    check_logits(*NATIVE[name])
+
+
+def check_logits(family: str, options: dict[str, Any]) -> None:
     folder = checkpoint(family, **options)
     tokens = random_tokens(120)
     cache = Cache(folder)
@@ -111,7 +128,7 @@ def test_logits_of_chunked_prefill_and_decode_equal_transformers(name: str) -> N
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral, window of 24", "qwen2, tied", "qwen3", "gpt_neox"])
-def test_greedy_tokens_of_a_mixed_batch_equal_transformers(name: str) -> None:
+def test_greedy_tokens_of_a_mixed_batch_equal_transformers(form: str, name: str) -> None:
     """A late sequence is prefilled in the steps in which the others decode."""
     family, options = ALL[name]
     folder = checkpoint(family, **options)
@@ -135,7 +152,7 @@ def test_greedy_tokens_of_a_mixed_batch_equal_transformers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2, tied", "qwen3", "olmo2"])
-def test_bfloat16_stays_near_the_float32_logits(name: str) -> None:
+def test_bfloat16_stays_near_the_float32_logits(form: str, name: str) -> None:
     family, options = ALL[name]
     folder = checkpoint(family, dtype="bfloat16", **options)
     tokens = random_tokens(40)
@@ -145,17 +162,23 @@ def test_bfloat16_stays_near_the_float32_logits(name: str) -> None:
     assert (logits - expected).norm() / expected.norm() < 0.03
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", ["llama tied, sharded, with biases", "mistral, window of 24", "qwen2, tied", "qwen3"])
-def test_all_layers_in_one_call_give_the_bits_of_the_loop(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_layers_in_one_call_give_the_bits_of_the_loop(
+    form: str, name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Prefill, chunks and decodes beside each other, groups over a shared prefix, an MLP in parts."""
     family, options = NATIVE[name]
-    folder = checkpoint(family, dtype="bfloat16", **options)
-    monkeypatch.setattr(decoder, "_MLP_BYTES", 70 * 2 * load_model_config(folder).intermediate_size)
+    folder = checkpoint(family, dtype=dtype, **options)
+    itemsize = 2 if dtype == "bfloat16" else 4
+    monkeypatch.setattr(decoder, "_MLP_BYTES", 70 * itemsize * load_model_config(folder).intermediate_size)
     logits = []
     for fuses in (True, False):
-        cache = Cache(folder, "bfloat16")
-        if cache.model._fused is None:  # type: ignore[attr-defined]
-            pytest.skip("this processor has no packed linears")
+        cache = Cache(folder, dtype)
+        if form == TORCH:
+            assert cache.model._fused is None  # type: ignore[attr-defined]
+            pytest.skip("torch alone has no such call")
+        assert cache.model._fused is not None  # type: ignore[attr-defined]
         if not fuses:
             cache.model._fused = None  # type: ignore[attr-defined]
         cache.block_tables[1, :6] = cache.block_tables[0, :6]

@@ -12,12 +12,13 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from workers.kernels import cpu, cpu_linear
+from workers.kernels import cpu, cpu_linear, processor
 from workers.model_config import RopeConfig
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 """x [num_rows, in_features] -> [num_rows, out_features], same dtype."""
 
+_reorder = torch.ops.mkldnn._reorder_linear_weight
 _PACK_ROWS = 32
 """The batch that oneDNN chooses a weight layout for; layouts for 1 to 1024 rows ran within noise of each other."""
 
@@ -25,15 +26,14 @@ _PACK_ROWS = 32
 def make_cpu_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     """`x @ weight.T + bias`, with a packed copy of the weight [out_features, in_features] and no reference to it.
 
-    In bfloat16 by `workers/kernels/linear.cpp` where the processor has AVX-512 BF16, which spares oneDNN's 20 us a
-    call: as fast on large weights, 1.3 to 2.5 times faster on small ones. Else in oneDNN's blocked layout, up to 1.6
-    times faster than `F.linear`; in float32 a row's result there did not depend on the rows beside it, as `F.linear`'s
-    does.
+    By `workers/kernels/linear.cpp`, which spares oneDNN's 20 us a call: as fast on large weights, 1.3 to 2.5 times
+    faster on small ones. Without a compiler in oneDNN's blocked layout, up to 1.6 times faster than `F.linear`.
     """
     linear = cpu_linear.pack(weight, bias)
     if linear is not None:
         return linear
-    if not torch.backends.mkldnn.is_available():
+    has_layout = weight.dtype == torch.float32 or processor.form().has_bfloat16  # oneDNN refuses the others
+    if not torch.backends.mkldnn.is_available() or not has_layout:
         weight = weight.clone()  # the caller may unmap what it handed over
         return lambda x: F.linear(x, weight, bias)
     return make_onednn_linear(weight, bias)
@@ -41,7 +41,7 @@ def make_cpu_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
 
 def make_onednn_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     """`x @ weight.T + bias`, with the weight in oneDNN's blocked layout."""
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS)
+    packed = _reorder(weight, _PACK_ROWS)
     apply = torch.ops.mkldnn._linear_pointwise.default
     no_scalars: list[float] = []
 

@@ -6,14 +6,13 @@
 // Splits and blocks lie at fixed positions of a sequence, so that a row's result does not depend on its batchmates.
 #pragma once
 
-#include <omp.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <type_traits>
 
 #include "attention_plan.h"
+#include "parallel.h"
 
 constexpr int64_t PARALLEL_COST = 3'000'000;  // row-key-dimension products below which one thread is faster
 constexpr int ROW_BLOCK = 96;  // rows multiplied at a time: their scores and probabilities stay in the L1 cache
@@ -488,24 +487,23 @@ void attend_all(const Attention<T>& call) {
     static thread_local Plan plan_memory;
     static thread_local Scratch result_memory;
     Plan& plan = plan_memory;  // a thread-local name would mean each worker's own inside the region
-    plan.make(call, AttentionWorker<T, E>::width_of(call.head_dim), omp_get_max_threads());
+    plan.make(call, AttentionWorker<T, E>::width_of(call.head_dim), max_threads());
     float* results = reinterpret_cast<float*>(result_memory.reserve(plan.floats * sizeof(float)));
     const int num_units = int(plan.units.size());
-    int num_taken = 0;
-#pragma omp parallel if (plan.cost > PARALLEL_COST && num_units > 1)
-    {
+    const int threads = plan.cost > PARALLEL_COST ? std::min(num_units, max_threads()) : 1;
+    // Each thread has a first unit; were it taken like the rest, the first thread to come would take the second too
+    std::atomic<int> next{threads};
+    parallel(threads, [&](int thread) {
         static thread_local Scratch scratch;
         static thread_local Scratch member_scratch;
         AttentionWorker<T, E> worker(call, plan, results);
         worker.begin();
-        // Each thread has a first unit; were it taken like the rest, the first thread to come would take the second too
-        const int threads = omp_get_num_threads();
-        int i = omp_get_thread_num();
+        int i = thread;
         while (i < num_units) {
-            const int upcoming = threads + __atomic_fetch_add(&num_taken, 1, __ATOMIC_RELAXED);
+            const int upcoming = next.fetch_add(1, std::memory_order_relaxed);
             worker.run(plan.units[i], upcoming < num_units ? &plan.units[upcoming] : nullptr, scratch, member_scratch);
             i = upcoming;
         }
         worker.end();
-    }
+    });
 }

@@ -1,25 +1,37 @@
 """Compiles the CPU kernels at first use and caches the shared library; calls go through ctypes, so no torch headers.
 
-The library is keyed by source, compiler, flags and processor, so that an upgrade or another machine rebuilds it.
-Without a C++ compiler `load_library` returns None and callers use their torch reference.
+The library is keyed by source, compiler, and flags, which are those of the processor's form (`processor.py`): an
+upgrade or another machine rebuilds it. Without a C++ compiler `load_library` returns None and callers use their torch
+reference.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import ctypes
 import functools
 import hashlib
+import importlib.util
 import logging
 import os
 import pathlib
+import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
+
+from workers.kernels import processor
 
 logger = logging.getLogger(__name__)
 
-FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-std=c++17", "-fopenmp", "-fPIC", "-shared")
+FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-std=c++17", "-fPIC", "-w")
 # Not -ffast-math: infinities mark masked logits and NaN marks a failed row, and linking with it would flush denormals
+OPENMP = ((("-fopenmp",), ("-fopenmp",)), ((), ("-pthread",)))
+"""(to compile, to link): a compiler without OpenMP, such as Apple's or Zig's, takes threads of our own (parallel.h)."""
+
+REMEDY = "install g++ (Debian, Ubuntu: apt install g++), or pip install 'manta[compiler]'"
+FOLDER = pathlib.Path(__file__).parent
 
 
 def cache_folder() -> pathlib.Path:
@@ -30,50 +42,81 @@ def cache_folder() -> pathlib.Path:
     return pathlib.Path(os.environ.get("XDG_CACHE_HOME", pathlib.Path.home() / ".cache")) / "manta"
 
 
-def _processor() -> str:
-    try:
-        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return "unknown"
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "unknown")
+def find_compiler() -> tuple[str, ...] | None:
+    """`$CXX`, g++, clang++, or the one that the package `ziglang` brings; None where there is none."""
+    if os.environ.get("CXX"):
+        return tuple(shlex.split(os.environ["CXX"]))
+    for name in ("g++", "clang++"):
+        if found := shutil.which(name):
+            return (found,)
+    if importlib.util.find_spec("ziglang"):
+        return (sys.executable, "-m", "ziglang", "c++")
+    return None
 
 
 @functools.cache
-def load_library(name: str) -> ctypes.CDLL | None:
-    """Loads `workers/kernels/<name>.cpp`, compiled for this processor; None where there is no compiler or it fails.
+def load_library() -> ctypes.CDLL | None:
+    """All `workers/kernels/*.cpp`, compiled for this processor; None where there is no compiler or it fails.
 
     torch must be imported first: its OpenMP runtime then serves the library too, so both share one thread pool.
     """
     if os.environ.get("MANTA_NO_KERNELS") == "1":
         return None
-    source = pathlib.Path(__file__).with_name(f"{name}.cpp")
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    compiler = find_compiler()
     if compiler is None:
-        logger.warning("no C++ compiler found: %s runs on its slower torch reference; install g++ for full speed", name)
+        logger.warning("no C++ compiler was found: CPU kernels run on torch alone, several times slower; %s", REMEDY)
         return None
-    headers = b"".join(path.read_bytes() for path in sorted(source.parent.glob("*.h")))
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
-    key = hashlib.sha256(
-        b"\0".join([source.read_bytes(), headers, version, " ".join(FLAGS).encode(), _processor().encode()])
-    )
-    library = cache_folder() / "kernels" / f"{name}-{key.hexdigest()[:16]}.so"
-    if not library.exists():
+    detail: object = ""
+    # A compiler older than the processor knows a lower form's flags only.
+    for form in processor.lower_forms(processor.form()):
         try:
-            _compile(compiler, source, library)
+            return ctypes.CDLL(str(library_for(form, compiler)))
         except (OSError, subprocess.CalledProcessError) as error:
-            detail = getattr(error, "stderr", None) or error
-            logger.warning("compiling %s failed, its slower torch reference is used: %s", source.name, detail)
-            return None
-    return ctypes.CDLL(str(library))
+            detail = detail or getattr(error, "stderr", None) or error
+    logger.warning("compiling the CPU kernels failed, torch alone serves, several times slower: %s", detail)
+    return None
 
 
-def _compile(compiler: str, source: pathlib.Path, library: pathlib.Path) -> None:
-    library.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, partial = tempfile.mkstemp(dir=library.parent, suffix=".so")
-    os.close(descriptor)
-    try:
-        subprocess.run([compiler, *FLAGS, str(source), "-o", partial], check=True, capture_output=True, text=True)
-        os.chmod(partial, 0o755)
+def form_in_use() -> str:
+    """The name of the form that the library was compiled for; `torch` without one."""
+    library = load_library()
+    return "torch" if library is None else pathlib.Path(library._name).name.split("-")[0]
+
+
+def library_for(form: processor.Form, compiler: tuple[str, ...], extra: tuple[str, ...] = ()) -> pathlib.Path:
+    """The library's file, compiled if it is not in the cache.
+
+    Raises `OSError` or `CalledProcessError` where that fails with OpenMP and without.
+    """
+    flags = (*FLAGS, *form.flags, *extra)
+    sources = sorted(path for pattern in ("*.cpp", "*.h") for path in FOLDER.glob(pattern))
+    version = subprocess.run([*compiler, "--version"], capture_output=True, check=False).stdout
+    parts = [*(path.read_bytes() for path in sources), version, " ".join((*compiler, *flags)).encode()]
+    key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+    library = cache_folder() / "kernels" / f"{form.name}-{key}.so"
+    if not library.exists():
+        library.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            _compile((*compiler, *flags), OPENMP[0], library)
+        except subprocess.CalledProcessError:
+            _compile((*compiler, *flags), OPENMP[1], library)
+    return library
+
+
+def _compile(command: tuple[str, ...], openmp: tuple[tuple[str, ...], tuple[str, ...]], library: pathlib.Path) -> None:
+    def run(*arguments: str) -> None:
+        subprocess.run([*command, *arguments], check=True, capture_output=True, text=True)
+
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        sources = sorted(FOLDER.glob("*.cpp"))
+        objects = [f"{folder}/{source.stem}.o" for source in sources]
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            jobs = [
+                pool.submit(run, *openmp[0], "-c", str(source), "-o", to)
+                for source, to in zip(sources, objects, strict=True)
+            ]
+            for job in jobs:
+                job.result()
+        partial = f"{folder}/{library.name}"
+        run(*openmp[1], "-shared", *objects, "-o", partial)
         os.replace(partial, library)  # atomic: several ranks may compile at once
-    finally:
-        pathlib.Path(partial).unlink(missing_ok=True)

@@ -5,26 +5,13 @@
 #include <cmath>
 
 #include "attention.h"
+#include "parallel.h"
 
 namespace {
 
 constexpr int64_t PARALLEL_ELEMENTS = 32768;
 
 enum DType { FLOAT32 = 0, BFLOAT16 = 1 };
-
-template <class T>
-MANTA_INLINE Floats load_upto(const T* from, int count) {
-    return count >= LANES ? load(from) : load_part(from, count);
-}
-
-template <class T>
-MANTA_INLINE void store_upto(T* to, Floats value, int count) {
-    if (count >= LANES) {
-        store(to, value);
-    } else {
-        store_part(to, value, count);
-    }
-}
 
 template <class T>
 void normalise_row(const T* x, T* residual, const T* weight, T* output, int hidden, float eps) {
@@ -47,19 +34,17 @@ void normalise_row(const T* x, T* residual, const T* weight, T* output, int hidd
 
 template <class T>
 void rms_norm_all(const T* x, T* residual, const T* weight, T* output, int rows, int hidden, float eps) {
-#pragma omp parallel for if (int64_t(rows) * hidden > PARALLEL_ELEMENTS)
-    for (int row = 0; row < rows; row++) {
-        const int64_t at = int64_t(row) * hidden;
+    parallel_for(rows, int64_t(rows) * hidden <= PARALLEL_ELEMENTS, [&](int64_t row) {
+        const int64_t at = row * hidden;
         normalise_row(x + at, residual ? residual + at : nullptr, weight, output + at, hidden, eps);
-    }
+    });
 }
 
 template <class T>
 void silu_and_mul_all(const T* gate_up, T* output, int rows, int intermediate) {
     constexpr int CHUNK = 1024;
     const int chunks = (intermediate + CHUNK - 1) / CHUNK;
-#pragma omp parallel for if (int64_t(rows) * intermediate > PARALLEL_ELEMENTS)
-    for (int64_t piece = 0; piece < int64_t(rows) * chunks; piece++) {
+    parallel_for(int64_t(rows) * chunks, int64_t(rows) * intermediate <= PARALLEL_ELEMENTS, [&](int64_t piece) {
         const int64_t row = piece / chunks;
         const int first = int(piece % chunks) * CHUNK;
         const int last = std::min(first + CHUNK, intermediate);
@@ -69,7 +54,7 @@ void silu_and_mul_all(const T* gate_up, T* output, int rows, int intermediate) {
             const Floats up = load_upto(gates + intermediate + i, last - i);
             store_upto(output + row * intermediate + i, silu_of<false>(gate) * up, last - i);
         }
-    }
+    });
 }
 
 struct RopeShape {
@@ -117,8 +102,7 @@ void rope_and_cache_all(
     const int head_dim = shape.head_dim;
     const int64_t width = int64_t(shape.num_heads + 2 * shape.num_kv_heads) * head_dim;
     const int64_t kv_width = int64_t(shape.num_kv_heads) * head_dim;
-#pragma omp parallel for if (shape.num_tokens * width > PARALLEL_ELEMENTS)
-    for (int token = 0; token < shape.num_tokens; token++) {
+    parallel_for(shape.num_tokens, shape.num_tokens * width <= PARALLEL_ELEMENTS, [&](int64_t token) {
         T* query = qkv + token * width;
         const T* key = query + int64_t(shape.num_heads) * head_dim;
         const float* cos = cos_sin + positions[token] * head_dim;
@@ -130,7 +114,7 @@ void rope_and_cache_all(
             rotate_head(key + i, cached_key + i, cos, k_weight, head_dim, shape.eps);
         }
         memcpy(v_cache + slots[token] * kv_width, key + kv_width, kv_width * sizeof(T));
-    }
+    });
 }
 
 }  // namespace

@@ -15,12 +15,12 @@ import torch
 
 from workers.attention import AttentionMetadata
 from workers.kernels import build, cpu_decoder, reference
+from workers.kernels.cpu_linear import DTYPES
 from workers.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from workers.models.decoder import DecoderWeights
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 NO_WINDOW = 2**31 - 1
 HEAD_DIM_MULTIPLE = 16
 """Head sizes the C++ attention takes; the reference serves others."""
@@ -28,7 +28,7 @@ HEAD_DIM_MULTIPLE = 16
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    library = build.load_library("cpu")
+    library = build.load_library()
     if library is None:
         return None
     signatures = {
@@ -175,8 +175,7 @@ def paged_attention(
 
 
 def fuse_layers(weights: DecoderWeights, config: ModelConfig, mlp_rows: int) -> cpu_decoder.FusedLayers | None:
-    library = _library()
-    if library is None or config.head_dim % HEAD_DIM_MULTIPLE:
+    if config.head_dim % HEAD_DIM_MULTIPLE:
         return None
     windows = [NO_WINDOW if window is None else window for window in config.sliding_windows]
-    return cpu_decoder.fuse(weights, config, windows, mlp_rows, library)
+    return cpu_decoder.fuse(weights, config, windows, mlp_rows)

@@ -16,7 +16,7 @@ import torch
 
 from workers.attention import AttentionMetadata
 from workers.kernels import build
-from workers.kernels.cpu_linear import PackedLinear
+from workers.kernels.cpu_linear import DTYPES, PackedLinear
 from workers.model_config import ModelConfig
 
 if TYPE_CHECKING:
@@ -31,9 +31,8 @@ def _structure(name: str, pointers: str, integers: str = "", floats: str = "") -
     return type(name, (ctypes.Structure,), {"_fields_": fields})
 
 
-_Kernels = _structure("_Kernels", "rms_norm rope_and_cache paged_attention linear")
 _Linear = _structure("_Linear", "packed bias", "in_features out_features gated")
-_Shape = _structure("_Shape", "", "hidden num_heads num_kv_heads head_dim", "eps scale")
+_Shape = _structure("_Shape", "", "dtype hidden num_heads num_kv_heads head_dim", "eps scale")
 _Step = _structure(
     "_Step",
     "positions slots query_start context_lens block_tables group_start members prefix_lens cos_sin",
@@ -53,10 +52,9 @@ class _Layer(ctypes.Structure):
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    library = build.load_library("decoder")
+    library = build.load_library()
     if library is not None:
         library.manta_decoder.argtypes = [
-            POINTER(_Kernels),
             POINTER(_Shape),
             POINTER(_Layer),
             c_int,
@@ -70,7 +68,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 class FusedLayers:
-    """Callable: embedded tokens to hidden states behind the last norm."""
+    """Callable: embedded tokens to hidden states after the last norm."""
 
     def __init__(
         self,
@@ -79,15 +77,15 @@ class FusedLayers:
         config: ModelConfig,
         windows: Sequence[int],
         mlp_rows: int,
-        cpu: ctypes.CDLL,
     ) -> None:
         self._weights = weights  # their memory is pointed to
         self._mlp_rows = mlp_rows
-        functions = (cpu.manta_rms_norm, cpu.manta_rope_and_cache, cpu.manta_paged_attention, linears[0]["qkv"].run)
-        self._kernels = _Kernels(*[ctypes.cast(function, c_void_p) for function in functions])
-        heads = (config.num_heads, config.num_kv_heads, config.head_dim)
-        self._shape = _Shape(config.hidden_size, *heads, config.rms_norm_eps, config.head_dim**-0.5)
         first = linears[0]
+        self._dtype = first["qkv"].dtype
+        heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+        self._shape = _Shape(
+            DTYPES[self._dtype], config.hidden_size, *heads, config.rms_norm_eps, config.head_dim**-0.5
+        )
         self._widths = (
             config.hidden_size,
             first["qkv"].width,
@@ -103,7 +101,7 @@ class FusedLayers:
                 setattr(to, name, _Linear(*addresses, linear.in_features, linear.out_features, linear.gated))
             to.window = window
         self._kv_caches: list[tuple[torch.Tensor, torch.Tensor]] | None = None
-        self._memory = torch.empty(0, dtype=torch.bfloat16)
+        self._memory = torch.empty(0, dtype=self._dtype)
 
     def __call__(
         self,
@@ -112,7 +110,7 @@ class FusedLayers:
         metadata: AttentionMetadata,
         kv_caches: list[tuple[torch.Tensor, torch.Tensor]],
     ) -> torch.Tensor:
-        """bfloat16 [num_tokens, hidden], which are written over, to another such tensor."""
+        """[num_tokens, hidden], which are written over, to another such tensor."""
         if kv_caches is not self._kv_caches:
             self._kv_caches = kv_caches
             for layer, (k_cache, v_cache) in zip(self._layers, kv_caches, strict=True):
@@ -138,7 +136,6 @@ class FusedLayers:
         library = _library()
         assert library is not None
         library.manta_decoder(
-            self._kernels,
             self._shape,
             self._layers,
             len(self._layers),
@@ -156,22 +153,20 @@ class FusedLayers:
         mlp_rows = -(-rows // -(-rows // self._mlp_rows))  # as few parts as may be, of like size
         sizes = [rows * hidden, rows * qkv, rows * attended, mlp_rows * gated, rows * hidden]
         if self._memory.numel() < sum(sizes):
-            self._memory = torch.empty(0, dtype=torch.bfloat16)
-            self._memory = torch.empty(sum(sizes), dtype=torch.bfloat16)
+            self._memory = torch.empty(0, dtype=self._dtype)
+            self._memory = torch.empty(sum(sizes), dtype=self._dtype)
         addresses, at = [residual.data_ptr()], self._memory.data_ptr()
         for size in sizes:
             addresses.append(at)
-            at += 2 * size
+            at += self._dtype.itemsize * size
         return _Buffers(*addresses, mlp_rows)
 
 
-def fuse(
-    weights: DecoderWeights, config: ModelConfig, windows: Sequence[int], mlp_rows: int, cpu: ctypes.CDLL
-) -> FusedLayers | None:
+def fuse(weights: DecoderWeights, config: ModelConfig, windows: Sequence[int], mlp_rows: int) -> FusedLayers | None:
     """None where a linear is not packed by `cpu_linear.py`, or nothing can be compiled.
 
-    `windows` has the largest int for a layer without one, `mlp_rows` is how many rows of the widest activations are
-    made at a time, and `cpu` is `cpu.cpp`'s library.
+    `windows` has the largest int for a layer without one, and `mlp_rows` is how many rows of the widest activations are
+    made at a time.
     """
     linears = []
     for layer in weights.layers:
@@ -179,7 +174,7 @@ def fuse(
         if not all(isinstance(linear, PackedLinear) for linear in packed.values()):
             return None
         linears.append(packed)
-    return FusedLayers(weights, linears, config, windows, mlp_rows, cpu) if _library() is not None else None
+    return FusedLayers(weights, linears, config, windows, mlp_rows) if _library() is not None else None
 
 
 def _address(tensor: torch.Tensor | None) -> int | None:

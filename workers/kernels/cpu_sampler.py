@@ -15,9 +15,8 @@ import torch
 
 from structured.masks import LATE, NO_MASK, MaskBatch
 from workers.kernels import build
+from workers.kernels.cpu_linear import DTYPES
 from workers.sampling_state import ROW, SamplingState, SequenceState
-
-DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 CONSTRAINT = np.dtype(
     [
@@ -34,7 +33,7 @@ CONSTRAINT = np.dtype(
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    library = build.load_library("sampler")
+    library = build.load_library()
     if library is None:
         return None
     row_bytes = library.manta_sampler_row_bytes()

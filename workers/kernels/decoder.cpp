@@ -4,25 +4,25 @@
 #include <algorithm>
 #include <cstdint>
 
+// Of cpu.cpp and linear.cpp.
+extern "C" {
+void manta_rms_norm(int dtype, const void* x, void* residual, const void* weight, void* output, int rows, int hidden,
+                    float eps);
+void manta_rope_and_cache(int dtype, void* qkv, const float* cos_sin, const int64_t* positions, const int64_t* slots,
+                          void* k_cache, void* v_cache, const void* q_weight, const void* k_weight, int num_tokens,
+                          int num_heads, int num_kv_heads, int head_dim, float eps);
+void manta_paged_attention(int dtype, const void* qkv, int64_t qkv_stride, const void* k_cache, const void* v_cache,
+                           void* output, const int32_t* query_start, const int32_t* context_lens,
+                           const int32_t* block_tables, const int32_t* group_start, const int32_t* members,
+                           const int32_t* prefix_lens, int num_sequences, int num_groups, int max_blocks,
+                           int block_size, int num_heads, int num_kv_heads, int head_dim, int window, float scale);
+void manta_linear(int dtype, const void* x, const void* packed, const void* bias, void* y, int num_rows,
+                  int in_features, int out_features, int gated);
+}
+
 namespace {
 
 constexpr int BFLOAT16 = 1;
-
-// The entry points of cpu.cpp and linear.cpp, which are libraries of their own.
-struct Kernels {
-    void (*rms_norm)(int dtype, const void* x, void* residual, const void* weight, void* output, int rows, int hidden,
-                     float eps);
-    void (*rope_and_cache)(int dtype, void* qkv, const float* cos_sin, const int64_t* positions, const int64_t* slots,
-                           void* k_cache, void* v_cache, const void* q_weight, const void* k_weight, int num_tokens,
-                           int num_heads, int num_kv_heads, int head_dim, float eps);
-    void (*paged_attention)(int dtype, const void* qkv, int64_t qkv_stride, const void* k_cache, const void* v_cache,
-                            void* output, const int32_t* query_start, const int32_t* context_lens,
-                            const int32_t* block_tables, const int32_t* group_start, const int32_t* members,
-                            const int32_t* prefix_lens, int num_sequences, int num_groups, int max_blocks,
-                            int block_size, int num_heads, int num_kv_heads, int head_dim, int window, float scale);
-    void (*linear)(const void* x, const void* packed, const void* bias, void* y, int num_rows, int in_features,
-                   int out_features, int gated);
-};
 
 struct Linear {
     const void *packed, *bias;
@@ -37,7 +37,7 @@ struct Layer {
 };
 
 struct Shape {
-    int hidden, num_heads, num_kv_heads, head_dim;
+    int dtype, hidden, num_heads, num_kv_heads, head_dim;
     float eps, scale;
 };
 
@@ -57,17 +57,17 @@ struct Buffers {
 
 }  // namespace
 
-// embedded tokens in `residual` -> output [num_tokens, hidden], behind the last norm; all in bfloat16.
-extern "C" void manta_decoder(const Kernels* kernels, const Shape* shape, const Layer* layers, int num_layers,
-                              const void* final_norm, const Step* step, const Buffers* buffers, void* output) {
+// embedded tokens in `residual` -> output [num_tokens, hidden], after the last norm; all in the shape's dtype.
+extern "C" void manta_decoder(const Shape* shape, const Layer* layers, int num_layers, const void* final_norm,
+                              const Step* step, const Buffers* buffers, void* output) {
     const Shape& s = *shape;
     const Buffers& b = *buffers;
     const int rows = step->num_tokens;
     const auto norm = [&](const void* x, void* residual, const void* weight, void* to) {
-        kernels->rms_norm(BFLOAT16, x, residual, weight, to, rows, s.hidden, s.eps);
+        manta_rms_norm(s.dtype, x, residual, weight, to, rows, s.hidden, s.eps);
     };
     const auto linear = [&](const Linear& l, const void* x, void* y, int num_rows) {
-        kernels->linear(x, l.packed, l.bias, y, num_rows, l.in_features, l.out_features, l.gated);
+        manta_linear(s.dtype, x, l.packed, l.bias, y, num_rows, l.in_features, l.out_features, l.gated);
     };
     for (int i = 0; i < num_layers; i++) {
         const Layer& layer = layers[i];
@@ -76,18 +76,16 @@ extern "C" void manta_decoder(const Kernels* kernels, const Shape* shape, const 
         else
             norm(b.update, b.residual, layer.input_norm, b.normed);
         linear(layer.qkv, b.normed, b.qkv, rows);
-        kernels->rope_and_cache(BFLOAT16, b.qkv, step->cos_sin, step->positions, step->slots, layer.k_cache,
-                                layer.v_cache, layer.q_norm, layer.k_norm, rows, s.num_heads, s.num_kv_heads,
-                                s.head_dim, s.eps);
+        manta_rope_and_cache(s.dtype, b.qkv, step->cos_sin, step->positions, step->slots, layer.k_cache, layer.v_cache,
+                             layer.q_norm, layer.k_norm, rows, s.num_heads, s.num_kv_heads, s.head_dim, s.eps);
         const int num_groups = layer.window == INT32_MAX ? step->num_groups : 0;  // a window may end inside a prefix
-        kernels->paged_attention(BFLOAT16, b.qkv, layer.qkv.out_features, layer.k_cache, layer.v_cache, b.attended,
-                                 step->query_start, step->context_lens, step->block_tables, step->group_start,
-                                 step->members, step->prefix_lens, step->num_sequences, num_groups,
-                                 step->max_blocks, step->block_size, s.num_heads, s.num_kv_heads, s.head_dim,
-                                 layer.window, s.scale);
+        manta_paged_attention(s.dtype, b.qkv, layer.qkv.out_features, layer.k_cache, layer.v_cache, b.attended,
+                              step->query_start, step->context_lens, step->block_tables, step->group_start,
+                              step->members, step->prefix_lens, step->num_sequences, num_groups, step->max_blocks,
+                              step->block_size, s.num_heads, s.num_kv_heads, s.head_dim, layer.window, s.scale);
         linear(layer.attention_output, b.attended, b.update, rows);
         norm(b.update, b.residual, layer.mlp_norm, b.normed);
-        const int64_t row_bytes = s.hidden * 2;
+        const int64_t row_bytes = s.hidden * (s.dtype == BFLOAT16 ? 2 : 4);
         for (int first = 0; first < rows; first += b.mlp_rows) {
             const int count = std::min(b.mlp_rows, rows - first);
             linear(layer.gated, b.normed + first * row_bytes, b.gated, count);

@@ -8,6 +8,7 @@
 #include <limits>
 #include <vector>
 
+#include "parallel.h"
 #include "simd.h"
 
 namespace {
@@ -508,8 +509,7 @@ thread_local Scratch thread_scratch;
 template <class T>
 void sample(const T* logits, int64_t stride, int num_rows, int vocab_size, const Row* table, const int32_t* table_rows,
             const int64_t* positions, const Constraint* constraints, int64_t* token_ids, uint8_t* status) {
-#pragma omp parallel for schedule(dynamic, 1) if (num_rows > 1)
-    for (int i = 0; i < num_rows; i++) {
+    parallel_each(num_rows, [&](int64_t i) {
         Scratch& scratch = thread_scratch;
         scratch.reserve(vocab_size);
         const Row& row = table[table_rows[i]];
@@ -526,14 +526,13 @@ void sample(const T* logits, int64_t stride, int num_rows, int vocab_size, const
             Dense<float> edited = edit(raw, row, positions[i], constraint, scratch);
             status[i] = draw_row(edited, row, positions[i], scratch, token_ids + i);
         }
-    }
+    });
 }
 
 template <class T>
 void logprobs(const T* logits, int64_t stride, int num_rows, int vocab_size, const int64_t* token_ids, int num_top,
               float* own, int64_t* ranks, int64_t* top_ids, float* top) {
-#pragma omp parallel for schedule(dynamic, 1) if (num_rows > 1)
-    for (int i = 0; i < num_rows; i++) {
+    parallel_each(num_rows, [&](int64_t i) {
         Scratch& scratch = thread_scratch;
         scratch.reserve(vocab_size);
         Dense<T> row = {logits + i * stride, vocab_size};
@@ -543,7 +542,7 @@ void logprobs(const T* logits, int64_t stride, int num_rows, int vocab_size, con
         float log_total = float(shift + std::log(ahead.total));
         own[i] = logit - log_total;
         ranks[i] = ahead.count + 1;
-        if (num_top == 0) continue;
+        if (num_top == 0) return;
         Listed best = first_tokens(row, num_top, scratch);
         std::vector<uint64_t>& keys = scratch.keys;
         keys.resize(best.size);
@@ -556,7 +555,7 @@ void logprobs(const T* logits, int64_t stride, int num_rows, int vocab_size, con
             top_ids[i * num_top + j] = id;
             top[i * num_top + j] = row.logit(id) - log_total;
         }
-    }
+    });
 }
 
 }  // namespace

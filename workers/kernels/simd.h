@@ -7,6 +7,8 @@
 #include <cstring>
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #if defined(__AVX512F__)
@@ -81,6 +83,53 @@ MANTA_INLINE void store(bf16* to, Floats value) {
     memcpy(to, &bits, sizeof(bits));
 }
 
+// 2 * LANES elements in a row
+MANTA_INLINE void store_two(float* to, Floats first, Floats second) {
+    store(to, first);
+    store(to + LANES, second);
+}
+
+MANTA_INLINE void store_two(bf16* to, Floats first, Floats second) {
+#if defined(__AVX512BF16__)
+    _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));  // a whole cache line
+#else
+    store(to, first);
+    store(to + LANES, second);
+#endif
+}
+
+// Pairs of neighbouring bfloat16, one pair a lane: widened, the even ones and the odd ones
+MANTA_INLINE Floats even_of(Ints pairs) {
+    return (Floats)(pairs << 16);
+}
+
+MANTA_INLINE Floats odd_of(Ints pairs) {
+    return (Floats)(pairs & splat_int(int32_t(0xffff0000)));
+}
+
+MANTA_INLINE Ints load_ints(const void* from) {
+    Ints value;
+    memcpy(&value, from, sizeof(value));
+    return value;
+}
+
+// sum + a * b; of pairs, sum + even * even + odd * odd in one instruction
+MANTA_INLINE Floats add_product(Floats sum, Floats a, Floats b) {
+    return sum + a * b;
+}
+
+#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#define MANTA_PAIRS 1
+MANTA_INLINE Floats add_product(Floats sum, Ints a, Ints b) {
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+}
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define MANTA_PAIRS 1
+MANTA_INLINE Floats add_product(Floats sum, Ints a, Ints b) {
+    return (Floats)vbfdotq_f32((float32x4_t)sum, (bfloat16x8_t)a, (bfloat16x8_t)b);
+}
+#endif
+
 // The first `count` < LANES elements; the others are zero, or left alone
 template <class T>
 MANTA_INLINE Floats load_part(const T* from, int count) {
@@ -94,6 +143,20 @@ MANTA_INLINE void store_part(T* to, Floats value, int count) {
     T padded[LANES];
     store(padded, value);
     memcpy(to, padded, count * sizeof(T));
+}
+
+template <class T>
+MANTA_INLINE Floats load_upto(const T* from, int count) {
+    return count >= LANES ? load(from) : load_part(from, count < 0 ? 0 : count);
+}
+
+template <class T>
+MANTA_INLINE void store_upto(T* to, Floats value, int count) {
+    if (count >= LANES) {
+        store(to, value);
+    } else if (count > 0) {
+        store_part(to, value, count);
+    }
 }
 
 MANTA_INLINE float to_float(float value) {

@@ -1,6 +1,6 @@
 // Small matrix products over packed operands: the two products of attention, for a few rows and a block of keys.
 // One interface in three forms: float (any processor), bfloat16 pairs (AVX-512 BF16), bfloat16 tiles (AMX). Called by
-// attention.h only.
+// attention.h; the linears share the tiles of registers.
 //
 // A packed operand is a row of panels. In the float form a panel is [depth][LANES]; in the bfloat16 forms it is
 // [depth / 2][16][2], where the two elements of a pair are neighbours in depth (the layout that AMX calls VNNI).
@@ -8,13 +8,13 @@
 
 #include "simd.h"
 
-#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__linux__) && !defined(MANTA_NO_AMX)
+#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__linux__)
 #define MANTA_AMX 1
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
-#define MANTA_DOT 1
+#if MANTA_PAIRS && MANTA_LANES == 16
+#define MANTA_DOT 1  // attention packs pairs
 #endif
 
 // Rows to be asked for while others are computed. KV blocks are scattered, so that the processor's own prefetchers stop
@@ -40,26 +40,68 @@ constexpr int TILE_ROWS = 6;  // 16 vector registers: 6 rows x 2 panels of sums,
 constexpr int TILE_ROWS = 8;  // 32 vector registers
 #endif
 
-// ---------------------------------------------------------------------------------------------------------- float form
+// ------------------------------------------------------------------------------------------------- tiles of registers
 
-template <int ROWS, int PANELS, bool ACCUMULATE>
-MANTA_INLINE void multiply_tile(const float* a, int lda, const float* b, int depth, float* c, int ldc) {
+// How packed columns lie: elements from one input (of all outputs) to the next, and from a panel to the next.
+struct Columns {
+    int64_t input;
+    int64_t panel;
+};
+
+MANTA_INLINE Floats load_column(const float* from) {
+    return load(from);
+}
+MANTA_INLINE Ints load_column(const bf16* from) {
+    return load_ints(from);
+}
+MANTA_INLINE Floats splat_input(const float* from) {
+    return splat(*from);
+}
+MANTA_INLINE Ints splat_input(const bf16* from) {
+    int32_t pair;
+    memcpy(&pair, from, sizeof(pair));
+    return splat_int(pair);
+}
+
+// What is done beside each step over depth: nothing, or what comes later is fetched.
+struct Nothing {
+    MANTA_INLINE void operator()(int) const {}
+    MANTA_INLINE Nothing after(int) const { return {}; }
+};
+struct Fetch {
+    const char* from;
+    int64_t advance;  // bytes a unit of depth
+
+    MANTA_INLINE void operator()(int k) const { __builtin_prefetch(from + k * advance, 0, 2); }
+    MANTA_INLINE Fetch after(int depth) const { return {from + depth * advance, advance}; }
+};
+
+// C [ROWS][PANELS * LANES] = or += A [ROWS][depth] times packed B; of bfloat16 in pairs, where the processor has them
+template <int ROWS, int PANELS, bool ACCUMULATE, class E, class Beside>
+MANTA_INLINE void multiply_tile(
+    const E* a, int lda, const E* b, Columns at, int depth, float* c, int ldc, Beside beside
+) {
+    constexpr int STEP = sizeof(float) / sizeof(E);
+    using Operand = decltype(load_column(b));
     Floats sums[ROWS][PANELS];
     for (int i = 0; i < ROWS; i++) {
         for (int j = 0; j < PANELS; j++) sums[i][j] = ACCUMULATE ? load(c + i * ldc + j * LANES) : splat(0);
     }
-    for (int k = 0; k < depth; k++) {
-        Floats columns[PANELS];
-        for (int j = 0; j < PANELS; j++) columns[j] = load(b + (size_t(j) * depth + k) * LANES);
+    for (int k = 0; k < depth; k += STEP) {
+        beside(k);
+        Operand columns[PANELS];
+        for (int j = 0; j < PANELS; j++) columns[j] = load_column(b + j * at.panel + k * at.input);
         for (int i = 0; i < ROWS; i++) {
-            Floats row = splat(a[i * lda + k]);
-            for (int j = 0; j < PANELS; j++) sums[i][j] += row * columns[j];
+            const Operand row = splat_input(a + int64_t(i) * lda + k);
+            for (int j = 0; j < PANELS; j++) sums[i][j] = add_product(sums[i][j], row, columns[j]);
         }
     }
     for (int i = 0; i < ROWS; i++) {
         for (int j = 0; j < PANELS; j++) store(c + i * ldc + j * LANES, sums[i][j]);
     }
 }
+
+// ---------------------------------------------------------------------------------------------------------- float form
 
 // Transposes up to LANES rows of keys into a panel [head_dim][LANES]
 template <class T>
@@ -100,27 +142,6 @@ MANTA_INLINE Floats output_columns(const float* sums, int dim) {
 // ------------------------------------------------------------------------------------------------------ bfloat16 forms
 
 #if MANTA_DOT
-template <int ROWS, int PANELS, bool ACCUMULATE>
-MANTA_INLINE void multiply_tile(const bf16* a, int lda, const bf16* b, int depth, float* c, int ldc) {
-    __m512 sums[ROWS][PANELS];
-    for (int i = 0; i < ROWS; i++) {
-        for (int j = 0; j < PANELS; j++) sums[i][j] = (__m512)(ACCUMULATE ? load(c + i * ldc + j * 16) : splat(0));
-    }
-    for (int k = 0; k < depth; k += 2) {
-        __m512i columns[PANELS];
-        for (int j = 0; j < PANELS; j++) columns[j] = _mm512_loadu_si512(b + size_t(j) * depth * 16 + k * 16);
-        for (int i = 0; i < ROWS; i++) {
-            int32_t pair;
-            memcpy(&pair, a + i * lda + k, sizeof(pair));
-            __m512bh row = (__m512bh)_mm512_set1_epi32(pair);
-            for (int j = 0; j < PANELS; j++) sums[i][j] = _mm512_dpbf16_ps(sums[i][j], row, (__m512bh)columns[j]);
-        }
-    }
-    for (int i = 0; i < ROWS; i++) {
-        for (int j = 0; j < PANELS; j++) _mm512_storeu_ps(c + i * ldc + j * 16, sums[i][j]);
-    }
-}
-
 // The last 32-element group of a head whose size is no multiple of 32 is padded with zeros
 MANTA_INLINE __m512i load_group(const bf16* from, int dim, int head_dim) {
     if (dim + 32 <= head_dim) return _mm512_loadu_si512(from + dim);
@@ -170,33 +191,39 @@ MANTA_INLINE Floats output_columns<bf16>(const float* sums, int dim) {
 
 // C [rows][panels * LANES] = or += A [rows][depth] times packed B, with each row's sum over depth in the same order
 // whatever the other rows are
-template <bool ACCUMULATE, int PANELS, class E>
-MANTA_INLINE void multiply_panels(const E* a, int lda, const E* b, int depth, float* c, int ldc, int rows) {
+template <bool ACCUMULATE, int PANELS, class E, class Beside = Nothing>
+MANTA_INLINE void multiply_panels(
+    const E* a, int lda, const E* b, Columns at, int depth, float* c, int ldc, int rows, Beside beside = {}
+) {
     int row = 0;
     for (; row + TILE_ROWS <= rows; row += TILE_ROWS) {
-        multiply_tile<TILE_ROWS, PANELS, ACCUMULATE>(a + row * lda, lda, b, depth, c + row * ldc, ldc);
+        multiply_tile<TILE_ROWS, PANELS, ACCUMULATE>(
+            a + row * lda, lda, b, at, depth, c + row * ldc, ldc, beside
+        );
+        beside = beside.after(depth);
     }
     a += row * lda;
     c += row * ldc;
     switch (rows - row) {
-        case 1: return multiply_tile<1, PANELS, ACCUMULATE>(a, lda, b, depth, c, ldc);
-        case 2: return multiply_tile<2, PANELS, ACCUMULATE>(a, lda, b, depth, c, ldc);
-        case 3: return multiply_tile<3, PANELS, ACCUMULATE>(a, lda, b, depth, c, ldc);
-        case 4: return multiply_tile<4, PANELS, ACCUMULATE>(a, lda, b, depth, c, ldc);
-        case 5: return multiply_tile<5, PANELS, ACCUMULATE>(a, lda, b, depth, c, ldc);
-        case 6: return multiply_tile<TILE_ROWS == 8 ? 6 : 1, PANELS, ACCUMULATE>(a, lda, b, depth, c, ldc);
-        case 7: return multiply_tile<TILE_ROWS == 8 ? 7 : 1, PANELS, ACCUMULATE>(a, lda, b, depth, c, ldc);
+        case 1: return multiply_tile<1, PANELS, ACCUMULATE>(a, lda, b, at, depth, c, ldc, beside);
+        case 2: return multiply_tile<2, PANELS, ACCUMULATE>(a, lda, b, at, depth, c, ldc, beside);
+        case 3: return multiply_tile<3, PANELS, ACCUMULATE>(a, lda, b, at, depth, c, ldc, beside);
+        case 4: return multiply_tile<4, PANELS, ACCUMULATE>(a, lda, b, at, depth, c, ldc, beside);
+        case 5: return multiply_tile<5, PANELS, ACCUMULATE>(a, lda, b, at, depth, c, ldc, beside);
+        case 6: return multiply_tile<TILE_ROWS == 8 ? 6 : 1, PANELS, ACCUMULATE>(a, lda, b, at, depth, c, ldc, beside);
+        case 7: return multiply_tile<TILE_ROWS == 8 ? 7 : 1, PANELS, ACCUMULATE>(a, lda, b, at, depth, c, ldc, beside);
     }
 }
 
 template <bool ACCUMULATE, class E>
 inline void multiply(const E* a, int lda, const E* b, int depth, float* c, int ldc, int rows, int panels) {
+    const Columns at = {LANES, int64_t(depth) * LANES};
     int panel = 0;
     for (; panel + 2 <= panels; panel += 2) {
-        multiply_panels<ACCUMULATE, 2>(a, lda, b + size_t(panel) * depth * LANES, depth, c + panel * LANES, ldc, rows);
+        multiply_panels<ACCUMULATE, 2>(a, lda, b + panel * at.panel, at, depth, c + panel * LANES, ldc, rows);
     }
     if (panel < panels) {
-        multiply_panels<ACCUMULATE, 1>(a, lda, b + size_t(panel) * depth * LANES, depth, c + panel * LANES, ldc, rows);
+        multiply_panels<ACCUMULATE, 1>(a, lda, b + panel * at.panel, at, depth, c + panel * LANES, ldc, rows);
     }
 }
 

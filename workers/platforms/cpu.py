@@ -1,4 +1,4 @@
-"""The CPU: prepacked oneDNN linears and the kernels of `workers/kernels/cpu.py`, on every core this process may use."""
+"""The CPU: packed linears and the kernels of `workers/kernels/`, on every core this process may use."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import psutil
 import torch
 
 from workers.attention import allocate_kv
+from workers.kernels import build, processor
 from workers.kernels import cpu as cpu_kernels
 from workers.layers import make_cpu_gated_linear, make_cpu_linear
 
@@ -23,12 +24,18 @@ class CpuPlatform:
     def __init__(self, num_threads: int | None) -> None:
         self.device = torch.device("cpu")
         # Ray sets OMP_NUM_THREADS to an actor's num_cpus (1 by default), which would leave the other cores idle.
-        torch.set_num_threads(num_threads or len(os.sched_getaffinity(0)))
+        num_threads = num_threads or len(os.sched_getaffinity(0))
+        torch.set_num_threads(num_threads)
+        library = build.load_library()
+        if library is not None:
+            library.manta_set_num_threads(num_threads)
 
     def resolve_dtype(self, requested: str, checkpoint: str) -> str:
         if requested != "auto":
             return requested
-        return "float32" if checkpoint == "float32" else "bfloat16"
+        # Where the processor has no instructions for bfloat16, torch alone takes several times as long as in float32
+        is_slow = build.load_library() is None and not processor.form().has_bfloat16
+        return "float32" if checkpoint == "float32" or is_slow else "bfloat16"
 
     def torch_dtype(self, dtype: str) -> torch.dtype:
         return {"bfloat16": torch.bfloat16, "float32": torch.float32}[dtype]

@@ -1,0 +1,46 @@
+"""Every form of the CPU kernels that this processor runs, so that one machine tests them all.
+
+`in_form` switches this process; `MANTA_CPU_FORM=avx2 make test` runs the whole suite in one. A model made before keeps
+the kernels that it was made with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+
+import pytest
+
+from workers.kernels import build, cpu, cpu_decoder, cpu_linear, cpu_sampler, processor
+
+COMPILED = [form.name for form in processor.lower_forms(processor.best_form())]
+TORCH = "torch"
+"""No compiler: torch alone."""
+FORMS = [*COMPILED, TORCH]
+
+
+def forget_libraries() -> None:
+    """What has been loaded is looked for anew."""
+    for cached in (build.load_library, cpu._library, cpu_decoder._library, cpu_linear._library, cpu_sampler._library):
+        if isinstance(cached, functools._lru_cache_wrapper):  # not what a test put in its place
+            cached.cache_clear()
+
+
+@contextlib.contextmanager
+def in_form(name: str) -> Iterator[None]:
+    """This process's kernels are of the form `name`; skips where there is no compiler for it."""
+    if name != TORCH and build.find_compiler() is None:
+        pytest.skip("no C++ compiler")
+    with pytest.MonkeyPatch.context() as patch:
+        if name == TORCH:
+            patch.setenv("MANTA_NO_KERNELS", "1")
+        else:
+            patch.setenv(processor.VARIABLE, name)
+        forget_libraries()
+        try:
+            assert build.form_in_use() == name
+            yield
+        finally:
+            patch.undo()
+            forget_libraries()

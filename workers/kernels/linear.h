@@ -1,0 +1,111 @@
+// A product of activations with weights packed once: y = x @ weight.T + bias, summed in float32; or gated, where the
+// weight's halves are those of a gate and of what it lets through: y = silu(gate) * up (SwiGLU, Shazeer, 2020).
+// Here is what every form shares: how weights lie, and what becomes of finished sums. linear_vectors.h and
+// linear_tiles.h multiply; linear.cpp packs and chooses.
+//
+// Weights lie in strips of 32 outputs: of bfloat16 [in / 2][32][2], pairs of inputs together, which AVX-512's and NEON's
+// dot products and AMX's tiles take as they are, and from which other processors widen a vector by one instruction;
+// of float [in][32]. bfloat16 stays so in memory, for few rows wait for memory.
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+#include "parallel.h"
+#include "shares.h"
+#include "simd.h"
+
+constexpr int STRIP = 32;   // outputs that lie together
+constexpr int PANEL = 64;   // outputs of two strips: the unit that threads share out
+constexpr int STEP = 32;    // in_features are padded to a multiple of it
+constexpr int64_t HUGE_PAGE = 2 << 20;
+
+static inline int64_t panel_size(int in_features) {
+    return (int64_t)in_features * PANEL;
+}
+
+static inline void ask_for_huge_pages(void* memory, int64_t bytes) {
+#if defined(MADV_HUGEPAGE)
+    const uintptr_t begin = ((uintptr_t)memory + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
+    const uintptr_t end = ((uintptr_t)memory + bytes) / HUGE_PAGE * HUGE_PAGE;
+    if (begin < end) madvise((void*)begin, end - begin, MADV_HUGEPAGE);
+#else
+    (void)memory, (void)bytes;
+#endif
+}
+
+// Memory that a thread keeps for its next call, [count], on its own huge pages where it is large; one for each USE.
+template <typename T, int USE = 0>
+static inline T* of_thread(int64_t count) {
+    static thread_local std::unique_ptr<void, decltype(&free)> memory(nullptr, free);
+    static thread_local int64_t size = 0;
+    const int64_t wanted = (count * (int64_t)sizeof(T) + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
+    if (size < wanted) {
+        memory.reset(aligned_alloc(HUGE_PAGE, wanted));
+        ask_for_huge_pages(memory.get(), wanted);
+        size = wanted;
+    }
+    return static_cast<T*>(memory.get());
+}
+
+template <class T>
+struct Product {
+    static constexpr int PAIR = sizeof(float) / sizeof(T);  // inputs that lie together
+    static constexpr int VECTORS = STRIP / LANES;
+    using Sums = Floats[VECTORS];  // of a row and a strip
+
+    const T *x, *packed, *bias;
+    T* y;
+    int num_rows, in_features, out_features;
+    bool gated;  // a strip is 16 gates and then what these 16 let through; y is half as wide as the sums
+
+    const T* panel(int p) const { return packed + p * panel_size(in_features); }
+    const T* strip(int s) const { return packed + (int64_t)s * in_features * STRIP; }
+    const T* input(int row) const { return x + (int64_t)row * in_features; }
+
+    // Writes what a row's sums of a strip come to.
+    MANTA_INLINE void write(int row, int strip, Sums& sums) const {
+        const int column = strip * STRIP, left = out_features - column;
+        if (bias)
+            for (int v = 0; v < VECTORS; v++) sums[v] += load_upto(bias + column + v * LANES, left - v * LANES);
+        if (gated) {
+            constexpr int GATES = VECTORS / 2;
+            const int width = out_features / 2;
+            T* const to = y + (int64_t)row * width + column / 2;
+            for (int v = 0; v < GATES; v++) {
+                const Floats value = silu_of<PAIR == 2>(sums[v]) * sums[v + GATES];
+                store_upto(to + v * LANES, value, width - column / 2 - v * LANES);
+            }
+            return;
+        }
+        T* const to = y + (int64_t)row * out_features + column;
+        for (int v = 0; v < VECTORS; v += 2) {
+            if (left - v * LANES >= 2 * LANES) {
+                store_two(to + v * LANES, sums[v], sums[v + 1]);
+            } else {
+                store_upto(to + v * LANES, sums[v], left - v * LANES);
+                store_upto(to + (v + 1) * LANES, sums[v + 1], left - (v + 1) * LANES);
+            }
+        }
+    }
+
+    MANTA_INLINE void write(int row, int strip, const float* from) const {
+        Sums sums;
+        for (int v = 0; v < VECTORS; v++) sums[v] = load(from + v * LANES);
+        write(row, strip, sums);
+    }
+
+    // Rows [first, last).
+    Product of_rows(int first, int last) const {
+        Product part = *this;
+        part.x = input(first);
+        part.y += (int64_t)first * (gated ? out_features / 2 : out_features);
+        part.num_rows = last - first;
+        return part;
+    }
+};

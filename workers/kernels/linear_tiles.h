@@ -1,0 +1,271 @@
+// Products of bfloat16 by AMX's tiles, where there are rows enough to fill one. Used by linear.cpp.
+#pragma once
+
+#include <algorithm>
+
+#include "linear.h"
+#include "tiles.h"
+
+#if MANTA_AMX
+constexpr int TILES_ROWS = 32;  // rows of two tiles
+constexpr int64_t BLOCK_BYTES = 1 << 20;  // of inputs that stay in the second-level cache while the weights pass
+constexpr int CHUNK_STEPS = 8;  // of a strip that stay in the first-level cache, 16 KiB, while a block of rows passes
+constexpr int PACKED_CHUNK_STEPS = 14;  // where the rows are packed, which then leave it more room
+constexpr int FEW_TILES_CHUNK_STEPS = 28;  // of 2 or 3 TILES_ROWS: a longer chunk overtakes what is fetched ahead
+constexpr int AHEAD_STEPS = 24;  // from the weights in use to those that are fetched
+constexpr int FEW_AHEAD_STEPS = 12;  // the same where rows fill one tile at most
+constexpr int BLOCK_TILES = 8;  // TILES_ROWS that repay the loading of a chunk
+constexpr int ROWS_BESIDE = 2;  // of finished sums that are written while a step of tiles multiplies
+constexpr int PACKED_TILES = 4;  // TILES_ROWS from which packing them pays
+constexpr int STRIP_STRIDE = STRIP * 4;  // bytes from one pair of inputs of a strip to the next
+constexpr int TILE = 256;  // sums of a tile
+
+// Where tiles of inputs lie: in rows of x, or packed, each tile's rows behind one another.
+struct Inputs {
+    const bf16* tile;  // of the first 16 rows and inputs
+    int64_t stride;    // bytes from row to row
+    int64_t second;    // elements to the tile of the next 16 rows
+    int64_t step;      // elements to the tile of the next inputs
+    bool passes;       // not wanted in the first-level cache, where a chunk of weights is to stay
+};
+
+// sums [ROW_TILES][2][16][16] of 16 * ROW_TILES rows of x and a part of a strip, added to what is there or not.
+// `beside(step)` is work for the vector units while the tiles multiply; it may not touch `sums`. What limits it stands in
+// benchmarks/results/2026-11-21.md, "Linears that pack their inputs".
+template <int ROW_TILES, typename Beside>
+static MANTA_INLINE void tiles_times_strip(Inputs x, const bf16* strip, int steps, float* sums, bool adds,
+                                           Beside beside) {
+    asm volatile("" ::: "memory");  // GCC's tile loads do not say that they read memory
+    if (adds) {
+        _tile_loadd(0, sums, 64);
+        _tile_loadd(1, sums + TILE, 64);
+        if (ROW_TILES == 2) {
+            _tile_loadd(2, sums + 2 * TILE, 64);
+            _tile_loadd(3, sums + 3 * TILE, 64);
+        }
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (int step = 0; step < steps; step++, x.tile += x.step, strip += STEP * STRIP) {
+        _tile_loadd(6, strip, STRIP_STRIDE);
+        if (x.passes)
+            _tile_stream_loadd(4, x.tile, x.stride);
+        else
+            _tile_loadd(4, x.tile, x.stride);
+        _tile_loadd(7, strip + 32, STRIP_STRIDE);
+        _tile_dpbf16ps(0, 4, 6);
+        beside(step);
+        _tile_dpbf16ps(1, 4, 7);
+        if (ROW_TILES == 2) {
+            if (x.passes)
+                _tile_stream_loadd(5, x.tile + x.second, x.stride);
+            else
+                _tile_loadd(5, x.tile + x.second, x.stride);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, sums, 64);
+    _tile_stored(1, sums + TILE, 64);
+    if (ROW_TILES == 2) {
+        _tile_stored(2, sums + 2 * TILE, 64);
+        _tile_stored(3, sums + 3 * TILE, 64);
+    }
+    asm volatile("" ::: "memory");
+}
+
+// sums [4][16][16] of up to 16 rows of x, as many as tiles have, and both strips of a panel. Weights are fetched ahead,
+// behind the panel's end those of the next.
+static void tile_times_panel(const bf16* x, int64_t in_features, const bf16* panel, float* sums) {
+    const bf16* const second = panel + in_features * STRIP;
+    asm volatile("" ::: "memory");
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t k = 0; k < in_features; k += STEP) {
+        const int64_t later = k + FEW_AHEAD_STEPS * STEP;
+        const bf16* const ahead = panel + (later < in_features ? later : later + in_features) * STRIP;
+        for (int line = 0; line < STEP; line++) {
+            _mm_prefetch((const char*)(ahead + line * STRIP), _MM_HINT_T1);
+            _mm_prefetch((const char*)(ahead + (in_features + line) * STRIP), _MM_HINT_T1);
+        }
+        _tile_loadd(4, x + k, in_features * 2);
+        _tile_loadd(6, panel + k * STRIP, STRIP_STRIDE);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, panel + k * STRIP + 32, STRIP_STRIDE);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_loadd(5, second + k * STRIP, STRIP_STRIDE);
+        _tile_dpbf16ps(2, 4, 5);
+        _tile_loadd(6, second + k * STRIP + 32, STRIP_STRIDE);
+        _tile_dpbf16ps(3, 4, 6);
+    }
+    _tile_stored(0, sums, 64);
+    _tile_stored(1, sums + TILE, 64);
+    _tile_stored(2, sums + 2 * TILE, 64);
+    _tile_stored(3, sums + 3 * TILE, 64);
+}
+
+struct TileProduct : Product<bf16> {
+    explicit TileProduct(const Product<bf16>& product) : Product<bf16>(product) {}
+
+    // Sums of rows [row, end) and a strip, from those of a tile.
+    struct Finished {
+        const float* sums = nullptr;
+        int row = 0, end = 0, strip = 0;
+    };
+
+    // Tiles of rows [first_tile, end_tile) and of inputs [first_step, end_step), which pass by every strip of weights.
+    struct Pass {
+        int first_tile, end_tile, first_step, end_step;
+        int chunk_steps;
+        bool packs;
+        const bf16* inputs;  // packed, or the padded last rows
+    };
+
+    // Of 16 rows at most, which wait for memory only.
+    void by_row_of_tiles(Share share) const {
+        TileConfig config;
+        std::fill_n(config.rows, 5, num_rows);  // the sums' and the inputs'
+        _tile_loadconfig(&config);
+        alignas(64) float sums[4 * TILE];
+        while (share.take(1)) {
+            tile_times_panel(x, in_features, panel(share.first), sums);
+            for (int half = 0; half < 2; half++) {
+                Finished strip{sums + half * 2 * TILE, 0, num_rows, 2 * share.first + half};
+                write_rows(strip, num_rows);
+            }
+        }
+        _tile_release();
+    }
+
+    // Inputs of a block of rows stay in the second-level cache while all strips pass, and of each strip a chunk stays in
+    // the first-level cache while the block's rows pass; the weights that come next are fetched meanwhile. A step of
+    // 2 x 2 tiles then takes 2 KiB from the second-level cache instead of 4. Where a row is so long that the block would
+    // have few rows, its inputs pass in parts, and sums wait in memory from part to part.
+    void by_tiles(Share share, bool owns_rows) const {
+        const int steps = in_features / STEP, tiles = (num_rows + TILES_ROWS - 1) / TILES_ROWS;  // of TILES_ROWS rows
+        const int64_t step_bytes = TILES_ROWS * STEP * sizeof(bf16);
+        const int parts = 1 + std::min(tiles, BLOCK_TILES) * steps * step_bytes / (BLOCK_BYTES + 1);
+        const int part_steps = (steps + parts - 1) / parts;
+        const int blocks = 1 + (tiles - 1) / std::max<int64_t>(1, BLOCK_BYTES / (part_steps * step_bytes));
+        // Where rows pass once only, a thread's panels need not be the same ones throughout.
+        const bool helps = parts == 1 && blocks == 1 && !owns_rows;
+        if (!(helps ? share.take(1) : share.take_own())) return;
+        const TileConfig config;
+        _tile_loadconfig(&config);
+        // Long rows that every thread packs for itself would take longer to pack than they save.
+        const bool packs = tiles >= PACKED_TILES && (parts == 1 || owns_rows);
+        const int chunk_steps = packs                  ? PACKED_CHUNK_STEPS
+                                : tiles == 1           ? part_steps
+                                : tiles < PACKED_TILES ? FEW_TILES_CHUNK_STEPS
+                                                       : CHUNK_STEPS;
+        const int64_t block_tiles = 1 + (tiles - 1) / blocks, strip_sums = block_tiles * 4 * TILE;
+        float* const sums = of_thread<float>(strip_sums * (parts > 1 ? 2 * (share.last - share.first) : 1));
+        bf16* const buffer = packs ? of_thread<bf16>(block_tiles * part_steps * TILES_ROWS * STEP) : padded_rows();
+        Finished finished;
+        for (int block = 0; block < blocks; block++)
+            for (int part = 0; part < steps; part += part_steps) {
+                const Pass pass{tiles * block / blocks, tiles * (block + 1) / blocks, part,
+                                std::min(steps, part + part_steps), chunk_steps, packs, buffer};
+                if (packs) pack_inputs(pass, buffer);
+                do {
+                    for (int strip = 2 * share.first; strip < 2 * share.last; strip++) {
+                        float* const at = sums + (parts > 1 ? (strip - 2 * share.first) * strip_sums : 0);
+                        pass_by_strip(pass, strip, at, finished);
+                    }
+                } while (helps && share.take(1));
+            }
+        write_rows(finished, TILES_ROWS);  // the last
+        if (!packs) free(buffer);
+        _tile_release();
+    }
+
+    // Adds to the sums of a strip, [tiles][2][2][16][16].
+    MANTA_INLINE void pass_by_strip(const Pass& pass, int strip, float* sums, Finished& finished) const {
+        const int steps = in_features / STEP, lines = 1 + (STEP - 1) / (pass.end_tile - pass.first_tile);
+        for (int step = pass.first_step; step < pass.end_step; step += pass.chunk_steps) {
+            const int end = std::min(pass.end_step, step + pass.chunk_steps), later = step + AHEAD_STEPS;
+            const bf16* ahead = later < pass.end_step ? chunk(strip, later)
+                                                      : chunk(strip + 1, pass.first_step + later - pass.end_step);
+            float* tile_sums = sums;
+            for (int tile = pass.first_tile; tile < pass.end_tile; tile++, tile_sums += 4 * TILE) {
+                const Inputs x = pass.packs ? packed_tile(pass, tile, step) : tile_of_rows(tile, step, pass.inputs);
+                ahead = rows_times_chunk(x, tile, strip, step, end, tile_sums, ahead, lines, finished);
+                const int row = tile * TILES_ROWS;
+                if (end == steps) finished = {tile_sums, row, std::min(num_rows, row + TILES_ROWS), strip};
+            }
+        }
+    }
+
+    void write_rows(Finished& from, int count) const {
+        for (; count > 0 && from.row < from.end; count--, from.row++) {
+            const int i = from.row % TILES_ROWS;
+            const float* const left = from.sums + i / 16 * 2 * TILE + i % 16 * 16;
+            Sums sums = {load(left), load(left + TILE)};
+            write(from.row, from.strip, sums);
+        }
+    }
+
+    // Of steps [first_step, end_step) of a strip and a tile of rows. Meanwhile the weights at `ahead` are fetched, `lines`
+    // cache lines a step, and the sums finished before are written. Returns what is to be fetched next.
+    const bf16* rows_times_chunk(Inputs x, int tile, int strip, int first_step, int end_step, float* sums,
+                                 const bf16* ahead, int lines, Finished& finished) const {
+        const int steps = end_step - first_step;
+        const auto beside = [&](int step) {
+            const bf16* const from = ahead + (int64_t)step * lines * STRIP;
+            for (int line = 0; line < lines; line++) _mm_prefetch((const char*)(from + line * STRIP), _MM_HINT_T1);
+            write_rows(finished, step + 1 < steps ? ROWS_BESIDE : TILES_ROWS);
+        };
+        if (num_rows - tile * TILES_ROWS > 16)
+            tiles_times_strip<2>(x, chunk(strip, first_step), steps, sums, first_step > 0, beside);
+        else
+            tiles_times_strip<1>(x, chunk(strip, first_step), steps, sums, first_step > 0, beside);
+        return ahead + (int64_t)steps * lines * STRIP;
+    }
+
+    Inputs tile_of_rows(int tile, int step, const bf16* padded) const {
+        const int row = tile * TILES_ROWS;
+        const bf16* const rows = num_rows - row < TILES_ROWS && padded ? padded : input(row);
+        const bool passes = num_rows > 2 * TILES_ROWS;
+        return {rows + step * STEP, in_features * (int64_t)sizeof(bf16), (int64_t)16 * in_features, STEP, passes};
+    }
+
+    // The inputs of a pass, [tiles][steps][2][16][STEP]; rows that are not there are zero. A tile whose rows are apart
+    // takes longer to load, for its cache lines lie in many pages and in few sets.
+    void pack_inputs(const Pass& pass, bf16* to) const {
+        const int64_t size = TILES_ROWS * STEP;
+        for (int tile = pass.first_tile; tile < pass.end_tile; tile++, to += (pass.end_step - pass.first_step) * size)
+            for (int i = 0; i < TILES_ROWS; i++) {
+                const int row = tile * TILES_ROWS + i;
+                bf16* line = to + i * STEP;
+                for (int step = pass.first_step; step < pass.end_step; step++, line += size)
+                    _mm512_store_si512(line, row < num_rows ? _mm512_loadu_si512(input(row) + step * STEP)
+                                                            : _mm512_setzero_si512());
+            }
+    }
+
+    static Inputs packed_tile(const Pass& pass, int tile, int step) {
+        const int64_t size = TILES_ROWS * STEP, steps = pass.end_step - pass.first_step;
+        const bf16* const at = pass.inputs + ((tile - pass.first_tile) * steps + step - pass.first_step) * size;
+        return {at, STEP * sizeof(bf16), size / 2, size, true};
+    }
+
+    const bf16* chunk(int strip, int step) const {
+        return packed + ((int64_t)strip * in_features + step * STEP) * STRIP;
+    }
+
+    // The last rows, filled up to whole tiles; null where they are whole.
+    bf16* padded_rows() const {
+        const int rest = num_rows % TILES_ROWS;
+        if (rest == 0 || rest == 16) return nullptr;
+        const int64_t row_bytes = in_features * sizeof(bf16);
+        bf16* padded = static_cast<bf16*>(calloc(rest > 16 ? TILES_ROWS : 16, row_bytes));
+        memcpy(padded, input(num_rows - rest), rest * row_bytes);
+        return padded;
+    }
+};
+#endif

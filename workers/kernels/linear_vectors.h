@@ -1,0 +1,238 @@
+// Products by vectors, of any width and on any processor: one text for AVX-512, AVX2, SSE and NEON, in bfloat16 and
+// float32. Where the processor multiplies pairs of bfloat16 (AVX-512 BF16, NEON's) it does; else they are widened in
+// registers where rows are few, and once for a block of rows where they are many. A row's sums run over its inputs in
+// order, so that its result does not depend on the rows beside it.
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+
+#include "linear.h"
+#include "tiles.h"
+
+#if MANTA_PAIRS
+constexpr bool HAS_PAIRS = true;
+#else
+constexpr bool HAS_PAIRS = false;
+#endif
+constexpr int ACCUMULATORS = TILE_ROWS == 8 ? 24 : 12;  // vectors of sums: three quarters of the registers
+constexpr int FEW_ROWS = 6;  // of a block whose weights come from memory into registers
+constexpr int FEW_CHUNK = 128;  // inputs; with twice as many, what is fetched drives out what is used
+constexpr int MAX_FEW_ROWS = 12;  // from more on, weights are widened once for all rows
+constexpr int64_t CHUNK_BYTES = 16 << 10;  // of widened weights, which stay in the first-level cache
+constexpr int64_t BLOCK_BYTES_OF_ROWS = 512 << 10;  // of rows that pass by every strip; they stay near
+constexpr int MIN_BLOCK_ROWS = 96;  // however long: widening then costs a fiftieth of multiplying
+constexpr int SHARED_ROWS_OF_VECTORS = 192;  // of each thread, from which they share out the rows, not the outputs
+constexpr int64_t PADDING_BYTES = 64;  // between rows, so that they do not meet in few sets of the cache
+
+// As many vectors of outputs at a time as their sums leave registers for.
+template <int ROWS>
+constexpr int vectors_of() {
+    int vectors = PANEL / LANES;
+    while (vectors > 2 && ROWS * vectors > ACCUMULATORS) vectors /= 2;
+    return vectors;
+}
+
+// What the rows are multiplied as: pairs as they are, all else as float.
+template <class T>
+struct VectorProduct : Product<T> {
+    using Base = Product<T>;
+    using Base::PAIR, Base::VECTORS, Base::num_rows, Base::in_features;
+    static constexpr bool PAIRS = HAS_PAIRS && PAIR == 2;
+    using Input = std::conditional_t<PAIRS, bf16, float>;
+
+    explicit VectorProduct(const Base& product) : Base(product) {}
+
+    // ---- few rows: weights stream from memory
+
+    // Adds to the sums of ROWS rows and some vectors of a panel, from `vector` on, over inputs [first, end). `ahead`: the
+    // weights that are fetched meanwhile, of each strip as many as are used.
+    template <int ROWS, bool ADDS>
+    MANTA_INLINE void rows_times_vectors(const Input* rows, int64_t stride, int p, int vector, int first, int end,
+                                         const T* ahead, float (*to)[PANEL]) const {
+        constexpr int COUNT = vectors_of<ROWS>(), STRIPS = COUNT > VECTORS ? COUNT / VECTORS : 1;
+        constexpr int FETCHED = COUNT / STRIPS * LANES * 2;  // elements of a strip for two inputs
+        const T* const weights = this->panel(p) + vector / VECTORS * (int64_t)in_features * STRIP;
+        Floats sums[ROWS][COUNT];
+        for (int row = 0; row < ROWS; row++)
+            for (int c = 0; c < COUNT; c++) sums[row][c] = ADDS ? load(to[row] + (vector + c) * LANES) : splat(0);
+        for (int64_t k = first; k < end; k += 2) {
+            if (ahead) {
+                for (int strip = 0; strip < STRIPS; strip++)
+                    for (int i = 0; i < FETCHED; i += 64 / (int)sizeof(T))
+                        __builtin_prefetch(ahead + (int64_t)strip * in_features * STRIP + i, 0, 3);
+                ahead += FETCHED;
+            }
+            const T* at[COUNT];
+            for (int c = 0; c < COUNT; c++) {
+                const int v = vector % VECTORS + c;
+                at[c] = weights + (v / VECTORS * (int64_t)in_features + k) * STRIP + v % VECTORS * LANES * PAIR;
+            }
+            if constexpr (PAIRS) {
+                Ints columns[COUNT];
+                for (int c = 0; c < COUNT; c++) columns[c] = load_ints(at[c]);
+                for (int row = 0; row < ROWS; row++) {
+                    const Ints inputs = splat_input(rows + row * stride + k);
+                    for (int c = 0; c < COUNT; c++) sums[row][c] = add_product(sums[row][c], inputs, columns[c]);
+                }
+            } else {
+                for (int odd = 0; odd < 2; odd++) {
+                    Floats columns[COUNT];
+                    for (int c = 0; c < COUNT; c++) columns[c] = column(at[c], odd);
+                    for (int row = 0; row < ROWS; row++) {
+                        const Floats inputs = splat(rows[row * stride + k + odd]);
+                        for (int c = 0; c < COUNT; c++) sums[row][c] = add_product(sums[row][c], inputs, columns[c]);
+                    }
+                }
+            }
+        }
+        for (int row = 0; row < ROWS; row++)
+            for (int c = 0; c < COUNT; c++) store(to[row] + (vector + c) * LANES, sums[row][c]);
+    }
+
+    // The even or the odd input's weights of those at `from`.
+    static MANTA_INLINE Floats column(const T* from, int odd) {
+        if constexpr (PAIR == 2)
+            return odd ? odd_of(load_ints(from)) : even_of(load_ints(from));
+        else
+            return load(from + odd * STRIP);
+    }
+
+    // Where the registers hold no sums of a whole strip, its vectors pass in turn over a chunk that stays in the
+    // first-level cache, and each of them fetches its share of the next chunk.
+    template <int ROWS>
+    void rows_times_panel(const Input* rows, int64_t stride, int first_row, int p, int64_t ahead) const {
+        constexpr int COUNT = vectors_of<ROWS>();
+        float sums[ROWS][PANEL];
+        for (int vector = 0; vector < PANEL / LANES; vector += std::max(COUNT, VECTORS)) {
+            const T* const strip = this->panel(p) + vector / VECTORS * (int64_t)in_features * STRIP;
+            if constexpr (COUNT >= VECTORS) {
+                const T* const from = ahead ? strip + ahead : nullptr;
+                rows_times_vectors<ROWS, false>(rows, stride, p, vector, 0, in_features, from, sums);
+            } else {
+                for (int k = 0; k < in_features; k += FEW_CHUNK) {
+                    const int end = std::min(k + FEW_CHUNK, in_features);
+                    for (int v = 0; v < VECTORS; v += COUNT) {
+                        const T* const next = strip + (int64_t)end * STRIP + v * (end - k) * LANES;
+                        const auto add = k ? &VectorProduct::template rows_times_vectors<ROWS, true>
+                                           : &VectorProduct::template rows_times_vectors<ROWS, false>;
+                        (this->*add)(rows, stride, p, vector + v, k, end, ahead ? next : nullptr, sums);
+                    }
+                }
+            }
+        }
+        for (int row = 0; row < ROWS; row++)
+            for (int half = 0; half < 2; half++) this->write(first_row + row, 2 * p + half, sums[row] + half * STRIP);
+    }
+
+    void rows_times_panel(int count, const Input* rows, int64_t stride, int first_row, int p, int64_t ahead) const {
+        switch (count) {
+            case 1: return rows_times_panel<1>(rows, stride, first_row, p, ahead);
+            case 2: return rows_times_panel<2>(rows, stride, first_row, p, ahead);
+            case 3: return rows_times_panel<3>(rows, stride, first_row, p, ahead);
+            case 4: return rows_times_panel<4>(rows, stride, first_row, p, ahead);
+            case 5: return rows_times_panel<5>(rows, stride, first_row, p, ahead);
+            case 6: return rows_times_panel<6>(rows, stride, first_row, p, ahead);
+        }
+    }
+
+    void by_rows(Share share) const {
+        const int blocks = (num_rows + FEW_ROWS - 1) / FEW_ROWS;
+        int64_t stride = in_features;
+        const Input* rows = nullptr;
+        while (share.take(1)) {
+            if (!rows) rows = inputs(0, num_rows, stride);
+            for (int b = 0; b < blocks; b++) {
+                const int row = (int64_t)num_rows * b / blocks, end = (int64_t)num_rows * (b + 1) / blocks;
+                // The first block reads on in this panel, the last fetches the next; a hint, also behind the last panel
+                const int64_t ahead = b == 0 ? 64 * STEP : b == blocks - 1 ? panel_size(in_features) : 0;
+                rows_times_panel(end - row, rows + row * stride, stride, row, share.first, ahead);
+            }
+        }
+    }
+
+    // Rows [first, last) as they are multiplied: in place where nothing is to be widened.
+    const Input* inputs(int first, int last, int64_t& stride) const {
+        if constexpr (std::is_same_v<Input, T>) {
+            stride = in_features;
+            return this->input(first);
+        } else {
+            stride = padded_stride();
+            Input* const to = of_thread<Input>((last - first) * stride);
+            copy_rows(first, last, to, stride);
+            return to;
+        }
+    }
+
+    // ---- many rows: arithmetic is the limit
+
+    int64_t padded_stride() const { return in_features + PADDING_BYTES / (int64_t)sizeof(Input); }
+
+    // Blocks of rows pass by every strip; of a strip, a chunk at a time is widened and meets all rows of the block.
+    void by_blocks(Share share, bool owns_rows) const {
+        const int64_t stride = padded_stride();
+        const int64_t fitting = std::max<int64_t>(MIN_BLOCK_ROWS, BLOCK_BYTES_OF_ROWS / (stride * sizeof(Input)));
+        const int blocks = (num_rows + fitting - 1) / fitting;
+        const int most = (num_rows + blocks - 1) / blocks + 1;
+        // Where rows pass once only, a thread's panels need not be the same ones throughout.
+        const bool helps = blocks == 1 && !owns_rows;
+        if (!(helps ? share.take(1) : share.take_own())) return;
+        float* const chunk = of_thread<float>(CHUNK_BYTES / sizeof(float) + most * (STRIP + stride));
+        float* const sums = chunk + CHUNK_BYTES / sizeof(float);
+        Input* const rows = reinterpret_cast<Input*>(sums + most * STRIP);
+        for (int b = 0; b < blocks; b++) {
+            const int row = (int64_t)num_rows * b / blocks, end = (int64_t)num_rows * (b + 1) / blocks;
+            copy_rows(row, end, rows, stride);
+            do {
+                for (int strip = 2 * share.first; strip < 2 * share.last; strip++) {
+                    rows_times_strip(rows, stride, end - row, strip, chunk, sums);
+                    for (int i = row; i < end; i++) this->write(i, strip, sums + (i - row) * STRIP);
+                }
+            } while (helps && share.take(1));
+        }
+    }
+
+    void rows_times_strip(const Input* rows, int64_t stride, int count, int strip, float* chunk, float* sums) const {
+        constexpr int WIDTH = 2 * LANES;  // outputs at a time
+        constexpr int MOST = CHUNK_BYTES / (PAIRS ? STRIP * sizeof(T) : WIDTH * sizeof(float));  // inputs of a chunk
+        const int tiles = (count + TILE_ROWS - 1) / TILE_ROWS;
+        for (int k = 0; k < in_features; k += MOST) {
+            const int steps = std::min(MOST, in_features - k);
+            for (int column = 0; column < STRIP; column += WIDTH) {
+                const T* const from = this->strip(strip) + (int64_t)k * STRIP + column * PAIR;
+                // Of the next chunk as much as these outputs are of the strip
+                const T* const next = this->strip(strip) + (int64_t)(k + steps) * STRIP + column * steps;
+                const Fetch fetch = {(const char*)next, WIDTH * (int64_t)sizeof(T) / tiles};
+                const auto multiply = [&](const Input* weights, Columns at) {
+                    const auto rows_of = k == 0 ? multiply_panels<false, 2, Input, Fetch>
+                                                : multiply_panels<true, 2, Input, Fetch>;
+                    rows_of(rows + k, stride, weights, at, steps, sums + column, STRIP, count, fetch);
+                };
+                if constexpr (PAIRS)
+                    multiply(from, {STRIP, LANES * PAIR});
+                else {
+                    widen(from, steps, chunk);
+                    multiply(chunk, {WIDTH, LANES});
+                }
+            }
+        }
+    }
+
+    // Two vectors of outputs, [steps][2][LANES].
+    static MANTA_INLINE void widen(const T* from, int steps, float* to) {
+        for (int k = 0; k < steps; k += 2, from += 2 * STRIP, to += 4 * LANES) {
+            for (int odd = 0; odd < 2; odd++)
+                for (int v = 0; v < 2; v++) store(to + (2 * odd + v) * LANES, column(from + v * LANES * PAIR, odd));
+        }
+    }
+
+    void copy_rows(int first, int last, Input* to, int64_t stride) const {
+        for (int row = first; row < last; row++, to += stride) {
+            const T* const from = this->input(row);
+            if constexpr (std::is_same_v<Input, T>)
+                memcpy(to, from, in_features * sizeof(T));
+            else
+                for (int k = 0; k < in_features; k += LANES) store(to + k, load(from + k));
+        }
+    }
+};
