@@ -36,6 +36,7 @@ def in_form(name: str) -> Iterator[None]:
         if name == TORCH:
             patch.setenv("MANTA_NO_KERNELS", "1")
         else:
+            patch.delenv("MANTA_NO_KERNELS", raising=False)
             patch.setenv(processor.VARIABLE, name)
         forget_libraries()
         try:
