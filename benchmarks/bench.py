@@ -19,9 +19,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+import msgspec
+
 from benchmarks.checkpoints import benchmark_checkpoint
 from benchmarks.http_load import LoadResult, run_load
-from benchmarks.processes import BenchmarkError, Child, EngineProcess, ServerProcess, Setup, free_port
+from benchmarks.processes import PEER, BenchmarkError, Child, EngineProcess, ServerProcess, Setup, free_port
 from benchmarks.report import Result, combine, header, machine, table_line
 from benchmarks.workloads import WORKLOADS, PromptSource, Row, alternate, run_workload
 
@@ -89,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
         choices=["vllm", "manta"],
         help="measure the peer too, both alive and taking turns of about 2 s; manta is a second Manta: ratios near 1",
     )
+    parser.add_argument("--peer-checkout", metavar="PATH", help="code of the second Manta, another commit's checkout")
     parser.add_argument(
         "--pairs", type=int, metavar="N", help=f"turns of each engine with --compare or in http32 (default: {PAIRS})"
     )
@@ -122,7 +125,12 @@ class Bench:
         self.setup = Setup(kv_cache_bytes=options.kv_gib << 30)
         self.notes: list[str] = []
         if options.compare:
-            self.names.append(options.compare)
+            self.names.append(PEER if options.compare == "manta" else options.compare)
+        if options.peer_checkout:
+            if options.compare != "manta":
+                raise ValueError("--peer-checkout is the second Manta's; add --compare manta")
+            checkout = str(pathlib.Path(options.peer_checkout).expanduser().resolve())
+            self.setup = msgspec.structs.replace(self.setup, peer_checkout=checkout)
         if options.compare == "vllm":
             self.setup = _vllm_setup(options, self.notes)
         self.streams = [

@@ -8,7 +8,9 @@ import argparse
 import json
 import os
 import sys
+import threading
 import time
+import typing
 
 
 class StepLog:
@@ -99,7 +101,48 @@ class VllmEngine:
         return self.kv_cache_bytes
 
 
-ENGINES = {"manta": MantaEngine, "vllm": VllmEngine}
+class LlamaCppEngine:
+    """llama.cpp by the package xllamacpp, on a GGUF file; greedy, every request a thread of this process."""
+
+    def __init__(self, options):
+        import xllamacpp
+
+        params = xllamacpp.CommonParams()
+        params.model.path = options["model"]
+        params.n_parallel = options["max_num_sequences"]
+        params.n_ctx = max(512, options["max_num_sequences"] * 320)
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = len(os.sched_getaffinity(0))
+        params.warmup = True
+        self.server = xllamacpp.Server(params)
+        self.steps = StepLog()
+
+    def generate(self, prompts, sampling):
+        outputs = [None] * len(prompts)
+        common = {"n_predict": sampling["max_tokens"], "ignore_eos": True, "temperature": 0, "cache_prompt": False}
+
+        def run(index):
+            answer = self.server.handle_completions({"prompt": prompts[index], **common})
+            answer = json.loads(answer) if isinstance(answer, (str, bytes)) else answer
+            outputs[index] = Choices([Choice([0] * answer["timings"]["predicted_n"])])
+
+        threads = [threading.Thread(target=run, args=(index,)) for index in range(len(prompts))]
+        started = self.steps.restart()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return time.perf_counter() - started, outputs
+
+
+class Choice(typing.NamedTuple):
+    token_ids: list
+
+
+class Choices(typing.NamedTuple):
+    outputs: list
+
+
+ENGINES = {"manta": MantaEngine, "vllm": VllmEngine, "llamacpp": LlamaCppEngine}
 
 
 def resident_bytes(address, size):

@@ -23,6 +23,9 @@ from typing import Any, NamedTuple
 import msgspec
 import psutil
 
+ROOT = pathlib.Path(__file__).parents[1]
+PEER = "peer"
+"""The second Manta of a comparison."""
 MAX_MODEL_LEN = 4096
 START_TIMEOUT_S = 600.0
 
@@ -35,9 +38,16 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """What all engines of one sitting share, and where the peer is."""
 
     kv_cache_bytes: int
+    environment: dict[str, str] = {}
+    """Of Manta."""
     vllm_python: str | None = None
     vllm_preload: tuple[str, ...] = ()
     vllm_environment: dict[str, str] = {}
+    peer_checkout: str | None = None
+    """Where the second Manta's code is; None for this one's."""
+    peer_environment: dict[str, str] = {}
+    """Of the second Manta."""
+    llamacpp_python: str | None = None
 
 
 class Timing(NamedTuple):
@@ -193,10 +203,10 @@ class EngineProcess(Child):
             "kv_cache_bytes": setup.kv_cache_bytes,
             "max_num_sequences": max_num_sequences,
         }
-        script = pathlib.Path(__file__).with_name("engine_child.py")
-        super().__init__(
-            [python_of(engine, setup), str(script), engine, json.dumps(options)], environment_of(engine, setup)
-        )
+        root = pathlib.Path(setup.peer_checkout or ROOT) if engine == PEER else ROOT
+        name = "manta" if engine == PEER else engine
+        command = [python_of(engine, setup), str(root / "benchmarks" / "engine_child.py"), name, json.dumps(options)]
+        super().__init__(command, environment_of(engine, setup))
         try:
             self._read()
         except BaseException:
@@ -240,7 +250,7 @@ class ServerProcess(Child):
 
     def __init__(self, engine: str, model: str, setup: Setup, port: int) -> None:
         self.engine, self.port, self.model_name = engine, port, "bench"
-        command = {"manta": _manta_server, "vllm": _vllm_server}[engine](model, setup, port)
+        command = (_vllm_server if engine == "vllm" else _manta_server)(model, setup, port)
         super().__init__(command, environment_of(engine, setup))
         try:
             self._wait_until_healthy()
@@ -250,7 +260,7 @@ class ServerProcess(Child):
         self.start_seconds = time.perf_counter() - self.started
         # Ray uses a tenth of a core for nothing, which would slow the other in its turn: always paused between turns.
         # Its daemons wake together and a pause of a few seconds misses one health check at most, of five that count.
-        self.spins = engine == "manta"
+        self.spins = engine != "vllm"
 
     def _wait_until_healthy(self) -> None:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -268,14 +278,17 @@ class ServerProcess(Child):
 
 
 def python_of(engine: str, setup: Setup) -> str:
-    return sys.executable if engine == "manta" else str(setup.vllm_python)
+    return {"vllm": str(setup.vllm_python), "llamacpp": str(setup.llamacpp_python)}.get(engine, sys.executable)
 
 
 def environment_of(engine: str, setup: Setup) -> dict[str, str]:
     """What the child's environment adds. vLLM's default binding leaves a core idle, so it is told to take them all."""
     common = {"HF_HUB_OFFLINE": "1"}
-    if engine == "manta":
-        return common | {"RAY_USAGE_STATS_ENABLED": "0"}
+    if engine in ("manta", PEER):
+        own = setup.peer_environment if engine == PEER else setup.environment
+        return common | {"RAY_USAGE_STATS_ENABLED": "0"} | own
+    if engine == "llamacpp":
+        return common
     cores = sorted(os.sched_getaffinity(0))
     # Compiled code that the peer's set-up left beside its environment saves a minute at each start.
     home = pathlib.Path(str(setup.vllm_python)).parents[2]

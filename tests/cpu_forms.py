@@ -12,12 +12,15 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests import emulated
 from workers.kernels import build, cpu, cpu_decoder, cpu_linear, cpu_sampler, processor
 
 COMPILED = [form.name for form in processor.lower_forms(processor.best_form())]
 TORCH = "torch"
 """No compiler: torch alone."""
 FORMS = [*COMPILED, TORCH]
+EMULATED = [pytest.param(name, marks=pytest.mark.prove) for name in emulated.FORMS if name not in COMPILED]
+"""Of another processor: kernels only, no decoder in one call and no sampler."""
 
 
 def forget_libraries() -> None:
@@ -30,6 +33,16 @@ def forget_libraries() -> None:
 @contextlib.contextmanager
 def in_form(name: str) -> Iterator[None]:
     """This process's kernels are of the form `name`; skips where there is no compiler for it."""
+    if name in emulated.FORMS and name not in COMPILED:
+        with emulated.emulated(name) as library, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(build, "load_library", lambda: library)
+            forget_libraries()
+            try:
+                yield
+            finally:
+                patch.undo()
+                forget_libraries()
+        return
     if name != TORCH and build.find_compiler() is None:
         pytest.skip("no C++ compiler")
     with pytest.MonkeyPatch.context() as patch:

@@ -17,7 +17,7 @@ import torch
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from tests.cpu_forms import COMPILED, TORCH, in_form
+from tests.cpu_forms import COMPILED, EMULATED, TORCH, in_form
 from workers.attention import AttentionMetadata, allocate_kv, copy_blocks
 from workers.kernels import build, cpu, processor, reference
 
@@ -27,9 +27,9 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 
 
-@pytest.fixture(scope="module", params=COMPILED)
+@pytest.fixture(scope="module", params=[*COMPILED, *EMULATED])
 def kernels(request):
-    """The module `cpu` over each form of the C++ that this processor can run."""
+    """The module `cpu` over each form of the C++ that this processor can run or emulate."""
     with in_form(request.param):
         yield cpu
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.cpu_forms import COMPILED, FORMS, TORCH, in_form
+from tests.cpu_forms import COMPILED, EMULATED, FORMS, TORCH, in_form
 from workers import layers
 from workers.kernels import build, cpu_linear, processor
 from workers.layers import make_cpu_gated_linear, make_cpu_linear
@@ -23,7 +23,7 @@ ROWS = (0, 1, 2, 3, 5, 6, 7, 12, 13, 16, 17, 31, 32, 33, 48, 97, 140, 512, 600)
 """One row, blocks of few, whole and partial tiles, more rows than a block has, and enough to be shared out."""
 
 
-@pytest.fixture(scope="module", params=FORMS)
+@pytest.fixture(scope="module", params=[*FORMS, *EMULATED])
 def form(request: pytest.FixtureRequest) -> Iterator[str]:
     with in_form(request.param):
         yield request.param
@@ -66,11 +66,12 @@ def test_products_of_any_number_of_rows(
         assert_rounded(y, expected[:num_rows], in_features)
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", [*COMPILED, *EMULATED])
 @DTYPES
 def test_random_shapes(name: str, dtype: torch.dtype) -> None:
     """Widths that are no multiple of a vector, inputs that are none of a pair, gates, biases."""
 
+    @hypothesis.settings(max_examples=hypothesis.settings().max_examples if name in COMPILED else 30)
     @hypothesis.given(
         out_features=st.integers(1, 300),
         in_features=st.integers(1, 700),

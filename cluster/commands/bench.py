@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from cluster.commands import Refusal
 
-SUITES = ("structured", "faults", "prefix-attention", "speculative")
+SUITES = ("structured", "faults", "forms", "prefix-attention", "speculative")
 
 
 def run_bench(arguments: Sequence[str]) -> int:
