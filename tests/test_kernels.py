@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import itertools
 import math
@@ -17,9 +18,9 @@ import torch
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from tests.cpu_forms import COMPILED, EMULATED, TORCH, in_form
+from tests.cpu_forms import COMPILED, EMULATED, TORCH, forget_libraries, in_form
 from workers.attention import AttentionMetadata, allocate_kv, copy_blocks
-from workers.kernels import build, cpu, processor, reference
+from workers.kernels import build, cpu, cpu_linear, processor, reference
 
 pytestmark = pytest.mark.usefixtures("cheap_groups")
 
@@ -402,3 +403,79 @@ def test_the_kernels_share_the_openmp_runtime_of_torch():
         pytest.skip("no /proc")
     runtimes = {line.split()[-1] for line in maps.read_text().splitlines() if "libgomp" in line or "libomp" in line}
     assert len(runtimes) == 1, runtimes
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+def test_threads_of_our_own_serve_where_the_compiler_has_no_openmp(tmp_path, monkeypatch):
+    """The same bits with one thread and many, from several callers at once."""
+    monkeypatch.setattr(build, "OPENMP", (build.OPENMP[1], build.OPENMP[1]))
+    monkeypatch.setenv("MANTA_CACHE", str(tmp_path))
+    with in_form(processor.best_form().name):
+        library = build.load_library()
+        linear = cpu_linear.pack(torch.randn(500, 320), None)
+        x = torch.randn(700, 320)
+        library.manta_set_num_threads(1)
+        expected = linear(x)
+        for num_threads in (2, 5):
+            library.manta_set_num_threads(num_threads)
+            with concurrent.futures.ThreadPoolExecutor(3) as pool:
+                for result in pool.map(linear, [x] * 60):
+                    assert torch.equal(result, expected)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+def test_a_compiler_older_than_the_processor_builds_a_lower_form(tmp_path, monkeypatch):
+    compiler = tmp_path / "old-g++"
+    compiler.write_text(
+        '#!/bin/sh\ncase "$*" in *avx512*) echo "unrecognized option" >&2; exit 1;; esac\nexec g++ "$@"\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("MANTA_CACHE", str(tmp_path))
+    monkeypatch.delenv(processor.VARIABLE, raising=False)
+    forget_libraries()
+    try:
+        low = [form for form in processor.lower_forms(processor.best_form()) if "-mavx512f" not in form.flags]
+        assert build.form_in_use() == low[0].name
+    finally:
+        monkeypatch.undo()
+        forget_libraries()
+
+
+def test_a_form_that_the_processor_cannot_run_is_refused(monkeypatch):
+    monkeypatch.setattr(processor, "capabilities", lambda: frozenset({"avx2", "fma3"}))
+    monkeypatch.setattr(processor.platform, "machine", lambda: "x86_64")
+    assert [form.name for form in processor.lower_forms(processor.best_form())] == ["avx2", "plain"]
+    monkeypatch.setenv(processor.VARIABLE, "amx")
+    with pytest.raises(ValueError, match=r"MANTA_CPU_FORM=amx .* one of avx2, plain"):
+        processor.form()
+
+
+@pytest.mark.parametrize(
+    ("machine", "capabilities", "expected"),
+    [
+        ("x86_64", {"sse2"}, "plain"),
+        ("x86_64", {"avx2", "fma3", "avx512_f"}, "avx2"),
+        ("x86_64", processor.FORMS[2].needs, "avx512"),
+        ("x86_64", processor.FORMS[1].needs, "avx512_bf16"),
+        ("x86_64", processor.FORMS[0].needs, "amx"),
+        ("AMD64", {"avx2", "fma3"}, "avx2"),
+        ("aarch64", {"neon"}, "neon"),
+        ("arm64", {"neon", "bf16", "dot"}, "neon_bf16"),
+        ("riscv64", set(), "plain"),
+    ],
+)
+def test_the_form_follows_what_the_processor_can_do(machine, capabilities, expected, monkeypatch):
+    monkeypatch.setattr(processor, "capabilities", lambda: frozenset(capabilities))
+    monkeypatch.setattr(processor.platform, "machine", lambda: machine)
+    assert processor.best_form().name == expected
+
+
+@pytest.mark.parametrize(("answers", "expected"), [((True,) * 4, "amx"), ((True, False, False, False), "avx2")])
+def test_capabilities_are_known_to_older_torch_too(answers, expected, monkeypatch):
+    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
+    names = ("_is_avx2_supported", "_is_avx512_supported", "_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    for name, answer in zip(names, answers, strict=True):
+        monkeypatch.setattr(torch.cpu, name, lambda answer=answer: answer, raising=False)
+    monkeypatch.setattr(processor.platform, "machine", lambda: "x86_64")
+    assert processor.best_form().name == expected
