@@ -69,7 +69,8 @@ def main() -> None:
 
         backends = Backends(setup.vocabulary)
         backends.warm_up()
-        write_frame(stream, b"ready")
+        if setup.forks:
+            write_frame(stream, b"ready")
     if not setup.forks:
         _serve(control, backends, setup.limits)
         return

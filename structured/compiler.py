@@ -92,7 +92,8 @@ class _Source:
                 write_frame(stream, self._setup)
                 if not _comes_within(ours, START_SECONDS):
                     raise TimeoutError(f"the grammar compiler did not start within {START_SECONDS:g} s")
-                if read_frame(stream) is None:
+                # What is not forked says `Started` at once: that is `_Process`'s to read, and this stream reads ahead.
+                if self._forks and read_frame(stream) is None:
                     raise ConnectionError("the grammar compiler ended while it started")
         except OSError:
             _end(process, ours)

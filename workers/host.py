@@ -30,13 +30,13 @@ def num_cores() -> int:
     else:
         cores = _performance_cores() or os.cpu_count() or 1
     quotas = [quota for group in _groups("cpu") if (quota := _quota(group)) is not None]
-    return max(1, min(cores, *map(int, quotas)) if quotas else cores)
+    return max(1, min([cores, *map(int, quotas)]))
 
 
 def free_memory() -> int:
     """Bytes that this process may still take without swapping, or being killed by its container's limit."""
     left = [rest for group in _groups("memory") if (rest := _memory_left(group)) is not None]
-    return max(0, min(psutil.virtual_memory().available, *left) if left else psutil.virtual_memory().available)
+    return max(0, min([psutil.virtual_memory().available, *left]))
 
 
 def _performance_cores() -> int | None:

@@ -1,6 +1,6 @@
-"""On `PYTHONPATH`, it makes a process and those that it starts believe that this is no Linux: macOS has still less of it.
+"""On `PYTHONPATH`, it takes from a process, and from those that it starts, what only Linux has.
 
-Python imports it before anything else. `tests/test_other_systems.py` then does real work.
+Python imports it before anything else. `tests/test_other_systems.py` does real work then.
 """
 
 from __future__ import annotations
