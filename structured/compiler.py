@@ -37,8 +37,6 @@ steps keep every core busy it would run into its budget without having run.
 """
 START_SECONDS = 120.0
 """Within which a compile process must have loaded its backends, on a machine with no time for it."""
-
-
 MEMORY_LOOK_SECONDS = 0.05
 """How often a process is weighed whose memory the system does not limit."""
 
