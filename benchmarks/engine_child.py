@@ -5,6 +5,7 @@ only the standard library and the engine. `benchmarks/processes.py` starts it an
 """
 
 import argparse
+import ctypes
 import json
 import os
 import sys
@@ -111,7 +112,7 @@ class LlamaCppEngine:
         params.model.path = options["model"]
         params.n_parallel = options["max_num_sequences"]
         params.n_ctx = max(512, options["max_num_sequences"] * 320)
-        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = len(os.sched_getaffinity(0))
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = os.cpu_count()
         params.warmup = True
         self.server = xllamacpp.Server(params)
         self.steps = StepLog()
@@ -146,16 +147,15 @@ ENGINES = {"manta": MantaEngine, "vllm": VllmEngine, "llamacpp": LlamaCppEngine}
 
 
 def resident_bytes(address, size):
-    """Bytes of `[address, address + size)` of this process that are backed by memory, from /proc/self/pagemap."""
+    """Bytes of `[address, address + size)` of this process that are backed by memory, as mincore(2) tells."""
     page = os.sysconf("SC_PAGE_SIZE")
     first, last = address // page, -(-(address + size) // page)
-    present = 0
-    with open("/proc/self/pagemap", "rb") as pagemap:
-        pagemap.seek(first * 8)
-        entries = pagemap.read((last - first) * 8)
-    for index in range(7, len(entries), 8):
-        present += entries[index] >> 7  # bit 63: the page is in memory
-    return present * page
+    present = (ctypes.c_ubyte * (last - first))()
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+    if library.mincore(first * page, (last - first) * page, present) != 0:
+        raise OSError(ctypes.get_errno(), "mincore")
+    return sum(each & 1 for each in present) * page
 
 
 def serve(engine, channel):

@@ -108,13 +108,14 @@ class Child:
             return []
 
     def pss_bytes(self) -> int:
-        """Proportional set size of the whole tree: pages shared by k processes count as 1/k in each."""
+        """Proportional set size of the whole tree: pages shared by k processes count as 1/k in each; where the system
+        does not tell, pages that are a process's alone.
+        """
         total = 0
         for process in self.processes():
-            with contextlib.suppress(OSError):
-                for line in pathlib.Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines():
-                    if line.startswith("Pss:"):
-                        total += int(line.split()[1]) * 1024
+            with contextlib.suppress(psutil.Error):
+                memory = process.memory_full_info()
+                total += getattr(memory, "pss", memory.uss)
         return total
 
     def cpu_seconds(self) -> float:
@@ -289,7 +290,7 @@ def environment_of(engine: str, setup: Setup) -> dict[str, str]:
         return common | {"RAY_USAGE_STATS_ENABLED": "0"} | own
     if engine == "llamacpp":
         return common
-    cores = sorted(os.sched_getaffinity(0))
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     # Compiled code that the peer's set-up left beside its environment saves a minute at each start.
     home = pathlib.Path(str(setup.vllm_python)).parents[2]
     caches = {"VLLM_CACHE_ROOT": home / "vllm-cache", "TORCHINDUCTOR_CACHE_DIR": home / "inductor-cache"}

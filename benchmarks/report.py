@@ -5,6 +5,7 @@ With a peer, a ratio says how many times better Manta is: above 1 it is faster o
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import pathlib
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from benchmarks.workloads import Row
+from workers.host import num_cores
 
 HIGHER_IS_BETTER = {"tok/s": True, "x": True, "s": False, "ms": False, "GiB": False}
 """By unit; figures in other units, as the load generator's cores, are told and not compared."""
@@ -166,7 +168,7 @@ def _figure(value: float, unit: str) -> str:
 def machine() -> str:
     """One line on where and when this was measured."""
     model = platform.processor() or platform.machine()
-    with open("/proc/cpuinfo") as file:
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:  # where there is one, it knows more
         for line in file:
             if line.startswith("model name"):
                 model = line.split(":", 1)[1].strip()
@@ -176,7 +178,7 @@ def machine() -> str:
         ["git", "-C", root, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     )
     return (
-        f"{datetime.datetime.now():%Y-%m-%d %H:%M}, {model}, {len(os.sched_getaffinity(0))} cores, "
+        f"{datetime.datetime.now():%Y-%m-%d %H:%M}, {model}, {num_cores()} cores, "
         f"{psutil.virtual_memory().total / 2**30:.0f} GiB, load {os.getloadavg()[0]:.1f}, "
         f"Manta {commit.stdout.strip() or 'outside git'}"
     )

@@ -42,8 +42,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     block_size: Literal[8, 16, 32, 64, 128] = 16
     """Tokens a KV block."""
     kv_cache_bytes: Bytes | None = None
-    """Memory of the KV cache; None takes `kv_cache_fraction` of what is free after loading."""
-    kv_cache_fraction: Annotated[float, Meta(gt=0, le=0.95)] = 0.4
+    """Memory of the KV cache, which fills up with what may be asked again; None leaves it to `kv_cache_fraction`."""
+    kv_cache_fraction: Annotated[float, Meta(gt=0, le=0.95)] | None = None
+    """Share of the memory free after loading that the KV cache takes. None takes 4 times the weights, or room for 512
+    tokens of each of `max_num_sequences`, whichever is more; but at most room for all of them at full length 4 times
+    over, and at most 40% of what is free. Exactly: `workers/memory.py`.
+    """
     max_num_batched_tokens: Annotated[int, Meta(ge=1, le=1_048_576)] = 2048
     """Token budget of one step, prefill and decode together."""
     max_num_sequences: Annotated[int, Meta(ge=1, le=4096)] = 256

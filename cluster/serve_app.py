@@ -20,6 +20,7 @@ from cluster import own_ray
 from cluster.config import DEMO_MODEL, ServeConfig
 from cluster.engine_deployment import engine_deployment
 from cluster.ingress import ingress_deployment
+from workers.host import num_cores
 from workers.model_info import ModelInfo
 
 APP_NAME = "manta"
@@ -36,7 +37,7 @@ def application(config: ServeConfig, listens: bool = False) -> serve.Application
     config = msgspec.structs.replace(
         config, engine=engine, served_model_name=config.served_model_name or pathlib.PurePath(config.engine.model).name
     )
-    num_threads = engine.num_threads or len(os.sched_getaffinity(0))
+    num_threads = engine.num_threads or num_cores()
     engines = engine_deployment(engine, config.num_engine_replicas, num_threads).bind(engine)
     return ingress_deployment(config, listens).bind(config, engines)
 

@@ -3,11 +3,13 @@
 `python -m structured.compile_process` loads the backends once and forks these processes: what replaces a killed one
 need not load them anew, amid everybody's steps. `structured/compiler.py` starts it and sends a `Setup` over the socket
 that is its standard input, then a socket of its own for each process to fork. Those speak in length-prefixed msgpack
-frames: first their process id, then specifications in and `Answer`s out. All end when the parent does.
+frames: first `Started`, then specifications in and `Answer`s out. All end when the parent does. Where a system cannot
+fork well, each is started by itself and speaks over its standard input.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import resource
@@ -36,6 +38,14 @@ GRACE_SECONDS = 5
 class Setup(msgspec.Struct, array_like=True):
     vocabulary: Vocabulary
     limits: ConstraintLimits
+    forks: bool
+    """False makes a process that compiles itself."""
+
+
+class Started(msgspec.Struct, array_like=True):
+    pid: int
+    limits_memory: bool
+    """Whether the system does; else whoever asks has to watch it."""
 
 
 class Answer(msgspec.Struct, array_like=True):
@@ -59,7 +69,11 @@ def main() -> None:
 
         backends = Backends(setup.vocabulary)
         backends.warm_up()
-        write_frame(stream, b"ready")
+        if setup.forks:
+            write_frame(stream, b"ready")
+    if not setup.forks:
+        _serve(control, backends, setup.limits)
+        return
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries the dead
     while True:
         _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
@@ -75,9 +89,9 @@ def main() -> None:
 def _serve(connection: socket.socket, backends: Backends, limits: ConstraintLimits) -> None:
     os.nice(NICENESS - LOADING_NICENESS)
     _lower_priority()
-    _limit_memory(limits.compile_memory_bytes)
+    started = Started(os.getpid(), _limit_memory(limits.compile_memory_bytes))
     stream = connection.makefile("rwb")
-    write_frame(stream, msgspec.msgpack.encode(os.getpid()))
+    write_frame(stream, msgspec.msgpack.encode(started))
     decoder = msgspec.msgpack.Decoder(ConstraintSpec)
     while (frame := read_frame(stream)) is not None:
         signal.alarm(math.ceil(limits.compile_seconds) + GRACE_SECONDS)
@@ -93,23 +107,30 @@ def _compile(backends: Backends, spec: ConstraintSpec, limits: ConstraintLimits)
     except ConstraintError as error:
         return Answer(error=str(error))
     except MemoryError:
-        return Answer(error=f"{spec.kind}: compiling needs more than {limits.compile_memory_bytes} bytes; simplify it")
+        return needs_too_much_memory(spec, limits)
     except Exception as error:  # a backend may raise anything at a strange input; it is the input that is refused
         return Answer(error=f"{spec.kind}: {type(error).__name__}: {error}")
 
 
+def needs_too_much_memory(spec: ConstraintSpec, limits: ConstraintLimits) -> Answer:
+    return Answer(error=f"{spec.kind}: compiling needs more than {limits.compile_memory_bytes} bytes; simplify it")
+
+
 def _lower_priority() -> None:
     """Only what nobody else wants: a step never waits for a compilation."""
-    try:
+    with contextlib.suppress(AttributeError, OSError):  # not Linux, or not allowed to: it is nice, and stays that
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    except (AttributeError, OSError):
-        os.nice(19)
 
 
-def _limit_memory(num_bytes: int) -> None:
-    with open("/proc/self/statm") as file:
-        size = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (size + num_bytes, size + num_bytes))
+def _limit_memory(num_bytes: int) -> bool:
+    """Whether the system keeps to it: macOS has neither this file nor a limit that it enforces."""
+    try:
+        with open("/proc/self/statm") as file:
+            size = int(file.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (size + num_bytes, size + num_bytes))
+    except (AttributeError, OSError, ValueError):
+        return False
+    return True
 
 
 if __name__ == "__main__":

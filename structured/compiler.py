@@ -21,7 +21,7 @@ from concurrent.futures import Future
 
 import msgspec
 
-from structured.compile_process import Answer, Setup
+from structured.compile_process import Answer, Setup, Started, needs_too_much_memory
 from structured.constraint import ConstraintError, ConstraintLimits, ConstraintSpec, Resolved, check_size
 from structured.frames import read_frame, write_frame
 from structured.vocabulary import Vocabulary
@@ -37,30 +37,46 @@ steps keep every core busy it would run into its budget without having run.
 """
 START_SECONDS = 120.0
 """Within which a compile process must have loaded its backends, on a machine with no time for it."""
+MEMORY_LOOK_SECONDS = 0.05
+"""How often a process is weighed whose memory the system does not limit."""
 
 
-class _ForkServer:
-    """Where compile processes come from; started when first needed, and again where it died. Any thread may ask."""
+def _forks_well() -> bool:
+    """macOS forks, but its libraries may not be used behind that."""
+    return sys.platform != "darwin" and hasattr(os, "fork") and hasattr(socket, "send_fds")
+
+
+class _Source:
+    """Where compile processes come from: a process that forks them, started when first needed and again where it died,
+    or, where forking does no good, each by itself. Any thread may ask.
+    """
 
     def __init__(self, vocabulary: Vocabulary, limits: ConstraintLimits) -> None:
-        self._setup = Setup(vocabulary, limits)
+        self._forks = _forks_well()
+        self._setup = msgspec.msgpack.encode(Setup(vocabulary, limits, self._forks))
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None
+        self._server: tuple[subprocess.Popen[bytes], socket.socket] | None = None
+        self._started: list[subprocess.Popen[bytes]] = []
+        """Processes that were not forked."""
 
-    def fork(self) -> socket.socket:
+    def connect(self) -> socket.socket:
         """Connects with a new process. Raises `OSError` where none comes."""
+        if not self._forks:
+            process, ours = self._start()
+            with self._lock:  # asking buries those that have ended
+                self._started = [each for each in self._started if each.poll() is None] + [process]
+            return ours
         ours, theirs = socket.socketpair()
         with theirs, self._lock:
-            if self._process is None or self._process.poll() is not None:
-                self._start()
-            assert self._control is not None
-            socket.send_fds(self._control, [b"f"], [theirs.fileno()])
+            if self._server is None or self._server[0].poll() is not None:
+                self._end_server()
+                self._server = self._start()
+            socket.send_fds(self._server[1], [b"f"], [theirs.fileno()])
         return ours
 
-    def _start(self) -> None:
-        self._end()
-        self._control, theirs = socket.socketpair()
+    def _start(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
+        """A process that has loaded the backends."""
+        ours, theirs = socket.socketpair()
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
@@ -68,46 +84,56 @@ class _ForkServer:
         }
         command = [sys.executable, "-m", "structured.compile_process"]
         with theirs:
-            self._process = subprocess.Popen(command, stdin=theirs.fileno(), env=environment)
-        with self._control.makefile("rwb") as stream:
-            write_frame(stream, msgspec.msgpack.encode(self._setup))
-            if not _comes_within(self._control, START_SECONDS):
-                self._end()
-                raise TimeoutError(f"the grammar compiler did not start within {START_SECONDS:g} s")
-            if read_frame(stream) is None:
-                raise ConnectionError("the grammar compiler ended while it started")
+            process = subprocess.Popen(command, stdin=theirs.fileno(), env=environment)
+        try:
+            with ours.makefile("rwb") as stream:
+                write_frame(stream, self._setup)
+                if not _comes_within(ours, START_SECONDS):
+                    raise TimeoutError(f"the grammar compiler did not start within {START_SECONDS:g} s")
+                # What is not forked says `Started` at once: that is `_Process`'s to read, and this stream reads ahead.
+                if self._forks and read_frame(stream) is None:
+                    raise ConnectionError("the grammar compiler ended while it started")
+        except OSError:
+            _end(process, ours)
+            raise
+        return process, ours
 
-    def _end(self) -> None:
-        if self._control is not None:
-            self._control.close()
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+    def _end_server(self) -> None:
+        if self._server is not None:
+            _end(*self._server)
+            self._server = None
 
     def close(self) -> None:
-        """Processes that it has forked go on."""
+        """The processes that came from it go on."""
         with self._lock:
-            self._end()
+            self._end_server()
+            self._started = [each for each in self._started if each.poll() is None]
+
+
+def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
+    connection.close()
+    process.kill()
+    process.wait()
 
 
 class _Process:
     """One compile process; used by one thread. Raises `OSError` where it does not start."""
 
-    def __init__(self, server: _ForkServer, limits: ConstraintLimits) -> None:
+    def __init__(self, source: _Source, limits: ConstraintLimits) -> None:
         self._limits = limits
-        self._connection = server.fork()
+        self._connection = source.connect()
         self._stream = self._connection.makefile("rwb")
         self._decoder = msgspec.msgpack.Decoder(Answer)
         first = read_frame(self._stream)
         if first is None:
             raise ConnectionError("the grammar compiler ended while it started")
-        self.pid = msgspec.msgpack.decode(first, type=int)
-        # It is the server's child, not ours: by the time that it is to be killed its id may be another's.
-        self._handle = os.pidfd_open(self.pid)
+        started = msgspec.msgpack.decode(first, type=Started)
+        self.pid = started.pid
+        self._scale = None if started.limits_memory else _Scale(started.pid)
         self._is_open = True
 
     def compile(self, spec: ConstraintSpec) -> Answer:
-        """Kills the process where the budget is over; then and where it dies the answer is an error."""
+        """Kills the process where a budget is over; then and where it dies the answer is an error."""
         try:
             return self._ask(msgspec.msgpack.encode(spec), self._limits.compile_seconds)
         except TimeoutError:
@@ -115,44 +141,95 @@ class _Process:
             error = f"{spec.kind}: compiling took longer than {seconds:g} s; simplify the constraint"
         except (EOFError, OSError):
             error = f"{spec.kind}: compiling it ended the compiler; simplify the constraint"
+        except MemoryError:
+            self.kill()
+            return needs_too_much_memory(spec, self._limits)
         self.kill()
         return Answer(error=error)
 
     def _ask(self, frame: bytes, seconds: float) -> Answer:
-        """Raises `TimeoutError` where no answer came in time, `EOFError` or `OSError` where the process is gone."""
+        """Raises `TimeoutError` where no answer came in time, `MemoryError` where the process has grown too much,
+        `EOFError` or `OSError` where it is gone.
+        """
         write_frame(self._stream, frame)
-        if not _comes_within(self._connection, min(IDLE_SECONDS, seconds)):
-            self._set_policy(os.SCHED_OTHER)
-            if not _comes_within(self._connection, max(0.0, seconds - IDLE_SECONDS)):
+        if not self._answers_within(min(IDLE_SECONDS, seconds)):
+            self._set_policy("SCHED_OTHER")
+            if not self._answers_within(max(0.0, seconds - IDLE_SECONDS)):
                 raise TimeoutError
-            self._set_policy(os.SCHED_IDLE)
+            self._set_policy("SCHED_IDLE")
         answer = read_frame(self._stream)
         if answer is None:
             raise EOFError
         return self._decoder.decode(answer)
 
-    def _set_policy(self, policy: int) -> None:
+    def _answers_within(self, seconds: float) -> bool:
+        if self._scale is None:
+            return _comes_within(self._connection, seconds)
+        deadline = time.monotonic() + seconds
+        while not _comes_within(self._connection, min(MEMORY_LOOK_SECONDS, max(0.0, deadline - time.monotonic()))):
+            if self._scale.growth() > self._limits.compile_memory_bytes:
+                raise MemoryError
+            if time.monotonic() >= deadline:
+                return False
+        return True
+
+    def _set_policy(self, name: str) -> None:
         """Beside idle priority the process is nice, and takes a thirtieth of a busy core at most."""
-        with contextlib.suppress(OSError):  # gone, or not allowed to: then it stays as it is
-            os.sched_setscheduler(self.pid, policy, os.sched_param(0))
+        with contextlib.suppress(AttributeError, OSError):  # not Linux, gone, or not allowed to: it stays as it is
+            os.sched_setscheduler(self.pid, getattr(os, name), os.sched_param(0))
 
     @property
     def is_alive(self) -> bool:
-        return self._is_open and not _comes_within(self._handle, 0.0)
+        """Between two answers nothing can be read from it but its end."""
+        return self._is_open and not _comes_within(self._connection, 0.0)
 
     def kill(self) -> None:
         if not self._is_open:
             return
+        # Who is forked is the server's child: once it is dead its id may be another's. While it holds its end of the
+        # connection it lives.
+        if not self._has_ended():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
         self._is_open = False
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._handle, signal.SIGKILL)
-        os.close(self._handle)
         with contextlib.suppress(OSError):  # what was not sent goes nowhere
             self._stream.close()
         self._connection.close()
 
+    def _has_ended(self) -> bool:
+        """Also behind an answer that came too late."""
+        self._connection.setblocking(False)
+        try:
+            while self._connection.recv(4096):
+                pass
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass
+        return True
 
-def _comes_within(source: socket.socket | int, seconds: float) -> bool:
+
+class _Scale:
+    """Weighs a process from outside."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._first = self._resident()
+
+    def growth(self) -> int:
+        """Bytes since this was made; nothing where it is gone."""
+        return self._resident() - self._first
+
+    def _resident(self) -> int:
+        import psutil
+
+        try:
+            return psutil.Process(self._pid).memory_info().rss
+        except psutil.Error:
+            return 0
+
+
+def _comes_within(source: socket.socket, seconds: float) -> bool:
     """Whether something can be read, or the other end is gone, within that time."""
     poll = select.poll()
     poll.register(source, select.POLLIN)
@@ -164,7 +241,7 @@ class Compiler:
 
     def __init__(self, vocabulary: Vocabulary, limits: ConstraintLimits, num_processes: int = 2) -> None:
         self._limits = limits
-        self._server = _ForkServer(vocabulary, limits)
+        self._source = _Source(vocabulary, limits)
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[ConstraintSpec | None] = queue.SimpleQueue()
         self._pending: dict[ConstraintSpec, Future[Resolved]] = {}
@@ -218,11 +295,11 @@ class Compiler:
                 self._settle(spec, process.compile(spec))
         if process is not None:
             process.kill()
-        self._server.close()
+        self._source.close()
 
     def _new_process(self) -> _Process | None:
         try:
-            return _Process(self._server, self._limits)
+            return _Process(self._source, self._limits)
         except OSError:
             logger.exception("the grammar compiler does not start")
             return None

@@ -7,9 +7,11 @@ without a copy. Workers of another process map the same memory. `MaskBatch` is w
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
-from typing import NamedTuple
+import tempfile
+from typing import IO, NamedTuple
 
 import msgspec
 import numpy as np
@@ -68,7 +70,7 @@ class MaskBuffer:
 
     def __init__(self, shape: BufferShape, shared: bool = False) -> None:
         self.shape = shape
-        self._fd: int | None = None
+        self._file: IO[bytes] | None = None
         slots, words, workers = shape.num_slots, shape.num_words, shape.num_workers
         layout: list[tuple[str, np.dtype, tuple[int, ...]]] = [
             ("rows", np.dtype(np.int32), (slots, words)),
@@ -123,17 +125,16 @@ class MaskBuffer:
                 return mmap.mmap(file.fileno(), num_bytes)
         if not shared:
             return mmap.mmap(-1, num_bytes)
-        # Nameless memory: nothing is left behind, however this process ends.
-        self._fd = os.memfd_create("manta-masks")
-        os.ftruncate(self._fd, num_bytes)
-        self.shape = msgspec.structs.replace(self.shape, path=f"/proc/{os.getpid()}/fd/{self._fd}")
-        return mmap.mmap(self._fd, num_bytes)
+        self._file, path = _shared_file()
+        self._file.truncate(num_bytes)
+        self.shape = msgspec.structs.replace(self.shape, path=path)
+        return mmap.mmap(self._file.fileno(), num_bytes)
 
     def close(self) -> None:
         """Gives the memory back once no view of it is left."""
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def set_error(self, slot: int, message: str) -> None:
         encoded = message.encode("utf-8", "replace")[:ERROR_BYTES]
@@ -161,3 +162,17 @@ class MaskBuffer:
         """
         counts = self.num_forced[slot].tolist()
         return [self.forced_ids[slot, index, :count].tolist() for index, count in enumerate(counts)]
+
+
+def _shared_file() -> tuple[IO[bytes], str]:
+    """An empty file, and the path by which other processes find it until it is closed."""
+    if hasattr(os, "memfd_create"):
+        with contextlib.suppress(OSError):  # a kernel that refuses it
+            # Nameless memory: nothing is left behind, however this process ends.
+            nameless = os.fdopen(os.memfd_create("manta-masks"), "r+b")
+            path = f"/proc/{os.getpid()}/fd/{nameless.fileno()}"
+            if os.path.exists(path):
+                return nameless, path
+            nameless.close()
+    named = tempfile.NamedTemporaryFile(prefix="manta-masks-")  # noqa: SIM115
+    return named, named.name

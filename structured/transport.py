@@ -7,6 +7,7 @@ engine: what is distributed is the processes, and with the engine replicas the m
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import socket
 import struct
@@ -23,6 +24,8 @@ from structured.vocabulary import Vocabulary
 
 SEND_SECONDS = 1.0
 """A message that an actor's connection does not take within this is lost; the actor hangs."""
+_PID = struct.Struct("i")
+"""An actor's first message."""
 
 
 class Transport(Protocol):
@@ -88,6 +91,7 @@ class GrammarActor:
         self._decoder = msgspec.msgpack.Decoder(Message)
         self._connection = socket.socket(socket.AF_UNIX)
         self._connection.connect(address)
+        self._connection.sendall(_PID.pack(os.getpid()))  # not every system tells who has connected
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
@@ -144,9 +148,10 @@ class ActorTransport:
         if self._connection is None:
             with contextlib.suppress(BlockingIOError):
                 self._connection, _ = self._listener.accept()
+                self._connection.settimeout(SEND_SECONDS)
+                with contextlib.suppress(OSError, struct.error):  # it died over it, as `is_alive` will see
+                    self.pid = _PID.unpack(self._connection.recv(_PID.size))[0]
                 self._connection.setblocking(False)
-                credentials = self._connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-                self.pid = struct.unpack("3i", credentials)[0]
                 self._listener.close()
                 self._folder.cleanup()
                 self._flush()

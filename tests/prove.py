@@ -10,11 +10,12 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
-import os
 import pathlib
 from typing import Any
 
 import pytest
+
+from workers.host import num_cores
 
 SHOWN_SECONDS = 5.0
 """A quicker test is a row of the table only where it gives figures."""
@@ -77,7 +78,7 @@ class ProofRecord:
 
     def table(self, today: str) -> str:
         """Markdown: failures, a row for each test that gives figures or took a while, and a count of the others."""
-        cores = len(os.sched_getaffinity(0))
+        cores = num_cores()
         lines = [
             f"# Proven on {today}",
             "",

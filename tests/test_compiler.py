@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import pathlib
 import signal
+import sys
 import time
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
-from structured.compiler import Compiler
+from structured.compiler import Compiler, _forks_well
 from structured.constraint import ConstraintError, ConstraintLimits, ConstraintSpec
 from structured.vocabulary import Vocabulary
 
@@ -30,37 +32,36 @@ def demo_vocabulary() -> Vocabulary:
     return Vocabulary.load(str(folder), 4096, (0,))
 
 
+forked = pytest.mark.skipif(not _forks_well(), reason="nothing is forked here")
+
+
 def compile_regex(compiler: Compiler, regex: str) -> bytes:
     return compiler.resolve(ConstraintSpec(kind="regex", text=regex)).result(timeout=PATIENCE_S).compiled
 
 
-def children(pid: int) -> list[int]:
-    """Of all its threads."""
-    lists = pathlib.Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for children in lists for child in children.read_text().split()]
-
-
 def process_tree() -> tuple[int, list[int]]:
     """The process that others are forked from, and those."""
-    servers = [child for child in children(os.getpid()) if b"structured.compile_process" in command_line(child)]
+    servers = [child for child in psutil.Process().children() if "structured.compile_process" in child.cmdline()]
     assert len(servers) == 1
-    return servers[0], children(servers[0])
+    return servers[0].pid, [child.pid for child in servers[0].children()]
 
 
-def command_line(pid: int) -> bytes:
-    return pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
     deadline = time.monotonic() + PATIENCE_S
-    while (
-        pathlib.Path(f"/proc/{pid}").exists() and "\nState:\tZ" not in pathlib.Path(f"/proc/{pid}/status").read_text()
-    ):
+    while is_running(pid):
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
+@forked
 def test_a_process_that_is_killed_is_forked_anew_and_nothing_is_refused(compiler: Compiler) -> None:
     compile_regex(compiler, "a")
     server, (first,) = process_tree()
@@ -70,6 +71,7 @@ def test_a_process_that_is_killed_is_forked_anew_and_nothing_is_refused(compiler
     assert process_tree()[1] != [first]
 
 
+@forked
 def test_the_process_that_forks_is_replaced_where_it_is_needed_again(compiler: Compiler) -> None:
     compile_regex(compiler, "a")
     server, (first,) = process_tree()
@@ -80,11 +82,25 @@ def test_the_process_that_forks_is_replaced_where_it_is_needed_again(compiler: C
     assert process_tree()[0] != server
 
 
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="no such priority here")
 def test_processes_run_below_everybody(compiler: Compiler) -> None:
     compile_regex(compiler, "a")
     assert os.sched_getscheduler(process_tree()[1][0]) == os.SCHED_IDLE
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the system limits no memory")
+def test_a_compilation_that_needs_too_much_memory_is_refused_and_the_next_one_is_not(
+    plugin: None, demo_vocabulary: Vocabulary
+) -> None:
+    compiler = Compiler(demo_vocabulary, ConstraintLimits(compile_memory_bytes=2**27), num_processes=1)
+    spec = ConstraintSpec(kind="regex", text='{"at": {"compile": "grow"}}', backend="example")
+    with pytest.raises(ConstraintError, match=f"needs more than {2**27} bytes"):
+        compiler.resolve(spec).result(timeout=PATIENCE_S)
+    compile_regex(compiler, "a")
+    compiler.close()
+
+
+@forked
 def test_closing_ends_them_all(demo_vocabulary: Vocabulary) -> None:
     compiler = Compiler(demo_vocabulary, ConstraintLimits(), num_processes=2)
     with pytest.raises(ConstraintError):
@@ -92,6 +108,6 @@ def test_closing_ends_them_all(demo_vocabulary: Vocabulary) -> None:
     server, processes = process_tree()
     compiler.close()
     deadline = time.monotonic() + PATIENCE_S
-    while any(pathlib.Path(f"/proc/{pid}").exists() for pid in (server, *processes)):
+    while any(is_running(pid) for pid in (server, *processes)):
         assert time.monotonic() < deadline
         time.sleep(0.01)

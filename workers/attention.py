@@ -113,7 +113,7 @@ def allocate_kv(
 
 def _huge_page_buffer(num_bytes: int) -> torch.Tensor:
     """Bytes on huge pages where Linux grants them: KV blocks are scattered, and each would miss the TLB otherwise."""
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
+    if not hasattr(mmap, "MADV_HUGEPAGE"):  # no Linux, or a C library that does not know it
         return torch.empty(num_bytes, dtype=torch.uint8)
     buffer = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without transparent huge pages

@@ -6,6 +6,7 @@ the size of the packed weights. Called by the worker; chooses between the native
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import mmap
@@ -82,7 +83,7 @@ class Checkpoint:
             if not data_start <= start <= end <= size:
                 raise ModelError(f"{path} is truncated: {name} is bytes {start} to {end} of {size}; download it again")
             self._entries[name] = _Entry(mapped, item["dtype"], tuple(item["shape"]), start, end)
-        mapped.madvise(mmap.MADV_WILLNEED)  # starts reading a cold file while the first weights are packed
+        _advise(mapped, "MADV_WILLNEED")  # starts reading a cold file while the first weights are packed
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
@@ -112,7 +113,7 @@ class Checkpoint:
             start = -(-entry.start // mmap.PAGESIZE) * mmap.PAGESIZE
             length = entry.end // mmap.PAGESIZE * mmap.PAGESIZE - start
             if length > 0:
-                entry.file.madvise(mmap.MADV_DONTNEED, start, length)
+                _advise(entry.file, "MADV_DONTNEED", start, length)
 
     def check_all_used(self, but: Iterable[str] = ()) -> None:
         """Raises `ModelError` naming tensors that nothing asked for, which a model without them would silently miss."""
@@ -120,6 +121,13 @@ class Checkpoint:
         if left:
             shown = ", ".join(sorted(left)[:5])
             raise ModelError(f"{self.folder} holds {len(left)} tensors that its architecture does not have: {shown}")
+
+
+def _advise(mapped: mmap.mmap, name: str, *part: int) -> None:
+    """Advice that a system does not know, or refuses, is no loss but of speed or memory."""
+    if hasattr(mmap, name):
+        with contextlib.suppress(OSError):
+            mapped.madvise(getattr(mmap, name), *part)
 
 
 def load_model(folder: str | pathlib.Path, config: ModelConfig, dtype: str, platform: Platform) -> Model:

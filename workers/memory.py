@@ -12,6 +12,19 @@ import pathlib
 
 from workers.model_config import DTYPE_BYTES, ModelConfig, ModelError
 
+WEIGHTS_MULTIPLE = 4
+"""Unless an option says otherwise the KV cache takes this many times the weights: a model of half a billion parameters
+has room for 1,250 tokens of each of 256 sequences then, and a tiny one does not fill a laptop with prompts of long ago.
+"""
+LEAST_SEQUENCE_TOKENS = 512
+"""More than that where each sequence that may run at a time would not have room for so many tokens, ..."""
+LEAST_WHOLE_SEQUENCES = 2
+"""... or these few for all that they may become;"""
+MOST_WHOLE_SEQUENCES = 4
+"""less where all that may run at a time, as long as they may become, have room this many times over;"""
+MOST_OF_FREE = 0.4
+"""and never more than this share of the free memory: other programs, and other engines, want some."""
+
 
 def plan_kv_cache(
     model: ModelConfig,
@@ -19,18 +32,30 @@ def plan_kv_cache(
     *,
     block_size: int,
     kv_cache_bytes: int | None,
-    kv_cache_fraction: float,
+    kv_cache_fraction: float | None,
     free_bytes: int,
+    weight_bytes: int,
+    max_num_sequences: int,
+    max_model_len: int | None,
     draft: ModelConfig | None = None,
 ) -> tuple[int, int]:
-    """(bytes, blocks) of the KV cache: `kv_cache_bytes`, else `kv_cache_fraction` of `free_bytes`, the weights taken.
+    """(bytes, blocks) of the KV cache: `kv_cache_bytes`, else `kv_cache_fraction` of `free_bytes`, the weights taken,
+    else what the constants above hold to be enough for a model of `weight_bytes`.
 
     A draft model's keys and values lie in blocks of the same ids, so a block's bytes are the sum of both.
 
     Raises `ModelError` where it would not hold a single block.
     """
     block_bytes = sum(each.kv_bytes_per_token(dtype) for each in (model, draft) if each is not None) * block_size
-    budget = kv_cache_bytes or int(free_bytes * kv_cache_fraction)
+    if kv_cache_bytes is not None:
+        budget = kv_cache_bytes
+    elif kv_cache_fraction is not None:
+        budget = int(free_bytes * kv_cache_fraction)
+    else:
+        whole = -(-(max_model_len or model.max_position_embeddings) // block_size) * block_bytes
+        short = min(whole, -(-LEAST_SEQUENCE_TOKENS // block_size) * block_bytes)
+        enough = max(WEIGHTS_MULTIPLE * weight_bytes, max_num_sequences * short, LEAST_WHOLE_SEQUENCES * whole)
+        budget = min(enough, MOST_WHOLE_SEQUENCES * max_num_sequences * whole, int(MOST_OF_FREE * free_bytes))
     num_blocks = budget // block_bytes
     if num_blocks < 1:
         raise ModelError(

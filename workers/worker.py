@@ -6,6 +6,7 @@ The executor constructs it, in its own process or as an actor, and calls `execut
 from __future__ import annotations
 
 import logging
+import pathlib
 import time
 
 import msgspec
@@ -13,8 +14,8 @@ import msgspec
 from structured.logits_processors import LogitsProcessorFactory, LogitsProcessorRegistry
 from structured.masks import MaskBatch
 from workers.loader import load_model
-from workers.memory import plan_kv_cache, plan_max_model_len
-from workers.model_config import ModelConfig, load_model_config, resolve_model_folder
+from workers.memory import plan_kv_cache, plan_max_model_len, weight_bytes
+from workers.model_config import ModelConfig, ModelError, load_model_config, resolve_model_folder
 from workers.model_info import ModelInfo
 from workers.model_runner import ModelRunner
 from workers.platforms import choose_platform
@@ -33,7 +34,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int | None
     block_size: int
     kv_cache_bytes: int | None
-    kv_cache_fraction: float
+    kv_cache_fraction: float | None
     max_num_sequences: int
     logits_processors: dict[str, str | None] = {}
 
@@ -59,6 +60,9 @@ class Worker:
             kv_cache_bytes=config.kv_cache_bytes,
             kv_cache_fraction=config.kv_cache_fraction,
             free_bytes=platform.free_memory(),
+            weight_bytes=_weight_bytes(folder, dtype),
+            max_num_sequences=config.max_num_sequences,
+            max_model_len=config.max_model_len,
             draft=draft,
         )
         max_model_len = plan_max_model_len(model_config, config.max_model_len, num_blocks * config.block_size)
@@ -116,3 +120,11 @@ class Worker:
 
     def reset(self) -> None:
         self.runner.reset()
+
+
+def _weight_bytes(folder: pathlib.Path, dtype: str) -> int:
+    """0 for the older formats that transformers reads: the KV cache is planned without them then."""
+    try:
+        return weight_bytes(folder, dtype)
+    except ModelError:
+        return 0

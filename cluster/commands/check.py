@@ -6,7 +6,6 @@ calls `check_quickly` before it starts anything.
 
 from __future__ import annotations
 
-import os
 import pathlib
 import sys
 from typing import Any
@@ -16,6 +15,7 @@ import msgspec
 from cluster.commands import Refusal
 from cluster.config import EngineConfig, load_config
 from cluster.tokenizer import Tokenizer, TokenizerError
+from workers.host import num_cores
 from workers.memory import num_parameters, plan_kv_cache, plan_max_model_len
 from workers.model_config import DTYPE_BYTES, ModelConfig, ModelError, load_model_config, resolve_model_folder
 
@@ -108,6 +108,9 @@ def check_model(engine: EngineConfig) -> CheckReport:
         kv_cache_bytes=engine.kv_cache_bytes,
         kv_cache_fraction=engine.kv_cache_fraction,
         free_bytes=free - weights,
+        weight_bytes=parameters * DTYPE_BYTES[dtype],
+        max_num_sequences=engine.max_num_sequences,
+        max_model_len=engine.max_model_len,
         draft=draft,
     )
     if weights + kv_bytes > free:
@@ -124,7 +127,7 @@ def check_model(engine: EngineConfig) -> CheckReport:
         checkpoint_dtype=model.dtype,
         dtype=dtype,
         device=platform.name,
-        num_threads=engine.num_threads or len(os.sched_getaffinity(0)),
+        num_threads=engine.num_threads or num_cores(),
         weight_bytes=weights,
         kv_cache_bytes=kv_bytes,
         kv_bytes_per_token=kv_bytes // capacity,

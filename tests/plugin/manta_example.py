@@ -25,6 +25,11 @@ def _misbehave(how: str | float | None) -> None:
     if how == "hang":
         while True:
             time.sleep(0.1)
+    if how == "grow":
+        hoard = []
+        while True:
+            hoard.append(b"x" * 2**20)
+            time.sleep(0.001)
     if how is not None:
         time.sleep(float(how))
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import types
 
-import psutil
 import torch
 
+from workers import host
 from workers.attention import allocate_kv
 from workers.kernels import build, processor
 from workers.kernels import cpu as cpu_kernels
@@ -24,7 +23,7 @@ class CpuPlatform:
     def __init__(self, num_threads: int | None) -> None:
         self.device = torch.device("cpu")
         # Ray sets OMP_NUM_THREADS to an actor's num_cpus (1 by default), which would leave the other cores idle.
-        num_threads = num_threads or len(os.sched_getaffinity(0))
+        num_threads = num_threads or host.num_cores()
         torch.set_num_threads(num_threads)
         library = build.load_library()
         if library is not None:
@@ -41,4 +40,4 @@ class CpuPlatform:
         return {"bfloat16": torch.bfloat16, "float32": torch.float32}[dtype]
 
     def free_memory(self) -> int:
-        return psutil.virtual_memory().available
+        return host.free_memory()

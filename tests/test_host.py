@@ -1,0 +1,108 @@
+"""Cores and free memory: a container's limits count, in both forms of control groups, and other systems have none."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import stat
+
+import psutil
+import pytest
+
+from cluster.llm import LLM, SamplingParams
+from tests.checkpoints import checkpoint
+from workers import host
+
+GIB = 2**30
+
+
+@pytest.fixture
+def groups(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    """An empty tree of control groups, on a machine of 64 cores and 100 GiB."""
+    monkeypatch.setattr(host, "GROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(host, "PROCESS_GROUPS", tmp_path / "self")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)), raising=False)
+    memory = psutil.virtual_memory()._replace(available=100 * GIB)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    return tmp_path / "cgroup"
+
+
+def write(folder: pathlib.Path, **files: str | int) -> None:
+    """File names with "__" for a dot."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(f"{text}\n")
+
+
+def belongs_to(groups: pathlib.Path, text: str) -> None:
+    (groups.parent / "self").write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("quota", "expected"),
+    [("max 100000", 64), ("200000 100000", 2), ("350000 100000", 3), ("50000 100000", 1), ("9999999 100000", 64)],
+)
+def test_a_quota_of_version_2_bounds_the_cores(groups: pathlib.Path, quota: str, expected: int) -> None:
+    belongs_to(groups, "0::/\n")
+    write(groups, cpu__max=quota)
+    assert host.num_cores() == expected
+
+
+def test_the_tightest_group_above_the_process_counts(groups: pathlib.Path) -> None:
+    belongs_to(groups, "0::/kubepods/pod7/container\n")
+    write(groups / "kubepods" / "pod7" / "container", cpu__max="max 100000", memory__max="max", memory__current=GIB)
+    write(groups / "kubepods" / "pod7", cpu__max="400000 100000", memory__max=8 * GIB, memory__current=3 * GIB)
+    write(groups / "kubepods", cpu__max="800000 100000", memory__max=50 * GIB, memory__current=4 * GIB)
+    assert host.num_cores() == 4
+    assert host.free_memory() == 5 * GIB
+
+
+def test_limits_of_version_1_count_wherever_the_container_sees_them(groups: pathlib.Path) -> None:
+    """The path is the host's; the container's own group is at the top."""
+    belongs_to(groups, "7:memory:/docker/abc\n3:cpu,cpuacct:/docker/abc\n1:name=systemd:/docker/abc\n0::/\n")
+    write(groups / "cpu", cpu__cfs_quota_us=250000, cpu__cfs_period_us=100000)
+    statistics = f"cache 5\ntotal_inactive_file {GIB}"
+    write(groups / "memory", memory__limit_in_bytes=6 * GIB, memory__usage_in_bytes=4 * GIB, memory__stat=statistics)
+    assert host.num_cores() == 2
+    assert host.free_memory() == 3 * GIB
+    write(groups / "cpu", cpu__cfs_quota_us=-1)
+    write(groups / "memory", memory__limit_in_bytes=9223372036854771712)
+    assert host.num_cores() == 64
+    assert host.free_memory() == 100 * GIB
+
+
+def test_without_control_groups_the_machine_counts(groups: pathlib.Path) -> None:
+    assert host.num_cores() == 64
+    assert host.free_memory() == 100 * GIB
+
+
+def test_without_affinity_every_core_counts(groups: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 12)
+    assert host.num_cores() == 12
+
+
+@pytest.mark.parametrize(("answer", "expected"), [("echo 4", 4), ("exit 1", 10)])
+def test_of_apple_silicon_the_performance_cores_count(
+    answer: str, expected: int, groups: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 10)
+    monkeypatch.setattr("sys.platform", "darwin")
+    sysctl = groups.parent / "sysctl"
+    sysctl.write_text(f"#!/bin/sh\n{answer}\n")
+    sysctl.chmod(sysctl.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", str(groups.parent), prepend=os.pathsep)
+    assert host.num_cores() == expected
+
+
+def test_an_engine_writes_the_same_without_affinity_and_advice_on_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def write_some() -> list[int]:
+        llm = LLM(str(checkpoint("llama")), dtype="float32", kv_cache_bytes=2**22)
+        return llm.generate(["one two three"], SamplingParams(temperature=0, max_tokens=12))[0].outputs[0].token_ids
+
+    expected = write_some()
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    for name in ("MADV_HUGEPAGE", "MADV_WILLNEED", "MADV_DONTNEED"):
+        monkeypatch.delattr(f"mmap.{name}", raising=False)
+    assert write_some() == expected

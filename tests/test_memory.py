@@ -1,0 +1,95 @@
+"""The KV cache that is taken unasked: enough for what may run at a time, and no more than the model's size warrants."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from cluster.llm import LLM
+from tests.checkpoints import checkpoint
+from workers.memory import plan_kv_cache
+from workers.model_config import ModelConfig, load_model_config, resolve_model_folder
+
+GIB = 2**30
+DEMO = load_model_config(resolve_model_folder("demo"))
+
+
+def shape(num_layers: int, num_kv_heads: int, head_dim: int, positions: int) -> ModelConfig:
+    return msgspec.structs.replace(
+        DEMO, num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim, max_position_embeddings=positions
+    )
+
+
+QWEN_05B, QWEN_7B = shape(24, 2, 64, 32768), shape(28, 4, 128, 32768)
+WEIGHTS_05B, WEIGHTS_7B = 988_000_000, 15_230_000_000
+
+
+def plan(model: ModelConfig, **options: Any) -> tuple[int, int]:
+    """(bytes, tokens)."""
+    defaults: dict[str, Any] = {
+        "block_size": 16,
+        "kv_cache_bytes": None,
+        "kv_cache_fraction": None,
+        "free_bytes": 20 * GIB,
+        "weight_bytes": WEIGHTS_05B,
+        "max_num_sequences": 256,
+        "max_model_len": None,
+    }
+    num_bytes, num_blocks = plan_kv_cache(model, "bfloat16", **{**defaults, **options})
+    return num_bytes, num_blocks * 16
+
+
+def test_the_demo_model_takes_half_a_gibibyte_on_any_machine() -> None:
+    for free in (4, 20, 500):
+        assert plan(DEMO, weight_bytes=8_000_000, free_bytes=free * GIB) == (GIB // 2, 256 * 512)
+
+
+def test_half_a_billion_parameters_keep_256_sequences_of_1024_tokens() -> None:
+    num_bytes, tokens = plan(QWEN_05B)
+    assert tokens >= 256 * 1024
+    assert num_bytes < 4 * WEIGHTS_05B + 1
+
+
+def test_a_large_model_takes_no_more_than_its_share_of_what_is_free() -> None:
+    num_bytes, tokens = plan(QWEN_7B, weight_bytes=WEIGHTS_7B, free_bytes=48 * GIB)
+    assert 0.399 * 48 * GIB < num_bytes <= 0.4 * 48 * GIB
+    assert tokens >= 256 * 1024
+
+
+def test_few_sequences_take_what_they_can_use_and_some_for_the_past() -> None:
+    assert plan(QWEN_05B, max_num_sequences=1, max_model_len=4096)[1] == 4 * 4096
+    assert plan(DEMO, max_num_sequences=1, weight_bytes=8_000_000)[1] == 4 * 1024
+
+
+@pytest.mark.parametrize("length", [1, 15, 17, 1000, 131072])
+@pytest.mark.parametrize("max_num_sequences", [1, 2, 256])
+def test_the_longest_sequence_always_has_room_where_memory_has(length: int, max_num_sequences: int) -> None:
+    model = shape(1, 1, 16, length)
+    options = {"weight_bytes": 1000, "max_num_sequences": max_num_sequences}
+    assert plan(model, **options)[1] >= length
+    assert plan(shape(1, 1, 16, 10**6), max_model_len=length, **options)[1] >= length
+
+
+def test_what_the_user_asks_for_is_taken() -> None:
+    assert plan(DEMO, kv_cache_bytes=5 * GIB)[0] == 5 * GIB
+    assert plan(DEMO, kv_cache_fraction=0.5)[0] == 10 * GIB
+    assert plan(DEMO, kv_cache_bytes=GIB, kv_cache_fraction=0.5)[0] == GIB
+
+
+def test_a_draft_models_keys_and_values_are_counted() -> None:
+    num_bytes, tokens = plan(DEMO, weight_bytes=8_000_000, draft=shape(2, 4, 64, 1024))
+    assert tokens == 256 * 512
+    assert num_bytes == GIB * 3 // 4
+
+
+def test_the_engine_takes_what_is_planned() -> None:
+    folder = checkpoint("llama")
+    info = LLM(str(folder), dtype="float32", max_num_sequences=4).engine.model
+    config = load_model_config(folder)
+    weights = (folder / "model.safetensors").stat().st_size
+    per_token = config.kv_bytes_per_token("float32")
+    assert info.max_model_len == config.max_position_embeddings
+    assert info.kv_cache_bytes <= max(4 * weights, 4 * 512 * per_token)
+    assert info.num_blocks * info.block_size >= 2 * info.max_model_len
