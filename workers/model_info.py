@@ -17,6 +17,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_bytes: int
     dtype: str
     platform: str
+    kernels: str
+    """What multiplies: the form of the CPU kernels (`workers/kernels/processor.py`), or `torch` without a compiler."""
     load_seconds: float
     step_costs: tuple[tuple[int, float], ...] = ()
     """(tokens, seconds) of steps, tokens ascending; measured where drafts are weighed against them."""

@@ -94,14 +94,17 @@ class Worker:
             kv_cache_bytes=kv_bytes,
             dtype=dtype,
             platform=platform.name,
+            kernels=platform.kernel_form,
             load_seconds=time.perf_counter() - started,
         )
         logger.info(
-            "loaded %s in %.1f s (%s, %s); KV cache: %d blocks of %d tokens, %.2f GiB; longest sequence %d tokens",
+            "loaded %s in %.1f s (%s, %s, kernels %s); KV cache: %d blocks of %d tokens, %.2f GiB; "
+            "longest sequence %d tokens",
             folder,
             self.info.load_seconds,
             dtype,
             platform.name,
+            platform.kernel_form,
             num_blocks,
             config.block_size,
             kv_bytes / 2**30,

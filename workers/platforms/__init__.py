@@ -15,6 +15,8 @@ class Platform(Protocol):
 
     name: str
     device: torch.device
+    kernel_form: str
+    """Which form of the kernels serves; for people to read."""
     kernels: types.ModuleType
     """Has the functions of `workers/kernels/reference.py`."""
     make_linear: Callable[..., Any]

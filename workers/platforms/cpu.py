@@ -25,6 +25,7 @@ class CpuPlatform:
         # Ray sets OMP_NUM_THREADS to an actor's num_cpus (1 by default), which would leave the other cores idle.
         num_threads = num_threads or host.num_cores()
         torch.set_num_threads(num_threads)
+        self.kernel_form = build.form_in_use()
         library = build.load_library()
         if library is not None:
             library.manta_set_num_threads(num_threads)
