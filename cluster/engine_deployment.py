@@ -26,8 +26,8 @@ from cluster.channel import Address, Control, OutputSender
 from cluster.config import EngineConfig
 from cluster.engine_stats import EngineStats
 from cluster.request import Account, EngineRequest, QueueFull, RequestRefused, SequenceOutput, Usage
-from structured.constraint import ConstraintSpec, Resolved
 from cluster.start_failure import told_in_words
+from structured.constraint import ConstraintSpec, Resolved
 from workers.model_info import ModelInfo
 
 logger = logging.getLogger(__name__)

@@ -16,12 +16,13 @@ import ray
 from ray import serve
 from ray.serve import RunTarget
 from ray.serve.config import HTTPOptions, ProxyLocation
+from ray.serve.context import _get_global_client as get_client
 
 from cluster import joined_ray, own_ray
-from cluster.config import DEMO_MODEL, ServeConfig
+from cluster.config import DEMO_MODEL, ServeConfig, ray_address
 from cluster.engine_deployment import engine_deployment
 from cluster.ingress import ingress_deployment
-from cluster.start_failure import StartFailed, unexpected, wait_until_running
+from cluster.start_failure import StartFailed, in_words, unexpected, wait_until_running
 from workers.model_info import ModelInfo
 
 APP_NAME = "manta"
@@ -68,20 +69,32 @@ def _start(config: ServeConfig) -> ModelInfo:
     os.environ.setdefault("RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP", "0")
     os.environ.setdefault("RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD", "0")
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    if joined_ray.is_named():
-        joined_ray.start()
-    else:
+    address = ray_address()
+    if address is None:
         own_ray.start()
+    else:
+        joined_ray.start(address)
     options = {"enable_access_log": False}
     # Several replicas or machines need Serve's proxy to share the work out.
-    listens = config.num_ingress_replicas == 1 and not joined_ray.is_named()
+    listens = config.num_ingress_replicas == 1 and address is None
     http = HTTPOptions(host=config.host, port=config.port)
-    serve.start(ProxyLocation.Disabled if listens else None, http, logging_config=options)
+    runs_already = get_client(raise_if_no_controller_running=False)
+    if runs_already is not None and not listens:
+        _check_port(runs_already.http_config.port, config.port)
+    try:
+        serve.start(ProxyLocation.Disabled if listens else None, http, logging_config=options)
+    except Exception:
+        if runs_already is None:
+            serve.shutdown()  # a Serve that cannot listen would be what the next start finds
+        raise
     prefix = None if listens else "/"
     app = application(config, listens)
     # Waiting for it here would be waiting for all of Serve's tries.
     serve.run_many([RunTarget(app, APP_NAME, prefix, options)], wait_for_applications_running=False)
     wait_until_running(APP_NAME)
+    client = get_client()
+    assert client is not None, "an application runs"
+    client.wait_for_proxies_serving()
     engine = serve.get_deployment_handle("engine", APP_NAME)
     try:
         return engine.model.remote().result(timeout_s=60)
@@ -89,13 +102,22 @@ def _start(config: ServeConfig) -> ModelInfo:
         engine.shutdown()  # it would look around ten times a second for the next question
 
 
+def _check_port(actual: int, port: int) -> None:
+    """A Serve that runs already keeps its own port, whatever it is asked for; Serve only logs that."""
+    if actual != port:
+        raise StartFailed(f"Serve runs on this cluster already and listens on port {actual}; take it: --port {actual}")
+
+
 def stop() -> None:
     """Ends what `start` began; harmless where nothing runs. No process of a Ray of its own outlives it."""
     if not ray.is_initialized():
         return
-    if joined_ray.is_named():
+    if ray_address() is not None:
         try:
-            serve.delete(APP_NAME)
+            if get_client(raise_if_no_controller_running=False) is not None:
+                serve.delete(APP_NAME)
+        except Exception as error:  # the cluster may have ended before, and every end of it looks different
+            logging.getLogger(__name__).warning("the application may still run on the cluster: %s", in_words(error))
         finally:
             ray.shutdown()
         return

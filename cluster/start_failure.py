@@ -1,8 +1,8 @@
 """Why a replica did not start, in words: said where it failed, and read by the driver from what Serve tells of it.
 
-Serve knows a failed constructor as text alone: tracebacks of Ray's and Serve's around the replica's own, whose last line
-is the exception. `told_in_words` makes that line a sentence, `wait_until_running` waits for the application and raises
-at the first replica that fails, while Serve would try twice more.
+Serve knows a failed constructor as text alone: tracebacks of Ray's and Serve's around the replica's own, whose last
+line is the exception. `told_in_words` makes that line a sentence, `wait_until_running` waits for the application and
+raises at the first replica that fails, while Serve would try twice more.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ _EXCEPTION = re.compile(r"(?:[A-Za-z_]\w*\.)*([A-Z]\w*)(?:: (.*))?")
 _DIED = re.compile(r"ActorDiedError|ActorUnavailableError|RayActorError|WorkerCrashedError|OutOfMemoryError")
 _CRASHED = re.compile(r"\*\*\* (SIG[A-Z]+) received|Fatal Python error: (.+)")
 _NO_MEMORY = re.compile(r"MemoryError|can't allocate memory|Cannot allocate memory|bad_alloc|running low on memory")
+_NO_PORT = re.compile(r"Failed to bind to address")
+"""Of Serve's proxy."""
 _NO_MODULE = re.compile(r"No module named '(?:cluster|specdecode|structured|workers)\b")
 _RETRIES = ("A replica failed to start", "The deployment failed to start")
 """How Serve's status message of a deployment begins from its first failed replica on."""
@@ -79,7 +81,8 @@ def unexpected(error: Exception) -> StartFailed:
 def wait_until_running(name: str) -> None:
     """Returns when the application `name` runs. Raises `StartFailed` as soon as one of its replicas has failed.
 
-    Serve is asked in a thread: where memory runs out Ray ends Serve's controller too, and a question waits for the next.
+    Serve is asked in a thread: where memory runs out Ray ends Serve's controller too, and a question to it is answered
+    by the next one, if ever.
     """
     outcome: queue.SimpleQueue[StartFailed | None] = queue.SimpleQueue()
     raylet = _Raylet(name)
@@ -87,16 +90,15 @@ def wait_until_running(name: str) -> None:
     # Ray says at length how any process ended; it is said here in a sentence.
     worker.print_to_stdstream = lambda *_, **__: None
     threading.Thread(target=_watch, args=(name, outcome), name="start", daemon=True).start()
-    while True:
+    running = False
+    while not running:
         try:
             failure = outcome.get(timeout=1)
-            break
+            running = failure is None
         except queue.Empty:
             failure = raylet.killed()
-            if failure is not None:
-                break
-    if failure is not None:
-        raise failure
+        if failure is not None:
+            raise failure
     worker.print_to_stdstream = shown
 
 
@@ -146,10 +148,7 @@ def _failed_deployment(application: ApplicationStatusOverview) -> tuple[str, str
 
 def _sentence(deployment: str, message: str) -> str:
     log = log_file(deployment)
-    if _DIED.search(message):
-        cause = _cause_of_death(message, log)
-    else:
-        cause = last_exception(message)
+    cause = _cause_of_death(message, log) if _DIED.search(message) else last_exception(message)
     where = f". The whole story is in {log}" if log is not None else ""
     return f"the {deployment} did not start: {cause}{where}"
 
@@ -180,6 +179,8 @@ def _cause_of_death(message: str, log: pathlib.Path | None) -> str:
 def _with_remedy(text: str) -> str:
     if _NO_MEMORY.search(text):
         return f"{text}; {_FREE_MEMORY}"
+    if _NO_PORT.search(text):
+        return f"{text.rstrip('.')}: another program uses the port; stop it, or choose another one with --port"
     if _NO_MODULE.search(text):
         return f"{text}; install Manta on every node of the cluster, in the same version"
     return text

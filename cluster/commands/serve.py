@@ -16,7 +16,7 @@ from typing import Any
 
 from cluster.commands import NotStarted, Refusal
 from cluster.commands.check import check_quickly
-from cluster.config import ServeConfig, load_config
+from cluster.config import ServeConfig, load_config, ray_address
 from cluster.listener import bound
 from workers.model_config import ModelError
 from workers.model_info import ModelInfo
@@ -29,7 +29,8 @@ def run_serve(config_path: str | None, overrides: dict[str, Any]) -> int:
         config = load_config(config_path, overrides)
     except ValueError as error:
         raise Refusal(str(error)) from error
-    _check_port(config.host, config.port)
+    if ray_address() is None:  # a cluster's Serve may hold the port already, and takes this application too
+        _check_port(config.host, config.port)
     try:
         check_quickly(config.engine)
     except ModelError as error:
