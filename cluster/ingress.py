@@ -335,7 +335,7 @@ class Ingress:
         await exchange.send_body(self._metrics.render(await self._stats()), "text/plain; version=0.0.4; charset=utf-8")
 
     async def _openapi(self, exchange: Exchange) -> None:
-        await exchange.send_json(json.dumps(openapi_document()).encode())
+        await exchange.send_json(json.dumps(openapi_document(OPEN_PATHS)).encode())
 
 
 class ListeningIngress(Ingress):
