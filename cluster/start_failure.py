@@ -104,6 +104,7 @@ def wait_until_running(name: str) -> None:
 
 def _watch(name: str, outcome: queue.SimpleQueue[StartFailed | None]) -> None:
     """Puts None there when the application runs, else why it does not."""
+    begun = time.time()
     try:
         while True:
             application = serve.status().applications.get(name)
@@ -112,7 +113,7 @@ def _watch(name: str, outcome: queue.SimpleQueue[StartFailed | None]) -> None:
                 return
             failed = _failed_deployment(application)
             if failed is not None or application.status == "RUNNING":
-                outcome.put(StartFailed(_sentence(*failed)) if failed is not None else None)
+                outcome.put(StartFailed(_sentence(*failed, begun)) if failed is not None else None)
                 return
             time.sleep(POLL_S)
     except Exception as error:
@@ -146,8 +147,8 @@ def _failed_deployment(application: ApplicationStatusOverview) -> tuple[str, str
     return ("application", application.message) if application.status == "DEPLOY_FAILED" else None
 
 
-def _sentence(deployment: str, message: str) -> str:
-    log = log_file(deployment)
+def _sentence(deployment: str, message: str, begun: float) -> str:
+    log = log_file(deployment, begun)
     cause = _cause_of_death(message, log) if _DIED.search(message) else last_exception(message)
     where = f". The whole story is in {log}" if log is not None else ""
     return f"the {deployment} did not start: {cause}{where}"
@@ -186,14 +187,18 @@ def _with_remedy(text: str) -> str:
     return text
 
 
-def log_file(deployment: str) -> pathlib.Path | None:
-    """What the newest replica of a deployment wrote on this machine, else what Serve's controller wrote of it."""
+def log_file(deployment: str, begun: float) -> pathlib.Path | None:
+    """What a replica of a deployment wrote on this machine since `begun` (seconds of the clock), else what Serve's
+    controller wrote of it.
+    """
     folder = logs_folder()
     if folder is None:
         return None
     title = f":actor_name:ServeReplica:manta:{deployment}\n"
     newest_first = sorted(folder.glob("worker-*.err"), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in newest_first:
+        if path.stat().st_mtime < begun:
+            break
         _, found, written = path.read_text(errors="replace").partition(title)
         if found and written.strip():
             return path
