@@ -1,7 +1,8 @@
 """The command `manta`: reads the command line and hands over to one module of `cluster/commands/` per subcommand.
 
 It owns flags, exit codes and the shape of errors, and imports nothing heavy: torch and Ray are loaded by the subcommand
-that needs them. Exit codes: 0 done, 1 the answer is no (`check`), 2 something that the user can mend.
+that needs them. Exit codes: 0 done, 1 the answer is no (`check`) or the start failed (`serve`), 2 something that the
+user can mend.
 """
 
 from __future__ import annotations
@@ -35,8 +36,10 @@ def _guarded(run: Any) -> int:
     try:
         return int(run())
     except Refusal as error:
-        print(textwrap.fill(f"manta: {error}", width=100, break_long_words=False), file=sys.stderr)
-        return 2
+        # Paths stay in one piece, so that they can be pasted.
+        paragraph = textwrap.fill(f"manta: {error}", width=100, break_long_words=False, break_on_hyphens=False)
+        print(paragraph, file=sys.stderr)
+        return error.exit_code
     except KeyboardInterrupt:
         return 130
 

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 from typing import Annotated, Any, Literal
 
@@ -88,6 +89,12 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """`/health` fails when work is pending and no step completed for this long."""
     log_requests: bool = True
     """One structured log line a finished request, with its id."""
+
+
+def ray_address() -> str | None:
+    """The Ray cluster to join, where `RAY_ADDRESS` names one (as in a Ray job); None is for a Ray of our own."""
+    address = os.environ.get("RAY_ADDRESS", "")
+    return None if address in ("", "local") else address
 
 
 def load_config(path: str | pathlib.Path | None, overrides: dict[str, Any] | None = None) -> ServeConfig:

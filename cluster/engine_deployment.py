@@ -26,6 +26,7 @@ from cluster.channel import Address, Control, OutputSender
 from cluster.config import EngineConfig
 from cluster.engine_stats import EngineStats
 from cluster.request import Account, EngineRequest, QueueFull, RequestRefused, SequenceOutput, Usage
+from cluster.start_failure import told_in_words
 from structured.constraint import ConstraintSpec, Resolved
 from workers.model_info import ModelInfo
 
@@ -45,6 +46,10 @@ class EngineReplica:
     """One model replica. Its constructor loads the model, so that Serve calls it ready when it is."""
 
     def __init__(self, config: EngineConfig) -> None:
+        with told_in_words():
+            self._start(config)
+
+    def _start(self, config: EngineConfig) -> None:
         from cluster.engine import Engine  # imports torch, which whoever only deploys this class needs not
 
         self.engine = Engine(config)

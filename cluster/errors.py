@@ -15,6 +15,19 @@ from workers.sampling_params import MAX_LOGPROBS
 _ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
+class ErrorDetail(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct):
+    """What every answer of 400 and above holds, and an event of a stream that fails after it began."""
+
+    error: ErrorDetail
+
+
 class ApiError(Exception):
     """An answer other than 200, in OpenAI's shape. `param` is the field at fault, `code` OpenAI's short name."""
 
@@ -34,9 +47,8 @@ class ApiError(Exception):
         self.code = code
 
     def body(self) -> bytes:
-        """`{"error": {...}}`, also what a stream sends as an event when it fails after it began."""
-        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
-        return msgspec.json.encode({"error": error})
+        """An `ErrorBody`."""
+        return msgspec.json.encode(ErrorBody(ErrorDetail(self.message, self.type, self.param, self.code)))
 
 
 def refuse(param: str | None, message: str, code: str | None = None) -> NoReturn:

@@ -32,6 +32,7 @@ from cluster.errors import ApiError
 from cluster.listener import Listener
 from cluster.metrics import Metrics
 from cluster.openapi import openapi_document
+from cluster.start_failure import told_in_words
 from cluster.submission import EngineClient, Submission
 from cluster.tokenizer import TemplateError, Tokenizer
 from cluster.tools import template_tools
@@ -59,6 +60,10 @@ class Ingress:
     """Serve's proxy gives every request an x-request-id where the client sent none, and returns it."""
 
     def __init__(self, config: ServeConfig, engine: Any) -> None:
+        with told_in_words():
+            self._start(config, engine)
+
+    def _start(self, config: ServeConfig, engine: Any) -> None:
         self._config = config
         self._engine = engine
         self._model_name = served_model_name(config)
@@ -330,7 +335,7 @@ class Ingress:
         await exchange.send_body(self._metrics.render(await self._stats()), "text/plain; version=0.0.4; charset=utf-8")
 
     async def _openapi(self, exchange: Exchange) -> None:
-        await exchange.send_json(json.dumps(openapi_document()).encode())
+        await exchange.send_json(json.dumps(openapi_document(OPEN_PATHS)).encode())
 
 
 class ListeningIngress(Ingress):
@@ -344,7 +349,8 @@ class ListeningIngress(Ingress):
 
     async def check_health(self) -> None:
         """Called by Serve, the first time before the replica counts as ready."""
-        await self._listener.ensure_listening()
+        with told_in_words():
+            await self._listener.ensure_listening()
 
     async def _asgi_quietly(self, scope: Scope, receive: Receive, send: Send) -> None:
         with contextlib.suppress(asyncio.CancelledError):  # a client that left is something for Serve's counts only

@@ -8,6 +8,7 @@ times a second when there is nothing to do. `cluster/serve_app.py` decides when.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import socket
 from typing import Any
@@ -42,7 +43,7 @@ class Listener(uvicorn.Server):
         """Begins at the first call; raises `OSError` where the port is taken, `RuntimeError` where it has ended."""
         if self._serving is None:
             logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # what clients send wrongly is no news here
-            sockets = [_bound(self.config.host, self.config.port)]
+            sockets = [bound(self.config.host, self.config.port)]
             self._serving = asyncio.ensure_future(self.serve(sockets))
         while not self.started and not self._serving.done():
             await asyncio.sleep(0.01)
@@ -55,13 +56,20 @@ class Listener(uvicorn.Server):
             await asyncio.sleep(TICK_S)
 
 
-def _bound(host: str, port: int) -> socket.socket:
-    """The address is reused, so that a server can start again at once while connections to the last one linger."""
+def bound(host: str, port: int) -> socket.socket:
+    """The address is reused, so that a server can start again at once while connections to the last one linger.
+
+    Raises `OSError` with a sentence for whoever chose the port.
+    """
     listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((host, port))
-    except OSError:
+    except OSError as error:
         listening.close()
-        raise
+        if error.errno == errno.EADDRINUSE:
+            message = f"port {port} on {host} is in use by another program; stop it, or choose another port with --port"
+        else:
+            message = f"cannot listen on {host} port {port}: {error.strerror or error} (--host, --port)"
+        raise OSError(error.errno, message) from error
     return listening

@@ -14,12 +14,15 @@ from typing import Any
 import msgspec
 import ray
 from ray import serve
+from ray.serve import RunTarget
 from ray.serve.config import HTTPOptions, ProxyLocation
+from ray.serve.context import _get_global_client as get_client
 
-from cluster import own_ray
-from cluster.config import DEMO_MODEL, ServeConfig
+from cluster import joined_ray, own_ray
+from cluster.config import DEMO_MODEL, ServeConfig, ray_address
 from cluster.engine_deployment import engine_deployment
 from cluster.ingress import ingress_deployment
+from cluster.start_failure import StartFailed, in_words, unexpected, wait_until_running
 from workers.host import num_cores
 from workers.model_info import ModelInfo
 
@@ -51,24 +54,48 @@ def start(config: ServeConfig) -> ModelInfo:
     """Starts Ray and Serve in this process; when the application is healthy, returns what its engine loaded.
 
     Where `RAY_ADDRESS` names a cluster (as in a Ray job) the application runs there; else on a Ray of its own, never on
-    one that happens to run on this machine. Raises what the replicas raised where they cannot start.
+    one that happens to run on this machine. Raises `StartFailed` where it cannot be joined or a replica cannot start.
     """
+    try:
+        return _start(config)
+    except StartFailed:
+        raise
+    except Exception as error:  # of Ray and Serve, which raise what they like
+        raise unexpected(error) from error
+
+
+def _start(config: ServeConfig) -> ModelInfo:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # One event loop in a replica instead of three: threads of one process share one interpreter lock anyway.
     os.environ.setdefault("RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP", "0")
     os.environ.setdefault("RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD", "0")
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    if _joins_cluster():
-        ray.init(log_to_driver=False, logging_level=logging.ERROR)
-    else:
+    address = ray_address()
+    if address is None:
         own_ray.start()
+    else:
+        joined_ray.start(address)
     options = {"enable_access_log": False}
     # Several replicas or machines need Serve's proxy to share the work out.
-    listens = config.num_ingress_replicas == 1 and not _joins_cluster()
+    listens = config.num_ingress_replicas == 1 and address is None
     http = HTTPOptions(host=config.host, port=config.port)
-    serve.start(ProxyLocation.Disabled if listens else None, http, logging_config=options)
+    runs_already = get_client(raise_if_no_controller_running=False)
+    if runs_already is not None and not listens:
+        _check_port(runs_already.http_config.port, config.port)
+    try:
+        serve.start(ProxyLocation.Disabled if listens else None, http, logging_config=options)
+    except Exception:
+        if runs_already is None:
+            serve.shutdown()  # a Serve that cannot listen would be what the next start finds
+        raise
     prefix = None if listens else "/"
-    serve.run(application(config, listens), name=APP_NAME, route_prefix=prefix, logging_config=options)
+    app = application(config, listens)
+    # Waiting for it here would be waiting for all of Serve's tries.
+    serve.run_many([RunTarget(app, APP_NAME, prefix, options)], wait_for_applications_running=False)
+    wait_until_running(APP_NAME)
+    client = get_client()
+    assert client is not None, "an application runs"
+    client.wait_for_proxies_serving()
     engine = serve.get_deployment_handle("engine", APP_NAME)
     try:
         return engine.model.remote().result(timeout_s=60)
@@ -76,21 +103,26 @@ def start(config: ServeConfig) -> ModelInfo:
         engine.shutdown()  # it would look around ten times a second for the next question
 
 
+def _check_port(actual: int, port: int) -> None:
+    """A Serve that runs already keeps its own port, whatever it is asked for; Serve only logs that."""
+    if actual != port:
+        raise StartFailed(f"Serve runs on this cluster already and listens on port {actual}; take it: --port {actual}")
+
+
 def stop() -> None:
     """Ends what `start` began; harmless where nothing runs. No process of a Ray of its own outlives it."""
     if not ray.is_initialized():
         return
-    if _joins_cluster():
+    if ray_address() is not None:
         try:
-            serve.delete(APP_NAME)
+            if get_client(raise_if_no_controller_running=False) is not None:
+                serve.delete(APP_NAME)
+        except Exception as error:  # the cluster may have ended before, and every end of it looks different
+            logging.getLogger(__name__).warning("the application may still run on the cluster: %s", in_words(error))
         finally:
             ray.shutdown()
         return
     own_ray.stop()
-
-
-def _joins_cluster() -> bool:
-    return bool(os.environ.get("RAY_ADDRESS"))
 
 
 def _absolute(name: str | None) -> Any:

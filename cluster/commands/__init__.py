@@ -3,3 +3,11 @@
 
 class Refusal(Exception):
     """Something that the user can mend. The message is one paragraph with the value, the bound and the remedy."""
+
+    exit_code = 2
+
+
+class NotStarted(Refusal):
+    """What was asked for was right as far as could be seen, and failed while it started."""
+
+    exit_code = 1

@@ -1,7 +1,8 @@
-"""`manta check`: says whether a model folder and a configuration can be served here, without loading weights.
+"""`manta check`: says whether a model folder and a configuration can be served here, without loading all weights.
 
-The arithmetic is the worker's own (`workers/memory.py`), so that what is said here is what serving does. `manta serve`
-calls `check_quickly` before it starts anything.
+The arithmetic is the worker's own (`workers/memory.py`), and a step of the first layer runs on the device
+(`workers/trial.py`), so that what is said here is what serving does. `manta serve` calls `check_quickly` before it
+starts anything.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import msgspec
 from cluster.commands import Refusal
 from cluster.config import EngineConfig, load_config
 from cluster.tokenizer import Tokenizer, TokenizerError
+from structured.logits_processors import LogitsProcessorError, LogitsProcessorRegistry
 from workers.host import num_cores
 from workers.memory import num_parameters, plan_kv_cache, plan_max_model_len
 from workers.model_config import DTYPE_BYTES, ModelConfig, ModelError, load_model_config, resolve_model_folder
+from workers.trial import Trial, try_one_layer
 
 
 class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +41,8 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     model_positions: int
     free_bytes: int
+    step_seconds: float
+    """Of one layer, the head and the sampler, for two sequences."""
 
 
 def run_check(config_path: str | None, overrides: dict[str, Any]) -> int:
@@ -79,7 +84,10 @@ def _check_tokenizer(engine: EngineConfig, folder: pathlib.Path) -> None:
 
 
 def check_model(engine: EngineConfig) -> CheckReport:
-    """Plans memory as the worker does, with the weights taken from what is free now. Raises `ModelError`."""
+    """Plans memory as the worker does, with the weights taken from what is free now, and runs a step of one layer.
+
+    Raises `ModelError`.
+    """
     from workers.loader import check_tensors
     from workers.platforms import choose_platform
 
@@ -119,6 +127,11 @@ def check_model(engine: EngineConfig) -> CheckReport:
             "lower kv_cache_bytes"
         )
     capacity = num_blocks * engine.block_size
+    max_model_len = plan_max_model_len(model, engine.max_model_len, capacity)
+    try:
+        LogitsProcessorRegistry(engine.logits_processors)
+    except LogitsProcessorError as error:
+        raise ModelError(str(error)) from error
     return CheckReport(
         folder=str(folder),
         architecture=model.architecture,
@@ -132,10 +145,28 @@ def check_model(engine: EngineConfig) -> CheckReport:
         kv_cache_bytes=kv_bytes,
         kv_bytes_per_token=kv_bytes // capacity,
         kv_cache_tokens=capacity,
-        max_model_len=plan_max_model_len(model, engine.max_model_len, capacity),
+        max_model_len=max_model_len,
         model_positions=model.max_position_embeddings,
         free_bytes=free,
+        step_seconds=_try_step(engine, folder, dtype),
     )
+
+
+def _try_step(engine: EngineConfig, folder: pathlib.Path, dtype: str) -> float:
+    """Seconds of a step of the model's first layer; the draft model's runs too."""
+    folders = [folder]
+    if engine.speculative is not None and engine.speculative.draft_model is not None:
+        folders.insert(0, resolve_model_folder(engine.speculative.draft_model))
+    for each in folders:
+        trial = Trial(
+            folder=str(each.resolve()),
+            dtype=dtype,
+            device=engine.device,
+            num_threads=engine.num_threads,
+            block_size=engine.block_size,
+        )
+        seconds = try_one_layer(trial).seconds
+    return seconds
 
 
 def _draft(engine: EngineConfig) -> tuple[ModelConfig | None, int]:
@@ -158,6 +189,7 @@ def _render(report: CheckReport) -> str:
             f"{_gib(report.kv_cache_bytes)}: holds {report.kv_cache_tokens:,} tokens "
             f"of {report.kv_bytes_per_token:,} bytes"
         ),
+        "step": f"ran one layer and the head in {report.step_seconds * 1000:.3g} ms",
         "longest": f"{report.max_model_len:,} tokens a sequence (the model allows {report.model_positions:,})",
     }
     return "\n".join(f"{name:<13} {text}" for name, text in rows.items())

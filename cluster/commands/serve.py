@@ -7,18 +7,17 @@ Everything that it started is stopped when it ends, by Ctrl-C, SIGTERM or a fail
 from __future__ import annotations
 
 import contextlib
-import errno
 import io
 import logging
 import os
 import pathlib
 import signal
-import socket
 from typing import Any
 
-from cluster.commands import Refusal
-from cluster.commands.check import check_model, check_quickly
-from cluster.config import ServeConfig, load_config
+from cluster.commands import NotStarted, Refusal
+from cluster.commands.check import check_quickly
+from cluster.config import ServeConfig, load_config, ray_address
+from cluster.listener import bound
 from workers.model_config import ModelError
 from workers.model_info import ModelInfo
 
@@ -30,7 +29,8 @@ def run_serve(config_path: str | None, overrides: dict[str, Any]) -> int:
         config = load_config(config_path, overrides)
     except ValueError as error:
         raise Refusal(str(error)) from error
-    _check_port(config.host, config.port)
+    if ray_address() is None:  # a cluster's Serve may hold the port already, and takes this application too
+        _check_port(config.host, config.port)
     try:
         check_quickly(config.engine)
     except ModelError as error:
@@ -56,9 +56,8 @@ def _serve_until_signal(config: ServeConfig) -> None:
         print(f"{model_message(model)}\n{ready_message(config)}", flush=True)
         while True:
             signal.pause()
-    except Exception:
-        _refuse_if_unservable(config)
-        raise
+    except serve_app.StartFailed as error:
+        raise NotStarted(str(error)) from error
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -67,14 +66,6 @@ def _serve_until_signal(config: ServeConfig) -> None:
         with contextlib.redirect_stdout(io.StringIO()):
             serve_app.stop()
         print("Stopped.", flush=True)
-
-
-def _refuse_if_unservable(config: ServeConfig) -> None:
-    """Raises `Refusal` where `manta check` explains the failure; it loads torch, so it is asked only then."""
-    try:
-        check_model(config.engine)
-    except ModelError as error:
-        raise Refusal(f"{config.engine.model} cannot be served: {error}") from error
 
 
 @contextlib.contextmanager
@@ -90,17 +81,10 @@ def _stopped_by_sigterm() -> Any:
 
 
 def _check_port(host: str, port: int) -> None:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise Refusal(
-                    f"port {port} on {host} is taken by another program; stop it, or choose another port with --port"
-                ) from error
-            raise Refusal(f"cannot listen on {host} port {port}: {error.strerror or error} (--host, --port)") from error
+    try:
+        bound(host, port).close()
+    except OSError as error:
+        raise Refusal(error.strerror) from error
 
 
 def served_name(config: ServeConfig) -> str:

@@ -156,7 +156,11 @@ class TransformersModel:
         transformers.AttentionInterface.register(_ATTENTION_NAME, _attend)
         transformers.utils.logging.disable_progress_bar()
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation=_ATTENTION_NAME, output_loading_info=True
+            folder,
+            config=_first_layers(transformers.AutoConfig.from_pretrained(folder), self.config.num_layers),
+            dtype=dtype,
+            attn_implementation=_ATTENTION_NAME,
+            output_loading_info=True,
         )
         model, report = loaded
         for kind in ("missing_keys", "mismatched_keys"):
@@ -281,6 +285,17 @@ def _attend(
     if attention_mask is not None or not getattr(module, "is_causal", True):
         raise ModelError(f"{type(module).__name__} is not supported: it attends otherwise than causally")
     return module.manta_model.attend(module.layer_idx, query, key, value, scaling, sliding_window), None
+
+
+def _first_layers(config: Any, num_layers: int) -> Any:
+    """`config` with its first layers only, where it has more; what it lists by layer is cut too."""
+    total = config.num_hidden_layers
+    if num_layers < total:
+        for name, value in config.to_dict().items():
+            if isinstance(value, list) and len(value) == total:
+                setattr(config, name, value[:num_layers])
+        config.num_hidden_layers = num_layers
+    return config
 
 
 def _own_logits(model: Any) -> list[torch.Tensor]:

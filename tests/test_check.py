@@ -1,0 +1,101 @@
+"""`manta check` runs a step: what would fail while serving is a no, in one sentence, and no other layer is read."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+import shutil
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+
+from cluster.cli import main
+from cluster.commands.check import check_model
+from cluster.config import EngineConfig
+from specdecode.config import SpeculativeConfig
+from tests.checkpoints import checkpoint, make_tokenizer
+from workers.model_config import ModelError
+
+
+def config(folder: pathlib.Path, **options: object) -> EngineConfig:
+    return EngineConfig(model=str(folder), kv_cache_bytes=8 * 2**20, num_threads=1, **options)  # type: ignore[arg-type]
+
+
+def with_tensor(folder: pathlib.Path, to: pathlib.Path, name: str, value: float) -> pathlib.Path:
+    """A copy in which one tensor holds `value` everywhere."""
+    shutil.copytree(folder, to)
+    path = to / "model.safetensors"
+    tensors = safetensors.torch.load_file(path)
+    tensors[name] = torch.full_like(tensors[name], value)
+    safetensors.torch.save_file(tensors, path, {"format": "pt"})
+    return to
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gpt_neox", "mixtral", "gpt2"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_step_of_one_layer_runs(family: str, dtype: str) -> None:
+    assert 0 < check_model(config(checkpoint(family), dtype=dtype)).step_seconds < 10
+
+
+def test_the_report_has_a_line_of_the_step(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(checkpoint("llama")), "--set", "engine.kv_cache_bytes=1048576"]) == 0
+    step = re.search(r"^step +ran one layer and the head in (\S+) ms", capsys.readouterr().out, re.MULTILINE)
+    assert step is not None
+    assert float(step[1]) > 0
+
+
+def test_a_draft_model_runs_its_step_too(tmp_path: pathlib.Path) -> None:
+    broken = with_tensor(checkpoint("llama"), tmp_path / "draft", "model.norm.weight", float("nan"))
+    speculative = SpeculativeConfig(proposers=("draft",), draft_model=str(broken))
+    with pytest.raises(ModelError, match="one step of its first layer"):
+        check_model(config(checkpoint("llama"), speculative=speculative))
+
+
+def test_a_first_layer_that_gives_no_numbers_is_a_no(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "model.layers.0.input_layernorm.weight"
+    folder = with_tensor(checkpoint("llama"), tmp_path / "nan", name, float("nan"))
+    assert main(["check", str(folder)]) == 1
+    captured = capsys.readouterr()
+    assert "cannot be served: one step of its first layer gives no token: " in captured.err
+    assert "can be served" not in captured.out
+
+
+def test_the_other_layers_are_not_run(tmp_path: pathlib.Path) -> None:
+    name = "model.layers.1.input_layernorm.weight"
+    assert check_model(config(with_tensor(checkpoint("llama"), tmp_path / "nan", name, float("nan")))).step_seconds > 0
+
+
+def test_a_model_that_does_not_attend_causally_is_a_no(tmp_path: pathlib.Path) -> None:
+    """Its configuration does not tell; only a run does."""
+    options = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    bert = transformers.BertConfig(vocab_size=100, **options)
+    transformers.BertLMHeadModel(bert).save_pretrained(tmp_path)
+    make_tokenizer(tmp_path)
+    with pytest.raises(ModelError, match=r"^Bert\w+ is not supported"):
+        check_model(config(tmp_path))
+
+
+def test_what_transformers_raises_while_it_runs_is_a_no(tmp_path: pathlib.Path) -> None:
+    folder = tmp_path / "activation"
+    shutil.copytree(checkpoint("gpt_neox"), folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"hidden_act": "no-such-activation"}))
+    with pytest.raises(ModelError, match=r"no-such-activation"):
+        check_model(config(folder))
+
+
+def test_a_step_that_ends_the_process_is_a_no(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGILL)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(ModelError, match=r"one step of its first layer ended the process \(SIGILL\) on .* in float32"):
+        check_model(config(checkpoint("llama")))
+
+
+def test_a_logits_processor_that_cannot_be_loaded_is_a_no() -> None:
+    with pytest.raises(ModelError, match="'nowhere:nothing' cannot be imported"):
+        check_model(config(checkpoint("llama"), logits_processors={"nothing": "nowhere:nothing"}))

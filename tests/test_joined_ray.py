@@ -1,0 +1,122 @@
+"""`manta serve` beside a Ray cluster that runs already: a real `ray start --head`, which protects itself by a token."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from benchmarks.processes import free_port
+from tests.checkpoints import checkpoint
+from tests.test_start_failures import refusal, serve
+
+pytestmark = pytest.mark.timeout(180)
+
+RAY = str(pathlib.Path(sys.executable).parent / "ray")
+SOON_S = 10.0
+
+
+class Cluster:
+    """The home folder has the token where Ray puts it, `~/.ray/auth_token`."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self.home = folder / "home"
+        self.home.mkdir()
+        environment = {**os.environ, "HOME": str(self.home), "RAY_AUTH_MODE": "token"}
+        subprocess.run([RAY, "get-auth-token", "--generate"], env=environment, check=True, capture_output=True)
+        port = free_port()
+        self.address = f"127.0.0.1:{port}"
+        command = [RAY, "start", "--head", f"--port={port}", f"--ray-client-server-port={free_port()}", "--block"]
+        command += ["--include-dashboard=false", "--num-cpus=2", f"--temp-dir={folder}"]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if b"Ray runtime started" in line:
+                return
+        raise RuntimeError("ray start ended")
+
+    def stop(self) -> None:
+        processes = [*psutil.Process(self.process.pid).children(recursive=True), psutil.Process(self.process.pid)]
+        for process in processes:
+            process.kill()
+        psutil.wait_procs(processes, timeout=10)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    # Ray's sockets lie in its folder, and their paths may have 107 bytes.
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="ray-"))
+    started = Cluster(folder)
+    yield started
+    started.stop()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def joining(cluster: Cluster, port: int, *settings: str, **environment: str) -> subprocess.Popen[str]:
+    environment = {"RAY_ADDRESS": cluster.address, "HOME": str(cluster.home), **environment}
+    model = f"engine.model={checkpoint('llama')}"
+    return serve(model, f"port={port}", *settings, **environment)
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"RAY_ADDRESS": "127.0.0.1:9"}, ["no Ray cluster answers at RAY_ADDRESS=127.0.0.1:9", "ray start"]),
+        ({"RAY_ADDRESS": "nowhere.invalid:6379"}, ["no Ray cluster answers at RAY_ADDRESS=nowhere.invalid:6379"]),
+        ({"RAY_ADDRESS": "http://127.0.0.1:8265"}, ["no Ray cluster's address", "host:port"]),
+        ({"RAY_ADDRESS": "nonsense"}, ["nonsense", "host:port"]),
+        ({"HOME": "/nowhere"}, ["wants a token and there is none here", "~/.ray/auth_token"]),
+        ({"RAY_AUTH_TOKEN": "12345678"}, ["refuses this machine's token", "RAY_AUTH_TOKEN"]),
+        ({"RAY_AUTH_TOKEN_PATH": "/nowhere"}, ["RAY_AUTH_TOKEN_PATH", "/nowhere"]),
+        ({"RAY_AUTH_MODE": "disabled"}, ["unset RAY_AUTH_MODE"]),
+    ],
+)
+def test_a_cluster_that_cannot_be_joined_is_told_in_a_sentence(
+    cluster: Cluster, environment: dict[str, str], words: list[str]
+) -> None:
+    started = time.monotonic()
+    said = refusal(joining(cluster, free_port(), **environment))
+    assert time.monotonic() - started < SOON_S
+    for word in words:
+        assert word in said
+
+
+def test_an_engine_that_cannot_start_on_a_joined_cluster_is_told(cluster: Cluster, tmp_path: pathlib.Path) -> None:
+    folder = tmp_path / "four-layers"
+    shutil.copytree(checkpoint("llama"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
+    port = free_port()
+    said = refusal(joining(cluster, port, f"engine.model={folder}"))
+    assert "the engine did not start: tensor model.layers.3.input_layernorm.weight of shape [64] is missing" in said
+    log = re.search(r"The whole story is in (\S+)$", said)
+    assert log is not None
+    assert "Traceback" in pathlib.Path(log[1]).read_text()
+
+    # The cluster's Serve has that port now.
+    other = refusal(joining(cluster, free_port()))
+    assert f"Serve runs on this cluster already and listens on port {port}; take it: --port {port}" in other
+
+    process = joining(cluster, port)
+    try:
+        assert process.stdout is not None
+        assert any("Ctrl-C stops it." in line for line in process.stdout)
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=30) as response:
+            assert json.loads(response.read())["data"][0]["id"]
+    finally:
+        process.send_signal(signal.SIGTERM)
+        printed, error = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "Traceback" not in printed + error

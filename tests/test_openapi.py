@@ -1,0 +1,194 @@
+"""`/openapi.json` beside a live server: each error that can be provoked is documented, and its body fits the schema."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import jsonschema
+import psutil
+import pytest
+
+from tests.checkpoints import VOCAB_SIZE
+from tests.server import Server, shared_server
+
+pytestmark = pytest.mark.timeout(300)
+
+HELLO = {"messages": [{"role": "user", "content": "hello"}]}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"max_tokens": 4, **HELLO},
+    "/v1/completions": {"max_tokens": 4, "prompt": "hello"},
+    "/tokenize": {"prompt": "hello"},
+    "/detokenize": {"tokens": [1, 2]},
+}
+GETS = ("/v1/models", "/v1/models/{model}", "/health", "/metrics", "/openapi.json")
+OPEN = ("/health", "/metrics", "/openapi.json")
+GENERATING = ("/v1/chat/completions", "/v1/completions")
+
+FAILING_PROCESSOR = """
+class Failing:
+    def __init__(self, arguments, prompt_token_ids, output_token_ids, vocab_size):
+        pass
+
+    def __call__(self, output_token_ids, logits):
+        raise RuntimeError("this processor always fails")
+"""
+
+
+class Documented:
+    """A server asked through its own document."""
+
+    def __init__(self, server: Server, **headers: str) -> None:
+        self.server = server
+        self.http = httpx.Client(base_url=server.url, headers=headers, trust_env=False, timeout=60)
+        self.document = self.http.get("/openapi.json").json()
+        self.seen: set[tuple[str, int]] = set()
+
+    def ask(self, path: str, body: Any = None, method: str | None = None, **headers: str) -> int:
+        """The status, which `path` (a path of the document) documents with a schema that the body fits."""
+        operation = next(iter(self.document["paths"][path].values()))
+        url = path.replace("{model}", self.server.model) if "{model}" in path else path
+        content = json.dumps(body) if isinstance(body, dict) else body
+        method = method or ("GET" if body is None else "POST")
+        response = self.http.request(method, url, content=content, headers=headers)
+        self._check(operation, path, response)
+        return response.status_code
+
+    def ask_url(self, path: str, url: str) -> int:
+        response = self.http.get(url)
+        self._check(self.document["paths"][path]["get"], path, response)
+        return response.status_code
+
+    def _check(self, operation: dict[str, Any], path: str, response: httpx.Response) -> None:
+        status = response.status_code
+        assert str(status) in operation["responses"], f"{path} answers {status}, which is not documented"
+        content = operation["responses"][str(status)]["content"]
+        media = response.headers["content-type"].partition(";")[0]
+        assert media in content, f"{path} answers {media}"
+        if media == "application/json":
+            schema = {**content[media]["schema"], "components": self.document["components"]}
+            jsonschema.Draft202012Validator(schema).validate(response.json())
+            if status >= 400:
+                assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+        self.seen.add((path, status))
+
+
+@pytest.fixture(scope="module")
+def shared() -> Documented:
+    return Documented(shared_server())
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Documented]:
+    """A server with a key, little patience, room for one request, and a processor that fails."""
+    folder: pathlib.Path = tmp_path_factory.mktemp("processors")
+    (folder / "failing_processor.py").write_text(FAILING_PROCESSOR)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(folder))
+        server = Server(
+            "api_keys=[secret]",
+            "request_timeout_s=0.2",
+            "max_body_bytes=10000",
+            "health_bound_s=0.000001",
+            "engine.max_num_sequences=1",
+            "engine.max_num_waiting=0",
+            "engine.logits_processors={failing: failing_processor:Failing}",
+        )
+    yield Documented(server, authorization="Bearer secret")
+    server.stop()
+
+
+def test_the_document_is_valid_and_says_that_errors_have_one_schema(shared: Documented) -> None:
+    schemas = set()
+    for path, methods in shared.document["paths"].items():
+        for operation in methods.values():
+            failures = {status: answer for status, answer in operation["responses"].items() if int(status) >= 400}
+            assert {"405", "500"} <= set(failures), path
+            schemas |= {answer["content"]["application/json"]["schema"]["$ref"] for answer in failures.values()}
+    assert schemas == {"#/components/schemas/ErrorBody"}
+    for schema in shared.document["components"]["schemas"].values():
+        jsonschema.Draft202012Validator.check_schema(schema)
+
+
+def test_good_answers_fit_their_schemas(shared: Documented) -> None:
+    model = shared.server.model
+    for path, body in BODIES.items():
+        assert shared.ask(path, {"model": model, **body}) == 200
+    for path in GENERATING:
+        assert shared.ask(path, {"model": model, **BODIES[path], "stream": True}) == 200
+    for path in GETS:
+        assert shared.ask(path) == 200
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_wrong_bodies_and_methods_are_documented(shared: Documented, path: str) -> None:
+    good = {"model": shared.server.model, **BODIES[path]}
+    for body in (b"{not json", b"\xff\xfe", b"[]", b"", {**good, "unknown": 1}, {**good, next(iter(BODIES[path])): {}}):
+        assert shared.ask(path, body) == 400
+    assert shared.ask(path, {**good, "model": "gpt-9"}) == 404
+    assert shared.ask(path, method="GET") == 405
+    assert shared.ask(path, method="DELETE") == 405
+    too_long = b'{"model": "' + b"x" * (9 * 2**20) + b'"}'
+    assert shared.ask(path, too_long) == 413
+
+
+def test_wrong_methods_models_and_token_ids_are_documented(shared: Documented) -> None:
+    for path in GETS:
+        assert shared.ask(path, method="POST") == 405
+    assert shared.ask_url("/v1/models/{model}", "/v1/models/gpt-9") == 404
+    assert shared.ask("/detokenize", {"tokens": [VOCAB_SIZE + 10**6]}) == 400
+    for schema in ({"type": "object", "not": {}}, {"type": "nothing"}):
+        constrained = {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}}
+        for path in GENERATING:
+            assert shared.ask(path, {"model": shared.server.model, **BODIES[path], **constrained}) == 400
+
+
+def test_a_missing_key_is_documented_where_one_is_needed(narrow: Documented) -> None:
+    for path in [*BODIES, *GETS]:
+        body = {"model": narrow.server.model, **BODIES[path]} if path in BODIES else None
+        assert narrow.ask(path, body, authorization="Bearer wrong") == (200 if path in OPEN else 401)
+        entry = next(iter(narrow.document["paths"][path].values()))
+        assert ("401" in entry["responses"]) == (path not in OPEN)
+
+
+def test_time_limits_full_queues_and_failures_inside_are_documented(narrow: Documented) -> None:
+    model = narrow.server.model
+    endless = {"model": model, "prompt": "hello", "max_tokens": 500, "ignore_eos": True}
+    for path in GENERATING:
+        assert narrow.ask(path, {"model": model, **BODIES[path], "logits_processors": [{"name": "failing"}]}) == 500
+        if path == "/v1/completions":
+            occupying = endless
+        else:
+            occupying = {"model": model, **HELLO, "max_tokens": 450, "ignore_eos": True}
+        statuses: list[int] = []
+
+        def occupy(path: str = path, body: dict[str, Any] = occupying, statuses: list[int] = statuses) -> None:
+            statuses.append(narrow.ask(path, body))
+
+        threads = [threading.Thread(target=occupy) for _ in range(12)]
+        for thread in threads:
+            thread.start()
+        health = {narrow.ask("/health") for _ in range(20)}
+        for thread in threads:
+            thread.join()
+        assert {408, 429} <= set(statuses)
+        assert 503 in health, "no engine steps a million times a second"
+
+
+def test_an_engine_that_dies_is_documented(narrow: Documented) -> None:
+    children = psutil.Process(narrow.server.process.pid).children(recursive=True)
+    (engine,) = [each for each in children if "manta:engine" in " ".join(each.cmdline())]
+    engine.kill()
+    deadline = time.monotonic() + 60
+    statuses: set[int] = set()
+    while time.monotonic() < deadline:
+        statuses |= {narrow.ask("/health"), narrow.ask("/metrics")}
+        if 503 in statuses and narrow.ask("/metrics") == 200:
+            break
+        time.sleep(0.2)
+    assert 503 in statuses

@@ -1,0 +1,155 @@
+"""`manta serve` whose replicas cannot start: the cause in words and exit code 1, after the first of Serve's tries."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from benchmarks.processes import free_port
+from tests.checkpoints import checkpoint
+
+pytestmark = pytest.mark.timeout(180)
+
+SOON_S = 10.0
+"""From the failure to the end of the command, everything that it started stopped."""
+
+FAILING_MODULE = """
+import ctypes, os, signal, sys, time
+
+with open(os.environ["ATTEMPTS"], "a") as attempts:
+    print(time.time(), file=attempts)
+
+def fail(how):
+    if how == "raise":
+        raise RuntimeError("two lines:\\nAnother: of them")
+    if how == "exit":
+        sys.exit("no licence")
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "crash":
+        ctypes.string_at(0)
+    held = []
+    while True:  # until Ray's memory monitor ends it
+        held.append(b"x" * 2**27)
+        time.sleep(0.1 if len(held) < 40 else 1000)
+
+fail(os.environ["HOW"])
+"""
+
+
+def serve(*settings: str, **environment: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "cluster.cli", "serve"]
+    for setting in ("engine.kv_cache_bytes=8388608", "engine.num_threads=1", *settings):
+        command += ["--set", setting]
+    environment = {**os.environ, **environment}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def refusal(process: subprocess.Popen[str]) -> str:
+    """What the command says at its end, on one line; nothing of Ray's is before it."""
+    printed, error = process.communicate(timeout=120)
+    assert process.returncode == 1, printed + error
+    for of_ray in ("Traceback", "ray::", "raylet)", "RayTaskError", "WARNING"):
+        assert of_ray not in printed + error, printed + error
+    return " ".join(error.split())
+
+
+def log_named_in(said: str) -> pathlib.Path:
+    found = re.search(r"The whole story is in (\S+)$", said)
+    assert found is not None, said
+    path = pathlib.Path(found[1])
+    assert path.is_file()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("raise", ["RuntimeError: two lines: Another: of them", "module:attribute"]),
+        ("exit", ["no licence"]),
+        ("kill", ["was killed while it started", "kv_cache_bytes"]),
+        ("crash", ["its process crashed (SIGSEGV)"]),
+    ],
+)
+def test_whatever_ends_the_constructor_of_an_engine_is_told_after_one_try(
+    how: str, words: list[str], tmp_path: pathlib.Path
+) -> None:
+    (tmp_path / "failing.py").write_text(FAILING_MODULE)
+    attempts = tmp_path / "attempts"
+    process = serve(
+        f"engine.model={checkpoint('llama')}",
+        f"port={free_port()}",
+        "engine.logits_processors={failing: failing:processor}",
+        PYTHONPATH=str(tmp_path),
+        ATTEMPTS=str(attempts),
+        HOW=how,
+    )
+    said = refusal(process)
+    seconds = time.time() - float(attempts.read_text().split()[0])
+    print(f"{how}: the command ended {seconds:.1f} s after the failure")
+    assert seconds < SOON_S
+    assert len(attempts.read_text().split()) == 1
+    assert said.startswith("manta: the engine did not start: ")
+    for word in words:
+        assert word in said
+    if how in ("raise", "exit"):
+        assert "Traceback" in log_named_in(said).read_text(), "the log has what the terminal is spared"
+    else:
+        log_named_in(said)
+
+
+def test_memory_that_runs_out_while_an_engine_starts_is_named(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "failing.py").write_text(FAILING_MODULE)
+    memory = psutil.virtual_memory()
+    process = serve(
+        f"engine.model={checkpoint('llama')}",
+        f"port={free_port()}",
+        "engine.logits_processors={failing: failing:processor}",
+        PYTHONPATH=str(tmp_path),
+        ATTEMPTS=str(tmp_path / "attempts"),
+        HOW="hoard",
+        RAY_memory_usage_threshold=str((memory.total - memory.available + 2**31) / memory.total),
+    )
+    said = refusal(process)
+    assert "Ray ended its process because the machine's memory was full; free some memory" in said
+    log_named_in(said)
+
+
+def test_a_cache_larger_than_the_machine_is_told_with_its_remedy() -> None:
+    said = refusal(
+        serve(f"engine.model={checkpoint('llama')}", f"port={free_port()}", "engine.kv_cache_bytes=1000000000000000")
+    )
+    assert "allocate memory" in said
+    assert "lower kv_cache_bytes" in said
+
+
+def test_a_tensor_that_is_missing_is_named(tmp_path: pathlib.Path) -> None:
+    folder = tmp_path / "four-layers"
+    shutil.copytree(checkpoint("llama"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
+    said = refusal(serve(f"engine.model={folder}", f"port={free_port()}"))
+    assert "the engine did not start: tensor model.layers.3.input_layernorm.weight of shape [64] is missing" in said
+
+
+def test_a_port_that_is_taken_while_ray_starts_is_named() -> None:
+    port = free_port()
+    process = serve(f"engine.model={checkpoint('llama')}", f"port={port}")
+    assert process.stdout is not None
+    assert "Starting Ray" in process.stdout.readline()  # it has looked at the port, and will bind it in some seconds
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", port))
+        taken.listen()
+        said = refusal(process)
+    assert f"the ingress did not start: port {port} on 127.0.0.1 is in use by another program" in said
+    assert "--port" in said
