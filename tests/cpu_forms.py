@@ -7,7 +7,6 @@ the kernels that it was made with.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
 
 import pytest
@@ -25,9 +24,8 @@ EMULATED = [pytest.param(name, marks=pytest.mark.prove) for name in emulated.FOR
 
 def forget_libraries() -> None:
     """What has been loaded is looked for anew."""
-    for cached in (build.load_library, cpu._library, cpu_decoder._library, cpu_linear._library, cpu_sampler._library):
-        if isinstance(cached, functools._lru_cache_wrapper):  # not what a test put in its place
-            cached.cache_clear()
+    for cached in (build._load, cpu._library, cpu_decoder._library, cpu_linear._library, cpu_sampler._library):
+        cached.cache_clear()
 
 
 @contextlib.contextmanager

@@ -35,6 +35,11 @@ def random_weight(seed: int, out_features: int, in_features: int, dtype: torch.d
     return weight, torch.randn(out_features, generator=generator).to(dtype) if bias else None, generator
 
 
+def rows_of(form: str) -> tuple[int, ...]:
+    """Fewer where each instruction is emulated."""
+    return ROWS if form in FORMS else tuple(rows for rows in ROWS if rows <= 140)
+
+
 def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return x.double() @ weight.double().T + (0 if bias is None else bias.double())
 
@@ -59,7 +64,7 @@ def test_products_of_any_number_of_rows(
     linear = make_cpu_linear(weight, offset)
     x = torch.randn(600, in_features, generator=generator).to(dtype)
     expected = exact(x, weight, offset)
-    for num_rows in ROWS:
+    for num_rows in rows_of(form):
         y = linear(x[:num_rows])
         assert y.dtype == dtype
         assert y.shape == (num_rows, out_features)

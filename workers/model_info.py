@@ -20,5 +20,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     kernels: str
     """What multiplies: the form of the CPU kernels (`workers/kernels/processor.py`), or `torch` without a compiler."""
     load_seconds: float
+    advice: str | None = None
+    """What keeps the device from its full speed, and the remedy, in a line."""
     step_costs: tuple[tuple[int, float], ...] = ()
     """(tokens, seconds) of steps, tokens ascending; measured where drafts are weighed against them."""

@@ -54,6 +54,9 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
     """Of the fastest decode step: one layer, the head and the sampler."""
+    kernels: str = ""
+    """As `ModelInfo.kernels`, and `advice` as there."""
+    advice: str | None = None
     error: str | None = None
 
 
@@ -82,7 +85,7 @@ def try_one_layer(trial: Trial) -> TrialResult:
 def run(trial: Trial) -> TrialResult:
     """Runs it here."""
     try:
-        return TrialResult(seconds=_run(trial))
+        return _run(trial)
     except ModelError as error:
         return TrialResult(error=str(error))
     except Exception as error:  # whatever it is, serving would meet it too
@@ -90,7 +93,7 @@ def run(trial: Trial) -> TrialResult:
         return TrialResult(error=f"one step of its first layer failed on {trial.device} in {trial.dtype}: {what}")
 
 
-def _run(trial: Trial) -> float:
+def _run(trial: Trial) -> TrialResult:
     from workers.model_runner import ModelRunner
     from workers.platforms import choose_platform
 
@@ -131,7 +134,7 @@ def _run(trial: Trial) -> float:
         output = runner.sample()
         seconds.append(time.perf_counter() - started)
         _check(output)
-    return min(seconds)
+    return TrialResult(seconds=min(seconds), kernels=platform.kernel_form, advice=platform.advice)
 
 
 def _first_layer(folder: pathlib.Path, config: ModelConfig, dtype: str, platform: Platform) -> Model:

@@ -96,6 +96,7 @@ class Worker:
             platform=platform.name,
             kernels=platform.kernel_form,
             load_seconds=time.perf_counter() - started,
+            advice=platform.advice,
         )
         logger.info(
             "loaded %s in %.1f s (%s, %s, kernels %s); KV cache: %d blocks of %d tokens, %.2f GiB; "
@@ -110,6 +111,9 @@ class Worker:
             kv_bytes / 2**30,
             max_model_len,
         )
+
+        if self.info.advice:
+            logger.warning("%s", self.info.advice)
 
     def register_logits_processor(self, name: str, factory: LogitsProcessorFactory) -> None:
         """Raises `LogitsProcessorError` where the name is taken. An actor gets the factory by cloudpickle."""

@@ -20,7 +20,7 @@ from structured.logits_processors import LogitsProcessorError, LogitsProcessorRe
 from workers.host import num_cores
 from workers.memory import num_parameters, plan_kv_cache, plan_max_model_len
 from workers.model_config import DTYPE_BYTES, ModelConfig, ModelError, load_model_config, resolve_model_folder
-from workers.trial import Trial, try_one_layer
+from workers.trial import Trial, TrialResult, try_one_layer
 
 
 class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +42,8 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
     model_positions: int
     free_bytes: int
     step_seconds: float
+    kernels: str
+    advice: str | None
     """Of one layer, the head and the sampler, for two sequences."""
 
 
@@ -132,6 +134,7 @@ def check_model(engine: EngineConfig) -> CheckReport:
         LogitsProcessorRegistry(engine.logits_processors)
     except LogitsProcessorError as error:
         raise ModelError(str(error)) from error
+    trial = _try_step(engine, folder, dtype)
     return CheckReport(
         folder=str(folder),
         architecture=model.architecture,
@@ -148,12 +151,14 @@ def check_model(engine: EngineConfig) -> CheckReport:
         max_model_len=max_model_len,
         model_positions=model.max_position_embeddings,
         free_bytes=free,
-        step_seconds=_try_step(engine, folder, dtype),
+        step_seconds=trial.seconds,
+        kernels=trial.kernels,
+        advice=trial.advice,
     )
 
 
-def _try_step(engine: EngineConfig, folder: pathlib.Path, dtype: str) -> float:
-    """Seconds of a step of the model's first layer; the draft model's runs too."""
+def _try_step(engine: EngineConfig, folder: pathlib.Path, dtype: str) -> TrialResult:
+    """Of the model's first layer; the draft model's runs too."""
     folders = [folder]
     if engine.speculative is not None and engine.speculative.draft_model is not None:
         folders.insert(0, resolve_model_folder(engine.speculative.draft_model))
@@ -165,8 +170,8 @@ def _try_step(engine: EngineConfig, folder: pathlib.Path, dtype: str) -> float:
             num_threads=engine.num_threads,
             block_size=engine.block_size,
         )
-        seconds = try_one_layer(trial).seconds
-    return seconds
+        result = try_one_layer(trial)
+    return result
 
 
 def _draft(engine: EngineConfig) -> tuple[ModelConfig | None, int]:
@@ -189,9 +194,11 @@ def _render(report: CheckReport) -> str:
             f"{_gib(report.kv_cache_bytes)}: holds {report.kv_cache_tokens:,} tokens "
             f"of {report.kv_bytes_per_token:,} bytes"
         ),
-        "step": f"ran one layer and the head in {report.step_seconds * 1000:.3g} ms",
+        "step": f"ran one layer and the head in {report.step_seconds * 1000:.3g} ms (kernels: {report.kernels})",
         "longest": f"{report.max_model_len:,} tokens a sequence (the model allows {report.model_positions:,})",
     }
+    if report.advice:
+        rows["slower"] = f"than need be: {report.advice}"
     return "\n".join(f"{name:<13} {text}" for name, text in rows.items())
 
 

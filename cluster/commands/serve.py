@@ -93,12 +93,14 @@ def served_name(config: ServeConfig) -> str:
 
 
 def model_message(model: ModelInfo) -> str:
-    """What was loaded and how much it holds at a time."""
-    return (
-        f"Loaded in {model.load_seconds:.1f} s as {model.dtype} on {model.platform}. The KV cache has "
-        f"{model.kv_cache_bytes / 2**30:.2f} GiB for {model.num_blocks * model.block_size} tokens; the longest "
-        f"sequence is {model.max_model_len} tokens."
+    """What was loaded, how much it holds at a time, and what would make it faster."""
+    text = (
+        f"Loaded in {model.load_seconds:.1f} s as {model.dtype} on {model.platform} (kernels: {model.kernels}). The KV "
+        f"cache takes up to {model.kv_cache_bytes / 2**30:.2f} GiB ({model.num_blocks * model.block_size:,} tokens) as "
+        "it fills; --set engine.kv_cache_bytes=... changes that. "
+        f"The longest sequence is {model.max_model_len:,} tokens."
     )
+    return f"{text}\n\nSlower than need be: {model.advice}" if model.advice else text
 
 
 def ready_message(config: ServeConfig) -> str:

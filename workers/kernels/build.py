@@ -12,7 +12,6 @@ import ctypes
 import functools
 import hashlib
 import importlib.util
-import logging
 import os
 import pathlib
 import shlex
@@ -23,14 +22,12 @@ import tempfile
 
 from workers.kernels import processor
 
-logger = logging.getLogger(__name__)
-
 FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-std=c++17", "-fPIC", "-w")
 # Not -ffast-math: infinities mark masked logits and NaN marks a failed row, and linking with it would flush denormals
 OPENMP = ((("-fopenmp",), ("-fopenmp",)), ((), ("-pthread",)))
 """(to compile, to link): a compiler without OpenMP, such as Apple's or Zig's, takes threads of our own (parallel.h)."""
 
-REMEDY = "install g++ (Debian, Ubuntu: apt install g++), or pip install 'manta[compiler]'"
+REMEDY = f"install one: apt install g++, or {shlex.quote(sys.executable)} -m pip install ziglang"
 FOLDER = pathlib.Path(__file__).parent
 
 
@@ -54,27 +51,38 @@ def find_compiler() -> tuple[str, ...] | None:
     return None
 
 
-@functools.cache
 def load_library() -> ctypes.CDLL | None:
-    """All `workers/kernels/*.cpp`, compiled for this processor; None where there is no compiler or it fails.
+    """All `workers/kernels/*.cpp`, compiled for this processor; None without a compiler, or where it fails.
 
     torch must be imported first: its OpenMP runtime then serves the library too, so both share one thread pool.
     """
+    return _load()[0]
+
+
+def why_none() -> str | None:
+    """Why `load_library` gave None, what that costs, and what to do, in a line."""
+    return _load()[1]
+
+
+@functools.cache
+def _load() -> tuple[ctypes.CDLL | None, str | None]:
     if os.environ.get("MANTA_NO_KERNELS") == "1":
-        return None
+        return None, "MANTA_NO_KERNELS=1: torch alone serves, several times slower"
     compiler = find_compiler()
     if compiler is None:
-        logger.warning("no C++ compiler was found: CPU kernels run on torch alone, several times slower; %s", REMEDY)
-        return None
-    detail: object = ""
+        return None, f"no C++ compiler was found, so torch alone serves, several times slower; {REMEDY}"
+    failure = ""
     # A compiler older than the processor knows a lower form's flags only.
     for form in processor.lower_forms(processor.form()):
         try:
-            return ctypes.CDLL(str(library_for(form, compiler)))
+            return ctypes.CDLL(str(library_for(form, compiler))), None
         except (OSError, subprocess.CalledProcessError) as error:
-            detail = detail or getattr(error, "stderr", None) or error
-    logger.warning("compiling the CPU kernels failed, torch alone serves, several times slower: %s", detail)
-    return None
+            lines = str(getattr(error, "stderr", None) or error).strip().splitlines()
+            failure = failure or next((line for line in lines if "error" in line), lines[0])
+    return (
+        None,
+        f"{compiler[0]} does not compile the CPU kernels, so torch alone serves, several times slower: {failure}",
+    )
 
 
 def form_in_use() -> str:

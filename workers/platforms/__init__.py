@@ -17,6 +17,8 @@ class Platform(Protocol):
     device: torch.device
     kernel_form: str
     """Which form of the kernels serves; for people to read."""
+    advice: str | None
+    """What keeps the device from its full speed, and the remedy, in a line."""
     kernels: types.ModuleType
     """Has the functions of `workers/kernels/reference.py`."""
     make_linear: Callable[..., Any]

@@ -26,6 +26,7 @@ class CpuPlatform:
         num_threads = num_threads or host.num_cores()
         torch.set_num_threads(num_threads)
         self.kernel_form = build.form_in_use()
+        self.advice = build.why_none()
         library = build.load_library()
         if library is not None:
             library.manta_set_num_threads(num_threads)
