@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import pathlib
+import random
 import signal
 import socket
 import subprocess
@@ -306,9 +307,12 @@ def environment_of(engine: str, setup: Setup) -> dict[str, str]:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """One that systems do not choose for outgoing connections, and Ray not for its workers: free now, it stays so."""
+    for port in random.sample(range(20_000, 30_000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise BenchmarkError("of 100 ports between 20000 and 30000 none is free")
 
 
 def _manta_server(model: str, setup: Setup, port: int) -> list[str]:

@@ -11,12 +11,15 @@ import asyncio
 import errno
 import logging
 import socket
+import time
 from typing import Any
 
 import uvicorn
 
 KEEP_ALIVE_S = 90
 """An idle connection is kept for so long; what Serve's proxy does."""
+PATIENCE_S = 2.0
+"""How long a port that is taken is tried again."""
 TICK_S = 1.0
 """How often the date of the answers is set and the end is looked for."""
 
@@ -43,12 +46,22 @@ class Listener(uvicorn.Server):
         """Begins at the first call; raises `OSError` where the port is taken, `RuntimeError` where it has ended."""
         if self._serving is None:
             logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # what clients send wrongly is no news here
-            sockets = [bound(self.config.host, self.config.port)]
-            self._serving = asyncio.ensure_future(self.serve(sockets))
+            self._serving = asyncio.ensure_future(self.serve([await self._bound()]))
         while not self.started and not self._serving.done():
             await asyncio.sleep(0.01)
         if self._serving.done():
             raise RuntimeError(f"nothing listens on {self.config.host} port {self.config.port} any more")
+
+    async def _bound(self) -> socket.socket:
+        """Somebody's outgoing connection may have the port by chance, or a fork hold it until its exec: for a moment."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                return bound(self.config.host, self.config.port)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(0.1)
 
     async def main_loop(self) -> None:
         """uvicorn's own wakes ten times a second."""

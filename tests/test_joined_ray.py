@@ -93,6 +93,7 @@ def test_a_cluster_that_cannot_be_joined_is_told_in_a_sentence(
         assert word in said
 
 
+@pytest.mark.prove
 def test_an_engine_that_cannot_start_on_a_joined_cluster_is_told(cluster: Cluster, tmp_path: pathlib.Path) -> None:
     folder = tmp_path / "four-layers"
     shutil.copytree(checkpoint("llama"), folder)

@@ -76,9 +76,9 @@ def log_named_in(said: str) -> pathlib.Path:
     ("how", "words"),
     [
         ("raise", ["RuntimeError: two lines: Another: of them", "module:attribute"]),
-        ("exit", ["no licence"]),
+        pytest.param("exit", ["no licence"], marks=pytest.mark.prove),
         ("kill", ["was killed while it started", "kv_cache_bytes"]),
-        ("crash", ["its process crashed (SIGSEGV)"]),
+        pytest.param("crash", ["its process crashed (SIGSEGV)"], marks=pytest.mark.prove),
     ],
 )
 def test_whatever_ends_the_constructor_of_an_engine_is_told_after_one_try(
@@ -108,6 +108,7 @@ def test_whatever_ends_the_constructor_of_an_engine_is_told_after_one_try(
         log_named_in(said)
 
 
+@pytest.mark.prove
 def test_memory_that_runs_out_while_an_engine_starts_is_named(tmp_path: pathlib.Path) -> None:
     (tmp_path / "failing.py").write_text(FAILING_MODULE)
     memory = psutil.virtual_memory()
