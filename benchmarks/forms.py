@@ -161,29 +161,30 @@ def large(options: argparse.Namespace) -> None:
     with contextlib.ExitStack() as stack:
         manta = _engine(stack, "manta", folder, setup)
         llama = _engine(stack, "llamacpp", options.gguf, setup, 32) if options.gguf else None
-        for number in range(options.turns + 1):
-            measured = measure_floors(options.form)
-            for engine, record in ((manta, own), (llama, peer)):
-                if engine is None:
-                    continue
-                other = llama if engine is manta else manta
-                if other is not None:
-                    other.rest()
-                engine.wake()
-                values = turn(engine, prompts)
-                if number <= 3:  # long: some turns only
-                    values[MANY_WHOLE] = whole_turn(engine, prompts)
-                if number == 0:
-                    continue  # warms up
-                for figure, value in values.items():
-                    record.setdefault(figure, []).append(value)
-            if number:
-                for figure in own:
-                    if (floor := floor_of(figure, shape, measured)) is not None:
-                        floors.setdefault(figure, []).append(floor)
-                read, product = measured.bandwidth / 1e9, measured.rate / 1e9
-                print(f"turn {number}: read {read:.1f} GB/s, product {product:.0f} GFLOP/s", file=sys.stderr)
-    print(f"{'':44}{'manta':>12}{'floor':>12}{'of floor':>10}{'95% interval':>16}{'llama.cpp':>12}{'ratio':>8}")
+        with contextlib.suppress(KeyboardInterrupt):  # what is cut off shows what it has
+            for number in range(options.turns + 1):
+                measured = measure_floors(options.form)
+                for engine, record in ((manta, own), (llama, peer)):
+                    if engine is None:
+                        continue
+                    other = llama if engine is manta else manta
+                    if other is not None:
+                        other.rest()
+                    engine.wake()
+                    values = turn(engine, prompts)
+                    if number in (1, 2):  # long
+                        values[MANY_WHOLE] = whole_turn(engine, prompts)
+                    if number == 0:
+                        continue  # warms up
+                    for figure, value in values.items():
+                        record.setdefault(figure, []).append(value)
+                if number:
+                    for figure in own:
+                        if (floor := floor_of(figure, shape, measured)) is not None:
+                            floors.setdefault(figure, []).append(floor)
+                    read, product = measured.bandwidth / 1e9, measured.rate / 1e9
+                    print(f"turn {number}: read {read:.1f} GB/s, product {product:.0f} GFLOP/s", file=sys.stderr)
+    print(f"{'':44}{'manta':>14}{'floor':>10}{'of floor':>10}{'95% interval':>16}{'llama.cpp':>14}{'ratio':>10}")
     for figure, values in own.items():
         line = f"{figure.name:44}{statistics.median(values):8.1f} {figure.unit:5}"
         line += _against(figure, values, floors.get(figure), interval=True)

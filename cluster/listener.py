@@ -53,7 +53,7 @@ class Listener(uvicorn.Server):
             raise RuntimeError(f"nothing listens on {self.config.host} port {self.config.port} any more")
 
     async def _bound(self) -> socket.socket:
-        """Somebody's outgoing connection may have the port by chance, or a fork hold it until its exec: for a moment."""
+        """Somebody's outgoing connection may have the port by chance for a moment, or a fork until its exec."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
             try:

@@ -84,6 +84,12 @@ def test_a_server_starts_and_answers(other_system: None) -> None:
 
 
 @pytest.fixture
+def others() -> list[psutil.Process]:
+    """Compile processes of engines that earlier tests left to the garbage collector."""
+    return compile_processes()
+
+
+@pytest.fixture
 def compiler(
     other_system: None, plugin: None, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Compiler]:
@@ -105,8 +111,9 @@ def compile_processes() -> list[psutil.Process]:
     return [child for child in children if child.status() != psutil.STATUS_ZOMBIE and "compile" in str(child.cmdline())]
 
 
-def test_without_forks_each_compile_process_is_started_and_replaced_by_itself(compiler: Compiler) -> None:
-    others = compile_processes()  # of engines that earlier tests left to the garbage collector
+def test_without_forks_each_compile_process_is_started_and_replaced_by_itself(
+    others: list[psutil.Process], compiler: Compiler
+) -> None:
     compile_regex(compiler, "a")
     (first,) = set(compile_processes()) - set(others)
     assert first.ppid() == os.getpid()
