@@ -215,6 +215,7 @@ def without_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
         return reorder(weight, rows)
 
     monkeypatch.setattr(layers, "_reorder", refuse)
+    monkeypatch.delenv(processor.VARIABLE, raising=False)
     monkeypatch.setattr(processor, "capabilities", lambda: frozenset({"avx2", "fma3"}))
 
 

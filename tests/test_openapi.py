@@ -30,13 +30,21 @@ GETS = ("/v1/models", "/v1/models/{model}", "/health", "/metrics", "/openapi.jso
 OPEN = ("/health", "/metrics", "/openapi.json")
 GENERATING = ("/v1/chat/completions", "/v1/completions")
 
-FAILING_PROCESSOR = """
+PROCESSORS = """
+import time
+
+
 class Failing:
     def __init__(self, arguments, prompt_token_ids, output_token_ids, vocab_size):
         pass
 
     def __call__(self, output_token_ids, logits):
         raise RuntimeError("this processor always fails")
+
+
+class Slow(Failing):
+    def __call__(self, output_token_ids, logits):
+        time.sleep(0.02)
 """
 
 
@@ -85,19 +93,19 @@ def shared() -> Documented:
 
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Documented]:
-    """A server with a key, little patience, room for one request, and a processor that fails."""
+    """A server with a key, little patience, room for one request, a processor that fails and one that takes long."""
     folder: pathlib.Path = tmp_path_factory.mktemp("processors")
-    (folder / "failing_processor.py").write_text(FAILING_PROCESSOR)
+    (folder / "processors_of_the_test.py").write_text(PROCESSORS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(folder))
         server = Server(
             "api_keys=[secret]",
-            "request_timeout_s=0.2",
+            "request_timeout_s=1",
             "max_body_bytes=10000",
             "health_bound_s=0.000001",
             "engine.max_num_sequences=1",
             "engine.max_num_waiting=0",
-            "engine.logits_processors={failing: failing_processor:Failing}",
+            "engine.logits_processors={failing: processors_of_the_test:Failing, slow: processors_of_the_test:Slow}",
         )
     yield Documented(server, authorization="Bearer secret")
     server.stop()
@@ -158,13 +166,10 @@ def test_a_missing_key_is_documented_where_one_is_needed(narrow: Documented) -> 
 
 def test_time_limits_full_queues_and_failures_inside_are_documented(narrow: Documented) -> None:
     model = narrow.server.model
-    endless = {"model": model, "prompt": "hello", "max_tokens": 500, "ignore_eos": True}
+    slow = {"max_tokens": 450, "ignore_eos": True, "logits_processors": [{"name": "slow"}]}  # 9 s
     for path in GENERATING:
         assert narrow.ask(path, {"model": model, **BODIES[path], "logits_processors": [{"name": "failing"}]}) == 500
-        if path == "/v1/completions":
-            occupying = endless
-        else:
-            occupying = {"model": model, **HELLO, "max_tokens": 450, "ignore_eos": True}
+        occupying = {"model": model, **BODIES[path], **slow}
         statuses: list[int] = []
 
         def occupy(path: str = path, body: dict[str, Any] = occupying, statuses: list[int] = statuses) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 import pathlib
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -26,7 +29,7 @@ pytestmark = pytest.mark.timeout(180)
 class Serve:
     """A `manta serve` process and everything that it printed."""
 
-    def __init__(self, model: pathlib.Path, port: int) -> None:
+    def __init__(self, model: pathlib.Path, port: int, **environment: str) -> None:
         command = [sys.executable, "-m", "cluster.cli", "serve", "--model", str(model), "--port", str(port)]
         command += ["--set", "engine.kv_cache_bytes=8388608", "--set", "engine.num_threads=1"]
         self.process = subprocess.Popen(
@@ -34,6 +37,7 @@ class Serve:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            env={**os.environ, **environment},
             start_new_session=True,
             # A shell starts background jobs deaf to Ctrl-C, and their children inherit it.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
@@ -143,6 +147,27 @@ def test_an_ingress_that_is_killed_comes_back_on_its_port(serve: Serve) -> None:
     while not answers():
         assert time.monotonic() < deadline, "nothing listens a minute after the ingress died"
         time.sleep(0.2)
+
+
+def test_without_a_compiler_it_serves_and_says_what_is_lost_and_the_remedy(tmp_path: pathlib.Path) -> None:
+    if importlib.util.find_spec("ziglang"):
+        pytest.skip("the package ziglang brings a compiler")
+    for program in ("sh", "bash", "env", "uname"):
+        (tmp_path / program).symlink_to(str(shutil.which(program)))
+    serve = Serve(checkpoint("llama", dtype="bfloat16"), free_port(), PATH=str(tmp_path), CXX="")
+    try:
+        serve.wait_for("Ctrl-C stops it.")
+        assert "(kernels: torch)" in serve.printed
+        lost = r"no C\+\+ compiler was found, .*several times slower; install one: apt install g\+\+"
+        assert re.search(lost, serve.printed)
+        url = re.search(r"http://127\.0\.0\.1:\d+", serve.printed)
+        assert url is not None
+        name = httpx.get(f"{url.group()}/v1/models", trust_env=False).json()["data"][0]["id"]
+        body = {"model": name, "prompt": "The manta", "max_tokens": 4, "ignore_eos": True}
+        reply = httpx.post(f"{url.group()}/v1/completions", json=body, trust_env=False, timeout=60)
+        assert reply.json()["usage"]["completion_tokens"] == 4
+    finally:
+        serve.kill()
 
 
 def test_sigterm_while_starting_leaves_nothing(serve: Serve) -> None:

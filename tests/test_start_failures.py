@@ -126,6 +126,7 @@ def test_memory_that_runs_out_while_an_engine_starts_is_named(tmp_path: pathlib.
     log_named_in(said)
 
 
+@pytest.mark.prove
 def test_a_cache_larger_than_the_machine_is_told_with_its_remedy() -> None:
     said = refusal(
         serve(f"engine.model={checkpoint('llama')}", f"port={free_port()}", "engine.kv_cache_bytes=1000000000000000")
