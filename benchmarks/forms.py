@@ -128,7 +128,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="manta bench forms", description=__doc__)
     forms = [each.name for each in processor.lower_forms(processor.best_form())]
     parser.add_argument("--form", choices=forms, default=processor.form().name, help="default: the one in use")
-    parser.add_argument("--tiny", action="store_true", help="the tiny model, against this processor's best form")
+    parser.add_argument("--tiny", action="store_true", help="a step of the tiny model, in this form and in another")
+    parser.add_argument("--against", choices=forms, default=forms[0], help="the other form (default: the best)")
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--llamacpp-python", metavar="PATH", help="Python of an environment with xllamacpp")
     parser.add_argument("--gguf", metavar="FILE", help="the same model for llama.cpp")
@@ -208,25 +209,25 @@ def _against(figure: Figure, values: list[float], others: list[float] | None, in
 
 
 def tiny(options: argparse.Namespace) -> None:
-    """Steps of the tiny model in this form and in the best."""
+    """Steps of the tiny model in two forms."""
     folder = str(benchmark_checkpoint(TINY))
-    best = processor.best_form().name
     prompts = PromptSource(TOKEN_LIMIT)
     steps: dict[tuple[str, int], list[float]] = {}
     with contextlib.ExitStack() as stack:
         setups = [
-            Setup(kv_cache_bytes=1 << 30, environment={processor.VARIABLE: form}) for form in (options.form, best)
+            Setup(kv_cache_bytes=1 << 30, environment={processor.VARIABLE: form})
+            for form in (options.form, options.against)
         ]
         engines = [_engine(stack, "manta", folder, setup) for setup in setups]
         for number in range(options.turns + 1):
-            for name, engine in zip(("form", "best"), engines, strict=True):
+            for name, engine in zip(("form", "other"), engines, strict=True):
                 for rows, prompt, times in ((1, 32, 4), (32, 128, 1)):
                     timings = [engine.generate(prompts(rows, prompt), 128) for _ in range(times)]
                     if number:
                         steps.setdefault((name, rows), []).append(step_seconds(timings, rows) * 1e3)
-    print(f"{'':20}{options.form:>14}{best:>14}{'times':>8}")
+    print(f"{'':20}{options.form:>14}{options.against:>14}{'times':>8}")
     for rows in (1, 32):
-        form, other = steps["form", rows], steps["best", rows]
+        form, other = steps["form", rows], steps["other", rows]
         ratio = statistics.median(a / b for a, b in zip(form, other, strict=True))
         values = f"{statistics.median(form):11.2f} ms{statistics.median(other):11.2f} ms{ratio:8.2f}"
         print(f"step, {rows} rows".ljust(20) + values)
