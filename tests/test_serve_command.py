@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -54,6 +55,14 @@ class Serve:
     def started(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
 
+    def titles(self) -> list[tuple[psutil.Process, str]]:
+        """Those that still run, and what they call themselves."""
+        found = []
+        for process in self.started():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found.append((process, " ".join(process.cmdline())))
+        return found
+
     def end(self, number: signal.Signals) -> list[psutil.Process]:
         """Sends the signal, waits for the end, and returns the processes that outlived it."""
         started = self.started()
@@ -65,7 +74,8 @@ class Serve:
     def kill(self) -> None:
         if self.process.poll() is None:
             for process in [*self.started(), psutil.Process(self.process.pid)]:
-                process.kill()
+                with contextlib.suppress(psutil.NoSuchProcess):  # it may have ended by itself since
+                    process.kill()
             self.process.communicate()
 
 
@@ -112,7 +122,7 @@ def test_what_serve_prints_can_be_pasted_and_ctrl_c_leaves_nothing(serve: Serve)
     assert unknown.returncode == 2
     assert "does not serve 'gpt-9'" in " ".join(unknown.stderr.split())
 
-    titles = [" ".join(process.cmdline()) for process in serve.started()]
+    titles = [title for _, title in serve.titles()]
     assert sum("ray::ServeReplica" in title for title in titles) == 2
     for needless in ("ProxyActor", "log_monitor", "autoscaler", "dashboard.py"):
         assert not [title for title in titles if needless in title], "each holds up every step when it wakes"
@@ -138,7 +148,7 @@ def test_an_ingress_that_is_killed_comes_back_on_its_port(serve: Serve) -> None:
         except httpx.TransportError:
             return False
 
-    (ingress,) = [process for process in serve.started() if "manta:ingress" in " ".join(process.cmdline())]
+    (ingress,) = [process for process, title in serve.titles() if "manta:ingress" in title]
     assert answers()
     ingress.kill()
     ingress.wait(10)
