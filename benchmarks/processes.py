@@ -46,8 +46,6 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     vllm_environment: dict[str, str] = {}
     peer_checkout: str | None = None
     """Where the second Manta's code is; None for this one's."""
-    peer_environment: dict[str, str] = {}
-    """Of the second Manta."""
     llamacpp_python: str | None = None
 
 
@@ -287,8 +285,7 @@ def environment_of(engine: str, setup: Setup) -> dict[str, str]:
     """What the child's environment adds. vLLM's default binding leaves a core idle, so it is told to take them all."""
     common = {"HF_HUB_OFFLINE": "1"}
     if engine in ("manta", PEER):
-        own = setup.peer_environment if engine == PEER else setup.environment
-        return common | {"RAY_USAGE_STATS_ENABLED": "0"} | own
+        return common | {"RAY_USAGE_STATS_ENABLED": "0"} | (setup.environment if engine == "manta" else {})
     if engine == "llamacpp":
         return common
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)

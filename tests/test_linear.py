@@ -44,11 +44,11 @@ def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> t
     return x.double() @ weight.double().T + (0 if bias is None else bias.double())
 
 
-def assert_rounded(y: torch.Tensor, expected: torch.Tensor, in_features: int, num_roundings: int = 1) -> None:
+def assert_rounded(y: torch.Tensor, expected: torch.Tensor, in_features: int) -> None:
     """Within a rounding of the result, and what a float32 sum of `in_features` products of size 1 may stray."""
     stray = 8 * UNIT[torch.float32] * in_features + 4e-6
     error = (y.double() - expected).abs()
-    bound = num_roundings * UNIT[y.dtype] * expected.abs() + stray
+    bound = UNIT[y.dtype] * expected.abs() + stray
     assert (error <= bound).all(), f"{(error / bound).max():.2f} times what rounding explains"
 
 
