@@ -196,7 +196,7 @@ def start_ray() -> None:
 
     os.environ.setdefault("RAY_worker_niceness", "0")
     paths = os.pathsep.join([str(PLUGIN), str(PLUGIN.parents[1])])
-    ray.init(num_cpus=4, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": paths}})
+    ray.init(address="local", num_cpus=4, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": paths}})
 
 
 def _p99(seconds: list[float]) -> float:

@@ -76,7 +76,7 @@ def test_an_end_token_among_drafts_has_no_row_behind_it(make_pool: MakePool, voc
 def test_drafts_beyond_the_slots_have_no_rows_and_sessions_lose_none(
     make_pool: MakePool, vocabulary: Vocabulary
 ) -> None:
-    pool = make_pool(num_sessions=2, num_drafts=3)
+    pool = make_pool(num_sessions=2, num_drafts=3, migrate_seconds=30.0)  # a move would leave slots behind
     ones = spelled(vocabulary, "11111")
     for session_id in range(2):
         pool.start(session_id, llguidance("1+"))
