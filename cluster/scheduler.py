@@ -186,9 +186,9 @@ class Scheduler:
         return budget
 
     def _admit_waiting(self, step: StepInput, budget: int) -> None:
-        while budget > 0 and (sequence := self._first_waiting()) is not None and self._has_places(sequence):
-            prefix = self._cached_prefix(sequence)
-            if not self._fits(sequence, prefix):
+        while budget > 0 and (sequence := self._first_waiting()) is not None:
+            prefix = self._cached_prefix(sequence) if self._has_places(sequence) else None
+            if prefix is None or not self._fits(sequence, prefix):
                 paused = [other for other in self.running if other.is_paused]
                 if step.scheduled or not paused:
                     break
@@ -206,8 +206,10 @@ class Scheduler:
 
     def _has_places(self, sequence: Sequence) -> bool:
         """Whether the sequence and its forks may run beside those that do."""
-        taken = sum(other.num_places for other in self.running)
-        return taken + sequence.num_places <= self.max_num_sequences
+        return self._num_places_taken() + sequence.num_places <= self.max_num_sequences
+
+    def _num_places_taken(self) -> int:
+        return sum(other.num_places for other in self.running)
 
     def _fits(self, sequence: Sequence, prefix: list[int]) -> bool:
         """Room for the whole prompt, not for its first chunk: who is let in should not be thrown out at once."""
@@ -317,6 +319,8 @@ class Scheduler:
             self._end(parent, FinishStatus.FINISHED_STOPPED)
         for _, child in pairs:
             self._know(child)
+        while self._num_places_taken() > self.max_num_sequences:  # others had taken those of parents that were queued
+            self._preempt(self.running[-1])
 
     def _register_full_blocks(self, sequence: Sequence, num_tokens: int) -> None:
         full = num_tokens // self.blocks.block_size
