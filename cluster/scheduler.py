@@ -54,6 +54,8 @@ class Scheduler:
         self.prefix_cache_queries = 0
         self.prefix_cache_hits = 0
         self.num_preemptions = 0
+        self.has_advanced = False
+        """Whether the last step brought a token, an end or a position that stays computed."""
         self.drafts = DraftCounts()
         self._by_id: dict[int, Sequence] = {}
         self._by_request: dict[str, list[Sequence]] = {}
@@ -367,6 +369,7 @@ class Scheduler:
     def update(self, step: StepInput, output: StepOutput) -> list[SequenceOutput]:
         """Applies what the ranks answered; returns what each sequence gained."""
         changes: list[SequenceOutput] = []
+        self.has_advanced = False
         computed = [
             (item.sequence_id, item.start, item.start + item.num_tokens - len(item.draft_token_ids))
             for item in step.scheduled
@@ -388,8 +391,10 @@ class Scheduler:
                 changes.append(self._fail(sequence, error))
             elif sequence.block_table:
                 change = self._advance(sequence, start, known_end, drafts.get(sequence_id, []), output)
+                self.has_advanced |= sequence.num_computed_tokens > start
                 if change is not None:
                     changes.append(change)
+        self.has_advanced |= bool(changes)
         return changes
 
     def _advance(
