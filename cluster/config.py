@@ -86,7 +86,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     request_timeout_s: Seconds = 600.0
     """A request still running after this long is aborted."""
     health_bound_s: Seconds = 30.0
-    """`/health` fails when work is pending and no step completed for this long."""
+    """`/health` fails when work is pending and for this long no step brought a token, an end or a computed position."""
     log_requests: bool = True
     """One structured log line a finished request, with its id."""
 

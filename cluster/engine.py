@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import msgspec
@@ -29,6 +30,12 @@ from workers.step import StepInput, StepOutput
 
 logger = logging.getLogger(__name__)
 
+IDLE_WAIT_S = 0.01
+"""Where nothing can be computed before a mask comes, a step ends after this long; the next one sees to deadlines."""
+
+IDLE_SLICE_S = 0.0002
+"""So long such a step sleeps before it looks again whether a mask or a message is there."""
+
 
 class EngineDead(RuntimeError):
     """The engine failed, was rebuilt and failed again; it serves nothing any more."""
@@ -37,11 +44,14 @@ class EngineDead(RuntimeError):
 class Engine:
     """Serves requests on one model replica. Not thread-safe.
 
-    Raises `workers.model_config.ModelError` or `ValueError` when the model or the configuration cannot be served.
+    `has_messages` says whether the caller has something to tell between two steps: a step that has nothing to compute
+    returns then. Raises `workers.model_config.ModelError` or `ValueError` when the model or the configuration cannot be
+    served.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, has_messages: Callable[[], bool] = lambda: False) -> None:
         self.config = config
+        self._has_messages = has_messages
         self.executor = InProcessExecutor(config)
         self.model = self.executor.model
         self.max_model_len = self.model.max_model_len
@@ -58,6 +68,7 @@ class Engine:
         self._id = secrets.token_hex(8)
         self._next_sequence_id = 0
         self._num_steps = 0
+        self._num_steps_without_progress = 0
         self._last_progress = time.monotonic()
         self._recovering = False
         self._idle_checked = True
@@ -82,15 +93,29 @@ class Engine:
             return ended
         ended += self.masks.before_step()
         step = self.scheduler.schedule()
+        if not step.scheduled and self.scheduler.has_unfinished:
+            self._wait_for_news()
         self.masks.prepare(step)
         output = self._execute(step)
         updates = self.scheduler.update(step, output)
         updates += self.masks.settle()
-        self._num_steps += 1
-        self._last_progress = time.monotonic()
+        self._count_step(bool(ended or updates) or self.scheduler.has_advanced)
         self._idle_checked = False
         self._forget_last()
         return ended + updates
+
+    def _wait_for_news(self) -> None:
+        """Nothing can be computed now: waits for a late mask, for a message or until `IDLE_WAIT_S` is over."""
+        deadline = time.monotonic() + IDLE_WAIT_S
+        while not self.masks.is_late_mask_there() and not self._has_messages() and time.monotonic() < deadline:
+            time.sleep(IDLE_SLICE_S)
+
+    def _count_step(self, made_progress: bool) -> None:
+        self._num_steps += 1
+        if made_progress:
+            self._last_progress = time.monotonic()
+        else:
+            self._num_steps_without_progress += 1
 
     def _execute(self, step: StepInput) -> StepOutput:
         """The failure of a row is a value in the output; an exception here is a failure of the engine itself.
@@ -252,10 +277,12 @@ class Engine:
             prefix_cache_hits=scheduler.prefix_cache_hits,
             num_preemptions=scheduler.num_preemptions,
             num_steps=self._num_steps,
-            seconds_since_step=time.monotonic() - self._last_progress if scheduler.has_unfinished else 0.0,
+            num_steps_without_progress=self._num_steps_without_progress,
+            seconds_since_progress=time.monotonic() - self._last_progress if scheduler.has_unfinished else 0.0,
             alive=self.alive,
             num_constraints_compiled=self.masks.num_compiled,
             num_late_rows=self.masks.num_late,
             num_grammar_workers_replaced=self.masks.num_replaced,
+            grammar_pool=self.masks.pool_stats(),
             drafts=scheduler.drafts,
         )

@@ -52,8 +52,8 @@ class EngineReplica:
     def _start(self, config: EngineConfig) -> None:
         from cluster.engine import Engine  # imports torch, which whoever only deploys this class needs not
 
-        self.engine = Engine(config)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.engine = Engine(config, has_messages=lambda: not self._inbox.empty())
         self._running: dict[str, _Running] = {}
         """Read and changed by the step thread only."""
         self._loop: asyncio.AbstractEventLoop | None = None

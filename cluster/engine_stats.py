@@ -20,6 +20,21 @@ class DraftCounts(msgspec.Struct, array_like=True):
                 places[place] += 1
 
 
+class GrammarPoolStats(msgspec.Struct, array_like=True):
+    """How full the grammar pool is; all 0 until the first constraint starts it."""
+
+    num_sessions: int = 0
+    """Open ones: one for each running sequence with a constraint, so at most `max_num_sequences`."""
+    num_slots: int = 0
+    """Rows of memory for their masks; a session that gets none waits."""
+    num_slots_in_use: int = 0
+    """By sessions, and by what has left a worker that may still write there."""
+    num_workers: int = 0
+    """Threads or actors that are asked for masks, starting ones included."""
+    num_hanging_workers: int = 0
+    """Those that were replaced and have not ended; with the others at most `structured.pool.MAX_WORKERS`."""
+
+
 class EngineStats(msgspec.Struct, array_like=True):
     """A snapshot for `/metrics` and `/health`. Counters only grow; gauges describe this moment."""
 
@@ -37,8 +52,12 @@ class EngineStats(msgspec.Struct, array_like=True):
     """Prompt tokens found there."""
     num_preemptions: int
     num_steps: int
-    seconds_since_step: float
-    """Since the last completed step, or since work arrived if none has completed after it; 0 when idle."""
+    num_steps_without_progress: int
+    """Of those, the ones that brought no token, no end and no position that stays computed: masks were late, or the
+    step failed. While work is pending, `num_steps - num_steps_without_progress` grows: a mask comes or its budget ends.
+    """
+    seconds_since_progress: float
+    """Since the last step that brought some, or since work arrived where none has after it; 0 without work."""
     alive: bool
     num_constraints_compiled: int
     num_late_rows: int
@@ -46,3 +65,4 @@ class EngineStats(msgspec.Struct, array_like=True):
     num_grammar_workers_replaced: int
     """That died, or hung on one mask."""
     drafts: DraftCounts
+    grammar_pool: GrammarPoolStats

@@ -324,11 +324,11 @@ class Ingress:
     async def _health(self, exchange: Exchange) -> None:
         """Healthy while one engine is: Serve replaces those that say that they are not."""
         bound = self._config.health_bound_s
-        waits = [stats.seconds_since_step for stats in await self._stats() if stats.alive]
+        waits = [stats.seconds_since_progress for stats in await self._stats() if stats.alive]
         if not waits:
             raise ApiError(503, "every engine has failed, and is being replaced")
         if min(waits) > bound:
-            raise ApiError(503, f"no step completed for {min(waits):.0f} s; the bound is {bound:.0f} s")
+            raise ApiError(503, f"no request went on for {min(waits):.0f} s; the bound is {bound:.0f} s")
         await exchange.send_json(b'{"status":"ok"}')
 
     async def _render_metrics(self, exchange: Exchange) -> None:

@@ -136,11 +136,11 @@ class LLM:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
         from cluster.engine import Engine  # imports torch
 
-        self.engine = Engine(self.config)
+        self._inbox: collections.deque[tuple[str, Callable[[], object]]] = collections.deque()
+        self.engine = Engine(self.config, has_messages=lambda: bool(self._inbox))
         self.tokenizer = Tokenizer(self.config.tokenizer or self.engine.model.folder)
         self._tracked: dict[str, _Tracked] = {}
         self._ids = itertools.count()
-        self._inbox: collections.deque[tuple[str, Callable[[], object]]] = collections.deque()
         self._streams: dict[str, asyncio.Queue[RequestOutput | Exception]] = {}
         self._pump: asyncio.Task[None] | None = None
 

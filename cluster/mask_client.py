@@ -18,6 +18,7 @@ from concurrent.futures import Future
 import numpy as np
 
 from cluster.config import EngineConfig
+from cluster.engine_stats import GrammarPoolStats
 from cluster.kv_blocks import IntegrityError
 from cluster.request import FinishStatus, RequestRefused, SequenceOutput
 from cluster.scheduler import Scheduler
@@ -38,8 +39,10 @@ PATIENCE = 0.25
 PROBE_INTERVAL = 16
 """Steps between two tries of a forced token where none pays for itself."""
 
-IDLE_WAIT_S = 0.01
-"""Where every row is late, the engine looks again after this long."""
+LONGEST_WAIT_S = 0.03
+"""Where every row is constrained and no mask is there, a step waits this long for the first; then all sit it out, and
+the engine sees to new requests, aborts and deadlines.
+"""
 
 
 class MaskClient:
@@ -157,20 +160,25 @@ class MaskClient:
         self.pool.supervise()
         outputs: list[SequenceOutput] = []
         for sequence_id in self._asked_early:
-            if self._scheduler.get(sequence_id) is not None and self._is_finished(self.pool, sequence_id):
+            if sequence_id in self.pool and self._is_finished(self.pool, sequence_id):
                 outputs += self._scheduler.end(sequence_id, FinishStatus.FINISHED_STOPPED)
         self._asked_early = []
-        running = self._scheduler.running
-        waiting = [sequence for sequence in running if sequence.waits_for_mask]
-        if waiting and len(waiting) == len(running) and not self._scheduler.num_waiting:
-            ids = [sequence.sequence_id for sequence in waiting]
-            self.pool.wait(ids, IDLE_WAIT_S, lambda missing: missing < len(ids))
-        for sequence in waiting:
+        for sequence in self._late:
             sequence.waits_for_mask = not self.pool.is_ready(sequence.sequence_id)
-        self._forget_ended()
         if self._proposes_forced:
             self._propose_forced(self.pool)
         return outputs
+
+    @property
+    def _late(self) -> list[Sequence]:
+        return [sequence for sequence in self._scheduler.running if sequence.waits_for_mask]
+
+    def is_late_mask_there(self) -> bool:
+        """Whether a sequence that sits steps out may go on. Looks after the pool's workers, too."""
+        if self.pool is None:
+            return False
+        self.pool.supervise()
+        return any(self.pool.is_ready(sequence.sequence_id) for sequence in self._late)
 
     def _propose_forced(self, pool: GrammarPool) -> None:
         """Makes forced tokens drafts where they are known, by now or since the last step, and nobody who comes first
@@ -233,6 +241,7 @@ class MaskClient:
 
     def prepare(self, step: StepInput) -> None:
         """Starts the masks of the step's constrained sample points; returns at once."""
+        self._end_sessions()
         self._step_started = time.perf_counter()
         self._points, self._sequences = {}, []
         self._drafts = {item.sequence_id: item.draft_token_ids for item in step.scheduled if item.draft_token_ids}
@@ -304,10 +313,11 @@ class MaskClient:
         return MaskBatch(step.step_id, slots, pool.buffer.rows, adjustments)
 
     def _wait(self, pool: GrammarPool, all_constrained: bool) -> set[int]:
-        """Sessions whose masks are late; there is nobody to keep waiting where all rows are."""
+        """Sessions whose masks are late. Where all rows are constrained a step waits a little: nobody in it is kept
+        waiting, and one that draws nothing is computed again.
+        """
         ids = list(self._points)
-        seconds = self._config.grammar_pool.mask_seconds if all_constrained else 0.0
-        pool.wait(ids, seconds, lambda count: count < len(ids))
+        pool.wait(ids, LONGEST_WAIT_S if all_constrained else 0.0, lambda count: count < len(ids))
         if all_constrained:
             pool.wait(ids, PATIENCE * self._step_seconds, lambda count: count == 0, pool.is_complete)
         # Asked again, for a row that was there has gone where its worker was replaced meanwhile.
@@ -340,21 +350,39 @@ class MaskClient:
         self._points, self._sequences, self._drafts, self._finished, self._failed = {}, [], {}, [], {}
         self._tried = []
 
-    def _forget_ended(self) -> None:
-        if self.pool is not None:
-            for session_id in self.pool.session_ids:
-                if self._scheduler.get(session_id) is None:
-                    self.pool.end(session_id)
-                    self._acceptance.pop(session_id, None)
-                    self._num_withheld.pop(session_id, None)
+    def _end_sessions(self) -> None:
+        """Only running sequences have one: those that were preempted leave their places to those that took theirs, and
+        get a session again, made from their tokens, when they run again.
+        """
+        if self.pool is None:
+            return
+        for session_id in self.pool.session_ids:
+            sequence = self._scheduler.get(session_id)
+            if sequence is None or not sequence.block_table:
+                self.pool.end(session_id)
+                self._acceptance.pop(session_id, None)
+                self._num_withheld.pop(session_id, None)
+
+    # ---- state ---------------------------------------------------------------------------------------------------
+
+    def pool_stats(self) -> GrammarPoolStats:
+        """May be called from any thread."""
+        pool = self.pool
+        if pool is None:
+            return GrammarPoolStats()
+        return GrammarPoolStats(
+            num_sessions=pool.num_sessions,
+            num_slots=pool.num_session_slots,
+            num_slots_in_use=pool.num_session_slots_in_use,
+            num_workers=len(pool.workers),
+            num_hanging_workers=pool.num_given_up,
+        )
 
     def check_integrity(self) -> None:
-        """Raises `IntegrityError` where a session outlives its sequence."""
-        self._forget_ended()
-        if self.pool is not None and len(self.pool.session_ids) > len(self._scheduler.running) + len(
-            self._scheduler.waiting
-        ):
-            raise IntegrityError("a grammar session outlives its sequence")
+        """Ends the sessions that nobody needs; raises `IntegrityError` where the pool has lost a slot."""
+        self._end_sessions()
+        if self.pool is not None and self.pool.num_lost_slots:
+            raise IntegrityError(f"{self.pool.num_lost_slots} slots of the grammar pool are lost")
 
 
 def _ask(pool: GrammarPool, sequences: Iterable[Sequence], drafts: Mapping[int, list[int]] | None = None) -> None:

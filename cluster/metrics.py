@@ -54,9 +54,25 @@ class Metrics:
             Gauge, "num_requests_waiting", "Requests waiting for it, and choices that were preempted."
         )
         self._kv_usage = labelled(Gauge, "kv_cache_usage_perc", "Share of KV blocks in use; 1 is all.")
+        self._standstill = labelled(
+            Gauge, "seconds_since_progress", "Since an engine with work made progress; of several engines, the longest."
+        )
+        self._grammar_pool = {
+            name: labelled(Gauge, f"grammar_{kind}", text)
+            for name, kind, text in (
+                ("num_sessions", "sessions", "Running sequences with a grammar."),
+                ("num_slots_in_use", "slots_in_use", "Mask slots in use."),
+                ("num_slots", "slots", "Mask slots."),
+                ("num_workers", "workers", "Grammar workers that serve."),
+                ("num_hanging_workers", "hanging_workers", "Grammar workers that were replaced and have not ended."),
+            )
+        }
         self._engine_totals = {
             "prefix_cache_queries": labelled(Counter, "prefix_cache_queries", "Prompt tokens looked up."),
             "prefix_cache_hits": labelled(Counter, "prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+            "num_steps_without_progress": labelled(
+                Counter, "steps_without_progress", "Steps that brought no token, no end and no computed position."
+            ),
             "num_preemptions": labelled(Counter, "num_preemptions", "Sequences sent back to recompute."),
             "num_constraints_compiled": labelled(Counter, "constraints_compiled", "Constraints compiled or refused."),
             "num_late_rows": labelled(Counter, "late_mask_rows", "Rows that sat a step out for a late mask."),
@@ -87,6 +103,9 @@ class Metrics:
         self._num_running.set(sum(stats.num_running for stats in engines))
         self._num_waiting.set(sum(stats.num_waiting for stats in engines))
         self._kv_usage.set(sum(stats.kv_usage * stats.num_blocks for stats in engines) / max(1, num_blocks))
+        self._standstill.set(max((stats.seconds_since_progress for stats in engines), default=0.0))
+        for name, gauge in self._grammar_pool.items():
+            gauge.set(sum(getattr(stats.grammar_pool, name) for stats in engines))
         for stats in engines:
             for name, counter in self._engine_totals.items():
                 self._raise(stats.engine_id, counter, name, getattr(stats, name))

@@ -54,6 +54,8 @@ class Scheduler:
         self.prefix_cache_queries = 0
         self.prefix_cache_hits = 0
         self.num_preemptions = 0
+        self.has_advanced = False
+        """Whether the last step brought a token, an end or a position that stays computed."""
         self.drafts = DraftCounts()
         self._by_id: dict[int, Sequence] = {}
         self._by_request: dict[str, list[Sequence]] = {}
@@ -186,9 +188,9 @@ class Scheduler:
         return budget
 
     def _admit_waiting(self, step: StepInput, budget: int) -> None:
-        while budget > 0 and (sequence := self._first_waiting()) is not None and self._has_places(sequence):
-            prefix = self._cached_prefix(sequence)
-            if not self._fits(sequence, prefix):
+        while budget > 0 and (sequence := self._first_waiting()) is not None:
+            prefix = self._cached_prefix(sequence) if self._has_places(sequence) else None
+            if prefix is None or not self._fits(sequence, prefix):
                 paused = [other for other in self.running if other.is_paused]
                 if step.scheduled or not paused:
                     break
@@ -206,8 +208,10 @@ class Scheduler:
 
     def _has_places(self, sequence: Sequence) -> bool:
         """Whether the sequence and its forks may run beside those that do."""
-        taken = sum(other.num_places for other in self.running)
-        return taken + sequence.num_places <= self.max_num_sequences
+        return self._num_places_taken() + sequence.num_places <= self.max_num_sequences
+
+    def _num_places_taken(self) -> int:
+        return sum(other.num_places for other in self.running)
 
     def _fits(self, sequence: Sequence, prefix: list[int]) -> bool:
         """Room for the whole prompt, not for its first chunk: who is let in should not be thrown out at once."""
@@ -317,6 +321,8 @@ class Scheduler:
             self._end(parent, FinishStatus.FINISHED_STOPPED)
         for _, child in pairs:
             self._know(child)
+        while self._num_places_taken() > self.max_num_sequences:  # others had taken those of parents that were queued
+            self._preempt(self.running[-1])
 
     def _register_full_blocks(self, sequence: Sequence, num_tokens: int) -> None:
         full = num_tokens // self.blocks.block_size
@@ -363,6 +369,7 @@ class Scheduler:
     def update(self, step: StepInput, output: StepOutput) -> list[SequenceOutput]:
         """Applies what the ranks answered; returns what each sequence gained."""
         changes: list[SequenceOutput] = []
+        self.has_advanced = False
         computed = [
             (item.sequence_id, item.start, item.start + item.num_tokens - len(item.draft_token_ids))
             for item in step.scheduled
@@ -384,8 +391,10 @@ class Scheduler:
                 changes.append(self._fail(sequence, error))
             elif sequence.block_table:
                 change = self._advance(sequence, start, known_end, drafts.get(sequence_id, []), output)
+                self.has_advanced |= sequence.num_computed_tokens > start
                 if change is not None:
                     changes.append(change)
+        self.has_advanced |= bool(changes)
         return changes
 
     def _advance(

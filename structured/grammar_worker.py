@@ -200,7 +200,7 @@ class GrammarWorker:
         self._grammars: OrderedDict[ConstraintSpec, Grammar] = OrderedDict()
         self._sessions: dict[int, TrackedSession] = {}
         self.stopped = False
-        """Set by the pool when it has given this worker up: it writes nothing more."""
+        """Set by the pool when it has given this worker up: it publishes nothing more, and begins with no session."""
 
     def warm_up(self) -> None:
         """Makes the backend that most sessions will ask for. Where that fails, a session that asks for it hears why."""
@@ -224,9 +224,10 @@ class GrammarWorker:
 
     def _attempt(self, job: Job, work: Callable[[Job], bool]) -> bool:
         """Whatever a backend raises costs one sequence, never the worker. False where nothing is left to do."""
+        # In this order: the pool sets `stopped` and then reads `current`, so that it knows where this may still write.
+        self._buffer.current[self._index] = job.session_id + 1
         if self.stopped or self._buffer.cancelled[job.slot]:
             return False
-        self._buffer.current[self._index] = job.session_id + 1
         try:
             return work(job)
         except Exception as error:

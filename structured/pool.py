@@ -51,8 +51,8 @@ class _Worker:
         """Session that it was seen to work for, -1 for none."""
         self.busy_since = self.started_at
         """When that was first seen."""
-        self.retired: list[tuple[int, int]] = []
-        """(message number, slot): the slot is free once that message is acknowledged."""
+        self.retired: list[tuple[int, int, int]] = []
+        """(message number, slot, session that had it): the slot is free once that message is acknowledged."""
 
 
 class _Session:
@@ -101,9 +101,9 @@ class GrammarPool:
         num_forced: int = 0,
     ) -> None:
         self.config = config
-        # A moved session leaves its slot behind until its old worker has let go of it.
-        self._num_session_slots = 2 * num_sessions + 16
-        num_slots = self._num_session_slots + num_sessions * num_drafts
+        # A moved session leaves its slot behind until its old worker has let go of it, a thread that hangs keeps one.
+        self.num_session_slots = 2 * num_sessions + MAX_WORKERS
+        num_slots = self.num_session_slots + num_sessions * num_drafts
         shape = BufferShape(num_slots, row_words(vocabulary.vocab_size), MAX_WORKERS)
         self.buffer = MaskBuffer(shape, shared=actors)
         self.uses_actors = actors
@@ -111,8 +111,8 @@ class GrammarPool:
         self._vocabulary = vocabulary
         self._num_forced = num_forced
         self._num_jobs = 0
-        self._free_slots = list(range(self._num_session_slots - 1, -1, -1))
-        self._free_draft_slots = list(range(num_slots - 1, self._num_session_slots - 1, -1))
+        self._free_slots = list(range(self.num_session_slots - 1, -1, -1))
+        self._free_draft_slots = list(range(num_slots - 1, self.num_session_slots - 1, -1))
         self._free_indices = list(range(MAX_WORKERS - 1, -1, -1))
         self._sessions: dict[int, _Session] = {}
         self._waiting: dict[int, _Session] = {}
@@ -132,6 +132,28 @@ class GrammarPool:
         return list(self._sessions)
 
     @property
+    def num_sessions(self) -> int:
+        return len(self._sessions)
+
+    @property
+    def num_session_slots_in_use(self) -> int:
+        """Slots of sessions, not of drafts, that are not known to be free."""
+        return self.num_session_slots - len(self._free_slots)
+
+    @property
+    def num_given_up(self) -> int:
+        """Replaced workers that are not known to be dead."""
+        return len(self._given_up)
+
+    @property
+    def num_lost_slots(self) -> int:
+        """Slots that are neither free nor anybody's: 0, or they have leaked."""
+        num_known = len(self._free_slots) + len(self._free_draft_slots)
+        num_known += sum(len(worker.retired) for worker in [*self.workers, *self._given_up])
+        held = [session for session in self._sessions.values() if session.worker is not None]
+        return self.buffer.shape.num_slots - num_known - sum(1 + len(session.draft_slots) for session in held)
+
+    @property
     def num_slots_in_use(self) -> int:
         """Slots of open sessions and those that a worker has not let go of; 0 in the end, or one has leaked."""
         self._collect_slots()
@@ -147,6 +169,7 @@ class GrammarPool:
         if session is not None:
             self._waiting.pop(session_id, None)
             self._leave(session)
+            self._collect_slots()
 
     # ---- a step --------------------------------------------------------------------------------------------------
 
@@ -411,10 +434,14 @@ class GrammarPool:
         busy_with = int(self.buffer.current[worker.index]) - 1
         suspects = missing & {busy_with} if busy_with >= 0 else missing
         for session in sessions:
+            self._retire(session, worker, -1)
+            session.worker, session.slot, session.num_held, session.draft_slots = None, -1, 0, []
+        if worker.transport.stops_between_sessions:
+            self._free(slot for _, slot, session_id in worker.retired if session_id != busy_with)
+            worker.retired = [item for item in worker.retired if item[2] == busy_with]
+        for session in sessions:
             session.drafts = []
             session.takes_drafts &= session.session_id != busy_with or session.session_id in missing
-            worker.retired += [(-1, slot) for slot in (session.slot, *session.draft_slots)]
-            session.worker, session.slot, session.num_held, session.draft_slots = None, -1, 0, []
             if session.error is not None or not session.is_wanted:
                 continue
             session.attempts += session.session_id in suspects
@@ -461,23 +488,26 @@ class GrammarPool:
         worker.sessions.pop(session.session_id, None)
         worker.jobs = [job for job in worker.jobs if job.session_id != session.session_id]
         worker.ended.append(session.session_id)
-        worker.retired += [(worker.num_sent, slot) for slot in (session.slot, *session.draft_slots)]
+        self._retire(session, worker, worker.num_sent)
         session.slot, session.draft_slots = -1, []
+
+    def _retire(self, session: _Session, worker: _Worker, number: int) -> None:
+        worker.retired += [(number, slot, session.session_id) for slot in (session.slot, *session.draft_slots)]
 
     def _collect_slots(self) -> None:
         for worker in self.workers:
             if worker.retired:
                 acknowledged = int(self.buffer.acknowledged[worker.index])
-                self._free(slot for number, slot in worker.retired if number <= acknowledged)
+                self._free(slot for number, slot, _ in worker.retired if number <= acknowledged)
                 worker.retired = [item for item in worker.retired if item[0] > acknowledged]
         for worker in [worker for worker in self._given_up if not worker.transport.is_alive()]:
             self._given_up.remove(worker)
-            self._free(slot for _, slot in worker.retired)
+            self._free(slot for _, slot, _ in worker.retired)
             self._free_indices.insert(0, worker.index)
 
     def _free(self, slots: Iterable[int]) -> None:
         for slot in slots:
-            (self._free_slots if slot < self._num_session_slots else self._free_draft_slots).append(slot)
+            (self._free_slots if slot < self.num_session_slots else self._free_draft_slots).append(slot)
 
     def close(self) -> None:
         """Ends every worker."""

@@ -33,6 +33,10 @@ class Transport(Protocol):
 
     pid: int | None
     """Of the worker's process, once it is known; None for a thread."""
+    stops_between_sessions: bool
+    """Whether after `kill` it writes at most for the session that it is busy with (`MaskBuffer.current`); if not, it
+    may write for each of its sessions until it is dead.
+    """
 
     def send(self, message: Message) -> None:
         """Returns at once."""
@@ -44,13 +48,14 @@ class Transport(Protocol):
         """Whether it may still answer; costs a little, so it is asked only when something is late."""
 
     def kill(self) -> None:
-        """Ends it, or, for a thread that is inside a backend, makes sure that it writes nothing more."""
+        """Ends it, or, for a thread that is inside a backend, makes sure that it publishes nothing more."""
 
 
 class ThreadTransport:
     """A daemon thread. A backend that hangs cannot be interrupted: its thread is abandoned and another one started."""
 
     pid: int | None = None
+    stops_between_sessions = True
 
     def __init__(self, vocabulary: Vocabulary, buffer: MaskBuffer, index: int) -> None:
         self._worker = GrammarWorker(vocabulary, buffer, index)
@@ -106,6 +111,8 @@ class GrammarActor:
 
 class ActorTransport:
     """A Ray actor of no CPUs on this node. `ray.init` (or a Serve replica around this) comes first."""
+
+    stops_between_sessions = False
 
     def __init__(self, vocabulary: Vocabulary, buffer: MaskBuffer, index: int) -> None:
         import ray

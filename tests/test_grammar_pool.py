@@ -146,6 +146,27 @@ def test_a_worker_that_hangs_on_a_session_that_has_left_is_replaced(make_pool: M
         wait_until(lambda: pool.num_slots_in_use == 0)
 
 
+def test_a_thread_that_hangs_keeps_the_slot_of_its_session_alone(vocabulary: Vocabulary) -> None:
+    """Those of the sessions beside it are free at once: else a few that hang would leave none."""
+    pool = GrammarPool(PoolConfig(num_workers=1, mask_seconds=0.2), vocabulary, 4, actors=False)
+    others = [1, 2, 3]
+    for session_id in others:
+        pool.start(session_id, example())
+    for num_hanging in range(1, 5):
+        pool.prepare([(session_id, [5] * num_hanging) for session_id in others])
+        finish(pool, others)
+        hanging = 10 * num_hanging
+        pool.start(hanging, example(at={"0": 20.0}))
+        pool.prepare([(hanging, [])])
+        finish(pool, [hanging])
+        assert "was not there after 0.2 s" in (pool.error(hanging) or "")
+        pool.end(hanging)
+        finish(pool, others)
+        assert pool.num_slots_in_use == len(others) + num_hanging
+        assert (pool.num_given_up, pool.num_lost_slots) == (num_hanging, 0)
+    assert [allowed(pool, session_id) for session_id in others] == [[5, 6, 7]] * 3
+
+
 def test_a_killed_actor_is_replaced_and_its_sessions_are_replayed(local_ray: None, vocabulary: Vocabulary) -> None:
     pool = GrammarPool(PoolConfig(), vocabulary, 16, actors=True)
     try:
