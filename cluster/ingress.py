@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import hmac
 import json
@@ -22,6 +23,7 @@ from typing import Any
 
 import msgspec
 import ray
+from prometheus_client.metrics_core import Metric
 from ray import serve
 
 from cluster import answers, protocol
@@ -64,7 +66,8 @@ class Ingress:
         self._model_name = served_model_name(config)
         folder = config.engine.tokenizer or str(resolve_model_folder(config.engine.model))
         self._tokenizer = Tokenizer(folder)
-        self._metrics = Metrics(self._model_name)
+        self._metrics = Metrics(self._model_name, _replica_id() if config.num_ingress_replicas > 1 else None)
+        self._metrics.show_options(config)
         self._client = EngineClient(engine, self._tokenizer, ray.util.get_node_ip_address(), self._metrics)
         self._model: ModelInfo | None = None
         self._created = int(time.time())
@@ -319,7 +322,8 @@ class Ingress:
         return stats
 
     async def _health(self, exchange: Exchange) -> None:
-        """Healthy while one engine is: Serve replaces those that say that they are not."""
+        """Healthy while one engine is, and can send tokens here: Serve replaces those that say that they are not."""
+        await self._client.listen()
         bound = self._config.health_bound_s
         waits = [stats.seconds_since_step for stats in await self._stats() if stats.alive]
         if not waits:
@@ -328,8 +332,30 @@ class Ingress:
             raise ApiError(503, f"no step completed for {min(waits):.0f} s; the bound is {bound:.0f} s")
         await exchange.send_json(b'{"status":"ok"}')
 
+    async def own_metrics(self) -> tuple[str | None, list[Metric]]:
+        """What this ingress counted, and its name; called by the one that is asked."""
+        return self._metrics.replica, self._metrics.own()
+
+    async def _others(self) -> list[list[Metric]]:
+        """What the other ingresses counted, of those that answer."""
+        if self._metrics.replica is None:
+            return []
+        try:
+            answers = self._peers.broadcast("own_metrics")
+            found = await answers.results_async(timeout_s=HEALTH_TIMEOUT_S, return_exceptions=True)
+        except Exception as error:
+            logging.getLogger(__name__).warning("metrics of this ingress only: %s", type(error).__name__)
+            return []
+        return [each[1] for each in found if isinstance(each, tuple) and each[0] != self._metrics.replica]
+
+    @functools.cached_property
+    def _peers(self) -> Any:
+        context = serve.get_replica_context()
+        return serve.get_deployment_handle(context.deployment, context.app_name)
+
     async def _render_metrics(self, exchange: Exchange) -> None:
-        await exchange.send_body(self._metrics.render(await self._stats()), "text/plain; version=0.0.4; charset=utf-8")
+        text = self._metrics.render(await self._stats(), await self._others())
+        await exchange.send_body(text, "text/plain; version=0.0.4; charset=utf-8")
 
     async def _openapi(self, exchange: Exchange) -> None:
         await exchange.send_json(json.dumps(openapi_document(OPEN_PATHS)).encode())
@@ -357,6 +383,10 @@ class ListeningIngress(Ingress):
 def served_model_name(config: ServeConfig) -> str:
     """The model's name in the API: the configured one, else the last part of its folder or hub id."""
     return config.served_model_name or pathlib.PurePath(config.engine.model).name
+
+
+def _replica_id() -> str:
+    return serve.get_replica_context().replica_id.unique_id
 
 
 def _header_value(names: list[str]) -> bytes:
