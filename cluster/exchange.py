@@ -44,8 +44,10 @@ class StreamBuffer:
         self._ended = False
         self._error: Exception | None = None
 
-    def put(self, event: bytes) -> None:
+    async def put(self, event: bytes) -> None:
         """Raises `ApiError` where more than the limit waits already, so that a single event always fits."""
+        if len(self._bytes) > self._limit:
+            await asyncio.sleep(0)  # many events may have come at once, before anybody could send the first
         if len(self._bytes) > self._limit:
             raise ApiError(
                 408,
@@ -229,7 +231,7 @@ class Exchange:
 async def _fill(buffer: StreamBuffer, events: AsyncIterator[bytes], submission: Submission) -> None:
     try:
         async for event in events:
-            buffer.put(event)
+            await buffer.put(event)
     except Exception as error:
         buffer.end(error)
     else:

@@ -76,6 +76,19 @@ def test_a_stream_that_waits_for_its_client_is_aborted_at_a_size() -> None:
     asyncio.run(run())
 
 
+def test_events_that_come_at_once_make_no_slow_client() -> None:
+    """Each step brings more than the buffer may hold."""
+
+    async def run() -> None:
+        async with local_server(client_buffer_bytes=1000) as server:
+            status, body = await server.post(prompt=PROMPTS, max_tokens=50, n=8, temperature=1, stream=True)
+            assert status == 200
+            assert body.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"), body[-200:]
+            assert await server.num_aborted() == 0
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_never_reads_is_gone_after_a_time(stream: bool) -> None:
     async def run() -> None:
