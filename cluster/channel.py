@@ -9,7 +9,6 @@ both sides.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import logging
 import secrets
@@ -25,6 +24,8 @@ logger = logging.getLogger(__name__)
 MAX_FRAME_BYTES = 1 << 30
 MAX_SECRET_BYTES = 1024
 """Nothing longer is read from a connection that has not shown the secret."""
+CONNECT_TIMEOUT_S = 10.0
+"""For a connection to be made, and for its secret to be shown."""
 _LENGTH_BYTES = 4
 
 
@@ -67,9 +68,7 @@ class Connection:
         self._writer.write(len(frame).to_bytes(_LENGTH_BYTES, "big") + frame)
 
     async def receive(self, limit: int = MAX_FRAME_BYTES) -> bytes:
-        """The next frame, of at most `limit` bytes. Raises `asyncio.IncompleteReadError` or `ConnectionError` at the
-        end.
-        """
+        """The next frame, of at most `limit` bytes. Raises `asyncio.IncompleteReadError` or `OSError` at the end."""
         length = int.from_bytes(await self._reader.readexactly(_LENGTH_BYTES), "big")
         if length > limit:
             raise ConnectionError(f"a frame of {length} bytes exceeds {limit}")
@@ -93,23 +92,29 @@ class OutputReceiver:
         self._on_lost = on_lost
         self._secret = secrets.token_hex(16)
         self._server: asyncio.Server | None = None
+        self._starting = asyncio.Lock()
 
     async def start(self) -> Address:
-        """Listens on a free port."""
-        self._server = await asyncio.start_server(self._serve, self._host, 0)
+        """Listens on a free port, unless it does. Raises `OSError` where it cannot; the next call tries again."""
+        async with self._starting:
+            if self._server is None:
+                # asyncio's own way to a socket takes it for no error where there is none to be had.
+                family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+                listening = socket.create_server((self._host, 0), family=family)
+                self._server = await asyncio.start_server(self._serve, sock=listening)
         port = self._server.sockets[0].getsockname()[1]
         return Address(self._host, port, self._secret)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = Connection(reader, writer)
         try:
-            shown = await asyncio.wait_for(connection.receive(MAX_SECRET_BYTES), 10)
+            shown = await asyncio.wait_for(connection.receive(MAX_SECRET_BYTES), CONNECT_TIMEOUT_S)
             if not hmac.compare_digest(shown, self._secret.encode()):
                 logger.warning("a connection to the output channel had the wrong secret")
                 return
             while True:
                 self._on_outputs(_outputs_decoder.decode(await connection.receive()), connection)
-        except (asyncio.IncompleteReadError, ConnectionError, TimeoutError):
+        except (asyncio.IncompleteReadError, OSError):
             pass
         finally:
             self._on_lost(connection)
@@ -126,18 +131,22 @@ class OutputSender:
         self._readers: set[asyncio.Task[None]] = set()
 
     async def connect(self, address: Address) -> None:
-        """Makes sure that there is a connection. Raises `OSError` where the ingress cannot be reached."""
+        """Makes sure that there is a connection. Raises `OSError` where the ingress cannot be reached; the next call
+        tries again.
+        """
         task = self._connections.get(address)
         if task is None:
             task = self._connections[address] = asyncio.ensure_future(self._open(address))
-        try:
-            await asyncio.shield(task)
-        except OSError:
-            self._connections.pop(address, None)
-            raise
+            task.add_done_callback(lambda opened: self._forget_failed(address, opened))
+        await asyncio.shield(task)
+
+    def _forget_failed(self, address: Address, opened: asyncio.Task[Connection]) -> None:
+        if opened.cancelled() or opened.exception() is not None:
+            del self._connections[address]
 
     async def _open(self, address: Address) -> Connection:
-        connection = Connection(*await asyncio.open_connection(address.host, address.port))
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            connection = Connection(*await asyncio.open_connection(address.host, address.port))
         secret = address.secret.encode()
         connection._writer.write(len(secret).to_bytes(_LENGTH_BYTES, "big") + secret)
         reader = asyncio.ensure_future(self._read(address, connection))
@@ -146,12 +155,15 @@ class OutputSender:
         return connection
 
     async def _read(self, address: Address, connection: Connection) -> None:
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+        try:
             while True:
                 self._on_control(_control_decoder.decode(await connection.receive()))
-        self._connections.pop(address, None)
-        connection.close()
-        self._on_lost(address)
+        except (asyncio.IncompleteReadError, OSError):
+            pass
+        finally:
+            del self._connections[address]
+            connection.close()
+            self._on_lost(address)
 
     def send(self, address: Address, outputs: list[SequenceOutput]) -> None:
         """Sends one step's deltas; those for an ingress that is gone are dropped."""

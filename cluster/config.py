@@ -85,6 +85,12 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Prompts in one `/v1/completions` body."""
     request_timeout_s: Seconds = 600.0
     """A request still running after this long is aborted."""
+    client_timeout_s: Seconds = 60.0
+    """Within which a client must send a request whole, and take more of what it is sent. Where it does not its
+    connection is closed, and what it asked for is aborted.
+    """
+    client_buffer_bytes: Bytes = 4 * 2**20
+    """Of a stream that wait for a client who reads too slowly; beyond them its request is aborted."""
     health_bound_s: Seconds = 30.0
     """`/health` fails when work is pending and for this long no step brought a token, an end or a computed position."""
     log_requests: bool = True

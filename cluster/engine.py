@@ -273,6 +273,8 @@ class Engine:
             kv_usage=scheduler.kv_usage,
             num_free_blocks=scheduler.blocks.num_free,
             num_blocks=self.model.num_blocks,
+            num_cached_blocks=scheduler.blocks.num_cached,
+            kv_cache_bytes=self.model.kv_cache_bytes,
             prefix_cache_queries=scheduler.prefix_cache_queries,
             prefix_cache_hits=scheduler.prefix_cache_hits,
             num_preemptions=scheduler.num_preemptions,

@@ -46,6 +46,9 @@ class EngineStats(msgspec.Struct, array_like=True):
     """Share of KV blocks that running sequences hold, in [0, 1]."""
     num_free_blocks: int
     num_blocks: int
+    num_cached_blocks: int
+    """That the prefix cache can find, in use or free."""
+    kv_cache_bytes: int
     prefix_cache_queries: int
     """Prompt tokens looked up in the prefix cache."""
     prefix_cache_hits: int

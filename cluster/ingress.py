@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import hmac
 import json
@@ -17,11 +18,12 @@ import pathlib
 import secrets
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
 import ray
+from prometheus_client.metrics_core import Metric
 from ray import serve
 
 from cluster import answers, protocol
@@ -29,6 +31,7 @@ from cluster.chat_output import plan_chat
 from cluster.config import ServeConfig
 from cluster.engine_stats import EngineStats
 from cluster.errors import ApiError
+from cluster.exchange import ClientGone, Exchange, Receive, Scope, Send
 from cluster.listener import Listener
 from cluster.metrics import Metrics
 from cluster.openapi import openapi_document
@@ -41,16 +44,10 @@ from workers.model_info import ModelInfo
 from workers.sampling_params import SamplingParams
 
 HEALTH_TIMEOUT_S = 10.0
-DRAINED_BODIES = 16
-"""A body beyond the limit is read on for this many limits before the connection is given up."""
 LONG_TEXT = 20_000
 """Characters from which a text is tokenised in a thread, so that a megabyte does not hold up every stream."""
 OPEN_PATHS = ("/health", "/metrics", "/openapi.json")
 """Answered without an API key: probes and scrapers have none."""
-
-Scope = dict[str, Any]
-Receive = Callable[[], Awaitable[dict[str, Any]]]
-Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 class Ingress:
@@ -69,7 +66,8 @@ class Ingress:
         self._model_name = served_model_name(config)
         folder = config.engine.tokenizer or str(resolve_model_folder(config.engine.model))
         self._tokenizer = Tokenizer(folder)
-        self._metrics = Metrics(self._model_name)
+        self._metrics = Metrics(self._model_name, _replica_id() if config.num_ingress_replicas > 1 else None)
+        self._metrics.show_options(config)
         self._client = EngineClient(engine, self._tokenizer, ray.util.get_node_ip_address(), self._metrics)
         self._model: ModelInfo | None = None
         self._created = int(time.time())
@@ -86,6 +84,11 @@ class Ingress:
         }
         gc.freeze()  # what stays for life need not be looked through again, while streams wait
 
+    async def check_health(self) -> None:
+        """Called by Serve, the first time before the replica counts as ready; Serve replaces one that raises here."""
+        with told_in_words():
+            await self._client.listen()
+
     def __serve_build_asgi_app__(self) -> Any:
         async def app(scope: Scope, receive: Receive, send: Send) -> None:  # uvicorn takes a bound method for ASGI 2
             await self._asgi(scope, receive, send)
@@ -98,7 +101,7 @@ class Ingress:
         if scope["type"] == "lifespan":
             await _lifespan(receive, send)
         elif scope["type"] == "http":
-            await self._answer(Exchange(scope, receive, send, self.returns_request_id))
+            await self._answer(Exchange(scope, receive, send, self._config, self.returns_request_id))
 
     async def _answer(self, exchange: Exchange) -> None:
         try:
@@ -140,7 +143,7 @@ class Ingress:
     # ---- generation ----------------------------------------------------------------------------------------------
 
     async def _chat(self, exchange: Exchange) -> None:
-        request = protocol.decode_chat(await self._body(exchange))
+        request = protocol.decode_chat(await exchange.body())
         self._check_model(request.model)
         params = self._resolved(request)
         plan = plan_chat(
@@ -151,7 +154,7 @@ class Ingress:
         await self._generate(exchange, [prompt], plan.params, request, answer, plan.shown_ids)
 
     async def _completions(self, exchange: Exchange) -> None:
-        request = protocol.decode_completion(await self._body(exchange))
+        request = protocol.decode_completion(await exchange.body())
         self._check_model(request.model)
         params = self._resolved(request)
         given = request.prompts()
@@ -262,9 +265,6 @@ class Ingress:
     def _new_id(self, prefix: str) -> str:
         return f"{prefix}-{secrets.token_hex(12)}"
 
-    async def _body(self, exchange: Exchange) -> bytes:
-        return await exchange.body(self._config.max_body_bytes)
-
     # ---- everything else -----------------------------------------------------------------------------------------
 
     async def _model_info(self) -> ModelInfo:
@@ -284,7 +284,7 @@ class Ingress:
         await exchange.send_json(protocol.encode(await self._card()))
 
     async def _tokenize(self, exchange: Exchange) -> None:
-        request = protocol.decode_tokenize(await self._body(exchange))
+        request = protocol.decode_tokenize(await exchange.body())
         self._check_model(request.model or self._model_name)
         if request.messages is not None:
             tokens = await self._encode(self._render(request), add_special_tokens=False)
@@ -297,7 +297,7 @@ class Ingress:
         )
 
     async def _detokenize(self, exchange: Exchange) -> None:
-        request = protocol.decode_detokenize(await self._body(exchange))
+        request = protocol.decode_detokenize(await exchange.body())
         self._check_model(request.model or self._model_name)
         info = await self._model_info()
         for token in request.tokens:
@@ -322,7 +322,8 @@ class Ingress:
         return stats
 
     async def _health(self, exchange: Exchange) -> None:
-        """Healthy while one engine is: Serve replaces those that say that they are not."""
+        """Healthy while one engine is, and can send tokens here: Serve replaces those that say that they are not."""
+        await self._client.listen()
         bound = self._config.health_bound_s
         waits = [stats.seconds_since_progress for stats in await self._stats() if stats.alive]
         if not waits:
@@ -331,8 +332,30 @@ class Ingress:
             raise ApiError(503, f"no request went on for {min(waits):.0f} s; the bound is {bound:.0f} s")
         await exchange.send_json(b'{"status":"ok"}')
 
+    async def own_metrics(self) -> tuple[str | None, list[Metric]]:
+        """What this ingress counted, and its name; called by the one that is asked."""
+        return self._metrics.replica, self._metrics.own()
+
+    async def _others(self) -> list[list[Metric]]:
+        """What the other ingresses counted, of those that answer."""
+        if self._metrics.replica is None:
+            return []
+        try:
+            answers = self._peers.broadcast("own_metrics")
+            found = await answers.results_async(timeout_s=HEALTH_TIMEOUT_S, return_exceptions=True)
+        except Exception as error:
+            logging.getLogger(__name__).warning("metrics of this ingress only: %s", type(error).__name__)
+            return []
+        return [each[1] for each in found if isinstance(each, tuple) and each[0] != self._metrics.replica]
+
+    @functools.cached_property
+    def _peers(self) -> Any:
+        context = serve.get_replica_context()
+        return serve.get_deployment_handle(context.deployment, context.app_name)
+
     async def _render_metrics(self, exchange: Exchange) -> None:
-        await exchange.send_body(self._metrics.render(await self._stats()), "text/plain; version=0.0.4; charset=utf-8")
+        text = self._metrics.render(await self._stats(), await self._others())
+        await exchange.send_body(text, "text/plain; version=0.0.4; charset=utf-8")
 
     async def _openapi(self, exchange: Exchange) -> None:
         await exchange.send_json(json.dumps(openapi_document(OPEN_PATHS)).encode())
@@ -345,10 +368,10 @@ class ListeningIngress(Ingress):
 
     def __init__(self, config: ServeConfig, engine: Any) -> None:
         super().__init__(config, engine)
-        self._listener = Listener(self._asgi_quietly, config.host, config.port)
+        self._listener = Listener(self._asgi_quietly, config.host, config.port, config.client_timeout_s)
 
     async def check_health(self) -> None:
-        """Called by Serve, the first time before the replica counts as ready."""
+        await super().check_health()
         with told_in_words():
             await self._listener.ensure_listening()
 
@@ -357,144 +380,13 @@ class ListeningIngress(Ingress):
             await self._asgi(scope, receive, send)
 
 
-class ClientGone(Exception):
-    """The client closed the connection before its answer was complete."""
-
-
-class Exchange:
-    """One HTTP request and its answer, over ASGI's messages."""
-
-    def __init__(self, scope: Scope, receive: Receive, send: Send, returns_id: bool) -> None:
-        self.method: str = scope["method"]
-        self.path: str = scope["path"].rstrip("/") or "/"
-        self.headers = {key.decode("latin-1").lower(): value.decode("latin-1") for key, value in scope["headers"]}
-        given = self.headers.get("x-request-id", "")
-        self.request_id = given if 0 < len(given) <= 128 and given.isprintable() else f"req-{secrets.token_hex(8)}"
-        self.status = 0
-        self.headers_out: list[tuple[bytes, bytes]] = []
-        """Sent with a good answer, beside its own."""
-        self._id_header = [(b"x-request-id", self.request_id.encode("latin-1"))] if returns_id else []
-        self._receive = receive
-        self._send = send
-        self._begun = time.perf_counter()
-        self._notes: dict[str, Any] = {}
-        self._streaming = False
-
-    async def body(self, limit: int) -> bytes:
-        """The whole body. Raises `ApiError` 413 where it exceeds `limit` bytes, of which no more are kept."""
-        chunks: list[bytes] = []
-        received, more = 0, True
-        # A body that is too long is read and dropped for a while: a client that is still sending would miss the answer.
-        while more and received <= DRAINED_BODIES * limit:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                raise ClientGone
-            received += len(message.get("body", b""))
-            more = message.get("more_body", False)
-            if received <= limit:
-                chunks.append(message["body"])
-        if received > limit:
-            raise ApiError(
-                413,
-                f"the body has {'more than ' if more else ''}{received} bytes and the limit is {limit}; send less, or "
-                "raise max_body_bytes",
-                code="body_too_large",
-            )
-        return b"".join(chunks)
-
-    async def unless_gone(self, work: Awaitable[bytes]) -> bytes:
-        """The result of `work`, which is cancelled when the client closes the connection."""
-        task, gone = asyncio.ensure_future(work), asyncio.ensure_future(self._gone())
-        try:
-            await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                raise ClientGone
-            return task.result()
-        finally:
-            for each in (task, gone):
-                each.cancel()
-
-    async def _gone(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-
-    async def stream(self, events: AsyncIterator[bytes], submission: Submission) -> None:
-        """Sends server-sent events; an error after the first becomes an event of its own."""
-        gone = asyncio.ensure_future(self._gone())
-        gone.add_done_callback(lambda _: submission.close())
-        gone.add_done_callback(lambda _: reader.cancel())
-        reader = asyncio.ensure_future(self._send_events(events))
-        try:
-            await reader
-        except asyncio.CancelledError:
-            reader.cancel()
-            raise
-        finally:
-            gone.cancel()
-
-    async def _send_events(self, events: AsyncIterator[bytes]) -> None:
-        try:
-            async for event in events:
-                if not self._streaming:
-                    # Only now: until the first token a refusal can still be an HTTP status.
-                    await self._start(
-                        200, "text/event-stream; charset=utf-8", [(b"cache-control", b"no-cache"), *self.headers_out]
-                    )
-                    self._streaming = True
-                await self._send({"type": "http.response.body", "body": event, "more_body": True})
-        except Exception as error:
-            if not self._streaming:
-                raise
-            if not isinstance(error, ApiError):
-                logging.getLogger(__name__).exception("request %s failed in its stream", self.request_id)
-                error = ApiError(500, f"internal error: {type(error).__name__}")
-            self.status = error.status
-            event = b"data: " + error.body() + b"\n\n"
-            await self._send({"type": "http.response.body", "body": event, "more_body": True})
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def send_json(self, body: bytes) -> None:
-        await self.send_body(body, "application/json", headers=self.headers_out)
-
-    async def send_body(self, body: bytes, content_type: str, status: int = 200, headers: Any = ()) -> None:
-        await self._start(status, content_type, [(b"content-length", str(len(body)).encode()), *headers])
-        await self._send({"type": "http.response.body", "body": body, "more_body": False})
-
-    async def fail(self, error: ApiError) -> None:
-        headers = [(b"retry-after", b"1")] if error.status == 429 else []
-        with contextlib.suppress(Exception):  # the client may be gone
-            await self.send_body(error.body(), "application/json", error.status, headers)
-
-    async def _start(self, status: int, content_type: str, headers: list[tuple[bytes, bytes]]) -> None:
-        self.status = status
-        fixed = [(b"content-type", content_type.encode()), *self._id_header]
-        await self._send({"type": "http.response.start", "status": status, "headers": [*fixed, *headers]})
-
-    def note(self, submission: Submission) -> None:
-        """What the log line says of a generation."""
-        usages = submission.usages
-        self._notes = {
-            "choices": len(submission.choices),
-            "prompt_tokens": sum(usage.num_prompt_tokens for usage in usages),
-            "output_tokens": sum(usage.num_output_tokens for usage in usages),
-        }
-
-    def log_line(self) -> str:
-        seconds = time.perf_counter() - self._begun
-        entry = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "request_id": self.request_id,
-            "path": self.path,
-            "status": self.status,
-            "seconds": round(seconds, 4),
-            **self._notes,
-        }
-        return json.dumps(entry)
-
-
 def served_model_name(config: ServeConfig) -> str:
     """The model's name in the API: the configured one, else the last part of its folder or hub id."""
     return config.served_model_name or pathlib.PurePath(config.engine.model).name
+
+
+def _replica_id() -> str:
+    return serve.get_replica_context().replica_id.unique_id
 
 
 def _header_value(names: list[str]) -> bytes:

@@ -33,6 +33,11 @@ class KVBlocks:
     def num_free(self) -> int:
         return len(self._empty) + len(self._evictable)
 
+    @property
+    def num_cached(self) -> int:
+        """Blocks that hold a prefix, in use or free."""
+        return len(self._cached)
+
     def allocate(self, count: int) -> list[int]:
         """Takes `count` blocks, evicting the least recently used prefixes if need be. There must be that many free."""
         blocks = []

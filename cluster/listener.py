@@ -12,34 +12,79 @@ import errno
 import logging
 import socket
 import time
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 KEEP_ALIVE_S = 90
 """An idle connection is kept for so long; what Serve's proxy does."""
 PATIENCE_S = 2.0
 """How long a port that is taken is tried again."""
 TICK_S = 1.0
-"""How often the date of the answers is set and the end is looked for."""
+"""How often the date of the answers is set, and slow clients and the end are looked for."""
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's, which also ends where its client holds it up."""
+
+    _num_unsent = 0
+    """Bytes that the client had not taken when it was looked at last."""
+    _answered: RequestResponseCycle | None = None
+    """The request whose turn it is."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(cast(asyncio.Transport, transport))
+        self._moved = time.monotonic()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """uvicorn tells the request that was read last, and others may have been sent before the first was answered."""
+        if self._answered is not None:
+            self._answered.disconnected = True
+            self._answered.message_event.set()
+        super().connection_lost(exc)
+
+    def resume_writing(self) -> None:
+        """What was written has been taken, however much was written since."""
+        super().resume_writing()
+        self._moved = time.monotonic()
+
+    def look(self, timeout_s: float) -> None:
+        """Called now and then. Aborts where for `timeout_s` the client has taken nothing of what was written, or has
+        not sent the head of a request whole; how long a connection rests between two requests is uvicorn's to bound.
+        """
+        num_unsent = self.transport.get_write_buffer_size()
+        answers = self.cycle is not None and not self.cycle.response_complete
+        held_up = num_unsent >= self._num_unsent > 0 or not (answers or self.timeout_keep_alive_task)
+        self._num_unsent = num_unsent
+        if not held_up:
+            self._moved = time.monotonic()
+        elif time.monotonic() - self._moved > timeout_s:
+            self.transport.abort()
 
 
 class Listener(uvicorn.Server):
-    """Serves an ASGI application in the running event loop."""
+    """Serves an ASGI application in the running event loop. `client_timeout_s` is the configuration's."""
 
-    def __init__(self, app: Any, host: str, port: int) -> None:
+    def __init__(self, app: Any, host: str, port: int, client_timeout_s: float) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
                 host=host,
                 port=port,
                 interface="asgi3",
+                http=Connection,
                 lifespan="off",
                 access_log=False,
                 log_config=None,
                 timeout_keep_alive=KEEP_ALIVE_S,
             )
         )
+        self._client_timeout_s = client_timeout_s
         self._serving: asyncio.Task[None] | None = None
 
     async def ensure_listening(self) -> None:
@@ -66,6 +111,8 @@ class Listener(uvicorn.Server):
     async def main_loop(self) -> None:
         """uvicorn's own wakes ten times a second."""
         while not await self.on_tick(0):
+            for connection in cast(list[Connection], list(self.server_state.connections)):
+                connection.look(self._client_timeout_s)
             await asyncio.sleep(TICK_S)
 
 

@@ -19,6 +19,7 @@ from cluster.errors import ApiError
 from cluster.metrics import RequestMetrics
 from cluster.output import SequenceText
 from cluster.request import Account, EngineRequest, FinishStatus, RequestRefused, SequenceOutput, Usage
+from cluster.start_failure import in_words
 from cluster.tokenizer import Tokenizer
 from structured.constraint import ConstraintSpec
 from workers.sampling_params import SamplingParams
@@ -27,7 +28,9 @@ from workers.step import TokenLogprobs
 logger = logging.getLogger(__name__)
 
 LAST_FRAME_TIMEOUT_S = 30.0
-"""The account of a request may overtake its last frame; a frame that is later than this is lost."""
+"""The account of a request may overtake its last frames; a frame that is later than this is lost."""
+OVERDUE_S = 30.0
+"""The engine ends a request at its deadline; one that says nothing for so long after it will not."""
 
 
 class Event(msgspec.Struct, kw_only=True):
@@ -65,6 +68,16 @@ class PromptRun:
         self.connection: Connection | None = None
         """The engine's, known from its first frame on."""
         self.call: asyncio.Task[None] | None = None
+        self._endings: set[int] = set()
+        """Choices of which no frame follows."""
+        self.is_told = asyncio.Event()
+        """Set when that is true of all choices, whether or not somebody has read their frames."""
+
+    def end(self, index: int) -> None:
+        """The choice's last frame has come, or its stop string was found and no frame of it matters any more."""
+        self._endings.add(index)
+        if len(self._endings) == len(self.choices):
+            self.is_told.set()
 
     @property
     def finished(self) -> bool:
@@ -131,24 +144,30 @@ class Submission:
                 priority=priority,
                 deadline_s=deadline_s,
             )
-            prompt.call = asyncio.ensure_future(self._call(request))
+            prompt.call = asyncio.ensure_future(self._call(request, prompt))
 
-    async def _call(self, request: EngineRequest) -> None:
+    async def _call(self, request: EngineRequest, prompt: PromptRun) -> None:
+        assert request.deadline_s is not None
+        overdue = asyncio.timeout(request.deadline_s + OVERDUE_S)
         try:
-            account = await self._client.generate(request)
-        except asyncio.CancelledError:
-            raise
+            async with overdue:
+                account = await self._client.generate(request)
         except Exception as error:
-            self._events.put_nowait(error)
+            self._events.put_nowait(_overdue(request.deadline_s) if overdue.expired() else error)
             return
         if account.refused is not None or account.queue_full is not None:
             self._events.put_nowait(account)
             return
-        await asyncio.sleep(LAST_FRAME_TIMEOUT_S)  # cancelled when the last frame comes
-        self._events.put_nowait(ConnectionError("the engine's last frame was lost"))
+        try:
+            await asyncio.wait_for(prompt.is_told.wait(), LAST_FRAME_TIMEOUT_S)
+        except TimeoutError:
+            self._events.put_nowait(ConnectionError("the engine's last frame was lost"))
 
     def receive(self, output: SequenceOutput, connection: Connection) -> None:
-        self._by_request[output.request_id].connection = connection
+        prompt = self._by_request[output.request_id]
+        prompt.connection = connection
+        if output.finish is not None:
+            prompt.end(output.index)
         self._events.put_nowait(output)
 
     def lose(self, connection: Connection) -> None:
@@ -162,8 +181,10 @@ class Submission:
         failed: list[Event] | None = []
         while remaining:
             item = await self._events.get()
+            if isinstance(item, ApiError):
+                raise item
             if isinstance(item, Exception):
-                raise ApiError(500, f"the engine failed: {item}") from item
+                raise ApiError(500, f"the engine failed: {_reason(item)}") from item
             if isinstance(item, Account):
                 raise _refusal(item)
             event = self._event(item)
@@ -228,6 +249,7 @@ class Submission:
         event.logprobs = None if output.logprobs is None else output.logprobs[:num_new]
         event.finish = FinishStatus.FINISHED_STOPPED
         if output.finish is None:
+            prompt.end(output.index)
             assert prompt.connection is not None
             prompt.connection.send(Control(output.request_id, output.index, num_kept_tokens))
         usage = choice.usage if choice.usage is not None else Usage(len(prompt.token_ids), 0, 0)
@@ -265,6 +287,19 @@ def _refusal(account: Account) -> ApiError:
     return ApiError(400, account.refused or "", param=account.param, code=code)
 
 
+def _overdue(deadline_s: float) -> ApiError:
+    return ApiError(
+        408,
+        f"no engine ended the request at its deadline; the limit is request_timeout_s, {deadline_s:g}",
+        type="timeout_error",
+    )
+
+
+def _reason(error: Exception) -> str:
+    """In a line: what Ray raises is a copy of what was raised in the engine, whose text is a whole traceback."""
+    return in_words(getattr(error, "cause", None) or error)
+
+
 class EngineClient:
     """Owns the output channel of one ingress and knows who waits for which request."""
 
@@ -274,14 +309,18 @@ class EngineClient:
         self.metrics = metrics
         self.submissions: dict[str, Submission] = {}
         self._receiver = OutputReceiver(host, self._on_outputs, self._on_lost)
-        self._address: asyncio.Task[Address] | None = None
         self._settling: set[asyncio.Task[None]] = set()
+
+    async def listen(self) -> Address:
+        """Where engines send tokens to. Raises `ApiError` 503 where this ingress cannot listen for them just now."""
+        try:
+            return await self._receiver.start()
+        except OSError as error:
+            raise ApiError(503, f"the ingress cannot listen for engines: {in_words(error)}; retry") from error
 
     async def generate(self, request: EngineRequest) -> Account:
         """One Serve call that stays open as long as the request runs; Serve chooses the replica."""
-        if self._address is None:
-            self._address = asyncio.ensure_future(self._receiver.start())
-        address = await asyncio.shield(self._address)
+        address = await self.listen()
         response = self._engine.generate.remote(request, address)
         try:
             return await response

@@ -34,7 +34,7 @@ async def listening(port: int) -> Listener:
     """Tried for seconds: what another thread forks in this moment may hold the first listener until it execs."""
     deadline = time.monotonic() + 5
     while True:
-        listener = Listener(app, "127.0.0.1", port)
+        listener = Listener(app, "127.0.0.1", port, client_timeout_s=60)
         try:
             await listener.ensure_listening()
             return listener
@@ -66,7 +66,7 @@ def test_a_port_of_another_is_refused_and_an_end_is_noticed() -> None:
         port = port_with_a_connection_that_its_server_closed()
         listener = await listening(port)
         with pytest.raises(OSError, match="in use"):
-            await Listener(app, "127.0.0.1", port).ensure_listening()
+            await Listener(app, "127.0.0.1", port, client_timeout_s=60).ensure_listening()
         listener.should_exit = True
         assert listener._serving is not None
         await listener._serving

@@ -1,0 +1,163 @@
+"""The ingress, an engine and the channel between them in this process: real sockets, and no Ray in between.
+
+Only Serve's handle is another one: what it calls runs here at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from benchmarks.processes import free_port
+from cluster.config import EngineConfig, ServeConfig
+from cluster.engine_deployment import EngineReplica
+from cluster.ingress import ListeningIngress
+from tests.checkpoints import checkpoint
+
+
+class Handle:
+    """Of replicas in this event loop. Requests go to the first one."""
+
+    def __init__(self, *replicas: Any) -> None:
+        self._replicas = replicas
+
+    def __getattr__(self, name: str) -> Any:
+        return _Method(getattr(self._replicas[0], name))
+
+    def broadcast(self, name: str) -> Any:
+        return _Broadcast([getattr(replica, name) for replica in self._replicas])
+
+
+class _Method:
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def remote(self, *arguments: Any) -> asyncio.Task[Any]:
+        return asyncio.ensure_future(self._function(*arguments))
+
+
+class _Broadcast:
+    def __init__(self, functions: list[Callable[..., Any]]) -> None:
+        self._functions = functions
+
+    async def results_async(self, timeout_s: float, return_exceptions: bool) -> list[Any]:
+        answers = asyncio.gather(*(function() for function in self._functions), return_exceptions=return_exceptions)
+        return await asyncio.wait_for(answers, timeout_s)
+
+
+class LocalServer:
+    """Runs until the context `local_server` ends."""
+
+    def __init__(self, ingress: ListeningIngress, replica: EngineReplica, port: int) -> None:
+        self.ingress = ingress
+        self.replica = replica
+        self.port = port
+        self.model = checkpoint("llama").name
+
+    def body(self, **fields: Any) -> dict[str, Any]:
+        return {"model": self.model, "prompt": [5, 9, 17, 30], "temperature": 0, "ignore_eos": True, **fields}
+
+    async def connect(self, **options: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection("127.0.0.1", self.port, **options)
+
+    async def connect_without_reading(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Both systems' buffers are small too, so that the server soon notices. Reading starts with
+        `writer.transport.resume_reading()`.
+        """
+        for listening in self.ingress._listener.servers[0].sockets:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(client, ("127.0.0.1", self.port))
+        reader, writer = await asyncio.open_connection(sock=client)
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        return reader, writer
+
+    async def get(self, path: str) -> tuple[int, bytes]:
+        reader, writer = await self.connect()
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+        return await answer(reader, writer)
+
+    async def post(self, **fields: Any) -> tuple[int, bytes]:
+        """(status, body) of a completion."""
+        reader, writer = await self.connect()
+        writer.write(post(self.body(**fields)))
+        return await answer(reader, writer)
+
+    async def metric(self, series: str) -> float:
+        """The value of one series, 0 where there is none; `series` is how its line begins, up to a label."""
+        _, text = await self.get("/metrics")
+        return sum(float(line.split()[-1]) for line in text.decode().splitlines() if line.startswith(series))
+
+    async def num_aborted(self) -> float:
+        """Choices."""
+        return await self.metric(f'manta:sequences_total{{finished_reason="abort",model_name="{self.model}"')
+
+    @property
+    def num_connections(self) -> int:
+        return len(self.ingress._listener.server_state.connections)
+
+    @property
+    def engine_is_idle(self) -> bool:
+        """Nothing runs or waits, and every block is free again."""
+        stats = self.replica.engine.stats()
+        return stats.num_running == stats.num_waiting == 0 and stats.kv_usage == 0
+
+    async def until_idle(self) -> None:
+        """Neither here nor in the engine anything is left of a request."""
+        await until(lambda: self.engine_is_idle and not self.ingress._client.submissions)
+        self.replica.engine.check_integrity()
+
+
+async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"it did not come true within {seconds:g} s"
+        await asyncio.sleep(0.01)
+
+
+def post(body: dict[str, Any], connection: str = "close") -> bytes:
+    """A whole request for a completion."""
+    data = json.dumps(body).encode()
+    lines = ["POST /v1/completions HTTP/1.1", "Host: x", f"Content-Length: {len(data)}", f"Connection: {connection}"]
+    return "\r\n".join([*lines, "", ""]).encode() + data
+
+
+async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[int, bytes]:
+    """(status, body as it came) once the server has closed the connection."""
+    try:
+        head, _, body = (await asyncio.wait_for(reader.read(-1), 20)).partition(b"\r\n\r\n")
+    finally:
+        writer.close()
+    return int(head.split()[1]), body
+
+
+@contextlib.asynccontextmanager
+async def local_server(max_num_sequences: int = 256, **options: Any) -> AsyncIterator[LocalServer]:
+    """`options` are `ServeConfig`'s."""
+    engine = EngineConfig(
+        model=str(checkpoint("llama")),
+        dtype="float32",
+        kv_cache_bytes=8 << 20,
+        num_threads=1,
+        max_num_sequences=max_num_sequences,
+    )
+    config = ServeConfig(engine=engine, port=free_port(), **options)
+    replica = await asyncio.to_thread(EngineReplica, config.engine)
+    ingress = ListeningIngress(config, Handle(replica))
+    await ingress.check_health()
+    server = LocalServer(ingress, replica, config.port)
+    try:
+        yield server
+    finally:
+        ingress._listener.should_exit = True
+        assert ingress._listener._serving is not None
+        await asyncio.wait_for(ingress._listener._serving, 20)
+        for opened in replica._sender._connections.values():
+            (await opened).close()

@@ -1,0 +1,191 @@
+"""Failures of the channel between engine and ingress: each ends its own requests, and none is remembered."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import json
+import os
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from cluster import submission
+from cluster.channel import Address, Connection, Control, OutputReceiver, OutputSender
+from cluster.request import SequenceOutput
+from cluster.start_failure import InWords
+from tests.local_server import local_server, post, until
+
+resource = pytest.importorskip("resource")
+pytestmark = pytest.mark.timeout(60)
+
+
+@contextlib.contextmanager
+def no_file_descriptors() -> Iterator[None]:
+    """No file or socket can be opened."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = [os.open(os.devnull, os.O_RDONLY)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (taken[0] + 1, limits[1]))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for descriptor in taken:
+            os.close(descriptor)
+
+
+class Ends:
+    """Both ends of the channel, and what arrives."""
+
+    def __init__(self) -> None:
+        self.outputs: list[SequenceOutput] = []
+        self.lost: list[Address] = []
+        self.receiver = OutputReceiver("127.0.0.1", self._on_outputs, lambda _: None)
+        self.sender = OutputSender(self._on_control, self.lost.append)
+
+    def _on_outputs(self, outputs: list[SequenceOutput], _: Connection) -> None:
+        self.outputs += outputs
+
+    def _on_control(self, control: Control) -> None:
+        raise AssertionError(f"nobody sent {control}")
+
+    async def check(self, address: Address) -> None:
+        """What is sent arrives."""
+        self.sender.send(address, [SequenceOutput("a", 0, [len(self.outputs)])])
+        expected = len(self.outputs) + 1
+        await until(lambda: len(self.outputs) == expected)
+
+    def close(self, address: Address) -> None:
+        self.sender._connections[address].result().close()
+
+
+def test_an_ingress_that_could_not_listen_tries_again() -> None:
+    async def run() -> None:
+        ends = Ends()
+        with no_file_descriptors(), pytest.raises(OSError, match="Too many open files"):
+            await ends.receiver.start()
+        address = await ends.receiver.start()
+        assert await ends.receiver.start() == address, "it listens once"
+        await ends.sender.connect(address)
+        await ends.check(address)
+        ends.close(address)
+
+    asyncio.run(run())
+
+
+def test_requests_that_find_no_descriptor_fail_alone() -> None:
+    async def run() -> None:
+        async with local_server() as server:
+            reader, writer = await server.connect()  # before it becomes impossible
+
+            async def ask() -> tuple[bytes, dict]:
+                writer.write(post(server.body(max_tokens=2), connection="keep-alive"))
+                head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
+                length = int(head.lower().partition(b"content-length: ")[2].split(b"\r")[0])
+                return head.split()[1], json.loads(await reader.readexactly(length))
+
+            server.ingress._client._receiver._server = None  # as before its first request
+            with no_file_descriptors():
+                status, body = await ask()
+                assert status in (b"500", b"503")
+                assert "Too many open files" in body["error"]["message"]
+                with pytest.raises(InWords, match="Too many open files"):
+                    await server.ingress.check_health()
+            assert (await ask())[0] == b"200"
+            await server.ingress.check_health()
+            writer.close()
+            await server.until_idle()
+
+    asyncio.run(run())
+
+
+def test_one_failed_connect_does_not_forget_a_later_connection() -> None:
+    async def run() -> None:
+        ends = Ends()
+        with socket.socket() as closed:
+            closed.bind(("127.0.0.1", 0))
+            port = closed.getsockname()[1]
+            address = Address("127.0.0.1", port, "secret")
+
+            async def insist() -> None:
+                with pytest.raises(OSError, match=r"refused|Connect call failed"):
+                    await ends.sender.connect(address)
+                closed.listen()
+                await ends.sender.connect(address)
+
+            async def once() -> None:
+                with pytest.raises(OSError, match=r"refused|Connect call failed"):
+                    await ends.sender.connect(address)
+
+            await asyncio.gather(insist(), once())
+            assert address in ends.sender._connections
+            ends.close(address)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("number", [errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ECONNRESET])
+def test_a_connection_that_ends_by_any_error_is_lost_and_made_again(number: int) -> None:
+    async def run() -> None:
+        ends = Ends()
+        address = await ends.receiver.start()
+        await ends.sender.connect(address)
+        await ends.check(address)
+        # What the transport tells where the network fails.
+        ends.sender._connections[address].result()._reader.set_exception(OSError(number, os.strerror(number)))
+        await until(lambda: ends.lost == [address])
+        await ends.sender.connect(address)
+        await ends.check(address)
+        ends.close(address)
+
+    asyncio.run(run())
+
+
+def test_a_stream_whose_connection_breaks_ends_with_an_error_and_the_next_request_is_served() -> None:
+    async def run() -> None:
+        async with local_server() as server:
+            reader, writer = await server.connect()
+            writer.write(post(server.body(prompt=[[5, 6], [7, 8]], n=2, temperature=1, max_tokens=500, stream=True)))
+            await reader.readuntil(b"data: ")
+            for opened in server.replica._sender._connections.values():
+                (await opened).close()
+            rest = await asyncio.wait_for(reader.read(-1), 10)
+            assert b"the connection to the engine broke" in rest
+            assert rest.endswith(b"0\r\n\r\n"), "the answer is complete"
+            writer.close()
+            await server.until_idle()
+            assert (await server.post(max_tokens=2))[0] == 200
+
+    asyncio.run(run())
+
+
+def test_a_request_whose_engine_is_stuck_ends_after_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submission, "OVERDUE_S", 0.2)
+    goes_on = threading.Event()
+
+    async def run() -> None:
+        async with local_server(request_timeout_s=0.3) as server:
+            step = server.replica.engine.step
+
+            def stuck() -> list[SequenceOutput]:
+                goes_on.wait()
+                return step()
+
+            monkeypatch.setattr(server.replica.engine, "step", stuck)
+            for stream in (False, True):
+                status, body = await server.post(max_tokens=500, stream=stream)
+                assert status == 408
+                assert "request_timeout_s, 0.3" in json.loads(body)["error"]["message"]
+            goes_on.set()
+            await server.until_idle()
+
+    try:
+        asyncio.run(run())
+    finally:
+        goes_on.set()

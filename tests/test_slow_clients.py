@@ -1,0 +1,252 @@
+"""Clients that read late or never, send slowly, or leave in the middle: over real sockets, with small limits."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from cluster import listener, submission
+from tests.local_server import LocalServer, answer, local_server, post, until
+
+pytestmark = pytest.mark.timeout(60)
+PROMPTS = [[5, 9, 17, 30], [6, 7], [40, 41, 42]]
+
+
+@pytest.fixture(autouse=True)
+def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "TICK_S", 0.05)
+
+
+def events(body: bytes) -> list[dict]:
+    """Of a stream sent in chunks; without its `[DONE]`."""
+    data, rest = b"", body
+    while rest:
+        size, _, rest = rest.partition(b"\r\n")
+        data, rest = data + rest[: int(size, 16)], rest[int(size, 16) + 2 :]
+    found = [event.removeprefix(b"data: ") for event in data.split(b"\n\n") if event]
+    return [json.loads(event) for event in found if event != b"[DONE]"]
+
+
+# ---- reading -------------------------------------------------------------------------------------------------------
+
+
+def test_a_client_that_reads_late_gets_every_prompt_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first prompt has ended long before its last frame is read, and the others still run."""
+    monkeypatch.setattr(submission, "LAST_FRAME_TIMEOUT_S", 0.05)
+
+    async def run() -> None:
+        async with local_server(max_num_sequences=1) as server:
+            fields = {"prompt": PROMPTS, "max_tokens": 300, "logprobs": 3}
+            _, whole = await server.post(**fields)
+            reader, writer = await server.connect_without_reading()
+            writer.write(post(server.body(**fields, stream=True)))
+            await until(lambda: not server.engine_is_idle)
+            await until(lambda: server.engine_is_idle)
+            writer.transport.resume_reading()
+            status, body = await answer(reader, writer)
+            assert status == 200
+            assert body.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"), body[-200:]
+            texts = ["", "", ""]
+            for event in events(body):
+                texts[event["choices"][0]["index"]] += event["choices"][0]["text"]
+            assert texts == [choice["text"] for choice in json.loads(whole)["choices"]]
+
+    asyncio.run(run())
+
+
+def test_a_stream_that_waits_for_its_client_is_aborted_at_a_size() -> None:
+    async def run() -> None:
+        async with local_server(client_buffer_bytes=20_000) as server:
+            reader, writer = await server.connect_without_reading()
+            writer.write(post(server.body(prompt=PROMPTS, max_tokens=500, n=2, temperature=1, stream=True)))
+            await until(lambda: len(server.ingress._client.submissions) > 0)
+            await server.until_idle()
+            assert await server.num_aborted() == 6
+            writer.transport.resume_reading()
+            status, body = await answer(reader, writer)
+            *texts, failure = events(body)
+            assert status == 200
+            assert failure["error"]["code"] == "client_too_slow"
+            assert "the limit is 20000" in failure["error"]["message"]
+            assert "client_buffer_bytes" in failure["error"]["message"]
+            assert sum(len(json.dumps(event)) for event in texts) > 20_000, "what was there is sent"
+
+    asyncio.run(run())
+
+
+def test_events_that_come_at_once_make_no_slow_client() -> None:
+    """Each step brings more than the buffer may hold."""
+
+    async def run() -> None:
+        async with local_server(client_buffer_bytes=1000) as server:
+            status, body = await server.post(prompt=PROMPTS, max_tokens=50, n=8, temperature=1, stream=True)
+            assert status == 200
+            assert body.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"), body[-200:]
+            assert await server.num_aborted() == 0
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_never_reads_is_gone_after_a_time(stream: bool) -> None:
+    async def run() -> None:
+        async with local_server(client_timeout_s=0.5) as server:
+            _, writer = await server.connect_without_reading()
+            fields = {"max_tokens": 500, "logprobs": 5, "prompt": PROMPTS * (20 if stream else 1)}
+            writer.write(post(server.body(**fields, stream=stream)))
+            await until(lambda: server.num_connections == 1)
+            await until(lambda: server.num_connections == 0)
+            await server.until_idle()
+            assert (await server.num_aborted() > 0) == stream
+            writer.close()
+
+    asyncio.run(run())
+
+
+def test_a_client_that_reads_steadily_is_not_too_slow() -> None:
+    """Its answer takes it many times as long as it may take nothing at all."""
+
+    async def run() -> None:
+        async with local_server(client_timeout_s=0.5) as server:
+            reader, writer = await server.connect_without_reading()
+            writer.write(post(server.body(prompt=PROMPTS, max_tokens=300, logprobs=5, stream=True)))
+            writer.transport.resume_reading()
+            received = b""
+            while piece := await reader.read(4000):
+                received += piece
+                await asyncio.sleep(0.02)
+            assert received.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+    asyncio.run(run())
+
+
+# ---- sending -------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_that_does_not_come_whole_in_time_is_ended() -> None:
+    async def run() -> None:
+        async with local_server(client_timeout_s=0.5) as server:
+            whole = post(server.body(max_tokens=2))
+            head = whole.index(b"\r\n\r\n") + 4
+            reader, writer = await server.connect()
+            writer.write(whole[: head + 3])
+            status, body = await answer(reader, writer)
+            assert (status, json.loads(body)["error"]["code"]) == (408, "client_too_slow")
+            assert "3 bytes of the body came within 0.5 s" in json.loads(body)["error"]["message"]
+            for part in (b"", whole[:1], whole[: head - 1]):
+                reader, writer = await server.connect()
+                writer.write(part)
+                assert await asyncio.wait_for(reader.read(-1), 10) == b""
+                writer.close()
+            await until(lambda: server.num_connections == 0)
+
+    asyncio.run(run())
+
+
+def test_a_head_that_never_ends_does_not_gain_time_by_every_byte() -> None:
+    async def run() -> None:
+        async with local_server(client_timeout_s=0.5) as server:
+            reader, writer = await server.connect()
+            writer.write(post(server.body(max_tokens=2), connection="keep-alive"))
+            assert b" 200 " in await reader.readuntil(b"\r\n\r\n")  # it may rest now, but not begin and never end
+            writer.write(b"POST / HTTP/1.1\r\n")
+            ended = asyncio.ensure_future(reader.read(-1))
+            while not ended.done() and not writer.is_closing():
+                writer.write(b"x: y\r\n")
+                await asyncio.sleep(0.05)
+            await until(lambda: server.num_connections == 0)
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+
+def test_a_body_byte_by_byte_is_served_and_one_without_end_is_refused() -> None:
+    async def run() -> None:
+        async with local_server(max_body_bytes=1000, client_timeout_s=5) as server:
+            reader, writer = await server.connect()
+            for byte in post(server.body(max_tokens=2)):
+                writer.write(bytes([byte]))
+                await writer.drain()
+            assert (await answer(reader, writer))[0] == 200
+
+            reader, writer = await server.connect()
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+            sent = 0
+            while not reader._buffer and sent < 100:  # type: ignore[attr-defined]
+                writer.write(b"200\r\n" + b" " * 512 + b"\r\n")
+                sent += 1
+                await asyncio.sleep(0.01)
+            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
+            assert head.startswith(b"HTTP/1.1 413")
+            assert 16_000 < sent * 512 < 40_000
+            writer.close()
+            await server.until_idle()
+
+    asyncio.run(run())
+
+
+# ---- leaving -------------------------------------------------------------------------------------------------------
+
+
+async def leave(server: LocalServer, num_bytes: int, stream: bool) -> None:
+    """Asks for six choices, and leaves after so many bytes of the answer."""
+    reader, writer = await server.connect()
+    writer.write(post(server.body(prompt=PROMPTS, n=2, temperature=1, max_tokens=500, stream=stream)))
+    await writer.drain()
+    if num_bytes:
+        await asyncio.wait_for(reader.readexactly(num_bytes), 10)
+    writer.transport.abort()
+
+
+def test_whoever_leaves_at_any_point_of_a_stream_leaves_nothing_behind() -> None:
+    async def run() -> None:
+        async with local_server() as server:
+            for num_bytes in (0, 1, 300, 1000, 5000, 20_000, 80_000):
+                await leave(server, num_bytes, stream=True)
+                await server.until_idle()
+            await asyncio.gather(*(leave(server, 100 * number, stream=True) for number in range(20)))
+            await leave(server, 0, stream=False)
+            await server.until_idle()
+            assert await server.num_aborted() > 0
+            assert (await server.post(max_tokens=2))[0] == 200
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_closes_its_half_has_left(stream: bool) -> None:
+    async def run() -> None:
+        async with local_server() as server:
+            reader, writer = await server.connect()
+            writer.write(post(server.body(max_tokens=500, stream=stream)))
+            await until(lambda: len(server.ingress._client.submissions) > 0)
+            writer.write_eof()
+            await asyncio.wait_for(reader.read(-1), 10)
+            await server.until_idle()
+            assert await server.num_aborted() == 1
+            writer.close()
+
+    asyncio.run(run())
+
+
+def test_requests_sent_ahead_are_answered_in_turn_and_end_with_their_connection() -> None:
+    async def run() -> None:
+        async with local_server() as server:
+            reader, writer = await server.connect()
+            ahead = post(server.body(max_tokens=2), connection="keep-alive")
+            writer.write(ahead + ahead + post(server.body(max_tokens=2)))
+            received = await asyncio.wait_for(reader.read(-1), 10)
+            assert received.count(b"HTTP/1.1 200 OK") == 3
+            assert await server.num_aborted() == 0
+            writer.close()
+
+            reader, writer = await server.connect()
+            long = post(server.body(max_tokens=500, stream=True), connection="keep-alive")
+            writer.write(long + long)
+            await reader.readexactly(100)
+            writer.transport.abort()
+            await server.until_idle()
+            assert await server.num_aborted() == 1, "it went on for nobody"
+
+    asyncio.run(run())
