@@ -25,7 +25,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from workers.attention import AttentionMetadata, allocate_kv
 from workers.kernels import cpu
-from workers.layers import Linear, make_cpu_gated_linear, make_cpu_linear, make_onednn_linear
+from workers.platforms.cpu_linears import Linear, make_cpu_gated_linear, make_cpu_linear, make_onednn_linear
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 14, 2, 64, 16
 HIDDEN, INTERMEDIATE = 896, 4864

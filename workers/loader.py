@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import torch
 
 from workers.kernels import reference
-from workers.layers import Linear
 from workers.model_config import ModelConfig, ModelError
-from workers.models.decoder import Decoder, DecoderWeights, LayerWeights
+from workers.models.decoder import Decoder
 from workers.models.protocol import Model
 from workers.platforms import Platform
+from workers.weights import DecoderWeights, LayerWeights, Linear
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
@@ -173,6 +173,9 @@ class _NoPlatform:
 
     make_gated_linear = make_linear
 
+    def compile_decoder(self, weights: DecoderWeights, config: ModelConfig) -> None:
+        return None
+
 
 class _DecoderLoader:
     """Hugging Face's names of the four native families."""
@@ -198,7 +201,7 @@ class _DecoderLoader:
         # Tied models are often saved with the head as well.
         self.checkpoint.check_all_used(but=["lm_head.weight"] if config.tie_word_embeddings else [])
         weights = DecoderWeights(embedding, layers, final_norm, head)
-        return Decoder(config, weights, self.platform.kernels, self.dtype)
+        return Decoder(config, weights, self.platform)
 
     def _layer(self, prefix: str) -> LayerWeights:
         config = self.config

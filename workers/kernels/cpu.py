@@ -9,17 +9,12 @@ from __future__ import annotations
 import ctypes
 import functools
 from ctypes import c_float, c_int, c_int64, c_void_p
-from typing import TYPE_CHECKING
 
 import torch
 
 from workers.attention import AttentionMetadata
-from workers.kernels import build, cpu_decoder, reference
+from workers.kernels import build, reference
 from workers.kernels.cpu_linear import DTYPES
-from workers.model_config import ModelConfig
-
-if TYPE_CHECKING:
-    from workers.models.decoder import DecoderWeights
 
 NO_WINDOW = 2**31 - 1
 HEAD_DIM_MULTIPLE = 16
@@ -172,10 +167,3 @@ def paged_attention(
         scale,
     )
     return output
-
-
-def fuse_layers(weights: DecoderWeights, config: ModelConfig, mlp_rows: int) -> cpu_decoder.FusedLayers | None:
-    if config.head_dim % HEAD_DIM_MULTIPLE:
-        return None
-    windows = [NO_WINDOW if window is None else window for window in config.sliding_windows]
-    return cpu_decoder.fuse(weights, config, windows, mlp_rows)

@@ -1,26 +1,24 @@
 """All layers of a decoder in one call of `decoder.cpp`: its structures in ctypes, and the memory between its kernels.
 
-The same kernels in the same order as the loop of `workers/models/decoder.py`, which asks for this form through
-`cpu.fuse_layers` and runs where there is none. Nothing is compiled at import.
+The same kernels in the same order as the loop of `workers/models/decoder.py`, which runs where `compile_decoder` gives
+nothing. Nothing is compiled at import.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
 from ctypes import POINTER, c_float, c_int, c_void_p
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from workers.attention import AttentionMetadata
 from workers.kernels import build
+from workers.kernels.cpu import HEAD_DIM_MULTIPLE, NO_WINDOW
 from workers.kernels.cpu_linear import DTYPES, PackedLinear
 from workers.model_config import ModelConfig
-
-if TYPE_CHECKING:
-    from workers.models.decoder import DecoderWeights
+from workers.weights import DecoderWeights, max_mlp_rows
 
 
 def _structure(name: str, pointers: str, integers: str = "", floats: str = "") -> type[Any]:
@@ -75,13 +73,11 @@ class FusedLayers:
         weights: DecoderWeights,
         linears: list[dict[str, PackedLinear]],
         config: ModelConfig,
-        windows: Sequence[int],
-        mlp_rows: int,
     ) -> None:
         self._weights = weights  # their memory is pointed to
-        self._mlp_rows = mlp_rows
+        self._dtype = weights.dtype
+        self._mlp_rows = max_mlp_rows(config, self._dtype)
         first = linears[0]
-        self._dtype = first["qkv"].dtype
         heads = (config.num_heads, config.num_kv_heads, config.head_dim)
         self._shape = _Shape(
             DTYPES[self._dtype], config.hidden_size, *heads, config.rms_norm_eps, config.head_dim**-0.5
@@ -93,13 +89,14 @@ class FusedLayers:
             first["gated"].width,
         )
         self._layers = (_Layer * len(weights.layers))()
-        for to, layer, linears_of, window in zip(self._layers, weights.layers, linears, windows, strict=True):
+        parts = zip(self._layers, weights.layers, linears, config.sliding_windows, strict=True)
+        for to, layer, linears_of, window in parts:
             for name in ("input_norm", "q_norm", "k_norm", "mlp_norm"):
                 setattr(to, name, _address(getattr(layer, name)))
             for name, linear in linears_of.items():
                 addresses = _address(linear.packed), _address(linear.bias)
                 setattr(to, name, _Linear(*addresses, linear.in_features, linear.out_features, linear.gated))
-            to.window = window
+            to.window = NO_WINDOW if window is None else window
         self._kv_caches: list[tuple[torch.Tensor, torch.Tensor]] | None = None
         self._memory = torch.empty(0, dtype=self._dtype)
 
@@ -162,19 +159,19 @@ class FusedLayers:
         return _Buffers(*addresses, mlp_rows)
 
 
-def fuse(weights: DecoderWeights, config: ModelConfig, windows: Sequence[int], mlp_rows: int) -> FusedLayers | None:
-    """None where a linear is not packed by `cpu_linear.py`, or nothing can be compiled.
-
-    `windows` has the largest int for a layer without one, and `mlp_rows` is how many rows of the widest activations are
-    made at a time.
+def compile_decoder(weights: DecoderWeights, config: ModelConfig) -> FusedLayers | None:
+    """None where a linear is not packed by `cpu_linear.py`, where the kernels do not take the size of the heads, or
+    nothing can be compiled.
     """
+    if config.head_dim % HEAD_DIM_MULTIPLE:
+        return None
     linears = []
     for layer in weights.layers:
         packed = {name: getattr(layer, name) for name in ("qkv", "attention_output", "gated", "down")}
         if not all(isinstance(linear, PackedLinear) for linear in packed.values()):
             return None
         linears.append(packed)
-    return FusedLayers(weights, linears, config, windows, mlp_rows) if _library() is not None else None
+    return FusedLayers(weights, linears, config) if _library() is not None else None
 
 
 def _address(tensor: torch.Tensor | None) -> int | None:

@@ -6,16 +6,10 @@ to them. Arithmetic is float32 inside and rounds once to the input's dtype: bflo
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 
 from workers.attention import AttentionMetadata
-
-if TYPE_CHECKING:
-    from workers.model_config import ModelConfig
-    from workers.models.decoder import DecoderWeights
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -115,11 +109,3 @@ def paged_attention(
         )
         output[first:last] = attended.squeeze(0).transpose(0, 1)
     return output.view(-1, num_heads * head_dim)
-
-
-def fuse_layers(weights: DecoderWeights, config: ModelConfig, mlp_rows: int) -> None:
-    """All layers in one call, for platforms that have one: `(embedded, cos_sin, metadata, kv_caches)` to hidden states
-    behind the last norm. None where the functions above are called one by one.
-
-    `mlp_rows` is the number of rows for which the widest activations are made at a time.
-    """

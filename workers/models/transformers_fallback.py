@@ -2,7 +2,8 @@
 
 Registers one attention function with transformers, which writes keys and values to the paged cache and attends over it,
 so that every model that takes a replaced attention runs in Manta's flat batches. What cannot is refused, by name and
-with the reason, from its configuration or by a probe at load. Imported only where such a model is asked for.
+with the reason: from its configuration (`workers/transformers_support.py`), or here by a probe at load. Imported only
+where such a model is asked for.
 """
 
 from __future__ import annotations
@@ -15,18 +16,12 @@ import torch
 import transformers
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from workers.attention import AttentionMetadata, allocate_kv
-from workers.model_config import ModelConfig, ModelError, RopeConfig, parse_dtype
+from workers.model_config import ModelConfig, ModelError
 from workers.platforms import Platform
 
 _ATTENTION_NAME = "manta_paged"
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
-_STATIC_ROPE_TYPES = {"default", "linear", "llama3", "yarn", "proportional", None}
-"""Rope types whose angles depend on the position alone; `dynamic` and `longrope` follow the batch's longest."""
-_WITH_SINKS = {"GptOssForCausalLM"}
-"""Their configuration does not tell; the probe finds others, but only after loading."""
 _REFUSED_ARGUMENTS = {
     "s_aux": "attention sinks",
     "softcap": "soft-capped attention logits",
@@ -36,79 +31,6 @@ _PROBE = ([1, 2, 3, 4, 5], [3, 1, 4])
 """Token ids that any vocabulary has."""
 _PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 """Norm of the difference over that of the logits; a wrong attention is off by about 1."""
-
-
-def describe(folder: pathlib.Path, architecture: str, eos_token_ids: tuple[int, ...]) -> ModelConfig:
-    """The `ModelConfig` of a model that transformers runs; fields that only the native decoder reads stay neutral.
-
-    Raises `ModelError` where the configuration shows that it cannot run.
-    """
-    try:
-        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (ValueError, KeyError, OSError, ImportError) as error:
-        raise ModelError(
-            f"architecture {architecture} is not supported: "
-            f"transformers {transformers.__version__} cannot read its config.json ({error})"
-        ) from error
-    reason = _unsupported(config, architecture)
-    if reason is not None:
-        raise ModelError(f"architecture {architecture} is not supported: {reason}")
-    num_heads = config.num_attention_heads
-    return ModelConfig(
-        architecture=architecture,
-        native=False,
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        num_layers=config.num_hidden_layers,
-        num_heads=num_heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
-        intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
-        rms_norm_eps=0.0,
-        rope=RopeConfig(),
-        max_position_embeddings=config.max_position_embeddings,
-        tie_word_embeddings=bool(config.tie_word_embeddings),
-        qkv_bias=False,
-        output_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        sliding_windows=(None,) * config.num_hidden_layers,
-        dtype=parse_dtype({"dtype": config.dtype}),
-        eos_token_ids=eos_token_ids,
-    )
-
-
-def _unsupported(config: Any, architecture: str) -> str | None:
-    """Why the model cannot run, as far as its configuration tells."""
-    if getattr(config, "is_encoder_decoder", False):
-        return "encoder-decoder models have no single token stream to batch"
-    if config.get_text_config() is not config:
-        return "multimodal models are not served; use the text-only checkpoint where there is one"
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if model_class is None or model_class.__name__ != architecture:
-        return "it is no causal language model of transformers"
-    if not getattr(model_class, "_supports_attention_backend", False):
-        return "its attention in transformers cannot be replaced by a paged one"
-    if getattr(model_class, "_is_stateful", False):
-        return "it keeps a recurrent state, and only attention keys and values are cached"
-    if architecture in _WITH_SINKS:
-        return "attention sinks are not implemented"
-    if getattr(config, "kv_lora_rank", None):
-        return "multi-head latent attention needs a cache layout of its own"
-    if getattr(config, "attn_logit_softcapping", None):
-        return "soft-capped attention logits are not implemented"
-    others = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
-    if others:
-        return f"layers of type {', '.join(sorted(others))} are not implemented"
-    return _unsupported_rope(getattr(config, "rope_parameters", None) or {})
-
-
-def _unsupported_rope(parameters: dict[str, Any]) -> str | None:
-    per_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
-    for values in per_layer_type or [parameters]:
-        if values.get("rope_type") not in _STATIC_ROPE_TYPES:
-            return f"rope type {values['rope_type']!r} depends on the longest sequence of a batch"
-    return None
 
 
 class _Output(BaseModelOutputWithPast):

@@ -9,6 +9,24 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import torch
 
+    from workers.attention import AttentionMetadata
+    from workers.model_config import ModelConfig
+    from workers.weights import DecoderWeights
+
+
+class Forward(Protocol):
+    """All layers of a decoder at once."""
+
+    def __call__(
+        self,
+        residual: torch.Tensor,
+        cos_sin: torch.Tensor,
+        metadata: AttentionMetadata,
+        kv_caches: list[tuple[torch.Tensor, torch.Tensor]],
+    ) -> torch.Tensor:
+        """Hidden states after the last norm, [num_tokens, hidden], of embedded tokens, which may be written over."""
+        ...
+
 
 class Platform(Protocol):
     """A device kind. The runner, the loader and the layers ask it and never ask which one it is."""
@@ -27,6 +45,10 @@ class Platform(Protocol):
     """(weight [2 * out, in] of gate and up, bias [2 * out] or None) -> callable x [rows, in] -> silu(gate) * up
     [rows, out].
     """
+
+    def compile_decoder(self, weights: DecoderWeights, config: ModelConfig) -> Forward | None:
+        """What runs all layers in one call; None where `kernels` and linears are called one by one."""
+        ...
 
     def resolve_dtype(self, requested: str, checkpoint: str) -> str:
         """`bfloat16` or `float32`. Raises `ValueError` for what the device cannot do."""

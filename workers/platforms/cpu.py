@@ -8,9 +8,9 @@ import torch
 
 from workers import host
 from workers.attention import allocate_kv
-from workers.kernels import build, processor
+from workers.kernels import build, cpu_decoder, processor
 from workers.kernels import cpu as cpu_kernels
-from workers.layers import make_cpu_gated_linear, make_cpu_linear
+from workers.platforms.cpu_linears import make_cpu_gated_linear, make_cpu_linear
 
 
 class CpuPlatform:
@@ -18,6 +18,7 @@ class CpuPlatform:
     kernels: types.ModuleType = cpu_kernels
     make_linear = staticmethod(make_cpu_linear)
     make_gated_linear = staticmethod(make_cpu_gated_linear)
+    compile_decoder = staticmethod(cpu_decoder.compile_decoder)
     allocate_kv = staticmethod(allocate_kv)
 
     def __init__(self, num_threads: int | None) -> None:

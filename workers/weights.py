@@ -1,0 +1,59 @@
+"""The weights of a decoder, as the loader hands them to a platform and to the model: plain data, nothing computed.
+
+Norms and the embedding are tensors, linears are callables that the platform made of a weight and keep it to themselves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+
+from workers.model_config import ModelConfig
+
+Linear = Callable[[torch.Tensor], torch.Tensor]
+"""x [num_rows, in_features] -> [num_rows, out_features], same dtype."""
+
+MLP_BYTES = 32 << 20
+"""The widest activations are made for as many rows at a time as fit: the C library gives larger buffers back at once,
+and the system would zero new pages for the next ones.
+"""
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class LayerWeights:
+    """One layer; linears are callables [num_tokens, in] -> [num_tokens, out] with their bias inside."""
+
+    input_norm: torch.Tensor
+    """[hidden]"""
+    qkv: Linear
+    """hidden -> (num_heads + 2 * num_kv_heads) * head_dim: queries, keys, values."""
+    q_norm: torch.Tensor | None
+    """[head_dim], Qwen3 only, as is `k_norm`."""
+    k_norm: torch.Tensor | None
+    attention_output: Linear
+    mlp_norm: torch.Tensor
+    gated: Linear
+    """hidden -> intermediate: silu(gate) * up."""
+    down: Linear
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class DecoderWeights:
+    embedding: torch.Tensor
+    """[vocab_size, hidden], in the checkpoint's dtype; usually a view of the mapped file."""
+    layers: list[LayerWeights]
+    final_norm: torch.Tensor
+    head: Linear
+    """hidden -> vocab_size."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the activations: whatever the linears keep their weights in, norms are in this one."""
+        return self.final_norm.dtype
+
+
+def max_mlp_rows(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Rows for which the widest activations are made at a time, at least 1."""
+    return max(1, MLP_BYTES // (config.intermediate_size * dtype.itemsize))
