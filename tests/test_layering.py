@@ -37,6 +37,7 @@ INSIDE: dict[str, tuple[str, ...]] = {
         "workers.sampling_state",
         # What computes
         "workers.kernels",
+        "workers.kernels.protocol",
         "workers.kernels.processor",
         "workers.kernels.build",
         "workers.kernels.reference",
@@ -45,6 +46,7 @@ INSIDE: dict[str, tuple[str, ...]] = {
         "workers.kernels.cpu_decoder",
         "workers.kernels.torch_sampler",
         "workers.kernels.cpu_sampler",
+        "workers.kernels.cpu_kv_cache",
         "workers.platforms.cpu_linears",
         "workers.platforms.cpu",
         "workers.platforms",
@@ -55,6 +57,7 @@ INSIDE: dict[str, tuple[str, ...]] = {
         "workers.loader",
         "workers.sampler",
         "workers.model_runner",
+        "workers.rank_worker",
         "workers.worker",
         "workers.trial",
     ),

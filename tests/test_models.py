@@ -15,7 +15,7 @@ import transformers
 from tests.checkpoints import checkpoint, reference_greedy, reference_logits
 from tests.cpu_forms import FORMS, TORCH, in_form
 from workers import weights
-from workers.attention import AttentionMetadata, allocate_kv
+from workers.attention import AttentionMetadata
 from workers.loader import load_model
 from workers.model_config import ModelError, RopeConfig, load_model_config
 from workers.models import decoder
@@ -76,10 +76,7 @@ class Cache:
         self.config = load_model_config(folder)
         platform = choose_platform("cpu", None)
         self.model: Model = load_model(folder, self.config, dtype, platform)
-        config = self.config
-        kv = allocate_kv(
-            config.num_layers, NUM_BLOCKS, BLOCK_SIZE, config.num_kv_heads, config.head_dim, platform.torch_dtype(dtype)
-        )
+        kv = platform.allocate_kv(self.config, NUM_BLOCKS, BLOCK_SIZE, platform.torch_dtype(dtype))
         kv.fill_(float("nan"))  # what is read but was not written shows
         self.kv_caches = [(layer[0], layer[1]) for layer in kv]
         self.block_tables = np.random.default_rng(0).permutation(NUM_BLOCKS).astype(np.int32).reshape(4, -1)

@@ -162,16 +162,19 @@ class _Headers(Checkpoint):
 
 
 class _NoPlatform:
-    """Packs nothing, on torch's device without data."""
+    """Packs nothing."""
 
-    name = "meta"
-    device = torch.device("meta")
     kernels = reference
 
     def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
         return weight
 
     make_gated_linear = make_linear
+
+    def place_weight(self, view: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return view
+
+    place_embedding = place_weight
 
     def compile_decoder(self, weights: DecoderWeights, config: ModelConfig) -> None:
         return None
@@ -193,10 +196,8 @@ class _DecoderLoader:
         head_name = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
         head = self._linear([(head_name, config.vocab_size)], config.hidden_size, bias=False)
         layers = [self._layer(f"model.layers.{index}") for index in range(config.num_layers)]
-        # The lookup table stays a view of the file, also where the head holds a packed copy: only rows in use are read.
-        embedding = self.checkpoint.view("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
-        if self.platform.device.type != "cpu":
-            embedding = embedding.to(self.platform.device, self.dtype)
+        table = self.checkpoint.view("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
+        embedding = self.platform.place_embedding(table, self.dtype)
         final_norm = self._copy("model.norm.weight", config.hidden_size)
         # Tied models are often saved with the head as well.
         self.checkpoint.check_all_used(but=["lm_head.weight"] if config.tie_word_embeddings else [])
@@ -242,4 +243,4 @@ class _DecoderLoader:
 
     def _copy(self, name: str, size: int) -> torch.Tensor:
         """A vector in the model's dtype, independent of the file."""
-        return self.checkpoint.view(name, (size,)).to(self.platform.device, self.dtype, copy=True)
+        return self.platform.place_weight(self.checkpoint.view(name, (size,)), self.dtype)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import pathlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -44,6 +44,16 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """yarn: round the bounds of the blended range to whole dimensions."""
 
 
+class HeadShape(NamedTuple):
+    """The heads of one attention layer: `num_heads // num_kv_heads` query heads read each KV head."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    """Factor on the products of queries and keys."""
+
+
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The shape of one decoder-only model."""
 
@@ -75,6 +85,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     """The checkpoint's: `bfloat16`, `float16` or `float32`."""
     eos_token_ids: tuple[int, ...]
+
+    @property
+    def heads(self) -> HeadShape:
+        return HeadShape(self.num_heads, self.num_kv_heads, self.head_dim, self.head_dim**-0.5)
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         """Bytes of KV cache that one token takes over all layers, in `bfloat16` or `float32`."""

@@ -104,9 +104,7 @@ def _run(trial: Trial) -> TrialResult:
     model = _first_layer(pathlib.Path(trial.folder), config, trial.dtype, platform)
     prompt_len = max(1, min(PROMPT_TOKENS, config.max_position_embeddings - DECODE_STEPS - 1))
     num_blocks = -(-(prompt_len + DECODE_STEPS) // trial.block_size)
-    kv_cache = platform.allocate_kv(
-        1, len(_PARAMS) * num_blocks, trial.block_size, config.num_kv_heads, config.head_dim, dtype
-    )
+    kv_cache = platform.allocate_kv(config, len(_PARAMS) * num_blocks, trial.block_size, dtype)
     runner = ModelRunner(model, platform, kv_cache, config, trial.block_size, len(_PARAMS), prompt_len + DECODE_STEPS)
     prompt = [token % config.vocab_size for token in range(prompt_len)]
     prefill = StepInput(

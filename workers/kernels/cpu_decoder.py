@@ -17,6 +17,7 @@ from workers.attention import AttentionMetadata
 from workers.kernels import build
 from workers.kernels.cpu import HEAD_DIM_MULTIPLE, NO_WINDOW
 from workers.kernels.cpu_linear import DTYPES, PackedLinear
+from workers.kernels.protocol import KVCaches
 from workers.model_config import ModelConfig
 from workers.weights import DecoderWeights, max_mlp_rows
 
@@ -78,10 +79,8 @@ class FusedLayers:
         self._dtype = weights.dtype
         self._mlp_rows = max_mlp_rows(config, self._dtype)
         first = linears[0]
-        heads = (config.num_heads, config.num_kv_heads, config.head_dim)
-        self._shape = _Shape(
-            DTYPES[self._dtype], config.hidden_size, *heads, config.rms_norm_eps, config.head_dim**-0.5
-        )
+        heads = config.heads
+        self._shape = _Shape(DTYPES[self._dtype], config.hidden_size, *heads[:3], config.rms_norm_eps, heads.scale)
         self._widths = (
             config.hidden_size,
             first["qkv"].width,
@@ -97,7 +96,7 @@ class FusedLayers:
                 addresses = _address(linear.packed), _address(linear.bias)
                 setattr(to, name, _Linear(*addresses, linear.in_features, linear.out_features, linear.gated))
             to.window = NO_WINDOW if window is None else window
-        self._kv_caches: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+        self._kv_caches: KVCaches | None = None
         self._memory = torch.empty(0, dtype=self._dtype)
 
     def __call__(
@@ -105,7 +104,7 @@ class FusedLayers:
         residual: torch.Tensor,
         cos_sin: torch.Tensor,
         metadata: AttentionMetadata,
-        kv_caches: list[tuple[torch.Tensor, torch.Tensor]],
+        kv_caches: KVCaches,
     ) -> torch.Tensor:
         """[num_tokens, hidden], which are written over, to another such tensor."""
         if kv_caches is not self._kv_caches:

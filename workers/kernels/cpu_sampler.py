@@ -1,7 +1,7 @@
 """Draws tokens on the CPU with the kernels of `sampler.cpp`: thin ctypes calls, nothing compiled before the first.
 
-Same functions and results as `workers/kernels/torch_sampler.py`, which runs where there is no compiler. Called by
-`workers/sampler.py`.
+Same functions and results as `workers/kernels/torch_sampler.py`, which runs where there is no compiler. The CPU's
+`SamplerKernels`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from structured.masks import LATE, NO_MASK, MaskBatch
-from workers.kernels import build
+from workers.kernels import build, torch_sampler
 from workers.kernels.cpu_linear import DTYPES
 from workers.sampling_state import ROW, SamplingState, SequenceState
 
@@ -49,11 +49,6 @@ def _library() -> ctypes.CDLL | None:
     return library
 
 
-def serves(logits: torch.Tensor) -> bool:
-    """Whether these logits can be drawn from here: on the CPU, in a dtype of the kernels, which could be built."""
-    return logits.device.type == "cpu" and logits.dtype in DTYPES and _library() is not None
-
-
 def draw(
     logits: torch.Tensor,
     sequences: list[SequenceState],
@@ -63,7 +58,8 @@ def draw(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `torch_sampler.draw`; the kernel reads packed rows where the grammar workers wrote them."""
     library = _library()
-    assert library is not None
+    if library is None:
+        return torch_sampler.draw(logits, sequences, positions, state, masks)
     logits = _row_major(logits)
     count = len(sequences)
     token_ids = torch.empty(count, dtype=torch.int64)
@@ -104,7 +100,8 @@ def logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """As `torch_sampler.logprobs`."""
     library = _library()
-    assert library is not None
+    if library is None:
+        return torch_sampler.logprobs(logits, token_ids, num_top)
     logits = _row_major(logits)
     token_ids = token_ids.contiguous()
     count, vocab_size = logits.shape

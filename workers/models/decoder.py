@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from workers.attention import AttentionMetadata
+from workers.kernels.protocol import KVCaches
 from workers.model_config import ModelConfig
 from workers.platforms import Platform
 from workers.rope import rope_table
@@ -27,15 +28,14 @@ class Decoder:
         self.config = config
         self._weights = weights
         self._kernels = platform.kernels
-        self._layers = list(zip(weights.layers, config.sliding_windows, strict=True))
+        next_norms = [*(layer.input_norm for layer in weights.layers[1:]), weights.final_norm]
+        self._layers = list(zip(weights.layers, config.sliding_windows, next_norms, strict=True))
         self._mlp_rows = max_mlp_rows(config, weights.dtype)
         self._compiled = platform.compile_decoder(weights, config)
         self._cos_sin = torch.empty(0)
 
     @torch.inference_mode()
-    def forward(
-        self, token_ids: torch.Tensor, metadata: AttentionMetadata, kv_caches: list[tuple[torch.Tensor, torch.Tensor]]
-    ) -> torch.Tensor:
+    def forward(self, token_ids: torch.Tensor, metadata: AttentionMetadata, kv_caches: KVCaches) -> torch.Tensor:
         """Hidden states after the last norm, [num_tokens, hidden]; writes the tokens' keys and values to their slots.
 
         `token_ids` is int64 [num_tokens]; `kv_caches` holds (k_cache, v_cache) of each layer.
@@ -46,28 +46,19 @@ class Decoder:
         return run(embedded, cos_sin, metadata, kv_caches)
 
     def _run_layers(
-        self,
-        residual: torch.Tensor,
-        cos_sin: torch.Tensor,
-        metadata: AttentionMetadata,
-        kv_caches: list[tuple[torch.Tensor, torch.Tensor]],
+        self, residual: torch.Tensor, cos_sin: torch.Tensor, metadata: AttentionMetadata, kv_caches: KVCaches
     ) -> torch.Tensor:
         kernels, config = self._kernels, self.config
         eps = config.rms_norm_eps
-        heads = (config.num_heads, config.num_kv_heads, config.head_dim)
-        scale = config.head_dim**-0.5
-        update: torch.Tensor | None = None
-        for (layer, sliding_window), (k_cache, v_cache) in zip(self._layers, kv_caches, strict=True):
-            if update is None:
-                normed = kernels.rms_norm(residual, layer.input_norm, eps)
-            else:
-                normed = kernels.add_rms_norm(update, residual, layer.input_norm, eps)
+        heads = config.heads
+        normed = kernels.rms_norm(residual, self._weights.layers[0].input_norm, eps)
+        for (layer, sliding_window, next_norm), (k_cache, v_cache) in zip(self._layers, kv_caches, strict=True):
             qkv = layer.qkv(normed)
-            kernels.rope_and_cache(qkv, cos_sin, metadata, k_cache, v_cache, *heads, layer.q_norm, layer.k_norm, eps)
-            attended = kernels.paged_attention(qkv, k_cache, v_cache, metadata, *heads, scale, sliding_window)
+            kernels.rope_and_cache(qkv, cos_sin, metadata, k_cache, v_cache, heads, layer.q_norm, layer.k_norm, eps)
+            attended = kernels.paged_attention(qkv, k_cache, v_cache, metadata, heads, sliding_window)
             normed = kernels.add_rms_norm(layer.attention_output(attended), residual, layer.mlp_norm, eps)
-            update = self._mlp(layer, normed)
-        return kernels.add_rms_norm(update, residual, self._weights.final_norm, eps)
+            normed = kernels.add_rms_norm(self._mlp(layer, normed), residual, next_norm, eps)
+        return normed
 
     def _mlp(self, layer: LayerWeights, normed: torch.Tensor) -> torch.Tensor:
         num_parts = -(-normed.shape[0] // self._mlp_rows)

@@ -17,8 +17,9 @@ import transformers
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from workers.attention import AttentionMetadata, allocate_kv
-from workers.model_config import ModelConfig, ModelError
+from workers.attention import AttentionMetadata
+from workers.kernels.protocol import KVCaches
+from workers.model_config import HeadShape, ModelConfig, ModelError
 from workers.platforms import Platform
 
 _ATTENTION_NAME = "manta_paged"
@@ -61,12 +62,12 @@ class TransformersModel:
 
     def __init__(self, folder: str | pathlib.Path, config: ModelConfig, dtype: torch.dtype, platform: Platform) -> None:
         self.config = config
-        self._kernels = platform.kernels
+        self._platform = platform
         self._metadata: AttentionMetadata | None = None
-        self._kv_caches: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._kv_caches: KVCaches = []
         self._num_attended = 0
         causal_model = self._load(folder, dtype, platform)
-        expected = _own_logits(causal_model)
+        expected = _own_logits(causal_model, platform)
         prefix = causal_model.base_model_prefix
         self._transformer = getattr(causal_model, prefix)
         self._final_hidden = _FinalHidden()
@@ -123,23 +124,21 @@ class TransformersModel:
 
     def _probe(self, dtype: torch.dtype) -> list[torch.Tensor]:
         """Logits [num_tokens, vocab_size] of each of `_PROBE`, all tokens but the last prefilled, the last decoded."""
-        config, block_size = self.config, 16
-        kv = allocate_kv(config.num_layers, len(_PROBE), block_size, config.num_kv_heads, config.head_dim, dtype)
+        platform, block_size = self._platform, 16
+        kv = platform.allocate_kv(self.config, len(_PROBE), block_size, dtype)
         kv_caches = [(layer[0], layer[1]) for layer in kv]
         prompt_lens = np.array([len(tokens) - 1 for tokens in _PROBE])
         block_tables = np.arange(len(_PROBE), dtype=np.int32)[:, None]
-        prompts = torch.tensor([token for tokens in _PROBE for token in tokens[:-1]])
-        lasts = torch.tensor([tokens[-1] for tokens in _PROBE])
-        metadata = AttentionMetadata.build(np.zeros_like(prompt_lens), prompt_lens, block_tables, block_size)
+        prompts = platform.place(np.array([token for tokens in _PROBE for token in tokens[:-1]]))
+        lasts = platform.place(np.array([tokens[-1] for tokens in _PROBE]))
+        metadata = platform.build_metadata(np.zeros_like(prompt_lens), prompt_lens, block_tables, block_size)
         prefilled = self.compute_logits(self.forward(prompts, metadata, kv_caches)).split(prompt_lens.tolist())
-        metadata = AttentionMetadata.build(prompt_lens, np.ones_like(prompt_lens), block_tables, block_size)
+        metadata = platform.build_metadata(prompt_lens, np.ones_like(prompt_lens), block_tables, block_size)
         decoded = self.compute_logits(self.forward(lasts, metadata, kv_caches)).split(1)
         return [torch.cat(rows) for rows in zip(prefilled, decoded, strict=True)]
 
     @torch.inference_mode()
-    def forward(
-        self, token_ids: torch.Tensor, metadata: AttentionMetadata, kv_caches: list[tuple[torch.Tensor, torch.Tensor]]
-    ) -> torch.Tensor:
+    def forward(self, token_ids: torch.Tensor, metadata: AttentionMetadata, kv_caches: KVCaches) -> torch.Tensor:
         """Final hidden states [num_tokens, hidden] of int64 token_ids [num_tokens]; fills the layers' KV caches."""
         self._metadata, self._kv_caches, self._num_attended = metadata, kv_caches, 0
         output = self._transformer(
@@ -151,7 +150,8 @@ class TransformersModel:
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[num_rows, vocab_size] of final hidden states [num_rows, hidden]."""
         self._final_hidden.hidden = hidden.unsqueeze(0)
-        return self._head(input_ids=torch.zeros((1, hidden.shape[0]), dtype=torch.int64), use_cache=False).logits[0]
+        no_ids = hidden.new_zeros((1, hidden.shape[0]), dtype=torch.int64)
+        return self._head(input_ids=no_ids, use_cache=False).logits[0]
 
     def attend(
         self,
@@ -175,15 +175,13 @@ class TransformersModel:
         k_cache, v_cache = self._kv_caches[layer]
         for cache, new in ((k_cache, key), (v_cache, value)):
             cache.view(-1, *cache.shape[2:])[metadata.slot_mapping] = new[0].transpose(0, 1)
-        attended = self._kernels.paged_attention(
+        heads = HeadShape(num_heads, self.config.num_kv_heads, head_dim, head_dim**-0.5 if scale is None else scale)
+        attended = self._platform.kernels.paged_attention(
             query[0].transpose(0, 1).reshape(num_tokens, num_heads * head_dim).contiguous(),
             k_cache,
             v_cache,
             metadata,
-            num_heads,
-            self.config.num_kv_heads,
-            head_dim,
-            head_dim**-0.5 if scale is None else scale,
+            heads,
             sliding_window,
         )
         self._num_attended += 1
@@ -220,10 +218,10 @@ def _first_layers(config: Any, num_layers: int) -> Any:
     return config
 
 
-def _own_logits(model: Any) -> list[torch.Tensor]:
+def _own_logits(model: Any, platform: Platform) -> list[torch.Tensor]:
     """Logits of each of `_PROBE`, alone and with the model's own attention."""
     model.set_attn_implementation("eager")
-    logits = [model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0] for tokens in _PROBE]
+    logits = [model(input_ids=platform.place(np.array([tokens])), use_cache=False).logits[0] for tokens in _PROBE]
     model.set_attn_implementation(_ATTENTION_NAME)
     return logits
 

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import types
-
 import torch
 
 from workers import host
-from workers.attention import allocate_kv
-from workers.kernels import build, cpu_decoder, processor
-from workers.kernels import cpu as cpu_kernels
+from workers.attention import AttentionMetadata
+from workers.kernels import build, cpu, cpu_decoder, cpu_sampler, processor
+from workers.kernels.cpu_kv_cache import allocate_kv
+from workers.kernels.protocol import Kernels, SamplerKernels
+from workers.model_config import ModelConfig
 from workers.platforms.cpu_linears import make_cpu_gated_linear, make_cpu_linear
 
 
 class CpuPlatform:
     name = "cpu"
-    kernels: types.ModuleType = cpu_kernels
+    kernels: Kernels = cpu
+    sampler: SamplerKernels = cpu_sampler
     make_linear = staticmethod(make_cpu_linear)
     make_gated_linear = staticmethod(make_cpu_gated_linear)
     compile_decoder = staticmethod(cpu_decoder.compile_decoder)
-    allocate_kv = staticmethod(allocate_kv)
+    build_metadata = staticmethod(AttentionMetadata.build)
+    place = staticmethod(torch.from_numpy)
 
     def __init__(self, num_threads: int | None) -> None:
         self.device = torch.device("cpu")
@@ -41,6 +43,16 @@ class CpuPlatform:
 
     def torch_dtype(self, dtype: str) -> torch.dtype:
         return {"bfloat16": torch.bfloat16, "float32": torch.float32}[dtype]
+
+    def place_weight(self, view: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return view.to(dtype, copy=True)
+
+    def place_embedding(self, view: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Stays a view of the file, also where the head holds a packed copy: only rows in use are read."""
+        return view
+
+    def allocate_kv(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype) -> torch.Tensor:
+        return allocate_kv(config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim, dtype)
 
     def free_memory(self) -> int:
         return host.free_memory()
