@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+UNQUANTIZED = "unquantized"
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 NATIVE_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -85,10 +86,17 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     """The checkpoint's: `bfloat16`, `float16` or `float32`."""
     eos_token_ids: tuple[int, ...]
+    scheme: str = UNQUANTIZED
+    """How the weights of its linears are stored: a key of `workers.schemes.READERS`."""
 
     @property
     def heads(self) -> HeadShape:
         return HeadShape(self.num_heads, self.num_kv_heads, self.head_dim, self.head_dim**-0.5)
+
+    def first_layers(self, num_layers: int) -> ModelConfig:
+        """The same model with its first layers only."""
+        windows = self.sliding_windows[:num_layers]
+        return msgspec.structs.replace(self, num_layers=num_layers, sliding_windows=windows)
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         """Bytes of KV cache that one token takes over all layers, in `bfloat16` or `float32`."""

@@ -10,7 +10,31 @@ from collections.abc import Callable
 
 import torch
 
-from workers.model_config import ModelConfig
+from workers.model_config import UNQUANTIZED, ModelConfig
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class LinearWeight:
+    """What a checkpoint says of a linear; a platform makes the `Linear` of it."""
+
+    name: str
+    """Of its parts in the checkpoint, for messages."""
+    weight: torch.Tensor
+    """[out_features, in_features] in `dtype`; another scheme has another shape or dtype. It may be the view of a file,
+    or be written over once the linear is made.
+    """
+    bias: torch.Tensor | None
+    """[out_features] in `dtype`, on the device, as are scales and zero points."""
+    dtype: torch.dtype
+    """Of the activations."""
+    gated: bool = False
+    """The rows are a gate's and then as many of what it lets through: `silu(gate) * up`, half as wide (SwiGLU)."""
+    scheme: str = UNQUANTIZED
+    """How `weight` is stored: a key of `workers.schemes.READERS`."""
+    scales: torch.Tensor | None = None
+    """As the scheme has them, and zero points too."""
+    zero_points: torch.Tensor | None = None
+
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 """x [num_rows, in_features] -> [num_rows, out_features], same dtype."""

@@ -13,9 +13,10 @@ from ctypes import c_float, c_int, c_int64, c_void_p
 import torch
 
 from workers.attention import AttentionMetadata
-from workers.kernels import build, reference
+from workers.kernels import build, layout, reference
 from workers.kernels.cpu_linear import DTYPES
 from workers.model_config import HeadShape
+from workers.shared_prefixes import MAX_QUERY_LEN, PREFIX_MULTIPLE
 
 NO_WINDOW = 2**31 - 1
 HEAD_DIM_MULTIPLE = 16
@@ -27,6 +28,13 @@ def _library() -> ctypes.CDLL | None:
     library = build.load_library()
     if library is None:
         return None
+    shared = {
+        "HEAD_DIM_MULTIPLE": HEAD_DIM_MULTIPLE,
+        "NO_WINDOW": NO_WINDOW,
+        "PREFIX_MULTIPLE": PREFIX_MULTIPLE,
+        "MAX_QUERY_LEN": MAX_QUERY_LEN,
+    }
+    layout.check("the attention kernel", library.manta_attention_layout, shared)
     signatures = {
         "manta_rms_norm": [c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_float],
         "manta_silu_and_mul": [c_int, c_void_p, c_void_p, c_int, c_int],

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from structured.masks import LATE, NO_MASK, MaskBatch
-from workers.kernels import build, torch_sampler
+from workers.kernels import build, layout, torch_sampler
 from workers.kernels.cpu_linear import DTYPES
 from workers.sampling_state import ROW, SamplingState, SequenceState
 
@@ -36,12 +36,8 @@ def _library() -> ctypes.CDLL | None:
     library = build.load_library()
     if library is None:
         return None
-    row_bytes = library.manta_sampler_row_bytes()
-    if row_bytes != ROW.itemsize:
-        raise RuntimeError(f"a Row has {row_bytes} bytes in sampler.cpp and {ROW.itemsize} in sampling_state.py")
-    constraint_bytes = library.manta_sampler_constraint_bytes()
-    if constraint_bytes != CONSTRAINT.itemsize:
-        raise RuntimeError(f"a Constraint has {constraint_bytes} bytes in sampler.cpp and {CONSTRAINT.itemsize} here")
+    sizes = {"a Row's size": ROW.itemsize, "a Constraint's size": CONSTRAINT.itemsize}
+    layout.check("sampler.cpp", library.manta_sampler_layout, sizes)
     library.manta_sample.argtypes = [c_int, c_void_p, c_int64, c_int, c_int, *[c_void_p] * 6]
     library.manta_sample.restype = None
     library.manta_logprobs.argtypes = [c_int, c_void_p, c_int64, c_int, c_int, c_void_p, c_int, *[c_void_p] * 4]

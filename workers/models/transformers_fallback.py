@@ -21,6 +21,7 @@ from workers.attention import AttentionMetadata
 from workers.kernels.protocol import KVCaches
 from workers.model_config import HeadShape, ModelConfig, ModelError
 from workers.platforms import Platform
+from workers.weights import LinearWeight
 
 _ATTENTION_NAME = "manta_paged"
 _REFUSED_ARGUMENTS = {
@@ -90,11 +91,11 @@ class TransformersModel:
             if report[kind]:
                 raise ModelError(f"{folder}: {kind.replace('_keys', '')} tensors {sorted(map(str, report[kind]))[:5]}")
         model.eval().to(platform.device)
-        for module in model.modules():
+        for name, module in model.named_modules():
             if hasattr(module, "layer_idx"):
                 module.manta_model = self
             if type(module) is nn.Linear:
-                _pack(module, platform)
+                _pack(name, module, dtype, platform)
         return model
 
     def _check(self, expected: list[torch.Tensor], dtype: torch.dtype) -> None:
@@ -226,7 +227,8 @@ def _own_logits(model: Any, platform: Platform) -> list[torch.Tensor]:
     return logits
 
 
-def _pack(module: Any, platform: Platform) -> None:
+def _pack(name: str, module: Any, dtype: torch.dtype, platform: Platform) -> None:
     """Replaces the weight of an `nn.Linear` by the platform's packed form, and frees it if nothing shares it."""
-    module.forward = platform.make_linear(module.weight.detach(), module.bias)
+    weight = LinearWeight(name, module.weight.detach(), module.bias, dtype)
+    module.forward = platform.make_linear(weight)
     module.weight = nn.Parameter(module.weight.new_empty(0), requires_grad=False)

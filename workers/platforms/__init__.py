@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from workers.model_config import ModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import numpy as np
     import torch
 
     from workers.attention import AttentionMetadata
     from workers.kernels.protocol import Forward, Kernels, SamplerKernels
     from workers.model_config import ModelConfig
-    from workers.weights import DecoderWeights
+    from workers.weights import DecoderWeights, Linear, LinearWeight
 
 
 class Platform(Protocol):
@@ -33,12 +31,10 @@ class Platform(Protocol):
     """What keeps the device from its full speed, and the remedy, in a line."""
     kernels: Kernels
     sampler: SamplerKernels
-    make_linear: Callable[..., Any]
-    """(weight [out, in], bias [out] or None) -> callable x [rows, in] -> [rows, out]; may repack the weight."""
-    make_gated_linear: Callable[..., Any]
-    """(weight [2 * out, in] of gate and up, bias [2 * out] or None) -> callable x [rows, in] -> silu(gate) * up
-    [rows, out].
-    """
+
+    def make_linear(self, weight: LinearWeight) -> Linear:
+        """May repack the weight. Raises `ModelError` naming a scheme that the device has no linear for."""
+        ...
 
     def compile_decoder(self, weights: DecoderWeights, config: ModelConfig) -> Forward | None:
         """What runs all layers in one call; None where `kernels` and linears are called one by one."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import torch
 
 from workers import host
@@ -9,16 +11,17 @@ from workers.attention import AttentionMetadata
 from workers.kernels import build, cpu, cpu_decoder, cpu_sampler, processor
 from workers.kernels.cpu_kv_cache import allocate_kv
 from workers.kernels.protocol import Kernels, SamplerKernels
-from workers.model_config import ModelConfig
-from workers.platforms.cpu_linears import make_cpu_gated_linear, make_cpu_linear
+from workers.model_config import UNQUANTIZED, ModelConfig, ModelError
+from workers.platforms.cpu_linears import make_unquantized_linear
+from workers.weights import Linear, LinearWeight
 
 
 class CpuPlatform:
     name = "cpu"
     kernels: Kernels = cpu
     sampler: SamplerKernels = cpu_sampler
-    make_linear = staticmethod(make_cpu_linear)
-    make_gated_linear = staticmethod(make_cpu_gated_linear)
+    linears: Mapping[str, Callable[[LinearWeight], Linear]] = {UNQUANTIZED: make_unquantized_linear}
+    """What makes a linear, by the scheme of its weight."""
     compile_decoder = staticmethod(cpu_decoder.compile_decoder)
     build_metadata = staticmethod(AttentionMetadata.build)
     place = staticmethod(torch.from_numpy)
@@ -33,6 +36,12 @@ class CpuPlatform:
         library = build.load_library()
         if library is not None:
             library.manta_set_num_threads(num_threads)
+
+    def make_linear(self, weight: LinearWeight) -> Linear:
+        make = self.linears.get(weight.scheme)
+        if make is None:
+            raise ModelError(f"{weight.name} is stored as {weight.scheme}, and the CPU has no linear for that")
+        return make(weight)
 
     def resolve_dtype(self, requested: str, checkpoint: str) -> str:
         if requested != "auto":

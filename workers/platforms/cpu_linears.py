@@ -10,11 +10,16 @@ import torch
 import torch.nn.functional as F
 
 from workers.kernels import cpu, cpu_linear, processor
-from workers.weights import Linear
+from workers.weights import Linear, LinearWeight
 
 _reorder = torch.ops.mkldnn._reorder_linear_weight
 _PACK_ROWS = 32
 """The batch that oneDNN chooses a weight layout for; layouts for 1 to 1024 rows ran within noise of each other."""
+
+
+def make_unquantized_linear(weight: LinearWeight) -> Linear:
+    make = make_cpu_gated_linear if weight.gated else make_cpu_linear
+    return make(weight.weight, weight.bias)
 
 
 def make_cpu_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
