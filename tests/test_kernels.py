@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 
 from tests.cpu_forms import COMPILED, EMULATED, TORCH, forget_libraries, in_form
 from workers.attention import AttentionMetadata, copy_blocks
-from workers.kernels import build, cpu, cpu_linear, processor, reference
+from workers.kernels import build, cpu, cpu_decoder, cpu_linear, cpu_sampler, layout, processor, reference
 from workers.kernels.cpu_kv_cache import allocate_kv
 from workers.model_config import HeadShape
 
@@ -391,6 +391,27 @@ def test_copy_blocks_reads_every_source_before_it_writes():
 def test_the_kernels_of_this_processor_compile() -> None:
     """Where they do not, the reference would serve and every other test pass."""
     assert build.form_in_use() == processor.form().name
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+@pytest.mark.parametrize(
+    ("module", "name", "value", "message"),
+    [
+        (cpu, "MAX_QUERY_LEN", 9, "MAX_QUERY_LEN is 8 in the attention kernel and 9 in Python"),
+        (cpu, "HEAD_DIM_MULTIPLE", 8, "HEAD_DIM_MULTIPLE is 16 in"),
+        (cpu_linear, "_PackedLinear", layout.structure("PackedLinear", "packed"), "PackedLinear's size is 32 in"),
+        (cpu_decoder, "_Buffers", layout.structure("_Buffers", "residual"), "the size of Buffers is 56 in decoder.cpp"),
+        (cpu_sampler, "CONSTRAINT", np.dtype([("mask", np.uint64)]), "a Constraint's size is 32 in sampler.cpp and 8"),
+    ],
+)
+def test_a_library_that_disagrees_about_a_size_is_not_loaded(module, name, value, message, monkeypatch):
+    monkeypatch.setattr(module, name, value)
+    forget_libraries()
+    try:
+        with pytest.raises(RuntimeError, match=message):
+            module._library()
+    finally:
+        forget_libraries()
 
 
 def test_without_a_compiler_the_reference_serves():

@@ -70,12 +70,14 @@ ALL = NATIVE | FALLBACK
 
 
 class Cache:
-    """A model with a paged cache of scattered blocks; runs flat batches of (sequence, tokens)."""
+    """A model with a paged cache of scattered blocks; runs flat batches of (sequence, tokens). `model` is one that was
+    loaded from the folder before.
+    """
 
-    def __init__(self, folder: pathlib.Path, dtype: str = "float32") -> None:
+    def __init__(self, folder: pathlib.Path, dtype: str = "float32", model: Model | None = None) -> None:
         self.config = load_model_config(folder)
         platform = choose_platform("cpu", None)
-        self.model: Model = load_model(folder, self.config, dtype, platform)
+        self.model: Model = model or load_model(folder, self.config, dtype, platform)
         kv = platform.allocate_kv(self.config, NUM_BLOCKS, BLOCK_SIZE, platform.torch_dtype(dtype))
         kv.fill_(float("nan"))  # what is read but was not written shows
         self.kv_caches = [(layer[0], layer[1]) for layer in kv]

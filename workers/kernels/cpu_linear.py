@@ -55,7 +55,18 @@ class PackedLinear:
     With `gated`, `silu` of the first half of that times the second, rounded once.
     """
 
-    __slots__ = ("_library", "_state", "bias", "dtype", "gated", "in_features", "out_features", "packed", "width")
+    __slots__ = (
+        "_library",
+        "_run",
+        "_state",
+        "bias",
+        "dtype",
+        "gated",
+        "in_features",
+        "out_features",
+        "packed",
+        "width",
+    )
 
     def __init__(
         self, library: ctypes.CDLL, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool = False
@@ -66,6 +77,7 @@ class PackedLinear:
         self.gated = gated
         self.dtype = weight.dtype
         self._library = library
+        self._run = library.manta_linear
         self._state: Any = None
         size = -(-self.out_features // panel) * panel * (-(-self.in_features // step) * step)
         self.packed = torch.empty(size, dtype=self.dtype)
@@ -85,7 +97,7 @@ class PackedLinear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
         y = x.new_empty((*x.shape[:-1], self.width))
-        self._library.manta_linear(
+        self._run(
             DTYPES[self.dtype],
             x.data_ptr(),
             self.packed.data_ptr(),

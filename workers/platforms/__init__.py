@@ -27,10 +27,17 @@ class Platform(Protocol):
     """Where tensors live."""
     kernel_form: str
     """Which form of the kernels serves; for people to read."""
-    advice: str | None
-    """What keeps the device from its full speed, and the remedy, in a line."""
-    kernels: Kernels
-    sampler: SamplerKernels
+
+    @property
+    def advice(self) -> str | None:
+        """What keeps the device from its full speed, and the remedy, in a line."""
+        ...
+
+    @property
+    def kernels(self) -> Kernels: ...
+
+    @property
+    def sampler(self) -> SamplerKernels: ...
 
     def make_linear(self, weight: LinearWeight) -> Linear:
         """May repack the weight. Raises `ModelError` naming a scheme that the device has no linear for."""
