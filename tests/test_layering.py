@@ -69,6 +69,12 @@ INSIDE: dict[str, tuple[str, ...]] = {
 have no place of their own.
 """
 
+OWNED: dict[str, tuple[str, ...]] = {
+    "workers.kernels.cpu": ("workers.kernels", "workers.platforms.cpu"),
+    "workers.platforms.cpu": ("workers.platforms",),
+}
+"""Beginnings of names: who alone may import the modules. A device's kernels are behind its platform."""
+
 
 @functools.cache
 def modules(room: str) -> dict[str, ast.Module]:
@@ -134,6 +140,31 @@ def test_modules_of_a_room_import_downwards_only(room: str) -> None:
 def test_the_order_of_a_room_names_what_is_there(room: str) -> None:
     gone = [name for name in INSIDE[room] if name not in modules(room)]
     assert not gone
+
+
+@pytest.mark.parametrize("owned", OWNED)
+def test_a_devices_modules_are_imported_by_their_owners_only(owned: str) -> None:
+    others = [
+        f"{module} imports {other}"
+        for room in ROOMS
+        for module, tree in modules(room).items()
+        for other in imports(module, tree)
+        if other.startswith(owned) and not module.startswith(OWNED[owned])
+    ]
+    assert not others
+
+
+def test_nobody_but_kernels_asks_which_device_a_tensor_is_on() -> None:
+    asking = [
+        f"{module} line {node.lineno}"
+        for room in ("workers", "specdecode")
+        for module, tree in modules(room).items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and (node.attr == "is_cuda" or (node.attr == "type" and getattr(node.value, "attr", None) == "device"))
+        and not module.startswith("workers.kernels.")
+    ]
+    assert not asking
 
 
 def test_imports_in_functions_and_for_type_checkers_count() -> None:
