@@ -23,13 +23,17 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from workers.attention import AttentionMetadata, allocate_kv
+from workers.attention import AttentionMetadata
 from workers.kernels import cpu
-from workers.layers import Linear, make_cpu_gated_linear, make_cpu_linear, make_onednn_linear
+from workers.kernels.cpu_kv_cache import allocate_kv
+from workers.model_config import HeadShape
+from workers.platforms.cpu_linears import make_cpu_gated_linear, make_cpu_linear, make_onednn_linear
+from workers.weights import Linear
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 14, 2, 64, 16
 HIDDEN, INTERMEDIATE = 896, 4864
 SCALE = HEAD_DIM**-0.5
+HEAD_SHAPE = HeadShape(HEADS, KV_HEADS, HEAD_DIM, SCALE)
 LINEARS = {"qkv": (1152, HIDDEN), "output": (HIDDEN, HIDDEN), "down": (HIDDEN, INTERMEDIATE), "head": (151_936, HIDDEN)}
 """Outputs and inputs."""
 COLD_BYTES = 1 << 27
@@ -95,7 +99,7 @@ class AttentionCase:
         return self.layers[self.layer]
 
     def kernel(self) -> torch.Tensor:
-        return cpu.paged_attention(self.qkv, *self.next_layer(), self.metadata, HEADS, KV_HEADS, HEAD_DIM, SCALE)
+        return cpu.paged_attention(self.qkv, *self.next_layer(), self.metadata, HEAD_SHAPE)
 
     def torch_decode(self) -> torch.Tensor:
         """Gathers every sequence's slots and runs SDPA; contexts of equal length, one token each."""
@@ -126,7 +130,7 @@ def torch_silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def kernel_rope(case: AttentionCase, cos_sin: torch.Tensor) -> None:
-    cpu.rope_and_cache(case.qkv, cos_sin, case.metadata, *case.next_layer(), HEADS, KV_HEADS, HEAD_DIM)
+    cpu.rope_and_cache(case.qkv, cos_sin, case.metadata, *case.next_layer(), HEAD_SHAPE)
 
 
 def torch_rope(case: AttentionCase, cos: torch.Tensor, sin: torch.Tensor) -> None:

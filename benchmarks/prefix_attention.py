@@ -18,9 +18,19 @@ import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from benchmarks.kernels import BLOCK_SIZE, HEAD_DIM, HEADS, KV_HEADS, SCALE, alternate, product_rate, read_bandwidth
-from workers.attention import AttentionMetadata, allocate_kv
+from benchmarks.kernels import (
+    BLOCK_SIZE,
+    HEAD_DIM,
+    HEAD_SHAPE,
+    HEADS,
+    KV_HEADS,
+    alternate,
+    product_rate,
+    read_bandwidth,
+)
+from workers.attention import AttentionMetadata
 from workers.kernels import cpu
+from workers.kernels.cpu_kv_cache import allocate_kv
 
 NUM_LAYERS = 24
 OWN_TOKENS = 64
@@ -52,9 +62,7 @@ class SharedPrefixCase:
         self.operations = 4 * (num_sequences * prefix_len + int(own.sum())) * HEADS * HEAD_DIM
 
     def step(self, metadata: AttentionMetadata) -> list[torch.Tensor]:
-        return [
-            cpu.paged_attention(self.qkv, *layer, metadata, HEADS, KV_HEADS, HEAD_DIM, SCALE) for layer in self.layers
-        ]
+        return [cpu.paged_attention(self.qkv, *layer, metadata, HEAD_SHAPE) for layer in self.layers]
 
     def times(self, seconds: float) -> tuple[float, float]:
         """Median seconds a layer: grouped, and each sequence alone."""

@@ -18,6 +18,7 @@ import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
+from workers.kernels import cpu_sampler
 from workers.sampler import sample
 from workers.sampling_params import SamplingParams
 from workers.sampling_state import SamplingState
@@ -78,12 +79,12 @@ def alternate(first: Callable[[], object], second: Callable[[], object], seconds
 
 def sampler_call(logits: torch.Tensor, fields: dict[str, Any]) -> Callable[[], object]:
     rows, vocab_size = logits.shape
-    state = SamplingState(vocab_size, logits.device)
+    state = SamplingState(vocab_size)
     tokens = torch.randint(vocab_size, (POSITION,)).tolist()
     for row in range(rows):
         state.start(SequenceStart(row, SamplingParams(**fields), row, tokens, 5))
     points = [SamplePoint(row, row, POSITION) for row in range(rows)]
-    return lambda: sample(logits, points, state).to_host()
+    return lambda: sample(cpu_sampler, logits, points, state).to_host()
 
 
 def main() -> None:

@@ -23,8 +23,7 @@ from specdecode.measure import measure_step
 from specdecode.proposers import Wanted
 from structured.constraint import ConstraintError
 from structured.vocabulary import Vocabulary
-from workers.attention import AttentionMetadata
-from workers.kernels import cpu_sampler, torch_sampler
+from workers.kernels.protocol import OK
 from workers.loader import load_model
 from workers.model_config import ModelConfig, ModelError
 from workers.model_runner import ModelRunner
@@ -79,14 +78,7 @@ class DraftModel:
         self._runner = runner
         self._model = load_model(folder, config, dtype, platform)
         num_blocks = runner.kv_cache.shape[2]
-        kv_cache = platform.allocate_kv(
-            config.num_layers,
-            num_blocks,
-            runner.block_size,
-            config.num_kv_heads,
-            config.head_dim,
-            platform.torch_dtype(dtype),
-        )
+        kv_cache = platform.allocate_kv(config, num_blocks, runner.block_size, platform.torch_dtype(dtype))
         self._layers = [(layer[0], layer[1]) for layer in kv_cache]
         self._written: set[int] = set()
         """Blocks full of keys and values of the tokens that the prefix cache knows them by."""
@@ -194,12 +186,13 @@ class DraftModel:
         progress.num_marked_blocks = max(progress.num_marked_blocks, full)
 
     def _forward(self, starts: list[int], counts: list[int], token_ids: np.ndarray, tables: np.ndarray) -> torch.Tensor:
-        metadata = AttentionMetadata.build(
+        platform = self._runner.platform
+        metadata = platform.build_metadata(
             np.array(starts), np.array(counts), tables, self._runner.block_size, share_prefixes=False
         )
         # The model's padded vocabulary may be wider; no text has ids of the padding.
         known = np.minimum(token_ids, self._config.vocab_size - 1).astype(np.int64)
-        return self._model.forward(torch.from_numpy(known).to(self._runner.platform.device), metadata, self._layers)
+        return self._model.forward(platform.place(known), metadata, self._layers)
 
     def _draw(self, hidden: torch.Tensor, batch: list[_Drafting]) -> list[int | None]:
         """The next token of each; None where there is none to draw."""
@@ -207,11 +200,11 @@ class DraftModel:
         logits = self._model.compute_logits(hidden)
         if logits.shape[1] < state.vocab_size:
             logits = F.pad(logits, (0, state.vocab_size - logits.shape[1]), value=float("-inf"))
-        sampler = cpu_sampler if cpu_sampler.serves(logits) else torch_sampler
         sequences = [each.state for each in batch]
-        token_ids, status = sampler.draw(logits, sequences, [each.num_tokens for each in sequences], state, None)
+        positions = [each.num_tokens for each in sequences]
+        token_ids, status = self._runner.platform.sampler.draw(logits, sequences, positions, state)
         pairs = zip(token_ids.tolist(), status.tolist(), strict=True)
-        return [token_id if code == torch_sampler.OK else None for token_id, code in pairs]
+        return [token_id if code == OK else None for token_id, code in pairs]
 
     def reset(self) -> None:
         """The model's cache was lost, and block ids begin anew."""

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from specdecode.lengths import StepCost
-from workers.attention import AttentionMetadata
+from workers.kernels.protocol import KVCaches
 from workers.models.protocol import Model
 from workers.platforms import Platform
 
@@ -23,9 +23,7 @@ LEAST_SECONDS = 0.02
 
 
 @torch.inference_mode()
-def measure_step(
-    model: Model, kv_layers: list[tuple[torch.Tensor, torch.Tensor]], block_size: int, platform: Platform
-) -> StepCost:
+def measure_step(model: Model, kv_layers: KVCaches, block_size: int, platform: Platform) -> StepCost:
     """Seconds of forward pass, logits and their maximum, where every token is sampled. Overwrites the first blocks."""
     num_blocks = kv_layers[0][0].shape[0]
     table = []
@@ -33,11 +31,11 @@ def measure_step(
         if size > num_blocks * block_size:
             break
         blocks = np.arange(-(-size // block_size), dtype=np.int32)[None]
-        token_ids = torch.arange(size, device=platform.device) % 64
+        token_ids = platform.place(np.arange(size) % 64)
         seconds: list[float] = []
         while len(seconds) < ROUNDS + 1 or sum(seconds) < LEAST_SECONDS:
             started = time.perf_counter()
-            metadata = AttentionMetadata.build(np.array([0]), np.array([size]), blocks, block_size)
+            metadata = platform.build_metadata(np.array([0]), np.array([size]), blocks, block_size)
             model.compute_logits(model.forward(token_ids, metadata, kv_layers)).argmax(dim=-1).tolist()
             seconds.append(time.perf_counter() - started)
         table.append((size, min(seconds[1:])))

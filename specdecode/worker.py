@@ -1,6 +1,6 @@
 """A rank that speculates: the worker of the model, and proposers that say after each step what may come next.
 
-It has the face of `workers/worker.py::Worker`; the executor makes the one or the other. Drafts travel to the driver
+It is a `RankWorker` around another one; the executor makes the one or the other. Drafts travel to the driver
 with the step's output and come back in the next step, where the model's own runner verifies them.
 """
 
@@ -20,6 +20,7 @@ from structured.masks import MaskBatch
 from workers.model_config import load_model_config, resolve_model_folder
 from workers.model_info import ModelInfo
 from workers.model_runner import ModelRunner
+from workers.rank_worker import RankWorker
 from workers.step import StepInput, StepOutput
 from workers.worker import Worker, WorkerConfig
 
@@ -33,7 +34,9 @@ class SpeculativeWorker:
     def __init__(self, config: WorkerConfig, speculative: SpeculativeConfig, tokenizer: str | None) -> None:
         folder = None if speculative.draft_model is None else resolve_model_folder(speculative.draft_model)
         draft = None if folder is None else load_model_config(folder)
-        self.target = Worker(config, draft)
+        target = Worker(config, draft)
+        self.target: RankWorker = target
+        self.runner: ModelRunner = target.runner
         self._cost: StepCost | None = None
         proposers: list[Proposer] = []
         for name in speculative.rank_proposers:
@@ -56,10 +59,6 @@ class SpeculativeWorker:
     def info(self) -> ModelInfo:
         info = self.target.info
         return info if self._cost is None else msgspec.structs.replace(info, step_costs=self._cost.table)
-
-    @property
-    def runner(self) -> ModelRunner:
-        return self.target.runner
 
     def register_logits_processor(self, name: str, factory: LogitsProcessorFactory) -> None:
         """Raises `LogitsProcessorError` where the name is taken."""

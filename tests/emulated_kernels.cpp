@@ -16,6 +16,7 @@ void manta_rope_and_cache(int, void*, const float*, const int64_t*, const int64_
 void manta_paged_attention(int, const void*, int64_t, const void*, const void*, void*, const int32_t*, const int32_t*,
                            const int32_t*, const int32_t*, const int32_t*, const int32_t*, int, int, int, int, int, int,
                            int, int, float);
+int manta_attention_layout(int);
 int manta_linear_layout(int);
 void manta_pack_linear(int, const void*, void*, int, int, int);
 void manta_linear(int, const void*, const void*, const void*, void*, int, int, int, int);
@@ -84,6 +85,7 @@ int64_t call(const std::string& name, const std::vector<Argument>& arguments) {
     KERNEL(manta_silu_and_mul);
     KERNEL(manta_rope_and_cache);
     KERNEL(manta_paged_attention);
+    KERNEL(manta_attention_layout);
     KERNEL(manta_linear_layout);
     KERNEL(manta_pack_linear);
     KERNEL(manta_linear);

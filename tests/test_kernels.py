@@ -19,8 +19,10 @@ from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from tests.cpu_forms import COMPILED, EMULATED, TORCH, forget_libraries, in_form
-from workers.attention import AttentionMetadata, allocate_kv, copy_blocks
-from workers.kernels import build, cpu, cpu_linear, processor, reference
+from workers.attention import AttentionMetadata, copy_blocks
+from workers.kernels import build, cpu, cpu_decoder, cpu_linear, cpu_sampler, layout, processor, reference
+from workers.kernels.cpu_kv_cache import allocate_kv
+from workers.model_config import HeadShape
 
 pytestmark = pytest.mark.usefixtures("cheap_groups")
 
@@ -33,6 +35,10 @@ def kernels(request):
     """The module `cpu` over each form of the C++ that this processor can run or emulate."""
     with in_form(request.param):
         yield cpu
+
+
+def heads_of(num_heads: int, num_kv_heads: int, head_dim: int) -> HeadShape:
+    return HeadShape(num_heads, num_kv_heads, head_dim, head_dim**-0.5)
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -111,7 +117,7 @@ def check_attention(kernels, lengths, num_heads, num_kv_heads, head_dim, block_s
     caches = random_cache(num_blocks, block_size, num_kv_heads, head_dim, dtype)
     poison_unused(metadata, *caches)
     qkv = torch.randn(metadata.num_tokens, (num_heads + 2 * num_kv_heads) * head_dim).to(dtype)
-    arguments = (qkv, *caches, metadata, num_heads, num_kv_heads, head_dim, head_dim**-0.5, window)
+    arguments = (qkv, *caches, metadata, heads_of(num_heads, num_kv_heads, head_dim), window)
     assert_close(kernels.paged_attention(*arguments), reference.paged_attention(*arguments))
 
 
@@ -120,7 +126,7 @@ def test_attention_of_a_row_does_not_depend_on_its_batchmates(kernels):
     metadata, num_blocks = make_metadata([(1100, 1), (0, 50), (90, 20), (5, 1)] * 4, 16)
     caches = random_cache(num_blocks, 16, 2, 64, torch.float32)
     qkv = torch.randn(metadata.num_tokens, 10 * 64)
-    together = kernels.paged_attention(qkv, *caches, metadata, 6, 2, 64, 0.125)
+    together = kernels.paged_attention(qkv, *caches, metadata, heads_of(6, 2, 64))
     bounds = metadata.query_start.tolist()
     for index, (first, last) in enumerate(itertools.pairwise(bounds)):
         context_len = int(metadata.context_lens[index])
@@ -130,7 +136,7 @@ def test_attention_of_a_row_does_not_depend_on_its_batchmates(kernels):
             metadata.block_tables[index : index + 1].numpy(),
             16,
         )
-        result = kernels.paged_attention(qkv[first:last], *caches, alone, 6, 2, 64, 0.125)
+        result = kernels.paged_attention(qkv[first:last], *caches, alone, heads_of(6, 2, 64))
         assert torch.equal(result, together[first:last])
 
 
@@ -165,12 +171,12 @@ def check_shared_prefixes(kernels, groups, others, shape, block_size, dtype, num
     caches = random_cache(num_blocks, block_size, num_kv_heads, head_dim, dtype)
     poison_unused(grouped, *caches)
     qkv = torch.randn(grouped.num_tokens, (num_heads + 2 * num_kv_heads) * head_dim).to(dtype)
-    shape = (num_heads, num_kv_heads, head_dim, head_dim**-0.5)
+    heads = heads_of(*shape)
     with threads(num_threads):
-        together = kernels.paged_attention(qkv, *caches, grouped, *shape)
+        together = kernels.paged_attention(qkv, *caches, grouped, heads)
         alone = AttentionMetadata.build(*arguments, share_prefixes=False)
-        one_by_one = kernels.paged_attention(qkv, *caches, alone, *shape)
-    assert_close(together, reference.paged_attention(qkv, *caches, alone, *shape))
+        one_by_one = kernels.paged_attention(qkv, *caches, alone, heads)
+    assert_close(together, reference.paged_attention(qkv, *caches, alone, heads))
     assert torch.equal(together, one_by_one)
     return grouped
 
@@ -238,7 +244,7 @@ def test_a_nan_in_one_query_of_a_group_stays_in_it(kernels):
     caches = random_cache(5, 64, 1, 64, torch.bfloat16)
     qkv = torch.randn(3, 4 * 64).bfloat16()
     qkv[1, 5] = float("nan")
-    output = kernels.paged_attention(qkv, *caches, metadata, 2, 1, 64, 0.125)
+    output = kernels.paged_attention(qkv, *caches, metadata, heads_of(2, 1, 64))
     assert output[1, :64].isnan().all()
     assert not output[[0, 2]].isnan().any()
 
@@ -249,7 +255,7 @@ def test_a_sliding_window_takes_no_notice_of_shared_prefixes(kernels):
     metadata = AttentionMetadata.build(np.array([130, 140]), np.ones(2, dtype=np.int64), tables, 64)
     caches = random_cache(4, 64, 1, 64, torch.float32)
     qkv = torch.randn(2, 4 * 64)
-    arguments = (qkv, *caches, metadata, 2, 1, 64, 0.125, 100)
+    arguments = (qkv, *caches, metadata, heads_of(2, 1, 64), 100)
     assert_close(kernels.paged_attention(*arguments), reference.paged_attention(*arguments))
 
 
@@ -258,7 +264,7 @@ def test_attention_keeps_huge_and_tiny_scores_finite(kernels):
     metadata, num_blocks = make_metadata([(400, 1), (0, 80)], 16)
     caches = random_cache(num_blocks, 16, 1, 64, torch.float32)
     qkv = torch.randn(metadata.num_tokens, 4 * 64) * 1e4
-    arguments = (qkv, *caches, metadata, 2, 1, 64, 0.125)
+    arguments = (qkv, *caches, metadata, heads_of(2, 1, 64))
     assert_close(kernels.paged_attention(*arguments), reference.paged_attention(*arguments))
 
 
@@ -275,7 +281,7 @@ def test_attention_follows_scores_that_rise_from_key_block_to_key_block(kernels,
         caches[0][table[position // 16], position % 16, 0, 0] = (powers * math.log(2)).to(dtype)
     qkv = torch.randn(metadata.num_tokens, 4 * 64).to(dtype)
     qkv[:, :128:64] = 8.0  # the first element of both heads' queries: with the scale, a score grows by the power
-    arguments = (qkv, *caches, metadata, 2, 1, 64, 0.125)
+    arguments = (qkv, *caches, metadata, heads_of(2, 1, 64))
     assert_close(kernels.paged_attention(*arguments), reference.paged_attention(*arguments))
 
 
@@ -285,7 +291,7 @@ def test_a_nan_in_one_sequence_stays_in_it(kernels):
     caches = random_cache(num_blocks, 16, 1, 64, torch.bfloat16)
     caches[0].view(-1, 64)[metadata.slot_mapping[0]] = float("nan")
     qkv = torch.randn(2, 4 * 64).bfloat16()
-    output = kernels.paged_attention(qkv, *caches, metadata, 2, 1, 64, 0.125)
+    output = kernels.paged_attention(qkv, *caches, metadata, heads_of(2, 1, 64))
     assert output[0].isnan().all()
     assert not output[1].isnan().any()
 
@@ -326,7 +332,7 @@ def test_rope_and_cache_agrees(kernels, with_norm, head_dim, dtype):
     qkv_expected = qkv.clone()
     weights = (torch.rand(head_dim).to(dtype), torch.rand(head_dim).to(dtype)) if with_norm else (None, None)
     cos_sin = torch.randn(64, head_dim)
-    shape = (num_heads, num_kv_heads, head_dim, *weights)
+    shape = (heads_of(num_heads, num_kv_heads, head_dim), *weights)
     kernels.rope_and_cache(qkv, cos_sin, metadata, *actual[0], *shape)
     reference.rope_and_cache(qkv_expected, cos_sin, metadata, *expected[0], *shape)
     assert_close(actual, expected)
@@ -350,7 +356,7 @@ def test_the_reference_norm_and_rope_are_those_of_transformers():
     qkv = torch.randn(10, 8 * head_dim)
     query, key, value = qkv.view(1, 10, 8, head_dim).transpose(1, 2).split((4, 2, 2), dim=1)
     query, key = apply_rotary_pos_emb(query, key, cos[:, 3:13], sin[:, 3:13])
-    reference.rope_and_cache(qkv := qkv.clone(), cos_sin, metadata, *kv[0], num_heads, num_kv_heads, head_dim)
+    reference.rope_and_cache(qkv := qkv.clone(), cos_sin, metadata, *kv[0], heads_of(num_heads, num_kv_heads, head_dim))
     torch.testing.assert_close(qkv[:, :128].view(10, 4, 32).transpose(0, 1), query[0])
     torch.testing.assert_close(kv[0, 0].view(-1, 2, 32)[metadata.slot_mapping].transpose(0, 1), key[0])
     torch.testing.assert_close(kv[0, 1].view(-1, 2, 32)[metadata.slot_mapping].transpose(0, 1), value[0])
@@ -362,7 +368,7 @@ def test_the_reference_attention_is_the_closed_form(window):
     metadata, num_blocks = make_metadata([(6, 4), (0, 3)], 8)
     k_cache, v_cache = random_cache(num_blocks, 8, 1, 16, torch.float32)
     qkv = torch.randn(7, 4 * 16)
-    output = reference.paged_attention(qkv, k_cache, v_cache, metadata, 2, 1, 16, 0.25, window)
+    output = reference.paged_attention(qkv, k_cache, v_cache, metadata, heads_of(2, 1, 16), window)
     keys, values = k_cache.view(-1, 16), v_cache.view(-1, 16)
     for row, (sequence, position) in enumerate([(0, 6), (0, 7), (0, 8), (0, 9), (1, 0), (1, 1), (1, 2)]):
         first = 0 if window is None else max(0, position - window + 1)
@@ -385,6 +391,27 @@ def test_copy_blocks_reads_every_source_before_it_writes():
 def test_the_kernels_of_this_processor_compile() -> None:
     """Where they do not, the reference would serve and every other test pass."""
     assert build.form_in_use() == processor.form().name
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+@pytest.mark.parametrize(
+    ("module", "name", "value", "message"),
+    [
+        (cpu, "MAX_QUERY_LEN", 9, "MAX_QUERY_LEN is 8 in the attention kernel and 9 in Python"),
+        (cpu, "HEAD_DIM_MULTIPLE", 8, "HEAD_DIM_MULTIPLE is 16 in"),
+        (cpu_linear, "_PackedLinear", layout.structure("PackedLinear", "packed"), "PackedLinear's size is 32 in"),
+        (cpu_decoder, "_Buffers", layout.structure("_Buffers", "residual"), "the size of Buffers is 56 in decoder.cpp"),
+        (cpu_sampler, "CONSTRAINT", np.dtype([("mask", np.uint64)]), "a Constraint's size is 32 in sampler.cpp and 8"),
+    ],
+)
+def test_a_library_that_disagrees_about_a_size_is_not_loaded(module, name, value, message, monkeypatch):
+    monkeypatch.setattr(module, name, value)
+    forget_libraries()
+    try:
+        with pytest.raises(RuntimeError, match=message):
+            module._library()
+    finally:
+        forget_libraries()
 
 
 def test_without_a_compiler_the_reference_serves():

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 
 from tests.cpu_forms import COMPILED, EMULATED, FORMS, TORCH, in_form
-from workers import layers
 from workers.kernels import build, cpu_linear, processor
-from workers.layers import make_cpu_gated_linear, make_cpu_linear
+from workers.platforms import cpu_linears
 from workers.platforms.cpu import CpuPlatform
+from workers.platforms.cpu_linears import make_cpu_gated_linear, make_cpu_linear
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
 UNIT = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
@@ -214,7 +214,7 @@ def without_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
             )
         return reorder(weight, rows)
 
-    monkeypatch.setattr(layers, "_reorder", refuse)
+    monkeypatch.setattr(cpu_linears, "_reorder", refuse)
     monkeypatch.delenv(processor.VARIABLE, raising=False)
     monkeypatch.setattr(processor, "capabilities", lambda: frozenset({"avx2", "fma3"}))
 

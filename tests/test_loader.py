@@ -242,3 +242,9 @@ def test_loading_leaves_the_file_out_of_memory(tmp_path: pathlib.Path) -> None:
     resident = next(int(line.split()[1]) * 1024 for line in lines[start:] if line.startswith("Rss:"))
     assert model.compute_logits(torch.zeros(1, 512)).shape == (1, 320)
     assert resident < 0.25 * path.stat().st_size
+
+
+@pytest.mark.parametrize("device", ["cuda", "tpu"])
+def test_a_device_that_does_not_exist_yet_is_refused_with_a_remedy(device: str) -> None:
+    with pytest.raises(ModelError, match=f"device '{device}' is not supported yet.*set device to cpu or auto"):
+        choose_platform(device, None)

@@ -24,9 +24,10 @@ from structured.logits_processors import (
 )
 from structured.masks import LATE, NO_MASK, MaskBatch
 from tests import sampling_reference as reference
+from tests.samplers import sample
 from tests.test_masks import packed
-from tests.test_sampler import CASES, CPU, EOS, some_logits
-from workers.sampler import HostSample, sample
+from tests.test_sampler import CASES, EOS, some_logits
+from workers.sampler import HostSample
 from workers.sampling_state import SamplingState
 from workers.step import RowError, SamplePoint, SequenceStart
 
@@ -76,7 +77,7 @@ def state_of(vocab_size: int, starts: list[SequenceStart], **factories: Callable
     registry = LogitsProcessorRegistry()
     for name, factory in factories.items():
         registry.register(name, factory)
-    state = SamplingState(vocab_size, CPU, registry)
+    state = SamplingState(vocab_size, registry)
     for start in starts:
         state.start(start)
     return state

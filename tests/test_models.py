@@ -14,13 +14,14 @@ import transformers
 
 from tests.checkpoints import checkpoint, reference_greedy, reference_logits
 from tests.cpu_forms import FORMS, TORCH, in_form
-from workers.attention import AttentionMetadata, allocate_kv
-from workers.layers import rope_table
+from workers import weights
+from workers.attention import AttentionMetadata
 from workers.loader import load_model
 from workers.model_config import ModelError, RopeConfig, load_model_config
 from workers.models import decoder
 from workers.models.protocol import Model
 from workers.platforms import choose_platform
+from workers.rope import rope_table
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 40
@@ -69,16 +70,15 @@ ALL = NATIVE | FALLBACK
 
 
 class Cache:
-    """A model with a paged cache of scattered blocks; runs flat batches of (sequence, tokens)."""
+    """A model with a paged cache of scattered blocks; runs flat batches of (sequence, tokens). `model` is one that was
+    loaded from the folder before.
+    """
 
-    def __init__(self, folder: pathlib.Path, dtype: str = "float32") -> None:
+    def __init__(self, folder: pathlib.Path, dtype: str = "float32", model: Model | None = None) -> None:
         self.config = load_model_config(folder)
         platform = choose_platform("cpu", None)
-        self.model: Model = load_model(folder, self.config, dtype, platform)
-        config = self.config
-        kv = allocate_kv(
-            config.num_layers, NUM_BLOCKS, BLOCK_SIZE, config.num_kv_heads, config.head_dim, platform.torch_dtype(dtype)
-        )
+        self.model: Model = model or load_model(folder, self.config, dtype, platform)
+        kv = platform.allocate_kv(self.config, NUM_BLOCKS, BLOCK_SIZE, platform.torch_dtype(dtype))
         kv.fill_(float("nan"))  # what is read but was not written shows
         self.kv_caches = [(layer[0], layer[1]) for layer in kv]
         self.block_tables = np.random.default_rng(0).permutation(NUM_BLOCKS).astype(np.int32).reshape(4, -1)
@@ -171,16 +171,16 @@ def test_all_layers_in_one_call_give_the_bits_of_the_loop(
     family, options = NATIVE[name]
     folder = checkpoint(family, dtype=dtype, **options)
     itemsize = 2 if dtype == "bfloat16" else 4
-    monkeypatch.setattr(decoder, "_MLP_BYTES", 70 * itemsize * load_model_config(folder).intermediate_size)
+    monkeypatch.setattr(weights, "MLP_BYTES", 70 * itemsize * load_model_config(folder).intermediate_size)
     logits = []
     for fuses in (True, False):
         cache = Cache(folder, dtype)
         if form == TORCH:
-            assert cache.model._fused is None  # type: ignore[attr-defined]
+            assert cache.model._compiled is None  # type: ignore[attr-defined]
             pytest.skip("torch alone has no such call")
-        assert cache.model._fused is not None  # type: ignore[attr-defined]
+        assert cache.model._compiled is not None  # type: ignore[attr-defined]
         if not fuses:
-            cache.model._fused = None  # type: ignore[attr-defined]
+            cache.model._compiled = None  # type: ignore[attr-defined]
         cache.block_tables[1, :6] = cache.block_tables[0, :6]
         of_form = cache.run((0, random_tokens(100)))
         cache.lengths[1] = 96
@@ -195,7 +195,7 @@ def test_an_mlp_too_wide_for_one_buffer_runs_in_parts(monkeypatch: pytest.Monkey
     folder = checkpoint("llama")
     tokens = random_tokens(100)
     expected = Cache(folder).run((0, tokens))[0]
-    monkeypatch.setattr(decoder, "_MLP_BYTES", 9 * 4 * load_model_config(folder).intermediate_size)
+    monkeypatch.setattr(weights, "MLP_BYTES", 9 * 4 * load_model_config(folder).intermediate_size)
     torch.testing.assert_close(Cache(folder).run((0, tokens))[0], expected, atol=1e-5, rtol=1e-5)
 
 

@@ -13,7 +13,8 @@ import torch
 from scipy.special import log_softmax
 
 from tests import sampling_reference as reference
-from workers.sampler import HostSample, prompt_logprobs, sample
+from tests.samplers import prompt_logprobs, sample
+from workers.sampler import HostSample
 from workers.sampling_params import SamplingParams
 from workers.sampling_state import SamplingState
 from workers.step import RowError, SamplePoint, SequenceStart
@@ -21,11 +22,10 @@ from workers.step import RowError, SamplePoint, SequenceStart
 pytestmark = pytest.mark.usefixtures("implementation")
 
 EOS = 3
-CPU = torch.device("cpu")
 
 
 def state_of(vocab_size: int, starts: list[SequenceStart]) -> SamplingState:
-    state = SamplingState(vocab_size, CPU)
+    state = SamplingState(vocab_size)
     for start in starts:
         state.start(start)
     return state
@@ -262,7 +262,7 @@ def test_prompt_logprobs_rank_the_given_tokens() -> None:
 
 
 def test_state_keeps_the_tokens_of_many_sequences() -> None:
-    state = SamplingState(100, CPU)
+    state = SamplingState(100)
     tokens = {key: [key % 100, 5] for key in range(70)}  # more than the first table holds
     for key, ids in tokens.items():
         state.start(SequenceStart(key, SamplingParams(logprobs=key % 2 or None), key, list(ids), 1))

@@ -13,8 +13,8 @@ import torch
 from scipy import stats
 
 from tests import sampling_reference as reference
+from tests.samplers import sample
 from workers.noise import child_seed, gumbel_noise, noise_keys
-from workers.sampler import sample
 from workers.sampling_params import SamplingParams
 from workers.sampling_state import SamplingState
 from workers.step import SamplePoint, SequenceStart
@@ -71,7 +71,7 @@ def softmax_of_kept(logits: torch.Tensor, params: SamplingParams) -> np.ndarray:
 )
 def test_draws_at_successive_positions_follow_the_softmax(fields: dict, implementation: str) -> None:
     params = SamplingParams(**fields)
-    state = SamplingState(VOCAB_SIZE, torch.device("cpu"))
+    state = SamplingState(VOCAB_SIZE)
     state.start(SequenceStart(0, params, 7, [1] * NUM_DRAWS, 1))
     logits = logits_of_a_model()
     points = [SamplePoint(0, 0, position) for position in range(1, NUM_DRAWS + 1)]
@@ -81,7 +81,7 @@ def test_draws_at_successive_positions_follow_the_softmax(fields: dict, implemen
 
 def test_draws_of_successive_seeds_follow_the_softmax(implementation: str) -> None:
     num_draws = NUM_DRAWS // 4
-    state = SamplingState(VOCAB_SIZE, torch.device("cpu"))
+    state = SamplingState(VOCAB_SIZE)
     for seed in range(num_draws):
         state.start(SequenceStart(seed, SamplingParams(), seed, [1], 1))
     logits = logits_of_a_model()
@@ -92,7 +92,7 @@ def test_draws_of_successive_seeds_follow_the_softmax(implementation: str) -> No
 
 def test_draws_of_the_children_of_one_seed_follow_the_softmax(implementation: str) -> None:
     num_draws = NUM_DRAWS // 4
-    state = SamplingState(VOCAB_SIZE, torch.device("cpu"))
+    state = SamplingState(VOCAB_SIZE)
     for index in range(num_draws):
         state.start(SequenceStart(index, SamplingParams(), child_seed(7, index), [1], 1))
     logits = logits_of_a_model()

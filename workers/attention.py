@@ -1,15 +1,12 @@
 """The shape of one step's attention: which tokens, at which positions, in which KV slots, over which context.
 
-`AttentionMetadata` is built once a step by the model runner and read by every layer's kernels; the KV cache is
-allocated and copied here because its layout is the kernels' business. Computes no attention: see `workers/kernels/`.
+`AttentionMetadata` is built once a step, on the platform that the model runs on, and read by every layer's kernels.
+Computes no attention: see `workers/kernels/`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import math
-import mmap
 from collections.abc import Sequence
 
 import numpy as np
@@ -99,30 +96,11 @@ class AttentionMetadata:
         )
 
 
-def allocate_kv(
-    num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """The uninitialised KV cache: [num_layers, 2 (k, v), num_blocks, block_size, num_kv_heads, head_dim].
-
-    A layer's caches are `k_cache, v_cache = kv[layer]`. Slots in the order [slot, kv_head, dim] keep one token's heads
-    adjacent: a kernel that serves all KV heads of a sequence reads whole blocks in a row.
-    """
-    shape = (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim)
-    return _huge_page_buffer(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
-
-
-def _huge_page_buffer(num_bytes: int) -> torch.Tensor:
-    """Bytes on huge pages where Linux grants them: KV blocks are scattered, and each would miss the TLB otherwise."""
-    if not hasattr(mmap, "MADV_HUGEPAGE"):  # no Linux, or a C library that does not know it
-        return torch.empty(num_bytes, dtype=torch.uint8)
-    buffer = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without transparent huge pages
-        buffer.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(buffer, dtype=torch.uint8)
-
-
 def copy_blocks(kv: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
-    """Copies whole blocks (source, destination) in every layer; all sources are read before any write."""
+    """Copies whole blocks (source, destination) of a KV cache [num_layers, 2, num_blocks, ...], on any device.
+
+    All sources are read before any write.
+    """
     if not pairs:
         return
     sources, destinations = torch.tensor(pairs, dtype=torch.int64).unbind(1)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import pathlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
+UNQUANTIZED = "unquantized"
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 NATIVE_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -42,6 +43,16 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
     beta_slow: float = 1.0
     truncate: bool = True
     """yarn: round the bounds of the blended range to whole dimensions."""
+
+
+class HeadShape(NamedTuple):
+    """The heads of one attention layer: `num_heads // num_kv_heads` query heads read each KV head."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    """Factor on the products of queries and keys."""
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,6 +86,17 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     """The checkpoint's: `bfloat16`, `float16` or `float32`."""
     eos_token_ids: tuple[int, ...]
+    scheme: str = UNQUANTIZED
+    """How the weights of its linears are stored: a key of `workers.schemes.READERS`."""
+
+    @property
+    def heads(self) -> HeadShape:
+        return HeadShape(self.num_heads, self.num_kv_heads, self.head_dim, self.head_dim**-0.5)
+
+    def first_layers(self, num_layers: int) -> ModelConfig:
+        """The same model with its first layers only."""
+        windows = self.sliding_windows[:num_layers]
+        return msgspec.structs.replace(self, num_layers=num_layers, sliding_windows=windows)
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         """Bytes of KV cache that one token takes over all layers, in `bfloat16` or `float32`."""
@@ -134,10 +156,7 @@ def load_model_config(folder: str | pathlib.Path) -> ModelConfig:
         method = raw["quantization_config"].get("quant_method", "unnamed")
         raise ModelError(f"{method} quantisation is not supported; use a bfloat16, float16 or float32 checkpoint")
     if architecture not in NATIVE_ARCHITECTURES:
-        # transformers takes seconds to import, and only these need it
-        from workers.models.transformers_fallback import describe
-
-        return describe(folder, architecture, eos_token_ids)
+        return _transformers_config(folder, architecture, eos_token_ids)
     return _native_config(raw, architecture, eos_token_ids)
 
 
@@ -173,12 +192,48 @@ def _native_config(raw: dict[str, Any], architecture: str, eos_token_ids: tuple[
         mlp_bias=raw.get("mlp_bias", False) and architecture == "LlamaForCausalLM",
         qk_norm=architecture == "Qwen3ForCausalLM",
         sliding_windows=_sliding_windows(raw, architecture, num_layers),
-        dtype=parse_dtype(raw),
+        dtype=_checkpoint_dtype(raw),
         eos_token_ids=eos_token_ids,
     )
 
 
-def parse_dtype(raw: dict[str, Any]) -> str:
+def _transformers_config(folder: pathlib.Path, architecture: str, eos_token_ids: tuple[int, ...]) -> ModelConfig:
+    """Of a model that transformers runs; fields that only the native decoder reads stay neutral."""
+    from workers import transformers_support  # takes seconds to import, and only these need it
+
+    try:
+        config = transformers_support.read_config(folder)
+    except ValueError as error:
+        raise ModelError(f"architecture {architecture} is not supported: {error}") from error
+    reason = transformers_support.why_unsupported(config, architecture)
+    if reason is not None:
+        raise ModelError(f"architecture {architecture} is not supported: {reason}")
+    num_heads = config.num_attention_heads
+    return ModelConfig(
+        architecture=architecture,
+        native=False,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        num_layers=config.num_hidden_layers,
+        num_heads=num_heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
+        intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        rms_norm_eps=0.0,
+        rope=RopeConfig(),
+        max_position_embeddings=config.max_position_embeddings,
+        tie_word_embeddings=bool(config.tie_word_embeddings),
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        sliding_windows=(None,) * config.num_hidden_layers,
+        dtype=_checkpoint_dtype({"dtype": config.dtype}),
+        eos_token_ids=eos_token_ids,
+    )
+
+
+def _checkpoint_dtype(raw: dict[str, Any]) -> str:
     """The checkpoint's dtype, `torch_dtype` before transformers 5; a missing one means float32, as in transformers."""
     dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
     if dtype not in DTYPE_BYTES:

@@ -13,7 +13,7 @@ import torch
 
 from structured.logits_processors import LogitsProcessorRegistry
 from structured.masks import MaskBatch
-from workers.attention import AttentionMetadata, copy_blocks
+from workers.attention import copy_blocks
 from workers.model_config import ModelConfig
 from workers.models.protocol import Model
 from workers.platforms import Platform
@@ -46,7 +46,7 @@ class ModelRunner:
         self.block_size = block_size
         self.max_num_sequences = max_num_sequences
         self.max_model_len = max_model_len
-        self.state = SamplingState(config.vocab_size, platform.device, registry)
+        self.state = SamplingState(config.vocab_size, registry)
         self.kv_layers = [(layer[0], layer[1]) for layer in kv_cache]  # once: unbinding costs 2 us a layer and step
         self.reset()
 
@@ -106,7 +106,7 @@ class ModelRunner:
                 self._append_blocks(row, item.new_block_ids)
             max_blocks = max(max_blocks, self._num_blocks[row])
         block_tables = self._block_tables[rows, :max_blocks]
-        metadata = AttentionMetadata.build(np.array(starts), np.array(lens), block_tables, self.block_size)
+        metadata = self.platform.build_metadata(np.array(starts), np.array(lens), block_tables, self.block_size)
         token_ids = self._token_ids(step)
         return self.model.forward(token_ids, metadata, self.kv_layers)
 
@@ -133,7 +133,7 @@ class ModelRunner:
             pieces.append(tokens[item.start : item.start + known])
             if item.draft_token_ids:
                 pieces.append(np.array(item.draft_token_ids, dtype=tokens.dtype))
-        return torch.from_numpy(np.concatenate(pieces).astype(np.int64, copy=False)).to(self.platform.device)
+        return self.platform.place(np.concatenate(pieces).astype(np.int64, copy=False))
 
     # ---- phase two ---------------------------------------------------------------------------------------------
 
@@ -166,7 +166,7 @@ class ModelRunner:
         for sequence_id, token_ids in drafts.items():
             self.state.append(sequence_id, token_ids)
         logits = self._logits(hidden, [point.row for point in points])
-        drawn = sample(logits, points, self.state, masks).to_host()
+        drawn = sample(self.platform.sampler, logits, points, self.state, masks).to_host()
         for sequence_id, token_ids in drafts.items():
             self.state.truncate(sequence_id, len(self.state.tokens(sequence_id)) - len(token_ids))
         order: Iterable[int] = range(len(points))
@@ -223,5 +223,5 @@ class ModelRunner:
         for first in range(0, hidden.shape[0], PROMPT_LOGPROB_ROWS):
             logits = self.model.compute_logits(hidden[first : first + PROMPT_LOGPROB_ROWS])
             chunk = targets[first : first + PROMPT_LOGPROB_ROWS].tolist()
-            entries += prompt_logprobs(logits, chunk, num_top, self.config.vocab_size)
+            entries += prompt_logprobs(self.platform.sampler, logits, chunk, num_top, self.config.vocab_size)
         return entries

@@ -1,7 +1,7 @@
 """Draws the tokens of a step from its logits, and reports log-probabilities.
 
-Owns the order of the processors and the choice of implementation (a C++ kernel on the CPU, torch elsewhere); keeps no
-state. Called by the model runner. It never waits for the device: that is `Sampled.to_host`.
+Owns the order of the processors; keeps no state. Called by the model runner with the platform's kernels. It never
+waits for the device: that is `Sampled.to_host`.
 
 A row is processed in this order, in float32:
 
@@ -28,8 +28,10 @@ import dataclasses
 
 import torch
 
-from structured.masks import LATE, MaskBatch
-from workers.kernels import cpu_sampler, torch_sampler
+from structured.masks import LATE as LATE_SLOT
+from structured.masks import MaskBatch
+from workers.kernels import torch_sampler
+from workers.kernels.protocol import INFINITE, LATE, NAN, OK, SamplerKernels
 from workers.logits_processors import ProcessorFailed
 from workers.sampling_state import SamplingState, SequenceState
 from workers.step import RowError, SamplePoint, TokenLogprobs
@@ -71,7 +73,7 @@ class Processed:
                 if not valid:
                     found.setdefault(index, f"logits processor {name!r} returned NaN or +inf")
         for index, code in zip(self.names, self.status.tolist(), strict=True):
-            if code != torch_sampler.OK:
+            if code != OK:
                 found.pop(index, None)
         return found
 
@@ -94,7 +96,7 @@ class Sampled:
         errors = {}
         if any(status := self.status.tolist()):
             for index, code in enumerate(status):
-                if code == torch_sampler.LATE:
+                if code == LATE:
                     token_ids[index] = None
                 elif code:
                     errors[index] = self._error(index, code)
@@ -116,9 +118,9 @@ class Sampled:
 
     def _error(self, index: int, code: int) -> RowError:
         position = self.points[index].position
-        if code == torch_sampler.NAN:
+        if code == NAN:
             return RowError(f"the model produced NaN logits at position {position}", is_corrupt=True)
-        if code == torch_sampler.INFINITE:
+        if code == INFINITE:
             return RowError(f"the model produced infinite logits at position {position}", is_corrupt=True)
         names = "" if self.processed is None else self.processed.names.get(index, "")
         processors = f", the logits processors {names}" if names else ""
@@ -129,7 +131,11 @@ class Sampled:
 
 
 def sample(
-    logits: torch.Tensor, points: list[SamplePoint], state: SamplingState, masks: MaskBatch | None = None
+    kernels: SamplerKernels,
+    logits: torch.Tensor,
+    points: list[SamplePoint],
+    state: SamplingState,
+    masks: MaskBatch | None = None,
 ) -> Sampled:
     """Draws one token for each point: row `i` of `logits` [P, width] (bfloat16 or float32) belongs to `points[i]`.
 
@@ -149,28 +155,27 @@ def sample(
                 f"position {point.position} of sequence {point.sequence_id} is beyond the {sequence.num_tokens} tokens "
                 "that it holds; append those before it first"
             )
-    implementation = cpu_sampler if cpu_sampler.serves(logits) else torch_sampler
     if masks is not None and len(masks.slots) != len(points):
         raise ValueError(f"{len(masks.slots)} masks for {len(points)} sample points; there must be one entry for each")
     processed = None
     if state.num_with_processors:
         processed = _processed(logits, sequences, positions, state, masks)
     if processed is None:
-        token_ids, status = implementation.draw(logits, sequences, positions, state, masks)
+        token_ids, status = kernels.draw(logits, sequences, positions, state, masks)
     else:
         chosen = list(processed.names)
-        drawn, drawn_status = implementation.draw(
+        drawn, drawn_status = kernels.draw(
             processed.logits,
             [sequences[index] for index in chosen],
             [positions[index] for index in chosen],
             state,
             None if masks is None else _masks_of(masks, chosen),
         )
-        drawn_status = torch.where(processed.status == torch_sampler.OK, drawn_status, processed.status)
+        drawn_status = torch.where(processed.status == OK, drawn_status, processed.status)
         if len(chosen) == len(points):
             token_ids, status = drawn, drawn_status
         else:  # drawing all and some of them again is cheaper than copying the logits of the others
-            token_ids, status = implementation.draw(logits, sequences, positions, state, masks)
+            token_ids, status = kernels.draw(logits, sequences, positions, state, masks)
             rows = torch.tensor(chosen).to(logits.device)
             token_ids[rows], status[rows] = drawn, drawn_status
     reported: list[tuple[int, int]] = []
@@ -184,7 +189,7 @@ def sample(
         rows = torch.tensor([index for index, _ in reported]).to(logits.device)
         logits, targets = logits[rows], token_ids[rows]
     num_top = max(num_top for _, num_top in reported)
-    reports = implementation.logprobs(logits[:, : state.vocab_size], targets, num_top)
+    reports = kernels.logprobs(logits[:, : state.vocab_size], targets, num_top)
     return Sampled(token_ids, status, points, reported, reports, processed)
 
 
@@ -199,7 +204,7 @@ def _processed(
     chosen = [
         (index, sequence, sequence.processors)
         for index, sequence in enumerate(sequences)
-        if sequence.processors is not None and (masks is None or masks.slots[index] != LATE)
+        if sequence.processors is not None and (masks is None or masks.slots[index] != LATE_SLOT)
     ]
     if not chosen:
         return None
@@ -226,7 +231,11 @@ def _masks_of(masks: MaskBatch, indices: list[int]) -> MaskBatch:
 
 
 def prompt_logprobs(
-    logits: torch.Tensor, next_token_ids: list[int], num_top: int, vocab_size: int | None = None
+    kernels: SamplerKernels,
+    logits: torch.Tensor,
+    next_token_ids: list[int],
+    num_top: int,
+    vocab_size: int | None = None,
 ) -> list[TokenLogprobs]:
     """Log-probabilities of `next_token_ids` [R] under `logits` [R, width] and of the `num_top` best; waits for the
     device.
@@ -237,8 +246,7 @@ def prompt_logprobs(
         logits = logits[:, :vocab_size]
     _check_shape(logits, len(next_token_ids), 1)
     targets = torch.tensor(next_token_ids, dtype=torch.int64).to(logits.device)
-    implementation = cpu_sampler if cpu_sampler.serves(logits) else torch_sampler
-    reports = implementation.logprobs(logits, targets, num_top)
+    reports = kernels.logprobs(logits, targets, num_top)
     return _entries(reports, next_token_ids, [num_top] * len(next_token_ids))
 
 

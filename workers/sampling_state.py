@@ -108,9 +108,8 @@ class SequenceState:
 class SamplingState:
     """Sampling state of all sequences on a rank; not thread-safe. `registry` knows their logits processors."""
 
-    def __init__(self, vocab_size: int, device: object, registry: LogitsProcessorRegistry | None = None) -> None:
+    def __init__(self, vocab_size: int, registry: LogitsProcessorRegistry | None = None) -> None:
         self.vocab_size = vocab_size
-        self.device = device
         self._registry = registry or LogitsProcessorRegistry()
         self.table = np.zeros(FIRST_CAPACITY, dtype=ROW)
         self.table_address = self.table.ctypes.data

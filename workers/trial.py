@@ -7,25 +7,18 @@ cannot do may end the process.
 
 from __future__ import annotations
 
-import pathlib
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
 from structured.masks import NO_MASK, MaskBatch, row_words
-from workers.model_config import ModelConfig, ModelError, load_model_config
+from workers.model_config import ModelError, load_model_config
 from workers.sampling_params import SamplingParams
 from workers.step import SamplePoint, ScheduledSequence, SequenceStart, StepInput, StepOutput
-
-if TYPE_CHECKING:
-    from workers.models.protocol import Model
-    from workers.platforms import Platform
 
 PROMPT_TOKENS = 48
 """Prefilled for each of two sequences: linears of more than 32 rows take another way than those of a decode step."""
@@ -94,19 +87,17 @@ def run(trial: Trial) -> TrialResult:
 
 
 def _run(trial: Trial) -> TrialResult:
+    from workers.loader import load_model
     from workers.model_runner import ModelRunner
     from workers.platforms import choose_platform
 
-    config = load_model_config(trial.folder)
-    config = msgspec.structs.replace(config, num_layers=1, sliding_windows=config.sliding_windows[:1])
+    config = load_model_config(trial.folder).first_layers(1)
     platform = choose_platform(trial.device, trial.num_threads)
     dtype = platform.torch_dtype(trial.dtype)
-    model = _first_layer(pathlib.Path(trial.folder), config, trial.dtype, platform)
+    model = load_model(trial.folder, config, trial.dtype, platform, whole=False)
     prompt_len = max(1, min(PROMPT_TOKENS, config.max_position_embeddings - DECODE_STEPS - 1))
     num_blocks = -(-(prompt_len + DECODE_STEPS) // trial.block_size)
-    kv_cache = platform.allocate_kv(
-        1, len(_PARAMS) * num_blocks, trial.block_size, config.num_kv_heads, config.head_dim, dtype
-    )
+    kv_cache = platform.allocate_kv(config, len(_PARAMS) * num_blocks, trial.block_size, dtype)
     runner = ModelRunner(model, platform, kv_cache, config, trial.block_size, len(_PARAMS), prompt_len + DECODE_STEPS)
     prompt = [token % config.vocab_size for token in range(prompt_len)]
     prefill = StepInput(
@@ -135,19 +126,6 @@ def _run(trial: Trial) -> TrialResult:
         seconds.append(time.perf_counter() - started)
         _check(output)
     return TrialResult(seconds=min(seconds), kernels=platform.kernel_form, advice=platform.advice)
-
-
-def _first_layer(folder: pathlib.Path, config: ModelConfig, dtype: str, platform: Platform) -> Model:
-    """The model of `folder` with the one layer that `config` asks for."""
-    from workers.loader import Checkpoint, _DecoderLoader, load_model
-
-    class FirstLayer(Checkpoint):
-        def check_all_used(self, but: Iterable[str] = ()) -> None:
-            """The other layers are not."""
-
-    if not config.native:
-        return load_model(folder, config, dtype, platform)
-    return _DecoderLoader(FirstLayer(folder), config, platform.torch_dtype(dtype), platform).load()
 
 
 def _check(output: StepOutput) -> None:

@@ -66,14 +66,7 @@ class Worker:
             draft=draft,
         )
         max_model_len = plan_max_model_len(model_config, config.max_model_len, num_blocks * config.block_size)
-        kv_cache = platform.allocate_kv(
-            model_config.num_layers,
-            num_blocks,
-            config.block_size,
-            model_config.num_kv_heads,
-            model_config.head_dim,
-            platform.torch_dtype(dtype),
-        )
+        kv_cache = platform.allocate_kv(model_config, num_blocks, config.block_size, platform.torch_dtype(dtype))
         self.runner = ModelRunner(
             model,
             platform,

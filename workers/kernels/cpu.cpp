@@ -10,6 +10,7 @@
 namespace {
 
 constexpr int64_t PARALLEL_ELEMENTS = 32768;
+constexpr int HEAD_DIM_MULTIPLE = 16;  // of the head sizes that attention takes
 
 enum DType { FLOAT32 = 0, BFLOAT16 = 1 };
 
@@ -121,6 +122,10 @@ void rope_and_cache_all(
 
 extern "C" {
 
+int manta_attention_layout(int which) {
+    return which == 0 ? HEAD_DIM_MULTIPLE : which == 1 ? INT32_MAX : which == 2 ? KEY_BLOCK : SHORT_QUERY;
+}
+
 void manta_rms_norm(
     int dtype, const void* x, void* residual, const void* weight, void* output, int rows, int hidden,
     float eps
@@ -159,7 +164,7 @@ void manta_rope_and_cache(
     }
 }
 
-// head_dim must be a multiple of 16; `Attention` says what the groups are
+// head_dim must be a multiple of HEAD_DIM_MULTIPLE, and window is INT32_MAX where there is none; `Attention` says what the groups are
 void manta_paged_attention(
     int dtype, const void* qkv, int64_t qkv_stride, const void* k_cache, const void* v_cache, void* output,
     const int32_t* query_start, const int32_t* context_lens, const int32_t* block_tables, const int32_t* group_start,

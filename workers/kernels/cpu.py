@@ -9,17 +9,14 @@ from __future__ import annotations
 import ctypes
 import functools
 from ctypes import c_float, c_int, c_int64, c_void_p
-from typing import TYPE_CHECKING
 
 import torch
 
 from workers.attention import AttentionMetadata
-from workers.kernels import build, cpu_decoder, reference
+from workers.kernels import build, layout, reference
 from workers.kernels.cpu_linear import DTYPES
-from workers.model_config import ModelConfig
-
-if TYPE_CHECKING:
-    from workers.models.decoder import DecoderWeights
+from workers.model_config import HeadShape
+from workers.shared_prefixes import MAX_QUERY_LEN, PREFIX_MULTIPLE
 
 NO_WINDOW = 2**31 - 1
 HEAD_DIM_MULTIPLE = 16
@@ -31,6 +28,13 @@ def _library() -> ctypes.CDLL | None:
     library = build.load_library()
     if library is None:
         return None
+    shared = {
+        "HEAD_DIM_MULTIPLE": HEAD_DIM_MULTIPLE,
+        "NO_WINDOW": NO_WINDOW,
+        "PREFIX_MULTIPLE": PREFIX_MULTIPLE,
+        "MAX_QUERY_LEN": MAX_QUERY_LEN,
+    }
+    layout.check("the attention kernel", library.manta_attention_layout, shared)
     signatures = {
         "manta_rms_norm": [c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_float],
         "manta_silu_and_mul": [c_int, c_void_p, c_void_p, c_int, c_int],
@@ -87,28 +91,14 @@ def rope_and_cache(
     metadata: AttentionMetadata,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
+    heads: HeadShape,
     q_norm_weight: torch.Tensor | None = None,
     k_norm_weight: torch.Tensor | None = None,
     eps: float = 1e-6,
 ) -> None:
     library = _library()
     if library is None or not qkv.is_contiguous():
-        reference.rope_and_cache(
-            qkv,
-            cos_sin,
-            metadata,
-            k_cache,
-            v_cache,
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            q_norm_weight,
-            k_norm_weight,
-            eps,
-        )
+        reference.rope_and_cache(qkv, cos_sin, metadata, k_cache, v_cache, heads, q_norm_weight, k_norm_weight, eps)
         return
     library.manta_rope_and_cache(
         DTYPES[qkv.dtype],
@@ -121,9 +111,9 @@ def rope_and_cache(
         None if q_norm_weight is None else q_norm_weight.data_ptr(),
         None if k_norm_weight is None else k_norm_weight.data_ptr(),
         qkv.shape[0],
-        num_heads,
-        num_kv_heads,
-        head_dim,
+        heads.num_heads,
+        heads.num_kv_heads,
+        heads.head_dim,
         eps,
     )
 
@@ -133,19 +123,14 @@ def paged_attention(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     metadata: AttentionMetadata,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    scale: float,
+    heads: HeadShape,
     sliding_window: int | None = None,
 ) -> torch.Tensor:
     library = _library()
-    if library is None or head_dim % HEAD_DIM_MULTIPLE:
-        return reference.paged_attention(
-            qkv, k_cache, v_cache, metadata, num_heads, num_kv_heads, head_dim, scale, sliding_window
-        )
+    if library is None or heads.head_dim % HEAD_DIM_MULTIPLE:
+        return reference.paged_attention(qkv, k_cache, v_cache, metadata, heads, sliding_window)
     num_tokens, stride = qkv.shape[0], qkv.stride(0)
-    output = qkv.new_empty((num_tokens, num_heads * head_dim))
+    output = qkv.new_empty((num_tokens, heads.num_heads * heads.head_dim))
     num_sequences, max_blocks = metadata.block_tables.shape
     groups = metadata.shared_prefixes if sliding_window is None else None
     library.manta_paged_attention(
@@ -165,17 +150,10 @@ def paged_attention(
         0 if groups is None else groups.num_groups,
         max_blocks,
         metadata.block_size,
-        num_heads,
-        num_kv_heads,
-        head_dim,
+        heads.num_heads,
+        heads.num_kv_heads,
+        heads.head_dim,
         NO_WINDOW if sliding_window is None else sliding_window,
-        scale,
+        heads.scale,
     )
     return output
-
-
-def fuse_layers(weights: DecoderWeights, config: ModelConfig, mlp_rows: int) -> cpu_decoder.FusedLayers | None:
-    if config.head_dim % HEAD_DIM_MULTIPLE:
-        return None
-    windows = [NO_WINDOW if window is None else window for window in config.sliding_windows]
-    return cpu_decoder.fuse(weights, config, windows, mlp_rows)

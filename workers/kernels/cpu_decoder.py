@@ -1,44 +1,36 @@
 """All layers of a decoder in one call of `decoder.cpp`: its structures in ctypes, and the memory between its kernels.
 
-The same kernels in the same order as the loop of `workers/models/decoder.py`, which asks for this form through
-`cpu.fuse_layers` and runs where there is none. Nothing is compiled at import.
+The same kernels in the same order as the loop of `workers/models/decoder.py`, which runs where `compile_decoder` gives
+nothing. Nothing is compiled at import.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
-from ctypes import POINTER, c_float, c_int, c_void_p
-from typing import TYPE_CHECKING, Any
+from ctypes import POINTER, c_int, c_void_p
+from typing import Any
 
 import torch
 
 from workers.attention import AttentionMetadata
 from workers.kernels import build
-from workers.kernels.cpu_linear import DTYPES, PackedLinear
+from workers.kernels.cpu import HEAD_DIM_MULTIPLE, NO_WINDOW
+from workers.kernels.cpu_linear import DTYPES, HasNative, NativeLinear
+from workers.kernels.layout import check, structure
+from workers.kernels.protocol import KVCaches
 from workers.model_config import ModelConfig
+from workers.weights import DecoderWeights, Linear, max_mlp_rows
 
-if TYPE_CHECKING:
-    from workers.models.decoder import DecoderWeights
-
-
-def _structure(name: str, pointers: str, integers: str = "", floats: str = "") -> type[Any]:
-    """A ctypes structure of pointers, then ints, then floats."""
-    fields: list[tuple[str, Any]] = [(field, c_void_p) for field in pointers.split()]
-    fields += [(field, c_int) for field in integers.split()]
-    fields += [(field, c_float) for field in floats.split()]
-    return type(name, (ctypes.Structure,), {"_fields_": fields})
-
-
-_Linear = _structure("_Linear", "packed bias", "in_features out_features gated")
-_Shape = _structure("_Shape", "", "dtype hidden num_heads num_kv_heads head_dim", "eps scale")
-_Step = _structure(
+_Linear = structure("_Linear", "run state")
+_Shape = structure("_Shape", "", "dtype hidden num_heads num_kv_heads head_dim", "eps scale")
+_Step = structure(
     "_Step",
     "positions slots query_start context_lens block_tables group_start members prefix_lens cos_sin",
     "num_tokens num_sequences num_groups max_blocks block_size",
 )
-_Buffers = _structure("_Buffers", "residual normed qkv attended gated update", "mlp_rows")
+_Buffers = structure("_Buffers", "residual normed qkv attended gated update", "mlp_rows")
+_Run = ctypes.CFUNCTYPE(None, c_void_p, c_void_p, c_void_p, c_int)
 
 
 class _Layer(ctypes.Structure):
@@ -54,6 +46,9 @@ class _Layer(ctypes.Structure):
 def _library() -> ctypes.CDLL | None:
     library = build.load_library()
     if library is not None:
+        structures = (_Linear, _Layer, _Shape, _Step, _Buffers)
+        sizes = {f"the size of {each.__name__[1:]}": ctypes.sizeof(each) for each in structures}
+        check("decoder.cpp", library.manta_decoder_layout, sizes)
         library.manta_decoder.argtypes = [
             POINTER(_Shape),
             POINTER(_Layer),
@@ -67,40 +62,70 @@ def _library() -> ctypes.CDLL | None:
     return library
 
 
-class FusedLayers:
-    """Callable: embedded tokens to hidden states after the last norm."""
+class _CalledBack:
+    """A linear that has no form for C++: the one call for all layers calls back, and it runs in Python."""
 
-    def __init__(
-        self,
-        weights: DecoderWeights,
-        linears: list[dict[str, PackedLinear]],
-        config: ModelConfig,
-        windows: Sequence[int],
-        mlp_rows: int,
-    ) -> None:
+    def __init__(self, linear: Linear, in_features: int, out_features: int, dtype: torch.dtype) -> None:
+        self._linear = linear
+        self._widths = in_features, out_features
+        self._dtype = dtype
+        self._run = _Run(self._call)
+        self._error: Exception | None = None
+
+    def native(self) -> NativeLinear:
+        run = ctypes.cast(self._run, c_void_p).value
+        assert run is not None
+        return NativeLinear(run, None)
+
+    def _call(self, state: None, x: int, y: int, num_rows: int) -> None:
+        in_features, out_features = self._widths
+        try:
+            result = self._linear(self._tensor(x, num_rows, in_features))
+            self._tensor(y, num_rows, out_features).copy_(result)
+        except Exception as error:  # nothing can be raised through C++
+            self._error = self._error or error
+
+    def _tensor(self, address: int, num_rows: int, width: int) -> torch.Tensor:
+        memory = (ctypes.c_char * (num_rows * width * self._dtype.itemsize)).from_address(address)
+        return torch.frombuffer(memory, dtype=self._dtype).view(num_rows, width)
+
+    def raise_error(self) -> None:
+        """Raises what the linear raised in the last call."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+
+class FusedLayers:
+    """Callable: embedded tokens to hidden states after the last norm. Each linear runs by its own function, so that
+    those of several kinds and precisions go together.
+    """
+
+    def __init__(self, weights: DecoderWeights, config: ModelConfig) -> None:
         self._weights = weights  # their memory is pointed to
-        self._mlp_rows = mlp_rows
-        first = linears[0]
-        self._dtype = first["qkv"].dtype
-        heads = (config.num_heads, config.num_kv_heads, config.head_dim)
-        self._shape = _Shape(
-            DTYPES[self._dtype], config.hidden_size, *heads, config.rms_norm_eps, config.head_dim**-0.5
-        )
-        self._widths = (
-            config.hidden_size,
-            first["qkv"].width,
-            config.num_heads * config.head_dim,
-            first["gated"].width,
-        )
+        self._dtype = weights.dtype
+        self._mlp_rows = max_mlp_rows(config, self._dtype)
+        heads, hidden = config.heads, config.hidden_size
+        self._shape = _Shape(DTYPES[self._dtype], hidden, *heads[:3], config.rms_norm_eps, heads.scale)
+        qkv_width = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
+        attended_width = heads.num_heads * heads.head_dim
+        self._widths = (hidden, qkv_width, attended_width, config.intermediate_size)
+        features = {
+            "qkv": (hidden, qkv_width),
+            "attention_output": (attended_width, hidden),
+            "gated": (hidden, config.intermediate_size),
+            "down": (config.intermediate_size, hidden),
+        }
+        self.called_back: list[_CalledBack] = []
+        """Linears that have no form for C++."""
         self._layers = (_Layer * len(weights.layers))()
-        for to, layer, linears_of, window in zip(self._layers, weights.layers, linears, windows, strict=True):
+        for to, layer, window in zip(self._layers, weights.layers, config.sliding_windows, strict=True):
             for name in ("input_norm", "q_norm", "k_norm", "mlp_norm"):
                 setattr(to, name, _address(getattr(layer, name)))
-            for name, linear in linears_of.items():
-                addresses = _address(linear.packed), _address(linear.bias)
-                setattr(to, name, _Linear(*addresses, linear.in_features, linear.out_features, linear.gated))
-            to.window = window
-        self._kv_caches: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+            for name, widths in features.items():
+                setattr(to, name, _Linear(*self._native(getattr(layer, name), *widths)))
+            to.window = NO_WINDOW if window is None else window
+        self._kv_caches: KVCaches | None = None
         self._memory = torch.empty(0, dtype=self._dtype)
 
     def __call__(
@@ -108,7 +133,7 @@ class FusedLayers:
         residual: torch.Tensor,
         cos_sin: torch.Tensor,
         metadata: AttentionMetadata,
-        kv_caches: list[tuple[torch.Tensor, torch.Tensor]],
+        kv_caches: KVCaches,
     ) -> torch.Tensor:
         """[num_tokens, hidden], which are written over, to another such tensor."""
         if kv_caches is not self._kv_caches:
@@ -144,7 +169,16 @@ class FusedLayers:
             self._buffers(residual),
             output.data_ptr(),
         )
+        for each in self.called_back:
+            each.raise_error()
         return output
+
+    def _native(self, linear: Linear, in_features: int, out_features: int) -> NativeLinear:
+        if isinstance(linear, HasNative):
+            return linear.native()
+        called_back = _CalledBack(linear, in_features, out_features, self._dtype)
+        self.called_back.append(called_back)
+        return called_back.native()
 
     def _buffers(self, residual: torch.Tensor) -> Any:
         """Memory that steps take turns with, for the system would zero new pages for every large one."""
@@ -162,19 +196,11 @@ class FusedLayers:
         return _Buffers(*addresses, mlp_rows)
 
 
-def fuse(weights: DecoderWeights, config: ModelConfig, windows: Sequence[int], mlp_rows: int) -> FusedLayers | None:
-    """None where a linear is not packed by `cpu_linear.py`, or nothing can be compiled.
-
-    `windows` has the largest int for a layer without one, and `mlp_rows` is how many rows of the widest activations are
-    made at a time.
-    """
-    linears = []
-    for layer in weights.layers:
-        packed = {name: getattr(layer, name) for name in ("qkv", "attention_output", "gated", "down")}
-        if not all(isinstance(linear, PackedLinear) for linear in packed.values()):
-            return None
-        linears.append(packed)
-    return FusedLayers(weights, linears, config, windows, mlp_rows) if _library() is not None else None
+def compile_decoder(weights: DecoderWeights, config: ModelConfig) -> FusedLayers | None:
+    """None where nothing can be compiled, or the kernels do not take the dtype or the size of the heads."""
+    if _library() is None or weights.dtype not in DTYPES or config.head_dim % HEAD_DIM_MULTIPLE:
+        return None
+    return FusedLayers(weights, config)
 
 
 def _address(tensor: torch.Tensor | None) -> int | None:

@@ -1,6 +1,6 @@
 """Packed linears on the CPU, in bfloat16 and float32: thin ctypes calls into `linear.cpp`.
 
-`workers/layers.py` calls it, and takes torch where `pack` returns None. Nothing is compiled at import.
+`workers/platforms/cpu_linears.py` calls it, and takes torch where `pack` returns None. Nothing is compiled at import.
 """
 
 from __future__ import annotations
@@ -8,19 +8,41 @@ from __future__ import annotations
 import ctypes
 import functools
 from ctypes import c_int, c_void_p
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from workers.kernels import build
+from workers.kernels import build, layout
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 """The kernels' numbers for dtypes."""
+
+
+_PackedLinear = layout.structure("_PackedLinear", "packed bias", "dtype in_features out_features gated")
+
+
+class NativeLinear(NamedTuple):
+    """What C++ calls in the place of a linear: `run(state, x, y, num_rows)`."""
+
+    run: int
+    """Address of a function."""
+    state: int | None
+    """Address of what it is about; the linear keeps it alive."""
+
+
+@runtime_checkable
+class HasNative(Protocol):
+    """A linear that C++ can run between the others, without Python."""
+
+    def native(self) -> NativeLinear: ...
 
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     library = build.load_library()
     if library is not None:
+        sizes = {"a PackedLinear's size": ctypes.sizeof(_PackedLinear)}
+        layout.check("linear.cpp", library.manta_linear_layout, sizes)
         library.manta_pack_linear.argtypes = [c_int, c_void_p, c_void_p, c_int, c_int, c_int]
         library.manta_linear.argtypes = [c_int, *[c_void_p] * 4, *[c_int] * 4]
         library.manta_pack_linear.restype = library.manta_linear.restype = None
@@ -33,17 +55,30 @@ class PackedLinear:
     With `gated`, `silu` of the first half of that times the second, rounded once.
     """
 
-    __slots__ = ("bias", "dtype", "gated", "in_features", "out_features", "packed", "run", "width")
+    __slots__ = (
+        "_library",
+        "_run",
+        "_state",
+        "bias",
+        "dtype",
+        "gated",
+        "in_features",
+        "out_features",
+        "packed",
+        "width",
+    )
 
     def __init__(
         self, library: ctypes.CDLL, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool = False
     ) -> None:
-        panel, step, gates = (library.manta_linear_layout(which) for which in range(3))
+        panel, step, gates = (library.manta_linear_layout(which) for which in (1, 2, 3))
         self.out_features, self.in_features = weight.shape
         self.width = self.out_features // 2 if gated else self.out_features
         self.gated = gated
         self.dtype = weight.dtype
-        self.run = library.manta_linear
+        self._library = library
+        self._run = library.manta_linear
+        self._state: Any = None
         size = -(-self.out_features // panel) * panel * (-(-self.in_features // step) * step)
         self.packed = torch.empty(size, dtype=self.dtype)
         weight = weight.contiguous()
@@ -62,7 +97,7 @@ class PackedLinear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
         y = x.new_empty((*x.shape[:-1], self.width))
-        self.run(
+        self._run(
             DTYPES[self.dtype],
             x.data_ptr(),
             self.packed.data_ptr(),
@@ -75,12 +110,21 @@ class PackedLinear:
         )
         return y
 
+    def native(self) -> NativeLinear:
+        """The same product for C++."""
+        bias = None if self.bias is None else self.bias.data_ptr()
+        sizes = (self.in_features, self.out_features, self.gated)
+        self._state = _PackedLinear(self.packed.data_ptr(), bias, DTYPES[self.dtype], *sizes)
+        run = ctypes.cast(self._library.manta_run_packed_linear, c_void_p).value
+        assert run is not None
+        return NativeLinear(run, ctypes.addressof(self._state))
+
 
 def pack(weight: torch.Tensor, bias: torch.Tensor | None, gated: bool = False) -> PackedLinear | None:
     """With a packed copy of `weight`; None where nothing can be compiled, or a dtype or size is not theirs."""
     if weight.dtype not in DTYPES or (library := _library()) is None:
         return None
-    gates = library.manta_linear_layout(2)
+    gates = library.manta_linear_layout(3)
     if gated and weight.shape[0] % (2 * gates):
         return None
     return PackedLinear(library, weight, bias, gated)

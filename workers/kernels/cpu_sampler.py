@@ -1,7 +1,7 @@
 """Draws tokens on the CPU with the kernels of `sampler.cpp`: thin ctypes calls, nothing compiled before the first.
 
-Same functions and results as `workers/kernels/torch_sampler.py`, which runs where there is no compiler. Called by
-`workers/sampler.py`.
+Same functions and results as `workers/kernels/torch_sampler.py`, which runs where there is no compiler. The CPU's
+`SamplerKernels`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from structured.masks import LATE, NO_MASK, MaskBatch
-from workers.kernels import build
+from workers.kernels import build, layout, torch_sampler
 from workers.kernels.cpu_linear import DTYPES
 from workers.sampling_state import ROW, SamplingState, SequenceState
 
@@ -36,22 +36,13 @@ def _library() -> ctypes.CDLL | None:
     library = build.load_library()
     if library is None:
         return None
-    row_bytes = library.manta_sampler_row_bytes()
-    if row_bytes != ROW.itemsize:
-        raise RuntimeError(f"a Row has {row_bytes} bytes in sampler.cpp and {ROW.itemsize} in sampling_state.py")
-    constraint_bytes = library.manta_sampler_constraint_bytes()
-    if constraint_bytes != CONSTRAINT.itemsize:
-        raise RuntimeError(f"a Constraint has {constraint_bytes} bytes in sampler.cpp and {CONSTRAINT.itemsize} here")
+    sizes = {"a Row's size": ROW.itemsize, "a Constraint's size": CONSTRAINT.itemsize}
+    layout.check("sampler.cpp", library.manta_sampler_layout, sizes)
     library.manta_sample.argtypes = [c_int, c_void_p, c_int64, c_int, c_int, *[c_void_p] * 6]
     library.manta_sample.restype = None
     library.manta_logprobs.argtypes = [c_int, c_void_p, c_int64, c_int, c_int, c_void_p, c_int, *[c_void_p] * 4]
     library.manta_logprobs.restype = None
     return library
-
-
-def serves(logits: torch.Tensor) -> bool:
-    """Whether these logits can be drawn from here: on the CPU, in a dtype of the kernels, which could be built."""
-    return logits.device.type == "cpu" and logits.dtype in DTYPES and _library() is not None
 
 
 def draw(
@@ -63,7 +54,8 @@ def draw(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `torch_sampler.draw`; the kernel reads packed rows where the grammar workers wrote them."""
     library = _library()
-    assert library is not None
+    if library is None:
+        return torch_sampler.draw(logits, sequences, positions, state, masks)
     logits = _row_major(logits)
     count = len(sequences)
     token_ids = torch.empty(count, dtype=torch.int64)
@@ -104,7 +96,8 @@ def logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """As `torch_sampler.logprobs`."""
     library = _library()
-    assert library is not None
+    if library is None:
+        return torch_sampler.logprobs(logits, token_ids, num_top)
     logits = _row_major(logits)
     token_ids = token_ids.contiguous()
     count, vocab_size = logits.shape

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
-// Of cpu.cpp and linear.cpp.
+// Of cpu.cpp.
 extern "C" {
 void manta_rms_norm(int dtype, const void* x, void* residual, const void* weight, void* output, int rows, int hidden,
                     float eps);
@@ -16,17 +16,17 @@ void manta_paged_attention(int dtype, const void* qkv, int64_t qkv_stride, const
                            const int32_t* block_tables, const int32_t* group_start, const int32_t* members,
                            const int32_t* prefix_lens, int num_sequences, int num_groups, int max_blocks,
                            int block_size, int num_heads, int num_kv_heads, int head_dim, int window, float scale);
-void manta_linear(int dtype, const void* x, const void* packed, const void* bias, void* y, int num_rows,
-                  int in_features, int out_features, int gated);
 }
 
 namespace {
 
 constexpr int BFLOAT16 = 1;
 
+// Of any kind: x [num_rows, in_features] -> y [num_rows, out_features], in the shape's dtype. What its weights are, and
+// in which precision, is between `run` and `self`.
 struct Linear {
-    const void *packed, *bias;
-    int in_features, out_features, gated;
+    void (*run)(const void* self, const void* x, void* y, int num_rows);
+    const void* self;
 };
 
 struct Layer {
@@ -57,6 +57,14 @@ struct Buffers {
 
 }  // namespace
 
+extern "C" int manta_decoder_layout(int which) {
+    return which == 0   ? sizeof(Linear)
+           : which == 1 ? sizeof(Layer)
+           : which == 2 ? sizeof(Shape)
+           : which == 3 ? sizeof(Step)
+                        : sizeof(Buffers);
+}
+
 // embedded tokens in `residual` -> output [num_tokens, hidden], after the last norm; all in the shape's dtype.
 extern "C" void manta_decoder(const Shape* shape, const Layer* layers, int num_layers, const void* final_norm,
                               const Step* step, const Buffers* buffers, void* output) {
@@ -66,9 +74,8 @@ extern "C" void manta_decoder(const Shape* shape, const Layer* layers, int num_l
     const auto norm = [&](const void* x, void* residual, const void* weight, void* to) {
         manta_rms_norm(s.dtype, x, residual, weight, to, rows, s.hidden, s.eps);
     };
-    const auto linear = [&](const Linear& l, const void* x, void* y, int num_rows) {
-        manta_linear(s.dtype, x, l.packed, l.bias, y, num_rows, l.in_features, l.out_features, l.gated);
-    };
+    const auto linear = [&](const Linear& l, const void* x, void* y, int num_rows) { l.run(l.self, x, y, num_rows); };
+    const int qkv_width = (s.num_heads + 2 * s.num_kv_heads) * s.head_dim;
     for (int i = 0; i < num_layers; i++) {
         const Layer& layer = layers[i];
         if (i == 0)
@@ -79,7 +86,7 @@ extern "C" void manta_decoder(const Shape* shape, const Layer* layers, int num_l
         manta_rope_and_cache(s.dtype, b.qkv, step->cos_sin, step->positions, step->slots, layer.k_cache, layer.v_cache,
                              layer.q_norm, layer.k_norm, rows, s.num_heads, s.num_kv_heads, s.head_dim, s.eps);
         const int num_groups = layer.window == INT32_MAX ? step->num_groups : 0;  // a window may end inside a prefix
-        manta_paged_attention(s.dtype, b.qkv, layer.qkv.out_features, layer.k_cache, layer.v_cache, b.attended,
+        manta_paged_attention(s.dtype, b.qkv, qkv_width, layer.k_cache, layer.v_cache, b.attended,
                               step->query_start, step->context_lens, step->block_tables, step->group_start,
                               step->members, step->prefix_lens, step->num_sequences, num_groups, step->max_blocks,
                               step->block_size, s.num_heads, s.num_kv_heads, s.head_dim, layer.window, s.scale);

@@ -108,8 +108,14 @@ static void linear(const T* x, const T* packed, const T* bias, T* y, int num_row
     multiply(Product<T>{x, packed, bias, y, num_rows, padded, out_features, gated != 0});
 }
 
+// A packed linear for the one call of all layers (decoder.cpp); mirrored in cpu_linear.py.
+struct PackedLinear {
+    const void *packed, *bias;
+    int dtype, in_features, out_features, gated;
+};
+
 extern "C" int manta_linear_layout(int which) {
-    return which == 0 ? PANEL : which == 1 ? STEP : STRIP / 2;
+    return which == 0 ? (int)sizeof(PackedLinear) : which == 1 ? PANEL : which == 2 ? STEP : STRIP / 2;
 }
 
 // dtype 0: float32, 1: bfloat16. packed [out_features rounded up to PANEL][in_features rounded up to STEP]; gated, half
@@ -130,6 +136,12 @@ extern "C" void manta_linear(int dtype, const void* x, const void* packed, const
     else
         linear((const bf16*)x, (const bf16*)packed, (const bf16*)bias, (bf16*)y, num_rows, in_features, out_features,
                gated);
+}
+
+// `manta_linear` in the form that decoder.cpp calls every linear in; `linear` is a PackedLinear.
+extern "C" void manta_run_packed_linear(const void* linear, const void* x, void* y, int num_rows) {
+    const PackedLinear& l = *(const PackedLinear*)linear;
+    manta_linear(l.dtype, x, l.packed, l.bias, y, num_rows, l.in_features, l.out_features, l.gated);
 }
 
 extern "C" void manta_set_num_threads(int threads) {

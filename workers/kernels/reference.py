@@ -6,16 +6,11 @@ to them. Arithmetic is float32 inside and rounds once to the input's dtype: bflo
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 
 from workers.attention import AttentionMetadata
-
-if TYPE_CHECKING:
-    from workers.model_config import ModelConfig
-    from workers.models.decoder import DecoderWeights
+from workers.model_config import HeadShape
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -43,9 +38,7 @@ def rope_and_cache(
     metadata: AttentionMetadata,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
+    heads: HeadShape,
     q_norm_weight: torch.Tensor | None = None,
     k_norm_weight: torch.Tensor | None = None,
     eps: float = 1e-6,
@@ -57,8 +50,9 @@ def rope_and_cache(
     order of GPT-NeoX and Hugging Face. Where norm weights [head_dim] are given, each query and key head is
     RMS-normalised before (Qwen3).
     """
-    heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
-    query, key, value = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    num_heads, num_kv_heads, head_dim, _ = heads
+    by_head = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
+    query, key, value = by_head.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     cos, sin = cos_sin[metadata.positions].unsqueeze(1).chunk(2, dim=-1)
     query.copy_(_rotate(query, cos, sin, q_norm_weight, eps))
     k_cache.view(-1, num_kv_heads, head_dim)[metadata.slot_mapping] = _rotate(key, cos, sin, k_norm_weight, eps)
@@ -80,10 +74,7 @@ def paged_attention(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     metadata: AttentionMetadata,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    scale: float,
+    heads: HeadShape,
     sliding_window: int | None = None,
 ) -> torch.Tensor:
     """Causal attention of every query token over its sequence's paged keys, [num_tokens, num_heads * head_dim].
@@ -91,6 +82,7 @@ def paged_attention(
     Query heads are the first of qkv (see `rope_and_cache`, which has run before); head `h` reads KV head
     `h // (num_heads // num_kv_heads)`. `sliding_window` is how many positions a token sees, itself included (Mistral).
     """
+    num_heads, num_kv_heads, head_dim, scale = heads
     query = qkv[:, : num_heads * head_dim].view(-1, num_heads, head_dim)
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
     query_start = metadata.query_start.tolist()
@@ -115,11 +107,3 @@ def paged_attention(
         )
         output[first:last] = attended.squeeze(0).transpose(0, 1)
     return output.view(-1, num_heads * head_dim)
-
-
-def fuse_layers(weights: DecoderWeights, config: ModelConfig, mlp_rows: int) -> None:
-    """All layers in one call, for platforms that have one: `(embedded, cos_sin, metadata, kv_caches)` to hidden states
-    behind the last norm. None where the functions above are called one by one.
-
-    `mlp_rows` is the number of rows for which the widest activations are made at a time.
-    """

@@ -560,12 +560,8 @@ void logprobs(const T* logits, int64_t stride, int num_rows, int vocab_size, con
 
 }  // namespace
 
-extern "C" int manta_sampler_row_bytes() {
-    return sizeof(Row);
-}
-
-extern "C" int manta_sampler_constraint_bytes() {
-    return sizeof(Constraint);
+extern "C" int manta_sampler_layout(int which) {
+    return which == 0 ? sizeof(Row) : sizeof(Constraint);
 }
 
 // dtype 0: float32, 1: bfloat16. `stride` counts elements between rows of logits; token_ids and status

@@ -12,11 +12,9 @@ import torch
 
 from structured.masks import LATE as LATE_SLOT
 from structured.masks import MaskBatch
+from workers.kernels.protocol import INFINITE, LATE, MASKED, NAN, OK
 from workers.noise import gumbel_noise, noise_keys
 from workers.sampling_state import SamplingState, SequenceState
-
-OK, NAN, INFINITE, MASKED, LATE = range(5)
-"""Status of a drawn row; a row that is not OK has token 0."""
 
 NUM_CANDIDATES = 256
 """Most probable tokens looked at before all are sorted; one sort of 152k tokens costs as much as 60 such looks."""

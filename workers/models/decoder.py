@@ -7,103 +7,58 @@ called by the model runner.
 
 from __future__ import annotations
 
-import dataclasses
-import types
-
 import torch
 import torch.nn.functional as F
 
 from workers.attention import AttentionMetadata
-from workers.layers import Linear, rope_table
+from workers.kernels.protocol import KVCaches
 from workers.model_config import ModelConfig
+from workers.platforms import Platform
+from workers.rope import rope_table
+from workers.weights import DecoderWeights, LayerWeights, max_mlp_rows
 
 _FIRST_POSITIONS = 4096
 """Rows of the rotary table made at first; it grows when a longer context comes, so a 1 M-token model costs nothing."""
-_MLP_BYTES = 32 << 20
-"""The widest activations are made for as many rows at a time as fit: the C library gives larger buffers back at once,
-and the system would zero new pages for the next ones.
-"""
-
-
-@dataclasses.dataclass(slots=True, frozen=True)
-class LayerWeights:
-    """One layer; linears are callables [num_tokens, in] -> [num_tokens, out] with their bias inside."""
-
-    input_norm: torch.Tensor
-    """[hidden]"""
-    qkv: Linear
-    """hidden -> (num_heads + 2 * num_kv_heads) * head_dim: queries, keys, values."""
-    q_norm: torch.Tensor | None
-    """[head_dim], Qwen3 only, as is `k_norm`."""
-    k_norm: torch.Tensor | None
-    attention_output: Linear
-    mlp_norm: torch.Tensor
-    gated: Linear
-    """hidden -> intermediate: silu(gate) * up."""
-    down: Linear
-
-
-@dataclasses.dataclass(slots=True, frozen=True)
-class DecoderWeights:
-    embedding: torch.Tensor
-    """[vocab_size, hidden], in the checkpoint's dtype; usually a view of the mapped file."""
-    layers: list[LayerWeights]
-    final_norm: torch.Tensor
-    head: Linear
-    """hidden -> vocab_size."""
 
 
 class Decoder:
-    """`kernels` has the functions of `workers/kernels/reference.py`. The residual stream is in `dtype`."""
+    """The residual stream is in the dtype of the weights' norms."""
 
-    def __init__(
-        self, config: ModelConfig, weights: DecoderWeights, kernels: types.ModuleType, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, config: ModelConfig, weights: DecoderWeights, platform: Platform) -> None:
         self.config = config
-        self.dtype = dtype
         self._weights = weights
-        self._kernels = kernels
-        self._layers = list(zip(weights.layers, config.sliding_windows, strict=True))
-        self._mlp_rows = max(1, _MLP_BYTES // (config.intermediate_size * dtype.itemsize))
-        self._fused = kernels.fuse_layers(weights, config, self._mlp_rows)
+        self._kernels = platform.kernels
+        next_norms = [*(layer.input_norm for layer in weights.layers[1:]), weights.final_norm]
+        self._layers = list(zip(weights.layers, config.sliding_windows, next_norms, strict=True))
+        self._mlp_rows = max_mlp_rows(config, weights.dtype)
+        self._compiled = platform.compile_decoder(weights, config)
         self._cos_sin = torch.empty(0)
 
     @torch.inference_mode()
-    def forward(
-        self, token_ids: torch.Tensor, metadata: AttentionMetadata, kv_caches: list[tuple[torch.Tensor, torch.Tensor]]
-    ) -> torch.Tensor:
+    def forward(self, token_ids: torch.Tensor, metadata: AttentionMetadata, kv_caches: KVCaches) -> torch.Tensor:
         """Hidden states after the last norm, [num_tokens, hidden]; writes the tokens' keys and values to their slots.
 
         `token_ids` is int64 [num_tokens]; `kv_caches` holds (k_cache, v_cache) of each layer.
         """
         cos_sin = self._rotary_table(metadata.max_context_len, token_ids.device)
-        embedded = F.embedding(token_ids, self._weights.embedding).to(self.dtype)
-        run = self._fused or self._run_layers
+        embedded = F.embedding(token_ids, self._weights.embedding).to(self._weights.dtype)
+        run = self._compiled or self._run_layers
         return run(embedded, cos_sin, metadata, kv_caches)
 
     def _run_layers(
-        self,
-        residual: torch.Tensor,
-        cos_sin: torch.Tensor,
-        metadata: AttentionMetadata,
-        kv_caches: list[tuple[torch.Tensor, torch.Tensor]],
+        self, residual: torch.Tensor, cos_sin: torch.Tensor, metadata: AttentionMetadata, kv_caches: KVCaches
     ) -> torch.Tensor:
         kernels, config = self._kernels, self.config
         eps = config.rms_norm_eps
-        heads = (config.num_heads, config.num_kv_heads, config.head_dim)
-        scale = config.head_dim**-0.5
-        update: torch.Tensor | None = None
-        for (layer, sliding_window), (k_cache, v_cache) in zip(self._layers, kv_caches, strict=True):
-            if update is None:
-                normed = kernels.rms_norm(residual, layer.input_norm, eps)
-            else:
-                normed = kernels.add_rms_norm(update, residual, layer.input_norm, eps)
+        heads = config.heads
+        normed = kernels.rms_norm(residual, self._weights.layers[0].input_norm, eps)
+        for (layer, sliding_window, next_norm), (k_cache, v_cache) in zip(self._layers, kv_caches, strict=True):
             qkv = layer.qkv(normed)
-            kernels.rope_and_cache(qkv, cos_sin, metadata, k_cache, v_cache, *heads, layer.q_norm, layer.k_norm, eps)
-            attended = kernels.paged_attention(qkv, k_cache, v_cache, metadata, *heads, scale, sliding_window)
+            kernels.rope_and_cache(qkv, cos_sin, metadata, k_cache, v_cache, heads, layer.q_norm, layer.k_norm, eps)
+            attended = kernels.paged_attention(qkv, k_cache, v_cache, metadata, heads, sliding_window)
             normed = kernels.add_rms_norm(layer.attention_output(attended), residual, layer.mlp_norm, eps)
-            update = self._mlp(layer, normed)
-        return kernels.add_rms_norm(update, residual, self._weights.final_norm, eps)
+            normed = kernels.add_rms_norm(self._mlp(layer, normed), residual, next_norm, eps)
+        return normed
 
     def _mlp(self, layer: LayerWeights, normed: torch.Tensor) -> torch.Tensor:
         num_parts = -(-normed.shape[0] // self._mlp_rows)

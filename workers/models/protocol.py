@@ -7,14 +7,13 @@ from typing import Protocol
 import torch
 
 from workers.attention import AttentionMetadata
+from workers.kernels.protocol import KVCaches
 
 
 class Model(Protocol):
     """`workers/models/decoder.py` and `workers/models/transformers_fallback.py`."""
 
-    def forward(
-        self, token_ids: torch.Tensor, metadata: AttentionMetadata, kv_caches: list[tuple[torch.Tensor, torch.Tensor]]
-    ) -> torch.Tensor:
+    def forward(self, token_ids: torch.Tensor, metadata: AttentionMetadata, kv_caches: KVCaches) -> torch.Tensor:
         """Final hidden states [num_tokens, hidden] of int64 token_ids [num_tokens]; fills the layers' KV caches."""
         ...
 

@@ -2,7 +2,8 @@
 
 Registers one attention function with transformers, which writes keys and values to the paged cache and attends over it,
 so that every model that takes a replaced attention runs in Manta's flat batches. What cannot is refused, by name and
-with the reason, from its configuration or by a probe at load. Imported only where such a model is asked for.
+with the reason: from its configuration (`workers/transformers_support.py`), or here by a probe at load. Imported only
+where such a model is asked for.
 """
 
 from __future__ import annotations
@@ -15,18 +16,14 @@ import torch
 import transformers
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from workers.attention import AttentionMetadata, allocate_kv
-from workers.model_config import ModelConfig, ModelError, RopeConfig, parse_dtype
+from workers.attention import AttentionMetadata
+from workers.kernels.protocol import KVCaches
+from workers.model_config import HeadShape, ModelConfig, ModelError
 from workers.platforms import Platform
+from workers.weights import LinearWeight
 
 _ATTENTION_NAME = "manta_paged"
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
-_STATIC_ROPE_TYPES = {"default", "linear", "llama3", "yarn", "proportional", None}
-"""Rope types whose angles depend on the position alone; `dynamic` and `longrope` follow the batch's longest."""
-_WITH_SINKS = {"GptOssForCausalLM"}
-"""Their configuration does not tell; the probe finds others, but only after loading."""
 _REFUSED_ARGUMENTS = {
     "s_aux": "attention sinks",
     "softcap": "soft-capped attention logits",
@@ -36,79 +33,6 @@ _PROBE = ([1, 2, 3, 4, 5], [3, 1, 4])
 """Token ids that any vocabulary has."""
 _PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 """Norm of the difference over that of the logits; a wrong attention is off by about 1."""
-
-
-def describe(folder: pathlib.Path, architecture: str, eos_token_ids: tuple[int, ...]) -> ModelConfig:
-    """The `ModelConfig` of a model that transformers runs; fields that only the native decoder reads stay neutral.
-
-    Raises `ModelError` where the configuration shows that it cannot run.
-    """
-    try:
-        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (ValueError, KeyError, OSError, ImportError) as error:
-        raise ModelError(
-            f"architecture {architecture} is not supported: "
-            f"transformers {transformers.__version__} cannot read its config.json ({error})"
-        ) from error
-    reason = _unsupported(config, architecture)
-    if reason is not None:
-        raise ModelError(f"architecture {architecture} is not supported: {reason}")
-    num_heads = config.num_attention_heads
-    return ModelConfig(
-        architecture=architecture,
-        native=False,
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        num_layers=config.num_hidden_layers,
-        num_heads=num_heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
-        intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
-        rms_norm_eps=0.0,
-        rope=RopeConfig(),
-        max_position_embeddings=config.max_position_embeddings,
-        tie_word_embeddings=bool(config.tie_word_embeddings),
-        qkv_bias=False,
-        output_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        sliding_windows=(None,) * config.num_hidden_layers,
-        dtype=parse_dtype({"dtype": config.dtype}),
-        eos_token_ids=eos_token_ids,
-    )
-
-
-def _unsupported(config: Any, architecture: str) -> str | None:
-    """Why the model cannot run, as far as its configuration tells."""
-    if getattr(config, "is_encoder_decoder", False):
-        return "encoder-decoder models have no single token stream to batch"
-    if config.get_text_config() is not config:
-        return "multimodal models are not served; use the text-only checkpoint where there is one"
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if model_class is None or model_class.__name__ != architecture:
-        return "it is no causal language model of transformers"
-    if not getattr(model_class, "_supports_attention_backend", False):
-        return "its attention in transformers cannot be replaced by a paged one"
-    if getattr(model_class, "_is_stateful", False):
-        return "it keeps a recurrent state, and only attention keys and values are cached"
-    if architecture in _WITH_SINKS:
-        return "attention sinks are not implemented"
-    if getattr(config, "kv_lora_rank", None):
-        return "multi-head latent attention needs a cache layout of its own"
-    if getattr(config, "attn_logit_softcapping", None):
-        return "soft-capped attention logits are not implemented"
-    others = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
-    if others:
-        return f"layers of type {', '.join(sorted(others))} are not implemented"
-    return _unsupported_rope(getattr(config, "rope_parameters", None) or {})
-
-
-def _unsupported_rope(parameters: dict[str, Any]) -> str | None:
-    per_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
-    for values in per_layer_type or [parameters]:
-        if values.get("rope_type") not in _STATIC_ROPE_TYPES:
-            return f"rope type {values['rope_type']!r} depends on the longest sequence of a batch"
-    return None
 
 
 class _Output(BaseModelOutputWithPast):
@@ -139,12 +63,12 @@ class TransformersModel:
 
     def __init__(self, folder: str | pathlib.Path, config: ModelConfig, dtype: torch.dtype, platform: Platform) -> None:
         self.config = config
-        self._kernels = platform.kernels
+        self._platform = platform
         self._metadata: AttentionMetadata | None = None
-        self._kv_caches: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._kv_caches: KVCaches = []
         self._num_attended = 0
         causal_model = self._load(folder, dtype, platform)
-        expected = _own_logits(causal_model)
+        expected = _own_logits(causal_model, platform)
         prefix = causal_model.base_model_prefix
         self._transformer = getattr(causal_model, prefix)
         self._final_hidden = _FinalHidden()
@@ -167,11 +91,11 @@ class TransformersModel:
             if report[kind]:
                 raise ModelError(f"{folder}: {kind.replace('_keys', '')} tensors {sorted(map(str, report[kind]))[:5]}")
         model.eval().to(platform.device)
-        for module in model.modules():
+        for name, module in model.named_modules():
             if hasattr(module, "layer_idx"):
                 module.manta_model = self
             if type(module) is nn.Linear:
-                _pack(module, platform)
+                _pack(name, module, dtype, platform)
         return model
 
     def _check(self, expected: list[torch.Tensor], dtype: torch.dtype) -> None:
@@ -201,23 +125,21 @@ class TransformersModel:
 
     def _probe(self, dtype: torch.dtype) -> list[torch.Tensor]:
         """Logits [num_tokens, vocab_size] of each of `_PROBE`, all tokens but the last prefilled, the last decoded."""
-        config, block_size = self.config, 16
-        kv = allocate_kv(config.num_layers, len(_PROBE), block_size, config.num_kv_heads, config.head_dim, dtype)
+        platform, block_size = self._platform, 16
+        kv = platform.allocate_kv(self.config, len(_PROBE), block_size, dtype)
         kv_caches = [(layer[0], layer[1]) for layer in kv]
         prompt_lens = np.array([len(tokens) - 1 for tokens in _PROBE])
         block_tables = np.arange(len(_PROBE), dtype=np.int32)[:, None]
-        prompts = torch.tensor([token for tokens in _PROBE for token in tokens[:-1]])
-        lasts = torch.tensor([tokens[-1] for tokens in _PROBE])
-        metadata = AttentionMetadata.build(np.zeros_like(prompt_lens), prompt_lens, block_tables, block_size)
+        prompts = platform.place(np.array([token for tokens in _PROBE for token in tokens[:-1]]))
+        lasts = platform.place(np.array([tokens[-1] for tokens in _PROBE]))
+        metadata = platform.build_metadata(np.zeros_like(prompt_lens), prompt_lens, block_tables, block_size)
         prefilled = self.compute_logits(self.forward(prompts, metadata, kv_caches)).split(prompt_lens.tolist())
-        metadata = AttentionMetadata.build(prompt_lens, np.ones_like(prompt_lens), block_tables, block_size)
+        metadata = platform.build_metadata(prompt_lens, np.ones_like(prompt_lens), block_tables, block_size)
         decoded = self.compute_logits(self.forward(lasts, metadata, kv_caches)).split(1)
         return [torch.cat(rows) for rows in zip(prefilled, decoded, strict=True)]
 
     @torch.inference_mode()
-    def forward(
-        self, token_ids: torch.Tensor, metadata: AttentionMetadata, kv_caches: list[tuple[torch.Tensor, torch.Tensor]]
-    ) -> torch.Tensor:
+    def forward(self, token_ids: torch.Tensor, metadata: AttentionMetadata, kv_caches: KVCaches) -> torch.Tensor:
         """Final hidden states [num_tokens, hidden] of int64 token_ids [num_tokens]; fills the layers' KV caches."""
         self._metadata, self._kv_caches, self._num_attended = metadata, kv_caches, 0
         output = self._transformer(
@@ -229,7 +151,8 @@ class TransformersModel:
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[num_rows, vocab_size] of final hidden states [num_rows, hidden]."""
         self._final_hidden.hidden = hidden.unsqueeze(0)
-        return self._head(input_ids=torch.zeros((1, hidden.shape[0]), dtype=torch.int64), use_cache=False).logits[0]
+        no_ids = hidden.new_zeros((1, hidden.shape[0]), dtype=torch.int64)
+        return self._head(input_ids=no_ids, use_cache=False).logits[0]
 
     def attend(
         self,
@@ -253,15 +176,13 @@ class TransformersModel:
         k_cache, v_cache = self._kv_caches[layer]
         for cache, new in ((k_cache, key), (v_cache, value)):
             cache.view(-1, *cache.shape[2:])[metadata.slot_mapping] = new[0].transpose(0, 1)
-        attended = self._kernels.paged_attention(
+        heads = HeadShape(num_heads, self.config.num_kv_heads, head_dim, head_dim**-0.5 if scale is None else scale)
+        attended = self._platform.kernels.paged_attention(
             query[0].transpose(0, 1).reshape(num_tokens, num_heads * head_dim).contiguous(),
             k_cache,
             v_cache,
             metadata,
-            num_heads,
-            self.config.num_kv_heads,
-            head_dim,
-            head_dim**-0.5 if scale is None else scale,
+            heads,
             sliding_window,
         )
         self._num_attended += 1
@@ -298,15 +219,16 @@ def _first_layers(config: Any, num_layers: int) -> Any:
     return config
 
 
-def _own_logits(model: Any) -> list[torch.Tensor]:
+def _own_logits(model: Any, platform: Platform) -> list[torch.Tensor]:
     """Logits of each of `_PROBE`, alone and with the model's own attention."""
     model.set_attn_implementation("eager")
-    logits = [model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0] for tokens in _PROBE]
+    logits = [model(input_ids=platform.place(np.array([tokens])), use_cache=False).logits[0] for tokens in _PROBE]
     model.set_attn_implementation(_ATTENTION_NAME)
     return logits
 
 
-def _pack(module: Any, platform: Platform) -> None:
+def _pack(name: str, module: Any, dtype: torch.dtype, platform: Platform) -> None:
     """Replaces the weight of an `nn.Linear` by the platform's packed form, and frees it if nothing shares it."""
-    module.forward = platform.make_linear(module.weight.detach(), module.bias)
+    weight = LinearWeight(name, module.weight.detach(), module.bias, dtype)
+    module.forward = platform.make_linear(weight)
     module.weight = nn.Parameter(module.weight.new_empty(0), requires_grad=False)

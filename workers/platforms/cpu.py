@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-import types
+from collections.abc import Callable, Mapping
 
 import torch
 
 from workers import host
-from workers.attention import allocate_kv
-from workers.kernels import build, processor
-from workers.kernels import cpu as cpu_kernels
-from workers.layers import make_cpu_gated_linear, make_cpu_linear
+from workers.attention import AttentionMetadata
+from workers.kernels import build, cpu, cpu_decoder, cpu_sampler, processor
+from workers.kernels.cpu_kv_cache import allocate_kv
+from workers.kernels.protocol import Kernels, SamplerKernels
+from workers.model_config import UNQUANTIZED, ModelConfig, ModelError
+from workers.platforms.cpu_linears import make_unquantized_linear
+from workers.weights import Linear, LinearWeight
 
 
 class CpuPlatform:
     name = "cpu"
-    kernels: types.ModuleType = cpu_kernels
-    make_linear = staticmethod(make_cpu_linear)
-    make_gated_linear = staticmethod(make_cpu_gated_linear)
-    allocate_kv = staticmethod(allocate_kv)
+    kernels: Kernels = cpu
+    sampler: SamplerKernels = cpu_sampler
+    linears: Mapping[str, Callable[[LinearWeight], Linear]] = {UNQUANTIZED: make_unquantized_linear}
+    """What makes a linear, by the scheme of its weight."""
+    compile_decoder = staticmethod(cpu_decoder.compile_decoder)
+    build_metadata = staticmethod(AttentionMetadata.build)
+    place = staticmethod(torch.from_numpy)
 
     def __init__(self, num_threads: int | None) -> None:
         self.device = torch.device("cpu")
@@ -31,6 +37,12 @@ class CpuPlatform:
         if library is not None:
             library.manta_set_num_threads(num_threads)
 
+    def make_linear(self, weight: LinearWeight) -> Linear:
+        make = self.linears.get(weight.scheme)
+        if make is None:
+            raise ModelError(f"{weight.name} is stored as {weight.scheme}, and the CPU has no linear for that")
+        return make(weight)
+
     def resolve_dtype(self, requested: str, checkpoint: str) -> str:
         if requested != "auto":
             return requested
@@ -40,6 +52,16 @@ class CpuPlatform:
 
     def torch_dtype(self, dtype: str) -> torch.dtype:
         return {"bfloat16": torch.bfloat16, "float32": torch.float32}[dtype]
+
+    def place_weight(self, view: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return view.to(dtype, copy=True)
+
+    def place_embedding(self, view: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Stays a view of the file, also where the head holds a packed copy: only rows in use are read."""
+        return view
+
+    def allocate_kv(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype) -> torch.Tensor:
+        return allocate_kv(config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim, dtype)
 
     def free_memory(self) -> int:
         return host.free_memory()

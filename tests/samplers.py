@@ -1,0 +1,11 @@
+"""The sampler over the CPU's kernels, or over torch's where there is no compiler or a test takes it away."""
+
+from __future__ import annotations
+
+import functools
+
+from workers import sampler
+from workers.kernels import cpu_sampler
+
+sample = functools.partial(sampler.sample, cpu_sampler)
+prompt_logprobs = functools.partial(sampler.prompt_logprobs, cpu_sampler)

@@ -1,0 +1,181 @@
+"""The order of rooms: who may import whom, over the whole repository and inside a room.
+
+Read from the text of every module, so that imports inside functions and those for type checkers count too.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import pathlib
+from collections.abc import Iterator
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+ROOMS = ("structured", "workers", "specdecode", "cluster")
+"""Lowest first: a room may import those before it."""
+
+INSIDE: dict[str, tuple[str, ...]] = {
+    "workers": (
+        # What is told and answered
+        "workers.host",
+        "workers.noise",
+        "workers.sampling_params",
+        "workers.step",
+        "workers.model_info",
+        # Plain data: configuration, weights, and what a step hands to the kernels
+        "workers.transformers_support",
+        "workers.model_config",
+        "workers.memory",
+        "workers.rope",
+        "workers.weights",
+        "workers.checkpoint",
+        "workers.schemes",
+        "workers.shared_prefixes",
+        "workers.attention",
+        "workers.logits_processors",
+        "workers.sampling_state",
+        # What computes
+        "workers.kernels",
+        "workers.kernels.protocol",
+        "workers.kernels.processor",
+        "workers.kernels.build",
+        "workers.kernels.layout",
+        "workers.kernels.reference",
+        "workers.kernels.cpu_linear",
+        "workers.kernels.cpu",
+        "workers.kernels.cpu_decoder",
+        "workers.kernels.torch_sampler",
+        "workers.kernels.cpu_sampler",
+        "workers.kernels.cpu_kv_cache",
+        "workers.platforms.cpu_linears",
+        "workers.platforms.cpu",
+        "workers.platforms",
+        "workers.models",
+        "workers.models.protocol",
+        "workers.models.decoder",
+        "workers.models.transformers_fallback",
+        "workers.loader",
+        "workers.sampler",
+        "workers.model_runner",
+        "workers.rank_worker",
+        "workers.worker",
+        "workers.trial",
+    ),
+}
+"""The modules of a room, lowest first: a module may import those before it. A name stands for all modules under it that
+have no place of their own.
+"""
+
+OWNED: dict[str, tuple[str, ...]] = {
+    "workers.kernels.cpu": ("workers.kernels", "workers.platforms.cpu"),
+    "workers.platforms.cpu": ("workers.platforms",),
+}
+"""Beginnings of names: who alone may import the modules. A device's kernels are behind its platform."""
+
+
+@functools.cache
+def modules(room: str) -> dict[str, ast.Module]:
+    """Name to text of every module of a room, packages themselves among them."""
+    found = {}
+    for path in sorted((ROOT / room).rglob("*.py")):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        found[name] = ast.parse(path.read_text(), str(path))
+    return found
+
+
+ALL = frozenset(name for room in ROOMS for name in modules(room))
+
+
+def imports(module: str, tree: ast.Module) -> Iterator[str]:
+    """The modules of this repository that a module imports anywhere in its text."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in ALL)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            assert node.level == 0, f"{module} line {node.lineno}: imports are absolute here"
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            yield from names & ALL
+            if node.module in ALL and not names <= ALL:
+                yield node.module
+
+
+def place(module: str, order: tuple[str, ...]) -> int:
+    """Where a module stands in the order of its room: its own place, or that of the nearest package above it."""
+    name = module
+    while name:
+        if name in order:
+            return order.index(name)
+        name = name.rpartition(".")[0]
+    raise AssertionError(f"{module} has no place in the order of its room: add it to INSIDE in {__file__}")
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_rooms_import_downwards_only(room: str) -> None:
+    allowed = ROOMS[: ROOMS.index(room) + 1]
+    upwards = [
+        f"{module} imports {other}"
+        for module, tree in modules(room).items()
+        for other in imports(module, tree)
+        if other.partition(".")[0] not in allowed
+    ]
+    assert not upwards
+
+
+@pytest.mark.parametrize("room", INSIDE)
+def test_modules_of_a_room_import_downwards_only(room: str) -> None:
+    order = INSIDE[room]
+    upwards = [
+        f"{module} imports {other}"
+        for module, tree in modules(room).items()
+        for other in imports(module, tree)
+        if other.partition(".")[0] == room and module != room and place(other, order) > place(module, order)
+    ]
+    assert not upwards
+
+
+@pytest.mark.parametrize("room", INSIDE)
+def test_the_order_of_a_room_names_what_is_there(room: str) -> None:
+    gone = [name for name in INSIDE[room] if name not in modules(room)]
+    assert not gone
+
+
+@pytest.mark.parametrize("owned", OWNED)
+def test_a_devices_modules_are_imported_by_their_owners_only(owned: str) -> None:
+    others = [
+        f"{module} imports {other}"
+        for room in ROOMS
+        for module, tree in modules(room).items()
+        for other in imports(module, tree)
+        if other.startswith(owned) and not module.startswith(OWNED[owned])
+    ]
+    assert not others
+
+
+def test_nobody_but_kernels_asks_which_device_a_tensor_is_on() -> None:
+    asking = [
+        f"{module} line {node.lineno}"
+        for room in ("workers", "specdecode")
+        for module, tree in modules(room).items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and (node.attr == "is_cuda" or (node.attr == "type" and getattr(node.value, "attr", None) == "device"))
+        and not module.startswith("workers.kernels.")
+    ]
+    assert not asking
+
+
+def test_imports_in_functions_and_for_type_checkers_count() -> None:
+    tree = ast.parse(
+        "import workers.step\n"
+        "if TYPE_CHECKING:\n    from workers.models.decoder import Decoder\n"
+        "def load():\n    from workers import host, model_config\n    import torch\n"
+    )
+    assert sorted(imports("workers.example", tree)) == [
+        "workers.host",
+        "workers.model_config",
+        "workers.models.decoder",
+        "workers.step",
+    ]

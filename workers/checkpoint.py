@@ -1,0 +1,148 @@
+"""The tensors of a checkpoint's safetensors files, by memory map: what is not asked for is not read.
+
+Pages of the file are given back once a tensor is copied, so that loading peaks at about the size of the packed weights.
+Called by the loader.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import mmap
+import os
+import pathlib
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from workers.model_config import ModelError
+
+_DTYPES = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
+_IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
+"""Buffers that old checkpoints store and every implementation computes."""
+
+
+class _Entry(NamedTuple):
+    file: mmap.mmap
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    """Byte offset in the file."""
+    end: int
+
+
+class Checkpoint:
+    """The tensors of a folder's safetensors files, mapped and not read.
+
+    Raises `ModelError` where there are none, or where a file is truncated or not safetensors.
+    """
+
+    def __init__(self, folder: str | pathlib.Path) -> None:
+        self.folder = pathlib.Path(folder)
+        self._entries: dict[str, _Entry] = {}
+        self._taken: set[str] = set()
+        for path in self._files():
+            self._map(path)
+
+    def _files(self) -> list[pathlib.Path]:
+        index = self.folder / "model.safetensors.index.json"
+        if index.is_file():
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            missing = [name for name in names if not (self.folder / name).is_file()]
+            if missing:
+                raise ModelError(f"{self.folder} lacks {', '.join(missing)}, which {index.name} lists")
+            return [self.folder / name for name in names]
+        single = self.folder / "model.safetensors"
+        if single.is_file():
+            return [single]
+        raise ModelError(f"{self.folder} holds no model.safetensors; other weight formats must be converted first")
+
+    def _map(self, path: pathlib.Path) -> None:
+        """The format: a little-endian u64 header length, a JSON header, then the data its offsets count from."""
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size < 8:
+                raise ModelError(f"{path} is not a safetensors file: it has {size} bytes")
+            # A private mapping is writable to torch, which warns otherwise; nothing writes to it.
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        data_start = 8 + int.from_bytes(mapped[:8], "little")
+        try:
+            header: dict[str, Any] = json.loads(mapped[8:data_start])
+        except ValueError as error:
+            raise ModelError(f"{path} is not a safetensors file: its header is no JSON") from error
+        header.pop("__metadata__", None)
+        for name, item in header.items():
+            start, end = (data_start + offset for offset in item["data_offsets"])
+            if not data_start <= start <= end <= size:
+                raise ModelError(f"{path} is truncated: {name} is bytes {start} to {end} of {size}; download it again")
+            self._entries[name] = _Entry(mapped, item["dtype"], tuple(item["shape"]), start, end)
+        _advise(mapped, "MADV_WILLNEED")  # starts reading a cold file while the first weights are packed
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def view(self, name: str, shape: tuple[int, ...], kind: torch.dtype = torch.float32) -> torch.Tensor:
+        """The tensor as a view of the file, in the checkpoint's dtype: any floating-point one where `kind` is one, else
+        `kind` itself.
+
+        Raises `ModelError` naming the tensor where it is missing, not `shape`, or of another dtype.
+        """
+        entry = self._entries.get(name)
+        if entry is None:
+            raise ModelError(f"tensor {name} of shape {list(shape)} is missing from {self.folder}")
+        if entry.shape != shape:
+            raise ModelError(f"tensor {name} has shape {list(entry.shape)}; its config.json asks for {list(shape)}")
+        readable = {
+            stored: dtype
+            for stored, dtype in _DTYPES.items()
+            if (dtype.is_floating_point if kind.is_floating_point else dtype == kind)
+        }
+        dtype = readable.get(entry.dtype)
+        if dtype is None:
+            raise ModelError(f"tensor {name} is {entry.dtype}; only {', '.join(readable)} weights are supported")
+        if entry.end - entry.start != math.prod(shape) * dtype.itemsize:
+            raise ModelError(f"tensor {name} has {entry.end - entry.start} bytes, which do not fill {list(shape)}")
+        self._taken.add(name)
+        return torch.frombuffer(entry.file, dtype=dtype, count=math.prod(shape), offset=entry.start).view(shape)
+
+    def release(self, names: Iterable[str]) -> None:
+        """Gives back the memory of tensors that were copied; their views stay valid and would read the file again."""
+        for name in names:
+            entry = self._entries[name]
+            start = -(-entry.start // mmap.PAGESIZE) * mmap.PAGESIZE
+            length = entry.end // mmap.PAGESIZE * mmap.PAGESIZE - start
+            if length > 0:
+                _advise(entry.file, "MADV_DONTNEED", start, length)
+
+    def check_all_used(self, but: Iterable[str] = ()) -> None:
+        """Raises `ModelError` naming tensors that nothing asked for, which a model without them would silently miss."""
+        left = [name for name in self._entries.keys() - self._taken - set(but) if not name.endswith(_IGNORED_SUFFIXES)]
+        if left:
+            shown = ", ".join(sorted(left)[:5])
+            raise ModelError(f"{self.folder} holds {len(left)} tensors that its architecture does not have: {shown}")
+
+
+def _advise(mapped: mmap.mmap, name: str, *part: int) -> None:
+    """Advice that a system does not know, or refuses, is no loss but of speed or memory."""
+    if hasattr(mmap, name):
+        with contextlib.suppress(OSError):
+            mapped.madvise(getattr(mmap, name), *part)
+
+
+class CheckpointHeaders(Checkpoint):
+    """A checkpoint whose tensors have a shape and no data."""
+
+    def view(self, name: str, shape: tuple[int, ...], kind: torch.dtype = torch.float32) -> torch.Tensor:
+        return super().view(name, shape, kind).to("meta")
+
+    def release(self, names: Iterable[str]) -> None:
+        pass

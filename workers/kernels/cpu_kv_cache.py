@@ -1,0 +1,31 @@
+"""Memory for the KV cache on the CPU: on huge pages where Linux grants them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+
+import torch
+
+
+def allocate_kv(
+    num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """The uninitialised KV cache: [num_layers, 2 (k, v), num_blocks, block_size, num_kv_heads, head_dim].
+
+    A layer's caches are `k_cache, v_cache = kv[layer]`. Slots in the order [slot, kv_head, dim] keep one token's heads
+    adjacent: a kernel that serves all KV heads of a sequence reads whole blocks in a row.
+    """
+    shape = (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim)
+    return _huge_page_buffer(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+
+
+def _huge_page_buffer(num_bytes: int) -> torch.Tensor:
+    """Bytes on huge pages where Linux grants them: KV blocks are scattered, and each would miss the TLB otherwise."""
+    if not hasattr(mmap, "MADV_HUGEPAGE"):  # no Linux, or a C library that does not know it
+        return torch.empty(num_bytes, dtype=torch.uint8)
+    buffer = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without transparent huge pages
+        buffer.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(buffer, dtype=torch.uint8)

@@ -1,0 +1,27 @@
+"""What C++ and Python must agree on: structures in ctypes, and sizes and constants that a library exports by number."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from ctypes import c_float, c_int, c_void_p
+from typing import Any
+
+
+def structure(name: str, pointers: str, integers: str = "", floats: str = "") -> type[Any]:
+    """A ctypes structure of pointers, then ints, then floats; fields in the order of their names."""
+    fields: list[tuple[str, Any]] = [(field, c_void_p) for field in pointers.split()]
+    fields += [(field, c_int) for field in integers.split()]
+    fields += [(field, c_float) for field in floats.split()]
+    return type(name, (ctypes.Structure,), {"_fields_": fields})
+
+
+def check(source: str, exported: Callable[[int], int], here: dict[str, int]) -> None:
+    """Compares `exported(0)`, `exported(1)`, ... of a C++ source with the values that Python uses, in that order.
+
+    Raises `RuntimeError` naming the first that differs.
+    """
+    for which, (name, value) in enumerate(here.items()):
+        there = exported(which)
+        if there != value:
+            raise RuntimeError(f"{name} is {there} in {source} and {value} in Python")

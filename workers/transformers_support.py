@@ -1,0 +1,60 @@
+"""What transformers says of an architecture that has no native form, and which of them run over a paged cache.
+
+Reads a configuration and no weights. Imported only where such a model is asked for: transformers takes seconds.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_STATIC_ROPE_TYPES = {"default", "linear", "llama3", "yarn", "proportional", None}
+"""Rope types whose angles depend on the position alone; `dynamic` and `longrope` follow the batch's longest."""
+_WITH_SINKS = {"GptOssForCausalLM"}
+"""Their configuration does not tell; the probe finds others, but only after loading."""
+
+
+def read_config(folder: pathlib.Path) -> Any:
+    """transformers' own configuration object. Raises `ValueError` naming its version where it cannot read one."""
+    try:
+        return transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (ValueError, KeyError, OSError, ImportError) as error:
+        version = transformers.__version__
+        raise ValueError(f"transformers {version} cannot read its config.json ({error})") from error
+
+
+def why_unsupported(config: Any, architecture: str) -> str | None:
+    """Why a model cannot run over the paged cache, as far as its configuration tells; None where it may."""
+    if getattr(config, "is_encoder_decoder", False):
+        return "encoder-decoder models have no single token stream to batch"
+    if config.get_text_config() is not config:
+        return "multimodal models are not served; use the text-only checkpoint where there is one"
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if model_class is None or model_class.__name__ != architecture:
+        return "it is no causal language model of transformers"
+    if not getattr(model_class, "_supports_attention_backend", False):
+        return "its attention in transformers cannot be replaced by a paged one"
+    if getattr(model_class, "_is_stateful", False):
+        return "it keeps a recurrent state, and only attention keys and values are cached"
+    if architecture in _WITH_SINKS:
+        return "attention sinks are not implemented"
+    if getattr(config, "kv_lora_rank", None):
+        return "multi-head latent attention needs a cache layout of its own"
+    if getattr(config, "attn_logit_softcapping", None):
+        return "soft-capped attention logits are not implemented"
+    others = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
+    if others:
+        return f"layers of type {', '.join(sorted(others))} are not implemented"
+    return _unsupported_rope(getattr(config, "rope_parameters", None) or {})
+
+
+def _unsupported_rope(parameters: dict[str, Any]) -> str | None:
+    per_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
+    for values in per_layer_type or [parameters]:
+        if values.get("rope_type") not in _STATIC_ROPE_TYPES:
+            return f"rope type {values['rope_type']!r} depends on the longest sequence of a batch"
+    return None

@@ -1,0 +1,83 @@
+"""The weights of a decoder, as the loader hands them to a platform and to the model: plain data, nothing computed.
+
+Norms and the embedding are tensors, linears are callables that the platform made of a weight and keep it to themselves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+
+from workers.model_config import UNQUANTIZED, ModelConfig
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class LinearWeight:
+    """What a checkpoint says of a linear; a platform makes the `Linear` of it."""
+
+    name: str
+    """Of its parts in the checkpoint, for messages."""
+    weight: torch.Tensor
+    """[out_features, in_features] in `dtype`; another scheme has another shape or dtype. It may be the view of a file,
+    or be written over once the linear is made.
+    """
+    bias: torch.Tensor | None
+    """[out_features] in `dtype`, on the device, as are scales and zero points."""
+    dtype: torch.dtype
+    """Of the activations."""
+    gated: bool = False
+    """The rows are a gate's and then as many of what it lets through: `silu(gate) * up`, half as wide (SwiGLU)."""
+    scheme: str = UNQUANTIZED
+    """How `weight` is stored: a key of `workers.schemes.READERS`."""
+    scales: torch.Tensor | None = None
+    """As the scheme has them, and zero points too."""
+    zero_points: torch.Tensor | None = None
+
+
+Linear = Callable[[torch.Tensor], torch.Tensor]
+"""x [num_rows, in_features] -> [num_rows, out_features], same dtype."""
+
+MLP_BYTES = 32 << 20
+"""The widest activations are made for as many rows at a time as fit: the C library gives larger buffers back at once,
+and the system would zero new pages for the next ones.
+"""
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class LayerWeights:
+    """One layer; linears are callables [num_tokens, in] -> [num_tokens, out] with their bias inside."""
+
+    input_norm: torch.Tensor
+    """[hidden]"""
+    qkv: Linear
+    """hidden -> (num_heads + 2 * num_kv_heads) * head_dim: queries, keys, values."""
+    q_norm: torch.Tensor | None
+    """[head_dim], Qwen3 only, as is `k_norm`."""
+    k_norm: torch.Tensor | None
+    attention_output: Linear
+    mlp_norm: torch.Tensor
+    gated: Linear
+    """hidden -> intermediate: silu(gate) * up."""
+    down: Linear
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class DecoderWeights:
+    embedding: torch.Tensor
+    """[vocab_size, hidden], in the checkpoint's dtype; usually a view of the mapped file."""
+    layers: list[LayerWeights]
+    final_norm: torch.Tensor
+    head: Linear
+    """hidden -> vocab_size."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the activations: whatever the linears keep their weights in, norms are in this one."""
+        return self.final_norm.dtype
+
+
+def max_mlp_rows(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Rows for which the widest activations are made at a time, at least 1."""
+    return max(1, MLP_BYTES // (config.intermediate_size * dtype.itemsize))
