@@ -1,7 +1,7 @@
 """How checkpoints store the weight of a linear: for each scheme, which tensors there are and how they are read.
 
-A scheme that is added here has its name in `ModelConfig.scheme`, a reader in `READERS`, and on each platform that runs
-it something that makes its linears.
+To add one: `workers/model_config.py` accepts its `quantization_config` and sets `ModelConfig.scheme`, `READERS` gets
+its reader, and each platform that runs it something that makes its linears (`CpuPlatform.linears`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from workers.weights import LinearWeight
 
 
 class Tensors(Protocol):
-    """What the loader gives access to; a `row_shape` is the shape of one output's share."""
+    """What the loader lets a reader see; `row_shape` is the shape of one output's share of a tensor."""
 
     def __contains__(self, name: str) -> bool: ...
 

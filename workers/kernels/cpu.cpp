@@ -164,7 +164,7 @@ void manta_rope_and_cache(
     }
 }
 
-// head_dim must be a multiple of HEAD_DIM_MULTIPLE, and window is INT32_MAX where there is none; `Attention` says what the groups are
+// head_dim must be a multiple of HEAD_DIM_MULTIPLE; a window of INT32_MAX is none. `Attention` explains the groups
 void manta_paged_attention(
     int dtype, const void* qkv, int64_t qkv_stride, const void* k_cache, const void* v_cache, void* output,
     const int32_t* query_start, const int32_t* context_lens, const int32_t* block_tables, const int32_t* group_start,
