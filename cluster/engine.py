@@ -258,4 +258,5 @@ class Engine:
             num_late_rows=self.masks.num_late,
             num_grammar_workers_replaced=self.masks.num_replaced,
             drafts=scheduler.drafts,
+            constraints=self.masks.stats(),
         )

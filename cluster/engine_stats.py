@@ -20,6 +20,29 @@ class DraftCounts(msgspec.Struct, array_like=True):
                 places[place] += 1
 
 
+class ConstraintStats(msgspec.Struct, array_like=True, kw_only=True):
+    """Compilers and caches of one engine at this moment; all 0 where it has no compiler: nobody asked for one, or the
+    model has no tokenizer that it could read.
+    """
+
+    num_compilers: int = 0
+    """Compile processes that there should be."""
+    num_compilers_alive: int = 0
+    """Those that there are or that are starting. Where one does not start it is tried again, every ten seconds."""
+    num_cached: int = 0
+    """Compiled constraints that are kept, the bytes that they hold, and the bound of those."""
+    cached_bytes: int = 0
+    max_cached_bytes: int = 0
+    num_grammars: int = 0
+    """Grammars that grammar workers keep for masks, the same; the bound is of all workers."""
+    grammar_bytes: int = 0
+    max_grammar_bytes: int = 0
+
+    @property
+    def can_compile(self) -> bool:
+        return self.num_compilers == 0 or self.num_compilers_alive > 0
+
+
 class EngineStats(msgspec.Struct, array_like=True):
     """A snapshot for `/metrics` and `/health`. Counters only grow; gauges describe this moment."""
 
@@ -46,3 +69,4 @@ class EngineStats(msgspec.Struct, array_like=True):
     num_grammar_workers_replaced: int
     """That died, or hung on one mask."""
     drafts: DraftCounts
+    constraints: ConstraintStats

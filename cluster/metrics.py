@@ -64,6 +64,19 @@ class Metrics:
                 Counter, "grammar_workers_replaced", "Grammar workers that died or hung."
             ),
         }
+        self._constraint_gauges = {
+            name: labelled(Gauge, f"constraint_{name}", text)
+            for name, text in (
+                ("num_compilers", "Compile processes that there should be."),
+                ("num_compilers_alive", "Compile processes that there are, or that are starting."),
+                ("num_cached", "Compiled constraints that are kept."),
+                ("cached_bytes", "What they hold."),
+                ("max_cached_bytes", "What they may hold."),
+                ("num_grammars", "Grammars that grammar workers keep."),
+                ("grammar_bytes", "What they hold."),
+                ("max_grammar_bytes", "What they may hold."),
+            )
+        }
         self._seen: dict[tuple[str, str], int] = {}
         self._drafts = {
             kind: Counter(
@@ -87,6 +100,8 @@ class Metrics:
         self._num_running.set(sum(stats.num_running for stats in engines))
         self._num_waiting.set(sum(stats.num_waiting for stats in engines))
         self._kv_usage.set(sum(stats.kv_usage * stats.num_blocks for stats in engines) / max(1, num_blocks))
+        for name, gauge in self._constraint_gauges.items():
+            gauge.set(sum(getattr(stats.constraints, name) for stats in engines))
         for stats in engines:
             for name, counter in self._engine_totals.items():
                 self._raise(stats.engine_id, counter, name, getattr(stats, name))

@@ -139,7 +139,7 @@ class Submission:
         except asyncio.CancelledError:
             raise
         except Exception as error:
-            self._events.put_nowait(error)
+            self._events.put_nowait(getattr(error, "cause", error))  # Ray raises a copy whose text is a traceback
             return
         if account.refused is not None or account.queue_full is not None:
             self._events.put_nowait(account)
