@@ -287,4 +287,5 @@ class Engine:
             num_grammar_workers_replaced=self.masks.num_replaced,
             grammar_pool=self.masks.pool_stats(),
             drafts=scheduler.drafts,
+            constraints=self.masks.stats(),
         )

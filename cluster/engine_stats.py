@@ -35,6 +35,29 @@ class GrammarPoolStats(msgspec.Struct, array_like=True):
     """Those that were replaced and have not ended; with the others at most `structured.pool.MAX_WORKERS`."""
 
 
+class ConstraintStats(msgspec.Struct, array_like=True, kw_only=True):
+    """Compilers and caches of one engine at this moment; all 0 where it has no compiler: nobody asked for one, or the
+    model has no tokenizer that it could read.
+    """
+
+    num_compilers: int = 0
+    """Compile processes that there should be."""
+    num_compilers_alive: int = 0
+    """Those that there are or that are starting. Where one does not start it is tried again, every ten seconds."""
+    num_cached: int = 0
+    """Compiled constraints that are kept, the bytes that they hold, and the bound of those."""
+    cached_bytes: int = 0
+    max_cached_bytes: int = 0
+    num_grammars: int = 0
+    """Grammars that grammar workers keep for masks, the same; the bound is of all workers."""
+    grammar_bytes: int = 0
+    max_grammar_bytes: int = 0
+
+    @property
+    def can_compile(self) -> bool:
+        return self.num_compilers == 0 or self.num_compilers_alive > 0
+
+
 class EngineStats(msgspec.Struct, array_like=True):
     """A snapshot for `/metrics` and `/health`. Counters only grow; gauges describe this moment."""
 
@@ -69,3 +92,4 @@ class EngineStats(msgspec.Struct, array_like=True):
     """That died, or hung on one mask."""
     drafts: DraftCounts
     grammar_pool: GrammarPoolStats
+    constraints: ConstraintStats

@@ -324,13 +324,7 @@ class Ingress:
     async def _health(self, exchange: Exchange) -> None:
         """Healthy while one engine is, and can send tokens here: Serve replaces those that say that they are not."""
         await self._client.listen()
-        bound = self._config.health_bound_s
-        waits = [stats.seconds_since_progress for stats in await self._stats() if stats.alive]
-        if not waits:
-            raise ApiError(503, "every engine has failed, and is being replaced")
-        if min(waits) > bound:
-            raise ApiError(503, f"no request went on for {min(waits):.0f} s; the bound is {bound:.0f} s")
-        await exchange.send_json(b'{"status":"ok"}')
+        await exchange.send_json(health(await self._stats(), self._config.health_bound_s))
 
     async def own_metrics(self) -> tuple[str | None, list[Metric]]:
         """What this ingress counted, and its name; called by the one that is asked."""
@@ -359,6 +353,24 @@ class Ingress:
 
     async def _openapi(self, exchange: Exchange) -> None:
         await exchange.send_json(json.dumps(openapi_document(OPEN_PATHS)).encode())
+
+
+def health(engines: list[EngineStats], bound_s: float) -> bytes:
+    """The body of a good answer. Raises `ApiError` 503 where no engine is healthy: Serve replaces those that say so.
+
+    An engine that cannot compile constraints serves everything else, and tries again by itself: it stays in service, as
+    "degraded".
+    """
+    alive = [stats for stats in engines if stats.alive]
+    if not alive:
+        raise ApiError(503, "every engine has failed, and is being replaced")
+    seconds = min(stats.seconds_since_progress for stats in alive)
+    if seconds > bound_s:
+        raise ApiError(503, f"no request went on for {seconds:.0f} s; the bound is {bound_s:.0f} s")
+    if all(stats.constraints.can_compile for stats in alive):
+        return b'{"status":"ok"}'
+    reason = "no grammar compiler starts, so requests with a constraint fail; the log says why"
+    return msgspec.json.encode({"status": "degraded", "reason": reason})
 
 
 class ListeningIngress(Ingress):

@@ -18,7 +18,7 @@ from concurrent.futures import Future
 import numpy as np
 
 from cluster.config import EngineConfig
-from cluster.engine_stats import GrammarPoolStats
+from cluster.engine_stats import ConstraintStats, GrammarPoolStats
 from cluster.kv_blocks import IntegrityError
 from cluster.request import FinishStatus, RequestRefused, SequenceOutput
 from cluster.scheduler import Scheduler
@@ -26,7 +26,7 @@ from cluster.sequence import Sequence
 from specdecode.lengths import Acceptance, Load, StepCost, choose_lengths
 from structured.compiler import Compiler
 from structured.constraint import ConstraintError, ConstraintSpec, Resolved
-from structured.grammar_worker import SessionStart
+from structured.grammar_worker import GRAMMAR_CACHE_BYTES, SessionStart
 from structured.masks import FINISHED, LATE, MAX_FORCED, NO_MASK, MaskBatch
 from structured.pool import GrammarPool
 from structured.vocabulary import Vocabulary
@@ -148,6 +148,24 @@ class MaskClient:
     def num_replaced(self) -> int:
         """Grammar workers that were replaced, over the engine's life."""
         return 0 if self.pool is None else self.pool.num_replaced
+
+    def stats(self) -> ConstraintStats:
+        """Callable from any thread."""
+        compiler, pool = self._compiler, self.pool
+        if compiler is None or pool is None:
+            return ConstraintStats()
+        workers = list(pool.workers)
+        num_grammars, grammar_bytes = pool.buffer.cached[[worker.index for worker in workers]].sum(axis=0).tolist()
+        return ConstraintStats(
+            num_compilers=compiler.num_processes,
+            num_compilers_alive=compiler.num_alive,
+            num_cached=len(compiler.cache),
+            cached_bytes=compiler.cache.num_bytes,
+            max_cached_bytes=compiler.cache.max_bytes,
+            num_grammars=num_grammars,
+            grammar_bytes=grammar_bytes,
+            max_grammar_bytes=GRAMMAR_CACHE_BYTES * len(workers),
+        )
 
     # ---- a step --------------------------------------------------------------------------------------------------
 

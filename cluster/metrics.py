@@ -105,6 +105,19 @@ class Metrics:
             "num_late_rows": total("late_mask_rows", "Rows that sat a step out for a late mask."),
             "num_grammar_workers_replaced": total("grammar_workers_replaced", "Grammar workers that died or hung."),
         }
+        self._constraint_gauges = {
+            name: labelled(Gauge, f"constraint_{name}", text)
+            for name, text in (
+                ("num_compilers", "Compile processes that there should be."),
+                ("num_compilers_alive", "Compile processes that there are, or that are starting."),
+                ("num_cached", "Compiled constraints that are kept."),
+                ("cached_bytes", "What they hold."),
+                ("max_cached_bytes", "What they may hold."),
+                ("num_grammars", "Grammars that grammar workers keep."),
+                ("grammar_bytes", "What they hold."),
+                ("max_grammar_bytes", "What they may hold."),
+            )
+        }
         self._drafts = {
             kind: total(
                 f"spec_decode_num_{kind}_tokens",
@@ -149,6 +162,8 @@ class Metrics:
             gauge.set(sum(getattr(stats.grammar_pool, name) for stats in engines))
         for name, gauge in self._sizes.items():
             gauge.set(sum(getattr(stats, name) for stats in engines))
+        for name, gauge in self._constraint_gauges.items():
+            gauge.set(sum(getattr(stats.constraints, name) for stats in engines))
         self._add_up(engines)
         return generate_latest(_Merged([self.own(), *others, self._of_engines.collect()]))
 

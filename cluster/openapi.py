@@ -64,7 +64,12 @@ _OPERATIONS = [
         "/tokenize", "post", "Text or messages to token ids", protocol.TokenizeRequest, protocol.TokenizeResponse
     ),
     _Operation("/detokenize", "post", "Token ids to text", protocol.DetokenizeRequest, protocol.DetokenizeResponse),
-    _Operation("/health", "get", "200 while the engine is idle or stepping", asks_engines=True),
+    _Operation(
+        "/health",
+        "get",
+        "200 while the engine is idle or stepping; status is ok, or degraded with a reason",
+        asks_engines=True,
+    ),
     _Operation("/metrics", "get", "Prometheus metrics", other_type="text/plain", asks_engines=True),
     _Operation("/openapi.json", "get", "This document"),
 ]

@@ -153,7 +153,8 @@ class Submission:
             async with overdue:
                 account = await self._client.generate(request)
         except Exception as error:
-            self._events.put_nowait(_overdue(request.deadline_s) if overdue.expired() else error)
+            cause = getattr(error, "cause", error)  # Ray raises a copy whose text is a traceback
+            self._events.put_nowait(_overdue(request.deadline_s) if overdue.expired() else cause)
             return
         if account.refused is not None or account.queue_full is not None:
             self._events.put_nowait(account)

@@ -60,9 +60,13 @@ class Session(Protocol):
 
 
 class Grammar(Protocol):
-    """A compiled constraint; makes any number of sessions. Its `num_bytes` is an estimate for cache accounting."""
+    """A compiled constraint; makes any number of sessions."""
 
-    num_bytes: int
+    @property
+    def num_bytes(self) -> int:
+        """An upper bound of the memory that it holds; caches add these up. It may grow while sessions run; a grammar
+        that has grown too much is loaded anew for the next session.
+        """
 
     def session(self) -> Session: ...
 

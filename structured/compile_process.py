@@ -35,6 +35,10 @@ GRACE_SECONDS = 5
 """After the budget the parent kills; a parent that cannot, because it is gone, has this process end itself."""
 
 
+MAX_ERROR_LENGTH = 2000
+"""Characters; a backend may quote the whole constraint, and more than once."""
+
+
 class Setup(msgspec.Struct, array_like=True):
     vocabulary: Vocabulary
     limits: ConstraintLimits
@@ -56,6 +60,7 @@ class Answer(msgspec.Struct, array_like=True):
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the parent, at whose end this one ends
     os.nice(LOADING_NICENESS)
     control = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -97,19 +102,23 @@ def _serve(connection: socket.socket, backends: Backends, limits: ConstraintLimi
         signal.alarm(math.ceil(limits.compile_seconds) + GRACE_SECONDS)
         answer = _compile(backends, decoder.decode(frame), limits)
         signal.alarm(0)
-        write_frame(stream, msgspec.msgpack.encode(answer))
+        write_frame(stream, answer)
 
 
-def _compile(backends: Backends, spec: ConstraintSpec, limits: ConstraintLimits) -> Answer:
+def _compile(backends: Backends, spec: ConstraintSpec, limits: ConstraintLimits) -> bytes:
+    """An `Answer` in msgpack."""
     try:
         check_limits(spec, limits)
-        return Answer(resolved=backends.resolve(spec))
+        return msgspec.msgpack.encode(Answer(resolved=backends.resolve(spec)))
     except ConstraintError as error:
-        return Answer(error=str(error))
+        answer = Answer(error=str(error))
     except MemoryError:
-        return needs_too_much_memory(spec, limits)
+        answer = needs_too_much_memory(spec, limits)
     except Exception as error:  # a backend may raise anything at a strange input; it is the input that is refused
-        return Answer(error=f"{spec.kind}: {type(error).__name__}: {error}")
+        answer = Answer(error=f"{spec.kind}: {type(error).__name__}: {error}")
+    assert answer.error is not None
+    error_text = answer.error[:MAX_ERROR_LENGTH].encode("utf-8", "backslashreplace").decode()  # half a surrogate pair
+    return msgspec.msgpack.encode(Answer(error=error_text))
 
 
 def needs_too_much_memory(spec: ConstraintSpec, limits: ConstraintLimits) -> Answer:

@@ -16,19 +16,25 @@ import subprocess
 import sys
 import threading
 import time
-from collections import OrderedDict
 from concurrent.futures import Future
+from typing import NamedTuple
 
 import msgspec
 
 from structured.compile_process import Answer, Setup, Started, needs_too_much_memory
-from structured.constraint import ConstraintError, ConstraintLimits, ConstraintSpec, Resolved, check_size
+from structured.constraint import ConstraintError, ConstraintLimits, ConstraintSpec, Resolved, check_form, check_size
 from structured.frames import read_frame, write_frame
+from structured.lru import ByteLRU
 from structured.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
 
 CACHE_BYTES = 256 * 2**20
+"""Of compiled constraints that are kept."""
+REFUSAL_BYTES = 16 * 2**20
+"""Of refusals that are remembered, with the constraints that they are about."""
+ENTRY_BYTES = 600
+"""What an entry of either holds beside its texts: structs, lengths, hash tables."""
 REFUSAL_SECONDS = 60.0
 """How long a refusal is remembered."""
 IDLE_SECONDS = 0.2
@@ -37,8 +43,14 @@ steps keep every core busy it would run into its budget without having run.
 """
 START_SECONDS = 120.0
 """Within which a compile process must have loaded its backends, on a machine with no time for it."""
+RETRY_SECONDS = 10.0
+"""After which a process that did not start is tried again, though no constraint asks for it."""
 MEMORY_LOOK_SECONDS = 0.05
 """How often a process is weighed whose memory the system does not limit."""
+
+
+class CompilerFailed(RuntimeError):
+    """A constraint could not be proven for no fault of its own: there is no process for it, or the compiler failed."""
 
 
 def _forks_well() -> bool:
@@ -93,6 +105,7 @@ class _Source:
                 # What is not forked says `Started` at once: that is `_Process`'s to read, and this stream reads ahead.
                 if self._forks and read_frame(stream) is None:
                     raise ConnectionError("the grammar compiler ended while it started")
+            ours.settimeout(START_SECONDS)
         except OSError:
             _end(process, ours)
             raise
@@ -122,6 +135,7 @@ class _Process:
     def __init__(self, source: _Source, limits: ConstraintLimits) -> None:
         self._limits = limits
         self._connection = source.connect()
+        self._connection.settimeout(START_SECONDS)
         self._stream = self._connection.makefile("rwb")
         self._decoder = msgspec.msgpack.Decoder(Answer)
         first = read_frame(self._stream)
@@ -131,6 +145,8 @@ class _Process:
         self.pid = started.pid
         self._scale = None if started.limits_memory else _Scale(started.pid)
         self._is_open = True
+        # A process that stops while it reads a constraint or writes an answer is over its budget too.
+        self._connection.settimeout(limits.compile_seconds)
 
     def compile(self, spec: ConstraintSpec) -> Answer:
         """Kills the process where a budget is over; then and where it dies the answer is an error."""
@@ -236,6 +252,42 @@ def _comes_within(source: socket.socket, seconds: float) -> bool:
     return bool(poll.poll(seconds * 1000))
 
 
+class _Seat:
+    """The place of one compile process; used by one thread."""
+
+    def __init__(self, source: _Source, limits: ConstraintLimits) -> None:
+        self._source = source
+        self._limits = limits
+        self._process: _Process | None = None
+        self.has_failed = False
+        """Whether the last process that was to start did not."""
+
+    def fill(self) -> None:
+        """Starts a process where none lives. Where that fails `has_failed` says so, and the log why."""
+        if self._process is not None and self._process.is_alive:
+            return
+        self.empty()
+        try:
+            self._process = _Process(self._source, self._limits)
+        except Exception:
+            logger.exception("the grammar compiler does not start")
+            self._source.close()  # what processes are forked from may hang
+        self.has_failed = self._process is None
+
+    def compile(self, spec: ConstraintSpec) -> Answer:
+        """Raises `CompilerFailed` where there is no process for it."""
+        self.fill()
+        if self._process is None:
+            raise CompilerFailed("the grammar compiler does not start; the server's log says why")
+        return self._process.compile(spec)
+
+    def empty(self) -> None:
+        """Kills the process."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+
+
 class Compiler:
     """`num_processes` constraints at a time; a slow one holds back only those behind it."""
 
@@ -245,34 +297,46 @@ class Compiler:
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[ConstraintSpec | None] = queue.SimpleQueue()
         self._pending: dict[ConstraintSpec, Future[Resolved]] = {}
-        self._cache: OrderedDict[ConstraintSpec, Resolved] = OrderedDict()
-        self._cached_bytes = 0
-        self._refusals: dict[ConstraintSpec, tuple[float, str]] = {}
+        self.cache: ByteLRU[ConstraintSpec, Resolved] = ByteLRU(CACHE_BYTES)
+        self._refusals: ByteLRU[ConstraintSpec, _Refusal] = ByteLRU(REFUSAL_BYTES)
         self.num_compiled = 0
+        self._seats = [_Seat(self._source, limits) for _ in range(num_processes)]
         self._threads = [
-            threading.Thread(target=self._serve, name=f"compiler-{index}", daemon=True)
-            for index in range(num_processes)
+            threading.Thread(target=self._serve, args=(seat,), name=f"compiler-{index}", daemon=True)
+            for index, seat in enumerate(self._seats)
         ]
         for thread in self._threads:
             thread.start()
 
+    @property
+    def num_processes(self) -> int:
+        """Processes that there should be."""
+        return len(self._seats)
+
+    @property
+    def num_alive(self) -> int:
+        """Those that there are, or that are starting."""
+        return sum(not seat.has_failed for seat in self._seats)
+
     def resolve(self, spec: ConstraintSpec) -> Future[Resolved]:
-        """The future holds a `ConstraintError` where the constraint is refused."""
+        """The future holds a `ConstraintError` where the constraint is refused, `CompilerFailed` where that is no fault
+        of its own.
+        """
         future: Future[Resolved] = Future()
         try:
+            check_form(spec)
             check_size(spec, self._limits)
         except ConstraintError as error:
             future.set_exception(error)
             return future
         with self._lock:
-            known = self._cache.get(spec)
+            known = self.cache.get(spec)
             if known is not None:
-                self._cache.move_to_end(spec)
                 future.set_result(known)
                 return future
             refusal = self._refusals.get(spec)
-            if refusal is not None and refusal[0] > time.monotonic():
-                future.set_exception(ConstraintError(refusal[1]))
+            if refusal is not None and refusal.until > time.monotonic():
+                future.set_exception(ConstraintError(refusal.error))
                 return future
             pending = self._pending.get(spec)
             if pending is None:
@@ -282,49 +346,49 @@ class Compiler:
             pending.add_done_callback(lambda done: _copy(done, future))
         return future
 
-    def _serve(self) -> None:
-        process = self._new_process()  # the backends are loaded before anybody asks
-        while (spec := self._queue.get()) is not None:
-            if process is None or not process.is_alive:
-                if process is not None:
-                    process.kill()
-                process = self._new_process()
-            if process is None:
-                self._settle(spec, Answer(error="the grammar compiler does not start"))
-            else:
-                self._settle(spec, process.compile(spec))
-        if process is not None:
-            process.kill()
+    def _serve(self, seat: _Seat) -> None:
+        seat.fill()  # the backends are loaded before anybody asks
+        while (spec := self._next(seat)) is not None:
+            try:
+                self._settle(spec, seat.compile(spec))
+            except Exception as error:  # whatever it is costs this constraint alone: later ones need this thread
+                if not isinstance(error, CompilerFailed):
+                    logger.exception("the grammar compiler failed")
+                    seat.empty()
+                self._fail(spec, error)
+        seat.empty()
         self._source.close()
 
-    def _new_process(self) -> _Process | None:
-        try:
-            return _Process(self._source, self._limits)
-        except OSError:
-            logger.exception("the grammar compiler does not start")
-            return None
+    def _next(self, seat: _Seat) -> ConstraintSpec | None:
+        """The next constraint, None at the end; while none comes, a process that did not start is tried again."""
+        while True:
+            try:
+                return self._queue.get(timeout=RETRY_SECONDS if seat.has_failed else None)
+            except queue.Empty:
+                seat.fill()
 
     def _settle(self, spec: ConstraintSpec, answer: Answer) -> None:
         with self._lock:
             pending = self._pending.pop(spec)
             self.num_compiled += 1
             if answer.resolved is not None:
-                self._remember(spec, answer.resolved)
+                self.cache.put(spec, answer.resolved, _num_bytes(spec, answer.resolved))
             else:
-                now = time.monotonic()
-                self._refusals = {key: value for key, value in self._refusals.items() if value[0] > now}
-                self._refusals[spec] = (now + REFUSAL_SECONDS, answer.error or "")
+                error = answer.error or ""
+                refusal = _Refusal(time.monotonic() + REFUSAL_SECONDS, error)
+                self._refusals.put(spec, refusal, ENTRY_BYTES + sys.getsizeof(spec.text) + sys.getsizeof(error))
         if answer.resolved is not None:
             pending.set_result(answer.resolved)
         else:
             pending.set_exception(ConstraintError(answer.error or ""))
 
-    def _remember(self, spec: ConstraintSpec, resolved: Resolved) -> None:
-        self._cache[spec] = resolved
-        self._cached_bytes += _num_bytes(resolved)
-        while self._cached_bytes > CACHE_BYTES and len(self._cache) > 1:
-            _, oldest = self._cache.popitem(last=False)
-            self._cached_bytes -= _num_bytes(oldest)
+    def _fail(self, spec: ConstraintSpec, error: Exception) -> None:
+        """Not remembered: another try may do better."""
+        with self._lock:
+            pending = self._pending.pop(spec, None)
+        if pending is not None:
+            failure = CompilerFailed(f"the grammar compiler failed: {type(error).__name__}: {error}")
+            pending.set_exception(error if isinstance(error, CompilerFailed) else failure)
 
     def close(self) -> None:
         """Ends the processes once what they compile is done."""
@@ -332,8 +396,16 @@ class Compiler:
             self._queue.put(None)
 
 
-def _num_bytes(resolved: Resolved) -> int:
-    return len(resolved.compiled) + 4 * len(resolved.spec.text)
+class _Refusal(NamedTuple):
+    until: float
+    """On the monotonic clock, in seconds."""
+    error: str
+
+
+def _num_bytes(spec: ConstraintSpec, resolved: Resolved) -> int:
+    """What an entry of the cache holds."""
+    texts = (spec.text, resolved.spec.text, resolved.compiled, *resolved.not_enforced)
+    return ENTRY_BYTES + sum(map(sys.getsizeof, texts))
 
 
 def _copy(done: Future[Resolved], target: Future[Resolved]) -> None:

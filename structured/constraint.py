@@ -69,13 +69,29 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     """Keywords that a loose request goes without."""
 
 
+def check_form(spec: ConstraintSpec) -> None:
+    """Raises `ConstraintError` where a field is not of its type, or is text that UTF-8 cannot write. Cheap."""
+    try:
+        hash(spec)
+        msgspec.msgpack.decode(msgspec.msgpack.encode(spec), type=ConstraintSpec)
+    except UnicodeEncodeError as error:
+        raise _half_a_pair(error) from error
+    except (TypeError, OverflowError, msgspec.ValidationError) as error:
+        raise ConstraintError(f"the constraint is no ConstraintSpec: {error}") from error
+
+
 def check_size(spec: ConstraintSpec, limits: ConstraintLimits) -> None:
     """Raises `ConstraintError` where the text is too long. Cheap."""
-    num_bytes = len(spec.text.encode("utf-8", "surrogatepass"))
+    num_bytes = len(spec.text.encode())
     if num_bytes > limits.max_bytes:
         raise ConstraintError(
             f"{spec.kind}: {num_bytes} bytes exceed the limit of {limits.max_bytes}; shorten it or raise max_bytes"
         )
+
+
+def _half_a_pair(error: UnicodeEncodeError) -> ConstraintError:
+    character = error.object[error.start]
+    return ConstraintError(f"the constraint holds {character!a}, half of a surrogate pair; write the whole pair")
 
 
 def check_limits(spec: ConstraintSpec, limits: ConstraintLimits) -> None:
@@ -95,7 +111,7 @@ _OTHER_BYTES = bytes(byte for byte in range(256) if byte not in b"()[]{}")
 def _nesting(text: str) -> int:
     """Deepest level of brackets; in JSON an upper bound of its nesting, for strings may hold brackets too."""
     depth = deepest = 0
-    for byte in text.encode("utf-8", "surrogatepass").translate(None, _OTHER_BYTES):
+    for byte in text.encode().translate(None, _OTHER_BYTES):
         if byte in b"([{":
             depth += 1
             deepest = max(deepest, depth)
@@ -107,6 +123,10 @@ def _nesting(text: str) -> int:
 def _check_json(spec: ConstraintSpec, limits: ConstraintLimits) -> None:
     try:
         value = json.loads(spec.text)
+        if "\\u" in spec.text:
+            json.dumps(value, ensure_ascii=False).encode()  # only an escape can write half of a surrogate pair
+    except UnicodeEncodeError as error:
+        raise _half_a_pair(error) from error
     except ValueError as error:
         raise ConstraintError(f"{spec.kind}: not valid JSON: {error}") from error
     if spec.kind == "choice":

@@ -25,8 +25,10 @@ def write_frame(stream: Writable, data: bytes) -> None:
 
 
 def read_frame(stream: Readable) -> bytes | None:
-    """None at the end of the stream."""
+    """None at the end of the stream, be it within a message: whoever wrote it died over it."""
     head = stream.read(4)
     if len(head) < 4:
         return None
-    return stream.read(struct.unpack("<I", head)[0])
+    (length,) = struct.unpack("<I", head)
+    data = stream.read(length)
+    return data if len(data) == length else None

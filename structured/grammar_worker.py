@@ -7,9 +7,10 @@ of order does no harm. Everything it says goes into the `MaskBuffer`. Imports ne
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -17,10 +18,18 @@ import numpy as np
 from structured.backend import Backend, Grammar, Session, make_backend
 from structured.backends.choose import AUTO
 from structured.constraint import ConstraintSpec
+from structured.lru import ByteLRU
 from structured.masks import FAILED, FINISHED, MAX_ADJUSTMENTS, MAX_CHOICES, REFUSED, MaskBuffer
 from structured.vocabulary import Vocabulary
 
 GRAMMAR_CACHE_BYTES = 256 * 2**20
+"""Of grammars that one worker keeps."""
+MAX_GROWTH_BYTES = 16 * 2**20
+"""A grammar whose sessions have made it grow by more is built anew for the next one, in a millisecond or so."""
+ENTRY_BYTES = 1000
+"""What the cache holds for a grammar beside it and its constraint's text."""
+
+_NO_ADJUSTMENTS = (np.empty(0, np.int32), np.empty(0, np.float32))
 
 
 class SessionStart(msgspec.Struct, frozen=True, array_like=True):
@@ -71,6 +80,7 @@ class TrackedSession:
     """
 
     def __init__(self, start: SessionStart, grammar: Grammar, vocabulary: Vocabulary) -> None:
+        self.spec = start.spec
         self._start = start
         self._vocabulary = vocabulary
         self._grammar = grammar
@@ -156,9 +166,24 @@ class TrackedSession:
         if not row.any():
             raise ValueError(f"the grammar allows no token at output position {len(self.tokens)}")
 
-    def adjustments(self) -> tuple[list[int], list[float]]:
+    def adjustments(self) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids int32 [n] and what is added to their logits, float32 [n]. Raises `ValueError` where a sampler could
+        not add them.
+        """
         adjust = getattr(self._session, "adjustments", None)
-        return adjust() if adjust is not None else ([], [])
+        if adjust is None:
+            return _NO_ADJUSTMENTS
+        ids, values = adjust()
+        if len(ids) != len(values) or len(ids) > MAX_ADJUSTMENTS:
+            raise ValueError(f"{len(ids)} tokens have {len(values)} adjustments; the limit is {MAX_ADJUSTMENTS} each")
+        width = self._vocabulary.vocab_size
+        if not all(0 <= token_id < width for token_id in ids):
+            raise ValueError(f"adjusted tokens must be in [0, {width}), not {ids}")
+        with np.errstate(over="ignore"):
+            added = np.array(values, np.float32)
+        if not np.isfinite(added).all():
+            raise ValueError(f"adjustments must be finite in float32, not {values}")
+        return np.array(ids, np.int32), added
 
     def look_ahead(self, row: np.ndarray, num_tokens: int) -> list[list[int]]:
         """What `MaskBuffer.forced` gives for a row, with at most `num_tokens` in each list; the state is unchanged.
@@ -189,6 +214,12 @@ class TrackedSession:
         return ways
 
 
+class _Loaded(NamedTuple):
+    grammar: Grammar
+    max_bytes: int
+    """Beyond this it is not kept."""
+
+
 class GrammarWorker:
     """Owns the sessions that the pool gave it. `handle` is called by one thread at a time."""
 
@@ -196,8 +227,9 @@ class GrammarWorker:
         self._vocabulary = vocabulary
         self._buffer = buffer
         self._index = index
+        buffer.cached[index] = 0
         self._backends: dict[str, Backend] = {}
-        self._grammars: OrderedDict[ConstraintSpec, Grammar] = OrderedDict()
+        self._grammars: ByteLRU[ConstraintSpec, _Loaded] = ByteLRU(GRAMMAR_CACHE_BYTES)
         self._sessions: dict[int, TrackedSession] = {}
         self.stopped = False
         """Set by the pool when it has given this worker up: it publishes nothing more, and begins with no session."""
@@ -220,18 +252,24 @@ class GrammarWorker:
         for job in to_look_ahead:
             self._attempt(job, self._look_ahead)
         self._buffer.current[self._index] = 0
+        self._buffer.cached[self._index] = len(self._grammars), self._grammars.num_bytes
         self._buffer.acknowledged[self._index] = message.number
 
     def _attempt(self, job: Job, work: Callable[[Job], bool]) -> bool:
-        """Whatever a backend raises costs one sequence, never the worker. False where nothing is left to do."""
+        """Whatever a backend raises, be it `SystemExit` or the panic of a Rust library, costs one sequence, never the
+        worker. False where nothing is left to do.
+        """
         # In this order: the pool sets `stopped` and then reads `current`, so that it knows where this may still write.
         self._buffer.current[self._index] = job.session_id + 1
         if self.stopped or self._buffer.cancelled[job.slot]:
             return False
         try:
             return work(job)
-        except Exception as error:
-            self._sessions.pop(job.session_id, None)
+        except BaseException as error:
+            tracked = self._sessions.pop(job.session_id, None)
+            for source in (tracked, job.start):
+                if source is not None:
+                    self._grammars.forget(source.spec)  # what sessions share of it may be what is broken
             if job.wants_row:
                 self._buffer.set_error(job.slot, f"{type(error).__name__}: {error}")
                 self._publish(job, job.slot, FAILED)
@@ -276,7 +314,7 @@ class GrammarWorker:
                 num_rows += 1
             if 0 < num_rows == len(job.draft_slots) and not flags:
                 self._find_forced(job, job.draft_slots[-1])
-        except Exception:
+        except BaseException:
             self._sessions[job.session_id] = tracked.rebuilt(num_known)
         for slot in job.draft_slots[num_rows:]:
             self._publish(job, slot, REFUSED)
@@ -294,15 +332,12 @@ class GrammarWorker:
         started = time.perf_counter()
         tracked.fill(buffer.rows[slot])
         ids, values = tracked.adjustments()
-        if len(ids) > MAX_ADJUSTMENTS:
-            raise ValueError(f"{len(ids)} adjusted logits exceed the limit of {MAX_ADJUSTMENTS} a token")
-        if not np.isfinite(values).all():
-            raise ValueError(f"adjustments must be finite, not {values}")
         tracked.seconds = time.perf_counter() - started
         if not self.stopped:
             buffer.adjusted_ids[slot, : len(ids)] = ids
             buffer.adjusted_by[slot, : len(ids)] = values
             self._publish(job, slot, 0, len(ids))
+        self._weigh(tracked.spec)
 
     def _publish(self, job: Job, slot: int, flags: int, num_adjustments: int = 0) -> None:
         if not self.stopped:
@@ -317,11 +352,23 @@ class GrammarWorker:
         return self._backends[name]
 
     def _grammar(self, start: SessionStart) -> Grammar:
-        grammar = self._grammars.get(start.spec)
-        if grammar is None:
+        loaded = self._grammars.get(start.spec)
+        if loaded is None:
             grammar = self._backend(start.spec.backend).load(start.spec, start.compiled)
-            self._grammars[start.spec] = grammar
-            while len(self._grammars) > 1 and sum(g.num_bytes for g in self._grammars.values()) > GRAMMAR_CACHE_BYTES:
-                self._grammars.popitem(last=False)
-        self._grammars.move_to_end(start.spec)
-        return grammar
+            loaded = _Loaded(grammar, grammar.num_bytes + MAX_GROWTH_BYTES)
+            self._keep(start.spec, loaded)
+        return loaded.grammar
+
+    def _keep(self, spec: ConstraintSpec, loaded: _Loaded) -> None:
+        num_bytes = loaded.grammar.num_bytes + sys.getsizeof(spec.text) + ENTRY_BYTES
+        self._grammars.put(spec, loaded, num_bytes)
+
+    def _weigh(self, spec: ConstraintSpec) -> None:
+        """Counts what a grammar has grown by."""
+        loaded = self._grammars.get(spec)
+        if loaded is None:
+            return
+        if loaded.grammar.num_bytes > loaded.max_bytes:
+            self._grammars.forget(spec)
+        else:
+            self._keep(spec, loaded)

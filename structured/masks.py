@@ -87,6 +87,7 @@ class MaskBuffer:
             ("errors", np.dtype(np.uint8), (slots, ERROR_BYTES)),
             ("acknowledged", np.dtype(np.int64), (workers,)),
             ("current", np.dtype(np.int64), (workers,)),
+            ("cached", np.dtype(np.int64), (workers, 2)),
         ]
         offsets, total = [], 0
         for _, dtype, dims in layout:
@@ -117,6 +118,8 @@ class MaskBuffer:
         """int64 [workers]: messages that a worker has finished."""
         self.current = arrays["current"]
         """int64 [workers]: 1 + the session that a worker is busy with; 0 for none. It outlives the worker."""
+        self.cached = arrays["cached"]
+        """int64 [workers, 2]: grammars that a worker keeps, and the bytes that they hold."""
 
     def _memory(self, num_bytes: int, shared: bool) -> mmap.mmap:
         """Pages that nobody touches cost nothing: neither slots of drafts nor those of sessions that never come."""

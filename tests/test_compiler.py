@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import pathlib
 import signal
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import psutil
 import pytest
 
-from structured.compiler import Compiler, _forks_well
-from structured.constraint import ConstraintError, ConstraintLimits, ConstraintSpec
+from structured.compiler import Compiler, CompilerFailed, _forks_well
+from structured.constraint import ConstraintError, ConstraintLimits, ConstraintSpec, Kind
+from structured.frames import frame, read_frame
 from structured.vocabulary import Vocabulary
+from tests.grammar_pools import wait_until
 
 PATIENCE_S = 60.0
 
@@ -111,3 +116,146 @@ def test_closing_ends_them_all(demo_vocabulary: Vocabulary) -> None:
     while any(is_running(pid) for pid in (server, *processes)):
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+# ---- what fails costs one constraint -------------------------------------------------------------------------------
+
+
+def misbehaving(how: str) -> ConstraintSpec:
+    return ConstraintSpec(kind="regex", text=json.dumps({"at": {"compile": how}}), backend="example")
+
+
+def test_a_message_that_breaks_off_is_the_end_of_the_stream() -> None:
+    message = frame(b"abcdef")
+    assert read_frame(io.BytesIO(message)) == b"abcdef"
+    assert all(read_frame(io.BytesIO(message[:length])) is None for length in range(len(message)))
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "message"),
+    [
+        ("half", ConstraintError, "compiling it ended the compiler"),
+        ("stall", ConstraintError, "took longer than 1 s"),
+        ("garbage", CompilerFailed, "DecodeError"),
+        ("quit", ConstraintError, "compiling it ended the compiler"),
+    ],
+)
+def test_a_process_that_answers_badly_is_replaced_and_the_next_constraint_is_compiled(
+    plugin: None, demo_vocabulary: Vocabulary, how: str, error: type[Exception], message: str
+) -> None:
+    compiler = Compiler(demo_vocabulary, ConstraintLimits(compile_seconds=1.0), num_processes=1)
+    try:
+        with pytest.raises(error, match=message):
+            compiler.resolve(misbehaving(how)).result(timeout=PATIENCE_S)
+        compile_regex(compiler, "a")
+        assert compiler.num_alive == 1
+    finally:
+        compiler.close()
+
+
+HALF = "\ud800"
+ESCAPED_HALF = r"\ud800"
+KINDS: tuple[Kind, ...] = ("json_schema", "json_object", "regex", "choice", "lark", "ebnf", "structural_tag")
+
+
+def with_halves() -> Iterator[ConstraintSpec]:
+    """Half of a surrogate pair in every field and behind every escape."""
+    for kind in KINDS:
+        yield ConstraintSpec(kind=kind, text=f"a{HALF}")
+        yield ConstraintSpec(kind=kind, text="a", backend=HALF)
+    yield ConstraintSpec(kind=HALF, text="a")  # type: ignore[arg-type]
+    schemas = [{"const": HALF}, {"properties": {HALF: {"not": {}}}}, {"type": "string", "pattern": HALF}, {HALF: 1}]
+    for schema in [*schemas, {"enum": [HALF]}, {"$ref": f"#/{HALF}"}, {"description": HALF}, {"required": [HALF]}]:
+        for backend in ("auto", "llguidance", "xgrammar"):
+            for loose in (False, True):
+                yield ConstraintSpec(kind="json_schema", text=json.dumps(schema), backend=backend, loose=loose)
+    for backend in ("auto", "llguidance", "xgrammar"):
+        yield ConstraintSpec(kind="choice", text=json.dumps([HALF, "b"]), backend=backend)
+    tag = {"structures": [{"begin": "<a>", "schema": {"const": HALF}, "end": HALF}], "triggers": [HALF]}
+    yield ConstraintSpec(kind="structural_tag", text=json.dumps(tag))
+    yield ConstraintSpec(kind="lark", text=f'start: %json {{"const": "{ESCAPED_HALF}"}}')
+    yield ConstraintSpec(kind="lark", text=f'start: "{ESCAPED_HALF}"')
+    yield ConstraintSpec(kind="lark", text=f'%llguidance {{"{ESCAPED_HALF}": 1}}\nstart: "a"')
+
+
+@forked
+def test_half_of_a_surrogate_pair_is_refused_and_ends_no_process(compiler: Compiler) -> None:
+    compile_regex(compiler, "a")
+    before = process_tree()
+    for spec in with_halves():
+        with pytest.raises(ConstraintError) as caught:
+            compiler.resolve(spec).result(timeout=PATIENCE_S)
+        str(caught.value).encode()  # it can be told
+    compile_regex(compiler, "b")
+    assert process_tree() == before
+
+
+@forked
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"kind": "nonsense", "text": "a"},
+        {"kind": "regex", "text": 5},
+        {"kind": "regex", "text": "a", "begin_after": (2**70,)},
+        {"kind": "regex", "text": "a", "begin_after": [1]},
+        {"kind": "regex", "text": "a", "loose": "yes"},
+        {"kind": "json_schema", "text": '{"enum": []}'},
+        {"kind": "json_schema", "text": json.dumps({"enum": list(range(10_001))})},
+        {"kind": "choice", "text": "[]"},
+        {"kind": "json_schema", "text": "[" * 100_000},
+    ],
+)
+def test_what_is_no_constraint_is_refused_and_ends_no_process(compiler: Compiler, fields: dict[str, Any]) -> None:
+    compile_regex(compiler, "a")
+    before = process_tree()
+    with pytest.raises(ConstraintError):
+        compiler.resolve(ConstraintSpec(**fields)).result(timeout=PATIENCE_S)
+    compile_regex(compiler, "b")
+    assert process_tree() == before
+
+
+@forked
+def test_null_characters_are_text(compiler: Compiler) -> None:
+    for kind, text in (("regex", "a\0b"), ("choice", r'["a\u0000b"]'), ("json_schema", r'{"const": "a\u0000b"}')):
+        spec = ConstraintSpec(kind=kind, text=text)  # type: ignore[arg-type]
+        assert compiler.resolve(spec).result(timeout=PATIENCE_S).spec.text == text
+
+
+@forked
+def test_an_interrupt_from_the_terminal_is_not_for_them(compiler: Compiler) -> None:
+    compile_regex(compiler, "a")
+    before = server, processes = process_tree()
+    for pid in (server, *processes):
+        os.kill(pid, signal.SIGINT)
+    compile_regex(compiler, "b")
+    assert process_tree() == before
+
+
+def test_a_compiler_that_does_not_start_says_so_and_is_tried_again(
+    demo_vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("structured.compiler.RETRY_SECONDS", 0.1)
+    with monkeypatch.context() as broken:
+        broken.setattr(sys, "executable", "/nowhere/python")
+        compiler = Compiler(demo_vocabulary, ConstraintLimits())
+        with pytest.raises(CompilerFailed, match="does not start"):
+            compile_regex(compiler, "a")
+        wait_until(lambda: compiler.num_alive == 0)
+    try:
+        wait_until(lambda: compiler.num_alive == compiler.num_processes == 2)
+        compile_regex(compiler, "a")  # the failure was not remembered as a refusal
+    finally:
+        compiler.close()
+
+
+def test_refusals_are_remembered_within_a_bound(demo_vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("structured.compiler.REFUSAL_BYTES", 100_000)
+    compiler = Compiler(demo_vocabulary, ConstraintLimits(), num_processes=1)
+    try:
+        for index in range(5):
+            with pytest.raises(ConstraintError) as caught:
+                compile_regex(compiler, "a" * 40_000 + str(index) + "(")
+            assert len(str(caught.value)) <= 2000
+        assert 0 < compiler._refusals.num_bytes <= 100_000
+    finally:
+        compiler.close()

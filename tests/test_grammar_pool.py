@@ -13,9 +13,12 @@ import time
 import numpy as np
 import pytest
 
+from structured.backend import Grammar
+from structured.backends.llguidance import ROW_BYTES, LLGuidanceBackend
 from structured.config import PoolConfig
-from structured.grammar_worker import TrackedSession
-from structured.masks import FINISHED
+from structured.constraint import ConstraintSpec
+from structured.grammar_worker import GrammarWorker, Job, Message, SessionStart, TrackedSession
+from structured.masks import FAILED, FINISHED, BufferShape, MaskBuffer
 from structured.pool import GrammarPool
 from structured.vocabulary import Vocabulary
 from tests.grammar_pools import (
@@ -90,6 +93,85 @@ def test_adjustments_reach_the_buffer(make_pool: MakePool) -> None:
     ids, values = pool.buffer.adjustments(pool.slot(0))
     assert ids.tolist() == [6, 7]
     assert values.tolist() == [2.5, -1.0]
+
+
+@pytest.mark.parametrize(
+    ("favour", "error"),
+    [
+        ({"6": 1e300}, "must be finite in float32"),
+        ({"6": float("nan")}, "must be finite in float32"),
+        ({str(VOCAB_SIZE): 1.0}, f"must be in [0, {VOCAB_SIZE})"),
+        ({"-1": 1.0}, f"must be in [0, {VOCAB_SIZE})"),
+        ({str(2**40): 1.0}, f"must be in [0, {VOCAB_SIZE})"),
+    ],
+)
+def test_adjustments_that_no_sampler_could_add_fail_their_session(
+    vocabulary: Vocabulary, favour: dict[str, float], error: str
+) -> None:
+    pool = GrammarPool(PoolConfig(num_workers=1), vocabulary, 4, actors=False)
+    pool.start(0, example(favour=favour))
+    pool.prepare([(0, [])])
+    finish(pool, [0])
+    assert error in (pool.error(0) or "")
+    pool.close()
+
+
+@pytest.mark.parametrize("how", ["quit", "half a pair", "out of memory", "too deep"])
+def test_whatever_a_backend_raises_costs_its_session_and_no_worker(make_pool: MakePool, how: str) -> None:
+    pool = make_pool(num_workers=1)
+    pool.start(0, example(at={"0": how}))
+    pool.start(1, example())
+    pool.prepare([(0, []), (1, [])])
+    finish(pool, [0, 1])
+    assert pool.error(0) is not None
+    assert allowed(pool, 1) == [5, 6, 7]
+    assert pool.num_replaced == 0
+
+
+def test_what_was_compiled_and_does_not_load_fails_its_session_alone(vocabulary: Vocabulary) -> None:
+    pool = GrammarPool(PoolConfig(num_workers=1), vocabulary, 8, actors=False)
+    for session_id, backend in enumerate(("llguidance", "xgrammar", "nowhere", "\ud800")):
+        spec = ConstraintSpec(kind="regex", text="a", backend=backend)
+        pool.start(session_id, SessionStart(spec, b"\xc1 no such thing", (EOS,)))
+    pool.start(4, example())
+    pool.prepare([(session_id, []) for session_id in range(5)])
+    finish(pool, list(range(5)))
+    assert all(pool.error(session_id) for session_id in range(4))
+    assert allowed(pool, 4) == [5, 6, 7]
+    assert pool.num_replaced == 0
+    pool.close()
+
+
+def serve(worker: GrammarWorker, start: SessionStart, number: int) -> None:
+    """Opens a session anew and fills its first row."""
+    worker.handle(Message(0, [Job(0, number, 0, 0, [], start=start)], []))
+
+
+def test_a_grammar_that_failed_or_grew_is_built_anew(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sessions share automata: those that have reached a limit would fail every later session too."""
+    loads: list[str] = []
+    load = LLGuidanceBackend.load
+
+    def counted_load(self: LLGuidanceBackend, spec: ConstraintSpec, compiled: bytes) -> Grammar:
+        loads.append(spec.text)
+        return load(self, spec, compiled)
+
+    monkeypatch.setattr(LLGuidanceBackend, "load", counted_load)
+    monkeypatch.setattr("structured.grammar_worker.MAX_GROWTH_BYTES", 10 * ROW_BYTES)
+    buffer = MaskBuffer(BufferShape(1, VOCAB_SIZE // 32, 1))
+    worker = GrammarWorker(vocabulary, buffer, 0)
+    start = llguidance("[ab]{9}")
+    for number in range(1, 12):
+        serve(worker, start, number)
+    assert buffer.cached[0].tolist() == [0, 0]
+    assert len(loads) == 1
+    serve(worker, start, 12)
+    assert buffer.cached[0, 0] == 1
+    worker.handle(Message(0, [Job(0, 13, 0, 0, [EOS])], []))
+    assert buffer.flags[0] == FAILED
+    serve(worker, start, 14)
+    assert len(loads) == 3
+    assert not buffer.flags[0]
 
 
 def test_a_hanging_session_fails_alone_within_its_budget(make_pool: MakePool) -> None:
@@ -227,8 +309,6 @@ def test_grammar_actors_import_neither_torch_nor_transformers(local_ray: None, v
 
 
 def test_the_constraint_begins_after_the_marker_and_a_rollback_undoes_it(vocabulary: Vocabulary) -> None:
-    from structured.backends.llguidance import LLGuidanceBackend
-
     start = llguidance("1+", begin_after=(30, 31))
     grammar = LLGuidanceBackend(vocabulary).load(start.spec, start.compiled)
     tracked = TrackedSession(start, grammar, vocabulary)
@@ -253,8 +333,6 @@ def test_the_constraint_begins_after_the_marker_and_a_rollback_undoes_it(vocabul
 
 
 def test_messages_that_come_twice_or_late_do_no_harm(vocabulary: Vocabulary) -> None:
-    from structured.backends.llguidance import LLGuidanceBackend
-
     start = llguidance("[0-9]{12}")
     grammar = LLGuidanceBackend(vocabulary).load(start.spec, start.compiled)
     digits = [index for index, token in enumerate(vocabulary.tokens) if len(token) == 1 and token.isdigit()]

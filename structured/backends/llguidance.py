@@ -12,6 +12,7 @@ import re
 from typing import Any, cast
 
 import llguidance
+import msgspec
 import numpy as np
 
 from structured.backends.formats import with_exact_formats
@@ -22,6 +23,7 @@ from structured.backends.llguidance_schema import (
     mended,
 )
 from structured.constraint import ConstraintError, ConstraintSpec, Unsupported
+from structured.heap import heap_bytes
 from structured.masks import row_words
 from structured.vocabulary import Vocabulary
 
@@ -33,8 +35,22 @@ _MAX_REASONS = 3
 NOTHING = "nothing satisfies it"
 WHITESPACE = r"[ \n\t]{0,20}"
 """Between two tokens of JSON: a model that likes white space must come to an end."""
-GRAMMAR_BYTES = 16
-"""Estimate of a grammar's memory for each byte of its text."""
+MATCHER_BYTES = 32 * 2**10
+"""No matcher holds less. Most hold 35 to 200 KB, one with `\\w` in it 0.5 MB, whatever the length of the text."""
+UNMEASURED_BYTES = 2**20
+"""What a matcher is taken to hold where memory cannot be measured."""
+AUTOMATA_FACTOR = 2
+"""Automata are built as sessions need them, and stay with the grammar: soon they hold as much as the matcher did."""
+ROW_BYTES = 2000
+"""By which a row makes them grow where every row finds new states; `(a|b)*a(a|b){20}` is such a grammar."""
+
+
+class Compiled(msgspec.Struct, array_like=True):
+    """What `compile` returns, in msgpack."""
+
+    grammar: str
+    num_bytes: int
+    """Of memory that a matcher for it was seen to take."""
 
 
 @functools.lru_cache(maxsize=2)
@@ -63,16 +79,27 @@ class LLGuidanceBackend:
             raise error(f"json_schema: {located(message, json.loads(spec.text))}")
         row = np.zeros(row_words(self._vocabulary.vocab_size), dtype=np.int32)
         try:
-            session = LLGuidanceSession(llguidance.LLMatcher(self._tokenizer, grammar, log_level=0), self._vocabulary)
+            session = LLGuidanceGrammar(self._tokenizer, Compiled(grammar, 0), self._vocabulary).session()
             session.fill(row)  # automata are built lazily: the first row proves that they stay within limits
         except ConstraintError as error:
             raise ConstraintError(f"{spec.kind}: {error}") from error
         if not row.any() and not session.is_finished():
             raise ConstraintError(f"{spec.kind}: {NOTHING}")
-        return grammar.encode()
+        # `session` still lives, so that the matcher that is measured cannot be made of memory that it freed.
+        return msgspec.msgpack.encode(Compiled(grammar, self._matcher_bytes(grammar)))
+
+    def _matcher_bytes(self, grammar: str) -> int:
+        """Memory that a matcher holds, measured; an estimate where other threads allocate at the same time. The text
+        does not tell it: a matcher may hold 20 or 5,000 times as much.
+        """
+        before = heap_bytes()
+        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
+        after = heap_bytes()
+        del matcher
+        return UNMEASURED_BYTES if before is None or after is None else max(after - before, MATCHER_BYTES)
 
     def load(self, spec: ConstraintSpec, compiled: bytes) -> LLGuidanceGrammar:
-        return LLGuidanceGrammar(self._tokenizer, compiled.decode(), self._vocabulary)
+        return LLGuidanceGrammar(self._tokenizer, msgspec.msgpack.decode(compiled, type=Compiled), self._vocabulary)
 
     def not_enforced(self, spec: ConstraintSpec) -> list[str]:
         """What llguidance passes over, and what a lenient compilation warns of; [] for anything that is not loose."""
@@ -92,17 +119,26 @@ class LLGuidanceBackend:
 
 
 class LLGuidanceGrammar:
-    def __init__(self, tokenizer: llguidance.LLTokenizer, grammar: str, vocabulary: Vocabulary) -> None:
+    """A matcher that is copied for each session. Its automata are not: the copies share them and make them grow."""
+
+    def __init__(self, tokenizer: llguidance.LLTokenizer, compiled: Compiled, vocabulary: Vocabulary) -> None:
+        self.num_rows = 0
+        """That sessions have filled."""
         self._vocabulary = vocabulary
-        self._matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
-        self.num_bytes = GRAMMAR_BYTES * len(grammar)
+        self._matcher = llguidance.LLMatcher(tokenizer, compiled.grammar, log_level=0)
+        self._first_bytes = AUTOMATA_FACTOR * compiled.num_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return self._first_bytes + ROW_BYTES * self.num_rows
 
     def session(self) -> LLGuidanceSession:
-        return LLGuidanceSession(self._matcher.deep_copy(), self._vocabulary)
+        return LLGuidanceSession(self, self._matcher.deep_copy(), self._vocabulary)
 
 
 class LLGuidanceSession:
-    def __init__(self, matcher: llguidance.LLMatcher, vocabulary: Vocabulary) -> None:
+    def __init__(self, grammar: LLGuidanceGrammar, matcher: llguidance.LLMatcher, vocabulary: Vocabulary) -> None:
+        self._grammar = grammar
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._check()
@@ -120,6 +156,7 @@ class LLGuidanceSession:
         return accepted
 
     def fill(self, row: np.ndarray) -> None:
+        self._grammar.num_rows += 1
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         self._check()
         self._vocabulary.forbid_padding(row)
@@ -130,7 +167,7 @@ class LLGuidanceSession:
             raise ConstraintError(f"rollback of {num_tokens} tokens failed: {self._matcher.get_error()}")
 
     def fork(self) -> LLGuidanceSession:
-        return LLGuidanceSession(self._matcher.deep_copy(), self._vocabulary)
+        return LLGuidanceSession(self._grammar, self._matcher.deep_copy(), self._vocabulary)
 
     def forced_tokens(self) -> list[int]:
         return [] if self._matcher.is_stopped() else list(self._matcher.compute_ff_tokens())

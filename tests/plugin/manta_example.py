@@ -2,13 +2,16 @@
 
 Its constraint is JSON in a spec of kind `regex`: `allowed` token ids, `length` of the output in tokens, `favour`: what
 is added to logits by token id (beyond a bitmask), `at`: what to do at an output position (or in `compile`): `raise`,
-`hang`, `exit`, or a number of seconds to take, and `on`: the same behind an output token.
+`hang`, `exit`, another way to fail or a number of seconds to take, and `on`: the same behind an output token. In
+`compile` also what the process does with its answer: write `half` of it and end, `stall` behind that half, or write
+`garbage`.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 
 import numpy as np
@@ -16,12 +19,38 @@ import numpy as np
 from structured.constraint import ConstraintError, ConstraintSpec
 from structured.vocabulary import Vocabulary
 
+_FAILURES = {
+    "quit": SystemExit("as it was told to"),
+    "half a pair": RuntimeError("\ud800"),
+    "out of memory": MemoryError(),
+    "too deep": RecursionError("\0"),
+}
+
+
+def _answer_badly(how: str) -> None:
+    """Replaces how the compile process that this runs in writes its answer."""
+    from structured.frames import frame
+
+    def write(stream, data: bytes) -> None:
+        stream.write(frame(b"\xc1") if how == "garbage" else frame(data)[:-1])
+        stream.flush()
+        if how == "half":
+            os._exit(1)
+        time.sleep(3600)
+
+    sys.modules["__main__"].write_frame = write
+
 
 def _misbehave(how: str | float | None) -> None:
     if how == "raise":
         raise RuntimeError("the example backend raises, as it was told to")
     if how == "exit":
         os._exit(1)
+    if how in _FAILURES:
+        raise _FAILURES[how]
+    if how in ("half", "stall", "garbage"):
+        _answer_badly(how)
+        return
     if how == "hang":
         while True:
             time.sleep(0.1)

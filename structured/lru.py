@@ -1,0 +1,45 @@
+"""A cache with a bound in bytes, which forgets first what was used least recently."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
+
+
+class ByteLRU(Generic[Key, Value]):
+    """Keeps values while their sizes add up to at most `max_bytes`; one that is larger is not kept. Not thread-safe."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self._entries: OrderedDict[Key, tuple[Value, int]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, key: Key) -> Value | None:
+        """The value, which counts as used now; None where there is none."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        self._entries.move_to_end(key)
+        return entry[0]
+
+    def put(self, key: Key, value: Value, num_bytes: int) -> None:
+        """Takes the place of what the key had. `num_bytes` is what key and value hold in memory."""
+        self.forget(key)
+        self._entries[key] = (value, num_bytes)
+        self.num_bytes += num_bytes
+        while self.num_bytes > self.max_bytes:
+            _, (_, oldest_bytes) = self._entries.popitem(last=False)
+            self.num_bytes -= oldest_bytes
+
+    def forget(self, key: Key) -> None:
+        """Unknown keys are no error."""
+        entry = self._entries.pop(key, None)
+        if entry is not None:
+            self.num_bytes -= entry[1]

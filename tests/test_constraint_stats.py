@@ -1,0 +1,99 @@
+"""What an engine says of its compilers and caches, and what `/metrics` and `/health` make of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from ray.exceptions import RayTaskError
+
+from cluster.engine_stats import ConstraintStats, EngineStats
+from cluster.errors import ApiError
+from cluster.ingress import health
+from cluster.llm import LLM, ConstraintSpec, SamplingParams
+from cluster.metrics import Metrics
+from cluster.request import Account, EngineRequest
+from cluster.submission import Submission
+from cluster.tokenizer import Tokenizer
+from structured.compiler import CACHE_BYTES, CompilerFailed
+from structured.grammar_worker import GRAMMAR_CACHE_BYTES
+from tests.checkpoints import checkpoint
+from tests.grammar_pools import DEMO
+from tests.test_engine import make_engine
+
+
+def gauge(text: str, name: str) -> float:
+    return float(text.partition(f'\nmanta:constraint_{name}{{model_name="m"}} ')[2].partition("\n")[0])
+
+
+def test_an_engine_counts_its_compilers_and_what_its_caches_hold() -> None:
+    llm = LLM(str(checkpoint("llama", dtype="float32")), grammar_pool={"num_workers": 1})
+    assert llm.engine.stats().constraints == ConstraintStats()
+    for regex in ("[0-9]{3}", "[a-f]{4}"):
+        llm.generate(["a"], SamplingParams(constraint=ConstraintSpec(kind="regex", text=regex), max_tokens=8))
+    stats = llm.engine.stats()
+    found = stats.constraints
+    assert (found.num_compilers, found.num_compilers_alive, found.num_cached) == (2, 2, 2)
+    assert 0 < found.cached_bytes < found.max_cached_bytes == CACHE_BYTES
+    assert found.num_grammars == 2
+    assert 60_000 < found.grammar_bytes < found.max_grammar_bytes == GRAMMAR_CACHE_BYTES
+    text = Metrics("m").render([stats, stats]).decode()
+    for name in msgspec.structs.asdict(found):
+        assert gauge(text, name) == 2 * getattr(found, name)
+
+
+@pytest.fixture(scope="module")
+def stats() -> EngineStats:
+    return make_engine("llama").stats()
+
+
+def with_compilers(stats: EngineStats, number: int, alive: int) -> EngineStats:
+    return msgspec.structs.replace(stats, constraints=ConstraintStats(num_compilers=number, num_compilers_alive=alive))
+
+
+def test_health_is_degraded_while_an_engine_cannot_compile(stats: EngineStats) -> None:
+    fine, lame, broken = (with_compilers(stats, 2, alive) for alive in (2, 1, 0))
+    for engines in ([stats], [fine], [lame], [fine, lame], [fine, msgspec.structs.replace(broken, alive=False)]):
+        assert health(engines, 30.0) == b'{"status":"ok"}'
+    for engines in ([broken], [fine, broken]):
+        answer = json.loads(health(engines, 30.0))
+        assert answer["status"] == "degraded"
+        assert "no grammar compiler" in answer["reason"]
+
+
+def test_health_fails_where_no_engine_steps(stats: EngineStats) -> None:
+    with pytest.raises(ApiError, match="every engine has failed"):
+        health([msgspec.structs.replace(stats, alive=False)], 30.0)
+    with pytest.raises(ApiError, match="no step completed for 31 s; the bound is 30 s"):
+        health([msgspec.structs.replace(stats, seconds_since_progress=31.0)], 30.0)
+
+
+class FailingClient:
+    """Of an engine whose calls fail, as Ray tells it."""
+
+    def __init__(self, error: Exception) -> None:
+        self.tokenizer = Tokenizer(str(DEMO))
+        self.metrics = Metrics("m")
+        self.submissions: dict[str, Submission] = {}
+        self._error = error
+
+    async def generate(self, request: EngineRequest) -> Account:
+        raise RayTaskError("generate", "a whole traceback", self._error).as_instanceof_cause()
+
+
+def test_a_client_reads_why_the_engine_failed_and_no_traceback() -> None:
+    client: Any = FailingClient(CompilerFailed("the grammar compiler does not start"))
+
+    async def read() -> None:
+        submission = Submission(client, [[5]], SamplingParams(), chat=False)
+        submission.start("request", 0, 10.0)
+        async for _ in submission:
+            pass
+
+    with pytest.raises(ApiError) as caught:
+        asyncio.run(read())
+    assert caught.value.status == 500
+    assert caught.value.message == "the engine failed: the grammar compiler does not start"
