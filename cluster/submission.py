@@ -110,6 +110,7 @@ class Submission:
             for number, token_ids in enumerate(prompts)
         ]
         self._by_request: dict[str, PromptRun] = {}
+        self._turn = asyncio.Lock()
         self._num_failed = 0
         self._closed = False
 
@@ -135,6 +136,8 @@ class Submission:
 
     async def _call(self, request: EngineRequest) -> None:
         try:
+            async with self._turn:  # one a turn of the event loop: 1000 calls at once would hold it for half a second
+                await asyncio.sleep(0)
             account = await self._client.generate(request)
         except asyncio.CancelledError:
             raise
