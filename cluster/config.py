@@ -83,6 +83,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_body_bytes: Bytes = 8 * 2**20
     max_prompts_per_request: Count = 1024
     """Prompts in one `/v1/completions` body."""
+    max_choices_per_request: Count = 2048
+    """Answers that one body may ask for: its prompts times `n`. Each costs the ingress about 20 us before it runs."""
     request_timeout_s: Seconds = 600.0
     """A request still running after this long is aborted."""
     client_timeout_s: Seconds = 60.0

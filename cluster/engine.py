@@ -20,12 +20,11 @@ from cluster.engine_stats import EngineStats
 from cluster.executor import InProcessExecutor
 from cluster.kv_blocks import KVBlocks
 from cluster.mask_client import MaskClient
-from cluster.request import Branch, EngineRequest, FinishStatus, QueueFull, RequestRefused, SequenceOutput
+from cluster.request import Branch, EngineRequest, QueueFull, RequestRefused, SequenceOutput
 from cluster.scheduler import Scheduler
 from cluster.sequence import Sequence
 from structured.constraint import ConstraintSpec, Resolved
 from structured.logits_processors import LogitsProcessorFactory, LogitsProcessorRegistry
-from workers.sampling_params import child_seed
 from workers.step import StepInput, StepOutput
 
 logger = logging.getLogger(__name__)
@@ -197,23 +196,19 @@ class Engine:
             self._last_progress = time.monotonic()
         seed = params.seed if params.seed is not None else secrets.randbits(63)
         deadline = None if request.deadline_s is None else time.monotonic() + request.deadline_s
-        sequence, *sequence.unforked = [
-            Sequence(
-                sequence_id=self._next_sequence_id + index,
-                request_id=request.request_id,
-                token_ids=list(request.prompt_token_ids),
-                # The prompt is one for all choices, and reported once.
-                params=params if index == 0 else msgspec.structs.replace(params, prompt_logprobs=None),
-                seed=seed if params.n == 1 else child_seed(seed, index),
-                index=index,
-                priority=request.priority,
-                eos_token_ids=self.model.eos_token_ids,
-                constraint=constraint,
-                deadline=deadline,
-                num_branches=request.num_branches,
-            )
-            for index in range(params.n)
-        ]
+        sequence = Sequence(
+            sequence_id=self._next_sequence_id,
+            request_id=request.request_id,
+            token_ids=list(request.prompt_token_ids),
+            params=params,
+            seed=seed,
+            unforked=range(1, params.n),
+            priority=request.priority,
+            eos_token_ids=self.model.eos_token_ids,
+            constraint=constraint,
+            deadline=deadline,
+            num_branches=request.num_branches,
+        )
         self.scheduler.add(sequence)
         self._next_sequence_id += params.n
 
@@ -247,7 +242,7 @@ class Engine:
 
     def abort(self, request_id: str) -> list[SequenceOutput]:
         """Ends a request and frees its blocks at once; unknown or ended ones are no error."""
-        ended = self.scheduler.abort(request_id, FinishStatus.FINISHED_ABORTED)
+        ended = self.scheduler.abort(request_id)
         self._forget_last()
         return ended
 

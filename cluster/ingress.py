@@ -18,7 +18,7 @@ import pathlib
 import secrets
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -27,6 +27,7 @@ from prometheus_client.metrics_core import Metric
 from ray import serve
 
 from cluster import answers, protocol
+from cluster.body_limits import check_counts
 from cluster.chat_output import plan_chat
 from cluster.config import ServeConfig
 from cluster.engine_stats import EngineStats
@@ -37,15 +38,13 @@ from cluster.metrics import Metrics
 from cluster.openapi import openapi_document
 from cluster.start_failure import told_in_words
 from cluster.submission import EngineClient, Submission
-from cluster.tokenizer import TemplateError, Tokenizer
+from cluster.tokenizer import LONG_TEXT, TemplateError, Tokenizer
 from cluster.tools import template_tools
 from workers.model_config import resolve_model_folder
 from workers.model_info import ModelInfo
 from workers.sampling_params import SamplingParams
 
 HEALTH_TIMEOUT_S = 10.0
-LONG_TEXT = 20_000
-"""Characters from which a text is tokenised in a thread, so that a megabyte does not hold up every stream."""
 OPEN_PATHS = ("/health", "/metrics", "/openapi.json")
 """Answered without an API key: probes and scrapers have none."""
 
@@ -145,6 +144,7 @@ class Ingress:
     async def _chat(self, exchange: Exchange) -> None:
         request = protocol.decode_chat(await exchange.body())
         self._check_model(request.model)
+        check_counts(self._config, 1, request.num_choices)
         params = self._resolved(request)
         plan = plan_chat(
             request, params, self._tokenizer, self._render(request, template_tools(request.callable_tools()))
@@ -156,18 +156,10 @@ class Ingress:
     async def _completions(self, exchange: Exchange) -> None:
         request = protocol.decode_completion(await exchange.body())
         self._check_model(request.model)
-        params = self._resolved(request)
         given = request.prompts()
-        if len(given) > self._config.max_prompts_per_request:
-            raise ApiError(
-                400,
-                f"prompt: {len(given)} prompts exceed the {self._config.max_prompts_per_request} of one request",
-                param="prompt",
-            )
-        prompts = [
-            await self._encode(prompt, request.add_special_tokens) if isinstance(prompt, str) else prompt
-            for prompt in given
-        ]
+        check_counts(self._config, len(given), request.num_choices)
+        params = self._resolved(request)
+        prompts = await self._encode_all(given, request.add_special_tokens)
         answer = answers.CompletionAnswer(
             request, self._new_id("cmpl"), self._model_name, self._tokenizer, given, prompts
         )
@@ -239,9 +231,19 @@ class Ingress:
             raise ApiError(400, f"messages: {error}", param="messages") from error
 
     async def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        if len(text) < LONG_TEXT:
-            return self._tokenizer.encode(text, add_special_tokens)
-        return await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens)
+        (token_ids,) = await self._encode_all([text], add_special_tokens)
+        return token_ids
+
+    async def _encode_all(self, prompts: Sequence[str | list[int]], add_special_tokens: bool) -> list[list[int]]:
+        def encode() -> list[list[int]]:
+            return [
+                self._tokenizer.encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
+                for prompt in prompts
+            ]
+
+        if sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) < LONG_TEXT:
+            return encode()
+        return await asyncio.to_thread(encode)
 
     def _resolved(self, request: protocol.ChatCompletionRequest | protocol.CompletionRequest) -> SamplingParams:
         params = request.sampling_params()

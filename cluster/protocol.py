@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from cluster.body_limits import check_bad_words, check_n, check_token_ids
 from cluster.chat_messages import ChatMessage, check_template_kwargs, template_message
 from cluster.constraints import ResponseFormat, StructuredOutputs, requested_constraint
 from cluster.errors import ApiError as ApiError
@@ -24,9 +25,6 @@ from workers.sampling_params import SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default `max_tokens` of `/v1/completions`; chat goes on to the context length."""
-
-MAX_CHOICES = 128
-"""OpenAI's bound of `n`; an engine that runs fewer sequences at a time refuses earlier."""
 
 SSE_DONE = b"data: [DONE]\n\n"
 
@@ -92,8 +90,7 @@ class _SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         return 1 if self.n is None else self.n
 
     def _check_common(self) -> None:
-        if self.n is not None and not 1 <= self.n <= MAX_CHOICES:
-            refuse("n", f"n {self.n} must be between 1 and {MAX_CHOICES}; send several requests for more choices")
+        check_n(self.num_choices)
         if self.use_beam_search:
             refuse(
                 "use_beam_search", "use_beam_search is not supported; leave it out, and choose n for several answers"
@@ -104,6 +101,7 @@ class _SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             refuse("prompt_logprobs", "prompt_logprobs is not available with stream = true; leave one of them out")
         if not -(2**31) <= self.priority < 2**31:
             refuse("priority", f"priority {self.priority} does not fit in 32 signed bits")
+        check_bad_words(self.bad_words or ())
 
     def _sampling_params(self, names: dict[str, str] | None = None, **more: Any) -> SamplingParams:
         """The fields of the same name, and `more`. `names` maps a parameter to the body's field it came from."""
@@ -266,7 +264,8 @@ class CompletionRequest(_SamplingFields, kw_only=True):
             refuse("best_of", f"{message}; leave it out")
         if self.suffix:
             refuse("suffix", "suffix is not supported; leave it out")
-        self.prompts()
+        names = ("logit_bias", "allowed_token_ids", "stop_token_ids")
+        check_token_ids({name: getattr(self, name) for name in names}, len(self.prompts()))
 
     def prompts(self) -> list[str | list[int]]:
         """Every prompt, as text or as token ids."""

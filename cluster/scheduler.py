@@ -10,6 +10,8 @@ from __future__ import annotations
 import bisect
 import operator
 
+import msgspec
+
 from cluster.engine_stats import DraftCounts
 from cluster.kv_blocks import IntegrityError, KVBlocks
 from cluster.request import FinishStatus, RequestRefused, SequenceOutput
@@ -108,7 +110,9 @@ class Scheduler:
     # ---- arrival -----------------------------------------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:
-        """Queues a sequence and its `unforked` others. Raises `RequestRefused` where they can never be served whole."""
+        """Queues a sequence, which stands for its `unforked` choices too. Raises `RequestRefused` where they can never
+        be served whole.
+        """
         if sequence.num_places > self.max_num_sequences:
             raise RequestRefused(
                 f"n {sequence.num_places} exceeds the {self.max_num_sequences} sequences that run at a time; "
@@ -132,10 +136,9 @@ class Scheduler:
                 f"lower it, shorten the prompt or {remedy}",
                 "max_tokens",
             )
-        for each in (sequence, *sequence.unforked):
-            each.max_length = each.num_prompt_tokens + (max_tokens or room)
-            each.arrival = self._num_arrivals
-            self._know(each)
+        sequence.max_length = sequence.num_prompt_tokens + (max_tokens or room)
+        sequence.arrival = self._num_arrivals
+        self._know(sequence)
         self._num_arrivals += 1
         bisect.insort(self.waiting, sequence, key=_ORDER)
 
@@ -285,15 +288,16 @@ class Scheduler:
         Full blocks are shared. The last one is copied before the next step, where it is not full, or where a late mask
         may make the fork compute the last token of the prompt again. Forks without a block to spare queue up.
         """
-        forks, parent.unforked = parent.unforked, []
+        forks = [parent.fork(index) for index in parent.unforked]
+        parent.unforked = range(0)
         num_tokens = parent.num_prompt_tokens
         is_full = num_tokens % self.blocks.block_size == 0
         shared = num_tokens - (is_full and parent.constraint is not None)
         for fork in forks:
-            fork.num_cached_tokens = parent.num_cached_tokens
+            self._know(fork)
             if self._share(parent, fork, shared):
                 fork.num_computed_tokens = num_tokens
-                step.forked.append(SequenceFork(parent.sequence_id, fork.sequence_id, fork.seed))
+                step.forked.append(SequenceFork(parent.sequence_id, fork.sequence_id, fork.noise_seed))
                 step.sample_points.append(SamplePoint(row, fork.sequence_id, num_tokens))
 
     def _share(self, parent: Sequence, fork: Sequence, num_tokens: int) -> bool:
@@ -313,8 +317,6 @@ class Scheduler:
         """Replaces a request's sequences by continuations of theirs, (parent, child), whose last token is new."""
         parents = self._by_request.get(request_id, [])
         for parent, child in pairs:
-            child.max_length, child.arrival = parent.max_length, parent.arrival
-            child.num_cached_tokens = parent.num_cached_tokens
             if self._share(parent, child, parent.num_computed_tokens):
                 self._branches.append(child)
         for parent in list(parents):
@@ -484,13 +486,13 @@ class Scheduler:
 
     # ---- endings -----------------------------------------------------------------------------------------------
 
-    def abort(self, request_id: str, status: FinishStatus = FinishStatus.FINISHED_ABORTED) -> list[SequenceOutput]:
+    def abort(self, request_id: str) -> list[SequenceOutput]:
         """Ends what is left of a request, at once; an unknown one yields nothing."""
-        return [self._final(sequence, status) for sequence in list(self._by_request.get(request_id, ()))]
+        return self._abort(self.of_request(request_id))
 
     def finish(self, request_id: str, index: int, num_kept_tokens: int) -> list[SequenceOutput]:
         """Ends one choice whose text reached a stop string; only `num_kept_tokens` of its output count."""
-        for sequence in list(self._by_request.get(request_id, ())):
+        for sequence in self.of_request(request_id):
             if sequence.index == index:
                 del sequence.token_ids[sequence.num_prompt_tokens + num_kept_tokens :]
                 return [self._final(sequence, FinishStatus.FINISHED_STOPPED)]
@@ -506,7 +508,15 @@ class Scheduler:
         if not self._num_deadlines:
             return []
         late = [s for s in self._by_id.values() if s.deadline is not None and s.deadline <= now]
-        return [self._final(sequence, FinishStatus.FINISHED_ABORTED, "the deadline passed") for sequence in late]
+        return self._abort(late, "the deadline passed")
+
+    def _abort(self, sequences: list[Sequence], error: str | None = None) -> list[SequenceOutput]:
+        outputs = []
+        for sequence in sequences:
+            unforked, sequence.unforked = sequence.unforked, range(0)
+            final = self._final(sequence, FinishStatus.FINISHED_ABORTED, error)
+            outputs += [final, *(msgspec.structs.replace(final, index=index) for index in unforked)]
+        return outputs
 
     def _final(self, sequence: Sequence, status: FinishStatus, error: str | None = None) -> SequenceOutput:
         self._end(sequence, status)
@@ -517,14 +527,12 @@ class Scheduler:
         if sequence in self.running:
             self.running.remove(sequence)
             self._release(sequence)
-        elif sequence in self.waiting:
-            self.waiting.remove(sequence)
         else:
-            for parent in self._by_request[sequence.request_id]:
-                if sequence in parent.unforked:
-                    parent.unforked.remove(sequence)
+            self.waiting.remove(sequence)
         if sequence.unforked:  # the prompt is left to the next choice
-            heir, *heir.unforked = sequence.unforked
+            heir = sequence.fork(sequence.unforked[0])
+            heir.unforked = sequence.unforked[1:]
+            self._know(heir)
             bisect.insort(self.waiting, heir, key=_ORDER)
         self._num_deadlines -= sequence.deadline is not None
         del self._by_id[sequence.sequence_id]
@@ -538,8 +546,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raises `IntegrityError` where blocks leaked or are miscounted, or a sequence is in two places or in none."""
         self.blocks.check_integrity(sequence.block_table for sequence in self.running)
-        queued = [*self.running, *self.waiting]
-        listed = sorted(each.sequence_id for sequence in queued for each in (sequence, *sequence.unforked))
+        listed = sorted(sequence.sequence_id for sequence in (*self.running, *self.waiting))
         if listed != sorted(self._by_id):
             raise IntegrityError(f"{len(listed)} sequences are queued and {len(self._by_id)} are known")
         if any(sequence.block_table for sequence in self.waiting):

@@ -9,10 +9,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from array import array
+from typing import Any
+
+import msgspec
 
 from cluster.request import FinishStatus, Usage
 from structured.constraint import Resolved
-from workers.sampling_params import SamplingParams
+from workers.sampling_params import SamplingParams, child_seed
 from workers.step import SequenceStart
 
 
@@ -26,10 +29,13 @@ class Sequence:
     """Prompt, then output. At first the prompt alone."""
     params: SamplingParams
     seed: int
+    """The request's; see `noise_seed`."""
     index: int = 0
     """Choice of the request."""
-    unforked: list[Sequence] = dataclasses.field(default_factory=list)
-    """The request's other choices, until the step that completes the prompt makes them forks of this one."""
+    unforked: range = range(0)
+    """Indices of the request's other choices, which have a sequence id each behind this one's. The step that completes
+    the prompt makes them forks of this sequence; until then they cost nothing.
+    """
     priority: int = 0
     eos_token_ids: tuple[int, ...] = ()
     deadline: float | None = None
@@ -72,12 +78,18 @@ class Sequence:
         self.num_prompt_tokens = len(self.token_ids)
         if self.params.ignore_eos and self.constraint is None:  # under a grammar the end is where the grammar ends
             self.eos_token_ids = ()
-        self.stop_ids = frozenset(self.eos_token_ids) | frozenset(self.params.stop_token_ids)
+        if not self.stop_ids:  # a fork has its parent's
+            self.stop_ids = frozenset(self.eos_token_ids) | frozenset(self.params.stop_token_ids)
 
     @property
     def order(self) -> tuple[int, int, int]:
         """Sort key: who runs first."""
         return self.priority, self.arrival, self.index
+
+    @property
+    def noise_seed(self) -> int:
+        """What this choice draws with."""
+        return self.seed if self.params.n == 1 else child_seed(self.seed, self.index)
 
     @property
     def num_places(self) -> int:
@@ -98,31 +110,44 @@ class Sequence:
             self.num_rejected_drafts,
         )
 
+    def fork(self, index: int) -> Sequence:
+        """One of the `unforked` choices, as a sequence of its own. This one has no output yet."""
+        params = self.params
+        if params.prompt_logprobs is not None:  # the prompt is one for all choices, and reported once
+            params = msgspec.structs.replace(params, prompt_logprobs=None)
+        sequence_id = self.sequence_id + index - self.index
+        return self._copy(sequence_id=sequence_id, index=index, token_ids=list(self.token_ids), params=params)
+
     def continued(self, sequence_id: int, index: int, token_id: int) -> Sequence:
         """A sequence with the same past and one token more."""
-        child = dataclasses.replace(
-            self,
-            sequence_id=sequence_id,
-            index=index,
-            token_ids=[*self.token_ids, token_id],
-            unforked=[],
-            draft_token_ids=[],
-            block_table=[],
-            block_hashes=list(self.block_hashes),
-            num_computed_tokens=0,
-            num_sent_blocks=0,
-            is_paused=False,
-            num_branches=1,
+        child = self._copy(
+            sequence_id=sequence_id, index=index, token_ids=[*self.token_ids, token_id], is_paused=False, num_branches=1
         )
         child.num_prompt_tokens = self.num_prompt_tokens
         return child
+
+    def _copy(self, **changes: Any) -> Sequence:
+        """Another sequence with the same past, which holds no blocks yet."""
+        return dataclasses.replace(
+            self,
+            unforked=range(0),
+            block_table=[],
+            block_hashes=list(self.block_hashes),
+            num_computed_tokens=0,
+            num_shared_blocks=0,
+            num_sent_blocks=0,
+            num_registered_blocks=0,
+            draft_token_ids=[],
+            finish=None,
+            **changes,
+        )
 
     def start(self) -> SequenceStart:
         """What a rank rebuilds this sequence from."""
         return SequenceStart(
             self.sequence_id,
             self.params,
-            self.seed,
+            self.noise_seed,
             list(self.token_ids),
             self.num_prompt_tokens,
             self.eos_token_ids,

@@ -33,6 +33,8 @@ _SPECIAL_ROLES = (
     "cls_token",
     "mask_token",
 )
+LONG_TEXT = 20_000
+"""Characters from which a text is worth a thread, so that a megabyte does not hold up every stream."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 
 
@@ -143,7 +145,10 @@ class Tokenizer:
     # ---- text and tokens ---------------------------------------------------------------------------------------
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) < LONG_TEXT:
+            return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+        # Only the batch's form lets other threads of Python run meanwhile: a megabyte takes more than a second.
+        return self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of a whole sequence, exactly as transformers decodes it; ids without a token give nothing."""
@@ -187,13 +192,12 @@ class Tokenizer:
         """`params` with the token sequences of its `bad_words`, each with and without a space in front."""
         if not params.bad_words:
             return params
-        sequences = list(params.bad_words_token_ids)
-        for word in params.bad_words:
+        sequences = dict.fromkeys(params.bad_words_token_ids)
+        for word in dict.fromkeys(params.bad_words):
             stripped = word.lstrip()
             for text in (stripped or word, f" {stripped}"):
-                ids = tuple(self.encode(text, add_special_tokens=False))
-                if ids and ids not in sequences:
-                    sequences.append(ids)
+                sequences[tuple(self.encode(text, add_special_tokens=False))] = None
+        sequences.pop((), None)
         return msgspec.structs.replace(params, bad_words_token_ids=tuple(sequences))
 
     # ---- chat --------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from cluster.body_limits import check_num_tools
 from cluster.constraints import json_text
 from cluster.errors import refuse
 from structured.constraint import ConstraintSpec
@@ -51,6 +52,7 @@ _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}\Z")
 
 def check_tools(tools: list[Tool], choice: ToolChoice | None) -> None:
     """Raises `ApiError` for names that nobody could call and a choice that no tool fits."""
+    check_num_tools(len(tools))
     names: set[str] = set()
     for index, tool in enumerate(tools):
         path = f"tools[{index}].function"

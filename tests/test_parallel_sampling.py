@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import itertools
 import os
+import tracemalloc
 
 import pytest
 from scipy import stats
@@ -166,6 +167,27 @@ def test_an_abort_before_the_prompt_is_computed_ends_every_choice() -> None:
     engine.add_request(EngineRequest(request_id="a", prompt_token_ids=PROMPTS[2], params=sampled(1, 4)))
     engine.step()
     assert sorted(output.index for output in engine.abort("a")) == [0, 1, 2, 3]
+    engine.check_integrity()
+
+
+def test_a_deadline_before_the_prompt_is_computed_ends_every_choice() -> None:
+    engine = make_engine(FAMILY)
+    request = EngineRequest(request_id="a", prompt_token_ids=PROMPTS[2], params=sampled(1, 4), deadline_s=1e-9)
+    engine.add_request(request)
+    assert [(output.index, output.error) for output in engine.step()] == [(i, "the deadline passed") for i in range(4)]
+    engine.check_integrity()
+
+
+def test_choices_that_wait_share_their_prompt() -> None:
+    engine = make_engine(FAMILY, max_num_sequences=64)
+    tracemalloc.start()
+    for number in range(50):
+        prompt = [5 + number, *range(10, 300)]
+        engine.add_request(EngineRequest(request_id=str(number), prompt_token_ids=prompt, params=sampled(1, 64)))
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 2**20, "choices hold something before they run"
+    assert sorted(output.index for output in engine.abort("7")) == list(range(64))
     engine.check_integrity()
 
 

@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Set
 
 import hypothesis.strategies as st
+import msgspec
 import pytest
 from hypothesis import given, settings
 
@@ -30,7 +31,7 @@ EXAMPLES = 20_000 if os.environ.get("MANTA_PROVE") == "1" else 500
 
 def next_token(tokens: list[int], seed: int = 0) -> int:
     """The fake model: a fixed function of the whole context and the seed. 0 is its end-of-sequence token."""
-    return zlib.crc32(bytes([seed, *tokens])) % 23
+    return zlib.crc32(seed.to_bytes(8, "little", signed=True) + bytes(tokens)) % 23
 
 
 def continuation(prompt: list[int], params: SamplingParams, seed: int = 0) -> list[int]:
@@ -168,6 +169,7 @@ class Harness:
         )
         self.model = FakeModel()
         self.sequences: list[Sequence] = []
+        """One a choice, by id: the scheduler's own, or before the fork a stand-in of the same prompt."""
         self.gained: dict[str, list[int]] = {}
         self.ends: dict[str, SequenceOutput] = {}
         self.failed: set[str] = set()
@@ -176,31 +178,32 @@ class Harness:
     def add(
         self, prompt: list[int], params: SamplingParams, priority: int = 0, n: int = 1, masks: bool = False
     ) -> bool:
-        """Adds a request of `n` sequences, whose seeds are their indices; with `masks` they may be late."""
+        """Adds a request of `n` choices; with `masks` they may be late."""
         number = len(self.sequences)
-        constraint = Resolved(spec=ConstraintSpec(kind="regex", text="a"), compiled=b"") if masks else None
-        sequences = [
-            Sequence(
-                number + index,
-                str(number),
-                list(prompt),
-                params,
-                index,
-                index,
-                priority=priority,
-                eos_token_ids=(0,),
-                constraint=constraint,
-            )
-            for index in range(n)
-        ]
-        sequences[0].unforked = sequences[1:]
+        sequence = Sequence(
+            number,
+            str(number),
+            list(prompt),
+            msgspec.structs.replace(params, n=n),
+            seed=0,
+            unforked=range(1, n),
+            priority=priority,
+            eos_token_ids=(0,),
+            constraint=Resolved(spec=ConstraintSpec(kind="regex", text="a"), compiled=b"") if masks else None,
+        )
         try:
-            self.scheduler.add(sequences[0])
+            self.scheduler.add(sequence)
         except RequestRefused:
             return False
+        sequences = [sequence, *map(sequence.fork, sequence.unforked)]
         self.sequences += sequences
         self.gained |= {name_of(sequence): [] for sequence in sequences}
         return True
+
+    def meet_forks(self) -> None:
+        """Puts the sequences that the scheduler made in the place of their stand-ins."""
+        for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
+            self.sequences[sequence.sequence_id] = sequence
 
     def num_cached_tokens(self, request_id: str) -> int:
         usage = self.ends[request_id].usage
@@ -217,6 +220,7 @@ class Harness:
 
     def step(self, late: Set[int] = frozenset(), failing: Set[int] = frozenset(), drafts: bool = False) -> None:
         step = self.scheduler.schedule()
+        self.meet_forks()
         assert step.num_tokens <= self.budget
         assert len({item.sequence_id for item in step.scheduled}) == len(step.scheduled)
         assert step.scheduled or not self.scheduler.has_unfinished, "work is there and nothing was scheduled"
@@ -313,8 +317,8 @@ def test_every_request_gets_its_tokens_whatever_happens_to_the_others(
             if value < len(harness.sequences):
                 choice = harness.sequences[value]
                 num_kept = len(harness.gained[name_of(choice)]) // 2
-                if choice not in harness.sequences[value - choice.index].unforked:  # there is no text yet to stop
-                    harness.collect(harness.scheduler.finish(choice.request_id, choice.index, num_kept))
+                # Before the fork there is no text yet to stop.
+                harness.collect(harness.scheduler.finish(choice.request_id, choice.index, num_kept))
         else:
             harness.scheduler.recompute_all()
             harness.model = FakeModel()
@@ -322,7 +326,8 @@ def test_every_request_gets_its_tokens_whatever_happens_to_the_others(
     harness.drain()
     for sequence in harness.sequences:
         end = harness.ends[name_of(sequence)]
-        expected = continuation(sequence.token_ids[: sequence.num_prompt_tokens], sequence.params, sequence.seed)
+        prompt = sequence.token_ids[: sequence.num_prompt_tokens]
+        expected = continuation(prompt, sequence.params, sequence.noise_seed)
         gained = harness.gained[name_of(sequence)]
         assert gained == expected[: len(gained)]
         assert end.finish is not FinishStatus.FINISHED_INTERNAL_ERROR or name_of(sequence) in harness.failed

@@ -1,0 +1,124 @@
+"""What a body of a few kilobytes may ask for: too much is refused before any work, and work leaves others a turn."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import json
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from cluster.channel import Address
+from cluster.config import ServeConfig
+from cluster.engine_deployment import EngineReplica
+from cluster.errors import ApiError
+from cluster.metrics import Metrics
+from cluster.protocol import decode_chat, decode_completion
+from cluster.request import Account, EngineRequest
+from cluster.submission import EngineClient, Submission
+from cluster.tokenizer import Tokenizer
+from tests.checkpoints import checkpoint
+from tests.server import shared_server
+from tests.test_engine_deployment import new_replica, until_idle
+from workers.sampling_params import SamplingParams
+
+
+def completion(**fields: Any) -> dict[str, Any]:
+    return {"model": "m", "prompt": "a", **fields}
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"model": "m", "messages": [{"role": "user", "content": "a"}], **fields}
+
+
+TOO_MUCH = [
+    (completion(bad_words=[f"{number:x}" for number in range(1025)]), "bad_words", "1025 entries"),
+    (completion(bad_words=["a" * 10_001, "b" * 10_000]), "bad_words", "20001 characters"),
+    (completion(prompt=["a"] * 1024, allowed_token_ids=[1] * 1025), "allowed_token_ids", "1024 prompts"),
+    (completion(prompt=["a"] * 1024, stop_token_ids=[1] * 1025), "stop_token_ids", "1048576"),
+    (completion(prompt=[[5]] * 1024, logit_bias=dict.fromkeys(range(1025), 1)), "logit_bias", "1025 entries"),
+    (chat(tools=[{"type": "function", "function": {"name": f"f{i}"}} for i in range(129)]), "tools", "129 entries"),
+    (chat(n=129), "n", "128"),
+]
+
+
+@pytest.mark.parametrize(("body", "param", "words"), TOO_MUCH, ids=[f"{case[1]}-{case[2]}" for case in TOO_MUCH])
+def test_what_is_too_much_is_refused_with_value_bound_and_remedy(body: dict, param: str, words: str) -> None:
+    encoded = json.dumps(body).encode()
+    assert len(encoded) < 100_000
+    with pytest.raises(ApiError, match=words) as caught:
+        (decode_chat if "messages" in body else decode_completion)(encoded)
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+def test_what_is_just_enough_is_decoded() -> None:
+    enough = completion(prompt=["a"] * 1024, allowed_token_ids=[1] * 1024, bad_words=["ab"] * 1024)
+    assert len(decode_completion(json.dumps(enough).encode()).prompts()) == 1024
+
+
+@pytest.mark.timeout(240)
+def test_prompts_times_n_are_bounded_before_anything_is_made_of_them() -> None:
+    server = shared_server()
+    limit = ServeConfig().max_choices_per_request
+    body = {"model": server.model, "prompt": ["a"] * 1024, "n": 128, "max_tokens": 1}
+    assert len(json.dumps(body)) < 6_000
+    status, _, answer = server.post("/v1/completions", body)
+    assert (status, answer["error"]["param"]) == (400, "n"), answer
+    for word in ("131072 choices of 1024 prompts", str(limit), "lower it", "max_choices_per_request"):
+        assert word in answer["error"]["message"]
+    assert server.post("/v1/completions", body | {"n": 2, "prompt": ["a"] * 64})[0] == 200
+
+
+class Handle:
+    """Calls a replica as Serve's handle does, and counts the calls of each turn of the event loop."""
+
+    def __init__(self, replica: EngineReplica) -> None:
+        self.generate = self
+        self.turn = 0
+        self.calls: collections.Counter[int] = collections.Counter()
+        self._replica = replica
+
+    def remote(self, request: EngineRequest, address: Address) -> asyncio.Task[Account]:
+        self.calls[self.turn] += 1
+        return asyncio.ensure_future(self._replica.generate(request, address))
+
+    async def count_turns(self) -> None:
+        while True:
+            await asyncio.sleep(0)
+            self.turn += 1
+
+
+def test_a_body_of_many_prompts_leaves_the_event_loop_to_others_between_its_calls() -> None:
+    async def scenario() -> None:
+        replica = new_replica()
+        handle = Handle(replica)
+        client = EngineClient(handle, Tokenizer(checkpoint("llama")), "127.0.0.1", Metrics("m"))
+        params = SamplingParams(n=2, max_tokens=2, temperature=0, ignore_eos=True)
+        submission = Submission(client, [[5 + number] for number in range(64)], params, chat=False)
+        counting = asyncio.ensure_future(handle.count_turns())
+        submission.start("body", 0, 60.0)
+        ended = [event.index async for event in submission if event.finish is not None]
+        submission.close()
+        counting.cancel()
+        assert sorted(ended) == list(range(128))
+        assert handle.calls.total() == 64
+        assert max(handle.calls.values()) < 16  # several only while the channel's address is awaited
+        await until_idle(replica)
+
+    asyncio.run(scenario())
+
+
+def test_other_threads_run_while_a_long_text_is_tokenised() -> None:
+    tokenizer = Tokenizer("demo")
+    text = "a " * 200_000
+    encoding = threading.Thread(target=tokenizer.encode, args=(text,))
+    num_turns = 0
+    encoding.start()
+    while encoding.is_alive():
+        time.sleep(0.001)
+        num_turns += 1
+    assert num_turns > 10
+    assert tokenizer.encode("a " * 20_000)[:100] == tokenizer.encode("a " * 100)[:100]
