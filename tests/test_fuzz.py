@@ -23,6 +23,8 @@ pytestmark = pytest.mark.usefixtures("plugin", "quiet")
 NUM_SEEDS = 36
 """Of the whole suite, in groups small enough for a slow machine."""
 GROUP = 6
+SHRINK_SECONDS = 30.0
+"""Of each failure: the test's own time is limited, and `make fuzz SEED=... ARGS="--count 1"` takes longer."""
 NUM_PROVEN = 50
 """Seeds within which every feature must occur."""
 FIRST_LONG_SEED = 1_000_000
@@ -41,7 +43,7 @@ def quiet() -> Iterator[None]:
 
 
 def run(seeds: Iterator[int] | range, seconds: float = float("inf")) -> Campaign:
-    campaign = Campaign(check_engine, generate)
+    campaign = Campaign(check_engine, generate, shrink_seconds=SHRINK_SECONDS)
     campaign.run(seeds, seconds)
     assert not campaign.failed, f"seeds {campaign.failed} fail; their cases lie in {campaigns.FOLDER}"
     return campaign

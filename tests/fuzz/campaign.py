@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+import msgspec
+
 from tests.fuzz import cases
 from tests.fuzz.cases import Case
 from tests.fuzz.compare import differences
@@ -18,7 +20,7 @@ from workers.sampling_params import SamplingParams
 
 FOLDER = pathlib.Path(__file__).parents[2] / ".fuzz"
 """Where failing cases go."""
-SHRINK_SECONDS = 120.0
+SHRINK_SECONDS = 300.0
 PROGRESS_EVERY = 20
 """Cases a line."""
 
@@ -60,9 +62,16 @@ def check_engine(case: Case) -> Report:
 class Campaign:
     """Its failures and counts so far; `run` goes on with further seeds."""
 
-    def __init__(self, check: Check, generate: Callable[[int], Case], command: str = "make fuzz") -> None:
+    def __init__(
+        self,
+        check: Check,
+        generate: Callable[[int], Case],
+        command: str = "make fuzz",
+        shrink_seconds: float = SHRINK_SECONDS,
+    ) -> None:
         self._check = check
         self._generate = generate
+        self._shrink_seconds = shrink_seconds
         self._command = command
         """How a case is run again."""
         self.counts: collections.Counter[str] = collections.Counter()
@@ -89,10 +98,10 @@ class Campaign:
         path = FOLDER / f"{case.seed}.json"
         cases.save(case, path)
         self._say(f"\nseed {case.seed} fails:", *problems[:5], f"again: {self._command} CASE={path}", "shrinking ...")
-        small = shrink(case, lambda candidate: bool(self._check(candidate).problems), SHRINK_SECONDS)
+        small = shrink(case, lambda candidate: bool(self._check(candidate).problems), self._shrink_seconds)
         small_path = FOLDER / f"{case.seed}-small.json"
         cases.save(small, small_path)
-        self._say(*self._check(small).problems[:5], small_path.read_text())
+        self._say(*self._check(small).problems[:5], msgspec.json.encode(small).decode())
         self._say(f"again: {self._command} CASE={small_path}\n")
 
     @property

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cluster.engine import Engine
+from cluster.request import FinishStatus
 from cluster.sequence import Sequence
 from structured.pool import GrammarPool
 from tests.fuzz.cases import Fault
@@ -24,7 +25,7 @@ class Injector:
 
     def __init__(self, faults: tuple[Fault, ...], engine: Engine, counts: collections.Counter[str]) -> None:
         self.poisoned: set[str] = set()
-        """Requests in whose keys and values a NaN was written: they may fail, nobody else may."""
+        """Requests that a NaN in keys and values may make fail."""
         self._engine = engine
         self._counts = counts
         self._pending = sorted(faults, key=lambda fault: fault.step)
@@ -35,7 +36,10 @@ class Injector:
         self._withheld_slots: list[int] = []
         self._withheld_until = 0
         self._watched_pool: GrammarPool | None = None
+        self._nan_blocks: dict[int, list[Sequence]] = {}
+        """Blocks with a NaN, and who has held them since."""
         self._watch_steps()
+        self._watch_readers()
 
     def before_step(self, step: int) -> None:
         if self._withheld_slots and step >= self._withheld_until:
@@ -84,22 +88,46 @@ class Injector:
     # ---- keys and values -----------------------------------------------------------------------------------------
 
     def _nan_block(self, fault: Fault, step: int) -> bool:
-        """Into the block that a generating sequence writes next, which nobody else reads."""
-        victims = [each for each in self._engine.scheduler.running if self._last_private_block(each) is not None]
-        if not victims:
+        """Into a block that one generating sequence holds alone; the prefix cache may know it."""
+        blocks = self._engine.scheduler.blocks
+        held = [
+            block
+            for each in self._engine.scheduler.running
+            if each.num_output_tokens and each.num_computed_tokens >= each.num_prompt_tokens
+            for block in each.block_table[: -(-each.num_computed_tokens // blocks.block_size)]
+            if blocks._references[block] == 1
+        ]
+        if not held:
             return False
-        victim = victims[fault.target % len(victims)]
-        self._engine.executor._worker.runner.kv_cache[:, :, self._last_private_block(victim)] = float("nan")
-        self.poisoned.add(victim.request_id.rpartition("-")[0] or victim.request_id)
+        block = held[fault.target % len(held)]
+        self._engine.executor._worker.runner.kv_cache[:, :, block] = float("nan")
+        self._nan_blocks[block] = []
+        self._note_readers()
         return True
 
-    def _last_private_block(self, sequence: Sequence) -> int | None:
+    def _watch_readers(self) -> None:
+        schedule = self._engine.scheduler.schedule
+
+        def watched() -> Any:
+            step = schedule()
+            self._note_readers()
+            return step
+
+        self._engine.scheduler.schedule = watched  # type: ignore[method-assign]
+
+    def _note_readers(self) -> None:
+        """Whoever holds a block with a NaN may fail, until the first of them has: then nobody may find it any more."""
         blocks = self._engine.scheduler.blocks
-        if sequence.num_output_tokens < 1 or sequence.num_computed_tokens < sequence.num_prompt_tokens:
-            return None
-        block = sequence.block_table[(sequence.num_computed_tokens - 1) // blocks.block_size]
-        is_private = blocks._references[block] == 1 and blocks._hashes[block] is None
-        return block if is_private else None
+        for block, readers in list(self._nan_blocks.items()):
+            is_gone = not blocks._references[block] and blocks._hashes[block] is None
+            if is_gone or any(each.finish is FinishStatus.FINISHED_INTERNAL_ERROR for each in readers):
+                del self._nan_blocks[block]
+                continue
+            readers += [each for each in self._engine.scheduler.running if block in each.block_table]
+            # A beam search numbers its prompts.
+            self.poisoned |= {
+                name for each in readers for name in (each.request_id, each.request_id.removesuffix("-0"))
+            }
 
     # ---- the grammar pool ----------------------------------------------------------------------------------------
 

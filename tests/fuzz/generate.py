@@ -66,9 +66,11 @@ class _Generator:
         block_size = choose((8, 16, 16, 32))
         max_model_len = choose((48, 96, 160, 256))
         least = -(-max_model_len // block_size)
+        family = choose(NATIVE_FAMILIES) if self._chance(0.4) else "llama"
+        draft_family = family if self._chance(0.5) else choose(NATIVE_FAMILIES)  # its own drafts are all accepted
         proposers: tuple[Any, ...] = choose(PROPOSERS) if self._chance(0.7) else ()
         return Settings(
-            family=choose(NATIVE_FAMILIES) if self._chance(0.4) else "llama",
+            family=family,
             num_blocks=choose((least, least + 1, least + 3, 2 * least, 4 * least)),
             block_size=block_size,
             max_model_len=max_model_len,
@@ -80,7 +82,7 @@ class _Generator:
             num_grammar_workers=choose((1, 2, 2, 3)),
             mask_seconds=HANGING_MASK_SECONDS if self._hangs else 5.0,
             proposers=proposers,
-            draft_family=choose(NATIVE_FAMILIES) if "draft" in proposers else None,
+            draft_family=draft_family if "draft" in proposers else None,
             max_draft_tokens=choose((1, 2, 5, 8, 20)),
             ngram_min=choose((1, 1, 2, 3)),
             adaptive=self._chance(0.25),
@@ -149,7 +151,7 @@ class _Generator:
             fields["logits_processors"] = (spec,)
         if self._chance(0.5):
             fields["ignore_eos"] = True
-        for share, make in ((0.2, self._narrowing), (0.25, self._penalties), (0.25, self._ends), (0.25, self._reports)):
+        for share, make in ((0.2, self._narrowing), (0.25, self._penalties), (0.4, self._ends), (0.25, self._reports)):
             if self._chance(share):
                 fields |= make(max_tokens)
         return SamplingParams(**fields)
@@ -181,7 +183,7 @@ class _Generator:
             fields["stop"] = tuple(self._random.sample(STOP_STRINGS, self._between(1, 3)))
             fields["include_stop_str_in_output"] = self._chance(0.5)
         if self._chance(0.6):
-            fields["stop_token_ids"] = self._tokens(12)
+            fields["stop_token_ids"] = self._tokens(self._random.choice((4, 12, 40)))
         if self._chance(0.3):
             fields["logit_bias"] = {EOS: 6.0}
         return fields

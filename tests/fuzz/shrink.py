@@ -24,20 +24,22 @@ def shrink(case: Case, fails: Callable[[Case], bool], seconds: float) -> Case:
     has_changed = True
     while has_changed:
         has_changed = False
-        for candidates in (_fewer_requests, _fewer_faults, _fewer_events, _plainer_settings, _plainer_requests):
+        for candidates in _STEPS:
             # Each success changes what there is to try next, so the candidates are made anew.
-            while (smaller := _first_that_fails(candidates(case), fails, deadline)) is not None:
+            while (smaller := _first_that_fails(case, candidates(case), fails, deadline)) is not None:
                 case, has_changed = smaller, True
         if time.monotonic() > deadline:
             break
     return case
 
 
-def _first_that_fails(candidates: Iterator[Case], fails: Callable[[Case], bool], deadline: float) -> Case | None:
+def _first_that_fails(
+    case: Case, candidates: Iterator[Case], fails: Callable[[Case], bool], deadline: float
+) -> Case | None:
     for candidate in candidates:
         if time.monotonic() > deadline:
             return None
-        if fails(candidate):
+        if candidate != case and fails(candidate):
             return candidate
     return None
 
@@ -80,6 +82,27 @@ def _plainer_settings(case: Case) -> Iterator[Case]:
             yield msgspec.structs.replace(case, settings=msgspec.structs.replace(case.settings, **{name: default}))
 
 
+def _all_plainer(case: Case) -> Iterator[Case]:
+    """Every request without a feature at once: where a failure needs many requests, one by one takes too long."""
+    for name in ("abort", "deadline"):
+        yield _everywhere(case, lambda request, name=name: msgspec.structs.replace(request, **{name: None}))
+    for name in SamplingParams.__struct_fields__:
+        if name not in ("seed", "max_tokens"):
+            changes = {name: default_of(SamplingParams, name)}
+            yield _everywhere(case, lambda request, changes=changes: _changed_params(request, **changes))
+    first = case.requests[0]
+    yield _everywhere(case, lambda request: msgspec.structs.replace(request, prompt=first.prompt))
+    yield _everywhere(case, lambda request: _changed_params(request, constraint=first.params.constraint))
+
+
+def _everywhere(case: Case, change: Callable[[Request], Request]) -> Case:
+    return msgspec.structs.replace(case, requests=tuple(map(change, case.requests)))
+
+
+def _changed_params(request: Request, **changes: Any) -> Request:
+    return msgspec.structs.replace(request, params=msgspec.structs.replace(request.params, **changes))
+
+
 def _plainer_requests(case: Case) -> Iterator[Case]:
     for index, request in enumerate(case.requests):
         params = request.params
@@ -103,5 +126,8 @@ def _with_request(case: Case, index: int, **changes: Any) -> Case:
 
 
 def _with_params(case: Case, index: int, **changes: Any) -> Case:
-    params = msgspec.structs.replace(case.requests[index].params, **changes)
-    return _with_request(case, index, params=params)
+    return _with_request(case, index, params=_changed_params(case.requests[index], **changes).params)
+
+
+_STEPS = (_fewer_requests, _all_plainer, _fewer_faults, _fewer_events, _plainer_settings, _plainer_requests)
+"""From the largest to the smallest."""
