@@ -5,6 +5,7 @@
 #   make check [MODEL=...] [CONFIG=...]     can this model be served here?
 #   make bench [ARGS="--workloads a,b"]     speed, start-up and memory
 #   make prove                              the long tests too; interrupted, it goes on where it stopped
+#   make fuzz [MINUTES=10] [SEED=1]         random cases against the plain engine; CASE=file runs one again
 #   make lint | make clean
 #
 # PYTHON picks another interpreter (3.11 or newer): make serve PYTHON=python3.12
@@ -19,7 +20,7 @@ LOG := .venv/install.log
 
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: serve test lint bench prove check clean install
+.PHONY: serve test lint bench prove fuzz check clean install
 .DEFAULT_GOAL := serve
 
 serve: $(STAMP)
@@ -42,8 +43,11 @@ bench: $(STAMP)
 prove: $(STAMP)
 	MANTA_PROVE=1 $(BIN)/python -m pytest --timeout 1800 $(ARGS)
 
+fuzz: $(STAMP)
+	@$(BIN)/python -m tests.fuzz $(if $(MINUTES),--minutes '$(MINUTES)') $(if $(SEED),--seed '$(SEED)') $(if $(CASE),--case '$(CASE)') $(ARGS)
+
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .prove build *.egg-info
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .prove .fuzz build *.egg-info
 
 install: $(STAMP)
 

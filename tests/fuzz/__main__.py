@@ -1,0 +1,47 @@
+"""`make fuzz MINUTES=10 SEED=1`: random cases against the plain engine; `make fuzz CASE=file`: one case again.
+
+Exits with 1 where a case failed. Whoever tests something else than an engine in this process gives `Campaign` another
+`Check`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import logging
+import os
+import pathlib
+import sys
+import time
+
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+from tests.conftest import PLUGIN
+from tests.fuzz import cases
+from tests.fuzz.campaign import Campaign, check_engine
+from tests.fuzz.generate import generate
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="make fuzz", description="Random cases against the plain engine.")
+    parser.add_argument("--minutes", type=float, default=10.0, help="how long (default: 10)")
+    parser.add_argument("--seed", type=int, default=int(time.time()), help="of the first case (default: the time)")
+    parser.add_argument("--count", type=int, help="cases, if fewer than the time allows")
+    parser.add_argument("--case", type=pathlib.Path, help="a case to run again, and nothing else")
+    options = parser.parse_args()
+    sys.path.append(str(PLUGIN))  # as the tests' fixture `plugin` does
+    logging.disable(logging.ERROR)  # injected faults are logged, as they should be
+    campaign = Campaign(check_engine, generate)
+    if options.case is not None:
+        report = check_engine(cases.load(options.case))
+        print(*report.problems, sep="\n")
+        return bool(report.problems)
+    print(f"seeds from {options.seed}: the same ones make the same cases", flush=True)
+    seeds = itertools.islice(itertools.count(options.seed), options.count)
+    campaign.run(seeds, 60 * options.minutes)
+    print(campaign.table())
+    return bool(campaign.failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""Random cases against the plain engine, and the fuzzer's own promises: pure, exact, and able to find a fault.
+
+A failing case is written to `.fuzz/`, whole and shrunk, and printed; `make fuzz CASE=file` runs it again.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from tests.fuzz import campaign as campaigns
+from tests.fuzz.campaign import Campaign, check_engine
+from tests.fuzz.cases import Case, load, save
+from tests.fuzz.generate import generate
+from tests.fuzz.shrink import shrink
+
+pytestmark = pytest.mark.usefixtures("plugin", "quiet")
+
+NUM_SEEDS = 36
+"""Of the whole suite, in groups small enough for a slow machine."""
+GROUP = 6
+SHRINK_SECONDS = 30.0
+"""Of each failure: the test's own time is limited, and `make fuzz SEED=... ARGS="--count 1"` takes longer."""
+NUM_PROVEN = 50
+"""Seeds within which every feature must occur."""
+FIRST_LONG_SEED = 1_000_000
+NUM_LONG_PARTS, LONG_PART_SECONDS = 12, 300.0
+"""An hour together; each part is recorded by itself when it has passed."""
+
+
+@pytest.fixture(scope="module")
+def quiet() -> Iterator[None]:
+    """Injected faults are logged, as they should be; not here. The Ray of the few cases with actors ends in the end."""
+    logging.disable(logging.ERROR)
+    yield
+    logging.disable(logging.NOTSET)
+    if "ray" in sys.modules:
+        sys.modules["ray"].shutdown()
+
+
+def run(seeds: Iterator[int] | range, seconds: float = float("inf")) -> Campaign:
+    campaign = Campaign(check_engine, generate, shrink_seconds=SHRINK_SECONDS)
+    campaign.run(seeds, seconds)
+    assert not campaign.failed, f"seeds {campaign.failed} fail; their cases lie in {campaigns.FOLDER}"
+    return campaign
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS, GROUP))
+def test_random_cases_equal_the_plain_engine(first: int) -> None:
+    run(seed for seed in range(first, first + GROUP) if generate(seed).settings.pool_form == "threads")
+
+
+@pytest.mark.prove
+def test_every_feature_occurs_within_fifty_seeds(record_property) -> None:
+    campaign = run(range(NUM_SEEDS, NUM_SEEDS + NUM_PROVEN))
+    for name in ("cases", "requests", "tokens", "steps", "preemptions", "late rows"):
+        record_property(name, campaign.counts[name])
+    assert not campaign.missing, campaign.table()
+
+
+@pytest.mark.prove
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("part", range(NUM_LONG_PARTS))
+def test_an_hour_of_random_cases(part: int, record_property) -> None:
+    first = FIRST_LONG_SEED * (1 + part)
+    campaign = run(range(first, first + FIRST_LONG_SEED), LONG_PART_SECONDS)
+    for name in ("cases", "requests", "tokens", "steps", "near ties"):
+        record_property(name, campaign.counts[name])
+
+
+def test_a_case_is_a_function_of_its_seed_and_survives_its_file(tmp_path) -> None:
+    for seed in range(200):
+        case = generate(seed)
+        assert generate(seed) == case
+        save(case, tmp_path / "case.json")
+        assert load(tmp_path / "case.json") == case
+    assert len({msgspec.json.encode(generate(seed)) for seed in range(200)}) == 200
+
+
+def test_shrinking_leaves_what_the_failure_needs_and_nothing_else() -> None:
+    case = next(case for case in map(generate, range(1000)) if any(is_guilty(each) for each in case.requests))
+
+    def fails(candidate: Case) -> bool:
+        return any(is_guilty(each) for each in candidate.requests) and candidate.settings.block_size == case_size
+
+    case_size = case.settings.block_size
+    small = shrink(case, fails, seconds=60)
+    assert fails(small)
+    (request,) = small.requests
+    assert small.faults == ()
+    assert len(request.prompt) <= 3
+    changed = [name for name in ("top_p", "constraint", "n", "stop", "logprobs") if getattr(request.params, name)]
+    assert changed == ["top_p", "constraint", "n"], "top_p and n have defaults that are true"
+
+
+def is_guilty(request) -> bool:
+    constraint = request.params.constraint
+    return constraint is not None and constraint.kind == "lark"
