@@ -22,8 +22,8 @@ from typing import Any
 
 from benchmarks.checkpoints import benchmark_checkpoint
 from benchmarks.report import machine
+from cluster.engine.request import FinishStatus, RequestRefused
 from cluster.llm import LLM, ConstraintSpec, RequestOutput, SamplingParams
-from cluster.request import FinishStatus, RequestRefused
 
 PLUGIN = pathlib.Path(__file__).resolve().parents[1] / "tests" / "plugin"
 NUM_PLAIN, NUM_CONSTRAINED = 8, 4

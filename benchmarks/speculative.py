@@ -24,7 +24,7 @@ from benchmarks.checkpoints import benchmark_checkpoint
 from benchmarks.report import header, machine
 from benchmarks.structured import Table
 from benchmarks.workloads import PromptSource, Row
-from cluster.engine_stats import DraftCounts
+from cluster.engine.stats import DraftCounts
 from cluster.llm import LLM, ConstraintSpec, SamplingParams
 
 PARTS = ("demo", "h", "json", "coupling")

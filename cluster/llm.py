@@ -18,11 +18,11 @@ from typing import Any, cast
 import msgspec
 from tqdm import tqdm
 
-from cluster.beam_search import BeamSearchParams, BeamSequence, beam_search
 from cluster.config import DEMO_MODEL, EngineConfig
-from cluster.output import SequenceText
-from cluster.request import EngineRequest, FinishStatus, QueueFull, RequestRefused, SequenceOutput, Usage
-from cluster.tokenizer import Tokenizer
+from cluster.engine.beam_search import BeamSearchParams, BeamSequence, beam_search
+from cluster.engine.request import EngineRequest, FinishStatus, QueueFull, RequestRefused, SequenceOutput, Usage
+from cluster.text.detokenizer import SequenceText
+from cluster.text.tokenizer import Tokenizer
 from structured.constraint import ConstraintSpec, Resolved
 from structured.logits_processors import LogitsProcessorFactory, LogitsProcessorSpec
 from workers.sampling_params import OutputKind, SamplingParams
@@ -134,7 +134,7 @@ class LLM:
             raise ValueError(str(error)) from error
         # Read when torch loads its OpenMP: threads that spin for long take the core from everybody else's.
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-        from cluster.engine import Engine  # imports torch
+        from cluster.engine.engine import Engine  # imports torch
 
         self._inbox: collections.deque[tuple[str, Callable[[], object]]] = collections.deque()
         self.engine = Engine(self.config, has_messages=lambda: bool(self._inbox))

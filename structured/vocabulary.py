@@ -1,7 +1,7 @@
 """What a grammar backend needs of a tokenizer: plain data that crosses to other processes, read from `tokenizer.json`.
 
-Imports neither torch nor transformers. The ingress's `cluster/tokenizer.py` makes text; this only says which bytes a
-token stands for.
+Imports neither torch nor transformers. The ingress's `cluster/text/tokenizer.py` makes text; this only says which
+bytes a token stands for.
 """
 
 from __future__ import annotations

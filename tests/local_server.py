@@ -15,8 +15,8 @@ from typing import Any
 
 from benchmarks.processes import free_port
 from cluster.config import EngineConfig, ServeConfig
-from cluster.engine_deployment import EngineReplica
-from cluster.ingress import ListeningIngress
+from cluster.serve.engine_deployment import EngineReplica
+from cluster.serve.ingress import ListeningIngress
 from tests.checkpoints import checkpoint
 
 

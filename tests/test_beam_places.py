@@ -7,15 +7,15 @@ import random
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from cluster.request import FinishStatus
-from cluster.sequence import Sequence
+from cluster.engine.request import FinishStatus
+from cluster.engine.sequence import Sequence
 from tests.test_scheduler import EXAMPLES, Harness, name_of
 from workers.sampling_params import SamplingParams
 
 
 class BeamHarness(Harness):
-    """A scheduler with searches, whose beams branch once each has said what may follow, as `cluster/beam_search.py`
-    does.
+    """A scheduler with searches, whose beams branch once each has said what may follow, as
+    `cluster/engine/beam_search.py` does.
     """
 
     def __init__(self, num_blocks: int, budget: int, slots: int) -> None:

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from cluster import submission
-from cluster.channel import Address, Connection, Control, OutputReceiver, OutputSender
-from cluster.request import SequenceOutput
-from cluster.start_failure import InWords
+from cluster.engine.request import SequenceOutput
+from cluster.serve import submission
+from cluster.serve.channel import Address, Connection, Control, OutputReceiver, OutputSender
+from cluster.serve.start_failure import InWords
 from tests.local_server import local_server, post, until
 
 resource = pytest.importorskip("resource")

@@ -12,8 +12,8 @@ import safetensors.torch
 import torch
 import transformers
 
-from cluster.cli import main
-from cluster.commands.check import check_model
+from cluster.cli.__main__ import main
+from cluster.cli.check import check_model
 from cluster.config import EngineConfig
 from specdecode.config import SpeculativeConfig
 from tests.checkpoints import checkpoint, make_tokenizer

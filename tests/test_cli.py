@@ -12,8 +12,8 @@ import sys
 import pytest
 
 from benchmarks.processes import free_port
-from cluster.cli import main
-from cluster.commands.serve import ready_message
+from cluster.cli.__main__ import main
+from cluster.cli.serve import ready_message
 from cluster.config import EngineConfig, ServeConfig
 from tests.checkpoints import checkpoint
 
@@ -176,7 +176,8 @@ def test_check_says_why_a_checkpoint_cannot_be_served(
 
 
 def test_the_command_line_loads_nothing_heavy() -> None:
-    code = "import sys, cluster.cli; print([name for name in ('torch', 'ray', 'transformers') if name in sys.modules])"
+    heavy = "[name for name in ('torch', 'ray', 'transformers') if name in sys.modules]"
+    code = f"import sys, cluster.cli.__main__; print({heavy})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

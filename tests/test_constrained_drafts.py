@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from cluster.engine.request import FinishStatus
+from cluster.engine.sequence import Sequence
 from cluster.llm import LLM, CompletionOutput, SamplingParams
-from cluster.request import FinishStatus
-from cluster.sequence import Sequence
 from specdecode.lengths import StepCost
 from tests.checkpoints import VOCAB_SIZE
 from tests.test_constrained_engine import ORDER, constrained, example, make_llm, settled, spec

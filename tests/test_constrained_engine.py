@@ -14,8 +14,8 @@ from typing import Any
 import jsonschema
 import pytest
 
+from cluster.engine.request import FinishStatus, RequestRefused
 from cluster.llm import LLM, ConstraintSpec, RequestOutput, SamplingParams
-from cluster.request import FinishStatus, RequestRefused
 from tests.checkpoints import VOCAB_SIZE, checkpoint
 from workers.model_config import load_model_config
 

@@ -14,8 +14,8 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
+from cluster.engine.request import FinishStatus, RequestRefused
 from cluster.llm import LLM, SamplingParams
-from cluster.request import FinishStatus, RequestRefused
 from structured.constraint import ConstraintSpec
 from tests.conftest import PROVE
 from tests.schema_cases import CASES

@@ -10,14 +10,14 @@ import msgspec
 import pytest
 from ray.exceptions import RayTaskError
 
-from cluster.engine_stats import ConstraintStats, EngineStats
-from cluster.errors import ApiError
-from cluster.ingress import health
+from cluster.engine.request import Account, EngineRequest
+from cluster.engine.stats import ConstraintStats, EngineStats
+from cluster.http.errors import ApiError
+from cluster.http.metrics import Metrics
 from cluster.llm import LLM, ConstraintSpec, SamplingParams
-from cluster.metrics import Metrics
-from cluster.request import Account, EngineRequest
-from cluster.submission import Submission
-from cluster.tokenizer import Tokenizer
+from cluster.serve.ingress import health
+from cluster.serve.submission import Submission
+from cluster.text.tokenizer import Tokenizer
 from structured.compiler import CACHE_BYTES, CompilerFailed
 from structured.grammar_worker import GRAMMAR_CACHE_BYTES
 from tests.checkpoints import checkpoint

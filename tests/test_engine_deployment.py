@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 import pytest
 
-from cluster import burst
-from cluster.channel import Connection, Control, OutputReceiver
 from cluster.config import EngineConfig
-from cluster.engine_deployment import EngineReplica
-from cluster.request import EngineRequest, FinishStatus, SequenceOutput
+from cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput
+from cluster.serve import burst
+from cluster.serve.channel import Connection, Control, OutputReceiver
+from cluster.serve.engine_deployment import EngineReplica
 from tests.checkpoints import checkpoint, reference_greedy
 from workers.sampling_params import SamplingParams
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from cluster.metrics import Metrics
+from cluster.http.metrics import Metrics
 from tests.server import Server
 from tests.test_engine import make_engine
 

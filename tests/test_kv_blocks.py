@@ -13,8 +13,8 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from cluster.kv_blocks import IntegrityError, KVBlocks
-from cluster.sequence import Sequence
+from cluster.engine.kv_blocks import IntegrityError, KVBlocks
+from cluster.engine.sequence import Sequence
 from workers.sampling_params import SamplingParams
 
 BLOCK_SIZE = 4

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.listener import Listener
+from cluster.serve.listener import Listener
 
 
 def port_with_a_connection_that_its_server_closed() -> int:

@@ -9,8 +9,8 @@ import sys
 import pytest
 import transformers
 
+from cluster.engine.request import FinishStatus, QueueFull, RequestRefused
 from cluster.llm import LLM, SamplingParams
-from cluster.request import FinishStatus, QueueFull, RequestRefused
 from tests.checkpoints import checkpoint, reference_greedy
 
 PROMPTS = ["The quick brown fox", "Hello", "naïve café, 3 < 4"]
@@ -134,7 +134,8 @@ def test_a_wrong_option_is_named(options, words) -> None:
 
 def test_importing_the_driver_side_needs_neither_torch_nor_ray() -> None:
     code = (
-        "import sys, cluster.scheduler, cluster.request, cluster.config, workers.step, workers.sampling_params\n"
+        "import sys, cluster.engine.scheduler, cluster.engine.request, cluster.config\n"
+        "import workers.step, workers.sampling_params\n"
         "assert 'torch' not in sys.modules and 'ray' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

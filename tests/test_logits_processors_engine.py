@@ -16,8 +16,8 @@ import pytest
 import torch
 from ray import cloudpickle
 
+from cluster.engine.request import FinishStatus, RequestRefused
 from cluster.llm import LLM, LogitsProcessorSpec, RequestOutput, SamplingParams
-from cluster.request import FinishStatus, RequestRefused
 from structured.logits_processors import MAX_LOGITS_PROCESSORS, LogitsProcessorError
 from tests.checkpoints import VOCAB_SIZE, checkpoint
 from tests.conftest import PLUGIN

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from cluster.output import CompletionLogprobText, SequenceText, chat_logprobs, prompt_logprobs
-from cluster.request import FinishStatus, SequenceOutput
-from cluster.tokenizer import TemplateError, Tokenizer, TokenizerError
+from cluster.engine.request import FinishStatus, SequenceOutput
+from cluster.text.detokenizer import CompletionLogprobText, SequenceText, chat_logprobs, prompt_logprobs
+from cluster.text.tokenizer import TemplateError, Tokenizer, TokenizerError
 from tests.checkpoints import CORPUS, make_tokenizer
 from workers.sampling_params import SamplingParams
 from workers.step import TokenLogprobs
@@ -246,8 +246,8 @@ def test_token_bytes_make_the_text() -> None:
 
 def test_an_http_process_needs_no_torch() -> None:
     code = (
-        "import sys; from cluster.output import SequenceText; from cluster.protocol import decode_chat;"
-        f"from cluster.tokenizer import Tokenizer; Tokenizer({str(folder_of('bytelevel'))!r}).encode('hello');"
+        "import sys; from cluster.text.detokenizer import SequenceText; from cluster.http.protocol import decode_chat;"
+        f"from cluster.text.tokenizer import Tokenizer; Tokenizer({str(folder_of('bytelevel'))!r}).encode('hello');"
         "assert not {'torch', 'transformers', 'ray'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=pathlib.Path(__file__).parents[1])

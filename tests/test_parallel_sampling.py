@@ -10,8 +10,8 @@ import tracemalloc
 import pytest
 from scipy import stats
 
-from cluster.request import EngineRequest, FinishStatus
-from cluster.sequence import Sequence
+from cluster.engine.request import EngineRequest, FinishStatus
+from cluster.engine.sequence import Sequence
 from structured.constraint import ConstraintSpec
 from tests.test_engine import drain, make_engine
 from workers.sampling_params import SamplingParams, child_seed

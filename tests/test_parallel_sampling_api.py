@@ -24,13 +24,13 @@ import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletionChunk
 
-from cluster import protocol
-from cluster.answers import ChatAnswer
-from cluster.channel import Control
-from cluster.chat_output import ChatPlan
+from cluster.engine.request import EngineRequest, FinishStatus, Usage
+from cluster.http import protocol
+from cluster.http.answers import ChatAnswer
+from cluster.http.chat_output import ChatPlan
 from cluster.llm import LLM, CompletionOutput, ConstraintSpec, OutputKind, RequestOutput, SamplingParams
-from cluster.request import EngineRequest, FinishStatus, Usage
-from cluster.submission import Event
+from cluster.serve.channel import Control
+from cluster.serve.submission import Event
 from tests.checkpoints import checkpoint
 from tests.server import Server, shared_server
 from tests.test_engine_deployment import Ingress, new_replica, until, until_idle

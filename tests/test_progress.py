@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from cluster import engine
 from cluster.config import EngineConfig
-from cluster.engine_deployment import EngineReplica
+from cluster.engine.engine import engine
+from cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput
+from cluster.http.metrics import Metrics
 from cluster.llm import LLM, SamplingParams
-from cluster.metrics import Metrics
-from cluster.request import EngineRequest, FinishStatus, SequenceOutput
+from cluster.serve.engine_deployment import EngineReplica
 from tests.checkpoints import checkpoint
 from tests.test_constrained_engine import constrained, example, make_llm, settled, spec
 from tests.test_engine_deployment import Ingress, until

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster import protocol
-from cluster.protocol import ApiError, decode_chat, decode_completion, decode_detokenize, decode_tokenize
-from cluster.request import Usage
-from cluster.usage import usage_info
+from cluster.engine.request import Usage
+from cluster.http import protocol
+from cluster.http.protocol import ApiError, decode_chat, decode_completion, decode_detokenize, decode_tokenize
+from cluster.http.usage import usage_info
 from workers.sampling_params import SamplingParams
 
 chat_fields = [field.encode_name for field in msgspec.structs.fields(protocol.ChatCompletionRequest)]

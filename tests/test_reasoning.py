@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.chat_output import ChatPlan, ChatReader, MessageBuilder, plan_chat
-from cluster.errors import ApiError
-from cluster.protocol import decode_chat
-from cluster.reasoning import FORMATS, ReasoningFormat, ReasoningSplitter, detect_reasoning
-from cluster.tokenizer import Tokenizer
+from cluster.http.chat_output import ChatPlan, ChatReader, MessageBuilder, plan_chat
+from cluster.http.errors import ApiError
+from cluster.http.protocol import decode_chat
+from cluster.text.reasoning import FORMATS, ReasoningFormat, ReasoningSplitter, detect_reasoning
+from cluster.text.tokenizer import Tokenizer
 from workers.model_config import resolve_model_folder
 
 THINK, MISTRAL = FORMATS

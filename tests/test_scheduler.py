@@ -17,10 +17,10 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 
-from cluster.kv_blocks import KVBlocks
-from cluster.request import FinishStatus, RequestRefused, SequenceOutput
-from cluster.scheduler import Scheduler
-from cluster.sequence import Sequence
+from cluster.engine.kv_blocks import KVBlocks
+from cluster.engine.request import FinishStatus, RequestRefused, SequenceOutput
+from cluster.engine.scheduler import Scheduler
+from cluster.engine.sequence import Sequence
 from structured.constraint import ConstraintSpec, Resolved
 from workers.sampling_params import SamplingParams
 from workers.step import RowError, StepInput, StepOutput

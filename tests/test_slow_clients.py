@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from cluster import listener, submission
+from cluster.serve import listener, submission
 from tests.local_server import LocalServer, answer, local_server, post, until
 
 pytestmark = pytest.mark.timeout(60)

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from cluster.channel import Address
 from cluster.config import ServeConfig
-from cluster.engine_deployment import EngineReplica
-from cluster.errors import ApiError
-from cluster.metrics import Metrics
-from cluster.protocol import decode_chat, decode_completion
-from cluster.request import Account, EngineRequest
-from cluster.submission import EngineClient, Submission
-from cluster.tokenizer import Tokenizer
+from cluster.engine.request import Account, EngineRequest
+from cluster.http.errors import ApiError
+from cluster.http.metrics import Metrics
+from cluster.http.protocol import decode_chat, decode_completion
+from cluster.serve.channel import Address
+from cluster.serve.engine_deployment import EngineReplica
+from cluster.serve.submission import EngineClient, Submission
+from cluster.text.tokenizer import Tokenizer
 from tests.checkpoints import checkpoint
 from tests.server import shared_server
 from tests.test_engine_deployment import new_replica, until_idle

@@ -7,8 +7,8 @@ import shutil
 
 import pytest
 
-from cluster.engine import Engine
-from cluster.request import EngineRequest, FinishStatus
+from cluster.engine.engine import Engine
+from cluster.engine.request import EngineRequest, FinishStatus
 from specdecode.config import SpeculativeConfig
 from specdecode.ngram import NgramIndex
 from tests.checkpoints import VOCAB_SIZE, checkpoint, reference_greedy

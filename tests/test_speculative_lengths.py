@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cluster.engine_stats import DraftCounts
-from cluster.metrics import Metrics
-from cluster.request import EngineRequest
+from cluster.engine.request import EngineRequest
+from cluster.engine.stats import DraftCounts
+from cluster.http.metrics import Metrics
 from specdecode.config import SpeculativeConfig
 from specdecode.lengths import (
     Acceptance,

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from cluster.engine import Engine
-from cluster.request import EngineRequest
+from cluster.engine.engine import Engine
+from cluster.engine.request import EngineRequest
 from specdecode.config import SpeculativeConfig
 from tests.checkpoints import checkpoint
 from tests.test_engine import drain, make_engine

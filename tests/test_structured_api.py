@@ -18,8 +18,8 @@ import openai
 import pydantic
 import pytest
 
-from cluster.errors import ApiError
-from cluster.protocol import decode_chat, decode_completion
+from cluster.http.errors import ApiError
+from cluster.http.protocol import decode_chat, decode_completion
 from structured.constraint import ConstraintSpec
 from tests.server import Server, shared_server
 from workers.model_config import resolve_model_folder

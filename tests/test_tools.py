@@ -16,14 +16,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster import protocol
-from cluster.chat_output import ChatReader, MessageBuilder, plan_chat
-from cluster.errors import ApiError
-from cluster.protocol import ChatCompletionRequest, decode_chat
-from cluster.request import FinishStatus
-from cluster.tokenizer import Tokenizer
-from cluster.tool_parser import Piece, ToolCallParser
-from cluster.tools import (
+from cluster.engine.request import FinishStatus
+from cluster.http import protocol
+from cluster.http.chat_output import ChatReader, MessageBuilder, plan_chat
+from cluster.http.errors import ApiError
+from cluster.http.protocol import ChatCompletionRequest, decode_chat
+from cluster.http.tools import (
     HERMES,
     LLAMA3,
     MISTRAL,
@@ -35,7 +33,9 @@ from cluster.tools import (
     detect_format,
     template_tools,
 )
-from cluster.usage import usage_info
+from cluster.http.usage import usage_info
+from cluster.text.tokenizer import Tokenizer
+from cluster.text.tool_parser import Piece, ToolCallParser
 from structured.constraint import ConstraintSpec
 from tests.checkpoints import checkpoint
 from workers.model_config import resolve_model_folder

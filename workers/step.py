@@ -1,6 +1,6 @@
 """The step contract: what the driver tells every rank, and what the ranks answer.
 
-`cluster/scheduler.py` builds a `StepInput` a step, `workers/model_runner.py` executes it and answers with a
+`cluster/engine/scheduler.py` builds a `StepInput` a step, `workers/model_runner.py` executes it and answers with a
 `StepOutput`. Rows carry explicit indices; nobody relies on an order. Plain data: no torch, cheap to encode with
 msgpack.
 """

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from cluster.beam_search import BeamSearchParams
+from cluster.engine.beam_search import BeamSearchParams
 from workers.sampling_params import SamplingParams
 
 RowFault = Literal["raise_in_forward", "raise_after_forward", "raise_after_sample", "nan_block"]

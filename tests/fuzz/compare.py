@@ -15,7 +15,7 @@ reference as well: the same tokens, then the status "error".
 
 from __future__ import annotations
 
-from cluster.request import FinishStatus
+from cluster.engine.request import FinishStatus
 from tests.fuzz import reference
 from tests.fuzz.cases import Request, is_servable
 from tests.fuzz.engines import Run

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-import cluster.engine
-from cluster.beam_search import beam_search
+import cluster.engine.engine
+from cluster.engine.beam_search import beam_search
+from cluster.engine.request import RequestRefused, SequenceOutput
 from cluster.llm import LLM, RequestOutput, SamplingParams
-from cluster.request import RequestRefused, SequenceOutput
 from structured.constraint import Resolved
 from tests.checkpoints import checkpoint
 from tests.fuzz import reference
@@ -325,7 +325,7 @@ def _surroundings(run: Run) -> Iterator[None]:
     if run.case.settings.pool_form == "actors":
         _start_ray_where_none_runs()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cluster.engine, "time", _StepClock(run))
+        patch.setattr(cluster.engine.engine, "time", _StepClock(run))
         if run.case.settings.cheap_groups:
             patch.setattr("workers.shared_prefixes.MEMBER_COST_KEYS", 16)
         yield

@@ -6,9 +6,9 @@ import collections
 from collections.abc import Callable
 from typing import Any
 
-from cluster.engine import Engine
-from cluster.request import FinishStatus
-from cluster.sequence import Sequence
+from cluster.engine.engine import Engine
+from cluster.engine.request import FinishStatus
+from cluster.engine.sequence import Sequence
 from structured.pool import GrammarPool
 from tests.fuzz.cases import Fault
 

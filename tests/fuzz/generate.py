@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from cluster.beam_search import BeamSearchParams
+from cluster.engine.beam_search import BeamSearchParams
 from structured.logits_processors import LogitsProcessorSpec
 from tests.checkpoints import NATIVE_FAMILIES, VOCAB_SIZE
 from tests.fuzz.cases import Case, Fault, Request, Settings

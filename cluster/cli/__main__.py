@@ -1,0 +1,123 @@
+"""The command `manta`: reads the command line and hands over to one module of `cluster/cli/` per subcommand.
+
+It owns flags, exit codes and the shape of errors, and imports nothing heavy: torch and Ray are loaded by the subcommand
+that needs them. Exit codes: 0 done, 1 the answer is no (`check`) or the start failed (`serve`), 2 something that the
+user can mend.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+
+from cluster.cli.refusal import Refusal
+from cluster.config import DEMO_MODEL
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs `manta` with `arguments` (default: the process's own) and returns the exit code."""
+    argv = list(sys.argv[1:] if arguments is None else arguments)
+    if argv[:1] == ["bench"]:  # the benchmarks have a command line of their own
+        from cluster.cli.bench import run_bench
+
+        return _guarded(lambda: run_bench(argv[1:]))
+    options = _parser().parse_args(argv)
+    return _guarded(lambda: options.run(options))
+
+
+def _guarded(run: Any) -> int:
+    try:
+        return int(run())
+    except Refusal as error:
+        # Paths stay in one piece, so that they can be pasted.
+        paragraph = textwrap.fill(f"manta: {error}", width=100, break_long_words=False, break_on_hyphens=False)
+        print(paragraph, file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="manta", description="Serves language models on a Ray cluster.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    serve = commands.add_parser("serve", help="serve a model over HTTP with OpenAI's API")
+    serve.add_argument("--model", help=f"folder or hub id (default: {DEMO_MODEL}, the model that Manta brings)")
+    serve.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
+    serve.add_argument("--port", type=int, help="port to listen on (default: 8000)")
+    _add_config_flags(serve)
+    serve.set_defaults(run=_serve)
+
+    chat = commands.add_parser("chat", help="talk to a running server in the terminal")
+    chat.add_argument("--url", default=DEFAULT_URL, help=f"where the server listens (default: {DEFAULT_URL})")
+    chat.add_argument("--model", help="name as in /v1/models (default: the server's first)")
+    chat.add_argument("--api-key", help="bearer token, where the server asks for one")
+    chat.set_defaults(run=_chat)
+
+    check = commands.add_parser("check", help="say whether a model and a configuration can be served here")
+    check.add_argument("model", nargs="?", help=f"folder or hub id (default: the configuration's, else {DEMO_MODEL})")
+    _add_config_flags(check)
+    check.set_defaults(run=_check)
+
+    commands.add_parser("bench", help="measure speed, start-up and memory (manta bench --help)", add_help=False)
+    return parser
+
+
+def _add_config_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", help="YAML file with the options of cluster/config.py")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="overrides",
+        help="one option, for example engine.max_model_len=4096; may be repeated",
+    )
+
+
+def _overrides(options: argparse.Namespace, flags: dict[str, str]) -> dict[str, Any]:
+    """Dotted configuration keys from `--set` and, above them, from the flags that name a key of their own."""
+    overrides: dict[str, Any] = {}
+    for item in options.overrides:
+        key, separator, text = item.partition("=")
+        if not separator or not key or key.startswith(".") or key.endswith(".") or ".." in key:
+            raise Refusal(f"--set {item!r} is not KEY=VALUE; write for example --set engine.max_model_len=4096")
+        try:
+            overrides[key] = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise Refusal(f"--set {item!r}: the value is not valid YAML: {error}") from error
+    for flag, key in flags.items():
+        value = getattr(options, flag)
+        if value is not None:
+            overrides[key] = value
+    return overrides
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from cluster.cli.serve import run_serve
+
+    flags = {"model": "engine.model", "host": "host", "port": "port"}
+    return run_serve(options.config, _overrides(options, flags))
+
+
+def _chat(options: argparse.Namespace) -> int:
+    from cluster.cli.chat import run_chat
+
+    return run_chat(options.url, options.model, options.api_key)
+
+
+def _check(options: argparse.Namespace) -> int:
+    from cluster.cli.check import run_check
+
+    return run_check(options.config, _overrides(options, {"model": "engine.model"}))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,33 @@
+"""`manta bench`: finds the benchmarks, which live beside this package in a checkout, and runs them.
+
+The benchmarks are no part of the installed package: they start whole engines and, where asked, another engine's Python.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pathlib
+import sys
+from collections.abc import Sequence
+
+from cluster.cli.refusal import Refusal
+
+SUITES = ("structured", "faults", "forms", "prefix-attention", "speculative")
+
+
+def run_bench(arguments: Sequence[str]) -> int:
+    """Runs `benchmarks/bench.py`, or with a first word of `SUITES` that module, with its own command line; returns its
+    exit code.
+    """
+    root = pathlib.Path(__file__).resolve().parents[2]
+    if not (root / "benchmarks" / "bench.py").exists():
+        raise Refusal(
+            f"the benchmarks are not part of an installed package ({root} has no benchmarks/bench.py); clone the "
+            "repository, run 'pip install -e .' in it, and use its manta"
+        )
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))
+    name, rest = "bench", list(arguments)
+    if rest and rest[0] in SUITES:
+        name, rest = rest[0].replace("-", "_"), rest[1:]
+    return int(importlib.import_module(f"benchmarks.{name}").main(rest))

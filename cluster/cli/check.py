@@ -1,0 +1,206 @@
+"""`manta check`: says whether a model folder and a configuration can be served here, without loading all weights.
+
+The arithmetic is the worker's own (`workers/memory.py`), and a step of the first layer runs on the device
+(`workers/trial.py`), so that what is said here is what serving does. `manta serve` calls `check_quickly` before it
+starts anything.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+from typing import Any
+
+import msgspec
+
+from cluster.cli.refusal import Refusal
+from cluster.config import EngineConfig, load_config
+from cluster.text.tokenizer import Tokenizer, TokenizerError
+from structured.logits_processors import LogitsProcessorError, LogitsProcessorRegistry
+from workers.host import num_cores
+from workers.memory import num_parameters, plan_kv_cache, plan_max_model_len
+from workers.model_config import DTYPE_BYTES, ModelConfig, ModelError, load_model_config, resolve_model_folder
+from workers.trial import Trial, TrialResult, try_one_layer
+
+
+class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What serving this model here would take."""
+
+    folder: str
+    architecture: str
+    native: bool
+    num_parameters: int
+    checkpoint_dtype: str
+    dtype: str
+    device: str
+    num_threads: int
+    weight_bytes: int
+    kv_cache_bytes: int
+    kv_bytes_per_token: int
+    kv_cache_tokens: int
+    max_model_len: int
+    model_positions: int
+    free_bytes: int
+    step_seconds: float
+    kernels: str
+    advice: str | None
+    """Of one layer, the head and the sampler, for two sequences."""
+
+
+def run_check(config_path: str | None, overrides: dict[str, Any]) -> int:
+    """Prints the report; 0 where the model can be served, 1 with the reason where not."""
+    try:
+        config = load_config(config_path, overrides)
+    except ValueError as error:
+        raise Refusal(str(error)) from error
+    try:
+        report = check_model(config.engine)
+    except ModelError as error:
+        print(f"{config.engine.model} cannot be served: {error}", file=sys.stderr)
+        return 1
+    print(_render(report))
+    source = f" --config {config_path}" if config_path else ""
+    print(f"\nIt can be served: manta serve --model {config.engine.model}{source}")
+    return 0
+
+
+def check_quickly(engine: EngineConfig) -> None:
+    """What can be said of a model in no time and without torch: its configuration, its files, its length.
+
+    Raises `ModelError`.
+    """
+    folder = resolve_model_folder(engine.model)
+    model = load_model_config(folder)
+    num_parameters(folder)  # every file is there and whole
+    if engine.max_model_len is not None:
+        plan_max_model_len(model, engine.max_model_len, capacity=engine.max_model_len)
+    if engine.tokenizer is not None or not (folder / "tokenizer.json").is_file():
+        _check_tokenizer(engine, folder)
+
+
+def _check_tokenizer(engine: EngineConfig, folder: pathlib.Path) -> None:
+    try:
+        Tokenizer(engine.tokenizer or folder)
+    except TokenizerError as error:
+        raise ModelError(str(error)) from error
+
+
+def check_model(engine: EngineConfig) -> CheckReport:
+    """Plans memory as the worker does, with the weights taken from what is free now, and runs a step of one layer.
+
+    Raises `ModelError`.
+    """
+    from workers.loader import check_tensors
+    from workers.platforms import choose_platform
+
+    folder = resolve_model_folder(engine.model)
+    model = load_model_config(folder)
+    parameters = num_parameters(folder)
+    draft, draft_parameters = _draft(engine)
+    _check_tokenizer(engine, folder)
+    if model.native:
+        check_tensors(folder, model)
+    try:
+        platform = choose_platform(engine.device, engine.num_threads)
+        dtype = platform.resolve_dtype(engine.dtype, model.dtype)
+    except ValueError as error:
+        raise ModelError(str(error)) from error
+    weights, free = (parameters + draft_parameters) * DTYPE_BYTES[dtype], platform.free_memory()
+    if weights >= free:
+        raise ModelError(
+            f"its weights take {_gib(weights)} in {dtype}, and {_gib(free)} of memory is free; "
+            "free some, or take a smaller model"
+        )
+    kv_bytes, num_blocks = plan_kv_cache(
+        model,
+        dtype,
+        block_size=engine.block_size,
+        kv_cache_bytes=engine.kv_cache_bytes,
+        kv_cache_fraction=engine.kv_cache_fraction,
+        free_bytes=free - weights,
+        weight_bytes=parameters * DTYPE_BYTES[dtype],
+        max_num_sequences=engine.max_num_sequences,
+        max_model_len=engine.max_model_len,
+        draft=draft,
+    )
+    if weights + kv_bytes > free:
+        raise ModelError(
+            f"its weights take {_gib(weights)} and the KV cache {_gib(kv_bytes)}, and {_gib(free)} of memory is free; "
+            "lower kv_cache_bytes"
+        )
+    capacity = num_blocks * engine.block_size
+    max_model_len = plan_max_model_len(model, engine.max_model_len, capacity)
+    try:
+        LogitsProcessorRegistry(engine.logits_processors)
+    except LogitsProcessorError as error:
+        raise ModelError(str(error)) from error
+    trial = _try_step(engine, folder, dtype)
+    return CheckReport(
+        folder=str(folder),
+        architecture=model.architecture,
+        native=model.native,
+        num_parameters=parameters,
+        checkpoint_dtype=model.dtype,
+        dtype=dtype,
+        device=platform.name,
+        num_threads=engine.num_threads or num_cores(),
+        weight_bytes=weights,
+        kv_cache_bytes=kv_bytes,
+        kv_bytes_per_token=kv_bytes // capacity,
+        kv_cache_tokens=capacity,
+        max_model_len=max_model_len,
+        model_positions=model.max_position_embeddings,
+        free_bytes=free,
+        step_seconds=trial.seconds,
+        kernels=trial.kernels,
+        advice=trial.advice,
+    )
+
+
+def _try_step(engine: EngineConfig, folder: pathlib.Path, dtype: str) -> TrialResult:
+    """Of the model's first layer; the draft model's runs too."""
+    folders = [folder]
+    if engine.speculative is not None and engine.speculative.draft_model is not None:
+        folders.insert(0, resolve_model_folder(engine.speculative.draft_model))
+    for each in folders:
+        trial = Trial(
+            folder=str(each.resolve()),
+            dtype=dtype,
+            device=engine.device,
+            num_threads=engine.num_threads,
+            block_size=engine.block_size,
+        )
+        result = try_one_layer(trial)
+    return result
+
+
+def _draft(engine: EngineConfig) -> tuple[ModelConfig | None, int]:
+    """The draft model's configuration and parameters; (None, 0) without one."""
+    if engine.speculative is None or engine.speculative.draft_model is None:
+        return None, 0
+    folder = resolve_model_folder(engine.speculative.draft_model)
+    return load_model_config(folder), num_parameters(folder)
+
+
+def _render(report: CheckReport) -> str:
+    how = "natively" if report.native else "through transformers"
+    rows = {
+        "model": report.folder,
+        "architecture": f"{report.architecture}, run {how}; {report.num_parameters / 1e6:,.1f} M parameters",
+        "dtype": f"{report.dtype} (the checkpoint's is {report.checkpoint_dtype})",
+        "device": f"{report.device}, {report.num_threads} threads, {_gib(report.free_bytes)} of memory free",
+        "weights": _gib(report.weight_bytes),
+        "KV cache": (
+            f"{_gib(report.kv_cache_bytes)}: holds {report.kv_cache_tokens:,} tokens "
+            f"of {report.kv_bytes_per_token:,} bytes"
+        ),
+        "step": f"ran one layer and the head in {report.step_seconds * 1000:.3g} ms (kernels: {report.kernels})",
+        "longest": f"{report.max_model_len:,} tokens a sequence (the model allows {report.model_positions:,})",
+    }
+    if report.advice:
+        rows["slower"] = f"than need be: {report.advice}"
+    return "\n".join(f"{name:<13} {text}" for name, text in rows.items())
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**29 else f"{num_bytes / 2**20:.1f} MiB"

@@ -1,0 +1,286 @@
+"""One model replica: the step loop that turns requests into tokens. Start reading here.
+
+`Engine.step` is the whole of it: *schedule, prepare masks, execute, update*. The engine deals in token ids only, holds
+no tokenizer and no HTTP, and is used by one thread at a time: `cluster/llm.py` calls it directly,
+`cluster/serve/engine_deployment.py` gives it a thread of its own behind Ray Serve.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import msgspec
+
+from cluster.config import EngineConfig
+from cluster.engine.executor import InProcessExecutor
+from cluster.engine.kv_blocks import KVBlocks
+from cluster.engine.mask_client import MaskClient
+from cluster.engine.request import Branch, EngineRequest, QueueFull, RequestRefused, SequenceOutput
+from cluster.engine.scheduler import Scheduler
+from cluster.engine.sequence import Sequence
+from cluster.engine.stats import EngineStats
+from structured.constraint import ConstraintSpec, Resolved
+from structured.logits_processors import LogitsProcessorFactory, LogitsProcessorRegistry
+from workers.step import StepInput, StepOutput
+
+logger = logging.getLogger(__name__)
+
+IDLE_WAIT_S = 0.01
+"""Where nothing can be computed before a mask comes, a step ends after this long; the next one sees to deadlines."""
+
+IDLE_SLICE_S = 0.0002
+"""So long such a step sleeps before it looks again whether a mask or a message is there."""
+
+
+class EngineDead(RuntimeError):
+    """The engine failed, was rebuilt and failed again; it serves nothing any more."""
+
+
+class Engine:
+    """Serves requests on one model replica. Not thread-safe.
+
+    `has_messages` says whether the caller has something to tell between two steps: a step that has nothing to compute
+    returns then. Raises `workers.model_config.ModelError` or `ValueError` when the model or the configuration cannot be
+    served.
+    """
+
+    def __init__(self, config: EngineConfig, has_messages: Callable[[], bool] = lambda: False) -> None:
+        self.config = config
+        self._has_messages = has_messages
+        self.executor = InProcessExecutor(config)
+        self.model = self.executor.model
+        self.max_model_len = self.model.max_model_len
+        self.scheduler = Scheduler(
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_sequences=config.max_num_sequences,
+            max_model_len=self.max_model_len,
+            blocks=KVBlocks(self.model.num_blocks, config.block_size, config.enable_prefix_caching),
+            num_lookahead_tokens=config.speculative.num_lookahead_tokens if config.speculative else 0,
+        )
+        self.masks = MaskClient(config, self.model, self.scheduler)
+        self.processors = LogitsProcessorRegistry(config.logits_processors)
+        self.alive = True
+        self._id = secrets.token_hex(8)
+        self._next_sequence_id = 0
+        self._num_steps = 0
+        self._num_steps_without_progress = 0
+        self._last_progress = time.monotonic()
+        self._recovering = False
+        self._idle_checked = True
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are in `[0, vocab_size)`."""
+        return self.model.vocab_size
+
+    @property
+    def has_unfinished(self) -> bool:
+        return self.scheduler.has_unfinished
+
+    # ---- the step loop -------------------------------------------------------------------------------------------
+
+    def step(self) -> list[SequenceOutput]:
+        """Runs one step; returns what it added to each sequence that gained tokens or ended."""
+        ended = self.scheduler.expire(time.monotonic())
+        if not self.scheduler.has_unfinished:
+            self._forget_last()
+            self._check_when_idle()
+            return ended
+        ended += self.masks.before_step()
+        step = self.scheduler.schedule()
+        if not step.scheduled and self.scheduler.has_unfinished:
+            self._wait_for_news()
+        self.masks.prepare(step)
+        output = self._execute(step)
+        updates = self.scheduler.update(step, output)
+        updates += self.masks.settle()
+        self._count_step(bool(ended or updates) or self.scheduler.has_advanced)
+        self._idle_checked = False
+        self._forget_last()
+        return ended + updates
+
+    def _wait_for_news(self) -> None:
+        """Nothing can be computed now: waits for a late mask, for a message or until `IDLE_WAIT_S` is over."""
+        deadline = time.monotonic() + IDLE_WAIT_S
+        while not self.masks.is_late_mask_there() and not self._has_messages() and time.monotonic() < deadline:
+            time.sleep(IDLE_SLICE_S)
+
+    def _count_step(self, made_progress: bool) -> None:
+        self._num_steps += 1
+        if made_progress:
+            self._last_progress = time.monotonic()
+        else:
+            self._num_steps_without_progress += 1
+
+    def _execute(self, step: StepInput) -> StepOutput:
+        """The failure of a row is a value in the output; an exception here is a failure of the engine itself.
+
+        Then every running sequence is recomputed from its tokens on rebuilt workers, once: a second failure in a row is
+        fatal.
+        """
+        try:
+            self.executor.execute(step)
+            output = self.executor.sample(self.masks.collect(step))
+        except Exception as error:
+            logger.exception("step %d failed with %d sequences", step.step_id, len(step.scheduled))
+            if self._recovering:
+                self.alive = False
+                raise EngineDead(f"two steps in a row failed, last with {type(error).__name__}: {error}") from error
+            self._recovering = True
+            self.executor.rebuild()
+            self.scheduler.recompute_all()
+            self.masks.forget_step()
+            return StepOutput(step.step_id)
+        self._recovering = False
+        return output
+
+    def _forget_last(self) -> None:
+        """Where no step follows the end of the last sequences, one without tokens tells the ranks."""
+        if self.alive and self.scheduler.has_unforgotten and not self.scheduler.has_unfinished:
+            self._execute(self.scheduler.schedule())
+
+    def _check_when_idle(self) -> None:
+        if not self._idle_checked:
+            self.check_integrity()
+            self._idle_checked = True
+
+    # ---- requests ------------------------------------------------------------------------------------------------
+
+    def resolve(self, spec: ConstraintSpec) -> Future[Resolved]:
+        """Proves a constraint, in a process of its own; callable from any thread.
+
+        The future raises `RequestRefused` where the constraint cannot be served.
+        """
+        return self.masks.resolve(spec)
+
+    def warm_up(self) -> None:
+        """Starts in the background what the first constraint would wait for.
+
+        Raises `RequestRefused` where this model's vocabulary cannot be read.
+        """
+        self.masks.start()
+
+    def register_logits_processor(self, name: str, factory: LogitsProcessorFactory) -> None:
+        """Lets `SamplingParams.logits_processors` name a factory. Raises `LogitsProcessorError` where the name is
+        taken.
+        """
+        self.processors.register(name, factory)
+        self.executor.register_logits_processor(name, factory)
+
+    def add_request(
+        self, request: EngineRequest, constraint: Resolved | None = None, queue_is_bounded: bool = True
+    ) -> None:
+        """Queues a request; what `resolve` made of its constraint comes with it.
+
+        Raises `RequestRefused` where it can never be served, `QueueFull` where the queue is at its limit and bounded:
+        it is not for a caller who has all its requests at hand and waits for all of them.
+        """
+        if not self.alive:
+            raise EngineDead("the engine has failed; restart it")
+        if queue_is_bounded and self.scheduler.num_waiting >= self.config.max_num_waiting + self._free_slots():
+            raise QueueFull(
+                f"{self.scheduler.num_waiting} requests are waiting and the limit is {self.config.max_num_waiting}; "
+                "retry later or raise max_num_waiting"
+            )
+        params = request.params
+        self._validate(request)
+        if constraint is not None:
+            params = msgspec.structs.replace(params, constraint=constraint.spec)
+        elif params.constraint is not None:
+            raise ValueError("a request with a constraint comes with what `resolve` made of it")
+        if not self.scheduler.has_unfinished:
+            self._last_progress = time.monotonic()
+        seed = params.seed if params.seed is not None else secrets.randbits(63)
+        deadline = None if request.deadline_s is None else time.monotonic() + request.deadline_s
+        sequence = Sequence(
+            sequence_id=self._next_sequence_id,
+            request_id=request.request_id,
+            token_ids=list(request.prompt_token_ids),
+            params=params,
+            seed=seed,
+            unforked=range(1, params.n),
+            priority=request.priority,
+            eos_token_ids=self.model.eos_token_ids,
+            constraint=constraint,
+            deadline=deadline,
+            num_branches=request.num_branches,
+        )
+        self.scheduler.add(sequence)
+        self._next_sequence_id += params.n
+
+    def branch(self, request_id: str, branches: list[Branch]) -> None:
+        """Replaces the paused sequences of a request with `num_branches`, each by none or more of its continuations by
+        one token; none at all ends the request.
+        """
+        parents = {sequence.index: sequence for sequence in self.scheduler.of_request(request_id)}
+        pairs = []
+        for index, branch in enumerate(branches):
+            parent = parents[branch.parent]
+            pairs.append((parent, parent.continued(self._next_sequence_id, index, branch.token_id)))
+            self._next_sequence_id += 1
+        self.scheduler.branch(request_id, pairs)
+
+    def _free_slots(self) -> int:
+        return max(0, self.config.max_num_sequences - self.scheduler.num_running)
+
+    def _validate(self, request: EngineRequest) -> None:
+        if not request.prompt_token_ids:
+            raise RequestRefused("the prompt is empty; it needs at least one token", "prompt")
+        low, high = min(request.prompt_token_ids), max(request.prompt_token_ids)
+        if low < 0 or high >= self.vocab_size:
+            bad = low if low < 0 else high
+            raise RequestRefused(f"prompt: token id {bad} is outside the vocabulary [0, {self.vocab_size})", "prompt")
+        try:
+            request.params.validate_vocabulary(self.vocab_size)
+            self.processors.check(request.params.logits_processors, self.vocab_size)
+        except ValueError as error:
+            raise RequestRefused(str(error), str(error).partition(":")[0]) from error
+
+    def abort(self, request_id: str) -> list[SequenceOutput]:
+        """Ends a request and frees its blocks at once; unknown or ended ones are no error."""
+        ended = self.scheduler.abort(request_id)
+        self._forget_last()
+        return ended
+
+    def finish(self, request_id: str, index: int, num_kept_tokens: int) -> list[SequenceOutput]:
+        """Ends one choice whose text reached a stop string; only `num_kept_tokens` output tokens count."""
+        ended = self.scheduler.finish(request_id, index, num_kept_tokens)
+        self._forget_last()
+        return ended
+
+    # ---- state ---------------------------------------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """Raises `IntegrityError` where a block or a grammar session leaked or a reference is miscounted."""
+        self.scheduler.check_integrity()
+        self.masks.check_integrity()
+
+    def stats(self) -> EngineStats:
+        scheduler = self.scheduler
+        return EngineStats(
+            engine_id=self._id,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            kv_usage=scheduler.kv_usage,
+            num_free_blocks=scheduler.blocks.num_free,
+            num_blocks=self.model.num_blocks,
+            num_cached_blocks=scheduler.blocks.num_cached,
+            kv_cache_bytes=self.model.kv_cache_bytes,
+            prefix_cache_queries=scheduler.prefix_cache_queries,
+            prefix_cache_hits=scheduler.prefix_cache_hits,
+            num_preemptions=scheduler.num_preemptions,
+            num_steps=self._num_steps,
+            num_steps_without_progress=self._num_steps_without_progress,
+            seconds_since_progress=time.monotonic() - self._last_progress if scheduler.has_unfinished else 0.0,
+            alive=self.alive,
+            num_constraints_compiled=self.masks.num_compiled,
+            num_late_rows=self.masks.num_late,
+            num_grammar_workers_replaced=self.masks.num_replaced,
+            grammar_pool=self.masks.pool_stats(),
+            drafts=scheduler.drafts,
+            constraints=self.masks.stats(),
+        )

@@ -1,0 +1,122 @@
+"""What travels between whoever serves users and the engine: a request in, token deltas out.
+
+Plain data, token ids only: text belongs to `cluster/text/`. Imports neither torch nor ray.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+import msgspec
+
+from workers.sampling_params import SamplingParams
+from workers.step import TokenLogprobs
+
+
+class FinishStatus(enum.StrEnum):
+    """How a sequence ended."""
+
+    FINISHED_STOPPED = "stop"
+    """End-of-sequence or stop token, or a stop string found by the detokenising side."""
+    FINISHED_LENGTH = "length"
+    """`max_tokens` or the context length."""
+    FINISHED_ABORTED = "abort"
+    """The client went away, the deadline passed or the caller aborted."""
+    FINISHED_INTERNAL_ERROR = "error"
+    """This sequence failed; the others went on."""
+
+
+class EngineRequest(msgspec.Struct, kw_only=True, array_like=True):
+    """One request to the engine."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    priority: int = 0
+    """Lower runs first; equal priorities in order of arrival (vLLM's convention)."""
+    deadline_s: float | None = None
+    """Seconds from admission after which the request is aborted; None for no deadline."""
+    num_branches: int = 0
+    """Where the caller chooses the tokens (`Engine.branch`): how many sequences it will have at a time."""
+
+
+class Branch(NamedTuple):
+    """One of a request's sequences, continued by one token."""
+
+    parent: int
+    """Its index."""
+    token_id: int
+
+
+class Usage(msgspec.Struct, array_like=True):
+    """Token counts of a finished request."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+    """Prompt tokens read from the prefix cache instead of computed."""
+    num_accepted_drafts: int = 0
+    """Output tokens that had been proposed before the model drew them."""
+    num_rejected_drafts: int = 0
+    """Proposed tokens that it did not draw."""
+
+    @classmethod
+    def of_choices(cls, num_prompt_tokens: int, choices: list[Usage]) -> Usage:
+        """The prompt once and the output of all choices, at least one."""
+        return cls(
+            num_prompt_tokens,
+            sum(choice.num_output_tokens for choice in choices),
+            choices[0].num_cached_tokens,
+            sum(choice.num_accepted_drafts for choice in choices),
+            sum(choice.num_rejected_drafts for choice in choices),
+        )
+
+
+class SequenceOutput(msgspec.Struct, array_like=True):
+    """What one step added to one choice of one request."""
+
+    request_id: str
+    index: int
+    """The choice: 0 unless n > 1."""
+    token_ids: list[int]
+    """New tokens only (a delta). An ending stop or end-of-sequence token is included."""
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """New entries for prompt positions 1 onward; position 0 has none."""
+    finish: FinishStatus | None = None
+    stop_token_id: int | None = None
+    """The stop or end-of-sequence token that ended the sequence; it is the last of `token_ids` and not part of the
+    text.
+    """
+    error: str | None = None
+    usage: Usage | None = None
+    """With the first tokens, with tokens behind verified drafts, and with `finish`."""
+
+
+class Account(msgspec.Struct, kw_only=True):
+    """How a request ended, the answer of the call that ran it; its tokens travel on `cluster/serve/channel.py`."""
+
+    finish: FinishStatus | None = None
+    """Of the choice that ended last."""
+    usage: Usage | None = None
+    """The prompt once, the output tokens of all choices."""
+    refused: str | None = None
+    """Why it can never be served (HTTP 400), and the field at fault."""
+    param: str | None = None
+    queue_full: str | None = None
+    """Why it cannot be served now (HTTP 429)."""
+
+
+class RequestRefused(ValueError):
+    """A request that can never be served, refused before anything is allocated. The message names value, bound and
+    remedy.
+    """
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class QueueFull(RuntimeError):
+    """The waiting queue is at its limit; try again later (HTTP 429)."""

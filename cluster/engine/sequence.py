@@ -1,0 +1,167 @@
+"""One sequence as the driver sees it: its tokens, how many of them the KV cache holds, and where.
+
+The scheduler alone changes it. Everything a rank needs is a function of it (`start`), so preemption and recovery are
+the same operation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from array import array
+from typing import Any
+
+import msgspec
+
+from cluster.engine.request import FinishStatus, Usage
+from structured.constraint import Resolved
+from workers.sampling_params import SamplingParams, child_seed
+from workers.step import SequenceStart
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Sequence:
+    """A prompt and the output that grows behind it."""
+
+    sequence_id: int
+    request_id: str
+    token_ids: list[int]
+    """Prompt, then output. At first the prompt alone."""
+    params: SamplingParams
+    seed: int
+    """The request's; see `noise_seed`."""
+    index: int = 0
+    """Choice of the request."""
+    unforked: range = range(0)
+    """Indices of the request's other choices, which have a sequence id each behind this one's. The step that completes
+    the prompt makes them forks of this sequence; until then they cost nothing.
+    """
+    priority: int = 0
+    eos_token_ids: tuple[int, ...] = ()
+    deadline: float | None = None
+    """On `time.monotonic`'s clock."""
+    arrival: int = 0
+    """Set by the scheduler: order among equal priorities."""
+    max_length: int = 0
+    """Set by the scheduler: prompt and output end here."""
+    num_prompt_tokens: int = 0
+    block_table: list[int] = dataclasses.field(default_factory=list)
+    block_hashes: list[bytes] = dataclasses.field(default_factory=list)
+    """Chained hashes of the full blocks so far, made on demand."""
+    num_computed_tokens: int = 0
+    """Leading tokens whose keys and values are in the cache."""
+    num_shared_blocks: int = 0
+    """Leading blocks that others wrote: found in the prefix cache, or a fork's parent's."""
+    num_sent_blocks: int = 0
+    """Leading blocks that the ranks know of."""
+    num_registered_blocks: int = 0
+    """Leading blocks offered to the prefix cache."""
+    num_cached_tokens: int | None = None
+    """Prompt tokens found in the prefix cache at the first admission; None before it."""
+    num_prompt_logprobs: int = 0
+    """Prompt positions reported, so that a recomputed prompt reports none twice."""
+    draft_token_ids: list[int] = dataclasses.field(default_factory=list)
+    draft_proposer: str = ""
+    num_accepted_drafts: int = 0
+    num_rejected_drafts: int = 0
+    constraint: Resolved | None = None
+    num_branches: int = 0
+    """Where the caller chooses its tokens: the most sequences that will take its place."""
+    is_paused: bool = False
+    """It has reported what may follow, and waits for `Scheduler.branch`."""
+    waits_for_mask: bool = False
+    """Its mask missed a step: it sits out until the mask is there."""
+    finish: FinishStatus | None = None
+    stop_ids: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.token_ids)
+        if self.params.ignore_eos and self.constraint is None:  # under a grammar the end is where the grammar ends
+            self.eos_token_ids = ()
+        if not self.stop_ids:  # a fork has its parent's
+            self.stop_ids = frozenset(self.eos_token_ids) | frozenset(self.params.stop_token_ids)
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Sort key: who runs first."""
+        return self.priority, self.arrival, self.index
+
+    @property
+    def noise_seed(self) -> int:
+        """What this choice draws with."""
+        return self.seed if self.params.n == 1 else child_seed(self.seed, self.index)
+
+    @property
+    def num_places(self) -> int:
+        """Running sequences that it will become."""
+        return max(1 + len(self.unforked), self.num_branches)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(
+            self.num_prompt_tokens,
+            self.num_output_tokens,
+            self.num_cached_tokens or 0,
+            self.num_accepted_drafts,
+            self.num_rejected_drafts,
+        )
+
+    def fork(self, index: int) -> Sequence:
+        """One of the `unforked` choices, as a sequence of its own. This one has no output yet."""
+        params = self.params
+        if params.prompt_logprobs is not None:  # the prompt is one for all choices, and reported once
+            params = msgspec.structs.replace(params, prompt_logprobs=None)
+        sequence_id = self.sequence_id + index - self.index
+        return self._copy(sequence_id=sequence_id, index=index, token_ids=list(self.token_ids), params=params)
+
+    def continued(self, sequence_id: int, index: int, token_id: int) -> Sequence:
+        """A sequence with the same past and one token more."""
+        child = self._copy(
+            sequence_id=sequence_id, index=index, token_ids=[*self.token_ids, token_id], is_paused=False, num_branches=1
+        )
+        child.num_prompt_tokens = self.num_prompt_tokens
+        return child
+
+    def _copy(self, **changes: Any) -> Sequence:
+        """Another sequence with the same past, which holds no blocks yet."""
+        return dataclasses.replace(
+            self,
+            unforked=range(0),
+            block_table=[],
+            block_hashes=list(self.block_hashes),
+            num_computed_tokens=0,
+            num_shared_blocks=0,
+            num_sent_blocks=0,
+            num_registered_blocks=0,
+            draft_token_ids=[],
+            finish=None,
+            **changes,
+        )
+
+    def start(self) -> SequenceStart:
+        """What a rank rebuilds this sequence from."""
+        return SequenceStart(
+            self.sequence_id,
+            self.params,
+            self.noise_seed,
+            list(self.token_ids),
+            self.num_prompt_tokens,
+            self.eos_token_ids,
+            not self.num_branches,
+        )
+
+    def hash_blocks(self, count: int, block_size: int) -> list[bytes]:
+        """Hashes of the first `count` full blocks; each covers its block and, through its parent's, all before it.
+
+        128 bits of BLAKE2b: a chance collision, which would serve one prompt another's keys, is out of reach.
+        """
+        hashes = self.block_hashes
+        for block in range(len(hashes), count):
+            tokens = array("i", self.token_ids[block * block_size : (block + 1) * block_size])
+            parent = hashes[-1] if hashes else b""
+            hashes.append(hashlib.blake2b(parent + tokens.tobytes(), digest_size=16).digest())
+        return hashes[:count]

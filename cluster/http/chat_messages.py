@@ -1,0 +1,122 @@
+"""The messages of a chat body, as clients send them and as chat templates read them.
+
+Part of `cluster/http/protocol.py`'s requests.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+
+from cluster.http.errors import refuse
+
+
+class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    arguments: str
+    """JSON text."""
+
+
+class MessageToolCall(msgspec.Struct, forbid_unknown_fields=True):
+    """A call that an assistant message made, as a response brought it."""
+
+    function: CalledFunction
+    id: str | None = None
+    type: str = "function"
+    index: int | None = None
+
+
+class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
+    """One message; its parts are checked by `template_message`."""
+
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: Any = None
+    tool_calls: list[MessageToolCall] | None = None
+    tool_call_id: str | None = None
+    function_call: Any = None
+
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def template_message(message: ChatMessage, path: str) -> dict[str, Any]:
+    """One message with plain text, and calls with parsed arguments; refuses what would be lost on the way to the
+    model.
+    """
+    _check_role(message, path)
+    if message.audio is not None:
+        refuse(f"{path}.audio", f"{path}.audio is not supported; leave it out")
+    content = message.content
+    if content is None:
+        if not message.tool_calls:
+            refuse(f"{path}.content", f"{path}.content is missing; give a string or a list of text parts")
+        content = ""
+    if isinstance(content, list):
+        content = "\n".join(_part_text(part, f"{path}.content[{index}]") for index, part in enumerate(content))
+    result: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": content}
+    if message.name is not None:
+        result["name"] = message.name
+    if message.reasoning_content is not None:
+        result["reasoning_content"] = message.reasoning_content
+    if message.tool_calls:
+        result["tool_calls"] = [
+            _template_call(call, f"{path}.tool_calls[{index}]") for index, call in enumerate(message.tool_calls)
+        ]
+    if message.tool_call_id is not None:
+        result["tool_call_id"] = message.tool_call_id
+    return result
+
+
+def _check_role(message: ChatMessage, path: str) -> None:
+    role = message.role
+    if role not in _ROLES:
+        refuse(f"{path}.role", f"{path}.role {role!r} is unknown; use one of {', '.join(_ROLES)}")
+    if message.function_call is not None:
+        refuse(f"{path}.function_call", f"{path}.function_call is not supported; use tool_calls")
+    if message.tool_calls and role != "assistant":
+        refuse(f"{path}.tool_calls", f"{path}.tool_calls belong to an assistant message, not to role {role!r}")
+    if role == "tool" and message.tool_call_id is None:
+        refuse(f"{path}.tool_call_id", f"{path}.tool_call_id is missing; give the id of the call that this answers")
+    if role != "tool" and message.tool_call_id is not None:
+        refuse(f"{path}.tool_call_id", f"{path}.tool_call_id belongs to a message of role 'tool', not {role!r}")
+
+
+def _template_call(call: MessageToolCall, path: str) -> dict[str, Any]:
+    """Templates write the arguments themselves, so they get the object and not its text."""
+    if call.type != "function":
+        refuse(f"{path}.type", f"{path}.type {call.type!r} is not supported; only 'function' is")
+    try:
+        arguments = json.loads(call.function.arguments)
+    except (ValueError, RecursionError) as error:
+        refuse(f"{path}.function.arguments", f"{path}.function.arguments is not valid JSON: {error}")
+    result: dict[str, Any] = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+    return result if call.id is None else {"id": call.id, **result}
+
+
+def _part_text(part: dict[str, Any], path: str) -> str:
+    if part.get("type") != "text":
+        refuse(f"{path}.type", f"{path}: a part of type {part.get('type')!r} is not supported; only text parts are")
+    unknown = set(part) - {"type", "text"}
+    if unknown:
+        refuse(f"{path}.{min(unknown)}", f"{path} holds the unknown field {min(unknown)!r}; leave it out")
+    if not isinstance(part.get("text"), str):
+        refuse(f"{path}.text", f"{path}.text must be a string")
+    return part["text"]
+
+
+_RESERVED_TEMPLATE_KWARGS = frozenset({"self", "messages", "tools", "documents", "add_generation_prompt"})
+
+
+def check_template_kwargs(given: dict[str, Any] | None) -> None:
+    """Refuses `chat_template_kwargs` that would replace what the body's own fields say."""
+    reserved = _RESERVED_TEMPLATE_KWARGS & set(given or ())
+    if reserved:
+        name = min(reserved)
+        refuse(f"chat_template_kwargs.{name}", f"chat_template_kwargs may not set {name}; use the body's own field")

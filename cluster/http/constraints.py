@@ -1,0 +1,137 @@
+"""`response_format` and `structured_outputs` of a request body, and the `ConstraintSpec` that they ask for.
+
+The fields of `cluster/http/protocol.py`; whether a constraint can be enforced is the engine's to say.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+
+from cluster.http.errors import ApiError, refuse
+from structured.constraint import ConstraintSpec, Kind
+
+
+class ResponseText(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
+    """No constraint."""
+
+
+class ResponseJsonObject(msgspec.Struct, tag_field="type", tag="json_object", forbid_unknown_fields=True):
+    """Any JSON object."""
+
+
+class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A JSON schema. `strict` = false also accepts one that is enforced in part, and the answer's header says which."""
+
+    name: str
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponseJsonSchema(msgspec.Struct, tag_field="type", tag="json_schema", forbid_unknown_fields=True):
+    json_schema: JsonSchemaFormat
+
+
+ResponseFormat = ResponseText | ResponseJsonObject | ResponseJsonSchema
+
+
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """vLLM's field: exactly one constraint, and how it is enforced."""
+
+    json: dict[str, Any] | bool | str | None = None
+    """A JSON schema, or its text."""
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    """Lark; with `::=` in it EBNF in GBNF's dialect."""
+    structural_tag: dict[str, Any] | str | None = None
+    json_object: bool | None = None
+
+    backend: str = "auto"
+    disable_any_whitespace: bool = False
+    loose: bool = False
+    """Accept a constraint that is enforced in part; the header `x-manta-not-enforced` lists what is left out."""
+
+
+_KINDS = ("json", "regex", "choice", "grammar", "structural_tag", "json_object")
+
+
+def chosen_kind(given: StructuredOutputs) -> str:
+    """The one constraint that is set. Raises `ApiError` where none or several are."""
+    found = [name for name in _KINDS if getattr(given, name) not in (None, False)]
+    if given.json is False:
+        found.insert(0, "json")
+    if len(found) != 1:
+        what = f"holds {' and '.join(found)}" if found else "holds no constraint"
+        refuse("structured_outputs", f"structured_outputs {what}; give exactly one of {', '.join(_KINDS)}")
+    return found[0]
+
+
+def requested_constraint(
+    response_format: ResponseFormat | None, structured_outputs: StructuredOutputs | None
+) -> tuple[ConstraintSpec | None, str]:
+    """The constraint and the field it came from. Raises `ApiError` for both at once and for what has no meaning."""
+    if structured_outputs is not None:
+        if response_format is not None and not isinstance(response_format, ResponseText):
+            refuse("structured_outputs", "structured_outputs and response_format exclude each other; leave one out")
+        return _from_structured_outputs(structured_outputs)
+    if isinstance(response_format, ResponseJsonObject):
+        return ConstraintSpec(kind="json_object"), "response_format"
+    if isinstance(response_format, ResponseJsonSchema):
+        schema, field = response_format.json_schema, "response_format.json_schema"
+        if schema.schema is None:
+            return ConstraintSpec(kind="json_object"), field
+        loose = schema.strict is False
+        return ConstraintSpec(kind="json_schema", text=json_text(schema.schema), loose=loose), f"{field}.schema"
+    return None, ""
+
+
+def _from_structured_outputs(given: StructuredOutputs) -> tuple[ConstraintSpec, str]:
+    name = chosen_kind(given)
+    field, value = f"structured_outputs.{name}", getattr(given, name)
+    kind: Kind
+    text = ""
+    if name == "json":
+        kind, text = "json_schema", _as_json_text(value, field)
+    elif name == "structural_tag":
+        kind, text = "structural_tag", _as_json_text(value, field)
+    elif name == "choice":
+        if not value:
+            refuse(field, f"{field} is empty; give at least one string")
+        kind, text = "choice", json_text(value)
+    elif name == "regex":
+        kind, text = "regex", value
+    elif name == "grammar":
+        kind, text = "ebnf" if "::=" in value else "lark", value
+    else:
+        kind = "json_object"
+    spec = ConstraintSpec(
+        kind=kind,
+        text=text,
+        backend=given.backend,
+        loose=given.loose,
+        any_whitespace=not given.disable_any_whitespace,
+    )
+    return spec, field
+
+
+def _as_json_text(value: Any, field: str) -> str:
+    """`value` as JSON; a string is JSON already, and checked."""
+    if not isinstance(value, str):
+        return json_text(value)
+    try:
+        json.loads(value)
+    except (ValueError, RecursionError) as error:
+        refuse(field, f"{field} is not valid JSON: {error}")
+    return value
+
+
+def json_text(value: Any) -> str:
+    """Plain JSON, in the order given."""
+    try:
+        return msgspec.json.encode(value).decode()
+    except RecursionError as error:
+        raise ApiError(400, "the body's JSON is nested too deeply") from error

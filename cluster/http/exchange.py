@@ -1,0 +1,240 @@
+"""One HTTP request and its answer, over ASGI's messages; the ingress makes one for each.
+
+A client may be slow, stop reading or leave: its body has a limit in bytes and time, its stream a buffer of limited
+size, and a client that left ends the work for it. What is sent and not taken is timed by `cluster/serve/listener.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
+
+from cluster.config import ServeConfig
+from cluster.http.errors import ApiError
+from cluster.serve.submission import Submission
+
+DRAINED_BODIES = 16
+"""A body beyond the limit is read on for this many limits before the connection is given up."""
+SEND_BYTES = 65536
+"""An answer goes to its connection in pieces of this size, each after most of the last was taken."""
+
+Scope = dict[str, Any]
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+Result = TypeVar("Result")
+
+
+class ClientGone(Exception):
+    """The client closed the connection before its answer was complete."""
+
+
+class StreamBuffer:
+    """What a stream wrote and its connection did not take yet. One task fills it, another one empties it."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._bytes = bytearray()
+        self._changed = asyncio.Event()
+        self._ended = False
+        self._error: Exception | None = None
+
+    async def put(self, event: bytes) -> None:
+        """Raises `ApiError` where more than the limit waits already, so that a single event always fits."""
+        if len(self._bytes) > self._limit:
+            await asyncio.sleep(0)  # many events may have come at once, before anybody could send the first
+        if len(self._bytes) > self._limit:
+            raise ApiError(
+                408,
+                f"{len(self._bytes)} bytes of the stream wait for the client and the limit is {self._limit}; read "
+                "faster, or raise client_buffer_bytes",
+                type="timeout_error",
+                code="client_too_slow",
+            )
+        self._bytes += event
+        self._changed.set()
+
+    def end(self, error: Exception | None = None) -> None:
+        """Nothing follows; `take` raises `error` after the last bytes."""
+        self._ended, self._error = True, error
+        self._changed.set()
+
+    async def take(self) -> bytes:
+        """The next bytes, as many as there are and `SEND_BYTES` at most; none at the end."""
+        while not self._bytes and not self._ended:
+            self._changed.clear()
+            await self._changed.wait()
+        if not self._bytes and self._error is not None:
+            raise self._error
+        taken = bytes(self._bytes[:SEND_BYTES])
+        del self._bytes[:SEND_BYTES]
+        return taken
+
+
+class Exchange:
+    """`returns_id` says whether the answer has an x-request-id; elsewhere Serve's proxy sets it."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, config: ServeConfig, returns_id: bool) -> None:
+        self.method: str = scope["method"]
+        self.path: str = scope["path"].rstrip("/") or "/"
+        self.headers = {key.decode("latin-1").lower(): value.decode("latin-1") for key, value in scope["headers"]}
+        given = self.headers.get("x-request-id", "")
+        self.request_id = given if 0 < len(given) <= 128 and given.isprintable() else f"req-{secrets.token_hex(8)}"
+        self.status = 0
+        self.headers_out: list[tuple[bytes, bytes]] = []
+        """Sent with a good answer, beside its own."""
+        self._id_header = [(b"x-request-id", self.request_id.encode("latin-1"))] if returns_id else []
+        self._config = config
+        self._receive = receive
+        self._send = send
+        self._begun = time.perf_counter()
+        self._notes: dict[str, Any] = {}
+
+    # ---- the request ---------------------------------------------------------------------------------------------
+
+    async def body(self) -> bytes:
+        """The whole body. Raises `ApiError` 413 where it exceeds `max_body_bytes`, of which no more are kept, and 408
+        where it takes longer than `client_timeout_s`.
+        """
+        received, seconds = bytearray(), self._config.client_timeout_s
+        try:
+            async with asyncio.timeout(seconds):
+                await self._read_body(received)
+        except TimeoutError as error:
+            raise ApiError(
+                408,
+                f"{len(received)} bytes of the body came within {seconds:g} s and not its end; send it faster, or "
+                "raise client_timeout_s",
+                type="timeout_error",
+                code="client_too_slow",
+            ) from error
+        return bytes(received)
+
+    async def _read_body(self, received: bytearray) -> None:
+        limit = self._config.max_body_bytes
+        num_bytes, more = 0, True
+        # A body that is too long is read and dropped for a while: a client that is still sending would miss the answer.
+        while more and num_bytes <= DRAINED_BODIES * limit:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            num_bytes += len(message.get("body", b""))
+            more = message.get("more_body", False)
+            if num_bytes <= limit:
+                received += message["body"]
+        if num_bytes > limit:
+            raise ApiError(
+                413,
+                f"the body has {'more than ' if more else ''}{num_bytes} bytes and the limit is {limit}; send less, or "
+                "raise max_body_bytes",
+                code="body_too_large",
+            )
+
+    async def unless_gone(self, work: Awaitable[Result]) -> Result:
+        """The result of `work`, which is cancelled when the client closes the connection. Raises `ClientGone` then."""
+        task, gone = asyncio.ensure_future(work), asyncio.ensure_future(self._gone())
+        try:
+            await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise ClientGone
+            return task.result()
+        finally:
+            for each in (task, gone):
+                each.cancel()
+
+    async def _gone(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    # ---- the answer ----------------------------------------------------------------------------------------------
+
+    async def stream(self, events: AsyncIterator[bytes], submission: Submission) -> None:
+        """Sends server-sent events; an error after the first becomes an event of its own.
+
+        Events are taken from the engine as they come, whether or not the client reads.
+        """
+        buffer = StreamBuffer(self._config.client_buffer_bytes)
+        filling = asyncio.ensure_future(_fill(buffer, events, submission))
+        try:
+            await self.unless_gone(self._send_stream(buffer))
+        finally:
+            filling.cancel()
+
+    async def _send_stream(self, buffer: StreamBuffer) -> None:
+        piece = await buffer.take()  # until the first token a refusal can still be an HTTP status
+        fixed = [(b"cache-control", b"no-cache")]
+        await self._start(200, "text/event-stream; charset=utf-8", fixed + self.headers_out)
+        try:
+            while piece:
+                await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+                piece = await buffer.take()
+        except Exception as error:
+            if not isinstance(error, ApiError):
+                logging.getLogger(__name__).exception("request %s failed in its stream", self.request_id)
+                error = ApiError(500, f"internal error: {type(error).__name__}")
+            self.status = error.status
+            event = b"data: " + error.body() + b"\n\n"
+            await self._send({"type": "http.response.body", "body": event, "more_body": True})
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def send_json(self, body: bytes) -> None:
+        await self.send_body(body, "application/json", headers=self.headers_out)
+
+    async def send_body(self, body: bytes, content_type: str, status: int = 200, headers: Any = ()) -> None:
+        await self._start(status, content_type, [(b"content-length", str(len(body)).encode()), *headers])
+        for begin in range(0, len(body) or 1, SEND_BYTES):
+            end = begin + SEND_BYTES
+            message = {"type": "http.response.body", "body": body[begin:end], "more_body": end < len(body)}
+            await self._send(message)
+
+    async def fail(self, error: ApiError) -> None:
+        headers = [(b"retry-after", b"1")] if error.status in (429, 503) else []
+        if error.code == "client_too_slow":
+            headers.append((b"connection", b"close"))  # where the next request would begin nobody knows
+        with contextlib.suppress(Exception):  # the client may be gone
+            await self.send_body(error.body(), "application/json", error.status, headers)
+
+    async def _start(self, status: int, content_type: str, headers: list[tuple[bytes, bytes]]) -> None:
+        self.status = status
+        fixed = [(b"content-type", content_type.encode()), *self._id_header]
+        await self._send({"type": "http.response.start", "status": status, "headers": [*fixed, *headers]})
+
+    # ---- what the log says of it ---------------------------------------------------------------------------------
+
+    def note(self, submission: Submission) -> None:
+        """What the log line says of a generation."""
+        usages = submission.usages
+        self._notes = {
+            "choices": len(submission.choices),
+            "prompt_tokens": sum(usage.num_prompt_tokens for usage in usages),
+            "output_tokens": sum(usage.num_output_tokens for usage in usages),
+        }
+
+    def log_line(self) -> str:
+        seconds = time.perf_counter() - self._begun
+        entry = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "request_id": self.request_id,
+            "path": self.path,
+            "status": self.status,
+            "seconds": round(seconds, 4),
+            **self._notes,
+        }
+        return json.dumps(entry)
+
+
+async def _fill(buffer: StreamBuffer, events: AsyncIterator[bytes], submission: Submission) -> None:
+    try:
+        async for event in events:
+            await buffer.put(event)
+    except Exception as error:
+        buffer.end(error)
+    else:
+        buffer.end()
+    finally:
+        submission.close()  # at once, however long the client takes to read why

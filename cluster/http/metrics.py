@@ -1,0 +1,252 @@
+"""Prometheus metrics with vLLM's meanings under `manta:` names.
+
+What an ingress can see truly (latencies to the text's reader, tokens, endings) is observed here as it happens; what
+only an engine knows (running, waiting, KV usage, prefix cache, preemptions) is read from its stats when `/metrics` is
+asked for. A request is one prompt with all its choices, a sequence is one choice.
+
+A counter must fall only where its process restarts, or Prometheus takes the fall for one and counts the rest again.
+One ingress adds up what engines count, and remembers those that are gone. Of several, any may be asked, and none knows
+all that the others saw: there each engine's and each ingress's counters are series of their own, labelled `replica`,
+and whoever is asked has them all; sum their `rate()`s.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+
+import msgspec
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.metrics_core import Metric
+
+from cluster.config import ServeConfig
+from cluster.engine.request import FinishStatus, Usage
+from cluster.engine.stats import EngineStats
+
+disable_created_metrics()
+
+_LATENCY_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
+_TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5)
+
+
+class Metrics:
+    """Of one ingress, and what it knows of the engines; every series carries the model's name. `replica` is the
+    ingress's name where there are several.
+    """
+
+    def __init__(self, model_name: str, replica: str | None = None) -> None:
+        self._model = model_name
+        self.replica = replica
+        self._own = CollectorRegistry()
+        self._of_engines = CollectorRegistry()
+        replica_label = [] if replica is None else ["replica"]
+
+        def own(kind, name: str, text: str, **options):
+            metric = kind(f"manta:{name}", text, ["model_name", *replica_label], registry=self._own, **options)
+            return metric.labels(*self._labels(replica))
+
+        def labelled(kind, name: str, text: str):
+            return kind(f"manta:{name}", text, ["model_name"], registry=self._of_engines).labels(model_name)
+
+        def total(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"manta:{name}", text, ["model_name", *replica_label, *labels], registry=self._of_engines)
+
+        self.time_to_first_token = own(
+            Histogram, "time_to_first_token_seconds", "From arrival to the first token.", buckets=_LATENCY_BUCKETS_S
+        )
+        self.inter_token_latency = own(
+            Histogram, "inter_token_latency_seconds", "Between two tokens of a choice.", buckets=_TOKEN_BUCKETS_S
+        )
+        self.e2e_latency = own(
+            Histogram, "e2e_request_latency_seconds", "From arrival to the end.", buckets=_LATENCY_BUCKETS_S
+        )
+        self.prompt_tokens = own(Counter, "prompt_tokens", "Prompt tokens of ended requests.")
+        self.generation_tokens = own(Counter, "generation_tokens", "Tokens generated.")
+        self._requests, self._sequences = (
+            Counter(f"manta:{name}", text, ["model_name", *replica_label, "finished_reason"], registry=self._own)
+            for name, text in (
+                ("request_success", "Requests that ended, by the reason of the choice that ended last."),
+                ("sequences", "Choices of requests that ended, by reason."),
+            )
+        )
+        self._num_running = labelled(Gauge, "num_requests_running", "Sequences in the running batch.")
+        self._num_waiting = labelled(
+            Gauge, "num_requests_waiting", "Requests waiting for it, and choices that were preempted."
+        )
+        self._kv_usage = labelled(Gauge, "kv_cache_usage_perc", "Share of KV blocks in use; 1 is all.")
+        self._standstill = labelled(
+            Gauge, "seconds_since_progress", "Since an engine with work made progress; of several engines, the longest."
+        )
+        self._grammar_pool = {
+            name: labelled(Gauge, f"grammar_{kind}", text)
+            for name, kind, text in (
+                ("num_sessions", "sessions", "Running sequences with a grammar."),
+                ("num_slots_in_use", "slots_in_use", "Mask slots in use."),
+                ("num_slots", "slots", "Mask slots."),
+                ("num_workers", "workers", "Grammar workers that serve."),
+                ("num_hanging_workers", "hanging_workers", "Grammar workers that were replaced and have not ended."),
+            )
+        }
+        self._sizes = {
+            "kv_cache_bytes": labelled(Gauge, "kv_cache_bytes", "Memory of the KV cache."),
+            "num_blocks": labelled(Gauge, "kv_cache_blocks", "Blocks of the KV cache."),
+            "num_free_blocks": labelled(Gauge, "kv_cache_free_blocks", "Blocks that no running sequence holds."),
+            "num_cached_blocks": labelled(Gauge, "prefix_cache_blocks", "Blocks that the prefix cache can find."),
+        }
+        self._engine_totals = {
+            "prefix_cache_queries": total("prefix_cache_queries", "Prompt tokens looked up."),
+            "prefix_cache_hits": total("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+            "num_steps_without_progress": total(
+                "steps_without_progress", "Steps that brought no token, no end and no computed position."
+            ),
+            "num_preemptions": total("num_preemptions", "Sequences sent back to recompute."),
+            "num_constraints_compiled": total("constraints_compiled", "Constraints compiled or refused."),
+            "num_late_rows": total("late_mask_rows", "Rows that sat a step out for a late mask."),
+            "num_grammar_workers_replaced": total("grammar_workers_replaced", "Grammar workers that died or hung."),
+        }
+        self._constraint_gauges = {
+            name: labelled(Gauge, f"constraint_{name}", text)
+            for name, text in (
+                ("num_compilers", "Compile processes that there should be."),
+                ("num_compilers_alive", "Compile processes that there are, or that are starting."),
+                ("num_cached", "Compiled constraints that are kept."),
+                ("cached_bytes", "What they hold."),
+                ("max_cached_bytes", "What they may hold."),
+                ("num_grammars", "Grammars that grammar workers keep."),
+                ("grammar_bytes", "What they hold."),
+                ("max_grammar_bytes", "What they may hold."),
+            )
+        }
+        self._drafts = {
+            kind: total(
+                f"spec_decode_num_{kind}_tokens",
+                f"{text}, by proposer and place behind the last token.",
+                "proposer",
+                "position",
+            )
+            for kind, text in (("draft", "Tokens proposed and verified"), ("accepted", "Proposed tokens accepted"))
+        }
+        self._counted: dict[str, dict[tuple[Counter, tuple[str, ...]], int]] = defaultdict(dict)
+        """By engine: what each counter was seen at, with the labels behind the engine's."""
+        self._options = Gauge(
+            "manta:option", "Numbers of the configuration.", ["model_name", "option"], registry=self._of_engines
+        )
+
+    def show_options(self, config: ServeConfig) -> None:
+        """Every limit and size that the operator may set, under its name."""
+        for name, value in numbers(config):
+            self._options.labels(self._model, name).set(value)
+
+    def _labels(self, replica: str | None) -> tuple[str, ...]:
+        return (self._model,) if replica is None else (self._model, replica)
+
+    def request_ended(self, reason: FinishStatus) -> None:
+        self._requests.labels(*self._labels(self.replica), reason.value).inc()
+
+    def sequence_ended(self, reason: FinishStatus) -> None:
+        self._sequences.labels(*self._labels(self.replica), reason.value).inc()
+
+    def own(self) -> list[Metric]:
+        """What this ingress counted, for whichever is asked."""
+        return list(self._own.collect())
+
+    def render(self, engines: Sequence[EngineStats], others: Iterable[list[Metric]] = ()) -> bytes:
+        """The text format of Prometheus: what the engines say, what this ingress counted and what `others` did."""
+        num_blocks = sum(stats.num_blocks for stats in engines)
+        self._num_running.set(sum(stats.num_running for stats in engines))
+        self._num_waiting.set(sum(stats.num_waiting for stats in engines))
+        self._kv_usage.set(sum(stats.kv_usage * stats.num_blocks for stats in engines) / max(1, num_blocks))
+        self._standstill.set(max((stats.seconds_since_progress for stats in engines), default=0.0))
+        for name, gauge in self._grammar_pool.items():
+            gauge.set(sum(getattr(stats.grammar_pool, name) for stats in engines))
+        for name, gauge in self._sizes.items():
+            gauge.set(sum(getattr(stats, name) for stats in engines))
+        for name, gauge in self._constraint_gauges.items():
+            gauge.set(sum(getattr(stats.constraints, name) for stats in engines))
+        self._add_up(engines)
+        return generate_latest(_Merged([self.own(), *others, self._of_engines.collect()]))
+
+    def _add_up(self, engines: Sequence[EngineStats]) -> None:
+        """Sets the engines' counters. A restarted engine has another id and begins at 0."""
+        for stats in engines:
+            counted = self._counted[stats.engine_id]
+            for counter, labels, count in self._counts(stats):
+                # Where two answers to `/metrics` overlap, the later one may have asked the engine earlier.
+                counted[counter, labels] = max(count, counted.get((counter, labels), 0))
+        for counter in (*self._engine_totals.values(), *self._drafts.values()):
+            counter.clear()
+        shown = self._counted if self.replica is None else [stats.engine_id for stats in engines]
+        for engine_id in shown:
+            of_engine = self._labels(self.replica and engine_id)
+            for (counter, labels), count in self._counted[engine_id].items():
+                counter.labels(*of_engine, *labels).inc(count)
+
+    def _counts(self, stats: EngineStats) -> Iterator[tuple[Counter, tuple[str, ...], int]]:
+        for name, counter in self._engine_totals.items():
+            yield counter, (), getattr(stats, name)
+        for kind, counts in (("draft", stats.drafts.drafted), ("accepted", stats.drafts.accepted)):
+            for proposer, places in counts.items():
+                for place, count in enumerate(places):
+                    yield self._drafts[kind], (proposer, str(place)), count
+
+
+class _Merged:
+    """The families of several registries: each once, with the samples of all."""
+
+    def __init__(self, registries: Iterable[Iterable[Metric]]) -> None:
+        self._families: dict[str, Metric] = {}
+        for family in (family for families in registries for family in families):
+            merged = self._families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            merged.samples += family.samples
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families.values()
+
+
+def numbers(options: msgspec.Struct, prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Every option that is a number, by its dotted name; what is None is left to Manta."""
+    for name in options.__struct_fields__:
+        value = getattr(options, name)
+        if isinstance(value, msgspec.Struct):
+            yield from numbers(value, f"{prefix}{name}.")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield f"{prefix}{name}", value
+
+
+class RequestMetrics:
+    """The clock of one prompt of an HTTP body and of its choices."""
+
+    def __init__(self, metrics: Metrics, num_choices: int) -> None:
+        self._metrics = metrics
+        self._arrival = time.perf_counter()
+        self._last_token: list[float | None] = [None] * num_choices
+        self._begun = False
+        self._num_open = num_choices
+        self._num_prompt_tokens = 0
+
+    def tokens(self, index: int, count: int) -> None:
+        """`count` tokens of a choice arrived together."""
+        if count == 0:
+            return
+        now, last = time.perf_counter(), self._last_token[index]
+        if not self._begun:
+            self._begun = True
+            self._metrics.time_to_first_token.observe(now - self._arrival)
+        if last is not None:
+            for _ in range(count):
+                self._metrics.inter_token_latency.observe((now - last) / count)
+        self._last_token[index] = now
+        self._metrics.generation_tokens.inc(count)
+
+    def ended(self, reason: FinishStatus, usage: Usage | None) -> None:
+        """One choice ended; with the last the request has. `usage` is that choice's, None where it is not known."""
+        self._metrics.sequence_ended(reason)
+        self._num_open -= 1
+        if usage is not None:
+            self._num_prompt_tokens = usage.num_prompt_tokens
+        if self._num_open:
+            return
+        self._metrics.request_ended(reason)
+        self._metrics.e2e_latency.observe(time.perf_counter() - self._arrival)
+        self._metrics.prompt_tokens.inc(self._num_prompt_tokens)

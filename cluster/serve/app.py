@@ -1,0 +1,132 @@
+"""The Ray Serve application: an ingress before engines. `start` runs it here, `build` is Serve's import path.
+
+`serve run cluster.serve.app:build` and `configs/serve.yaml` take the same options as `manta serve`, and both end in
+`application`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pathlib
+from typing import Any
+
+import msgspec
+import ray
+from ray import serve
+from ray.serve import RunTarget
+from ray.serve.config import HTTPOptions, ProxyLocation
+from ray.serve.context import _get_global_client as get_client
+
+from cluster.config import DEMO_MODEL, ServeConfig, ray_address
+from cluster.serve import joined_ray, own_ray
+from cluster.serve.engine_deployment import engine_deployment
+from cluster.serve.ingress import ingress_deployment
+from cluster.serve.start_failure import StartFailed, in_words, unexpected, wait_until_running
+from workers.host import num_cores
+from workers.model_info import ModelInfo
+
+APP_NAME = "manta"
+
+
+def application(config: ServeConfig, listens: bool = False) -> serve.Application:
+    """The bound application; paths become absolute, since replicas run in folders of their own.
+
+    With `listens` its only ingress takes the connections; else Serve's proxies do.
+    """
+    engine = msgspec.structs.replace(
+        config.engine, model=_absolute(config.engine.model), tokenizer=_absolute(config.engine.tokenizer)
+    )
+    config = msgspec.structs.replace(
+        config, engine=engine, served_model_name=config.served_model_name or pathlib.PurePath(config.engine.model).name
+    )
+    num_threads = engine.num_threads or num_cores()
+    engines = engine_deployment(engine, config.num_engine_replicas, num_threads).bind(engine)
+    return ingress_deployment(config, listens).bind(config, engines)
+
+
+def build(options: dict[str, Any]) -> serve.Application:
+    """For Serve's configuration files: `import_path: cluster.serve.app:build` with the options under `args`."""
+    return application(msgspec.convert(options, ServeConfig))
+
+
+def start(config: ServeConfig) -> ModelInfo:
+    """Starts Ray and Serve in this process; when the application is healthy, returns what its engine loaded.
+
+    Where `RAY_ADDRESS` names a cluster (as in a Ray job) the application runs there; else on a Ray of its own, never on
+    one that happens to run on this machine. Raises `StartFailed` where it cannot be joined or a replica cannot start.
+    """
+    try:
+        return _start(config)
+    except StartFailed:
+        raise
+    except Exception as error:  # of Ray and Serve, which raise what they like
+        raise unexpected(error) from error
+
+
+def _start(config: ServeConfig) -> ModelInfo:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # One event loop in a replica instead of three: threads of one process share one interpreter lock anyway.
+    os.environ.setdefault("RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP", "0")
+    os.environ.setdefault("RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD", "0")
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    address = ray_address()
+    if address is None:
+        own_ray.start()
+    else:
+        joined_ray.start(address)
+    options = {"enable_access_log": False}
+    # Several replicas or machines need Serve's proxy to share the work out.
+    listens = config.num_ingress_replicas == 1 and address is None
+    http = HTTPOptions(host=config.host, port=config.port)
+    runs_already = get_client(raise_if_no_controller_running=False)
+    if runs_already is not None and not listens:
+        _check_port(runs_already.http_config.port, config.port)
+    try:
+        serve.start(ProxyLocation.Disabled if listens else None, http, logging_config=options)
+    except Exception:
+        if runs_already is None:
+            serve.shutdown()  # a Serve that cannot listen would be what the next start finds
+        raise
+    prefix = None if listens else "/"
+    app = application(config, listens)
+    # Waiting for it here would be waiting for all of Serve's tries.
+    serve.run_many([RunTarget(app, APP_NAME, prefix, options)], wait_for_applications_running=False)
+    wait_until_running(APP_NAME)
+    client = get_client()
+    assert client is not None, "an application runs"
+    client.wait_for_proxies_serving()
+    engine = serve.get_deployment_handle("engine", APP_NAME)
+    try:
+        return engine.model.remote().result(timeout_s=60)
+    finally:
+        engine.shutdown()  # it would look around ten times a second for the next question
+
+
+def _check_port(actual: int, port: int) -> None:
+    """A Serve that runs already keeps its own port, whatever it is asked for; Serve only logs that."""
+    if actual != port:
+        raise StartFailed(f"Serve runs on this cluster already and listens on port {actual}; take it: --port {actual}")
+
+
+def stop() -> None:
+    """Ends what `start` began; harmless where nothing runs. No process of a Ray of its own outlives it."""
+    if not ray.is_initialized():
+        return
+    if ray_address() is not None:
+        try:
+            if get_client(raise_if_no_controller_running=False) is not None:
+                serve.delete(APP_NAME)
+        except Exception as error:  # the cluster may have ended before, and every end of it looks different
+            logging.getLogger(__name__).warning("the application may still run on the cluster: %s", in_words(error))
+        finally:
+            ray.shutdown()
+        return
+    own_ray.stop()
+
+
+def _absolute(name: str | None) -> Any:
+    """A folder's absolute path; `demo` and hub ids as they are."""
+    if name is None or name == DEMO_MODEL or not pathlib.Path(name).is_dir():
+        return name
+    return str(pathlib.Path(name).resolve())

@@ -1,0 +1,244 @@
+"""The engine as a Serve deployment: an asyncio face for remote calls, and a thread in which the engine alone steps.
+
+The event loop and the step loop share nothing but an inbox: requests, stop strings and aborts go in between two steps;
+deltas come out once a step and ingress over `cluster/serve/channel.py`. One `generate` call stays open as long as its
+request runs, to the end of the last of its choices, so that Serve's counts, routing, draining and cancellation mean
+what they say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+from ray import serve
+
+from cluster.config import EngineConfig
+from cluster.engine.request import Account, EngineRequest, QueueFull, RequestRefused, SequenceOutput, Usage
+from cluster.engine.stats import EngineStats
+from cluster.serve.burst import Burst
+from cluster.serve.channel import Address, Control, OutputSender
+from cluster.serve.start_failure import told_in_words
+from structured.constraint import ConstraintSpec, Resolved
+from workers.model_info import ModelInfo
+
+logger = logging.getLogger(__name__)
+
+
+class _Running(msgspec.Struct):
+    address: Address
+    account: asyncio.Future[Account]
+    num_open: int
+    """Choices that have not ended."""
+    usages: list[Usage] = []
+    """Of those that have."""
+
+
+class EngineReplica:
+    """One model replica. Its constructor loads the model, so that Serve calls it ready when it is."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        with told_in_words():
+            self._start(config)
+
+    def _start(self, config: EngineConfig) -> None:
+        from cluster.engine.engine import Engine  # imports torch, which whoever only deploys this class needs not
+
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.engine = Engine(config, has_messages=lambda: not self._inbox.empty())
+        self._running: dict[str, _Running] = {}
+        """Read and changed by the step thread only."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._sender = OutputSender(self._on_control, self._on_lost_ingress)
+        self._failure: str | None = None
+        self._step_seconds = 0.0
+        """Of the last step that had work."""
+        self._burst = Burst()
+        threading.Thread(target=self._step_loop, name="engine", daemon=True).start()
+        try:
+            self.engine.warm_up()
+        except RequestRefused as error:  # a model without a tokenizer.json serves everything else
+            logger.warning("%s", error)
+        gc.freeze()  # what stays for life need not be looked through again, while a step waits
+
+    # ---- the asyncio face ----------------------------------------------------------------------------------------
+
+    async def generate(self, request: EngineRequest, address: Address) -> Account:
+        """Runs a request to its end; its deltas go to `address`. Cancelling the call aborts the request."""
+        self._loop = asyncio.get_running_loop()
+        constraint = None
+        if request.params.constraint is not None:
+            try:
+                constraint = await asyncio.wrap_future(self.engine.resolve(request.params.constraint))
+            except RequestRefused as error:
+                return Account(refused=str(error), param=error.param)
+        await self._sender.connect(address)
+        account: asyncio.Future[Account] = self._loop.create_future()
+        self._inbox.put(lambda: self._add(request, constraint, _Running(address, account, request.params.n)))
+        try:
+            return await account
+        except asyncio.CancelledError:
+            self._inbox.put(lambda: self._abort(request.request_id))
+            raise
+
+    async def resolve(self, spec: ConstraintSpec) -> tuple[ConstraintSpec, list[str]]:
+        """The constraint with its backend, and the keywords that it goes without; raises `RequestRefused`."""
+        resolved = await asyncio.wrap_future(self.engine.resolve(spec))
+        return resolved.spec, resolved.not_enforced
+
+    async def model(self) -> ModelInfo:
+        return self.engine.model
+
+    async def stats(self) -> EngineStats:
+        stats = self.engine.stats()
+        return stats if self._failure is None else msgspec.structs.replace(stats, alive=False)
+
+    async def check_health(self) -> None:
+        """Called by Serve, which replaces a replica that raises here."""
+        if self._failure is not None:
+            raise RuntimeError(self._failure)
+
+    def _on_control(self, control: Control) -> None:
+        if control.index is None:
+            self._inbox.put(lambda: self._abort(control.request_id))
+        else:
+            self._inbox.put(lambda: self._finish(control))
+
+    def _on_lost_ingress(self, address: Address) -> None:
+        def abort_all() -> None:
+            for request_id in [name for name, running in self._running.items() if running.address == address]:
+                self._abort(request_id)
+
+        self._inbox.put(abort_all)
+
+    # ---- the step thread -----------------------------------------------------------------------------------------
+
+    def _step_loop(self) -> None:
+        try:
+            while True:
+                self._take_inbox()
+                idle = not self.engine.has_unfinished
+                started = time.monotonic()
+                self._deliver(self.engine.step())  # where there is nothing to do it checks that no block is lost
+                if idle:
+                    self._inbox.get()()  # sleeps until something comes
+                    self._burst.gather(self._inbox, self._step_seconds)
+                else:
+                    self._step_seconds = time.monotonic() - started
+                    self._burst.learn(self._inbox.qsize())
+        except Exception as error:  # an engine that failed twice, or a bug: nothing may go on half alive
+            logger.exception("the step loop ended")
+            self._die(f"the step loop ended: {type(error).__name__}: {error}")
+
+    def _take_inbox(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._inbox.get_nowait()()
+
+    def _add(self, request: EngineRequest, constraint: Resolved | None, running: _Running) -> None:
+        if self._failure is not None:
+            self._fail(running)
+            return
+        try:
+            self.engine.add_request(request, constraint)
+        except RequestRefused as error:
+            self._reply(running, Account(refused=str(error), param=error.param))
+        except QueueFull as error:
+            self._reply(running, Account(queue_full=str(error)))
+        else:
+            self._running[request.request_id] = running
+
+    def _finish(self, control: Control) -> None:
+        assert control.index is not None
+        self._settle(self.engine.finish(control.request_id, control.index, control.num_kept_tokens))
+
+    def _abort(self, request_id: str) -> None:
+        self._settle(self.engine.abort(request_id))
+
+    def _deliver(self, outputs: list[SequenceOutput]) -> None:
+        """One frame for each ingress with news, then the accounts of what ended."""
+        if not outputs:
+            return
+        frames: dict[Address, list[SequenceOutput]] = {}
+        for output in outputs:
+            frames.setdefault(self._running[output.request_id].address, []).append(output)
+        loop = self._loop
+        assert loop is not None
+        loop.call_soon_threadsafe(self._send, frames)
+        self._settle(output for output in outputs if output.finish is not None)
+
+    def _send(self, frames: dict[Address, list[SequenceOutput]]) -> None:
+        for address, outputs in frames.items():
+            self._sender.send(address, outputs)
+
+    def _settle(self, ended: Iterable[SequenceOutput]) -> None:
+        for output in ended:
+            running = self._running.get(output.request_id)
+            if running is None:
+                continue
+            running.num_open -= 1
+            usage = output.usage
+            assert usage is not None
+            running.usages.append(usage)
+            if not running.num_open:
+                del self._running[output.request_id]
+                usage = Usage.of_choices(usage.num_prompt_tokens, running.usages)
+                self._reply(running, Account(finish=output.finish, usage=usage))
+
+    def _reply(self, running: _Running, account: Account) -> None:
+        def set_result() -> None:
+            if not running.account.done():
+                running.account.set_result(account)
+
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(set_result)
+
+    def _fail(self, running: _Running) -> None:
+        def set_exception() -> None:
+            if not running.account.done():
+                running.account.set_exception(RuntimeError(self._failure))
+
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(set_exception)
+
+    def _die(self, reason: str) -> None:
+        """Every open call raises, later ones too, and Serve's health check replaces this replica."""
+        self._failure = reason
+        for running in self._running.values():
+            self._fail(running)
+        self._running.clear()
+        while True:
+            with contextlib.suppress(Exception):  # the engine's own state may be what broke
+                self._inbox.get()()
+
+
+def engine_deployment(config: EngineConfig, num_replicas: int, num_threads: int) -> Any:
+    """The Serve deployment; bind it with the configuration."""
+    return serve.deployment(
+        EngineReplica,
+        name="engine",
+        num_replicas=num_replicas,
+        # The engine's own queue limit refuses (429): Serve must not hold requests back before it sees them.
+        max_ongoing_requests=config.max_num_sequences + config.max_num_waiting + 1024,
+        health_check_period_s=5,
+        ray_actor_options={
+            "num_cpus": 0,
+            "runtime_env": {
+                "env_vars": {
+                    # Ray gives an actor one OpenMP thread unless told otherwise, and torch reads this when it loads.
+                    "OMP_NUM_THREADS": str(num_threads),
+                    # Threads that spin for long take the core from the ingress: short spinning makes steps 3 times
+                    # faster.
+                    "GOMP_SPINCOUNT": "1000",
+                }
+            },
+        },
+    )

@@ -1,0 +1,247 @@
+"""What users read: text out of token deltas, stop strings found in it, and log-probabilities with their texts.
+
+One `SequenceText` per sequence holds back what is not certain yet: the bytes of an unfinished character, and anything
+that may be the beginning of a stop string. Serves the ingress and the offline `LLM` alike; never talks to the engine.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Sequence
+
+import msgspec
+
+from cluster.engine.request import SequenceOutput
+from cluster.http.protocol import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, PromptTokenLogprob, TopLogprob
+from cluster.text.tokenizer import TextDecoder, Tokenizer
+from workers.sampling_params import SamplingParams
+from workers.step import TokenLogprobs
+
+MIN_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON cannot write (vLLM's convention)."""
+
+
+class TextDelta(msgspec.Struct, array_like=True, gc=False):
+    """What one delta of tokens added to the text."""
+
+    text: str
+    stop_string: str | None = None
+    """The stop string that ended the text; nothing may be appended afterwards."""
+    num_kept_tokens: int = 0
+    """With `stop_string`: the output tokens that make the kept text. Else all tokens so far."""
+
+
+class SequenceText:
+    """The text of one sequence, piece by piece.
+
+    `final_only` skips decoding until the end where no stop string needs the text earlier. `continues_prompt=False`
+    drops the space that SentencePiece models put in front of an answer's first word (see `Tokenizer.text_decoder`).
+    Special tokens of `shown_ids` stay in the text, for whoever reads their marks.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        final_only: bool = False,
+        continues_prompt: bool = True,
+        shown_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._shown_ids = shown_ids
+        self._skip_special_tokens = params.skip_special_tokens
+        self._continues_prompt = continues_prompt
+        self._decoder = self._new_decoder()
+        self._stops = params.stop
+        starts = "".join({re.escape(stop[0]) for stop in params.stop})
+        self._find_start = re.compile(f"[{starts}]").search if starts else None
+        self._include_stop = params.include_stop_str_in_output
+        self._min_tokens = params.min_tokens
+        self._lazy = final_only and not params.stop
+        self._token_ids: list[int] = []
+        """All tokens where stop strings or `final_only` need them again."""
+        self._num_tokens = 0
+        self._held = ""
+        """Text that may be the beginning of a stop string."""
+        self._num_emitted = 0
+        """Characters given out."""
+        self._searchable_from = 0
+        """Stop strings ending at or before this character came before `min_tokens` and do not count."""
+        self._certain = _TokenCounter(self._new_decoder())
+
+    def append(self, delta: SequenceOutput) -> TextDelta:
+        """Adds a delta and returns the text that is certain now; with `delta.finish` everything left is."""
+        token_ids = delta.token_ids
+        final = delta.finish is not None
+        self._num_tokens += len(token_ids)
+        if delta.stop_token_id is not None:
+            token_ids = token_ids[:-1]
+        if self._lazy:
+            self._token_ids += token_ids
+            text = self._decoder.decode(self._token_ids, True) if final else ""
+            return TextDelta(text, None, self._num_tokens)
+        if not self._stops:
+            return TextDelta(self._decoder.decode(token_ids, final), None, self._num_tokens)
+        return self._search(self._decode_counting(token_ids, final), final)
+
+    def num_certain_tokens(self) -> int:
+        """Output tokens that no stop string can take back any more, while the sequence goes on."""
+        return self._certain.count(self._token_ids, self._num_emitted) if self._stops else self._num_tokens
+
+    def _new_decoder(self) -> TextDecoder:
+        return self._tokenizer.text_decoder(self._skip_special_tokens, self._continues_prompt, self._shown_ids)
+
+    def _decode_counting(self, token_ids: list[int], final: bool) -> str:
+        """Decodes, and notes which characters belong to the first `min_tokens` tokens."""
+        num_exempt = self._min_tokens - len(self._token_ids)
+        self._token_ids += token_ids
+        if num_exempt <= 0:
+            return self._decoder.decode(token_ids, final)
+        exempt = self._decoder.decode(token_ids[:num_exempt], False)
+        self._searchable_from = self._num_emitted + len(self._held) + len(exempt)
+        return exempt + self._decoder.decode(token_ids[num_exempt:], final)
+
+    def _search(self, new_text: str, final: bool) -> TextDelta:
+        text = self._held + new_text
+        if self._find_start is not None and self._find_start(text) is None:  # most text: saves 2/3 of the time
+            self._held = ""
+            self._num_emitted += len(text)
+            return TextDelta(text, None, self._num_tokens)
+        found = self._find_stop(text)
+        if found is not None:
+            start, stop = found
+            kept = text[: start + len(stop)] if self._include_stop else text[:start]
+            return TextDelta(kept, stop, self._count_tokens(self._num_emitted + len(kept)))
+        num_certain = len(text) if final else self._certain_length(text)
+        self._held = text[num_certain:]
+        self._num_emitted += num_certain
+        return TextDelta(text[:num_certain], None, self._num_tokens)
+
+    def _find_stop(self, text: str) -> tuple[int, str] | None:
+        """(start, string) of the stop string that is complete first; of several at once the longest.
+
+        So the result does not depend on how many tokens a delta brings.
+        """
+        best: tuple[int, int, str] | None = None
+        exempt = self._searchable_from - self._num_emitted
+        for stop in self._stops:
+            start = text.find(stop, max(0, exempt - len(stop) + 1))
+            if start >= 0:
+                candidate = (start + len(stop), start, stop)
+                if best is None or candidate < best:
+                    best = candidate
+        return None if best is None else best[1:]
+
+    def _certain_length(self, text: str) -> int:
+        """Where the longest suffix of `text` begins that is the beginning of a stop string."""
+        certain = len(text)
+        for stop in self._stops:
+            start = text.find(stop[0], max(0, len(text) - len(stop) + 1), certain)
+            while start >= 0:
+                if stop.startswith(text[start:]):
+                    certain = start
+                    break
+                start = text.find(stop[0], start + 1, certain)
+        return certain
+
+    def _count_tokens(self, num_characters: int) -> int:
+        """The fewest output tokens whose text has `num_characters` characters."""
+        return _TokenCounter(self._new_decoder()).count(self._token_ids, num_characters)
+
+
+class _TokenCounter:
+    """Counts the tokens of a growing list that make the beginning of its text."""
+
+    def __init__(self, decoder: TextDecoder) -> None:
+        self._decoder = decoder
+        self._num_tokens = 0
+        self._num_characters = 0
+
+    def count(self, token_ids: list[int], num_characters: int) -> int:
+        """The fewest tokens whose text has `num_characters` characters; asked for in growing order."""
+        while self._num_tokens < len(token_ids) and self._num_characters < num_characters:
+            self._num_characters += len(self._decoder.decode((token_ids[self._num_tokens],), False))
+            self._num_tokens += 1
+        return self._num_tokens
+
+
+# ---- log-probabilities ---------------------------------------------------------------------------------------------
+
+
+def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> ChatLogprobs:
+    """The `logprobs` of a chat choice: per token its text, bytes and alternatives, most probable first."""
+    content = []
+    for entry in entries:
+        top = [
+            TopLogprob(tokenizer.token_text(token_id), _finite(logprob), list(tokenizer.token_bytes(token_id)))
+            for token_id, logprob in zip(entry.top_token_ids, entry.top_logprobs, strict=True)
+        ]
+        token, data = tokenizer.token_text(entry.token_id), tokenizer.token_bytes(entry.token_id)
+        content.append(ChatTokenLogprob(token, _finite(entry.logprob), list(data), top))
+    return ChatLogprobs(content)
+
+
+class CompletionLogprobText:
+    """The `logprobs` of a completion choice, over as many deltas as it has.
+
+    `text_offset` counts characters of the choice's text from its beginning: an echoed prompt counts. A token that ends
+    in the middle of a character shows as `bytes:\\xNN`, as OpenAI's does, so that alternatives keep distinct keys.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, text_offset: int = 0) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._offset = text_offset
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def first(self, token_id: int) -> CompletionLogprobs:
+        """An echoed prompt's first token, which has no log-probability."""
+        return CompletionLogprobs([self._advance(token_id)], [self._name(token_id)], [None], [None])
+
+    def append(self, entries: Sequence[TokenLogprobs]) -> CompletionLogprobs:
+        result = CompletionLogprobs([], [], [], [])
+        for entry in entries:
+            top = {
+                self._name(token_id): _finite(logprob)
+                for token_id, logprob in zip(entry.top_token_ids, entry.top_logprobs, strict=True)
+            }
+            name = self._name(entry.token_id)
+            top.setdefault(name, _finite(entry.logprob))
+            result.text_offset.append(self._advance(entry.token_id))
+            result.tokens.append(name)
+            result.token_logprobs.append(_finite(entry.logprob))
+            result.top_logprobs.append(top)
+        return result
+
+    def _name(self, token_id: int) -> str:
+        data = self._tokenizer.token_bytes(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def _advance(self, token_id: int) -> int:
+        offset = self._offset
+        if not (self._skip_special_tokens and token_id in self._tokenizer.special_ids):
+            self._offset += len(self._utf8.decode(self._tokenizer.token_bytes(token_id)))
+        return offset
+
+
+def prompt_logprobs(
+    tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]
+) -> list[dict[str, PromptTokenLogprob] | None]:
+    """vLLM's `prompt_logprobs`: None for the first token, then per token a map of token id to its log-probability."""
+    result: list[dict[str, PromptTokenLogprob] | None] = [None]
+    for entry in entries:
+        tokens = {
+            str(token_id): PromptTokenLogprob(_finite(logprob), rank, tokenizer.token_text(token_id))
+            for rank, (token_id, logprob) in enumerate(zip(entry.top_token_ids, entry.top_logprobs, strict=True), 1)
+        }
+        own = PromptTokenLogprob(_finite(entry.logprob), entry.rank, tokenizer.token_text(entry.token_id))
+        result.append({str(entry.token_id): own} | tokens)
+    return result
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, MIN_LOGPROB)

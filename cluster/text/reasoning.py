@@ -1,0 +1,108 @@
+"""Thinking sections: how a model marks them, and where its reasoning ends and its answer begins.
+
+A chat template says whether a model thinks, and the rendered prompt whether the section is open already. Used by
+`cluster/http/chat_output.py`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class ReasoningFormat(msgspec.Struct, frozen=True):
+    begin: str
+    end: str
+    opening: str
+    """What a prompt ends with that lets the model think."""
+
+
+FORMATS = (
+    ReasoningFormat("<think>", "</think>", "<think>\n"),
+    ReasoningFormat("[THINK]", "[/THINK]", "[THINK]"),
+)
+
+
+def detect_reasoning(template: str) -> ReasoningFormat | None:
+    """The format of a chat template that knows thinking sections."""
+    return next((form for form in FORMATS if form.begin in template or form.end in template), None)
+
+
+def section_is_closed(form: ReasoningFormat, prompt: str) -> bool:
+    """Whether the rendered prompt ends with a section that is over, so that the model answers at once."""
+    return prompt.rstrip().endswith(form.end)
+
+
+def section_is_open(form: ReasoningFormat, prompt: str) -> bool:
+    """Whether the rendered prompt ends in a section that the model goes on with."""
+    return prompt.rstrip().endswith(form.begin)
+
+
+class ReasoningSplitter:
+    """Cuts a growing text into (reasoning, answer).
+
+    Line breaks at the edges of the reasoning belong to the marks and are dropped, those behind the end mark only with
+    `strip_answer`.
+    """
+
+    def __init__(self, form: ReasoningFormat, inside: bool, strip_answer: bool) -> None:
+        self._form = form
+        self._state = "inside" if inside else "start"
+        self._strip_answer = strip_answer
+        self._held = ""
+        self._begun = False
+        """Whether reasoning was given out."""
+
+    def feed(self, text: str) -> tuple[str, str]:
+        """What is certain now."""
+        self._held += text
+        reasoning = ""
+        if self._state == "start":
+            self._read_start()
+        if self._state == "inside":
+            reasoning = self._read_inside()
+        if self._state == "behind":
+            self._held = self._held.lstrip("\n")
+            if not self._held:
+                return reasoning, ""
+            self._state = "answer"
+        if self._state != "answer":
+            return reasoning, ""
+        answer, self._held = self._held, ""
+        return reasoning, answer
+
+    def finish(self) -> tuple[str, str]:
+        """What was held back: the end of a section that was cut off, or a beginning that was none."""
+        rest, self._held = self._held, ""
+        if self._state == "inside":
+            return rest.rstrip("\n") if self._begun else rest.strip("\n"), ""
+        return "", rest
+
+    def _read_start(self) -> None:
+        """The model may open the section itself, with nothing but white space before."""
+        stripped = self._held.lstrip()
+        if stripped.startswith(self._form.begin):
+            self._state, self._held = "inside", stripped.removeprefix(self._form.begin)
+        elif not self._form.begin.startswith(stripped):
+            self._state = "answer"
+
+    def _read_inside(self) -> str:
+        end = self._form.end
+        found = self._held.find(end)
+        if found >= 0:
+            reasoning, self._held = self._held[:found].rstrip("\n"), self._held[found + len(end) :]
+            self._state = "behind" if self._strip_answer else "answer"
+        else:
+            certain = len(self._held[: certain_length(self._held, end)].rstrip("\n"))
+            reasoning, self._held = self._held[:certain], self._held[certain:]
+        if not self._begun:
+            reasoning = reasoning.lstrip("\n")
+            self._begun = bool(reasoning)
+        return reasoning
+
+
+def certain_length(text: str, mark: str) -> int:
+    """Where the longest end of `text` starts that is the beginning of `mark`."""
+    for length in range(min(len(mark) - 1, len(text)), 0, -1):
+        if text.endswith(mark[:length]):
+            return len(text) - length
+    return len(text)
