@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
+from ray.exceptions import RayActorError
 
 from cluster.engine.request import Account, EngineRequest, FinishStatus, RequestRefused, SequenceOutput, Usage
 from cluster.http.errors import ApiError
@@ -300,7 +301,11 @@ def _overdue(deadline_s: float) -> ApiError:
 
 
 def _reason(error: Exception) -> str:
-    """In a line: what Ray raises is a copy of what was raised in the engine, whose text is a whole traceback."""
+    """In a line. What Ray raises is a copy of the engine's exception, whose text is a whole traceback; where an engine
+    died it says which one and where.
+    """
+    if isinstance(error, RayActorError):
+        return "its process died, and another one takes its place"
     return in_words(getattr(error, "cause", None) or error)
 
 
