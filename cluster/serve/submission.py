@@ -152,13 +152,14 @@ class Submission:
         assert request.deadline_s is not None
         overdue = asyncio.timeout(request.deadline_s + OVERDUE_S)
         try:
-            async with self._turn:  # one a turn of the event loop: 1000 calls at once would hold it for half a second
-                await asyncio.sleep(0)
             async with overdue:
+                async with (
+                    self._turn
+                ):  # one a turn of the event loop: 1,000 calls at once hold it for half a second
+                    await asyncio.sleep(0)
                 account = await self._client.generate(request)
         except Exception as error:
-            cause = getattr(error, "cause", error)  # Ray raises a copy whose text is a traceback
-            self._events.put_nowait(_overdue(request.deadline_s) if overdue.expired() else cause)
+            self._events.put_nowait(_overdue(request.deadline_s) if overdue.expired() else error)
             return
         if account.refused is not None or account.queue_full is not None:
             self._events.put_nowait(account)
