@@ -35,7 +35,7 @@ from cluster.metrics import Metrics
 from cluster.openapi import openapi_document
 from cluster.start_failure import told_in_words
 from cluster.submission import EngineClient, Submission
-from cluster.tokenizer import LONG_TEXT, TemplateError, Tokenizer
+from cluster.tokenizer import LONG_TEXT, TemplateError, TextError, Tokenizer
 from cluster.tools import template_tools
 from workers.model_config import resolve_model_folder
 from workers.model_info import ModelInfo
@@ -238,9 +238,12 @@ class Ingress:
                 for prompt in prompts
             ]
 
-        if sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) < LONG_TEXT:
-            return encode()
-        return await asyncio.to_thread(encode)
+        try:
+            if sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) < LONG_TEXT:
+                return encode()
+            return await asyncio.to_thread(encode)
+        except TextError as error:  # JSON is Unicode, but the JSON inside a call's arguments may escape what is not
+            raise ApiError(400, f"messages: {error}", param="messages") from error
 
     def _resolved(self, request: protocol.ChatCompletionRequest | protocol.CompletionRequest) -> SamplingParams:
         params = request.sampling_params()
