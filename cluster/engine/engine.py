@@ -131,12 +131,18 @@ class Engine:
                 self.alive = False
                 raise EngineDead(f"two steps in a row failed, last with {type(error).__name__}: {error}") from error
             self._recovering = True
-            self.executor.rebuild()
-            self.scheduler.recompute_all()
-            self.masks.forget_step()
+            self._forget_ranks()
             return StepOutput(step.step_id)
+        except BaseException:  # a KeyboardInterrupt leaves the ranks with half a step, and is no failure
+            self._forget_ranks()
+            raise
         self._recovering = False
         return output
+
+    def _forget_ranks(self) -> None:
+        self.executor.rebuild()
+        self.scheduler.recompute_all()
+        self.masks.forget_step()
 
     def _forget_last(self) -> None:
         """Where no step follows the end of the last sequences, one without tokens tells the ranks."""

@@ -39,7 +39,7 @@ from cluster.http.tools import template_tools
 from cluster.serve.listener import Listener
 from cluster.serve.start_failure import told_in_words
 from cluster.serve.submission import EngineClient, Submission
-from cluster.text.tokenizer import LONG_TEXT, TemplateError, Tokenizer
+from cluster.text.tokenizer import LONG_TEXT, TemplateError, TextError, Tokenizer
 from workers.model_config import resolve_model_folder
 from workers.model_info import ModelInfo
 from workers.sampling_params import SamplingParams
@@ -241,9 +241,12 @@ class Ingress:
                 for prompt in prompts
             ]
 
-        if sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) < LONG_TEXT:
-            return encode()
-        return await asyncio.to_thread(encode)
+        try:
+            if sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) < LONG_TEXT:
+                return encode()
+            return await asyncio.to_thread(encode)
+        except TextError as error:  # JSON is Unicode, but the JSON inside a call's arguments may escape what is not
+            raise ApiError(400, f"messages: {error}", param="messages") from error
 
     def _resolved(self, request: protocol.ChatCompletionRequest | protocol.CompletionRequest) -> SamplingParams:
         params = request.sampling_params()

@@ -153,9 +153,7 @@ class Submission:
         overdue = asyncio.timeout(request.deadline_s + OVERDUE_S)
         try:
             async with overdue:
-                async with (
-                    self._turn
-                ):  # one a turn of the event loop: 1,000 calls at once hold it for half a second
+                async with self._turn:  # one a turn of the event loop: 1,000 calls at once hold it for half a second
                     await asyncio.sleep(0)
                 account = await self._client.generate(request)
         except Exception as error:
