@@ -25,7 +25,6 @@ from benchmarks.bench import ALL
 from cluster.cli import __main__ as command_line
 from cluster.cli import check, serve
 from cluster.config import ServeConfig
-from tests.checkpoints import checkpoint
 from tests.fuzz.__main__ import main as fuzz
 from tests.server import Server
 from workers.model_config import resolve_model_folder
@@ -45,6 +44,9 @@ PRINTS = {
 """What a page's Python shows, among other things."""
 
 PROVE = os.environ.get("MANTA_PROVE") == "1"
+
+DEMO = resolve_model_folder("demo")
+"""Stands for every model that the documents name."""
 
 HUB_ID = "Qwen/Qwen2.5-0.5B-Instruct"
 
@@ -201,7 +203,7 @@ def write_package(folder: pathlib.Path) -> None:
 def manual(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Manual]:
     home, package = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("package")
     (home / "models").mkdir()
-    (home / "models" / "Qwen2.5-0.5B-Instruct").symlink_to(checkpoint("qwen2"))
+    (home / "models" / "Qwen2.5-0.5B-Instruct").symlink_to(DEMO)
     write_package(package)
     started: list[Server] = []
 
@@ -211,7 +213,7 @@ def manual(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Manual]:
                 "engine.speculative={proposers: [forced, ngram]}",
                 "engine.logits_processors={never-twice: null}",
             )
-            started.append(Server("served_model_name=demo", *options, folder=resolve_model_folder("demo")))
+            started.append(Server("served_model_name=demo", *options, folder=DEMO))
         return started[0]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -244,8 +246,9 @@ def starts_a_server(command: str, manual: Manual) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(serve, "_check_port", lambda host, port: None)  # somebody's own may be there
         patch.setattr(serve, "_serve_until_signal", configs.append)
-        downloaded = {HUB_ID: checkpoint("qwen2")}
-        patch.setattr(check, "resolve_model_folder", lambda name: downloaded.get(name) or resolve_model_folder(name))
+        patch.setattr(
+            check, "resolve_model_folder", lambda name: DEMO if name == HUB_ID else resolve_model_folder(name)
+        )
         assert command_line.main(manual.manta(command)) == 0
     (config,) = configs
     assert config != ServeConfig() or "=" not in command
