@@ -18,7 +18,8 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from cluster.engine.request import FinishStatus, SequenceOutput
-from cluster.text.detokenizer import CompletionLogprobText, SequenceText, chat_logprobs, prompt_logprobs
+from cluster.http.logprobs import CompletionLogprobText, chat_logprobs, prompt_logprobs
+from cluster.text.detokenizer import SequenceText
 from cluster.text.tokenizer import TemplateError, Tokenizer, TokenizerError
 from tests.checkpoints import CORPUS, make_tokenizer
 from workers.sampling_params import SamplingParams

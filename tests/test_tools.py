@@ -21,20 +21,10 @@ from cluster.http import protocol
 from cluster.http.chat_output import ChatReader, MessageBuilder, plan_chat
 from cluster.http.errors import ApiError
 from cluster.http.protocol import ChatCompletionRequest, decode_chat
-from cluster.http.tools import (
-    HERMES,
-    LLAMA3,
-    MISTRAL,
-    Function,
-    Tool,
-    ToolFormat,
-    arguments_schema,
-    calls_grammar,
-    detect_format,
-    template_tools,
-)
+from cluster.http.tools import Function, Tool, arguments_schema, calls_grammar, template_tools
 from cluster.http.usage import usage_info
 from cluster.text.tokenizer import Tokenizer
+from cluster.text.tool_formats import HERMES, LLAMA3, MISTRAL, ToolFormat, detect_format
 from cluster.text.tool_parser import Piece, ToolCallParser
 from structured.constraint import ConstraintSpec
 from tests.checkpoints import checkpoint

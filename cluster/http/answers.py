@@ -13,9 +13,9 @@ from msgspec import UNSET
 
 from cluster.http import protocol
 from cluster.http.chat_output import ChatPlan, ChatReader, MessageBuilder
+from cluster.http.logprobs import CompletionLogprobText, chat_logprobs, prompt_logprobs
 from cluster.http.usage import usage_info
 from cluster.serve.submission import Event, Submission
-from cluster.text.detokenizer import CompletionLogprobText, chat_logprobs, prompt_logprobs
 from cluster.text.tokenizer import Tokenizer
 from workers.step import TokenLogprobs
 

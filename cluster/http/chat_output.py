@@ -21,7 +21,7 @@ from cluster.http.protocol import (
     FunctionDelta,
     ToolCallDelta,
 )
-from cluster.http.tools import NamedToolChoice, ToolFormat, calls_grammar, detect_format
+from cluster.http.tools import NamedToolChoice, calls_grammar
 from cluster.text.reasoning import (
     ReasoningFormat,
     ReasoningSplitter,
@@ -30,6 +30,7 @@ from cluster.text.reasoning import (
     section_is_open,
 )
 from cluster.text.tokenizer import Tokenizer
+from cluster.text.tool_formats import ToolFormat, detect_format
 from cluster.text.tool_parser import Piece, ToolCallParser
 from structured.constraint import ConstraintSpec
 from workers.sampling_params import SamplingParams
