@@ -247,7 +247,7 @@ def test_token_bytes_make_the_text() -> None:
 
 def test_an_http_process_needs_no_torch() -> None:
     code = (
-        "import sys; from cluster.text.detokenizer import SequenceText; from cluster.http.protocol import decode_chat;"
+        "import sys; from cluster.text.detokenizer import SequenceText; from cluster.http.app import HttpApp;"
         f"from cluster.text.tokenizer import Tokenizer; Tokenizer({str(folder_of('bytelevel'))!r}).encode('hello');"
         "assert not {'torch', 'transformers', 'ray'} & set(sys.modules)"
     )

@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from cluster.http.body_limits import check_num_tools
-from cluster.http.constraints import json_text
 from cluster.http.errors import refuse
+from cluster.http.protocol.body_limits import check_num_tools
+from cluster.http.protocol.constraints import json_text
 from cluster.text.tool_formats import ToolFormat
 from structured.constraint import ConstraintSpec
 
