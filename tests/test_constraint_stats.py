@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
 
 import msgspec
 import pytest
 from ray.exceptions import RayTaskError
 
-from cluster.engine.request import Account, EngineRequest
+from cluster.engine.request import EngineRequest
 from cluster.engine.stats import ConstraintStats, EngineStats
+from cluster.http.endpoints.status import Health, health_of
 from cluster.http.errors import ApiError
 from cluster.http.metrics import Metrics
 from cluster.llm import LLM, ConstraintSpec, SamplingParams
-from cluster.serve.ingress import health
+from cluster.serve.channel import RequestResult
 from cluster.serve.submission import Submission
 from cluster.text.tokenizer import Tokenizer
 from structured.compiler import CACHE_BYTES, CompilerFailed
@@ -58,18 +58,18 @@ def with_compilers(stats: EngineStats, number: int, alive: int) -> EngineStats:
 def test_health_is_degraded_while_an_engine_cannot_compile(stats: EngineStats) -> None:
     fine, lame, broken = (with_compilers(stats, 2, alive) for alive in (2, 1, 0))
     for engines in ([stats], [fine], [lame], [fine, lame], [fine, msgspec.structs.replace(broken, alive=False)]):
-        assert health(engines, 30.0) == b'{"status":"ok"}'
+        assert health_of(engines, 30.0) == Health(status="ok")
     for engines in ([broken], [fine, broken]):
-        answer = json.loads(health(engines, 30.0))
-        assert answer["status"] == "degraded"
-        assert "no grammar compiler" in answer["reason"]
+        answer = health_of(engines, 30.0)
+        assert answer.status == "degraded"
+        assert "no grammar compiler" in (answer.reason or "")
 
 
 def test_health_fails_where_no_engine_steps(stats: EngineStats) -> None:
     with pytest.raises(ApiError, match="every engine has failed"):
-        health([msgspec.structs.replace(stats, alive=False)], 30.0)
+        health_of([msgspec.structs.replace(stats, alive=False)], 30.0)
     with pytest.raises(ApiError, match="no request went on for 31 s; the bound is 30 s"):
-        health([msgspec.structs.replace(stats, seconds_since_progress=31.0)], 30.0)
+        health_of([msgspec.structs.replace(stats, seconds_since_progress=31.0)], 30.0)
 
 
 class FailingClient:
@@ -81,7 +81,7 @@ class FailingClient:
         self.submissions: dict[str, Submission] = {}
         self._error = error
 
-    async def generate(self, request: EngineRequest) -> Account:
+    async def generate(self, request: EngineRequest) -> RequestResult:
         raise RayTaskError("generate", "a whole traceback", self._error).as_instanceof_cause()
 
 
