@@ -140,7 +140,7 @@ class Engine:
 
     def _forget_last(self) -> None:
         """Where no step follows the end of the last sequences, one without tokens tells the ranks."""
-        if self.alive and self.scheduler.has_unforgotten and not self.scheduler.has_unfinished:
+        if self.alive and self.scheduler.has_unsent_ends and not self.scheduler.has_unfinished:
             self._execute(self.scheduler.schedule())
 
     def _check_when_idle(self) -> None:

@@ -23,7 +23,8 @@ from cluster.engine.request import FinishStatus, RequestRefused, SequenceOutput
 from cluster.engine.scheduler import Scheduler
 from cluster.engine.sequence import Sequence
 from cluster.engine.stats import ConstraintStats, GrammarPoolStats
-from specdecode.lengths import Acceptance, Load, StepCost, choose_lengths
+from specdecode.acceptance import Acceptance, num_accepted
+from specdecode.lengths import Load, StepCost, choose_lengths
 from structured.compiler import Compiler
 from structured.constraint import ConstraintError, ConstraintSpec, Resolved
 from structured.grammar_worker import GRAMMAR_CACHE_BYTES, SessionStart
@@ -245,10 +246,8 @@ class MaskClient:
             gained = sequence.token_ids[num_before:]
             num_judged = min(len(drafts), len(gained))
             if num_judged:
-                pairs = zip(gained, drafts, strict=False)
-                num_accepted = next((index for index, (token, draft) in enumerate(pairs) if token != draft), num_judged)
                 record = self._acceptance.setdefault(sequence.sequence_id, Acceptance(prior=1.0))
-                record.learn(num_accepted, num_judged)
+                record.learn(num_accepted(drafts, gained), num_judged)
         self._tried = []
 
     @staticmethod
