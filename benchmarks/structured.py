@@ -25,7 +25,10 @@ from benchmarks.checkpoints import benchmark_checkpoint
 from benchmarks.faults import PLUGIN, start_ray
 from benchmarks.report import Result, combine, header, machine, table_line
 from benchmarks.workloads import PromptSource, Row
+from cluster.engine.masks import StepMasks
 from cluster.llm import LLM, ConstraintSpec, SamplingParams
+from structured.masks import MaskBatch
+from workers.step import StepInput
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -168,32 +171,36 @@ def _masks(llm: LLM, prompts: PromptSource, form: str, table: Table) -> None:
     for rows in MASK_ROWS:
         waits: list[float] = []
         asked: list[float] = []
-        collect, prepare = masks.collect, masks.prepare
+        begin = masks.begin
 
-        def timed_collect(step: Any) -> Any:
+        def timed_begin(step: StepInput) -> StepMasks:
             started = time.perf_counter()
-            found = collect(step)  # noqa: B023
-            waits.append(time.perf_counter() - started)  # noqa: B023
+            found = begin(step)  # noqa: B023
+            asked.append(time.perf_counter() - started)  # noqa: B023
+            collect = found.collect
+
+            def timed_collect() -> MaskBatch | None:
+                started = time.perf_counter()
+                batch = collect()
+                waits.append(time.perf_counter() - started)  # noqa: B023
+                return batch
+
+            found.collect = timed_collect  # type: ignore[method-assign]
             return found
 
-        def timed_prepare(step: Any) -> None:
-            started = time.perf_counter()
-            prepare(step)  # noqa: B023
-            asked.append(time.perf_counter() - started)  # noqa: B023
-
-        masks.collect, masks.prepare = timed_collect, timed_prepare  # type: ignore[method-assign]
+        masks.begin = timed_begin  # type: ignore[method-assign]
         late = masks.num_late
         params = [SamplingParams(max_tokens=24, constraint=spec, seed=i) for i in range(rows)]
         _speed(llm, prompts(rows, 16), params)
         waits.clear()
         asked.clear()
         _speed(llm, prompts(rows, 16), params)
-        masks.collect, masks.prepare = collect, prepare  # type: ignore[method-assign]
+        masks.begin = begin  # type: ignore[method-assign]
         ordered = sorted(waits)
         table.add(
             [
                 [
-                    Row("masks", f"{rows} rows, prepare p50, {form}", statistics.median(asked) * 1e3, "ms"),
+                    Row("masks", f"{rows} rows, begin p50, {form}", statistics.median(asked) * 1e3, "ms"),
                     Row("masks", f"{rows} rows, collect p50, {form}", statistics.median(waits) * 1e3, "ms"),
                     Row("masks", f"{rows} rows, collect p99, {form}", ordered[int(0.99 * len(ordered))] * 1e3, "ms"),
                     Row("masks", f"{rows} rows, late, {form}", masks.num_late - late, "rows"),

@@ -44,6 +44,10 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         if self.ngram_min > self.ngram_max:
             raise ValueError(f"ngram_min {self.ngram_min} exceeds ngram_max {self.ngram_max}; lower it")
 
+    def prefers(self, proposer: Proposer, other: str) -> bool:
+        """Whether a proposal of `proposer` is taken where a sequence has one of `other`."""
+        return other not in self.proposers[: self.proposers.index(proposer)]
+
     @property
     def rank_proposers(self) -> tuple[Proposer, ...]:
         """Those that run beside the model; forced tokens come with the masks."""

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from specdecode.acceptance import num_accepted
 from specdecode.lengths import StepCost
 from specdecode.measure import measure_step
 from specdecode.proposers import Wanted
@@ -52,9 +53,8 @@ class Progress:
         """
         drafts, self.proposed = self.proposed, []
         if drafts:
-            gained = tokens[self.proposed_at : self.proposed_at + len(drafts) - 1]
-            matching = next((i for i, token in enumerate(gained) if token != drafts[i]), len(gained))
-            self.num_draft_computed = self.proposed_at + matching
+            gained = tokens[self.proposed_at : self.proposed_at + len(drafts) - 1].tolist()
+            self.num_draft_computed = self.proposed_at + num_accepted(drafts, gained)
 
 
 @dataclasses.dataclass(slots=True)

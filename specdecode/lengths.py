@@ -1,94 +1,26 @@
-"""How many drafts pay for themselves: acceptance as each sequence shows it, against what a step of the batch costs.
+"""How many drafts pay for themselves: each sequence's acceptance, against what a step of the batch costs.
 
 A draft is worth the chance that it and all before it are accepted; it costs the difference that one more token makes to
 the step. At few rows a step is bound by reading weights and drafts are nearly free, in a full batch they are not, and
-none are proposed. Plain arithmetic: imports no torch. Called by `specdecode/proposers.py`.
+none are proposed. Plain arithmetic: imports no torch. Called by the proposers (`specdecode/proposers.py`,
+`specdecode/forced.py`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from specdecode.acceptance import AcceptanceRecord
+
 MARGIN = 1.02
 """Drafts are proposed where they promise at least this many times the tokens a second: estimates err."""
-MEMORY = 0.95
-"""What a trial counts for after the next one: about twenty decide."""
-FADING = 0.96
-"""What trials count for after a step without drafts: a text that could not be guessed comes to an end."""
-OVERALL_MEMORY = 0.995
-"""The same for what is known of all sequences together."""
-PRIOR_WEIGHT = 2.0
-"""Trials that the other sequences' acceptance counts for in a new one's."""
 PROBE_SHARE = 0.01
 """Of the time that may go into drafts that do not promise to pay, to see whether they would."""
-
-
-@dataclasses.dataclass(slots=True)
-class Acceptance:
-    """The chance that a draft is accepted, those before it being so; late trials count most."""
-
-    prior: float
-    successes: float = 0.0
-    trials: float = 0.0
-    memory: float = MEMORY
-
-    @property
-    def mean(self) -> float:
-        return (self.successes + PRIOR_WEIGHT * self.prior) / (self.trials + PRIOR_WEIGHT)
-
-    def learn(self, num_accepted: int, num_drafted: int) -> None:
-        """Of `num_drafted` drafts in a row the first `num_accepted` were accepted; those behind a refused one say
-        nothing.
-        """
-        num_trials = min(num_accepted + 1, num_drafted)
-        forgotten = self.memory**num_trials
-        self.successes = self.successes * forgotten + num_accepted
-        self.trials = self.trials * forgotten + num_trials
-
-    def fade(self) -> None:
-        self.successes *= FADING
-        self.trials *= FADING
-
-
-class AcceptanceRecord:
-    """The acceptance of one proposer's drafts, by sequence."""
-
-    def __init__(self, prior: float) -> None:
-        self._overall = Acceptance(prior, memory=OVERALL_MEMORY)
-        self._sequences: dict[int, Acceptance] = {}
-
-    def learn(self, sequence_id: int, num_accepted: int, num_drafted: int) -> None:
-        own = self._sequences.get(sequence_id)
-        if own is None:
-            own = self._sequences[sequence_id] = Acceptance(self._overall.mean)
-        own.learn(num_accepted, num_drafted)
-        self._overall.learn(num_accepted, num_drafted)
-
-    def fade(self, sequence_ids: Iterable[int]) -> None:
-        """These had no drafts to learn from in a step."""
-        for sequence_id in sequence_ids:
-            own = self._sequences.get(sequence_id)
-            if own is not None:
-                own.fade()
-
-    def means(self, sequence_ids: Iterable[int]) -> np.ndarray:
-        """float [n]; a sequence without drafts so far is thought to be like the others."""
-        overall = self._overall.mean
-        records = (self._sequences.get(sequence_id) for sequence_id in sequence_ids)
-        return np.array([overall if record is None else record.mean for record in records])
-
-    def forget(self, sequence_ids: Iterable[int]) -> None:
-        for sequence_id in sequence_ids:
-            self._sequences.pop(sequence_id, None)
-
-    def clear(self) -> None:
-        """Forgets every sequence; what they showed together stays."""
-        self._sequences.clear()
 
 
 class StepCost:

@@ -14,7 +14,8 @@ from typing import Protocol
 
 import numpy as np
 
-from specdecode.lengths import AcceptanceRecord, Costs, Load, StepCost, choose_lengths, probe_interval
+from specdecode.acceptance import AcceptanceRecord
+from specdecode.lengths import Costs, Load, StepCost, choose_lengths, probe_interval
 from specdecode.ngram import NgramIndex
 from specdecode.pace import Pace
 from workers.sampling_state import SamplingState, SequenceState
@@ -259,16 +260,12 @@ class Chain:
         for sequence_id, (name, token_id) in self._untried.items():
             gained = output.token_ids.get(sequence_id)
             if gained:
-                self._records[name].learn(sequence_id, int(gained[0] == token_id), 1)
+                self._records[name].learn(sequence_id, [token_id], gained[:1])
         self._untried.clear()
         for item in step.scheduled:
             drafts, gained = item.draft_token_ids, output.token_ids.get(item.sequence_id)
             if drafts and gained and item.draft_proposer in self._records:
-                count = len(gained)
-                all_accepted = drafts[count - 1 : count] == gained[-1:]
-                # A late mask ends a row of accepted drafts: those behind say nothing.
-                num_accepted, num_tried = (count, count) if all_accepted else (count - 1, len(drafts))
-                self._records[item.draft_proposer].learn(item.sequence_id, num_accepted, num_tried)
+                self._records[item.draft_proposer].learn(item.sequence_id, drafts, gained)
 
     def _wanted(self, output: StepOutput) -> list[Wanted]:
         wanted = []

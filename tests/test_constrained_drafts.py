@@ -188,8 +188,10 @@ def test_forced_tokens_that_are_spelled_otherwise_are_proposed_less(
     one = spec("json_schema", LONG_KEYS, any_whitespace=False, backend="xgrammar")
     params = [constrained(one, temperature=1.0, seed=seed) for seed in range(4)]
     adaptive = make_llm(speculative={"proposers": ["forced"]})
-    assert adaptive.engine.masks.step_cost is not None, "measured at the start"
-    adaptive.engine.masks.step_cost = StepCost(cost)
+    forced = adaptive.engine.masks.forced
+    assert forced is not None
+    assert forced.step_cost is not None, "measured at the start"
+    forced.step_cost = StepCost(cost)
     expected = answers(plain, params)
     drafted = []
     for llm in (drafting, adaptive):

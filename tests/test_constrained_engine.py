@@ -231,10 +231,10 @@ def test_a_compilation_that_never_ends_is_killed_and_others_go_on() -> None:
 
 def test_one_compilation_serves_all_that_wait_for_it(llm: LLM) -> None:
     constraint = spec("regex", "once[0-9]")
-    before = llm.engine.masks.num_compiled
+    before = llm.engine.constraints.num_compiled
     futures = [llm.engine.resolve(constraint) for _ in range(20)]
     assert len({future.result(timeout=60).compiled for future in futures}) == 1
-    assert llm.engine.masks.num_compiled == before + 1
+    assert llm.engine.constraints.num_compiled == before + 1
 
 
 @pytest.mark.parametrize("how", ["raise", "hang", 0.3])

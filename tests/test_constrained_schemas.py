@@ -43,7 +43,7 @@ def write_and_judge(llm: LLM, wanted: list[Any]) -> Counter[str]:
     for schema in wanted:
         spec = ConstraintSpec(kind="json_schema", text=json.dumps(schema), any_whitespace=False)
         try:
-            llm.engine.masks.resolve(spec).result(timeout=120)
+            llm.engine.resolve(spec).result(timeout=120)
         except RequestRefused as refusal:
             if not str(refusal):
                 pytest.fail(f"refused without a reason: {schema}")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cluster.config import EngineConfig
-from cluster.engine.engine import engine
+from cluster.engine import engine
 from cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput
 from cluster.http.metrics import Metrics
 from cluster.llm import LLM, SamplingParams

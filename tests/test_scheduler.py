@@ -305,7 +305,7 @@ def test_every_request_gets_its_tokens_whatever_happens_to_the_others(
             harness.add(*value)
         elif action == "step":
             ids = {sequence.sequence_id for sequence in harness.scheduler.running}
-            some = {sequence_id for sequence_id in ids if sequence_id % 3 == harness.scheduler._num_steps % 3}
+            some = {sequence_id for sequence_id in ids if sequence_id % 3 == harness.scheduler._plan.step.step_id % 3}
             harness.step(
                 late=some if value == "late" else set(),
                 failing=some if value == "failing" else set(),

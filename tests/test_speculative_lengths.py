@@ -8,15 +8,9 @@ import pytest
 from cluster.engine.request import EngineRequest
 from cluster.engine.stats import DraftCounts
 from cluster.http.metrics import Metrics
+from specdecode.acceptance import Acceptance, AcceptanceRecord, num_accepted
 from specdecode.config import SpeculativeConfig
-from specdecode.lengths import (
-    Acceptance,
-    AcceptanceRecord,
-    Load,
-    StepCost,
-    choose_lengths,
-    probe_interval,
-)
+from specdecode.lengths import Load, StepCost, choose_lengths, probe_interval
 from specdecode.pace import Pace
 from tests.test_engine import drain, make_engine
 from tests.test_speculative import ask_oracle, greedy, make_prompts, watch
@@ -79,10 +73,30 @@ def test_acceptance_follows_the_latest_trials_and_new_sequences_start_where_the_
     assert own.mean == pytest.approx(0.5, abs=0.1), "what is not tried is forgotten"
     record = AcceptanceRecord(0.5)
     for _ in range(300):
-        record.learn(1, 3, 3)
+        record.learn(1, [5, 6, 7], [5, 6, 7, 8])
     assert record.means([1, 2])[1] > 0.8
     record.forget([1])
     assert record.means([1])[0] == record.means([2])[0]
+
+
+@pytest.mark.parametrize(
+    ("drafts", "drawn", "count"),
+    [([5, 6, 7], [5, 6, 7, 8], 3), ([5, 6, 7], [5, 9], 1), ([5, 6, 7], [5, 6], 2), ([5], [], 0), ([], [5], 0)],
+)
+def test_accepted_drafts_are_those_before_the_first_that_was_not_drawn(
+    drafts: list[int], drawn: list[int], count: int
+) -> None:
+    assert num_accepted(drafts, drawn) == count
+
+
+def test_drafts_that_nothing_was_drawn_for_say_nothing_of_acceptance() -> None:
+    for is_alike in (True, False):
+        late, whole = AcceptanceRecord(0.5, is_alike), AcceptanceRecord(0.5, is_alike)
+        late.learn(1, [5, 6, 7], [5])
+        whole.learn(1, [5], [5, 6])
+        late.learn(2, [5], [])
+        assert late.means([1, 2]).tolist() == whole.means([1, 2]).tolist()
+        assert (whole.means([2])[0] > 0.5) == is_alike
 
 
 def test_costs_learn_what_steps_take_beyond_the_table_and_probes_are_rare() -> None:

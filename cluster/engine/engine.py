@@ -16,15 +16,19 @@ from concurrent.futures import Future
 import msgspec
 
 from cluster.config import EngineConfig
-from cluster.engine.executor import InProcessExecutor
+from cluster.engine.constraints import ConstraintService
+from cluster.engine.executor import make_executor
 from cluster.engine.kv_blocks import KVBlocks
-from cluster.engine.mask_client import MaskClient
+from cluster.engine.masks import Masks, StepMasks
 from cluster.engine.request import Branch, EngineRequest, QueueFull, RequestRefused, SequenceOutput
 from cluster.engine.scheduler import Scheduler
 from cluster.engine.sequence import Sequence
 from cluster.engine.stats import EngineStats
+from specdecode.forced import ForcedProposer
+from specdecode.lengths import StepCost
 from structured.constraint import ConstraintSpec, Resolved
 from structured.logits_processors import LogitsProcessorFactory, LogitsProcessorRegistry
+from workers.model_info import ModelInfo
 from workers.step import StepInput, StepOutput
 
 logger = logging.getLogger(__name__)
@@ -51,7 +55,7 @@ class Engine:
     def __init__(self, config: EngineConfig, has_messages: Callable[[], bool] = lambda: False) -> None:
         self.config = config
         self._has_messages = has_messages
-        self.executor = InProcessExecutor(config)
+        self.executor = make_executor(config)
         self.model = self.executor.model
         self.max_model_len = self.model.max_model_len
         self.scheduler = Scheduler(
@@ -61,7 +65,8 @@ class Engine:
             blocks=KVBlocks(self.model.num_blocks, config.block_size, config.enable_prefix_caching),
             num_lookahead_tokens=config.speculative.num_lookahead_tokens if config.speculative else 0,
         )
-        self.masks = MaskClient(config, self.model, self.scheduler)
+        self.constraints = ConstraintService(config, self.model)
+        self.masks = Masks(self.constraints, self.scheduler, _make_forced_proposer(config, self.model))
         self.processors = LogitsProcessorRegistry(config.logits_processors)
         self.alive = True
         self._id = secrets.token_hex(8)
@@ -70,7 +75,7 @@ class Engine:
         self._num_steps_without_progress = 0
         self._last_progress = time.monotonic()
         self._recovering = False
-        self._idle_checked = True
+        self._num_steps_checked = 0
 
     @property
     def vocab_size(self) -> int:
@@ -85,29 +90,59 @@ class Engine:
 
     def step(self) -> list[SequenceOutput]:
         """Runs one step; returns what it added to each sequence that gained tokens or ended."""
-        ended = self.scheduler.expire(time.monotonic())
+        changes = self.scheduler.expire(time.monotonic())
         if not self.scheduler.has_unfinished:
-            self._forget_last()
-            self._check_when_idle()
-            return ended
-        ended += self.masks.before_step()
+            self._run_when_idle()
+            return changes
+        # 1. Schedule: who computes what, by what is known of masks and drafts since the last step.
+        changes += self.masks.before_step()
         step = self.scheduler.schedule()
         if not step.scheduled and self.scheduler.has_unfinished:
             self._wait_for_news()
-        self.masks.prepare(step)
-        output = self._execute(step)
-        updates = self.scheduler.update(step, output)
-        updates += self.masks.settle()
-        self._count_step(bool(ended or updates) or self.scheduler.has_advanced)
-        self._idle_checked = False
-        self._forget_last()
-        return ended + updates
+        # 2. Prepare masks: grammar workers fill them while the model runs.
+        masks = self.masks.begin(step)
+        # 3. Execute: forward pass, then one token or more a row under the masks that are there.
+        output = self._execute(step, masks)
+        # 4. Update: sequences gain their tokens and end; the next masks are asked for.
+        changes += self.scheduler.update(step, output)
+        changes += masks.settle()
+        self._count_step(made_progress=bool(changes) or self.scheduler.has_advanced)
+        self._send_last_ends()
+        return changes
 
     def _wait_for_news(self) -> None:
         """Nothing can be computed now: waits for a late mask, for a message or until `IDLE_WAIT_S` is over."""
         deadline = time.monotonic() + IDLE_WAIT_S
         while not self.masks.is_late_mask_there() and not self._has_messages() and time.monotonic() < deadline:
             time.sleep(IDLE_SLICE_S)
+
+    def _execute(self, step: StepInput, masks: StepMasks | None = None) -> StepOutput:
+        """The failure of a row is a value in the output; an exception here is a failure of the engine itself.
+
+        Then every running sequence is recomputed from its tokens on rebuilt workers, once: a second failure in a row is
+        fatal.
+        """
+        try:
+            self.executor.execute(step)
+            output = self.executor.sample(None if masks is None else masks.collect())
+        except Exception as error:
+            logger.exception("step %d failed with %d sequences", step.step_id, len(step.scheduled))
+            if self._recovering:
+                self.alive = False
+                raise EngineDead(f"two steps in a row failed, last with {type(error).__name__}: {error}") from error
+            self._recovering = True
+            self._rebuild_ranks()
+            return StepOutput(step.step_id)
+        except BaseException:  # a KeyboardInterrupt leaves the ranks with half a step, and is no failure
+            self._rebuild_ranks()
+            raise
+        self._recovering = False
+        return output
+
+    def _rebuild_ranks(self) -> None:
+        """The ranks forget everything; what runs is computed again from its tokens."""
+        self.executor.rebuild()
+        self.scheduler.recompute_all()
 
     def _count_step(self, made_progress: bool) -> None:
         self._num_steps += 1
@@ -116,43 +151,17 @@ class Engine:
         else:
             self._num_steps_without_progress += 1
 
-    def _execute(self, step: StepInput) -> StepOutput:
-        """The failure of a row is a value in the output; an exception here is a failure of the engine itself.
-
-        Then every running sequence is recomputed from its tokens on rebuilt workers, once: a second failure in a row is
-        fatal.
-        """
-        try:
-            self.executor.execute(step)
-            output = self.executor.sample(self.masks.collect(step))
-        except Exception as error:
-            logger.exception("step %d failed with %d sequences", step.step_id, len(step.scheduled))
-            if self._recovering:
-                self.alive = False
-                raise EngineDead(f"two steps in a row failed, last with {type(error).__name__}: {error}") from error
-            self._recovering = True
-            self._forget_ranks()
-            return StepOutput(step.step_id)
-        except BaseException:  # a KeyboardInterrupt leaves the ranks with half a step, and is no failure
-            self._forget_ranks()
-            raise
-        self._recovering = False
-        return output
-
-    def _forget_ranks(self) -> None:
-        self.executor.rebuild()
-        self.scheduler.recompute_all()
-        self.masks.forget_step()
-
-    def _forget_last(self) -> None:
+    def _send_last_ends(self) -> None:
         """Where no step follows the end of the last sequences, one without tokens tells the ranks."""
-        if self.alive and self.scheduler.has_unforgotten and not self.scheduler.has_unfinished:
+        if self.alive and self.scheduler.has_unsent_ends and not self.scheduler.has_unfinished:
             self._execute(self.scheduler.schedule())
 
-    def _check_when_idle(self) -> None:
-        if not self._idle_checked:
+    def _run_when_idle(self) -> None:
+        """Between two spells of work: the accounts must be even."""
+        self._send_last_ends()
+        if self._num_steps_checked < self._num_steps:
             self.check_integrity()
-            self._idle_checked = True
+            self._num_steps_checked = self._num_steps
 
     # ---- requests ------------------------------------------------------------------------------------------------
 
@@ -161,14 +170,14 @@ class Engine:
 
         The future raises `RequestRefused` where the constraint cannot be served.
         """
-        return self.masks.resolve(spec)
+        return self.constraints.resolve(spec)
 
     def warm_up(self) -> None:
         """Starts in the background what the first constraint would wait for.
 
         Raises `RequestRefused` where this model's vocabulary cannot be read.
         """
-        self.masks.start()
+        self.constraints.start()
 
     def register_logits_processor(self, name: str, factory: LogitsProcessorFactory) -> None:
         """Lets `SamplingParams.logits_processors` name a factory. Raises `LogitsProcessorError` where the name is
@@ -249,13 +258,13 @@ class Engine:
     def abort(self, request_id: str) -> list[SequenceOutput]:
         """Ends a request and frees its blocks at once; unknown or ended ones are no error."""
         ended = self.scheduler.abort(request_id)
-        self._forget_last()
+        self._send_last_ends()
         return ended
 
     def finish(self, request_id: str, index: int, num_kept_tokens: int) -> list[SequenceOutput]:
         """Ends one choice whose text reached a stop string; only `num_kept_tokens` output tokens count."""
         ended = self.scheduler.finish(request_id, index, num_kept_tokens)
-        self._forget_last()
+        self._send_last_ends()
         return ended
 
     # ---- state ---------------------------------------------------------------------------------------------------
@@ -283,10 +292,16 @@ class Engine:
             num_steps_without_progress=self._num_steps_without_progress,
             seconds_since_progress=time.monotonic() - self._last_progress if scheduler.has_unfinished else 0.0,
             alive=self.alive,
-            num_constraints_compiled=self.masks.num_compiled,
+            num_constraints_compiled=self.constraints.num_compiled,
             num_late_rows=self.masks.num_late,
-            num_grammar_workers_replaced=self.masks.num_replaced,
-            grammar_pool=self.masks.pool_stats(),
+            num_grammar_workers_replaced=self.constraints.num_replaced,
+            grammar_pool=self.constraints.pool_stats(),
             drafts=scheduler.drafts,
-            constraints=self.masks.stats(),
+            constraints=self.constraints.stats(),
         )
+
+
+def _make_forced_proposer(config: EngineConfig, model: ModelInfo) -> ForcedProposer | None:
+    if config.speculative is None or "forced" not in config.speculative.proposers:
+        return None
+    return ForcedProposer(config.speculative, StepCost(model.step_costs) if model.step_costs else None)

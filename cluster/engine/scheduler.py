@@ -2,7 +2,8 @@
 
 There is no prefill and no decode: a sequence has known tokens and computed tokens, and a step closes part of the gap.
 Called by the engine, one step at a time; imports neither torch nor ray. Lists keep their order, so that every run
-decides alike.
+decides alike. `plan.py` writes down what was decided, `kv_cache_manager.py` deals out blocks, `outcome.py` reads what
+came of it.
 """
 
 from __future__ import annotations
@@ -13,18 +14,13 @@ import operator
 import msgspec
 
 from cluster.engine.kv_blocks import IntegrityError, KVBlocks
+from cluster.engine.kv_cache_manager import KVCacheManager
+from cluster.engine.outcome import advance, computed_by
+from cluster.engine.plan import StepPlan
 from cluster.engine.request import FinishStatus, RequestRefused, SequenceOutput
 from cluster.engine.sequence import Sequence
 from cluster.engine.stats import DraftCounts
-from workers.step import (
-    RowError,
-    SamplePoint,
-    ScheduledSequence,
-    SequenceFork,
-    StepInput,
-    StepOutput,
-    TokenLogprobs,
-)
+from workers.step import RowError, StepInput, StepOutput
 
 _ORDER = operator.attrgetter("order")
 
@@ -49,8 +45,6 @@ class Scheduler:
         self.max_num_sequences = max_num_sequences
         self.max_model_len = max_model_len
         self.blocks = blocks
-        self.num_lookahead_tokens = num_lookahead_tokens
-        """Tokens behind a sequence's own for which its blocks should have room: a draft model writes there."""
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.prefix_cache_queries = 0
@@ -59,21 +53,13 @@ class Scheduler:
         self.has_advanced = False
         """Whether the last step brought a token, an end or a position that stays computed."""
         self.drafts = DraftCounts()
+        self._cache = KVCacheManager(blocks, num_lookahead_tokens)
+        self._plan = StepPlan(0, max_num_batched_tokens)
+        """The next step, as far as it is known."""
         self._by_id: dict[int, Sequence] = {}
         self._by_request: dict[str, list[Sequence]] = {}
-        self._forgotten: list[int] = []
-        """Sequences that the ranks still remember and need not."""
         self._num_arrivals = 0
-        self._num_steps = 0
-        self._num_rows = 0
-        """Flat token rows of the step being planned."""
         self._num_deadlines = 0
-        self._to_fork: list[tuple[Sequence, int]] = []
-        """Prompts that the step being planned completes, and the row of their last token."""
-        self._copies: list[tuple[Sequence, int, int]] = []
-        """Forks of the last step, and the block copies (source, destination) that they need before the next."""
-        self._branches: list[Sequence] = []
-        """Sequences that the ranks have not heard of, though what they hold is computed."""
 
     # ---- what is there -----------------------------------------------------------------------------------------
 
@@ -90,14 +76,14 @@ class Scheduler:
         return bool(self.running or self.waiting)
 
     @property
-    def has_unforgotten(self) -> bool:
-        """Whether the ranks do not know yet that a sequence has ended."""
-        return bool(self._forgotten)
+    def has_unsent_ends(self) -> bool:
+        """Whether the ranks still remember a sequence that has ended."""
+        return bool(self._plan.step.finished)
 
     @property
     def kv_usage(self) -> float:
         """Share of blocks that sequences hold, in [0, 1]."""
-        return 1.0 - self.blocks.num_free / self.blocks.num_blocks
+        return self._cache.usage
 
     def get(self, sequence_id: int) -> Sequence | None:
         """A sequence that has not ended."""
@@ -119,9 +105,8 @@ class Scheduler:
                 "lower it or raise max_num_sequences",
                 "n",
             )
-        pool = self.blocks.num_blocks * self.blocks.block_size
-        limit = min(self.max_model_len, pool)
-        remedy = "raise max_model_len" if self.max_model_len <= pool else "enlarge the KV cache (kv_cache_bytes)"
+        limit = min(self.max_model_len, self._cache.num_tokens)
+        remedy = "raise max_model_len" if self.max_model_len == limit else "enlarge the KV cache (kv_cache_bytes)"
         room = limit - sequence.num_prompt_tokens
         if room < 1:
             raise RequestRefused(
@@ -138,11 +123,11 @@ class Scheduler:
             )
         sequence.max_length = sequence.num_prompt_tokens + (max_tokens or room)
         sequence.arrival = self._num_arrivals
-        self._know(sequence)
+        self._register(sequence)
         self._num_arrivals += 1
         bisect.insort(self.waiting, sequence, key=_ORDER)
 
-    def _know(self, sequence: Sequence) -> None:
+    def _register(self, sequence: Sequence) -> None:
         self._num_deadlines += sequence.deadline is not None
         self._by_id[sequence.sequence_id] = sequence
         self._by_request.setdefault(sequence.request_id, []).append(sequence)
@@ -151,60 +136,50 @@ class Scheduler:
 
     def schedule(self) -> StepInput:
         """Plans the next step."""
-        step = StepInput(self._num_steps)
-        self._num_steps += 1
-        self._num_rows = 0
+        plan = self._plan
         self._make_way_for_priority()
-        budget = self._schedule_running(step)
-        step.started = [branch.start() for branch in self._branches if branch.block_table]
-        self._branches = []
-        self._admit_waiting(step, budget)
-        step.block_copies = [(src, dst) for fork, src, dst in self._copies if dst in fork.block_table]
-        self._copies = []
-        for parent, row in self._to_fork:
-            self._fork(step, parent, row)
-        self._to_fork = []
-        step.finished, self._forgotten = self._forgotten, []
-        return step
+        self._schedule_running(plan)
+        plan.start_branches()
+        self._admit_waiting(plan)
+        plan.close()
+        self._plan = StepPlan(plan.step.step_id + 1, self.max_num_batched_tokens)
+        for parent, row in plan.completed_prompts:
+            self._fork(plan, parent, row)
+        return plan.step
 
-    def _schedule_running(self, step: StepInput) -> int:
-        budget = self.max_num_batched_tokens
+    def _schedule_running(self, plan: StepPlan) -> None:
         index = 0
-        while index < len(self.running) and budget > 0:
+        while index < len(self.running) and plan.budget > 0:
             sequence = self.running[index]
             if sequence.waits_for_mask or sequence.is_paused:
                 index += 1
                 continue
-            count = min(self._num_wanted(sequence), budget)
-            if sequence.draft_token_ids and self._num_missing_blocks(sequence, count) > self.blocks.num_free:
+            count = min(self._num_wanted(sequence), plan.budget)
+            if sequence.draft_token_ids and not self._cache.can_grow(sequence, count):
                 sequence.draft_token_ids = []  # nobody is thrown out for a guess
-                count = min(self._num_wanted(sequence), budget)
-            while self._num_missing_blocks(sequence, count) > self.blocks.num_free:
+                count = min(self._num_wanted(sequence), plan.budget)
+            while not self._cache.can_grow(sequence, count):
                 victim = self.running[-1]  # never one already in this step: those stand further up
                 self._preempt(victim)
                 if victim is sequence:
                     break
             else:
-                self._schedule(step, sequence, count)
-                budget -= count
+                self._schedule(plan, sequence, count)
                 index += 1
-        return budget
 
-    def _admit_waiting(self, step: StepInput, budget: int) -> None:
-        while budget > 0 and (sequence := self._first_waiting()) is not None:
-            prefix = self._cached_prefix(sequence) if self._has_places(sequence) else None
-            if prefix is None or not self._fits(sequence, prefix):
+    def _admit_waiting(self, plan: StepPlan) -> None:
+        while plan.budget > 0 and (sequence := self._first_waiting()) is not None:
+            prefix = self._cache.find_prefix(sequence) if self._has_places(sequence) else None
+            if prefix is None or not self._cache.fits(sequence, prefix):
                 paused = [other for other in self.running if other.is_paused]
-                if step.scheduled or not paused:
+                if plan.step.scheduled or not paused:
                     break
                 self._preempt(paused[-1])  # it has said what may follow, and nobody else gives way
                 continue
             self.waiting.remove(sequence)
             self._admit(sequence, prefix)
-            step.started.append(sequence.start())
-            count = min(self._num_wanted(sequence), budget)
-            self._schedule(step, sequence, count)
-            budget -= count
+            plan.start(sequence)
+            self._schedule(plan, sequence, min(self._num_wanted(sequence), plan.budget))
 
     def _first_waiting(self) -> Sequence | None:
         return next((sequence for sequence in self.waiting if not sequence.is_paused), None)
@@ -216,25 +191,8 @@ class Scheduler:
     def _num_places_taken(self) -> int:
         return sum(other.num_places for other in self.running)
 
-    def _fits(self, sequence: Sequence, prefix: list[int]) -> bool:
-        """Room for the whole prompt, not for its first chunk: who is let in should not be thrown out at once."""
-        missing = self._blocks_for(len(sequence.token_ids)) - len(prefix)
-        return missing <= self.blocks.num_free - self.blocks.num_evictable(prefix)
-
-    def _cached_prefix(self, sequence: Sequence) -> list[int]:
-        """Cached blocks that the sequence may read; its last token is always computed, for somebody must make the
-        logits.
-        """
-        if sequence.params.prompt_logprobs is not None:
-            return []
-        count = (len(sequence.token_ids) - 1) // self.blocks.block_size
-        return self.blocks.find_prefix(sequence.hash_blocks(count, self.blocks.block_size))
-
     def _admit(self, sequence: Sequence, prefix: list[int]) -> None:
-        self.blocks.share(prefix)
-        sequence.block_table = list(prefix)
-        sequence.num_shared_blocks = sequence.num_registered_blocks = len(prefix)
-        sequence.num_computed_tokens = len(prefix) * self.blocks.block_size
+        self._cache.start_on(sequence, prefix)
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = sequence.num_computed_tokens
             if sequence.params.prompt_logprobs is None:
@@ -249,40 +207,13 @@ class Scheduler:
             del sequence.draft_token_ids[max(0, sequence.max_length - known - 1) :]
         return known + len(sequence.draft_token_ids) - sequence.num_computed_tokens
 
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.blocks.block_size)
-
-    def _num_missing_blocks(self, sequence: Sequence, count: int) -> int:
-        return self._blocks_for(sequence.num_computed_tokens + count) - len(sequence.block_table)
-
-    def _schedule(self, step: StepInput, sequence: Sequence, count: int) -> None:
+    def _schedule(self, plan: StepPlan, sequence: Sequence, count: int) -> None:
         """Puts the next `count` tokens of a sequence into the step; its blocks are known to be free."""
-        start, known = sequence.num_computed_tokens, len(sequence.token_ids)
-        end = start + count
-        missing = self._num_missing_blocks(sequence, count)
-        if missing > 0:
-            sequence.block_table += self.blocks.allocate(missing)
-        if self.num_lookahead_tokens and end >= known:
-            ahead = self._blocks_for(min(end + self.num_lookahead_tokens, sequence.max_length))
-            ahead -= len(sequence.block_table)
-            if 0 < ahead <= self.blocks.num_free - len(self.running):  # others may need one each
-                sequence.block_table += self.blocks.allocate(ahead)
-        unsent = sequence.block_table[sequence.num_sent_blocks :]
-        sequence.num_sent_blocks += len(unsent)
-        drafts = sequence.draft_token_ids[: max(0, end - known)] if sequence.draft_token_ids else []
-        step.scheduled.append(
-            ScheduledSequence(sequence.sequence_id, start, count, unsent, drafts, sequence.draft_proposer)
-        )
-        if end >= known:
-            first_row = self._num_rows - start
-            for position in range(known, end + 1):
-                step.sample_points.append(SamplePoint(first_row + position - 1, sequence.sequence_id, position))
-            if sequence.unforked:
-                self._to_fork.append((sequence, first_row + known - 1))
-        self._num_rows += count
-        self._register_full_blocks(sequence, min(end, known))
+        self._cache.grow(sequence, count, num_others=len(self.running))
+        plan.schedule(sequence, count)
+        self._cache.register_full_blocks(sequence, min(sequence.num_computed_tokens + count, len(sequence.token_ids)))
 
-    def _fork(self, step: StepInput, parent: Sequence, row: int) -> None:
+    def _fork(self, plan: StepPlan, parent: Sequence, row: int) -> None:
         """Makes the parent's other choices sequences of their own, which draw their first tokens from its logits.
 
         Full blocks are shared. The last one is copied before the next step, where it is not full, or where a late mask
@@ -294,22 +225,17 @@ class Scheduler:
         is_full = num_tokens % self.blocks.block_size == 0
         shared = num_tokens - (is_full and parent.constraint is not None)
         for fork in forks:
-            self._know(fork)
+            self._register(fork)
             if self._share(parent, fork, shared):
                 fork.num_computed_tokens = num_tokens
-                step.forked.append(SequenceFork(parent.sequence_id, fork.sequence_id, fork.noise_seed))
-                step.sample_points.append(SamplePoint(row, fork.sequence_id, num_tokens))
+                plan.fork(parent, fork, row)
 
     def _share(self, parent: Sequence, fork: Sequence, num_tokens: int) -> bool:
         """Makes a sequence run on the blocks of another one's first tokens, or queues it where that cannot be."""
-        size = self.blocks.block_size
-        if not parent.block_table or (num_tokens % size and not self.blocks.num_free):
+        if not self._cache.can_share(parent, num_tokens):
             bisect.insort(self.waiting, fork, key=_ORDER)
             return False
-        fork.block_table, copies = self.blocks.fork(parent.block_table, num_tokens)
-        self._copies += [(fork, source, destination) for source, destination in copies]
-        fork.num_computed_tokens = num_tokens
-        fork.num_shared_blocks = fork.num_registered_blocks = num_tokens // size
+        self._plan.copy(fork, self._cache.share(parent, fork, num_tokens))
         bisect.insort(self.running, fork, key=_ORDER)
         return True
 
@@ -318,21 +244,23 @@ class Scheduler:
         parents = self._by_request.get(request_id, [])
         for parent, child in pairs:
             if self._share(parent, child, parent.num_computed_tokens):
-                self._branches.append(child)
+                self._plan.branch(child)
         for parent in list(parents):
             self._end(parent, FinishStatus.FINISHED_STOPPED)
         for _, child in pairs:
-            self._know(child)
+            self._register(child)
         while self._num_places_taken() > self.max_num_sequences:  # others had taken those of parents that were queued
             self._preempt(self.running[-1])
 
-    def _register_full_blocks(self, sequence: Sequence, num_tokens: int) -> None:
-        full = num_tokens // self.blocks.block_size
-        if full > sequence.num_registered_blocks:
-            hashes = sequence.hash_blocks(full, self.blocks.block_size)
-            for block in range(sequence.num_registered_blocks, full):
-                self.blocks.register(sequence.block_table[block], hashes[block])
-            sequence.num_registered_blocks = full
+    # ---- what others tell of a sequence ------------------------------------------------------------------------
+
+    def propose(self, sequence: Sequence, draft_token_ids: list[int], proposer: str) -> None:
+        """Gives a sequence drafts for the next step, in the place of those that it has."""
+        sequence.draft_token_ids, sequence.draft_proposer = draft_token_ids, proposer
+
+    def wait_for_mask(self, sequence: Sequence, is_late: bool = True) -> None:
+        """The sequence sits steps out while its mask is late."""
+        sequence.waits_for_mask = is_late
 
     # ---- preemption --------------------------------------------------------------------------------------------
 
@@ -340,7 +268,7 @@ class Scheduler:
         """The first in the queue takes the place of less urgent ones. It happens before anything is scheduled."""
         urgent = self._first_waiting()
         while urgent is not None and self.running and urgent.priority < self.running[-1].priority:
-            if self._has_places(urgent) and self._fits(urgent, self._cached_prefix(urgent)):
+            if self._has_places(urgent) and self._cache.fits(urgent, self._cache.find_prefix(urgent)):
                 break
             self._preempt(self.running[-1])
 
@@ -352,13 +280,10 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _release(self, sequence: Sequence) -> None:
-        self.blocks.free(sequence.block_table)
-        sequence.block_table = []
-        sequence.num_computed_tokens = sequence.num_shared_blocks = 0
-        sequence.num_registered_blocks = sequence.num_sent_blocks = 0
+        self._cache.release(sequence)
         sequence.draft_token_ids = []
         sequence.waits_for_mask = False
-        self._forgotten.append(sequence.sequence_id)
+        self._plan.finish(sequence)
 
     def recompute_all(self) -> None:
         """Sends every running sequence back to the queue and trusts no cached block: the ranks lost their memory."""
@@ -372,115 +297,34 @@ class Scheduler:
         """Applies what the ranks answered; returns what each sequence gained."""
         changes: list[SequenceOutput] = []
         self.has_advanced = False
-        computed = [
-            (item.sequence_id, item.start, item.start + item.num_tokens - len(item.draft_token_ids))
-            for item in step.scheduled
-        ]
-        for fork in step.forked:
-            sequence = self._by_id.get(fork.sequence_id)
-            if sequence is not None:
-                computed.append((fork.sequence_id, sequence.num_prompt_tokens, sequence.num_prompt_tokens))
-        drafts = {item.sequence_id: item.draft_token_ids for item in step.scheduled if item.draft_token_ids}
-        for sequence_id, start, known_end in computed:
-            sequence = self._by_id.get(sequence_id)
+        for computed in computed_by(step, self._by_id):
+            sequence = self._by_id.get(computed.sequence_id)
             if sequence is None:
                 continue  # ended since the step was planned
-            is_fork = start == known_end
-            if not sequence.block_table and not is_fork:
+            if not sequence.block_table and not computed.is_fork:
                 continue  # preempted since; a fork's row is its parent's and would fail again
-            error = output.errors.get(sequence_id)
+            error = output.errors.get(computed.sequence_id)
             if error is not None:
                 changes.append(self._fail(sequence, error))
             elif sequence.block_table:
-                change = self._advance(sequence, start, known_end, drafts.get(sequence_id, []), output)
-                self.has_advanced |= sequence.num_computed_tokens > start
+                change = advance(sequence, computed, output, self.drafts)
+                self.has_advanced |= sequence.num_computed_tokens > computed.start
                 if change is not None:
                     changes.append(change)
+                    if change.finish is not None:
+                        self._end(sequence, change.finish)
         self.has_advanced |= bool(changes)
         return changes
 
-    def _advance(
-        self, sequence: Sequence, start: int, known_end: int, drafts: list[int], output: StepOutput
-    ) -> SequenceOutput | None:
-        token_ids = output.token_ids.get(sequence.sequence_id)
-        proposer = sequence.draft_proposer
-        sequence.draft_token_ids = output.draft_token_ids.get(sequence.sequence_id, [])
-        sequence.draft_proposer = output.draft_proposers.get(sequence.sequence_id, "")
-        prompt_logprobs = self._new_prompt_logprobs(sequence, start, output)
-        if not token_ids:
-            # A row whose token is not drawn yet (a late mask) does its last position again.
-            late = known_end == len(sequence.token_ids)
-            sequence.num_computed_tokens = known_end - late
-            if prompt_logprobs:
-                return SequenceOutput(sequence.request_id, sequence.index, [], prompt_logprobs=prompt_logprobs)
-            return None
-        if sequence.num_branches:
-            sequence.num_computed_tokens, sequence.is_paused = known_end, True
-            return SequenceOutput(sequence.request_id, sequence.index, [], output.logprobs.get(sequence.sequence_id))
-        gained, finish = self._accept(sequence, token_ids)
-        if drafts:
-            self._count_drafts(sequence, proposer, drafts, gained)
-        sequence.num_computed_tokens = known_end + len(gained) - 1
-        logprobs = output.logprobs.get(sequence.sequence_id)
-        change = SequenceOutput(
-            sequence.request_id,
-            sequence.index,
-            gained,
-            None if logprobs is None else logprobs[: len(gained)],
-            prompt_logprobs,
-        )
-        if finish is not None or drafts or sequence.num_output_tokens == len(gained):
-            change.usage = sequence.usage
-        if finish is not None:
-            change.finish = finish
-            if finish is FinishStatus.FINISHED_STOPPED:
-                change.stop_token_id = gained[-1]
-            self._end(sequence, finish)
-        return change
-
-    def _accept(self, sequence: Sequence, token_ids: list[int]) -> tuple[list[int], FinishStatus | None]:
-        """Appends tokens up to the one that ends the sequence, if one does."""
-        for count, token_id in enumerate(token_ids, start=1):
-            sequence.token_ids.append(token_id)
-            if token_id in sequence.stop_ids:
-                return token_ids[:count], FinishStatus.FINISHED_STOPPED
-            if len(sequence.token_ids) >= sequence.max_length:
-                return token_ids[:count], FinishStatus.FINISHED_LENGTH
-        return token_ids, None
-
-    def _count_drafts(self, sequence: Sequence, proposer: str, drafts: list[int], gained: list[int]) -> None:
-        num_accepted = 0
-        while drafts[num_accepted : num_accepted + 1] == gained[num_accepted : num_accepted + 1] != []:
-            num_accepted += 1
-        self.drafts.add(proposer, len(drafts), num_accepted)
-        sequence.num_accepted_drafts += num_accepted
-        sequence.num_rejected_drafts += len(drafts) - num_accepted
-
-    def _new_prompt_logprobs(self, sequence: Sequence, start: int, output: StepOutput) -> list[TokenLogprobs] | None:
-        """Entries for prompt positions that were not reported before a preemption."""
-        entries = output.prompt_logprobs.get(sequence.sequence_id)
-        if not entries:
-            return None
-        new = entries[max(0, sequence.num_prompt_logprobs - start) :]
-        sequence.num_prompt_logprobs = max(sequence.num_prompt_logprobs, start + len(entries))
-        return new or None
-
     def _fail(self, sequence: Sequence, error: RowError) -> SequenceOutput:
-        """Ends a sequence whose row failed. Where its keys and values may be at fault, all it read or wrote leaves the
-        cache; running sequences that read what it wrote compute again, and what they wrote behind it leaves too.
-
-        Nobody reads a reader's blocks alone, for a prefix is found from its head. Blocks that the failed row only read
-        leave without disturbing their other readers: had the failure come from there, these fail by themselves, and no
-        newcomer should.
+        """Ends a sequence whose row failed. Where its keys and values may be at fault, nobody may find them any more,
+        and running sequences that read what it wrote compute again.
         """
-        if not error.is_corrupt:
-            return self._final(sequence, FinishStatus.FINISHED_INTERNAL_ERROR, error.reason)
-        written = set(sequence.block_table[sequence.num_shared_blocks :])
-        self.blocks.discard(sequence.block_table)
+        readers = []
+        if error.is_corrupt:
+            readers = self._cache.discard(sequence, [other for other in self.running if other is not sequence])
         final = self._final(sequence, FinishStatus.FINISHED_INTERNAL_ERROR, error.reason)
-        for reader in [other for other in self.running if not written.isdisjoint(other.block_table)]:
-            first = next(index for index, block in enumerate(reader.block_table) if block in written)
-            self.blocks.discard(reader.block_table[first:])
+        for reader in readers:
             self._preempt(reader)
         return final
 
@@ -532,7 +376,7 @@ class Scheduler:
         if sequence.unforked:  # the prompt is left to the next choice
             heir = sequence.fork(sequence.unforked[0])
             heir.unforked = sequence.unforked[1:]
-            self._know(heir)
+            self._register(heir)
             bisect.insort(self.waiting, heir, key=_ORDER)
         self._num_deadlines -= sequence.deadline is not None
         del self._by_id[sequence.sequence_id]

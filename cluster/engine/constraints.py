@@ -1,0 +1,134 @@
+"""One engine's constraints before they have masks: a process that proves them, and the pool that will fill the masks.
+
+Both start with the first constraint or with `start`. Everything here may be called from any thread; what the engine's
+own thread does with the pool in a step is `cluster/engine/masks.py`.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from concurrent.futures import Future
+
+from cluster.config import EngineConfig
+from cluster.engine.request import RequestRefused
+from cluster.engine.stats import ConstraintStats, GrammarPoolStats
+from structured.compiler import Compiler
+from structured.constraint import ConstraintError, ConstraintSpec, Resolved
+from structured.grammar_worker import GRAMMAR_CACHE_BYTES
+from structured.masks import MAX_FORCED
+from structured.pool import GrammarPool
+from structured.vocabulary import Vocabulary
+from workers.model_info import ModelInfo
+
+
+class ConstraintService:
+    """Compiler and grammar pool of one engine."""
+
+    def __init__(self, config: EngineConfig, model: ModelInfo) -> None:
+        self._config = config
+        self._model = model
+        self._lock = threading.Lock()
+        self._compiler: Compiler | None = None
+        self.pool: GrammarPool | None = None
+        """None until the first constraint, or `start`."""
+
+    def resolve(self, spec: ConstraintSpec) -> Future[Resolved]:
+        """Proves a constraint. The future raises `RequestRefused` where it cannot be served."""
+        future: Future[Resolved] = Future()
+        try:
+            compiler = self.start()
+        except RequestRefused as error:
+            future.set_exception(error)
+            return future
+
+        def settle(done: Future[Resolved]) -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            error = done.exception()
+            if isinstance(error, ConstraintError):
+                future.set_exception(RequestRefused(str(error), "constraint"))
+            elif error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(done.result())
+
+        compiler.resolve(spec).add_done_callback(settle)
+        return future
+
+    def start(self) -> Compiler:
+        """Starts compiler and pool where they have not been; they get ready in the background.
+
+        Raises `RequestRefused` where the model has no tokenizer to read a vocabulary from.
+        """
+        with self._lock:
+            if self._compiler is None:
+                folder = self._config.tokenizer or self._model.folder
+                try:
+                    vocabulary = Vocabulary.load(folder, self._model.vocab_size, self._model.eos_token_ids)
+                except ConstraintError as error:
+                    raise RequestRefused(str(error), "constraint") from error
+                compiler = Compiler(vocabulary, self._config.constraints)
+                weakref.finalize(self, compiler.close)
+                pool = self._make_pool(vocabulary)
+                weakref.finalize(self, pool.close)
+                self._compiler, self.pool = compiler, pool
+            return self._compiler
+
+    def _make_pool(self, vocabulary: Vocabulary) -> GrammarPool:
+        config, speculative = self._config, self._config.speculative
+        num_drafts = num_forced = 0
+        if speculative is not None:
+            num_drafts = speculative.max_draft_tokens
+            if "forced" in speculative.proposers:
+                # One for the token that is drawn after the drafts, the rest for the next step.
+                num_forced = min(num_drafts + 1, MAX_FORCED)
+        return GrammarPool(
+            config.grammar_pool,
+            vocabulary,
+            config.max_num_sequences,
+            actors=config.grammar_pool.form == "actors",
+            num_drafts=num_drafts,
+            num_forced=num_forced,
+        )
+
+    # ---- state -------------------------------------------------------------------------------------------------
+
+    @property
+    def num_compiled(self) -> int:
+        """Constraints compiled, over the engine's life."""
+        return 0 if self._compiler is None else self._compiler.num_compiled
+
+    @property
+    def num_replaced(self) -> int:
+        """Grammar workers that were replaced, over the engine's life."""
+        return 0 if self.pool is None else self.pool.num_replaced
+
+    def stats(self) -> ConstraintStats:
+        compiler, pool = self._compiler, self.pool
+        if compiler is None or pool is None:
+            return ConstraintStats()
+        workers = list(pool.workers)
+        num_grammars, grammar_bytes = pool.buffer.cached[[worker.index for worker in workers]].sum(axis=0).tolist()
+        return ConstraintStats(
+            num_compilers=compiler.num_processes,
+            num_compilers_alive=compiler.num_alive,
+            num_cached=len(compiler.cache),
+            cached_bytes=compiler.cache.num_bytes,
+            max_cached_bytes=compiler.cache.max_bytes,
+            num_grammars=num_grammars,
+            grammar_bytes=grammar_bytes,
+            max_grammar_bytes=GRAMMAR_CACHE_BYTES * len(workers),
+        )
+
+    def pool_stats(self) -> GrammarPoolStats:
+        pool = self.pool
+        if pool is None:
+            return GrammarPoolStats()
+        return GrammarPoolStats(
+            num_sessions=pool.num_sessions,
+            num_slots=pool.num_session_slots,
+            num_slots_in_use=pool.num_session_slots_in_use,
+            num_workers=len(pool.workers),
+            num_hanging_workers=pool.num_given_up,
+        )

@@ -1,0 +1,128 @@
+"""Which blocks of the KV cache each sequence holds: finds its prefix, grows, shares and gives back its block table.
+
+Between the scheduler, which decides who computes what, and `KVBlocks`, which counts references and knows no sequences.
+The scheduler is its only caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from cluster.engine.kv_blocks import KVBlocks
+from cluster.engine.sequence import Sequence
+
+
+class KVCacheManager:
+    """`num_lookahead_tokens` are those after a sequence's own for which its blocks should have room: a draft model
+    writes there.
+    """
+
+    def __init__(self, blocks: KVBlocks, num_lookahead_tokens: int = 0) -> None:
+        self.blocks = blocks
+        self.num_lookahead_tokens = num_lookahead_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """That the whole cache holds."""
+        return self.blocks.num_blocks * self.blocks.block_size
+
+    @property
+    def usage(self) -> float:
+        """Share of blocks that sequences hold, in [0, 1]."""
+        return 1.0 - self.blocks.num_free / self.blocks.num_blocks
+
+    # ---- admission ---------------------------------------------------------------------------------------------
+
+    def find_prefix(self, sequence: Sequence) -> list[int]:
+        """Cached blocks that the sequence may read; its last token is always computed, for somebody must make the
+        logits.
+        """
+        if sequence.params.prompt_logprobs is not None:
+            return []
+        count = (len(sequence.token_ids) - 1) // self.blocks.block_size
+        return self.blocks.find_prefix(sequence.hash_blocks(count, self.blocks.block_size))
+
+    def fits(self, sequence: Sequence, prefix: list[int]) -> bool:
+        """Room for the whole prompt, not for its first chunk: who is let in should not be thrown out at once."""
+        missing = self._num_blocks_for(len(sequence.token_ids)) - len(prefix)
+        return missing <= self.blocks.num_free - self.blocks.num_evictable(prefix)
+
+    def start_on(self, sequence: Sequence, prefix: list[int]) -> None:
+        """The sequence reads these blocks and computes from their end."""
+        self.blocks.share(prefix)
+        sequence.block_table = list(prefix)
+        sequence.num_shared_blocks = sequence.num_registered_blocks = len(prefix)
+        sequence.num_computed_tokens = len(prefix) * self.blocks.block_size
+
+    # ---- a step ------------------------------------------------------------------------------------------------
+
+    def can_grow(self, sequence: Sequence, count: int) -> bool:
+        """Whether the blocks for the next `count` tokens are free."""
+        return self._num_missing(sequence, count) <= self.blocks.num_free
+
+    def grow(self, sequence: Sequence, count: int, num_others: int) -> None:
+        """Gives the sequence room for its next `count` tokens, and ahead of them where `num_others` may still take one
+        block each. The blocks are known to be free.
+        """
+        missing = self._num_missing(sequence, count)
+        if missing > 0:
+            sequence.block_table += self.blocks.allocate(missing)
+        end = sequence.num_computed_tokens + count
+        if self.num_lookahead_tokens and end >= len(sequence.token_ids):
+            ahead = self._num_blocks_for(min(end + self.num_lookahead_tokens, sequence.max_length))
+            ahead -= len(sequence.block_table)
+            if 0 < ahead <= self.blocks.num_free - num_others:
+                sequence.block_table += self.blocks.allocate(ahead)
+
+    def register_full_blocks(self, sequence: Sequence, num_tokens: int) -> None:
+        """Offers the blocks that the first `num_tokens` tokens fill to the prefix cache."""
+        full = num_tokens // self.blocks.block_size
+        if full > sequence.num_registered_blocks:
+            hashes = sequence.hash_blocks(full, self.blocks.block_size)
+            for block in range(sequence.num_registered_blocks, full):
+                self.blocks.register(sequence.block_table[block], hashes[block])
+            sequence.num_registered_blocks = full
+
+    def _num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.blocks.block_size)
+
+    def _num_missing(self, sequence: Sequence, count: int) -> int:
+        return self._num_blocks_for(sequence.num_computed_tokens + count) - len(sequence.block_table)
+
+    # ---- forks and ends ----------------------------------------------------------------------------------------
+
+    def can_share(self, parent: Sequence, num_tokens: int) -> bool:
+        """Whether another sequence can start on the parent's first tokens: it needs a free block for a partial one."""
+        return bool(parent.block_table) and (num_tokens % self.blocks.block_size == 0 or self.blocks.num_free > 0)
+
+    def share(self, parent: Sequence, child: Sequence, num_tokens: int) -> list[tuple[int, int]]:
+        """Starts the child on the blocks of the parent's first tokens; returns the copies that this needs before the
+        child computes, (source, destination), at most one.
+        """
+        child.block_table, copies = self.blocks.fork(parent.block_table, num_tokens)
+        child.num_computed_tokens = num_tokens
+        child.num_shared_blocks = child.num_registered_blocks = num_tokens // self.blocks.block_size
+        return copies
+
+    def release(self, sequence: Sequence) -> None:
+        """Gives back all blocks: nothing of the sequence counts as computed."""
+        self.blocks.free(sequence.block_table)
+        sequence.block_table = []
+        sequence.num_computed_tokens = sequence.num_shared_blocks = 0
+        sequence.num_registered_blocks = sequence.num_sent_blocks = 0
+
+    def discard(self, sequence: Sequence, others: Iterable[Sequence]) -> list[Sequence]:
+        """Takes all that a sequence read or wrote out of the prefix cache; returns those of `others` that read what it
+        wrote. What they wrote after it leaves the cache too.
+
+        Nobody reads a reader's blocks alone, for a prefix is found from its head. Blocks that the sequence only read
+        leave without disturbing their other readers: had the failure come from there, these fail by themselves, and no
+        newcomer should.
+        """
+        written = set(sequence.block_table[sequence.num_shared_blocks :])
+        self.blocks.discard(sequence.block_table)
+        readers = [other for other in others if not written.isdisjoint(other.block_table)]
+        for reader in readers:
+            first = next(index for index, block in enumerate(reader.block_table) if block in written)
+            self.blocks.discard(reader.block_table[first:])
+        return readers

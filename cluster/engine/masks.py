@@ -1,0 +1,309 @@
+"""The masks of a step: asked for when it is planned, collected when its forward pass is over, settled with its tokens.
+
+Who is late is decided here alone: a row without a constraint never waits, a row whose mask is late sits the step out
+and comes back when the mask is there, and a row whose budget is spent fails alone. A sequence with drafts has a row
+after each: it draws as far as they are there, and what a grammar forces comes back with them, for the next step's
+drafts. Called by the engine's thread; sequences change through the scheduler's methods alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+
+from cluster.engine.constraints import ConstraintService
+from cluster.engine.kv_blocks import IntegrityError
+from cluster.engine.request import FinishStatus, SequenceOutput
+from cluster.engine.scheduler import Scheduler
+from cluster.engine.sequence import Sequence
+from specdecode.forced import ForcedProposer
+from specdecode.lengths import Load
+from structured.grammar_worker import SessionStart
+from structured.masks import FINISHED, LATE, NO_MASK, MaskBatch
+from structured.pool import GrammarPool
+from workers.step import StepInput
+
+PATIENCE = 0.25
+"""Where every row is constrained, those that are ready wait this share of a step for the others."""
+
+LONGEST_WAIT_S = 0.03
+"""Where every row is constrained and no mask is there, a step waits this long for the first; then all sit it out, and
+the engine sees to new requests, aborts and deadlines.
+"""
+
+
+class StepMasks:
+    """Of one step: `begin`, `collect`, `settle`, each once and in this order. Where a step fails nothing is lost:
+    sessions are functions of tokens. In a step whose rows are all constrained, those whose masks are there wait
+    `patience_s` for the others.
+    """
+
+    def __init__(
+        self,
+        pool: GrammarPool | None,
+        scheduler: Scheduler,
+        forced: ForcedProposer | None,
+        patience_s: float,
+    ) -> None:
+        self._pool = pool
+        self._scheduler = scheduler
+        self._forced = forced
+        self._patience_s = patience_s
+        self._step_id = 0
+        self._started = 0.0
+        self._slots: list[int] = []
+        """Of the step's sample points, as in `MaskBatch`."""
+        self._points: dict[int, list[int]] = {}
+        """Constrained sequence to its sample points, in the order of their positions."""
+        self._sequences: list[Sequence] = []
+        """Those of `_points`."""
+        self._drafts: dict[int, list[int]] = {}
+        self._tried: list[tuple[Sequence, int, list[int]]] = []
+        """Sequences with forced drafts: their length before the step, and the drafts."""
+        self._finished: list[tuple[Sequence, list[int]]] = []
+        """Sequences that are over where this is their output after the step."""
+        self._failed: dict[int, str] = {}
+        self.num_late = 0
+        """Rows that sit the step out."""
+        self.seconds = 0.0
+        """From `begin` to the end of `collect`; 0 without constraints."""
+        self.asked_early: list[int] = []
+        """Sessions that were asked for the next step's masks."""
+        self.forced_tokens: dict[int, list[int]] = {}
+        """What their masks said of the next tokens."""
+
+    def begin(self, step: StepInput) -> None:
+        """Asks for the masks of the step's constrained sample points; returns at once."""
+        pool = self._pool
+        if pool is None:
+            return
+        self._started = time.perf_counter()
+        self._step_id = step.step_id
+        self._drafts = {item.sequence_id: item.draft_token_ids for item in step.scheduled if item.draft_token_ids}
+        self._find_points(step)
+        self._slots = [NO_MASK] * len(step.sample_points)
+        for sequence in self._sequences:
+            if sequence.sequence_id not in pool:
+                pool.start(sequence.sequence_id, _session_start(sequence))
+            drafts = self._drafts.get(sequence.sequence_id)
+            if drafts and self._forced is not None and sequence.draft_proposer == self._forced.name:
+                self._tried.append((sequence, len(sequence.token_ids), drafts))
+        if self._sequences:
+            _ask(pool, self._sequences, self._drafts)
+
+    def _find_points(self, step: StepInput) -> None:
+        points = step.sample_points
+        order: Iterable[int] = range(len(points))
+        if self._drafts:
+            order = sorted(order, key=lambda index: points[index].position)
+        for index in order:
+            sequence_id = points[index].sequence_id
+            if sequence_id in self._points:
+                self._points[sequence_id].append(index)
+                continue
+            sequence = self._scheduler.get(sequence_id)
+            if sequence is not None and sequence.constraint is not None:
+                self._points[sequence_id] = [index]
+                self._sequences.append(sequence)
+
+    def collect(self) -> MaskBatch | None:
+        """The masks that are there when the forward pass is over; None for a step without constraints."""
+        pool = self._pool
+        if pool is None or not self._points:
+            return None
+        missing = self._wait(pool)
+        adjustments = {}
+        for sequence in self._sequences:
+            sequence_id = sequence.sequence_id
+            points = self._points[sequence_id]
+            for index in points:
+                self._slots[index] = LATE
+            if sequence_id in missing:
+                self._scheduler.wait_for_mask(sequence)
+                self.num_late += 1
+                continue
+            for index, slot in zip(points, self._rows(pool, sequence), strict=False):  # points without a row stay late
+                self._slots[index] = slot
+                if pool.buffer.num_adjustments[slot]:
+                    adjustments[index] = pool.buffer.adjustments(slot)
+        self.seconds = time.perf_counter() - self._started
+        return MaskBatch(self._step_id, self._slots, pool.buffer.rows, adjustments)
+
+    def _wait(self, pool: GrammarPool) -> set[int]:
+        """Sessions whose masks are late. Where all rows are constrained a step waits a little: nobody in it is kept
+        waiting, and one that draws nothing is computed again.
+        """
+        ids = list(self._points)
+        all_constrained = sum(map(len, self._points.values())) == len(self._slots)
+        pool.wait(ids, LONGEST_WAIT_S if all_constrained else 0.0, lambda count: count < len(ids))
+        if all_constrained:
+            pool.wait(ids, self._patience_s, lambda count: count == 0, pool.is_complete)
+        # Asked again, for a row that was there has gone where its worker was replaced meanwhile.
+        return {session_id for session_id in ids if not pool.is_ready(session_id)}
+
+    def _rows(self, pool: GrammarPool, sequence: Sequence) -> list[int]:
+        """Rows of the buffer for a sequence's sample points, as far as they are there; notes what is over."""
+        sequence_id = sequence.sequence_id
+        error = pool.error(sequence_id)
+        if error is not None:
+            self._failed[sequence_id] = f"the constraint failed: {error}"
+            return []
+        if is_finished(pool, sequence_id):
+            self._finished.append((sequence, _output(sequence)))
+            return []
+        rows = [pool.slot(sequence_id)]
+        if len(self._points[sequence_id]) > 1:
+            draft_rows, ends = pool.draft_rows(sequence_id)
+            rows += draft_rows
+            if ends:
+                self._finished.append((sequence, _output(sequence) + self._drafts[sequence_id][: len(rows)]))
+        return rows
+
+    def settle(self) -> list[SequenceOutput]:
+        """Ends what the step's masks ended, and asks early for the next masks: most finished grammars are then known
+        before the next step is planned, and spare it a row.
+        """
+        pool = self._pool
+        if pool is None or not self._points:
+            return []
+        if self._forced is not None:
+            for sequence, num_before, drafts in self._tried:
+                self._forced.learn(sequence.sequence_id, drafts, sequence.token_ids[num_before:])
+        outputs: list[SequenceOutput] = []
+        for sequence, output in self._finished:
+            if _output(sequence) == output:
+                outputs += self._scheduler.end(sequence.sequence_id, FinishStatus.FINISHED_STOPPED)
+        for sequence_id, error in self._failed.items():
+            outputs += self._scheduler.end(sequence_id, FinishStatus.FINISHED_INTERNAL_ERROR, error)
+        going_on = [s for s in self._sequences if s.finish is None and s.block_table and not s.waits_for_mask]
+        if going_on:
+            if self._forced is not None:
+                self.forced_tokens = {s.sequence_id: pool.forced(s.sequence_id, _output(s)) for s in going_on}
+            _ask(pool, going_on)
+            self.asked_early = [sequence.sequence_id for sequence in going_on]
+        return outputs
+
+
+class Masks:
+    """From step to step: who was asked early, who is late, who is forced, and which sessions are still needed."""
+
+    def __init__(self, constraints: ConstraintService, scheduler: Scheduler, forced: ForcedProposer | None) -> None:
+        self.forced = forced
+        self._constraints = constraints
+        self._scheduler = scheduler
+        self._last = StepMasks(None, scheduler, None, 0.0)
+        self._num_late_before = 0
+        self._step_seconds = 0.0
+
+    @property
+    def pool(self) -> GrammarPool | None:
+        """None until the first constraint."""
+        return self._constraints.pool
+
+    @property
+    def num_late(self) -> int:
+        """Rows that sat a step out, over the engine's life."""
+        return self._num_late_before + self._last.num_late
+
+    def begin(self, step: StepInput) -> StepMasks:
+        """Starts the masks of a step."""
+        self._end_sessions()
+        self._num_late_before += self._last.num_late
+        self._last = StepMasks(self.pool, self._scheduler, self.forced, PATIENCE * self._step_seconds)
+        self._last.begin(step)
+        return self._last
+
+    def before_step(self) -> list[SequenceOutput]:
+        """What has become known since the last step: ends sequences whose grammar is finished, lets late ones go on
+        whose masks are there now, proposes forced tokens. Looks after the pool's workers, too.
+        """
+        pool, last = self.pool, self._last
+        if pool is None:
+            return []
+        pool.supervise()
+        if last.seconds:
+            self._step_seconds = 0.9 * self._step_seconds + 0.1 * last.seconds
+        outputs: list[SequenceOutput] = []
+        for sequence_id in last.asked_early:
+            if sequence_id in pool and is_finished(pool, sequence_id):
+                outputs += self._scheduler.end(sequence_id, FinishStatus.FINISHED_STOPPED)
+        for sequence in self._late:
+            self._scheduler.wait_for_mask(sequence, not pool.is_ready(sequence.sequence_id))
+        if self.forced is not None:
+            self._propose_forced(pool, self.forced)
+        return outputs
+
+    @property
+    def _late(self) -> list[Sequence]:
+        return [sequence for sequence in self._scheduler.running if sequence.waits_for_mask]
+
+    def is_late_mask_there(self) -> bool:
+        """Whether a sequence that sits steps out may go on. Looks after the pool's workers, too."""
+        if self.pool is None:
+            return False
+        self.pool.supervise()
+        return any(self.pool.is_ready(sequence.sequence_id) for sequence in self._late)
+
+    def _propose_forced(self, pool: GrammarPool, forced: ForcedProposer) -> None:
+        """Makes forced tokens drafts where they are known, by now or since the last step."""
+        found: dict[int, list[int]] = {}
+        sequences: dict[int, Sequence] = {}
+        for sequence in self._scheduler.running:
+            sequence_id = sequence.sequence_id
+            if sequence.waits_for_mask or sequence_id not in pool:
+                continue
+            if sequence.draft_token_ids and not forced.may_replace(sequence.draft_proposer):
+                continue
+            tokens = pool.forced(sequence_id, _output(sequence)) or self._last.forced_tokens.get(sequence_id)
+            if tokens:
+                found[sequence_id], sequences[sequence_id] = tokens, sequence
+        if found:
+            for sequence_id, drafts in forced.propose(found, self._load()).items():
+                self._scheduler.propose(sequences[sequence_id], drafts, forced.name)
+
+    def _load(self) -> Load:
+        """The next step with the drafts that there are."""
+        rows = [sequence for sequence in self._scheduler.running if not sequence.waits_for_mask]
+        return Load(len(rows) + sum(len(sequence.draft_token_ids) for sequence in rows), len(rows))
+
+    # ---- sessions ----------------------------------------------------------------------------------------------
+
+    def _end_sessions(self) -> None:
+        """Only running sequences have one: those that were preempted leave their places to those that took theirs, and
+        get a session again, made from their tokens, when they run again.
+        """
+        if self.pool is None:
+            return
+        for session_id in self.pool.session_ids:
+            sequence = self._scheduler.get(session_id)
+            if sequence is None or not sequence.block_table:
+                self.pool.end(session_id)
+                if self.forced is not None:
+                    self.forced.forget((session_id,))
+
+    def check_integrity(self) -> None:
+        """Ends the sessions that nobody needs; raises `IntegrityError` where the pool has lost a slot."""
+        self._end_sessions()
+        if self.pool is not None and self.pool.num_lost_slots:
+            raise IntegrityError(f"{self.pool.num_lost_slots} slots of the grammar pool are lost")
+
+
+def is_finished(pool: GrammarPool, session_id: int) -> bool:
+    """Whether nothing may follow but the end."""
+    if not pool.is_ready(session_id) or pool.error(session_id) is not None:
+        return False
+    return bool(pool.buffer.flags[pool.slot(session_id)] & FINISHED)
+
+
+def _ask(pool: GrammarPool, sequences: Iterable[Sequence], drafts: Mapping[int, list[int]] | None = None) -> None:
+    pool.prepare(((sequence.sequence_id, _output(sequence)) for sequence in sequences), drafts)
+
+
+def _output(sequence: Sequence) -> list[int]:
+    return sequence.token_ids[sequence.num_prompt_tokens :]
+
+
+def _session_start(sequence: Sequence) -> SessionStart:
+    assert sequence.constraint is not None
+    end_token_ids = (*sequence.eos_token_ids, *sequence.params.stop_token_ids)
+    return SessionStart(sequence.constraint.spec, sequence.constraint.compiled, end_token_ids)

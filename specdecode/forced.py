@@ -1,0 +1,66 @@
+"""Forced tokens as drafts: what a constraint allows only one way. Imports no torch.
+
+They come with the masks, so this proposer stands beside the driver and not beside the model: it is not a `Proposer` of
+the ranks' chain, and its place among those is `SpeculativeConfig.prefers`. Called by `cluster/engine/masks.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from specdecode.acceptance import AcceptanceRecord
+from specdecode.config import Proposer, SpeculativeConfig
+from specdecode.lengths import Load, StepCost, choose_lengths
+
+PRIOR = 1.0
+"""What is thought of forced tokens before any was verified. A grammar may leave their spelling open."""
+
+PROBE_INTERVAL = 16
+"""Steps between two tries of a sequence's forced token where none pays for itself."""
+
+
+class ForcedProposer:
+    """`step_cost` is what lengths are weighed against; None proposes all tokens that there may be."""
+
+    name: Proposer = "forced"
+
+    def __init__(self, config: SpeculativeConfig, step_cost: StepCost | None) -> None:
+        self.step_cost = step_cost
+        self._config = config
+        # One grammar's spelling says nothing of another's.
+        self._record = AcceptanceRecord(PRIOR, is_alike=False)
+        self._num_withheld: dict[int, int] = {}
+        """Sequence to the steps in which its forced tokens did not pay."""
+
+    def may_replace(self, proposer: str) -> bool:
+        """Whether forced tokens are taken where a sequence has drafts of this proposer."""
+        return self._config.prefers(self.name, proposer)
+
+    def propose(self, forced: Mapping[int, Sequence[int]], load: Load) -> dict[int, list[int]]:
+        """Sequence id to its drafts: as many of its forced tokens as pay for themselves in a step of this load."""
+        limits = [min(len(tokens), self._config.max_draft_tokens) for tokens in forced.values()]
+        lengths = self._lengths(list(forced), limits, load)
+        pairs = zip(forced.items(), lengths, strict=True)
+        return {sequence_id: list(tokens[:length]) for (sequence_id, tokens), length in pairs if length}
+
+    def _lengths(self, sequence_ids: list[int], limits: list[int], load: Load) -> list[int]:
+        if self.step_cost is None or not limits:
+            return limits
+        acceptance = self._record.means(sequence_ids)
+        lengths: list[int] = choose_lengths(acceptance, np.array(limits), load, self.step_cost).tolist()
+        for index, sequence_id in enumerate(sequence_ids):
+            if not lengths[index]:
+                withheld = self._num_withheld[sequence_id] = self._num_withheld.get(sequence_id, 0) + 1
+                lengths[index] = int(withheld % PROBE_INTERVAL == 0)
+        return lengths
+
+    def learn(self, sequence_id: int, drafts: Sequence[int], drawn: Sequence[int]) -> None:
+        """`drawn` are the tokens that the sequence gained where the drafts stood."""
+        self._record.learn(sequence_id, drafts, drawn)
+
+    def forget(self, sequence_ids: Iterable[int]) -> None:
+        for sequence_id in sequence_ids:
+            self._num_withheld.pop(sequence_id, None)
+            self._record.forget((sequence_id,))
