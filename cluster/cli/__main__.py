@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     chat = commands.add_parser("chat", help="talk to a running server in the terminal")
     chat.add_argument("--url", default=DEFAULT_URL, help=f"where the server listens (default: {DEFAULT_URL})")
     chat.add_argument("--model", help="name as in /v1/models (default: the server's first)")
-    chat.add_argument("--api-key", help="bearer token, where the server asks for one")
+    chat.add_argument("--api-key", help="bearer token, if the server asks for one")
     chat.set_defaults(run=_chat)
 
     check = commands.add_parser("check", help="say whether a model and a configuration can be served here")

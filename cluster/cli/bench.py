@@ -1,6 +1,6 @@
 """`manta bench`: finds the benchmarks, which live beside this package in a checkout, and runs them.
 
-The benchmarks are no part of the installed package: they start whole engines and, where asked, another engine's Python.
+The benchmarks are no part of the installed package: they start whole engines and, if asked, another engine's Python.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class Conversation:
     def reply(self, text: str) -> Generator[str, None, None]:
         """Yields the pieces of the reply to `text`; both become part of the history, a cut reply as far as it came.
 
-        Raises `Refusal` with the server's own words where it refuses; the message is then taken back.
+        Raises `Refusal` with the server's own words if it refuses; the message is then taken back.
         """
         self.messages.append({"role": "user", "content": text})
         received: list[str] = []
@@ -66,7 +66,7 @@ class Conversation:
 
 
 def run_chat(url: str, model: str | None, api_key: str | None) -> int:
-    """Talks until /exit or end of input. Raises `Refusal` where no server answers or it does not know the model."""
+    """Talks until /exit or end of input. Raises `Refusal` if no server answers or it does not know the model."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     base = url.rstrip("/").removesuffix("/v1")
     timeout = httpx.Timeout(10.0, read=None)  # a reply may wait in the server's queue for long

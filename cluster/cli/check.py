@@ -24,7 +24,7 @@ from workers.trial import Trial, TrialResult, try_one_layer
 
 
 class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What serving this model here would take."""
+    """What this model would need to be served here."""
 
     folder: str
     architecture: str
@@ -42,13 +42,13 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
     model_positions: int
     free_bytes: int
     step_seconds: float
+    """Of one layer, the head and the sampler, for two sequences."""
     kernels: str
     advice: str | None
-    """Of one layer, the head and the sampler, for two sequences."""
 
 
 def run_check(config_path: str | None, overrides: dict[str, Any]) -> int:
-    """Prints the report; 0 where the model can be served, 1 with the reason where not."""
+    """Prints the report; 0 if the model can be served, else 1 with the reason."""
     try:
         config = load_config(config_path, overrides)
     except ValueError as error:

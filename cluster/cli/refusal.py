@@ -8,6 +8,6 @@ class Refusal(Exception):
 
 
 class NotStarted(Refusal):
-    """What was asked for was right as far as could be seen, and failed while it started."""
+    """The command passed every check and failed while it started."""
 
     exit_code = 1

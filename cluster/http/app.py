@@ -28,7 +28,7 @@ from cluster.text.tokenizer import Tokenizer
 
 
 async def no_other_metrics() -> list[list[Metric]]:
-    """Where there is one replica of the endpoint."""
+    """For the only replica of the endpoint."""
     return []
 
 

@@ -1,4 +1,4 @@
-"""A chat answer's parts: what the request and the chat template ask of the model's text, and how it is taken apart.
+"""A chat answer's parts: what the request and the chat template ask of the model's text, and how the text is split.
 
 `plan_chat` decides once a request; a `ChatReader` then turns text into reasoning, content and tool calls, for whole
 answers and streams alike. Called by `cluster/http/endpoints/generation.py` and
@@ -33,17 +33,17 @@ from workers.sampling_params import SamplingParams
 
 
 class ChatPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What one chat request comes to."""
+    """How one chat request is put to the model, and how its answer is read."""
 
     prompt: str
     params: SamplingParams
     tool_format: ToolFormat | None = None
-    """None: nothing in the answer is read as a call."""
+    """None if nothing in the answer is read as a call."""
     tool_names: frozenset[str] = frozenset()
     is_named: bool = False
     """The request named the function to call."""
     reasoning: ReasoningFormat | None = None
-    """None: the answer has no thinking section."""
+    """None if the answer has no thinking section."""
     is_thinking: bool = False
     """The prompt ends inside the section."""
     include_reasoning: bool = True
@@ -101,7 +101,7 @@ def _tool_format(request: ChatCompletionRequest, template: str) -> ToolFormat | 
 def _tool_constraint(
     request: ChatCompletionRequest, tool_format: ToolFormat, tokenizer: Tokenizer, answer: ConstraintSpec | None
 ) -> ConstraintSpec:
-    """The grammar of what the request may be answered with. `answer` rules what is no call."""
+    """The grammar of what the request may be answered with. `answer` constrains the text that is no call."""
     tools, choice = request.callable_tools(), request.tool_choice
     if isinstance(choice, NamedToolChoice):
         tools = [tool for tool in tools if tool.function.name == choice.function.name]
@@ -121,7 +121,7 @@ def _tool_constraint(
 
 
 class ChatReader:
-    """Takes the text of one answer apart as it grows."""
+    """Splits the text of one answer, as it grows, into reasoning, content and tool calls."""
 
     def __init__(self, plan: ChatPlan) -> None:
         self._plan = plan
@@ -133,7 +133,7 @@ class ChatReader:
         self._parser = None if plan.tool_format is None else ToolCallParser(plan.tool_format, plan.tool_names)
 
     def feed(self, text: str, final: bool) -> list[ChatDelta]:
-        """What new text brings; with `final` everything that was held back too."""
+        """The deltas that new text brings; with `final` also what was held back."""
         deltas = self._read(text)
         if final:
             if self._splitter is not None:
@@ -143,7 +143,7 @@ class ChatReader:
         return deltas
 
     def finish_reason(self, finish: FinishStatus) -> str:
-        """OpenAI's: a call that the request did not name is the reason to stop."""
+        """OpenAI's finish reason: "tool_calls" if the model stopped after a call that the request did not name."""
         called = self._parser is not None and self._parser.num_calls > 0 and not self._plan.is_named
         return "tool_calls" if called and finish is FinishStatus.FINISHED_STOPPED else finish.value
 

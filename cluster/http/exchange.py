@@ -20,7 +20,7 @@ from cluster.http.engines import Generation
 from cluster.http.errors import RETRIED_STATUSES, ApiError
 
 DRAINED_BODIES = 16
-"""A body beyond the limit is read on for this many limits before the connection is given up."""
+"""Of a body that exceeds the limit, this many times the limit is read before the connection is given up."""
 SEND_BYTES = 65536
 """An answer goes to its connection in pieces of this size, each after most of the last was taken."""
 
@@ -35,7 +35,7 @@ class ClientGone(Exception):
 
 
 class StreamBuffer:
-    """What a stream wrote and its connection did not take yet. One task fills it, another one empties it."""
+    """What a stream wrote and its connection has not taken yet. One task fills it, another one empties it."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -45,7 +45,7 @@ class StreamBuffer:
         self._error: Exception | None = None
 
     async def put(self, event: bytes) -> None:
-        """Raises `ApiError` where more than the limit waits already, so that a single event always fits."""
+        """Raises `ApiError` if more than the limit waits already, so that a single event always fits."""
         if len(self._bytes) > self._limit:
             await asyncio.sleep(0)  # many events may have come at once, before anybody could send the first
         if len(self._bytes) > self._limit:
@@ -77,7 +77,7 @@ class StreamBuffer:
 
 
 class Exchange:
-    """`returns_id` says whether the answer has an x-request-id; elsewhere Serve's proxy sets it."""
+    """`returns_id` says whether the answer has an x-request-id; if not, Serve's proxy sets it."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, config: ServeConfig, returns_id: bool) -> None:
         self.method: str = scope["method"]
@@ -86,7 +86,7 @@ class Exchange:
         given = self.headers.get("x-request-id", "")
         self.request_id = given if 0 < len(given) <= 128 and given.isprintable() else f"req-{secrets.token_hex(8)}"
         self.path_parameter = ""
-        """What the request's path has in place of the parameter of its route's path, if that has one."""
+        """The value of the parameter in the path of its route, if that has one."""
         self.status = 0
         self.headers_out: list[tuple[bytes, bytes]] = []
         """Sent with a good answer, beside its own."""
@@ -100,8 +100,8 @@ class Exchange:
     # ---- the request ---------------------------------------------------------------------------------------------
 
     async def body(self) -> bytes:
-        """The whole body. Raises `ApiError` 413 where it exceeds `max_body_bytes`, of which no more are kept, and 408
-        where it takes longer than `client_timeout_s`.
+        """The whole body. Raises `ApiError` 413 if it exceeds `max_body_bytes` (no more bytes than those are kept) and
+        408 if it takes longer than `client_timeout_s`.
         """
         received, seconds = bytearray(), self._config.client_timeout_s
         try:
@@ -197,7 +197,7 @@ class Exchange:
     async def fail(self, error: ApiError) -> None:
         headers = [(b"retry-after", b"1")] if error.status in RETRIED_STATUSES else []
         if error.code == "client_too_slow":
-            headers.append((b"connection", b"close"))  # where the next request would begin nobody knows
+            headers.append((b"connection", b"close"))  # nobody knows where the next request would begin
         with contextlib.suppress(Exception):  # the client may be gone
             await self.send_body(error.body(), "application/json", error.status, headers)
 
@@ -206,10 +206,10 @@ class Exchange:
         fixed = [(b"content-type", content_type.encode()), *self._id_header]
         await self._send({"type": "http.response.start", "status": status, "headers": [*fixed, *headers]})
 
-    # ---- what the log says of it ---------------------------------------------------------------------------------
+    # ---- the request log -----------------------------------------------------------------------------------------
 
     def note(self, generation: Generation) -> None:
-        """What the log line says of a generation."""
+        """Adds the token counts of a generation to the log line."""
         usages = generation.usages
         self._notes = {
             "choices": generation.num_choices,

@@ -1,13 +1,13 @@
 """Prometheus metrics with vLLM's meanings under `manta:` names.
 
-What an ingress can see truly (latencies to the text's reader, tokens, endings) is observed here as it happens; what
-only an engine knows (running, waiting, KV usage, prefix cache, preemptions) is read from its stats when `/metrics` is
-asked for. A request is one prompt with all its choices, a sequence is one choice.
+An ingress observes what its readers see (latencies, tokens, endings) as it happens. What only an engine knows (running,
+waiting, KV usage, prefix cache, preemptions) is read from the engine's stats when `/metrics` is asked for. A request is
+one prompt with all its choices, a sequence is one choice.
 
-A counter must fall only where its process restarts, or Prometheus takes the fall for one and counts the rest again.
-One ingress adds up what engines count, and remembers those that are gone. Of several, any may be asked, and none knows
-all that the others saw: there each engine's and each ingress's counters are series of their own, labelled `replica`,
-and whoever is asked has them all; sum their `rate()`s.
+A counter may fall only when its process restarts: Prometheus takes any fall for a restart and counts the rest again.
+A single ingress adds up what engines count, and remembers those that are gone. Of several ingresses any may be asked,
+and none knows all that the others saw: then the counters of each engine and of each ingress are series of their own,
+labelled `replica`, and the ingress that is asked shows them all; sum their `rate()`s.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0
 
 
 class Metrics:
-    """Of one ingress, and what it knows of the engines; every series carries the model's name. `replica` is the
-    ingress's name where there are several.
+    """What one ingress counted, and what it knows of the engines. Every series carries the model's name; `replica` is
+    the ingress's name if there are several.
     """
 
     def __init__(self, model_name: str, replica: str | None = None) -> None:
@@ -121,14 +121,14 @@ class Metrics:
         self._drafts = {
             kind: total(
                 f"spec_decode_num_{kind}_tokens",
-                f"{text}, by proposer and place behind the last token.",
+                f"{text}, by proposer and place after the last token.",
                 "proposer",
                 "position",
             )
             for kind, text in (("draft", "Tokens proposed and verified"), ("accepted", "Proposed tokens accepted"))
         }
         self._counted: dict[str, dict[tuple[Counter, tuple[str, ...]], int]] = defaultdict(dict)
-        """By engine: what each counter was seen at, with the labels behind the engine's."""
+        """By engine: what each counter was seen at, with the labels that follow the engine's."""
         self._options = Gauge(
             "manta:option", "Numbers of the configuration.", ["model_name", "option"], registry=self._of_engines
         )
@@ -148,7 +148,7 @@ class Metrics:
         self._sequences.labels(*self._labels(self.replica), reason.value).inc()
 
     def own(self) -> list[Metric]:
-        """What this ingress counted, for whichever is asked."""
+        """What this ingress counted, for the ingress that answers `/metrics`."""
         return list(self._own.collect())
 
     def render(self, engines: Sequence[EngineStats], others: Iterable[list[Metric]] = ()) -> bytes:
@@ -172,7 +172,7 @@ class Metrics:
         for stats in engines:
             counted = self._counted[stats.engine_id]
             for counter, labels, count in self._counts(stats):
-                # Where two answers to `/metrics` overlap, the later one may have asked the engine earlier.
+                # If two answers to `/metrics` overlap, the later one may have asked the engine earlier.
                 counted[counter, labels] = max(count, counted.get((counter, labels), 0))
         for counter in (*self._engine_totals.values(), *self._drafts.values()):
             counter.clear()
@@ -192,7 +192,7 @@ class Metrics:
 
 
 class _Merged:
-    """The families of several registries: each once, with the samples of all."""
+    """The metric families of several registries: each family once, with the samples of all."""
 
     def __init__(self, registries: Iterable[Iterable[Metric]]) -> None:
         self._families: dict[str, Metric] = {}
@@ -205,7 +205,7 @@ class _Merged:
 
 
 def numbers(options: msgspec.Struct, prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Every option that is a number, by its dotted name; what is None is left to Manta."""
+    """Every option that is a number, by its dotted name. Options that are None are left out."""
     for name in options.__struct_fields__:
         value = getattr(options, name)
         if isinstance(value, msgspec.Struct):
@@ -215,7 +215,7 @@ def numbers(options: msgspec.Struct, prefix: str = "") -> Iterator[tuple[str, fl
 
 
 class RequestMetrics:
-    """The clock of one prompt of an HTTP body and of its choices."""
+    """Measures one prompt of an HTTP body and its choices, from arrival to the last end."""
 
     def __init__(self, metrics: Metrics, num_choices: int) -> None:
         self._metrics = metrics
@@ -240,7 +240,7 @@ class RequestMetrics:
         self._metrics.generation_tokens.inc(count)
 
     def ended(self, reason: FinishStatus, usage: Usage | None) -> None:
-        """One choice ended; with the last the request has. `usage` is that choice's, None where it is not known."""
+        """One choice ended; with the last the request ends. `usage` is that choice's, None if it is not known."""
         self._metrics.sequence_ended(reason)
         self._num_open -= 1
         if usage is not None:

@@ -51,8 +51,8 @@ def build(options: dict[str, Any]) -> serve.Application:
 def start(config: ServeConfig) -> ModelInfo:
     """Starts Ray and Serve in this process; when the application is healthy, returns what its engine loaded.
 
-    Where `RAY_ADDRESS` names a cluster (as in a Ray job) the application runs there; else on a Ray of its own, never on
-    one that happens to run on this machine. Raises `StartFailed` where it cannot be joined or a replica cannot start.
+    If `RAY_ADDRESS` names a cluster (as in a Ray job) the application runs there; else on a Ray of its own, never on
+    one that happens to run on this machine. Raises `StartFailed` if it cannot be joined or a replica cannot start.
     """
     try:
         return _start(config)
@@ -108,7 +108,7 @@ def _check_port(actual: int, port: int) -> None:
 
 
 def stop() -> None:
-    """Ends what `start` began; harmless where nothing runs. No process of a Ray of its own outlives it."""
+    """Ends what `start` began; harmless if nothing runs. No process of a Ray of its own outlives it."""
     if not ray.is_initialized():
         return
     if ray_address() is not None:

@@ -75,7 +75,7 @@ class Connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, message: object) -> None:
-        """Queues a frame; it leaves at once where the socket takes it. A broken connection shows at the reader."""
+        """Queues a frame; it leaves at once if the socket takes it. Only the reader notices a broken connection."""
         if self._writer.is_closing():
             return
         frame = _encoder.encode(message)
@@ -109,10 +109,10 @@ class OutputReceiver:
         self._starting = asyncio.Lock()
 
     async def start(self) -> Address:
-        """Listens on a free port, unless it does. Raises `OSError` where it cannot; the next call tries again."""
+        """Listens on a free port, unless it does. Raises `OSError` if it cannot; the next call tries again."""
         async with self._starting:
             if self._server is None:
-                # asyncio's own way to a socket takes it for no error where there is none to be had.
+                # asyncio's own way to a socket raises nothing if none is to be had.
                 family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
                 listening = socket.create_server((self._host, 0), family=family)
                 self._server = await asyncio.start_server(self._serve, sock=listening)
@@ -145,7 +145,7 @@ class OutputSender:
         self._readers: set[asyncio.Task[None]] = set()
 
     async def connect(self, address: Address) -> None:
-        """Makes sure that there is a connection. Raises `OSError` where the ingress cannot be reached; the next call
+        """Makes sure that there is a connection. Raises `OSError` if the ingress cannot be reached; the next call
         tries again.
         """
         task = self._connections.get(address)

@@ -1,4 +1,4 @@
-"""The engine as a Serve deployment: an asyncio face for remote calls, and a thread in which the engine alone steps.
+"""The engine as a Serve deployment: asyncio methods for remote calls, and a thread in which the engine alone steps.
 
 The event loop and the step loop share nothing but an inbox: requests, stop strings and aborts go in between two steps;
 deltas come out once a step and ingress over `cluster/serve/channel.py`. One `generate` call stays open as long as its
@@ -39,7 +39,7 @@ class _Running(msgspec.Struct):
     num_open: int
     """Choices that have not ended."""
     usages: list[Usage] = []
-    """Of those that have."""
+    """Of the choices that have ended."""
 
 
 class EngineReplica:
@@ -60,7 +60,7 @@ class EngineReplica:
         self._sender = OutputSender(self._on_control, self._on_lost_ingress)
         self._failure: str | None = None
         self._step_seconds = 0.0
-        """Of the last step that had work."""
+        """What the last step with work took."""
         self._burst = Burst()
         threading.Thread(target=self._step_loop, name="engine", daemon=True).start()
         try:
@@ -69,7 +69,7 @@ class EngineReplica:
             logger.warning("%s", error)
         gc.freeze()  # what stays for life need not be looked through again, while a step waits
 
-    # ---- the asyncio face ----------------------------------------------------------------------------------------
+    # ---- remote calls --------------------------------------------------------------------------------------------
 
     async def generate(self, request: EngineRequest, address: Address) -> RequestResult:
         """Runs a request to its end; its deltas go to `address`. Cancelling the call aborts the request."""
@@ -90,7 +90,7 @@ class EngineReplica:
             raise
 
     async def resolve(self, spec: ConstraintSpec) -> tuple[ConstraintSpec, list[str]]:
-        """The constraint with its backend, and the keywords that it goes without; raises `RequestRefused`."""
+        """The constraint with its backend, and the keywords that it does not enforce. Raises `RequestRefused`."""
         resolved = await asyncio.wrap_future(self.engine.resolve(spec))
         return resolved.spec, resolved.not_enforced
 
@@ -127,7 +127,7 @@ class EngineReplica:
                 self._take_inbox()
                 idle = not self.engine.has_unfinished
                 started = time.monotonic()
-                self._deliver(self.engine.step())  # where there is nothing to do it checks that no block is lost
+                self._deliver(self.engine.step())  # without work it checks that no block is lost
                 if idle:
                     self._inbox.get()()  # sleeps until something comes
                     self._burst.gather(self._inbox, self._step_seconds)
@@ -158,10 +158,10 @@ class EngineReplica:
 
     def _finish(self, control: Control) -> None:
         assert control.index is not None
-        self._settle(self.engine.finish(control.request_id, control.index, control.num_kept_tokens))
+        self._end_choices(self.engine.finish(control.request_id, control.index, control.num_kept_tokens))
 
     def _abort(self, request_id: str) -> None:
-        self._settle(self.engine.abort(request_id))
+        self._end_choices(self.engine.abort(request_id))
 
     def _deliver(self, outputs: list[SequenceOutput]) -> None:
         """One frame for each ingress with news, then the results of what ended."""
@@ -173,13 +173,13 @@ class EngineReplica:
         loop = self._loop
         assert loop is not None
         loop.call_soon_threadsafe(self._send, frames)
-        self._settle(output for output in outputs if output.finish is not None)
+        self._end_choices(output for output in outputs if output.finish is not None)
 
     def _send(self, frames: dict[Address, list[SequenceOutput]]) -> None:
         for address, outputs in frames.items():
             self._sender.send(address, outputs)
 
-    def _settle(self, ended: Iterable[SequenceOutput]) -> None:
+    def _end_choices(self, ended: Iterable[SequenceOutput]) -> None:
         for output in ended:
             running = self._running.get(output.request_id)
             if running is None:
@@ -210,7 +210,7 @@ class EngineReplica:
         self._loop.call_soon_threadsafe(set_exception)
 
     def _die(self, reason: str) -> None:
-        """Every open call raises, later ones too, and Serve's health check replaces this replica."""
+        """Makes every open call raise, later ones too; then Serve's health check replaces this replica."""
         self._failure = reason
         for running in self._running.values():
             self._fail(running)

@@ -1,8 +1,7 @@
-"""A Ray cluster that runs already, named by `RAY_ADDRESS`: asked first whether it would have us, then joined.
+"""Joins the Ray cluster that `RAY_ADDRESS` names, after its head has answered a question.
 
-`ray.init` waits a minute at an address where nothing answers, and where it is given an address it sends the cluster's
-token only if `RAY_AUTH_MODE=token` is set, though the token lies where Ray put it. Both are settled here by asking the
-cluster's head for a sign of life.
+`ray.init` waits a minute at an address where nothing answers, and at a given address it sends the cluster's token only
+if `RAY_AUTH_MODE=token` is set, even if the token lies where Ray put it. The question finds out both within seconds.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from ray.exceptions import AuthenticationError
 from cluster.serve.start_failure import StartFailed, in_words
 
 ANSWER_S = 5.0
-"""Within which the cluster's head must answer."""
+"""How long the cluster's head may take to answer."""
 _TOKEN_PLACES = "RAY_AUTH_TOKEN, the file that RAY_AUTH_TOKEN_PATH names, or ~/.ray/auth_token"
 
 
 def start(given: str) -> None:
     """Joins the cluster at `given`, the value of `RAY_ADDRESS`.
 
-    Raises `StartFailed` where no cluster answers, where it wants another token, or where it runs another Ray.
+    Raises `StartFailed` if no cluster answers, if it wants another token, or if it runs another Ray.
     """
     if "://" not in given:
         _ask(given)
@@ -70,7 +69,7 @@ def _ask(given: str) -> None:
 
 
 def _sign_of_life(given: str, address: str, token: str | None) -> str | None:
-    """The version of the cluster's Ray; None where the token was refused."""
+    """The version of the cluster's Ray; None if the token was refused."""
     request: Any = gcs_service_pb2.CheckAliveRequest  # type: ignore[attr-defined]
     metadata = [] if token is None else [("authorization", f"Bearer {token}")]
     with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:

@@ -26,7 +26,7 @@ TICK_S = 1.0
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's, which also ends where its client holds it up."""
+    """uvicorn's, which also ends if its client holds it up."""
 
     _num_unsent = 0
     """Bytes that the client had not taken when it was looked at last."""
@@ -54,7 +54,7 @@ class Connection(HttpToolsProtocol):
         self._moved = time.monotonic()
 
     def look(self, timeout_s: float) -> None:
-        """Called now and then. Aborts where for `timeout_s` the client has taken nothing of what was written, or has
+        """Called now and then. Aborts if for `timeout_s` the client has taken nothing of what was written, or has
         not sent the head of a request whole; how long a connection rests between two requests is uvicorn's to bound.
         """
         num_unsent = self.transport.get_write_buffer_size()
@@ -88,7 +88,7 @@ class Listener(uvicorn.Server):
         self._serving: asyncio.Task[None] | None = None
 
     async def ensure_listening(self) -> None:
-        """Begins at the first call; raises `OSError` where the port is taken, `RuntimeError` where it has ended."""
+        """Begins at the first call; raises `OSError` if the port is taken, `RuntimeError` if it has ended."""
         if self._serving is None:
             logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # what clients send wrongly is no news here
             self._serving = asyncio.ensure_future(self.serve([await self._bound()]))

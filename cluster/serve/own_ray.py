@@ -1,4 +1,4 @@
-"""A Ray for this application alone, on this machine: without what only clusters need, and looking around less often.
+"""A Ray for this application alone, on this machine: without what only clusters need, and with fewer periodic checks.
 
 Each wake of one of Ray's processes holds up a step, whose threads wait for each other. Beside an idle server that was
 already told to report less often, an engine lost 9, 4 and 0% in three runs; its 1,060 wakes a second are 783 without
@@ -20,12 +20,12 @@ from ray._private import ray_constants
 from ray._private.node import Node
 
 STOP_PATIENCE_S = 15.0
-"""After so long, processes that were asked to end are killed."""
+"""How long processes that were asked to end may take; then they are killed."""
 _OBJECT_STORE_BYTES = 128 * 2**20
 """Manta keeps nothing there: requests and outputs are small."""
 
 _ENVIRONMENT = {
-    # Ray would start its workers at nice 15, behind whatever else runs on this machine, clients included.
+    # Ray would start its workers at nice 15, after whatever else runs on this machine, clients included.
     "RAY_worker_niceness": "0",
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
     "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "10000",

@@ -1,4 +1,4 @@
-"""Why a replica did not start, in words: said where it failed, and read by the driver from what Serve tells of it.
+"""Why a replica did not start, in words: the replica says it, and the driver reads it in what Serve reports.
 
 Serve knows a failed constructor as text alone: tracebacks of Ray's and Serve's around the replica's own, whose last
 line is the exception. `told_in_words` makes that line a sentence, `wait_until_running` waits for the application and
@@ -43,7 +43,7 @@ _FULL_MEMORY = f"Ray ended its process because the machine's memory was full; {_
 
 
 class StartFailed(Exception):
-    """The application does not run. The message is one paragraph: what failed, the remedy where known, and the log."""
+    """The application does not run. The message is one paragraph: what failed, the remedy if known, and the log."""
 
 
 class InWords(Exception):
@@ -61,7 +61,7 @@ def told_in_words() -> Iterator[None]:
 
 
 def in_words(error: BaseException) -> str:
-    """One line: the message, after the exception's name where that says more than that a value was wrong."""
+    """One line: the message, after the exception's name if that says more than that a value was wrong."""
     text = " ".join(str(error).split())
     if isinstance(error, OSError):
         text = re.sub(r"^\[Errno \d+\] ", "", text)
@@ -81,7 +81,7 @@ def unexpected(error: Exception) -> StartFailed:
 def wait_until_running(name: str) -> None:
     """Returns when the application `name` runs. Raises `StartFailed` as soon as one of its replicas has failed.
 
-    Serve is asked in a thread: where memory runs out Ray ends Serve's controller too, and a question to it is answered
+    Serve is asked in a thread: if memory runs out Ray ends Serve's controller too, and a question to it is answered
     by the next one, if ever.
     """
     outcome: queue.SimpleQueue[StartFailed | None] = queue.SimpleQueue()
@@ -121,7 +121,7 @@ def _watch(name: str, outcome: queue.SimpleQueue[StartFailed | None]) -> None:
 
 
 class _Raylet:
-    """What this machine's raylet logs from now on: it ends processes where memory runs out, and tells only its log."""
+    """What this machine's raylet logs from now on: when memory runs out it ends processes, and only its log says so."""
 
     def __init__(self, application: str) -> None:
         folder = logs_folder()
@@ -155,7 +155,7 @@ def _sentence(deployment: str, message: str, begun: float) -> str:
 
 
 def last_exception(message: str) -> str:
-    """The exception at the end of the tracebacks in `message`, with its name where it was not told in words."""
+    """The exception at the end of the tracebacks in `message`, with its name if it was not told in words."""
     lines = _COLOUR.sub("", message).strip().splitlines()
     for index in range(len(lines) - 1, -1, -1):
         match = _EXCEPTION.fullmatch(lines[index])
@@ -168,13 +168,13 @@ def last_exception(message: str) -> str:
 
 
 def _cause_of_death(message: str, log: pathlib.Path | None) -> str:
-    """Of a process that left no exception."""
+    """Why a process that left no exception ended."""
     crash = _CRASHED.search(log.read_text(errors="replace")) if log is not None else None
     if crash is not None:
         return f"its process crashed ({crash[1] or crash[2]})"
     if _NO_MEMORY.search(message):
         return _FULL_MEMORY
-    return f"its process was killed while it started, as the system does where memory runs out; {_FREE_MEMORY}"
+    return f"its process was killed while it started, as the system does when memory runs out; {_FREE_MEMORY}"
 
 
 def _with_remedy(text: str) -> str:
@@ -207,7 +207,7 @@ def log_file(deployment: str, begun: float) -> pathlib.Path | None:
 
 
 def logs_folder() -> pathlib.Path | None:
-    """Where the Ray that this process is connected to keeps its logs; None where it keeps none on this machine."""
+    """Where the Ray that this process is connected to keeps its logs; None if it keeps none on this machine."""
     node = worker._global_node  # Ray tells it to nobody else
     if node is None:
         return None

@@ -1,5 +1,5 @@
-"""The ingress's side of requests under way: sends them to an engine, turns deltas into text, ends them when their
-reader leaves.
+"""Requests under way in an ingress: sent to an engine, their token deltas turned into text, aborted when their reader
+leaves.
 
 A `Submission` is one HTTP body: one engine request per prompt, each with `n` choices, whose events come in one queue.
 It knows no HTTP: the application in `cluster/http/` reads its events and writes the answers. It implements
@@ -36,7 +36,7 @@ LAST_FRAME_TIMEOUT_S = 30.0
 OVERDUE_S = 30.0
 """The engine ends a request at its deadline. If it says nothing for so long after the deadline, it is given up."""
 ANSWER_TIMEOUT_S = 10.0
-"""For replicas that are all asked at once, about their statistics."""
+"""How long replicas may take to say their statistics; all are asked at once."""
 
 
 class Choice:
@@ -58,18 +58,18 @@ class PromptRun:
         self.choices = choices
         self.metrics = metrics
         self.connection: Connection | None = None
-        """The engine's, known from its first frame on."""
+        """The connection to the engine that runs it; None until the first frame."""
         self.call: asyncio.Task[None] | None = None
-        self._endings: set[int] = set()
-        """Choices of which no frame follows."""
-        self.is_told = asyncio.Event()
-        """Set when that is true of all choices, whether or not somebody has read their frames."""
+        self._ended: set[int] = set()
+        """Choices that get no more frames."""
+        self.has_all_frames = asyncio.Event()
+        """Set when no choice gets more frames, whether or not somebody has read those that came."""
 
     def end(self, index: int) -> None:
-        """The choice's last frame has come, or its stop string was found and no frame of it matters any more."""
-        self._endings.add(index)
-        if len(self._endings) == len(self.choices):
-            self.is_told.set()
+        """The choice's last frame has come, or its stop string was found and later frames do not matter."""
+        self._ended.add(index)
+        if len(self._ended) == len(self.choices):
+            self.has_all_frames.set()
 
     @property
     def finished(self) -> bool:
@@ -85,7 +85,7 @@ class PromptRun:
 
 
 class Submission:
-    """Async iteration yields `Event`s until every choice has ended; raises `ApiError` where one cannot be served.
+    """Async iteration yields `Event`s until every choice has ended; raises `ApiError` if one cannot be served.
 
     With n > 1 a choice that fails ends alone, with `FINISHED_INTERNAL_ERROR`, unless all of them fail. Special tokens
     of `shown_ids` stay in the text.
@@ -115,7 +115,7 @@ class Submission:
             for number, token_ids in enumerate(prompts)
         ]
         self._by_request: dict[str, PromptRun] = {}
-        self._turn = asyncio.Lock()
+        self._call_lock = asyncio.Lock()
         self._num_failed = 0
         self._closed = False
 
@@ -149,7 +149,9 @@ class Submission:
         overdue = asyncio.timeout(request.deadline_s + OVERDUE_S)
         try:
             async with overdue:
-                async with self._turn:  # one a turn of the event loop: 1,000 calls at once hold it for half a second
+                async with (
+                    self._call_lock
+                ):  # one a turn of the event loop: 1,000 calls at once hold it for half a second
                     await asyncio.sleep(0)
                 result = await self._client.generate(request)
         except Exception as error:
@@ -159,7 +161,7 @@ class Submission:
             self._events.put_nowait(result)
             return
         try:
-            await asyncio.wait_for(prompt.is_told.wait(), LAST_FRAME_TIMEOUT_S)
+            await asyncio.wait_for(prompt.has_all_frames.wait(), LAST_FRAME_TIMEOUT_S)
         except TimeoutError:
             self._events.put_nowait(ConnectionError("the engine's last frame was lost"))
 
@@ -177,7 +179,7 @@ class Submission:
 
     async def __aiter__(self) -> AsyncIterator[Event]:
         remaining = len(self.choices)
-        # Failures wait for news of another choice: while nothing is told, a failure of all can still be an HTTP status.
+        # Failed choices are held back until another one has news: until then a failure of all can be an HTTP status.
         failed: list[Event] | None = []
         while remaining:
             item = await self._events.get()
@@ -226,12 +228,12 @@ class Submission:
             choice.finished = True
             prompt.metrics.ended(event.finish, choice.usage)
             if prompt.finished:
-                self._forget(output.request_id, prompt)
+                self._release(output.request_id, prompt)
             self._raise_for(event.finish, choice, output.error)
         return event
 
     def _raise_for(self, finish: FinishStatus, choice: Choice, error: str | None) -> None:
-        """Raises `ApiError` where the ending of one choice ends the whole answer."""
+        """Raises `ApiError` if the ending of one choice ends the whole answer."""
         if finish is FinishStatus.FINISHED_ABORTED and error is not None:
             raise ApiError(408, f"{error}; the limit is request_timeout_s", type="timeout_error")
         if finish is FinishStatus.FINISHED_INTERNAL_ERROR:
@@ -243,7 +245,7 @@ class Submission:
     def _stop(
         self, output: SequenceOutput, prompt: PromptRun, choice: Choice, event: Event, num_kept_tokens: int
     ) -> Usage:
-        """A stop string: the engine is told how many tokens count, the event loses those behind it."""
+        """Ends a choice at its stop string: the engine learns how many tokens count, the event loses the rest."""
         num_new = max(0, len(output.token_ids) - (choice.num_tokens - num_kept_tokens))
         event.token_ids = output.token_ids[:num_new]
         event.logprobs = None if output.logprobs is None else output.logprobs[:num_new]
@@ -255,15 +257,15 @@ class Submission:
         usage = choice.usage if choice.usage is not None else Usage(len(prompt.token_ids), 0, 0)
         return msgspec.structs.replace(usage, num_output_tokens=num_kept_tokens)
 
-    def _forget(self, request_id: str, prompt: PromptRun) -> None:
+    def _release(self, request_id: str, prompt: PromptRun) -> None:
         self._client.submissions.pop(request_id, None)
         if prompt.call is not None:
             # The engine has ended it: letting the call run out keeps Serve's counts right.
             prompt.call.add_done_callback(lambda task: task.cancelled() or task.exception())
-            self._client.settle(prompt.call)
+            self._client.cancel_later(prompt.call)
 
     def close(self) -> None:
-        """Aborts whatever still runs; called when the reader is done or gone, perhaps twice."""
+        """Aborts what still runs. Called when the reader is done or gone, perhaps twice."""
         if self._closed:
             return
         self._closed = True
@@ -296,8 +298,8 @@ def _overdue(deadline_s: float) -> ApiError:
 
 
 def _reason(error: Exception) -> str:
-    """In a line. What Ray raises is a copy of the engine's exception, whose text is a whole traceback; where an engine
-    died it says which one and where.
+    """The failure in one line. Ray raises a copy of what the engine raised, whose text is a whole traceback; where an
+    engine died, Ray's says which process it was and where.
     """
     if isinstance(error, RayActorError):
         return "its process died, and another one takes its place"
@@ -316,7 +318,7 @@ class EngineClient:
         self.metrics = metrics
         self.submissions: dict[str, Submission] = {}
         self._receiver = OutputReceiver(host, self._on_outputs, self._on_lost)
-        self._settling: set[asyncio.Task[None]] = set()
+        self._ending: set[asyncio.Task[None]] = set()
 
     def submit(
         self,
@@ -337,7 +339,7 @@ class EngineClient:
         await self._listen()
 
     async def _listen(self) -> Address:
-        """Where engines send tokens to. Raises `ApiError` 503 where this ingress cannot listen for them just now."""
+        """Where engines send tokens to. Raises `ApiError` 503 if this ingress cannot listen for them just now."""
         try:
             return await self._receiver.start()
         except OSError as error:
@@ -377,10 +379,10 @@ class EngineClient:
             raise ApiError(503, f"no engine answers: {', '.join(reasons) or 'there is none'}")
         return stats
 
-    def settle(self, call: asyncio.Task[None]) -> None:
-        """Ends the wait of a call whose request is over, a moment after it had time to return by itself."""
-        self._settling.add(call)
-        call.add_done_callback(self._settling.discard)
+    def cancel_later(self, call: asyncio.Task[None]) -> None:
+        """Cancels the call of a request that has ended, after it had a second to return by itself."""
+        self._ending.add(call)
+        call.add_done_callback(self._ending.discard)
         asyncio.get_running_loop().call_later(1.0, call.cancel)
 
     def _on_outputs(self, outputs: list[SequenceOutput], connection: Connection) -> None:

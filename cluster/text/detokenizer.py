@@ -29,7 +29,7 @@ class TextDelta(msgspec.Struct, array_like=True, gc=False):
 class SequenceText:
     """The text of one sequence, piece by piece.
 
-    `final_only` skips decoding until the end where no stop string needs the text earlier. `continues_prompt=False`
+    `final_only` skips decoding until the end if no stop string needs the text earlier. `continues_prompt=False`
     drops the space that SentencePiece models put in front of an answer's first word (see `Tokenizer.text_decoder`).
     Special tokens of `shown_ids` stay in the text, for whoever reads their marks.
     """
@@ -54,7 +54,7 @@ class SequenceText:
         self._min_tokens = params.min_tokens
         self._lazy = final_only and not params.stop
         self._token_ids: list[int] = []
-        """All tokens where stop strings or `final_only` need them again."""
+        """All tokens, if stop strings or `final_only` need them again."""
         self._num_tokens = 0
         self._held = ""
         """Text that may be the beginning of a stop string."""

@@ -13,7 +13,7 @@ class ReasoningFormat(msgspec.Struct, frozen=True):
     begin: str
     end: str
     opening: str
-    """What a prompt ends with that lets the model think."""
+    """The end of a prompt that lets the model think."""
 
 
 FORMATS = (
@@ -40,7 +40,7 @@ def section_is_open(form: ReasoningFormat, prompt: str) -> bool:
 class ReasoningSplitter:
     """Cuts a growing text into (reasoning, answer).
 
-    Line breaks at the edges of the reasoning belong to the marks and are dropped, those behind the end mark only with
+    Line breaks at the edges of the reasoning belong to the marks and are dropped, those after the end mark only with
     `strip_answer`.
     """
 
@@ -60,7 +60,7 @@ class ReasoningSplitter:
             self._read_start()
         if self._state == "inside":
             reasoning = self._read_inside()
-        if self._state == "behind":
+        if self._state == "after_end":
             self._held = self._held.lstrip("\n")
             if not self._held:
                 return reasoning, ""
@@ -90,7 +90,7 @@ class ReasoningSplitter:
         found = self._held.find(end)
         if found >= 0:
             reasoning, self._held = self._held[:found].rstrip("\n"), self._held[found + len(end) :]
-            self._state = "behind" if self._strip_answer else "answer"
+            self._state = "after_end" if self._strip_answer else "answer"
         else:
             certain = len(self._held[: certain_length(self._held, end)].rstrip("\n"))
             reasoning, self._held = self._held[:certain], self._held[certain:]

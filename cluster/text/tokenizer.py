@@ -1,4 +1,4 @@
-"""Text to token ids and back for one model: the tokenizer's files, its chat template and the bytes behind every token.
+"""Text to token ids and back for one model: the tokenizer's files, its chat template and the bytes of every token.
 
 Reads `tokenizer.json` with the `tokenizers` library alone, so that an HTTP process imports neither torch nor
 transformers (only a model without that file is converted through transformers). Called by the ingress, by `LLM` and by
@@ -34,7 +34,7 @@ _SPECIAL_ROLES = (
     "mask_token",
 )
 LONG_TEXT = 20_000
-"""Characters from which a text is worth a thread, so that a megabyte does not hold up every stream."""
+"""Texts of this many characters are tokenised in a thread, so that a megabyte does not hold up every stream."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 
 
@@ -61,7 +61,7 @@ class TextDecoder(Protocol):
 class Tokenizer:
     """The tokenizer of the checkpoint in `folder` (a folder in Hugging Face format, a hub id, or `demo`).
 
-    Raises `TokenizerError` where its files are missing or unreadable.
+    Raises `TokenizerError` if its files are missing or unreadable.
     """
 
     def __init__(self, folder: str | pathlib.Path) -> None:
@@ -115,7 +115,7 @@ class Tokenizer:
     def _add_special_tokens(self) -> None:
         """Adds what only `tokenizer_config.json` names, as transformers does.
 
-        Its `add_bos_token` does not count where there is a `tokenizer.json`, whose post-processor says it.
+        Its `add_bos_token` does not count if there is a `tokenizer.json`: the post-processor there decides.
         """
         known = {token.content: token for token in self._fast.get_added_tokens_decoder().values()}
         named = set(self.special_tokens.values())
@@ -216,7 +216,7 @@ class Tokenizer:
         return bool(self._templates)
 
     def chat_template_source(self, tools: bool = False) -> str:
-        """The template's text, of the one for `tools` where there is one; empty where there is none."""
+        """The text of the chat template, of the one for `tools` if there is one; empty without a template."""
         source = self._template_sources.get("tool_use") if tools else None
         return source or self._template_sources.get("default") or ""
 
@@ -227,7 +227,7 @@ class Tokenizer:
         tools: list[dict[str, Any]] | None = None,
         **kwargs: Any,
     ) -> list[int]:
-        """Token ids of a conversation. Raises `TemplateError` where there is no template or it refuses the messages."""
+        """Token ids of a conversation. Raises `TemplateError` if there is no template or it refuses the messages."""
         text = self.render_chat_template(messages, add_generation_prompt, tools, **kwargs)
         return self.encode(text, add_special_tokens=False)
 
@@ -348,7 +348,7 @@ class _PieceTable(dict[int, bytes]):
 class _PieceDecoder:
     """Joins bytes from a table and decodes UTF-8 incrementally: about 0.2 µs a token.
 
-    Equals the library's decoding except for the number of U+FFFD where a SentencePiece model emits invalid bytes.
+    Equals the library's decoding except for the number of U+FFFD if a SentencePiece model emits invalid bytes.
     """
 
     def __init__(self, table: _PieceTable, first: str) -> None:
@@ -482,7 +482,7 @@ def _resolve_folder(folder: str | pathlib.Path) -> pathlib.Path:
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
-    """The object in a JSON file; empty where there is no such file."""
+    """The object in a JSON file; empty if there is no such file."""
     if not path.is_file():
         return {}
     try:

@@ -38,7 +38,7 @@ class ToolCallParser:
         self._at_start = True
         self._scanner: _CallScanner | None = None
         self._between = False
-        """Behind a call, where its end mark or the next call of its list may come."""
+        """After a call: its end mark or the next call of its list may come."""
         self.num_calls = 0
 
     def feed(self, text: str) -> list[Piece]:
@@ -78,9 +78,9 @@ class ToolCallParser:
                 return []
         found = self._text.find(self._form.begin)
         if found >= 0:
-            before, behind = self._text[:found], self._text[found + len(self._form.begin) :]
+            before, after = self._text[:found], self._text[found + len(self._form.begin) :]
             content = before.rstrip()
-            self._begin_call(before[len(content) :] + self._form.begin, behind)
+            self._begin_call(before[len(content) :] + self._form.begin, after)
             return _as_text(content)
         certain = len(self._text[: certain_length(self._text, self._form.begin)].rstrip())
         content, self._text = self._text[:certain], self._text[certain:]
@@ -133,7 +133,7 @@ class _CallScanner:
 
     def __init__(self, form: ToolFormat, names: frozenset[str], skipped: str) -> None:
         self.raw = skipped
-        """Everything so far, to give back where it turns out to be no call; kept until `is_open`."""
+        """Everything so far, to give back if it turns out to be no call; kept until `is_open`."""
         self.name: str | None = None
         self.position = 0
         """Characters of the last text that were read."""

@@ -22,7 +22,7 @@ MAX_LISTED_TOKEN_IDS = 2**20
 """Entries of one list of token ids in all engine requests of a body: there is one a prompt, and each carries it."""
 
 MAX_TOOLS = 128
-"""OpenAI's bound. Where their grammar is refused, each tool is compiled by itself to say which is at fault."""
+"""OpenAI's bound. If their grammar is refused, each tool is compiled by itself to find the one at fault."""
 
 
 def check_n(n: int) -> None:

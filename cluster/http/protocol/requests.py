@@ -30,7 +30,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What chat and completion bodies share. None, where OpenAI allows null, means the default."""
+    """What chat and completion bodies share. Where OpenAI allows null, None means the default."""
 
     model: str
     temperature: float | None = None
@@ -144,7 +144,7 @@ class ChatCompletionRequest(_SamplingFields, kw_only=True):
 
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
-    """Newer name of `max_tokens`; it wins where both are given."""
+    """Newer name of `max_tokens`; it wins if both are given."""
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool = True
@@ -156,7 +156,7 @@ class ChatCompletionRequest(_SamplingFields, kw_only=True):
 
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
-    """None is "auto" where there are tools."""
+    """None is "auto" if there are tools."""
     parallel_tool_calls: bool | None = None
     """False allows one call at most; None is True."""
 
@@ -296,7 +296,7 @@ def _only(request: msgspec.Struct, name: str, allowed: Any, message: str) -> Non
 
 
 def checked_token_ids(token_ids: list[Any], param: str) -> list[int]:
-    """Ids that no vocabulary has; the upper bound is the model's, and checked where it is known."""
+    """Refuses ids that no vocabulary has. The upper bound is the model's; whoever knows the model checks it."""
     for index, token_id in enumerate(token_ids):
         if not 0 <= token_id < 2**31:
             refuse(f"{param}[{index}]", f"{param}[{index}]: token id {token_id} is outside every vocabulary")

@@ -82,7 +82,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     message: ChatResponseMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: str
-    """OpenAI's, or "error" where this choice failed and others of the answer did not."""
+    """OpenAI's, or "error" if this choice failed and others of the answer did not."""
     stop_reason: str | int | None = None
     """The stop string or stop token id that ended the text (vLLM's extension)."""
 
@@ -126,8 +126,8 @@ class ChatCompletionChunk(msgspec.Struct, kw_only=True):
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
-    """A choice of a completion, and of its stream's chunks, where `finish_reason` is null until the last; "error" where
-    this choice failed and others of the answer did not.
+    """A choice of a completion or of a chunk of its stream. There `finish_reason` is null until the last chunk; it is
+    "error" if this choice failed and others of the answer did not.
     """
 
     index: int = 0

@@ -27,7 +27,7 @@ class UsageInfo(msgspec.Struct):
 
 
 def usage_info(parts: Iterable[Usage]) -> UsageInfo:
-    """The usage of a response: the sum over its prompts, `parts` holding one usage for each."""
+    """The usage of a response: the sum of `parts`, which holds one usage for each prompt."""
     usages = list(parts)
     prompt = sum(usage.num_prompt_tokens for usage in usages)
     output = sum(usage.num_output_tokens for usage in usages)
