@@ -151,7 +151,7 @@ class Submission:
             async with overdue:
                 async with (
                     self._call_lock
-                ):  # one a turn of the event loop: 1,000 calls at once hold it for half a second
+                ):  # one a turn of the event loop: 1,000 at once hold it for half a second
                     await asyncio.sleep(0)
                 result = await self._client.generate(request)
         except Exception as error:
