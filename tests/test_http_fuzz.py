@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 
 from cluster.serve.ingress import Ingress
 from tests.fuzz.http import campaign as campaigns
+from tests.fuzz.http.bodies import changed
 from tests.fuzz.http.campaign import NUM_EXAMPLES, HttpCampaign, serving_processes
 from tests.fuzz.http.clients import ACTIONS, World
 from tests.fuzz.http.connection import Answer
@@ -25,7 +27,7 @@ SECONDS = 10.0
 PART_SECONDS = 300.0
 CROWDED = (
     "engine.kv_cache_bytes=524288",
-    "engine.max_num_sequences=6",
+    "engine.max_num_sequences=8",
     "engine.speculative={proposers: [forced, ngram]}",
 )
 """A server whose requests are preempted and speculate."""
@@ -157,3 +159,11 @@ def test_parts_of_a_stream_add_up_to_the_whole_answer() -> None:
     cut = Answer(200, {"content-type": "text/event-stream"}, streamed.body[:-20])
     with pytest.raises(AssertionError, match="the stream ends with"):
         essence(cut)
+
+
+def test_changed_bodies_follow_from_their_generator_alone() -> None:
+    """However many were made before."""
+    fields = {"prompt": "a", "stop": ["a"], "structured_outputs": {"json": {"type": "object"}}}
+    first, second = ([changed(fields, random.Random(seed)) for seed in range(1000)] for _ in range(2))
+    assert first == second
+    assert len(set(first)) > 100

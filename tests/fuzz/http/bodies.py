@@ -54,11 +54,11 @@ def changed(fields: dict[str, Any], generator: random.Random) -> bytes:
         holder, key = generator.choice(places)
         deed = generator.random()
         if deed < 0.75:
-            holder[key] = generator.choice(_WRONG)
+            holder[key] = copy.deepcopy(generator.choice(_WRONG))
         elif deed < 0.9 and isinstance(holder, dict):
             del holder[key]
         else:
-            fields["unknown" + "\ud800" * generator.randint(0, 1)] = generator.choice(_WRONG)
+            fields["unknown" + "\ud800" * generator.randint(0, 1)] = copy.deepcopy(generator.choice(_WRONG))
     return encoded(fields)
 
 
