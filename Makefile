@@ -6,6 +6,8 @@
 #   make bench [ARGS="--workloads a,b"]     speed, start-up and memory
 #   make prove                              the long tests too; interrupted, it goes on where it stopped
 #   make fuzz [MINUTES=10] [SEED=1]         random cases against the plain engine; CASE=file runs one again
+#   make fuzz ARGS=--http [MINUTES=10]     clients of all kinds, good and hostile, against a live server
+#   make soak [MINUTES=30]                  memory and delays of a server under constant mixed load
 #   make lint | make clean
 #
 # PYTHON picks another interpreter (3.11 or newer): make serve PYTHON=python3.12
@@ -20,7 +22,7 @@ LOG := .venv/install.log
 
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: serve test lint bench prove fuzz check clean install
+.PHONY: serve test lint bench prove fuzz soak check clean install
 .DEFAULT_GOAL := serve
 
 serve: $(STAMP)
@@ -46,8 +48,11 @@ prove: $(STAMP)
 fuzz: $(STAMP)
 	@$(BIN)/python -m tests.fuzz $(if $(MINUTES),--minutes '$(MINUTES)') $(if $(SEED),--seed '$(SEED)') $(if $(CASE),--case '$(CASE)') $(ARGS)
 
+soak: $(STAMP)
+	@$(BIN)/python -m benchmarks.soak $(if $(MINUTES),--minutes '$(MINUTES)') $(ARGS)
+
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .prove .fuzz build *.egg-info
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .prove .fuzz .soak build *.egg-info
 
 install: $(STAMP)
 

@@ -7,9 +7,11 @@ general client would cost several times more per event. `LoadResult.generator_co
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
-from typing import NamedTuple
+from collections.abc import AsyncIterator
+from typing import Any, NamedTuple
 
 from benchmarks.processes import BenchmarkError
 
@@ -73,29 +75,43 @@ async def _request(port: int, model: str, prompt: list[int], max_tokens: int) ->
         "stream": True,
         "stream_options": {"include_usage": True},
     }
+    async with posted(port, "/v1/completions", body) as response:
+        if response.status != 200:
+            answer = b"".join([piece async for piece in response.pieces])
+            raise BenchmarkError(f"the server answered {response.status}: {answer[:500].decode()}")
+        return await _read_events(response.pieces)
+
+
+class Response(NamedTuple):
+    """An answer whose head has been read."""
+
+    status: int
+    pieces: AsyncIterator[bytes]
+    """The body, as it comes."""
+
+
+@contextlib.asynccontextmanager
+async def posted(port: int, path: str, body: dict[str, Any]) -> AsyncIterator[Response]:
+    """Sends a JSON body on a connection of its own, which ends with the context."""
     data = json.dumps(body).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**20)
     try:
         head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"
+            f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(data)}\r\nConnection: close\r\n\r\n"
         )
         writer.write(head.encode() + data)
         header = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
-        if " 200 " not in header.split("\r\n", 1)[0]:
-            raise BenchmarkError(f"the server answered {header.splitlines()[0]}: {(await reader.read(500)).decode()}")
-        return await _read_events(reader, chunked="transfer-encoding: chunked" in header.lower())
+        chunked = "transfer-encoding: chunked" in header.lower()
+        yield Response(int(header.split(" ", 2)[1]), _chunks(reader) if chunked else _pieces(reader))
     finally:
         writer.close()
 
 
-async def _read_events(reader: asyncio.StreamReader, chunked: bool) -> _Reply:
+async def _read_events(pieces: AsyncIterator[bytes]) -> _Reply:
     times: list[float] = []
     num_tokens, rest = 0, b""
-    while True:
-        piece = await (_read_chunk(reader) if chunked else reader.read(65536))
-        if not piece:
-            return _Reply(num_tokens, times)
+    async for piece in pieces:
         now = time.perf_counter()
         *lines, rest = (rest + piece).split(b"\n")
         carries_tokens = False
@@ -110,8 +126,15 @@ async def _read_events(reader: asyncio.StreamReader, chunked: bool) -> _Reply:
                 num_tokens = event["usage"]["completion_tokens"]
         if carries_tokens or (lines and not times):
             times.append(now)
+    return _Reply(num_tokens, times)
 
 
-async def _read_chunk(reader: asyncio.StreamReader) -> bytes:
-    size = int((await reader.readline()).split(b";")[0] or b"0", 16)
-    return (await reader.readexactly(size + 2))[:-2] if size else b""
+async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    """Of the chunked encoding."""
+    while size := int((await reader.readline()).split(b";")[0] or b"0", 16):
+        yield (await reader.readexactly(size + 2))[:-2]
+
+
+async def _pieces(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    while piece := await reader.read(65536):
+        yield piece

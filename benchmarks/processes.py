@@ -39,6 +39,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """What all engines of one sitting share, and where the peer is."""
 
     kv_cache_bytes: int
+    max_model_len: int = MAX_MODEL_LEN
     environment: dict[str, str] = {}
     """Of Manta."""
     vllm_python: str | None = None
@@ -199,7 +200,7 @@ class EngineProcess(Child):
         self.engine = engine
         options = {
             "model": model,
-            "max_model_len": MAX_MODEL_LEN,
+            "max_model_len": setup.max_model_len,
             "kv_cache_bytes": setup.kv_cache_bytes,
             "max_num_sequences": max_num_sequences,
         }
@@ -315,7 +316,7 @@ def free_port() -> int:
 def _manta_server(model: str, setup: Setup, port: int) -> list[str]:
     options = {
         "engine.dtype": "bfloat16",
-        "engine.max_model_len": MAX_MODEL_LEN,
+        "engine.max_model_len": setup.max_model_len,
         "engine.kv_cache_bytes": setup.kv_cache_bytes,
         "served_model_name": "bench",
     }

@@ -98,6 +98,11 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     log_requests: bool = True
     """One structured log line a finished request, with its id."""
 
+    @property
+    def model_name(self) -> str:
+        """The model's name in the API: the configured one, else the last part of its folder or hub id."""
+        return self.served_model_name or pathlib.PurePath(self.engine.model).name
+
 
 def ray_address() -> str | None:
     """The Ray cluster to join, where `RAY_ADDRESS` names one (as in a Ray job); None is for a Ray of our own."""

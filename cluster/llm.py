@@ -12,7 +12,7 @@ import itertools
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, cast
 
 import msgspec
@@ -20,9 +20,10 @@ from tqdm import tqdm
 
 from cluster.config import DEMO_MODEL, EngineConfig
 from cluster.engine.beam_search import BeamSearchParams, BeamSequence, beam_search
-from cluster.engine.request import EngineRequest, FinishStatus, QueueFull, RequestRefused, SequenceOutput, Usage
+from cluster.engine.interrupts import uninterrupted
+from cluster.engine.request import EngineRequest, FinishStatus, RequestRefused, SequenceOutput, Usage
 from cluster.text.detokenizer import SequenceText
-from cluster.text.tokenizer import Tokenizer
+from cluster.text.tokenizer import TextError, Tokenizer
 from structured.constraint import ConstraintSpec, Resolved
 from structured.logits_processors import LogitsProcessorFactory, LogitsProcessorSpec
 from workers.sampling_params import OutputKind, SamplingParams
@@ -142,7 +143,9 @@ class LLM:
         self._tracked: dict[str, _Tracked] = {}
         self._ids = itertools.count()
         self._streams: dict[str, asyncio.Queue[RequestOutput | Exception]] = {}
+        self._between_steps: collections.deque[tuple[asyncio.Future[None], Callable[[], object]]] = collections.deque()
         self._pump: asyncio.Task[None] | None = None
+        self._step_thread = ThreadPoolExecutor(1, thread_name_prefix="manta-step")
 
     # ---- synchronous -------------------------------------------------------------------------------------------
 
@@ -155,7 +158,7 @@ class LLM:
         """Completes every prompt (text or token ids), however many, and returns the whole outputs in their order.
 
         `params` is one for all or one a prompt. Raises `RequestRefused` before anything runs where a prompt can never
-        fit.
+        fit. Nothing of the call stays in the engine where it raises, on Ctrl-C too.
         """
         batch: list[Prompt] = _as_batch(prompts)
         if params is None:
@@ -163,27 +166,21 @@ class LLM:
         each = [params] * len(batch) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(batch):
             raise ValueError(f"{len(each)} sampling parameters for {len(batch)} prompts; give one, or one a prompt")
-        request_ids: list[str] = []
+        request_ids = [f"generate-{next(self._ids)}" for _ in batch]
         constraints = [self._resolve(one) for one in each]  # all at once: they compile beside each other
         try:
-            for prompt, one, constraint in zip(batch, each, constraints, strict=True):
-                request_ids.append(
-                    self._submit(
-                        f"generate-{next(self._ids)}",
-                        prompt,
-                        one,
-                        constraint=constraint,
-                        kind=OutputKind.FINAL_ONLY,
-                        queue_is_bounded=False,
-                    )
+            for request_id, prompt, one, constraint in zip(request_ids, batch, each, constraints, strict=True):
+                self._submit(
+                    request_id, prompt, one, constraint=constraint, kind=OutputKind.FINAL_ONLY, queue_is_bounded=False
                 )
-        except RequestRefused:
-            for request_id in request_ids:
-                self.abort(request_id)
+            outputs = {request_id: self._tracked[request_id].output for request_id in request_ids}
+            self._run_until_finished(outputs, use_tqdm)
+        except BaseException:
+            with uninterrupted():
+                for request_id in request_ids:
+                    self.abort(request_id)
             raise
-        outputs = {request_id: self._tracked[request_id].output for request_id in request_ids}
-        self._run_until_finished(outputs, use_tqdm)
-        return [outputs[request_id] for request_id in request_ids]
+        return list(outputs.values())
 
     def _run_until_finished(self, outputs: dict[str, RequestOutput], use_tqdm: bool) -> None:
         remaining = set(outputs)
@@ -203,9 +200,7 @@ class LLM:
 
         Raises `RequestRefused` where a prompt can never fit, `ValueError` where the width is too large.
         """
-        token_ids = [
-            self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in _as_batch(prompts)
-        ]
+        token_ids = [self._token_ids(prompt) for prompt in _as_batch(prompts)]
         found = beam_search(self.engine, token_ids, params, f"beams-{next(self._ids)}", self._take)
         for sequence in itertools.chain.from_iterable(found):
             sequence.text = self.tokenizer.decode(sequence.token_ids)
@@ -220,7 +215,8 @@ class LLM:
 
     def step(self) -> list[RequestOutput]:
         """Runs one step; returns the requests that it changed, each once and with what its `output_kind` shows."""
-        return self._take(self.engine.step())
+        with uninterrupted():
+            return self._take(self.engine.step())
 
     def _take(self, deltas: Sequence[SequenceOutput]) -> list[RequestOutput]:
         changed: dict[str, _Tracked] = {}
@@ -240,8 +236,17 @@ class LLM:
 
     def abort(self, request_id: str) -> None:
         """Ends a request with all its choices; unknown or finished ones are no error."""
-        self.engine.abort(request_id)
-        self._tracked.pop(request_id, None)
+        with uninterrupted():
+            self.engine.abort(request_id)
+            self._tracked.pop(request_id, None)
+
+    def _token_ids(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        try:
+            return self.tokenizer.encode(prompt)
+        except TextError as error:
+            raise RequestRefused(f"prompt: {error}", "prompt") from error
 
     def _resolve(self, params: SamplingParams) -> Future[Resolved] | None:
         return None if params.constraint is None else self.engine.resolve(params.constraint)
@@ -255,22 +260,20 @@ class LLM:
         constraint: Future[Resolved] | None = None,
         kind: OutputKind | None = None,
         queue_is_bounded: bool = True,
-    ) -> str:
+    ) -> None:
         """`kind` stands for the parameters' own."""
         if request_id in self._tracked:
             raise RequestRefused(f"request id {request_id!r} is already running; choose another", "request_id")
         text = prompt if isinstance(prompt, str) else None
-        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        token_ids = self._token_ids(prompt)
         params = self.tokenizer.resolve_bad_words(params)
-        self.engine.add_request(
-            EngineRequest(request_id=request_id, prompt_token_ids=token_ids, params=params, priority=priority),
-            None if constraint is None else constraint.result(),
-            queue_is_bounded,
-        )
-        choices = [CompletionOutput(index=index) for index in range(params.n)]
-        output = RequestOutput(request_id=request_id, prompt=text, prompt_token_ids=token_ids, outputs=choices)
-        self._tracked[request_id] = _Tracked(output, self.tokenizer, params, kind or params.output_kind)
-        return request_id
+        request = EngineRequest(request_id=request_id, prompt_token_ids=token_ids, params=params, priority=priority)
+        resolved = None if constraint is None else constraint.result()
+        with uninterrupted():
+            self.engine.add_request(request, resolved, queue_is_bounded)
+            choices = [CompletionOutput(index=index) for index in range(params.n)]
+            output = RequestOutput(request_id=request_id, prompt=text, prompt_token_ids=token_ids, outputs=choices)
+            self._tracked[request_id] = _Tracked(output, self.tokenizer, params, kind or params.output_kind)
 
     def _apply(self, delta: SequenceOutput, tracked: _Tracked) -> bool:
         """Adds one step's tokens to a choice; ends it where its text reached a stop string. False: it had ended."""
@@ -313,53 +316,89 @@ class LLM:
     ) -> AsyncIterator[RequestOutput]:
         """Yields what `output_kind` shows after each step that changed it; leaving the loop early aborts the request.
 
-        Any number of streams may run in one event loop; don't mix them with `generate` or `step` at the same time.
+        What is wrong with a request is raised in its own stream alone, an engine that died in all of them. Any number
+        of streams may run in one event loop; don't mix them with `generate` or `step` at the same time.
         """
+        self._leave_other_loop(asyncio.get_running_loop())
         request_id = f"stream-{next(self._ids)}"
         params = params or SamplingParams()
         constraint = self._resolve(params)
         if constraint is not None:
-            await asyncio.wait([asyncio.wrap_future(constraint)])
-        queue: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
-        self._streams[request_id] = queue
-        self._inbox.append((request_id, lambda: self._submit(request_id, prompt, params, priority, constraint)))
+            await asyncio.wrap_future(constraint)
+        queue = self._streams[request_id] = asyncio.Queue()
+        try:
+            await self._when_free(lambda: self._submit(request_id, prompt, params, priority, constraint))
+            finished = False
+            while not finished:
+                output = await queue.get()
+                if isinstance(output, Exception):
+                    raise output
+                finished = output.finished
+                yield output
+        finally:
+            self._streams.pop(request_id, None)
+            if request_id in self._tracked:
+                await asyncio.shield(self._when_free(lambda: self.abort(request_id)))
+
+    def _when_free(self, action: Callable[[], object]) -> asyncio.Future[None]:
+        """Runs `action` while no step runs; the future has what it raises. Cancelling the future withdraws it."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._between_steps.append((future, action))
         if self._pump is None or self._pump.done():
             self._pump = asyncio.create_task(self._run_streams())
-        finished = False
-        try:
-            while not finished:
-                item = await queue.get()
-                if isinstance(item, Exception):
-                    finished = True
-                    raise item
-                finished = item.finished
-                yield item
-        finally:
-            del self._streams[request_id]
-            if not finished:
-                self._inbox.append((request_id, lambda: self.abort(request_id)))
+        return future
+
+    def _leave_other_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Whoever closes an event loop over its tasks leaves streams behind that nobody will read or close."""
+        if self._pump is None or self._pump.done() or self._pump.get_loop() is loop:
+            return
+        if not self._pump.get_loop().is_closed():
+            raise RuntimeError("another event loop has streams of this LLM; read them all in one, or close those first")
+        wait([self._step_thread.submit(self.abort, request_id) for request_id in self._streams])
+        self._streams, self._pump = {}, None
+        self._between_steps.clear()
 
     async def _run_streams(self) -> None:
-        """Steps the engine in a thread while there is work; additions and aborts happen between steps."""
+        """Steps the engine while streams wait for it."""
         try:
-            while self._inbox or self._tracked:
-                while self._inbox:
-                    request_id, action = self._inbox.popleft()
-                    try:
-                        action()
-                    except (RequestRefused, QueueFull) as error:
-                        self._deliver(request_id, error)
-                for output in await asyncio.to_thread(self.step):
-                    self._deliver(output.request_id, _snapshot(output))
+            self._act()
+            while self._streams and self.engine.has_unfinished:
+                for output in await self._step_in_thread():
+                    queue = self._streams.get(output.request_id)
+                    if queue is not None:
+                        queue.put_nowait(_snapshot(output))
+                self._act()
+        except asyncio.CancelledError:
+            self._end_all(RuntimeError("the task that steps the engine for all streams was cancelled"))
+            raise
         except Exception as error:
-            for request_id in list(self._streams):
-                self._deliver(request_id, error)
+            self._end_all(error)
+
+    def _act(self) -> None:
+        while self._between_steps:
+            future, action = self._between_steps.popleft()
+            if future.cancelled():
+                continue
+            try:
+                action()
+            except Exception as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+
+    async def _step_in_thread(self) -> list[RequestOutput]:
+        step = self._step_thread.submit(self.step)
+        try:
+            return await asyncio.wrap_future(step)
+        except asyncio.CancelledError:
+            wait([step])  # it goes on in its thread, and nothing may touch the engine beside it
             raise
 
-    def _deliver(self, request_id: str, item: RequestOutput | Exception) -> None:
-        queue = self._streams.get(request_id)
-        if queue is not None:
-            queue.put_nowait(item)
+    def _end_all(self, error: Exception) -> None:
+        """Every stream raises `error`, and aborts its own request."""
+        self._act()
+        for queue in self._streams.values():
+            queue.put_nowait(error)
 
 
 def _snapshot(output: RequestOutput) -> RequestOutput:

@@ -31,6 +31,8 @@ LOADING_NICENESS = 10
 """While the backends load, beside an engine that starts."""
 NICENESS = 15
 """Of a compilation that the machine's idle time does not serve: a thirtieth of a busy core."""
+WALL_FACTOR = 3
+"""Times its budget that a compilation may take by the clock on the wall: a busy machine gives it less than a core."""
 GRACE_SECONDS = 5
 """After the budget the parent kills; a parent that cannot, because it is gone, has this process end itself."""
 
@@ -99,7 +101,7 @@ def _serve(connection: socket.socket, backends: Backends, limits: ConstraintLimi
     write_frame(stream, msgspec.msgpack.encode(started))
     decoder = msgspec.msgpack.Decoder(ConstraintSpec)
     while (frame := read_frame(stream)) is not None:
-        signal.alarm(math.ceil(limits.compile_seconds) + GRACE_SECONDS)
+        signal.alarm(math.ceil(WALL_FACTOR * limits.compile_seconds) + GRACE_SECONDS)
         answer = _compile(backends, decoder.decode(frame), limits)
         signal.alarm(0)
         write_frame(stream, answer)

@@ -54,7 +54,7 @@ class ConstraintLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     max_alternatives: int = 10_000
     """Entries of one `enum`, `anyOf`, `oneOf`, `allOf`, `properties`, or of a choice."""
     compile_seconds: float = 10.0
-    """Wall clock for one compilation; the process that runs it is killed at its end."""
+    """Processor time of one compilation, and a third of its time on the wall; then its process is killed."""
     compile_memory_bytes: int = 2**31
     """Address space that one compilation may add."""
 

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from ray.exceptions import ActorDiedError, RayTaskError
 
 from cluster.engine.request import SequenceOutput
 from cluster.serve import submission
@@ -161,6 +162,32 @@ def test_a_stream_whose_connection_breaks_ends_with_an_error_and_the_next_reques
             writer.close()
             await server.until_idle()
             assert (await server.post(max_tokens=2))[0] == 200
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ActorDiedError(), "the engine failed: its process died"),
+        (RayTaskError("generate", "Traceback: a file, a line", KeyError("x")), "the engine failed: KeyError: 'x'"),
+    ],
+)
+def test_what_a_call_to_an_engine_raises_is_told_in_a_line(
+    error: Exception, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        async with local_server() as server:
+
+            async def failing(*_: object) -> None:
+                raise error
+
+            monkeypatch.setattr(server.replica, "generate", failing)
+            status, body = await server.post(max_tokens=2)
+            assert status == 500
+            assert json.loads(body)["error"]["message"].startswith(told)
+            assert "Traceback" not in body.decode()
+            await server.until_idle()
 
     asyncio.run(run())
 

@@ -93,6 +93,19 @@ def test_processes_run_below_everybody(compiler: Compiler) -> None:
     assert os.sched_getscheduler(process_tree()[1][0]) == os.SCHED_IDLE
 
 
+@forked
+def test_time_that_a_busy_machine_gives_to_others_is_not_the_constraints(demo_vocabulary: Vocabulary) -> None:
+    compiler = Compiler(demo_vocabulary, ConstraintLimits(compile_seconds=1.5), num_processes=1)
+    compile_regex(compiler, "a")
+    pid = process_tree()[1][0]
+    os.kill(pid, signal.SIGSTOP)  # all of the time, here
+    compiled = compiler.resolve(ConstraintSpec(kind="regex", text="b"))
+    time.sleep(2.0)
+    os.kill(pid, signal.SIGCONT)
+    assert compiled.result(timeout=PATIENCE_S).compiled
+    compiler.close()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the system limits no memory")
 def test_a_compilation_that_needs_too_much_memory_is_refused_and_the_next_one_is_not(
     plugin: None, demo_vocabulary: Vocabulary

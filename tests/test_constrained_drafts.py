@@ -268,11 +268,12 @@ def test_the_end_inside_a_draft_ends_the_sequence(plain: LLM, drafting: LLM, mon
     def knowing(sequence: Sequence) -> list[int]:
         return [*by_seed[sequence.seed], *beyond][sequence.num_output_tokens :][:8]
 
-    before = drafting.engine.stats().num_steps
+    before = drafting.engine.stats()
     propose(drafting, knowing, monkeypatch)
     assert_same(answers(drafting, params), expected)
-    num_steps = drafting.engine.stats().num_steps - before
-    assert num_steps < max(len(choice.token_ids) for choice in expected)
+    after = drafting.engine.stats()
+    num_late = after.num_late_rows - before.num_late_rows  # each may cost a step, on a busy machine
+    assert after.num_steps - before.num_steps - num_late < max(len(choice.token_ids) for choice in expected)
     monkeypatch.undo()
     nothing_left(drafting)
 

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
 
 import msgspec
 import pytest
 from ray.exceptions import RayTaskError
 
-from cluster.engine.request import Account, EngineRequest
+from cluster.engine.request import EngineRequest
 from cluster.engine.stats import ConstraintStats, EngineStats
+from cluster.http.endpoints.status import Health, health_of
 from cluster.http.errors import ApiError
 from cluster.http.metrics import Metrics
 from cluster.llm import LLM, ConstraintSpec, SamplingParams
-from cluster.serve.ingress import health
+from cluster.serve.channel import RequestResult
 from cluster.serve.submission import Submission
 from cluster.text.tokenizer import Tokenizer
 from structured.compiler import CACHE_BYTES, CompilerFailed
 from structured.grammar_worker import GRAMMAR_CACHE_BYTES
 from tests.checkpoints import checkpoint
-from tests.grammar_pools import DEMO
+from tests.grammar_pools import DEMO, wait_until
 from tests.test_engine import make_engine
 
 
@@ -34,12 +34,13 @@ def test_an_engine_counts_its_compilers_and_what_its_caches_hold() -> None:
     assert llm.engine.stats().constraints == ConstraintStats()
     for regex in ("[0-9]{3}", "[a-f]{4}"):
         llm.generate(["a"], SamplingParams(constraint=ConstraintSpec(kind="regex", text=regex), max_tokens=8))
+    wait_until(lambda: llm.engine.stats().constraints.num_grammars >= 2)  # counted after the rows are there
     stats = llm.engine.stats()
     found = stats.constraints
     assert (found.num_compilers, found.num_compilers_alive, found.num_cached) == (2, 2, 2)
     assert 0 < found.cached_bytes < found.max_cached_bytes == CACHE_BYTES
-    assert found.num_grammars == 2
-    assert 60_000 < found.grammar_bytes < found.max_grammar_bytes == GRAMMAR_CACHE_BYTES
+    assert found.max_grammar_bytes in (GRAMMAR_CACHE_BYTES, 2 * GRAMMAR_CACHE_BYTES)  # a busy worker gets a helper
+    assert 60_000 < found.grammar_bytes < found.max_grammar_bytes
     text = Metrics("m").render([stats, stats]).decode()
     for name in msgspec.structs.asdict(found):
         assert gauge(text, name) == 2 * getattr(found, name)
@@ -57,18 +58,18 @@ def with_compilers(stats: EngineStats, number: int, alive: int) -> EngineStats:
 def test_health_is_degraded_while_an_engine_cannot_compile(stats: EngineStats) -> None:
     fine, lame, broken = (with_compilers(stats, 2, alive) for alive in (2, 1, 0))
     for engines in ([stats], [fine], [lame], [fine, lame], [fine, msgspec.structs.replace(broken, alive=False)]):
-        assert health(engines, 30.0) == b'{"status":"ok"}'
+        assert health_of(engines, 30.0) == Health(status="ok")
     for engines in ([broken], [fine, broken]):
-        answer = json.loads(health(engines, 30.0))
-        assert answer["status"] == "degraded"
-        assert "no grammar compiler" in answer["reason"]
+        answer = health_of(engines, 30.0)
+        assert answer.status == "degraded"
+        assert "no grammar compiler" in (answer.reason or "")
 
 
 def test_health_fails_where_no_engine_steps(stats: EngineStats) -> None:
     with pytest.raises(ApiError, match="every engine has failed"):
-        health([msgspec.structs.replace(stats, alive=False)], 30.0)
-    with pytest.raises(ApiError, match="no step completed for 31 s; the bound is 30 s"):
-        health([msgspec.structs.replace(stats, seconds_since_progress=31.0)], 30.0)
+        health_of([msgspec.structs.replace(stats, alive=False)], 30.0)
+    with pytest.raises(ApiError, match="no request went on for 31 s; the bound is 30 s"):
+        health_of([msgspec.structs.replace(stats, seconds_since_progress=31.0)], 30.0)
 
 
 class FailingClient:
@@ -80,7 +81,7 @@ class FailingClient:
         self.submissions: dict[str, Submission] = {}
         self._error = error
 
-    async def generate(self, request: EngineRequest) -> Account:
+    async def generate(self, request: EngineRequest) -> RequestResult:
         raise RayTaskError("generate", "a whole traceback", self._error).as_instanceof_cause()
 
 
@@ -96,4 +97,4 @@ def test_a_client_reads_why_the_engine_failed_and_no_traceback() -> None:
     with pytest.raises(ApiError) as caught:
         asyncio.run(read())
     assert caught.value.status == 500
-    assert caught.value.message == "the engine failed: the grammar compiler does not start"
+    assert caught.value.message == "the engine failed: CompilerFailed: the grammar compiler does not start"

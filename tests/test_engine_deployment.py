@@ -69,19 +69,19 @@ async def until_idle(replica: EngineReplica) -> None:
     await until(idle)
 
 
-def test_tokens_travel_on_the_channel_and_the_call_answers_with_the_account() -> None:
+def test_tokens_travel_on_the_channel_and_the_call_answers_with_the_result() -> None:
     async def scenario() -> None:
         replica, ingress = new_replica(), Ingress()
         address = await ingress.receiver.start()
-        accounts = await asyncio.gather(*(replica.generate(request(name, 24), address) for name in "ab"))
+        results = await asyncio.gather(*(replica.generate(request(name, 24), address) for name in "ab"))
         await until(lambda: sum(output.finish is not None for output in ingress.outputs) == 2)
         expected = reference_greedy(checkpoint("llama"), PROMPT, 24)
-        for name, account in zip("ab", accounts, strict=True):
+        for name, result in zip("ab", results, strict=True):
             deltas = [output for output in ingress.outputs if output.request_id == name]
             assert [token for delta in deltas for token in delta.token_ids] == expected
-            assert account.finish is FinishStatus.FINISHED_LENGTH
-            assert account.usage is not None
-            assert account.usage.num_output_tokens == 24
+            assert result.finish is FinishStatus.FINISHED_LENGTH
+            assert result.usage is not None
+            assert result.usage.num_output_tokens == 24
 
     asyncio.run(scenario())
 
@@ -143,10 +143,10 @@ def test_cancelling_the_call_a_stop_string_and_a_lost_ingress_each_free_the_requ
         stopped = asyncio.ensure_future(replica.generate(request("stopped"), address))
         await until(lambda: ingress.outputs[-1].request_id == "stopped")
         connection.send(Control("stopped", 0, 1))
-        account = await asyncio.wait_for(stopped, 10)
-        assert account.finish is FinishStatus.FINISHED_STOPPED
-        assert account.usage is not None
-        assert account.usage.num_output_tokens == 1
+        result = await asyncio.wait_for(stopped, 10)
+        assert result.finish is FinishStatus.FINISHED_STOPPED
+        assert result.usage is not None
+        assert result.usage.num_output_tokens == 1
         await until_idle(replica)
 
         lost = asyncio.ensure_future(replica.generate(request("lost"), address))

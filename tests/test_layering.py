@@ -52,6 +52,7 @@ INSIDE: dict[str, tuple[str, ...]] = {
     ),
     "cluster.engine": (
         # What is told and answered
+        "cluster.engine.interrupts",
         "cluster.engine.request",
         "cluster.engine.stats",
         # Who computes what: plain Python
@@ -115,6 +116,48 @@ INSIDE: dict[str, tuple[str, ...]] = {
         "workers.worker",
         "workers.trial",
     ),
+    "cluster": (
+        "cluster.config",
+        "cluster.engine",
+        "cluster.text",
+        "cluster.llm",
+        "cluster.http",
+        "cluster.http.errors",
+        "cluster.http.codec",
+        "cluster.http.protocol",
+        "cluster.http.protocol.body_limits",
+        "cluster.http.protocol.chat_messages",
+        "cluster.http.protocol.constraints",
+        "cluster.http.protocol.tools",
+        "cluster.http.protocol.usage",
+        "cluster.http.protocol.requests",
+        "cluster.http.protocol.responses",
+        "cluster.http.logprobs",
+        "cluster.http.chat_output",
+        "cluster.http.prompts",
+        "cluster.http.metrics",
+        "cluster.http.engines",
+        "cluster.http.answers",
+        "cluster.http.exchange",
+        "cluster.http.state",
+        "cluster.http.endpoints",
+        "cluster.http.routing",
+        "cluster.http.routes",
+        "cluster.http.openapi",
+        "cluster.http.app",
+        "cluster.serve",
+        "cluster.serve.burst",
+        "cluster.serve.listener",
+        "cluster.serve.start_failure",
+        "cluster.serve.own_ray",
+        "cluster.serve.joined_ray",
+        "cluster.serve.channel",
+        "cluster.serve.submission",
+        "cluster.serve.engine_deployment",
+        "cluster.serve.ingress",
+        "cluster.serve.app",
+        "cluster.cli",
+    ),
 }
 """The modules of a room, lowest first: a module may import those before it. A name stands for all modules under it that
 have no place of their own.
@@ -125,6 +168,9 @@ OWNED: dict[str, tuple[str, ...]] = {
     "workers.platforms.cpu": ("workers.platforms",),
 }
 """Beginnings of names: who alone may import the modules. A device's kernels are behind its platform."""
+
+RAY_USERS = ("cluster.serve", "structured.transport")
+"""Who may import Ray: the HTTP application and the engine run without it."""
 
 
 @functools.cache
@@ -151,6 +197,17 @@ def imports(module: str, tree: ast.Module) -> Iterator[str]:
             yield from names & ALL
             if node.module in ALL and not names <= ALL:
                 yield node.module
+
+
+def packages(tree: ast.Module) -> set[str]:
+    """The packages, of this repository or not, of which a module imports something anywhere in its text."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            found.add(node.module.partition(".")[0])
+    return found
 
 
 def place(module: str, order: tuple[str, ...]) -> int:
@@ -201,6 +258,16 @@ def test_a_devices_modules_are_imported_by_their_owners_only(owned: str) -> None
         for module, tree in modules(room).items()
         for other in imports(module, tree)
         if other.startswith(owned) and not module.startswith(OWNED[owned])
+    ]
+    assert not others
+
+
+def test_ray_is_imported_by_its_users_only() -> None:
+    others = [
+        module
+        for room in ROOMS
+        for module, tree in modules(room).items()
+        if "ray" in packages(tree) and not module.startswith(RAY_USERS)
     ]
     assert not others
 

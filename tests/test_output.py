@@ -18,7 +18,8 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from cluster.engine.request import FinishStatus, SequenceOutput
-from cluster.text.detokenizer import CompletionLogprobText, SequenceText, chat_logprobs, prompt_logprobs
+from cluster.http.logprobs import CompletionLogprobText, chat_logprobs, prompt_logprobs
+from cluster.text.detokenizer import SequenceText
 from cluster.text.tokenizer import TemplateError, Tokenizer, TokenizerError
 from tests.checkpoints import CORPUS, make_tokenizer
 from workers.sampling_params import SamplingParams
@@ -246,7 +247,7 @@ def test_token_bytes_make_the_text() -> None:
 
 def test_an_http_process_needs_no_torch() -> None:
     code = (
-        "import sys; from cluster.text.detokenizer import SequenceText; from cluster.http.protocol import decode_chat;"
+        "import sys; from cluster.text.detokenizer import SequenceText; from cluster.http.app import HttpApp;"
         f"from cluster.text.tokenizer import Tokenizer; Tokenizer({str(folder_of('bytelevel'))!r}).encode('hello');"
         "assert not {'torch', 'transformers', 'ray'} & set(sys.modules)"
     )

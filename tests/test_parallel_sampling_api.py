@@ -25,12 +25,13 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletionChunk
 
 from cluster.engine.request import EngineRequest, FinishStatus, Usage
-from cluster.http import protocol
 from cluster.http.answers import ChatAnswer
 from cluster.http.chat_output import ChatPlan
+from cluster.http.codec import SSE_DONE
+from cluster.http.engines import Event
+from cluster.http.protocol.requests import ChatCompletionRequest
 from cluster.llm import LLM, CompletionOutput, ConstraintSpec, OutputKind, RequestOutput, SamplingParams
 from cluster.serve.channel import Control
-from cluster.serve.submission import Event
 from tests.checkpoints import checkpoint
 from tests.server import Server, shared_server
 from tests.test_engine_deployment import Ingress, new_replica, until, until_idle
@@ -215,10 +216,10 @@ def test_choices_begin_in_order_whoever_speaks_first() -> None:
 
     async def stream() -> list[ChatCompletionChunk]:
         body: Any = {"model": "m", "messages": MESSAGES, "n": 3, "stream": True}
-        request = msgspec.convert(body, protocol.ChatCompletionRequest)
+        request = msgspec.convert(body, ChatCompletionRequest)
         answer: Any = ChatAnswer(request, "chatcmpl-1", "m", None, ChatPlan(prompt="", params=SamplingParams(n=3)))
         events = [event async for event in answer.stream(Events())]
-        assert events.pop() == protocol.SSE_DONE
+        assert events.pop() == SSE_DONE
         return [ChatCompletionChunk.model_validate_json(event.removeprefix(b"data: ")) for event in events]
 
     chunks = asyncio.run(stream())
@@ -347,7 +348,7 @@ def test_n_with_an_equal_best_of_is_served(client: openai.OpenAI, server: Server
     assert len(reply.choices) == 2
 
 
-# ---- accounts ------------------------------------------------------------------------------------------------------
+# ---- usage ---------------------------------------------------------------------------------------------------------
 
 
 def totals(server: Server) -> dict[str, float]:
@@ -427,9 +428,9 @@ def test_one_call_stays_open_until_the_last_choice_has_ended() -> None:
         call = asyncio.ensure_future(replica.generate(request, address))
         connection = await ingress.first()
         connection.send(Control("x", 1, 1))
-        account = await asyncio.wait_for(call, 30)
-        assert account.finish is FinishStatus.FINISHED_LENGTH
-        assert account.usage == Usage(4, 300 + 1 + 300, 0)
+        result = await asyncio.wait_for(call, 30)
+        assert result.finish is FinishStatus.FINISHED_LENGTH
+        assert result.usage == Usage(4, 300 + 1 + 300, 0)
         await until(lambda: sum(output.finish is not None for output in ingress.outputs) == 2)
 
         call = asyncio.ensure_future(replica.generate(request, address))

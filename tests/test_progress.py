@@ -147,8 +147,8 @@ def test_a_message_ends_the_wait_of_a_replica_that_has_nothing_to_compute(monkey
         )
         await until(lambda: replica.engine.stats().num_late_rows == 1)
         request = EngineRequest(request_id="plain", prompt_token_ids=[8], params=plain())
-        account = await asyncio.wait_for(replica.generate(request, address), 10)
-        assert account.finish is FinishStatus.FINISHED_LENGTH
+        result = await asyncio.wait_for(replica.generate(request, address), 10)
+        assert result.finish is FinishStatus.FINISHED_LENGTH
         assert not slow_one.done()
         assert (await asyncio.wait_for(slow_one, 30)).finish is FinishStatus.FINISHED_STOPPED
 

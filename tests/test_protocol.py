@@ -13,23 +13,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.engine.request import Usage
-from cluster.http import protocol
-from cluster.http.protocol import ApiError, decode_chat, decode_completion, decode_detokenize, decode_tokenize
-from cluster.http.usage import usage_info
+from cluster.http.codec import decode, encode, sse_event
+from cluster.http.endpoints.models import ModelCard, ModelList
+from cluster.http.endpoints.tokens import DetokenizeRequest, TokenizeRequest
+from cluster.http.errors import ApiError
+from cluster.http.protocol import responses
+from cluster.http.protocol.requests import ChatCompletionRequest, CompletionRequest
+from cluster.http.protocol.usage import usage_info
 from workers.sampling_params import SamplingParams
 
-chat_fields = [field.encode_name for field in msgspec.structs.fields(protocol.ChatCompletionRequest)]
-completion_fields = [field.encode_name for field in msgspec.structs.fields(protocol.CompletionRequest)]
+chat_fields = [field.encode_name for field in msgspec.structs.fields(ChatCompletionRequest)]
+completion_fields = [field.encode_name for field in msgspec.structs.fields(CompletionRequest)]
 
 HELLO = [{"role": "user", "content": "hello"}]
 
 
-def chat(**fields: Any) -> protocol.ChatCompletionRequest:
-    return decode_chat(json.dumps({"model": "m", "messages": HELLO} | fields).encode())
+def chat(**fields: Any) -> ChatCompletionRequest:
+    return decode(ChatCompletionRequest, json.dumps({"model": "m", "messages": HELLO} | fields).encode())
 
 
-def completion(**fields: Any) -> protocol.CompletionRequest:
-    return decode_completion(json.dumps({"model": "m", "prompt": "hello"} | fields).encode())
+def completion(**fields: Any) -> CompletionRequest:
+    return decode(CompletionRequest, json.dumps({"model": "m", "prompt": "hello"} | fields).encode())
 
 
 def refused(call: Any, *args: Any, **fields: Any) -> ApiError:
@@ -293,9 +297,9 @@ def test_a_mistake_in_a_completion_body_names_its_field(fields: dict[str, Any], 
 
 
 def test_missing_fields_are_named() -> None:
-    assert refused(decode_chat, b'{"model": "m"}').param == "messages"
-    assert refused(decode_chat, b'{"messages": []}').param == "model"
-    assert refused(decode_completion, b'{"model": "m"}').param == "prompt"
+    assert refused(decode, ChatCompletionRequest, b'{"model": "m"}').param == "messages"
+    assert refused(decode, ChatCompletionRequest, b'{"messages": []}').param == "model"
+    assert refused(decode, CompletionRequest, b'{"model": "m"}').param == "prompt"
 
 
 @pytest.mark.parametrize(
@@ -315,11 +319,11 @@ def test_missing_fields_are_named() -> None:
     ],
 )
 def test_bodies_that_are_no_json_object(body: bytes, reason: str) -> None:
-    for decode in (decode_chat, decode_completion, decode_tokenize, decode_detokenize):
+    for kind in (ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest):
         with pytest.raises(ApiError) as caught:
-            decode(body)
+            decode(kind, body)
         assert caught.value.status == 400
-        if decode is decode_chat:
+        if kind is ChatCompletionRequest:
             assert any(word in caught.value.message for word in reason.split("|"))
 
 
@@ -352,32 +356,32 @@ def test_any_completion_body_is_taken_or_refused_by_name(fields: dict[str, Any])
 @given(st.binary(max_size=40))
 def test_any_bytes_are_answered(body: bytes) -> None:
     with pytest.raises(ApiError):
-        decode_chat(body)
+        decode(ChatCompletionRequest, body)
 
 
 def test_tokenize_takes_text_or_messages() -> None:
-    assert decode_tokenize(b'{"prompt": ""}').prompt == ""
-    request = decode_tokenize(json.dumps({"model": "m", "messages": HELLO}).encode())
+    assert decode(TokenizeRequest, b'{"prompt": ""}').prompt == ""
+    request = decode(TokenizeRequest, json.dumps({"model": "m", "messages": HELLO}).encode())
     assert request.template_messages() == HELLO
-    assert refused(decode_tokenize, b"{}").param == "prompt"
-    assert refused(decode_tokenize, b'{"prompt": "a", "messages": []}').param == "prompt"
-    assert refused(decode_tokenize, b'{"messages": []}').param == "messages"
-    assert decode_detokenize(b'{"tokens": []}').tokens == []
-    assert refused(decode_detokenize, b'{"tokens": [-1]}').param == "tokens[0]"
-    assert refused(decode_detokenize, b'{"tokens": ["a"]}').param == "tokens[0]"
+    assert refused(decode, TokenizeRequest, b"{}").param == "prompt"
+    assert refused(decode, TokenizeRequest, b'{"prompt": "a", "messages": []}').param == "prompt"
+    assert refused(decode, TokenizeRequest, b'{"messages": []}').param == "messages"
+    assert decode(DetokenizeRequest, b'{"tokens": []}').tokens == []
+    assert refused(decode, DetokenizeRequest, b'{"tokens": [-1]}').param == "tokens[0]"
+    assert refused(decode, DetokenizeRequest, b'{"tokens": ["a"]}').param == "tokens[0]"
 
 
 # ---- responses -----------------------------------------------------------------------------------------------------
 
 USAGE = usage_info([Usage(5, 2, 4, 1, 6), Usage(3, 1, 0, 2)])
-TOP = protocol.TopLogprob("b", -1.0, [98])
-CHAT_LOGPROBS = protocol.ChatLogprobs([protocol.ChatTokenLogprob("a", -0.5, [97], [TOP])])
+TOP = responses.TopLogprob("b", -1.0, [98])
+CHAT_LOGPROBS = responses.ChatLogprobs([responses.ChatTokenLogprob("a", -0.5, [97], [TOP])])
 COMMON: dict[str, Any] = {"id": "x-1", "created": 1, "model": "m"}
 
 
 def parsed(kind: Any, response: msgspec.Struct) -> Any:
     """Validates strictly, which the client itself does not."""
-    return kind.model_validate_json(protocol.encode(response), strict=True)
+    return kind.model_validate_json(encode(response), strict=True)
 
 
 def test_usage_sums_over_prompts() -> None:
@@ -389,10 +393,10 @@ def test_usage_sums_over_prompts() -> None:
 
 
 def test_openai_s_types_parse_a_chat_completion() -> None:
-    choice = protocol.ChatChoice(
-        message=protocol.ChatResponseMessage("hé"), logprobs=CHAT_LOGPROBS, finish_reason="stop", stop_reason="x"
+    choice = responses.ChatChoice(
+        message=responses.ChatResponseMessage("hé"), logprobs=CHAT_LOGPROBS, finish_reason="stop", stop_reason="x"
     )
-    body = parsed(openai_chat.ChatCompletion, protocol.ChatCompletion(**COMMON, choices=[choice], usage=USAGE))
+    body = parsed(openai_chat.ChatCompletion, responses.ChatCompletion(**COMMON, choices=[choice], usage=USAGE))
     assert body.choices[0].message.content == "hé"
     assert body.choices[0].message.role == "assistant"
     assert body.choices[0].finish_reason == "stop"
@@ -402,32 +406,32 @@ def test_openai_s_types_parse_a_chat_completion() -> None:
 
 
 def test_openai_s_types_parse_chat_chunks() -> None:
-    first = protocol.ChatChunkChoice(delta=protocol.ChatDelta(role="assistant", content=""), logprobs=CHAT_LOGPROBS)
-    chunk = protocol.ChatCompletionChunk(**COMMON, choices=[first])
+    first = responses.ChatChunkChoice(delta=responses.ChatDelta(role="assistant", content=""), logprobs=CHAT_LOGPROBS)
+    chunk = responses.ChatCompletionChunk(**COMMON, choices=[first])
     body = parsed(openai_chat.ChatCompletionChunk, chunk)
     assert (body.choices[0].delta.role, body.choices[0].delta.content) == ("assistant", "")
     assert body.choices[0].finish_reason is None
-    assert b"usage" not in protocol.encode(chunk)
-    assert protocol.sse_event(chunk) == b"data: " + protocol.encode(chunk) + b"\n\n"
-    last = protocol.ChatChunkChoice(delta=protocol.ChatDelta(), finish_reason="length")
-    body = parsed(openai_chat.ChatCompletionChunk, protocol.ChatCompletionChunk(**COMMON, choices=[last], usage=None))
+    assert b"usage" not in encode(chunk)
+    assert sse_event(chunk) == b"data: " + encode(chunk) + b"\n\n"
+    last = responses.ChatChunkChoice(delta=responses.ChatDelta(), finish_reason="length")
+    body = parsed(openai_chat.ChatCompletionChunk, responses.ChatCompletionChunk(**COMMON, choices=[last], usage=None))
     assert body.choices[0].finish_reason == "length"
     assert body.choices[0].delta.model_dump(exclude_unset=True) == {}
-    body = parsed(openai_chat.ChatCompletionChunk, protocol.ChatCompletionChunk(**COMMON, choices=[], usage=USAGE))
+    body = parsed(openai_chat.ChatCompletionChunk, responses.ChatCompletionChunk(**COMMON, choices=[], usage=USAGE))
     assert body.usage.total_tokens == 11
 
 
 def test_openai_s_types_parse_a_completion() -> None:
-    logprobs = protocol.CompletionLogprobs([0], ["a"], [-0.5], [{"a": -0.5, "b": -1.0}])
-    choice = protocol.CompletionChoice(index=1, text="a", logprobs=logprobs, finish_reason="length")
-    body = parsed(openai_types.Completion, protocol.Completion(**COMMON, choices=[choice], usage=USAGE))
+    logprobs = responses.CompletionLogprobs([0], ["a"], [-0.5], [{"a": -0.5, "b": -1.0}])
+    choice = responses.CompletionChoice(index=1, text="a", logprobs=logprobs, finish_reason="length")
+    body = parsed(openai_types.Completion, responses.Completion(**COMMON, choices=[choice], usage=USAGE))
     assert body.choices[0].logprobs.top_logprobs == [{"a": -0.5, "b": -1.0}]
     assert (body.choices[0].index, body.choices[0].finish_reason) == (1, "length")
 
 
 def test_openai_s_types_parse_the_models() -> None:
-    card = protocol.ModelCard(id="m", created=1, max_model_len=512)
-    body = json.loads(protocol.encode(protocol.ModelList([card])))
+    card = ModelCard(id="m", created=1, max_model_len=512)
+    body = json.loads(encode(ModelList([card])))
     assert body["object"] == "list"
     assert openai_types.Model.model_validate(body["data"][0], strict=True).id == "m"
 

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.http.chat_output import ChatPlan, ChatReader, MessageBuilder, plan_chat
+from cluster.http.codec import decode
 from cluster.http.errors import ApiError
-from cluster.http.protocol import decode_chat
+from cluster.http.protocol.requests import ChatCompletionRequest
 from cluster.text.reasoning import FORMATS, ReasoningFormat, ReasoningSplitter, detect_reasoning
 from cluster.text.tokenizer import Tokenizer
 from workers.model_config import resolve_model_folder
@@ -84,7 +85,7 @@ def tokenizer() -> Tokenizer:
 
 def plan(tokenizer: Tokenizer, prompt: str, **fields: Any) -> ChatPlan:
     message = {"role": "user", "content": "x"}
-    request = decode_chat(json.dumps({"model": "m", "messages": [message], **fields}).encode())
+    request = decode(ChatCompletionRequest, json.dumps({"model": "m", "messages": [message], **fields}).encode())
     return plan_chat(request, request.sampling_params(), tokenizer, prompt)
 
 

@@ -174,6 +174,10 @@ def chat(**fields) -> dict:
     return {"messages": MESSAGES, "max_tokens": 4, **fields}
 
 
+LONE_SURROGATE_CALL = {
+    "role": "assistant",
+    "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}],
+}
 BAD_REQUESTS = [
     ("/v1/chat/completions", b"{not json", 400, None),
     ("/v1/chat/completions", b'{"model": "\xff\xfe"}', 400, None),
@@ -189,6 +193,7 @@ BAD_REQUESTS = [
     ("/v1/chat/completions", {"messages": MESSAGES, "max_completion_tokens": 10**9}, 400, "max_completion_tokens"),
     ("/v1/chat/completions", chat(messages=[{"role": "user", "content": "word " * 9000}]), 400, "messages"),
     ("/v1/chat/completions", chat(chat_template_kwargs={"self": 1}), 400, "chat_template_kwargs.self"),
+    ("/v1/chat/completions", chat(messages=[*MESSAGES, LONE_SURROGATE_CALL]), 400, "messages"),
     (
         "/tokenize",
         {"messages": MESSAGES, "chat_template_kwargs": {"messages": []}},

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from cluster.config import ServeConfig
-from cluster.engine.request import Account, EngineRequest
+from cluster.engine.request import EngineRequest
+from cluster.http.codec import decode
 from cluster.http.errors import ApiError
 from cluster.http.metrics import Metrics
-from cluster.http.protocol import decode_chat, decode_completion
-from cluster.serve.channel import Address
+from cluster.http.protocol.requests import ChatCompletionRequest, CompletionRequest
+from cluster.serve.channel import Address, RequestResult
 from cluster.serve.engine_deployment import EngineReplica
 from cluster.serve.submission import EngineClient, Submission
 from cluster.text.tokenizer import Tokenizer
@@ -50,13 +51,13 @@ def test_what_is_too_much_is_refused_with_value_bound_and_remedy(body: dict, par
     encoded = json.dumps(body).encode()
     assert len(encoded) < 100_000
     with pytest.raises(ApiError, match=words) as caught:
-        (decode_chat if "messages" in body else decode_completion)(encoded)
+        decode(ChatCompletionRequest if "messages" in body else CompletionRequest, encoded)
     assert (caught.value.status, caught.value.param) == (400, param)
 
 
 def test_what_is_just_enough_is_decoded() -> None:
     enough = completion(prompt=["a"] * 1024, allowed_token_ids=[1] * 1024, bad_words=["ab"] * 1024)
-    assert len(decode_completion(json.dumps(enough).encode()).prompts()) == 1024
+    assert len(decode(CompletionRequest, json.dumps(enough).encode()).prompts()) == 1024
 
 
 @pytest.mark.timeout(240)
@@ -81,7 +82,7 @@ class Handle:
         self.calls: collections.Counter[int] = collections.Counter()
         self._replica = replica
 
-    def remote(self, request: EngineRequest, address: Address) -> asyncio.Task[Account]:
+    def remote(self, request: EngineRequest, address: Address) -> asyncio.Task[RequestResult]:
         self.calls[self.turn] += 1
         return asyncio.ensure_future(self._replica.generate(request, address))
 

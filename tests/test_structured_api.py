@@ -18,8 +18,9 @@ import openai
 import pydantic
 import pytest
 
+from cluster.http.codec import decode
 from cluster.http.errors import ApiError
-from cluster.http.protocol import decode_chat, decode_completion
+from cluster.http.protocol.requests import ChatCompletionRequest, CompletionRequest
 from structured.constraint import ConstraintSpec
 from tests.server import Server, shared_server
 from workers.model_config import resolve_model_folder
@@ -45,7 +46,7 @@ def json_schema(schema: Any, **more: Any) -> dict[str, Any]:
 
 def chat_constraint(**fields: Any) -> ConstraintSpec | None:
     body = json.dumps({"model": "m", "messages": MESSAGES, **fields}).encode()
-    return decode_chat(body).sampling_params().constraint
+    return decode(ChatCompletionRequest, body).sampling_params().constraint
 
 
 @pytest.mark.parametrize(
@@ -84,7 +85,7 @@ def chat_constraint(**fields: Any) -> ConstraintSpec | None:
 def test_fields_become_one_constraint(fields: dict[str, Any], spec: ConstraintSpec | None) -> None:
     assert chat_constraint(**fields) == spec
     body = json.dumps({"model": "m", "prompt": "x", **fields}).encode()
-    assert decode_completion(body).sampling_params().constraint == spec
+    assert decode(CompletionRequest, body).sampling_params().constraint == spec
 
 
 @pytest.mark.parametrize(

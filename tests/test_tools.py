@@ -17,24 +17,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.engine.request import FinishStatus
-from cluster.http import protocol
 from cluster.http.chat_output import ChatReader, MessageBuilder, plan_chat
+from cluster.http.codec import decode, encode
 from cluster.http.errors import ApiError
-from cluster.http.protocol import ChatCompletionRequest, decode_chat
-from cluster.http.tools import (
-    HERMES,
-    LLAMA3,
-    MISTRAL,
-    Function,
-    Tool,
-    ToolFormat,
-    arguments_schema,
-    calls_grammar,
-    detect_format,
-    template_tools,
-)
-from cluster.http.usage import usage_info
+from cluster.http.protocol import responses
+from cluster.http.protocol.requests import ChatCompletionRequest
+from cluster.http.protocol.tools import Function, Tool, arguments_schema, calls_grammar, template_tools
+from cluster.http.protocol.usage import usage_info
 from cluster.text.tokenizer import Tokenizer
+from cluster.text.tool_formats import HERMES, LLAMA3, MISTRAL, ToolFormat, detect_format
 from cluster.text.tool_parser import Piece, ToolCallParser
 from structured.constraint import ConstraintSpec
 from tests.checkpoints import checkpoint
@@ -56,7 +47,7 @@ FORMATS = [HERMES, MISTRAL, LLAMA3]
 
 def body(**fields: Any) -> ChatCompletionRequest:
     message = {"role": "user", "content": "How is the weather?"}
-    return decode_chat(json.dumps({"model": "m", "messages": [message], **fields}).encode())
+    return decode(ChatCompletionRequest, json.dumps({"model": "m", "messages": [message], **fields}).encode())
 
 
 def tools_field(*tools: Tool) -> list[Any]:
@@ -332,15 +323,15 @@ def test_openai_s_types_parse_calls(tokenizer: Tokenizer) -> None:
     deltas = reader.feed(text, True)
     message.add(deltas)
     common: dict[str, Any] = {"id": "x-1", "created": 1, "model": "m"}
-    choice = protocol.ChatChoice(message=message.message(), finish_reason="tool_calls")
-    body = protocol.ChatCompletion(**common, choices=[choice], usage=usage_info([]))
-    parsed = openai_chat.ChatCompletion.model_validate_json(protocol.encode(body), strict=True).choices[0].message
+    choice = responses.ChatChoice(message=message.message(), finish_reason="tool_calls")
+    body = responses.ChatCompletion(**common, choices=[choice], usage=usage_info([]))
+    parsed = openai_chat.ChatCompletion.model_validate_json(encode(body), strict=True).choices[0].message
     assert (parsed.content, parsed.tool_calls[0].function.arguments) == (None, '{"on": true}')
     chunks = [
-        protocol.ChatCompletionChunk(**common, choices=[protocol.ChatChunkChoice(delta=delta)]) for delta in deltas
+        responses.ChatCompletionChunk(**common, choices=[responses.ChatChunkChoice(delta=delta)]) for delta in deltas
     ]
     first, second = (
-        openai_chat.ChatCompletionChunk.model_validate_json(protocol.encode(chunk), strict=True).choices[0].delta
+        openai_chat.ChatCompletionChunk.model_validate_json(encode(chunk), strict=True).choices[0].delta
         for chunk in chunks
     )
     (begin,), (rest,) = first.tool_calls, second.tool_calls

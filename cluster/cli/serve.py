@@ -10,7 +10,6 @@ import contextlib
 import io
 import logging
 import os
-import pathlib
 import signal
 from typing import Any
 
@@ -87,11 +86,6 @@ def _check_port(host: str, port: int) -> None:
         raise Refusal(error.strerror) from error
 
 
-def served_name(config: ServeConfig) -> str:
-    """The model's name in the API: the configured one, else the last part of its folder or hub id."""
-    return config.served_model_name or pathlib.PurePath(config.engine.model).name
-
-
 def model_message(model: ModelInfo) -> str:
     """What was loaded, how much it holds at a time, and what would make it faster."""
     text = (
@@ -107,7 +101,7 @@ def ready_message(config: ServeConfig) -> str:
     """What a newcomer reads when the server is up: two things to paste and how to stop."""
     host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
     url = f"http://{f'[{host}]' if ':' in host else host}:{config.port}"
-    name = served_name(config)
+    name = config.model_name
     key = config.api_keys[0] if config.api_keys else None
     authorization = " -H 'Authorization: Bearer YOUR-KEY'" if key else ""
     chat_flags = "" if url == "http://127.0.0.1:8000" else f" --url {url}"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
+from cluster.engine.interrupts import uninterrupted
 from cluster.engine.request import Branch, EngineRequest, SequenceOutput
 from workers.sampling_params import MAX_LOGPROBS, SamplingParams
 from workers.step import TokenLogprobs
@@ -120,21 +121,30 @@ def beam_search(
 
     Raises `RequestRefused` where a prompt can never fit, `RuntimeError` where a beam failed.
     """
-    groups = [_Group(engine, f"{name}-{index}", prompt, params) for index, prompt in enumerate(prompts)]
-    by_request = {group.request_id: group for group in groups}
+    request_ids = [f"{name}-{index}" for index in range(len(prompts))]
+    groups: dict[str, _Group] = {}
     try:
-        while any(group.is_open for group in groups):
-            outputs = engine.step()
-            others([output for output in outputs if output.request_id not in by_request])
-            for output in outputs:
-                if output.request_id in by_request:
-                    by_request[output.request_id].take(output)
-            for group in groups:
-                group.go_on()
+        for request_id, prompt in zip(request_ids, prompts, strict=True):
+            with uninterrupted():
+                groups[request_id] = _Group(engine, request_id, prompt, params)
+        while any(group.is_open for group in groups.values()):
+            with uninterrupted():
+                _step(engine, groups, others)
     finally:
-        for group in groups:
-            engine.abort(group.request_id)
-    return [group.beams.finished for group in groups]
+        with uninterrupted():
+            for request_id in request_ids:
+                engine.abort(request_id)
+    return [group.beams.finished for group in groups.values()]
+
+
+def _step(engine: Engine, groups: dict[str, _Group], others: Callable[[list[SequenceOutput]], object]) -> None:
+    outputs = engine.step()
+    others([output for output in outputs if output.request_id not in groups])
+    for output in outputs:
+        if output.request_id in groups:
+            groups[output.request_id].take(output)
+    for group in groups.values():
+        group.go_on()
 
 
 class _Group:
@@ -152,7 +162,8 @@ class _Group:
             temperature=0, logprobs=self.beams.num_candidates, max_tokens=params.max_tokens, ignore_eos=True
         )
         engine.add_request(
-            EngineRequest(request_id=request_id, prompt_token_ids=prompt, params=one, num_branches=params.beam_width)
+            EngineRequest(request_id=request_id, prompt_token_ids=prompt, params=one, num_branches=params.beam_width),
+            queue_is_bounded=False,
         )
 
     def take(self, output: SequenceOutput) -> None:

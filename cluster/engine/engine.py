@@ -131,11 +131,18 @@ class Engine:
                 self.alive = False
                 raise EngineDead(f"two steps in a row failed, last with {type(error).__name__}: {error}") from error
             self._recovering = True
-            self.executor.rebuild()
-            self.scheduler.recompute_all()
+            self._rebuild_ranks()
             return StepOutput(step.step_id)
+        except BaseException:  # a KeyboardInterrupt leaves the ranks with half a step, and is no failure
+            self._rebuild_ranks()
+            raise
         self._recovering = False
         return output
+
+    def _rebuild_ranks(self) -> None:
+        """The ranks forget everything; what runs is computed again from its tokens."""
+        self.executor.rebuild()
+        self.scheduler.recompute_all()
 
     def _count_step(self, made_progress: bool) -> None:
         self._num_steps += 1

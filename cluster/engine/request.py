@@ -94,20 +94,6 @@ class SequenceOutput(msgspec.Struct, array_like=True):
     """With the first tokens, with tokens behind verified drafts, and with `finish`."""
 
 
-class Account(msgspec.Struct, kw_only=True):
-    """How a request ended, the answer of the call that ran it; its tokens travel on `cluster/serve/channel.py`."""
-
-    finish: FinishStatus | None = None
-    """Of the choice that ended last."""
-    usage: Usage | None = None
-    """The prompt once, the output tokens of all choices."""
-    refused: str | None = None
-    """Why it can never be served (HTTP 400), and the field at fault."""
-    param: str | None = None
-    queue_full: str | None = None
-    """Why it cannot be served now (HTTP 429)."""
-
-
 class RequestRefused(ValueError):
     """A request that can never be served, refused before anything is allocated. The message names value, bound and
     remedy.

@@ -1,4 +1,4 @@
-"""Turns the events of a submission into OpenAI's response bodies, whole or chunk by chunk.
+"""Turns the events of a generation into OpenAI's response bodies, whole or chunk by chunk.
 
 An answer knows one body's options (echo, logprobs, usage) and nothing of sockets: `cluster/http/exchange.py` sends it.
 """
@@ -11,21 +11,23 @@ from typing import Protocol
 
 from msgspec import UNSET
 
-from cluster.http import protocol
 from cluster.http.chat_output import ChatPlan, ChatReader, MessageBuilder
-from cluster.http.usage import usage_info
-from cluster.serve.submission import Event, Submission
-from cluster.text.detokenizer import CompletionLogprobText, chat_logprobs, prompt_logprobs
+from cluster.http.codec import SSE_DONE, encode, sse_event
+from cluster.http.engines import Event, Generation
+from cluster.http.logprobs import CompletionLogprobText, chat_logprobs, prompt_logprobs
+from cluster.http.protocol import responses
+from cluster.http.protocol.requests import ChatCompletionRequest, CompletionRequest
+from cluster.http.protocol.usage import usage_info
 from cluster.text.tokenizer import Tokenizer
 from workers.step import TokenLogprobs
 
 
 class Answer(Protocol):
-    async def whole(self, submission: Submission) -> bytes:
+    async def whole(self, generation: Generation) -> bytes:
         """The body of an answer that is not streamed."""
         ...
 
-    def stream(self, submission: Submission) -> AsyncIterator[bytes]:
+    def stream(self, generation: Generation) -> AsyncIterator[bytes]:
         """Server-sent events, the last of them `[DONE]`."""
         ...
 
@@ -35,7 +37,7 @@ class ChatAnswer:
 
     def __init__(
         self,
-        request: protocol.ChatCompletionRequest,
+        request: ChatCompletionRequest,
         answer_id: str,
         model: str,
         tokenizer: Tokenizer,
@@ -48,12 +50,12 @@ class ChatAnswer:
         self._tokenizer = tokenizer
         self._created = int(time.time())
 
-    async def whole(self, submission: Submission) -> bytes:
+    async def whole(self, generation: Generation) -> bytes:
         messages = [MessageBuilder() for _ in self._readers]
-        logprobs = [protocol.ChatLogprobs([]) for _ in self._readers]
+        logprobs = [responses.ChatLogprobs([]) for _ in self._readers]
         endings: dict[int, Event] = {}
         prompt_entries = []
-        async for event in submission:
+        async for event in generation:
             messages[event.index].add(self._readers[event.index].feed(event.text, event.finish is not None))
             if event.logprobs:
                 logprobs[event.index].content += chat_logprobs(self._tokenizer, event.logprobs).content
@@ -61,7 +63,7 @@ class ChatAnswer:
             if event.finish is not None:
                 endings[event.index] = event
         choices = [
-            protocol.ChatChoice(
+            responses.ChatChoice(
                 index=index,
                 message=messages[index].message(),
                 logprobs=logprobs[index] if self._request.logprobs else None,
@@ -70,49 +72,49 @@ class ChatAnswer:
             )
             for index in range(len(messages))
         ]
-        return protocol.encode(
-            protocol.ChatCompletion(
+        return encode(
+            responses.ChatCompletion(
                 id=self._id,
                 created=self._created,
                 model=self._model,
                 choices=choices,
-                usage=usage_info(submission.usages),
+                usage=usage_info(generation.usages),
                 prompt_logprobs=(
                     UNSET if self._request.prompt_logprobs is None else prompt_logprobs(self._tokenizer, prompt_entries)
                 ),
             )
         )
 
-    async def stream(self, submission: Submission) -> AsyncIterator[bytes]:
+    async def stream(self, generation: Generation) -> AsyncIterator[bytes]:
         begun = False
-        async for event in submission:
+        async for event in generation:
             index = event.index
             if not begun:
                 # All choices begin at once, in order of index: the `openai` client's stream helper takes a choice for
                 # the next of its list, whatever index it says.
                 for choice in range(len(self._readers)):
-                    yield self._chunk(choice, protocol.ChatDelta(role="assistant", content=""))
+                    yield self._chunk(choice, responses.ChatDelta(role="assistant", content=""))
                 begun = True
             logprobs = chat_logprobs(self._tokenizer, event.logprobs) if event.logprobs else None
             deltas = self._readers[index].feed(event.text, event.finish is not None)
             if logprobs and not deltas:
-                deltas = [protocol.ChatDelta(content="")]
+                deltas = [responses.ChatDelta(content="")]
             for delta in deltas:
                 yield self._chunk(index, delta, logprobs)
                 logprobs = None
             if event.finish is not None:
-                yield self._chunk(index, protocol.ChatDelta(), ending=event)
+                yield self._chunk(index, responses.ChatDelta(), ending=event)
         if self._request.include_usage:
-            yield protocol.sse_event(
-                protocol.ChatCompletionChunk(
+            yield sse_event(
+                responses.ChatCompletionChunk(
                     id=self._id,
                     created=self._created,
                     model=self._model,
                     choices=[],
-                    usage=usage_info(submission.usages),
+                    usage=usage_info(generation.usages),
                 )
             )
-        yield protocol.SSE_DONE
+        yield SSE_DONE
 
     def _finish_reason(self, ending: Event) -> str:
         assert ending.finish is not None
@@ -121,19 +123,19 @@ class ChatAnswer:
     def _chunk(
         self,
         index: int,
-        delta: protocol.ChatDelta,
-        logprobs: protocol.ChatLogprobs | None = None,
+        delta: responses.ChatDelta,
+        logprobs: responses.ChatLogprobs | None = None,
         ending: Event | None = None,
     ) -> bytes:
-        choice = protocol.ChatChunkChoice(
+        choice = responses.ChatChunkChoice(
             index=index,
             delta=delta,
             logprobs=logprobs,
             finish_reason=None if ending is None else self._finish_reason(ending),
             stop_reason=UNSET if ending is None else ending.stop_reason,
         )
-        return protocol.sse_event(
-            protocol.ChatCompletionChunk(
+        return sse_event(
+            responses.ChatCompletionChunk(
                 id=self._id,
                 created=self._created,
                 model=self._model,
@@ -148,7 +150,7 @@ class CompletionAnswer:
 
     def __init__(
         self,
-        request: protocol.CompletionRequest,
+        request: CompletionRequest,
         answer_id: str,
         model: str,
         tokenizer: Tokenizer,
@@ -173,12 +175,12 @@ class CompletionAnswer:
     def _echo(self, prompt: str | list[int]) -> str:
         return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
 
-    async def whole(self, submission: Submission) -> bytes:
+    async def whole(self, generation: Generation) -> bytes:
         choices = [
-            protocol.CompletionChoice(index=index, text="", logprobs=self._no_logprobs())
+            responses.CompletionChoice(index=index, text="", logprobs=self._no_logprobs())
             for index in range(len(self._begun))
         ]
-        async for event in submission:
+        async for event in generation:
             choice = choices[event.index]
             choice.text += self._text(event)
             logprobs = self._logprobs(event)
@@ -190,27 +192,27 @@ class CompletionAnswer:
             shown = [prompt_logprobs(self._tokenizer, entries) for entries in self._prompt_entries]
             for choice in choices:
                 choice.prompt_logprobs = shown[self._prompt_of(choice.index)]
-        return protocol.encode(self._completion(choices, usage_info(submission.usages)))
+        return encode(self._completion(choices, usage_info(generation.usages)))
 
-    async def stream(self, submission: Submission) -> AsyncIterator[bytes]:
+    async def stream(self, generation: Generation) -> AsyncIterator[bytes]:
         usage = None if self._request.include_usage else UNSET
-        async for event in submission:
+        async for event in generation:
             text, logprobs = self._text(event), self._logprobs(event)
             if text or logprobs or event.finish is not None:
-                choice = protocol.CompletionChoice(
+                choice = responses.CompletionChoice(
                     index=event.index,
                     text=text,
                     logprobs=logprobs,
                     finish_reason=None if event.finish is None else event.finish.value,
                     stop_reason=event.stop_reason,
                 )
-                yield protocol.sse_event(self._completion([choice], usage))
+                yield sse_event(self._completion([choice], usage))
         if self._request.include_usage:
-            yield protocol.sse_event(self._completion([], usage_info(submission.usages)))
-        yield protocol.SSE_DONE
+            yield sse_event(self._completion([], usage_info(generation.usages)))
+        yield SSE_DONE
 
-    def _completion(self, choices: list[protocol.CompletionChoice], usage: object) -> protocol.Completion:
-        return protocol.Completion(
+    def _completion(self, choices: list[responses.CompletionChoice], usage: object) -> responses.Completion:
+        return responses.Completion(
             id=self._id,
             created=self._created,
             model=self._model,
@@ -230,16 +232,16 @@ class CompletionAnswer:
     def _prompt_of(self, choice: int) -> int:
         return choice // self._request.num_choices
 
-    def _no_logprobs(self) -> protocol.CompletionLogprobs | None:
-        return None if self._request.logprobs is None else protocol.CompletionLogprobs([], [], [], [])
+    def _no_logprobs(self) -> responses.CompletionLogprobs | None:
+        return None if self._request.logprobs is None else responses.CompletionLogprobs([], [], [], [])
 
-    def _logprobs(self, event: Event) -> protocol.CompletionLogprobs | None:
+    def _logprobs(self, event: Event) -> responses.CompletionLogprobs | None:
         prompt = self._prompt_of(event.index)
         entries = self._prompt_entries[prompt]
         entries += event.prompt_logprobs or []
         if self._request.logprobs is None or not (event.logprobs or event.prompt_logprobs):
             return None
-        result, texts = protocol.CompletionLogprobs([], [], [], []), self._logprob_texts[event.index]
+        result, texts = responses.CompletionLogprobs([], [], [], []), self._logprob_texts[event.index]
         if self._request.echo:
             num_shown = self._num_shown_entries[event.index]
             if num_shown is None:

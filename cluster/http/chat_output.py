@@ -1,7 +1,8 @@
 """A chat answer's parts: what the request and the chat template ask of the model's text, and how it is taken apart.
 
 `plan_chat` decides once a request; a `ChatReader` then turns text into reasoning, content and tool calls, for whole
-answers and streams alike. Called by the ingress and `cluster/http/answers.py`.
+answers and streams alike. Called by `cluster/http/endpoints/generation.py` and
+`cluster/http/answers.py`.
 """
 
 from __future__ import annotations
@@ -12,16 +13,11 @@ import msgspec
 from msgspec import UNSET
 
 from cluster.engine.request import FinishStatus
-from cluster.http.constraints import json_text
 from cluster.http.errors import refuse
-from cluster.http.protocol import (
-    ChatCompletionRequest,
-    ChatDelta,
-    ChatResponseMessage,
-    FunctionDelta,
-    ToolCallDelta,
-)
-from cluster.http.tools import NamedToolChoice, ToolFormat, calls_grammar, detect_format
+from cluster.http.protocol.constraints import json_text
+from cluster.http.protocol.requests import ChatCompletionRequest
+from cluster.http.protocol.responses import ChatDelta, ChatResponseMessage, FunctionDelta, ToolCallDelta
+from cluster.http.protocol.tools import NamedToolChoice, calls_grammar
 from cluster.text.reasoning import (
     ReasoningFormat,
     ReasoningSplitter,
@@ -30,6 +26,7 @@ from cluster.text.reasoning import (
     section_is_open,
 )
 from cluster.text.tokenizer import Tokenizer
+from cluster.text.tool_formats import ToolFormat, detect_format
 from cluster.text.tool_parser import Piece, ToolCallParser
 from structured.constraint import ConstraintSpec
 from workers.sampling_params import SamplingParams

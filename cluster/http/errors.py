@@ -1,6 +1,7 @@
 """Errors that users of the HTTP endpoint see: one exception in OpenAI's shape, and how others become it.
 
-Raised by `cluster/http/protocol.py` and the ingress, which answers with `ApiError.body`. Never raised by the engine.
+Raised by whatever checks a body and by the endpoints; `cluster/http/app.py` answers with `ApiError.body`. The engine
+never raises it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ import msgspec
 from workers.sampling_params import MAX_LOGPROBS
 
 _ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+RETRIED_STATUSES = (429, 503)
+"""Their answers say when to try again."""
 
 
 class ErrorDetail(msgspec.Struct):

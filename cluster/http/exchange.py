@@ -1,4 +1,4 @@
-"""One HTTP request and its answer, over ASGI's messages; the ingress makes one for each.
+"""One HTTP request and its answer, over ASGI's messages; the application makes one for each request.
 
 A client may be slow, stop reading or leave: its body has a limit in bytes and time, its stream a buffer of limited
 size, and a client that left ends the work for it. What is sent and not taken is timed by `cluster/serve/listener.py`.
@@ -16,8 +16,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 from cluster.config import ServeConfig
-from cluster.http.errors import ApiError
-from cluster.serve.submission import Submission
+from cluster.http.engines import Generation
+from cluster.http.errors import RETRIED_STATUSES, ApiError
 
 DRAINED_BODIES = 16
 """A body beyond the limit is read on for this many limits before the connection is given up."""
@@ -85,6 +85,8 @@ class Exchange:
         self.headers = {key.decode("latin-1").lower(): value.decode("latin-1") for key, value in scope["headers"]}
         given = self.headers.get("x-request-id", "")
         self.request_id = given if 0 < len(given) <= 128 and given.isprintable() else f"req-{secrets.token_hex(8)}"
+        self.path_parameter = ""
+        """What the request's path has in place of the parameter of its route's path, if that has one."""
         self.status = 0
         self.headers_out: list[tuple[bytes, bytes]] = []
         """Sent with a good answer, beside its own."""
@@ -153,13 +155,13 @@ class Exchange:
 
     # ---- the answer ----------------------------------------------------------------------------------------------
 
-    async def stream(self, events: AsyncIterator[bytes], submission: Submission) -> None:
+    async def stream(self, events: AsyncIterator[bytes], generation: Generation) -> None:
         """Sends server-sent events; an error after the first becomes an event of its own.
 
         Events are taken from the engine as they come, whether or not the client reads.
         """
         buffer = StreamBuffer(self._config.client_buffer_bytes)
-        filling = asyncio.ensure_future(_fill(buffer, events, submission))
+        filling = asyncio.ensure_future(_fill(buffer, events, generation))
         try:
             await self.unless_gone(self._send_stream(buffer))
         finally:
@@ -193,7 +195,7 @@ class Exchange:
             await self._send(message)
 
     async def fail(self, error: ApiError) -> None:
-        headers = [(b"retry-after", b"1")] if error.status in (429, 503) else []
+        headers = [(b"retry-after", b"1")] if error.status in RETRIED_STATUSES else []
         if error.code == "client_too_slow":
             headers.append((b"connection", b"close"))  # where the next request would begin nobody knows
         with contextlib.suppress(Exception):  # the client may be gone
@@ -206,11 +208,11 @@ class Exchange:
 
     # ---- what the log says of it ---------------------------------------------------------------------------------
 
-    def note(self, submission: Submission) -> None:
+    def note(self, generation: Generation) -> None:
         """What the log line says of a generation."""
-        usages = submission.usages
+        usages = generation.usages
         self._notes = {
-            "choices": len(submission.choices),
+            "choices": generation.num_choices,
             "prompt_tokens": sum(usage.num_prompt_tokens for usage in usages),
             "output_tokens": sum(usage.num_output_tokens for usage in usages),
         }
@@ -228,7 +230,7 @@ class Exchange:
         return json.dumps(entry)
 
 
-async def _fill(buffer: StreamBuffer, events: AsyncIterator[bytes], submission: Submission) -> None:
+async def _fill(buffer: StreamBuffer, events: AsyncIterator[bytes], generation: Generation) -> None:
     try:
         async for event in events:
             await buffer.put(event)
@@ -237,4 +239,4 @@ async def _fill(buffer: StreamBuffer, events: AsyncIterator[bytes], submission: 
     else:
         buffer.end()
     finally:
-        submission.close()  # at once, however long the client takes to read why
+        generation.close()  # at once, however long the client takes to read why

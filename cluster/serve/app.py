@@ -37,9 +37,7 @@ def application(config: ServeConfig, listens: bool = False) -> serve.Application
     engine = msgspec.structs.replace(
         config.engine, model=_absolute(config.engine.model), tokenizer=_absolute(config.engine.tokenizer)
     )
-    config = msgspec.structs.replace(
-        config, engine=engine, served_model_name=config.served_model_name or pathlib.PurePath(config.engine.model).name
-    )
+    config = msgspec.structs.replace(config, engine=engine, served_model_name=config.model_name)
     num_threads = engine.num_threads or num_cores()
     engines = engine_deployment(engine, config.num_engine_replicas, num_threads).bind(engine)
     return ingress_deployment(config, listens).bind(config, engines)

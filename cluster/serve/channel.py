@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from cluster.engine.request import SequenceOutput
+from cluster.engine.request import FinishStatus, SequenceOutput, Usage
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,20 @@ class Control(msgspec.Struct, array_like=True):
     request_id: str
     index: int | None = None
     num_kept_tokens: int = 0
+
+
+class RequestResult(msgspec.Struct, kw_only=True):
+    """How a request ended: what the Serve call that ran it returns. Its tokens came by the channel."""
+
+    finish: FinishStatus | None = None
+    """Of the choice that ended last."""
+    usage: Usage | None = None
+    """The prompt once, the output tokens of all choices."""
+    refused: str | None = None
+    """Why it can never be served (HTTP 400), and the field at fault."""
+    param: str | None = None
+    queue_full: str | None = None
+    """Why it cannot be served now (HTTP 429)."""
 
 
 _outputs_decoder = msgspec.msgpack.Decoder(list[SequenceOutput])

@@ -22,10 +22,10 @@ import msgspec
 from ray import serve
 
 from cluster.config import EngineConfig
-from cluster.engine.request import Account, EngineRequest, QueueFull, RequestRefused, SequenceOutput, Usage
+from cluster.engine.request import EngineRequest, QueueFull, RequestRefused, SequenceOutput, Usage
 from cluster.engine.stats import EngineStats
 from cluster.serve.burst import Burst
-from cluster.serve.channel import Address, Control, OutputSender
+from cluster.serve.channel import Address, Control, OutputSender, RequestResult
 from cluster.serve.start_failure import told_in_words
 from structured.constraint import ConstraintSpec, Resolved
 from workers.model_info import ModelInfo
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 class _Running(msgspec.Struct):
     address: Address
-    account: asyncio.Future[Account]
+    result: asyncio.Future[RequestResult]
     num_open: int
     """Choices that have not ended."""
     usages: list[Usage] = []
@@ -71,7 +71,7 @@ class EngineReplica:
 
     # ---- the asyncio face ----------------------------------------------------------------------------------------
 
-    async def generate(self, request: EngineRequest, address: Address) -> Account:
+    async def generate(self, request: EngineRequest, address: Address) -> RequestResult:
         """Runs a request to its end; its deltas go to `address`. Cancelling the call aborts the request."""
         self._loop = asyncio.get_running_loop()
         constraint = None
@@ -79,12 +79,12 @@ class EngineReplica:
             try:
                 constraint = await asyncio.wrap_future(self.engine.resolve(request.params.constraint))
             except RequestRefused as error:
-                return Account(refused=str(error), param=error.param)
+                return RequestResult(refused=str(error), param=error.param)
         await self._sender.connect(address)
-        account: asyncio.Future[Account] = self._loop.create_future()
-        self._inbox.put(lambda: self._add(request, constraint, _Running(address, account, request.params.n)))
+        result: asyncio.Future[RequestResult] = self._loop.create_future()
+        self._inbox.put(lambda: self._add(request, constraint, _Running(address, result, request.params.n)))
         try:
-            return await account
+            return await result
         except asyncio.CancelledError:
             self._inbox.put(lambda: self._abort(request.request_id))
             raise
@@ -150,9 +150,9 @@ class EngineReplica:
         try:
             self.engine.add_request(request, constraint)
         except RequestRefused as error:
-            self._reply(running, Account(refused=str(error), param=error.param))
+            self._reply(running, RequestResult(refused=str(error), param=error.param))
         except QueueFull as error:
-            self._reply(running, Account(queue_full=str(error)))
+            self._reply(running, RequestResult(queue_full=str(error)))
         else:
             self._running[request.request_id] = running
 
@@ -164,7 +164,7 @@ class EngineReplica:
         self._settle(self.engine.abort(request_id))
 
     def _deliver(self, outputs: list[SequenceOutput]) -> None:
-        """One frame for each ingress with news, then the accounts of what ended."""
+        """One frame for each ingress with news, then the results of what ended."""
         if not outputs:
             return
         frames: dict[Address, list[SequenceOutput]] = {}
@@ -191,20 +191,20 @@ class EngineReplica:
             if not running.num_open:
                 del self._running[output.request_id]
                 usage = Usage.of_choices(usage.num_prompt_tokens, running.usages)
-                self._reply(running, Account(finish=output.finish, usage=usage))
+                self._reply(running, RequestResult(finish=output.finish, usage=usage))
 
-    def _reply(self, running: _Running, account: Account) -> None:
+    def _reply(self, running: _Running, result: RequestResult) -> None:
         def set_result() -> None:
-            if not running.account.done():
-                running.account.set_result(account)
+            if not running.result.done():
+                running.result.set_result(result)
 
         assert self._loop is not None
         self._loop.call_soon_threadsafe(set_result)
 
     def _fail(self, running: _Running) -> None:
         def set_exception() -> None:
-            if not running.account.done():
-                running.account.set_exception(RuntimeError(self._failure))
+            if not running.result.done():
+                running.result.set_exception(RuntimeError(self._failure))
 
         assert self._loop is not None
         self._loop.call_soon_threadsafe(set_exception)

@@ -2,7 +2,8 @@
 reader leaves.
 
 A `Submission` is one HTTP body: one engine request per prompt, each with `n` choices, whose events come in one queue.
-It knows no HTTP; `cluster/serve/ingress.py` reads the events and writes the answers.
+It knows no HTTP: the application in `cluster/http/` reads its events and writes the answers. It implements
+`cluster.http.engines.Generation`, and `EngineClient` implements `Engines`.
 """
 
 from __future__ import annotations
@@ -13,38 +14,29 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
+from ray.exceptions import RayActorError
 
-from cluster.engine.request import Account, EngineRequest, FinishStatus, RequestRefused, SequenceOutput, Usage
+from cluster.engine.request import EngineRequest, FinishStatus, RequestRefused, SequenceOutput, Usage
+from cluster.engine.stats import EngineStats
+from cluster.http.engines import Event
 from cluster.http.errors import ApiError
-from cluster.http.metrics import RequestMetrics
-from cluster.serve.channel import Address, Connection, Control, OutputReceiver
+from cluster.http.metrics import Metrics, RequestMetrics
+from cluster.serve.channel import Address, Connection, Control, OutputReceiver, RequestResult
 from cluster.serve.start_failure import in_words
 from cluster.text.detokenizer import SequenceText
 from cluster.text.tokenizer import Tokenizer
 from structured.constraint import ConstraintSpec
+from workers.model_info import ModelInfo
 from workers.sampling_params import SamplingParams
-from workers.step import TokenLogprobs
 
 logger = logging.getLogger(__name__)
 
 LAST_FRAME_TIMEOUT_S = 30.0
-"""The account of a request may overtake its last frames; a frame that is later than this is lost."""
+"""The result of a request may overtake its last frames; a frame that comes later than this counts as lost."""
 OVERDUE_S = 30.0
-"""The engine ends a request at its deadline; one that says nothing for so long after it will not."""
-
-
-class Event(msgspec.Struct, kw_only=True):
-    """What one step added to one choice."""
-
-    index: int
-    """Among all choices of the body: choice `i` of prompt `p` is `p * n + i`."""
-    text: str = ""
-    token_ids: list[int] = []
-    logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: list[TokenLogprobs] | None = None
-    """With a prompt's first choice only."""
-    finish: FinishStatus | None = None
-    stop_reason: str | int | None = None
+"""The engine ends a request at its deadline. If it says nothing for so long after the deadline, it is given up."""
+ANSWER_TIMEOUT_S = 10.0
+"""For replicas that are all asked at once, about their statistics."""
 
 
 class Choice:
@@ -108,7 +100,7 @@ class Submission:
         shown_ids: frozenset[int] = frozenset(),
     ) -> None:
         self._client = client
-        self._events: asyncio.Queue[SequenceOutput | Account | Exception] = asyncio.Queue()
+        self._events: asyncio.Queue[SequenceOutput | RequestResult | Exception] = asyncio.Queue()
         self._params = params
         self.choices = [
             Choice(index, SequenceText(client.tokenizer, params, continues_prompt=not chat, shown_ids=shown_ids))
@@ -126,6 +118,11 @@ class Submission:
         self._turn = asyncio.Lock()
         self._num_failed = 0
         self._closed = False
+
+    @property
+    def num_choices(self) -> int:
+        """Of all prompts."""
+        return len(self.choices)
 
     @property
     def usages(self) -> list[Usage]:
@@ -151,16 +148,15 @@ class Submission:
         assert request.deadline_s is not None
         overdue = asyncio.timeout(request.deadline_s + OVERDUE_S)
         try:
-            async with self._turn:  # one a turn of the event loop: 1000 calls at once would hold it for half a second
-                await asyncio.sleep(0)
             async with overdue:
-                account = await self._client.generate(request)
+                async with self._turn:  # one a turn of the event loop: 1,000 calls at once hold it for half a second
+                    await asyncio.sleep(0)
+                result = await self._client.generate(request)
         except Exception as error:
-            cause = getattr(error, "cause", error)  # Ray raises a copy whose text is a traceback
-            self._events.put_nowait(_overdue(request.deadline_s) if overdue.expired() else cause)
+            self._events.put_nowait(_overdue(request.deadline_s) if overdue.expired() else error)
             return
-        if account.refused is not None or account.queue_full is not None:
-            self._events.put_nowait(account)
+        if result.refused is not None or result.queue_full is not None:
+            self._events.put_nowait(result)
             return
         try:
             await asyncio.wait_for(prompt.is_told.wait(), LAST_FRAME_TIMEOUT_S)
@@ -189,7 +185,7 @@ class Submission:
                 raise item
             if isinstance(item, Exception):
                 raise ApiError(500, f"the engine failed: {_reason(item)}") from item
-            if isinstance(item, Account):
+            if isinstance(item, RequestResult):
                 raise _refusal(item)
             event = self._event(item)
             if event is None:
@@ -262,7 +258,7 @@ class Submission:
     def _forget(self, request_id: str, prompt: PromptRun) -> None:
         self._client.submissions.pop(request_id, None)
         if prompt.call is not None:
-            # The engine has ended it: letting the call run out keeps Serve's accounts right.
+            # The engine has ended it: letting the call run out keeps Serve's counts right.
             prompt.call.add_done_callback(lambda task: task.cancelled() or task.exception())
             self._client.settle(prompt.call)
 
@@ -284,11 +280,11 @@ class Submission:
                     prompt.metrics.ended(FinishStatus.FINISHED_ABORTED, None)
 
 
-def _refusal(account: Account) -> ApiError:
-    if account.queue_full is not None:
-        return ApiError(429, account.queue_full, code="queue_full")
-    code = "context_length_exceeded" if "tokens" in (account.refused or "") and account.param == "prompt" else None
-    return ApiError(400, account.refused or "", param=account.param, code=code)
+def _refusal(result: RequestResult) -> ApiError:
+    if result.queue_full is not None:
+        return ApiError(429, result.queue_full, code="queue_full")
+    code = "context_length_exceeded" if "tokens" in (result.refused or "") and result.param == "prompt" else None
+    return ApiError(400, result.refused or "", param=result.param, code=code)
 
 
 def _overdue(deadline_s: float) -> ApiError:
@@ -300,14 +296,21 @@ def _overdue(deadline_s: float) -> ApiError:
 
 
 def _reason(error: Exception) -> str:
-    """In a line: what Ray raises is a copy of what was raised in the engine, whose text is a whole traceback."""
+    """In a line. What Ray raises is a copy of the engine's exception, whose text is a whole traceback; where an engine
+    died it says which one and where.
+    """
+    if isinstance(error, RayActorError):
+        return "its process died, and another one takes its place"
     return in_words(getattr(error, "cause", None) or error)
 
 
 class EngineClient:
-    """Owns the output channel of one ingress and knows who waits for which request."""
+    """Owns the output channel of one ingress and knows who waits for which request.
 
-    def __init__(self, engine: Any, tokenizer: Tokenizer, host: str, metrics: Any) -> None:
+    `engine` is the handle of the engine deployment, `host` the address of this machine at which engines reach it.
+    """
+
+    def __init__(self, engine: Any, tokenizer: Tokenizer, host: str, metrics: Metrics) -> None:
         self._engine = engine
         self.tokenizer = tokenizer
         self.metrics = metrics
@@ -315,16 +318,34 @@ class EngineClient:
         self._receiver = OutputReceiver(host, self._on_outputs, self._on_lost)
         self._settling: set[asyncio.Task[None]] = set()
 
-    async def listen(self) -> Address:
+    def submit(
+        self,
+        request_id: str,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        *,
+        chat: bool,
+        priority: int,
+        timeout_s: float,
+        shown_ids: frozenset[int] = frozenset(),
+    ) -> Submission:
+        submission = Submission(self, prompts, params, chat, shown_ids)
+        submission.start(request_id, priority, timeout_s)
+        return submission
+
+    async def check_reachable(self) -> None:
+        await self._listen()
+
+    async def _listen(self) -> Address:
         """Where engines send tokens to. Raises `ApiError` 503 where this ingress cannot listen for them just now."""
         try:
             return await self._receiver.start()
         except OSError as error:
             raise ApiError(503, f"the ingress cannot listen for engines: {in_words(error)}; retry") from error
 
-    async def generate(self, request: EngineRequest) -> Account:
+    async def generate(self, request: EngineRequest) -> RequestResult:
         """One Serve call that stays open as long as the request runs; Serve chooses the replica."""
-        address = await self.listen()
+        address = await self._listen()
         response = self._engine.generate.remote(request, address)
         try:
             return await response
@@ -339,6 +360,22 @@ class EngineClient:
         except RequestRefused as error:
             refusal = getattr(error, "cause", error)  # what Ray raises is a copy whose text is a whole traceback
             raise ApiError(400, str(refusal), param=refusal.param) from error
+
+    async def model(self) -> ModelInfo:
+        return await self._engine.model.remote()
+
+    async def stats(self) -> list[EngineStats]:
+        """Of every engine replica that answers. Raises `ApiError` 503 if none does."""
+        answers = self._engine.broadcast("stats")
+        try:
+            found = await answers.results_async(timeout_s=ANSWER_TIMEOUT_S, return_exceptions=True)
+        except Exception as error:
+            found = [error]
+        stats = [each for each in found if isinstance(each, EngineStats)]
+        if not stats:
+            reasons = sorted({type(error).__name__ for error in found})
+            raise ApiError(503, f"no engine answers: {', '.join(reasons) or 'there is none'}")
+        return stats
 
     def settle(self, call: asyncio.Task[None]) -> None:
         """Ends the wait of a call whose request is over, a moment after it had time to return by itself."""

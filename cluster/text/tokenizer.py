@@ -46,6 +46,10 @@ class TemplateError(ValueError):
     """The chat template refused the messages; the message is the template's own."""
 
 
+class TextError(ValueError):
+    """A text that is no Unicode; the message says where."""
+
+
 class TextDecoder(Protocol):
     """Turns a growing sequence of token ids into text, piece by piece."""
 
@@ -145,10 +149,15 @@ class Tokenizer:
     # ---- text and tokens ---------------------------------------------------------------------------------------
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        if len(text) < LONG_TEXT:
-            return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
-        # Only the batch's form lets other threads of Python run meanwhile: a megabyte takes more than a second.
-        return self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        """Raises `TextError` where `text` holds half of a surrogate pair, which is no character."""
+        try:
+            if len(text) < LONG_TEXT:
+                return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+            # Only the batch's form lets other threads of Python run meanwhile: a megabyte takes more than a second.
+            return self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        except TypeError as error:
+            _check_unicode(text)
+            raise error
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of a whole sequence, exactly as transformers decodes it; ids without a token give nothing."""
@@ -483,6 +492,14 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise TokenizerError(f"{path} must hold an object, not a {type(data).__name__}")
     return data
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        lone = f"{text[error.start]!a} at character {error.start}"
+        raise TextError(f"the text holds {lone}, half of a surrogate pair and no character; remove it") from error
 
 
 def _added_token(entry: dict[str, Any]) -> AddedToken:

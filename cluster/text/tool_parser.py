@@ -10,8 +10,8 @@ import json
 
 import msgspec
 
-from cluster.http.tools import ToolFormat
 from cluster.text.reasoning import certain_length
+from cluster.text.tool_formats import ToolFormat
 
 
 class Piece(msgspec.Struct, frozen=True):

@@ -1,4 +1,5 @@
-"""`make fuzz MINUTES=10 SEED=1`: random cases against the plain engine; `make fuzz CASE=file`: one case again.
+"""`make fuzz MINUTES=10 SEED=1`: random cases against the plain engine; `make fuzz CASE=file`: one case again; and with
+`ARGS=--http` clients of all kinds against a live server.
 
 Exits with 1 where a case failed. Whoever tests something else than an engine in this process gives `Campaign` another
 `Check`.
@@ -27,8 +28,11 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0, help="how long (default: 10)")
     parser.add_argument("--seed", type=int, default=int(time.time()), help="of the first case (default: the time)")
     parser.add_argument("--count", type=int, help="cases, if fewer than the time allows")
+    parser.add_argument("--http", action="store_true", help="over HTTP against a live server")
     parser.add_argument("--case", type=pathlib.Path, help="a case to run again, and nothing else")
     options = parser.parse_args()
+    if options.http:
+        return fuzz_http(options.seed, 60 * options.minutes)
     sys.path.append(str(PLUGIN))  # as the tests' fixture `plugin` does
     logging.disable(logging.ERROR)  # injected faults are logged, as they should be
     campaign = Campaign(check_engine, generate)
@@ -41,6 +45,22 @@ def main() -> int:
     campaign.run(seeds, 60 * options.minutes)
     print(campaign.table())
     return bool(campaign.failed)
+
+
+def fuzz_http(seed: int, seconds: float) -> int:
+    """Clients of all kinds; see `tests/fuzz/http/campaign.py`."""
+    from tests.fuzz.http.campaign import HttpCampaign, serving_processes
+    from tests.server import shared_server
+
+    server = shared_server()
+    try:
+        campaign = HttpCampaign(server.port, server.model, seed, serving_processes(server.process.pid))
+        print(f"seed {seed}: the same one makes the same clients", flush=True)
+        campaign.run(seconds)
+    finally:
+        server.stop()
+    print(*campaign.failures, campaign.table(), sep="\n\n")
+    return bool(campaign.failures)
 
 
 if __name__ == "__main__":

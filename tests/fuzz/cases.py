@@ -73,7 +73,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     target: int = 0
     """Which of those that it could hit, modulo their number."""
     duration: int = 1
-    """`no_slots`: steps; `late_masks`: questions after a mask that hear that it is not there."""
+    """`no_slots`: requests for a place that are denied; `late_masks`: questions after a mask that hear no."""
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -195,10 +195,10 @@ class Run:
             outcome.refused = str(error)
             self.counts["refused"] += 1
 
-    def _with_deadline(self, request: Any, *arguments: Any) -> None:
+    def _with_deadline(self, request: Any, *arguments: Any, **options: Any) -> None:
         """`LLM` has no deadlines, its engine has."""
         request.deadline_s = self._deadlines.get(request.request_id)
-        self._add_request(request, *arguments)
+        self._add_request(request, *arguments, **options)
 
     def _search(self, request: Request) -> None:
         assert request.beams is not None

@@ -33,8 +33,9 @@ class Injector:
         self._good_steps = MIN_STEPS_BETWEEN
         self._late_answers: dict[int, int] = {}
         """Grammar session to how often its mask is still denied."""
-        self._withheld_slots: list[int] = []
-        self._withheld_until = 0
+        self._num_denied = 0
+        """Places on grammar workers."""
+        self._full_pool: GrammarPool | None = None
         self._watched_pool: GrammarPool | None = None
         self._nan_blocks: dict[int, list[Sequence]] = {}
         """Blocks with a NaN, and who has held them since."""
@@ -42,8 +43,6 @@ class Injector:
         self._watch_readers()
 
     def before_step(self, step: int) -> None:
-        if self._withheld_slots and step >= self._withheld_until:
-            self._return_slots()
         for fault in [fault for fault in self._pending if fault.step <= step]:
             if getattr(self, f"_{fault.kind}")(fault, step):
                 self._pending.remove(fault)
@@ -125,9 +124,8 @@ class Injector:
                 continue
             readers += [each for each in self._engine.scheduler.running if block in each.block_table]
             # A beam search numbers its prompts.
-            self.poisoned |= {
-                name for each in readers for name in (each.request_id, each.request_id.removesuffix("-0"))
-            }
+            names = [each.request_id for each in readers]
+            self.poisoned |= {*names, *(name.removesuffix("-0") for name in names)}
 
     # ---- the grammar pool ----------------------------------------------------------------------------------------
 
@@ -168,15 +166,21 @@ class Injector:
         return True
 
     def _no_slots(self, fault: Fault, step: int) -> bool:
+        """The next sessions that ask for a place on a worker are told that there is none."""
         pool = self._pool
-        if pool is None or self._withheld_slots or not pool._free_slots:
+        if pool is None:
             return False
-        self._withheld_slots, self._withheld_until = list(pool._free_slots), step + fault.duration
-        pool._free_slots.clear()
+        self._num_denied += fault.duration
+        if pool is not self._full_pool:
+            self._full_pool = pool
+            pool._enter = self._denying_places(pool._enter)  # type: ignore[method-assign]
         return True
 
-    def _return_slots(self) -> None:
-        pool = self._engine.masks.pool
-        assert pool is not None, "it lost its slots"
-        pool._free_slots += self._withheld_slots
-        self._withheld_slots = []
+    def _denying_places(self, enter: Callable[..., bool]) -> Callable[..., bool]:
+        def watched(*arguments: Any) -> bool:
+            if self._num_denied:
+                self._num_denied -= 1
+                return False
+            return enter(*arguments)
+
+        return watched

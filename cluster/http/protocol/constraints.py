@@ -1,6 +1,6 @@
 """`response_format` and `structured_outputs` of a request body, and the `ConstraintSpec` that they ask for.
 
-The fields of `cluster/http/protocol.py`; whether a constraint can be enforced is the engine's to say.
+Fields of the bodies in `cluster/http/protocol/requests.py`. Whether a constraint can be enforced the engine says.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How much one request body may ask for, checked before any work that grows with it.
 
-A body of a few kilobytes could else stop the ingress for seconds, and every stream with it. Called by
-`cluster/http/protocol.py` and the ingress; each refusal is an `ApiError` 400 that names value, bound and remedy.
+Without these bounds a body of a few kilobytes could stop the ingress for seconds, and every stream with it. Called by
+the `check` of a body and by the endpoints; each refusal is an `ApiError` 400 that names value, bound and remedy.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Tools: what a chat request may call, how a model writes its calls, and the grammar that holds it to both.
+"""Tools: what a chat request may call, and the grammar that holds the model's calls to it.
 
-Models differ in a few marks only, listed in `FORMATS`. The grammar fixes the marks and each tool's name and lets its
-JSON schema rule the arguments, so that every call of a response can be parsed (`cluster/text/tool_parser.py`).
+The grammar fixes the marks of the model's format (`cluster/text/tool_formats.py`) and each tool's name, and lets the
+tool's JSON schema rule the arguments, so that `cluster/text/tool_parser.py` can parse every call of a response.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from cluster.http.body_limits import check_num_tools
-from cluster.http.constraints import json_text
 from cluster.http.errors import refuse
+from cluster.http.protocol.body_limits import check_num_tools
+from cluster.http.protocol.constraints import json_text
+from cluster.text.tool_formats import ToolFormat
 from structured.constraint import ConstraintSpec
 
 # ---- requests ------------------------------------------------------------------------------------------------------
@@ -76,42 +77,6 @@ def template_tools(tools: list[Tool]) -> list[dict[str, Any]]:
         {"type": "function", "function": msgspec.to_builtins(msgspec.structs.replace(tool.function, strict=None))}
         for tool in tools
     ]
-
-
-# ---- formats -------------------------------------------------------------------------------------------------------
-
-
-class ToolFormat(msgspec.Struct, frozen=True):
-    """How a model writes a call: `begin`, `{"name": ..., arguments_key: {...}}`, `end`."""
-
-    name: str
-    begin: str
-    end: str = ""
-    arguments_key: str = "arguments"
-    is_list: bool = False
-    """All calls stand in one JSON array behind one `begin`; else every call has its own."""
-    is_bare: bool = False
-    """`begin` may be missing where the answer is nothing but one call."""
-
-
-HERMES = ToolFormat("hermes", "<tool_call>", "</tool_call>")
-MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", is_list=True)
-LLAMA3 = ToolFormat("llama3", "<|python_tag|>", arguments_key="parameters", is_bare=True)
-
-FORMATS: tuple[tuple[str, ToolFormat], ...] = (
-    ("<tool_call>", HERMES),
-    ("[TOOL_CALLS]", MISTRAL),
-    ("<|python_tag|>", LLAMA3),
-    ('"parameters": ', LLAMA3),
-)
-"""What a chat template that uses the format contains; the first that matches counts."""
-
-
-def detect_format(template: str) -> ToolFormat | None:
-    """The format of a chat template; None where it has no place for tools."""
-    if "tools" not in template:
-        return None
-    return next((found for mark, found in FORMATS if mark in template), HERMES)
 
 
 # ---- grammar -------------------------------------------------------------------------------------------------------

@@ -1,37 +1,26 @@
-"""The OpenAI wire format: request bodies, responses, stream chunks and errors, as msgspec structs.
+"""OpenAI's request bodies for chat and completions as msgspec structs, with vLLM's extensions.
 
-Decoding validates everything that needs no model and turns each mistake into an `ApiError` that names the field; what a
-request asks for becomes one `SamplingParams`. Knows neither the tokenizer nor the
-engine.
+`check` validates everything that needs no model and turns each mistake into an `ApiError` that names the field; what a
+body asks for becomes one `SamplingParams`. Knows neither the tokenizer nor the engine.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar
+from typing import Any
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
-from cluster.http.body_limits import check_bad_words, check_n, check_token_ids
-from cluster.http.chat_messages import ChatMessage, check_template_kwargs, template_message
-from cluster.http.constraints import ResponseFormat, StructuredOutputs, requested_constraint
-from cluster.http.errors import ApiError as ApiError
-from cluster.http.errors import bound_error, refuse, shape_error
-from cluster.http.tools import Tool, ToolChoice, arguments_constraint, check_tools
-from cluster.http.usage import UsageInfo
+from cluster.http.errors import bound_error, refuse
+from cluster.http.protocol.body_limits import check_bad_words, check_n, check_token_ids
+from cluster.http.protocol.chat_messages import ChatMessage, check_template_kwargs, template_message
+from cluster.http.protocol.constraints import ResponseFormat, StructuredOutputs, requested_constraint
+from cluster.http.protocol.tools import Tool, ToolChoice, arguments_constraint, check_tools
 from structured.constraint import ConstraintSpec
 from structured.logits_processors import LogitsProcessorSpec
 from workers.sampling_params import SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default `max_tokens` of `/v1/completions`; chat goes on to the context length."""
-
-SSE_DONE = b"data: [DONE]\n\n"
-
-_encoder = msgspec.json.Encoder()
-
-
-# ---- requests ------------------------------------------------------------------------------------------------------
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -187,6 +176,7 @@ class ChatCompletionRequest(_SamplingFields, kw_only=True):
     moderation: Any = None
 
     def check(self) -> None:
+        """Raises `ApiError` 400 naming the field of the first mistake."""
         self._check_common()
         if not self.messages:
             refuse("messages", "messages is empty; give at least one message")
@@ -207,6 +197,7 @@ class ChatCompletionRequest(_SamplingFields, kw_only=True):
         if self.top_logprobs is not None and not self.logprobs:
             refuse("top_logprobs", "top_logprobs is only allowed with logprobs = true")
         check_template_kwargs(self.chat_template_kwargs)
+        self.template_messages()
 
     def callable_tools(self) -> list[Tool]:
         """The tools that the answer may call."""
@@ -258,6 +249,7 @@ class CompletionRequest(_SamplingFields, kw_only=True):
     suffix: str | None = None
 
     def check(self) -> None:
+        """Raises `ApiError` 400 naming the field of the first mistake."""
         self._check_common()
         if self.best_of not in (None, self.num_choices):
             message = f"best_of {self.best_of} is not supported beside n {self.num_choices}: it must equal n"
@@ -275,7 +267,7 @@ class CompletionRequest(_SamplingFields, kw_only=True):
         if not prompt:
             refuse("prompt", "prompt is empty; give a string, token ids, or a list of either")
         if all(type(item) is int for item in prompt):
-            return [_checked_token_ids(prompt, "prompt")]
+            return [checked_token_ids(prompt, "prompt")]
         found: list[str | list[int]] = []
         for index, item in enumerate(prompt):
             param = "prompt" if isinstance(self.prompt, str) else f"prompt[{index}]"
@@ -283,7 +275,7 @@ class CompletionRequest(_SamplingFields, kw_only=True):
                 refuse(param, f"{param}: strings, token ids and lists of token ids cannot be mixed; use one of them")
             if not item:
                 refuse(param, f"{param} is empty; give at least one character or token id")
-            found.append(item if isinstance(item, str) else _checked_token_ids(item, param))
+            found.append(item if isinstance(item, str) else checked_token_ids(item, param))
         return found
 
     def sampling_params(self) -> SamplingParams:
@@ -298,281 +290,14 @@ class CompletionRequest(_SamplingFields, kw_only=True):
         )
 
 
-class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """`POST /tokenize`: either `prompt` or `messages` (vLLM's shape)."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: list[ChatMessage] | None = None
-    add_special_tokens: bool = True
-    """For `prompt`; a chat template writes its own."""
-    add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] | None = None
-    return_token_strs: bool | None = None
-
-    def check(self) -> None:
-        if (self.prompt is None) == (self.messages is None):
-            refuse("prompt", "give either prompt or messages")
-        check_template_kwargs(self.chat_template_kwargs)
-        if self.messages is not None and not self.messages:
-            refuse("messages", "messages is empty; give at least one message")
-
-    def template_kwargs(self) -> dict[str, Any]:
-        return self.chat_template_kwargs or {}
-
-    def template_messages(self) -> list[dict[str, Any]]:
-        messages = self.messages or []
-        return [template_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
-
-
-class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """`POST /detokenize`."""
-
-    model: str | None = None
-    tokens: list[int]
-    skip_special_tokens: bool = False
-
-    def check(self) -> None:
-        _checked_token_ids(self.tokens, "tokens")
-
-
 def _only(request: msgspec.Struct, name: str, allowed: Any, message: str) -> None:
     if getattr(request, name) != allowed:
         refuse(name, f"{name}: {message}" if not message.startswith(name) else message)
 
 
-def _checked_token_ids(token_ids: list[Any], param: str) -> list[int]:
+def checked_token_ids(token_ids: list[Any], param: str) -> list[int]:
     """Ids that no vocabulary has; the upper bound is the model's, and checked where it is known."""
     for index, token_id in enumerate(token_ids):
         if not 0 <= token_id < 2**31:
             refuse(f"{param}[{index}]", f"{param}[{index}]: token id {token_id} is outside every vocabulary")
     return token_ids
-
-
-# ---- decoding ------------------------------------------------------------------------------------------------------
-
-_chat_decoder = msgspec.json.Decoder(ChatCompletionRequest)
-_completion_decoder = msgspec.json.Decoder(CompletionRequest)
-_tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
-_detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
-
-_Request = TypeVar("_Request")
-
-
-def decode_chat(body: bytes) -> ChatCompletionRequest:
-    """Raises `ApiError` 400 naming the field of the first mistake."""
-    request = _decode(_chat_decoder, body)
-    request.check()
-    request.template_messages()
-    return request
-
-
-def decode_completion(body: bytes) -> CompletionRequest:
-    """Raises `ApiError` 400 naming the field of the first mistake."""
-    request = _decode(_completion_decoder, body)
-    request.check()
-    return request
-
-
-def decode_tokenize(body: bytes) -> TokenizeRequest:
-    """Raises `ApiError` 400 naming the field of the first mistake."""
-    request = _decode(_tokenize_decoder, body)
-    request.check()
-    request.template_messages()
-    return request
-
-
-def decode_detokenize(body: bytes) -> DetokenizeRequest:
-    """Raises `ApiError` 400 naming the field of the first mistake."""
-    request = _decode(_detokenize_decoder, body)
-    request.check()
-    return request
-
-
-def _decode(decoder: msgspec.json.Decoder[_Request], body: bytes) -> _Request:
-    try:
-        body.decode()
-        return decoder.decode(body)
-    except UnicodeDecodeError as error:
-        raise ApiError(400, f"the body is not valid UTF-8: byte {error.start} is {body[error.start]:#04x}") from error
-    except msgspec.ValidationError as error:
-        raise shape_error(str(error)) from error
-    except msgspec.DecodeError as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}") from error
-    except RecursionError as error:
-        raise ApiError(400, "the body's JSON is nested too deeply") from error
-
-
-# ---- responses -----------------------------------------------------------------------------------------------------
-
-
-class TopLogprob(msgspec.Struct):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class ChatTokenLogprob(msgspec.Struct):
-    token: str
-    logprob: float
-    bytes: list[int]
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(msgspec.Struct):
-    content: list[ChatTokenLogprob]
-    refusal: None = None
-
-
-class CompletionLogprobs(msgspec.Struct):
-    """Parallel lists, one entry a token; None only for the first token of an echoed prompt."""
-
-    text_offset: list[int]
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
-
-    def extend(self, other: CompletionLogprobs) -> None:
-        self.text_offset += other.text_offset
-        self.tokens += other.tokens
-        self.token_logprobs += other.token_logprobs
-        self.top_logprobs += other.top_logprobs
-
-
-class PromptTokenLogprob(msgspec.Struct):
-    logprob: float
-    rank: int
-    decoded_token: str
-
-
-PromptLogprobs = list[dict[str, PromptTokenLogprob] | None]
-
-
-class FunctionDelta(msgspec.Struct, omit_defaults=True):
-    name: str | None = None
-    arguments: str | None = None
-    """JSON text; in a stream the next piece of it."""
-
-
-class ToolCallDelta(msgspec.Struct, omit_defaults=True):
-    """A call, or in a stream a part of call number `index`: `id`, `type` and the name come with the first part."""
-
-    index: int | UnsetType = UNSET
-    id: str | None = None
-    type: str | None = None
-    function: FunctionDelta = msgspec.field(default_factory=FunctionDelta)
-
-
-class ChatResponseMessage(msgspec.Struct):
-    content: str | None
-    role: str = "assistant"
-    refusal: None = None
-    reasoning_content: str | UnsetType = UNSET
-    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
-
-
-class ChatChoice(msgspec.Struct, kw_only=True):
-    index: int = 0
-    message: ChatResponseMessage
-    logprobs: ChatLogprobs | None = None
-    finish_reason: str
-    """OpenAI's, or "error" where this choice failed and others of the answer did not."""
-    stop_reason: str | int | None = None
-    """The stop string or stop token id that ended the text (vLLM's extension)."""
-
-
-class ChatCompletion(msgspec.Struct, kw_only=True):
-    id: str
-    object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: UsageInfo
-    system_fingerprint: str | None = None
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-
-
-class ChatDelta(msgspec.Struct, omit_defaults=True):
-    role: str | None = None
-    content: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[ToolCallDelta] | None = None
-
-
-class ChatChunkChoice(msgspec.Struct, kw_only=True):
-    index: int = 0
-    delta: ChatDelta
-    logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: str | int | UnsetType | None = UNSET
-
-
-class ChatCompletionChunk(msgspec.Struct, kw_only=True):
-    """`usage` is left out unless the stream was asked for it; then it is null in every chunk but the last."""
-
-    id: str
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
-    choices: list[ChatChunkChoice]
-    usage: UsageInfo | UnsetType | None = UNSET
-    system_fingerprint: str | None = None
-
-
-class CompletionChoice(msgspec.Struct, kw_only=True):
-    """A choice of a completion, and of its stream's chunks, where `finish_reason` is null until the last; "error" where
-    this choice failed and others of the answer did not.
-    """
-
-    index: int = 0
-    text: str
-    logprobs: CompletionLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-
-
-class Completion(msgspec.Struct, kw_only=True):
-    """A completion, and a chunk of its stream (OpenAI uses one type for both)."""
-
-    id: str
-    object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: UsageInfo | UnsetType | None = UNSET
-    system_fingerprint: str | None = None
-
-
-class ModelCard(msgspec.Struct, kw_only=True):
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str = "manta"
-    max_model_len: int
-
-
-class ModelList(msgspec.Struct):
-    data: list[ModelCard]
-    object: Literal["list"] = "list"
-
-
-class TokenizeResponse(msgspec.Struct):
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None = None
-
-
-class DetokenizeResponse(msgspec.Struct):
-    prompt: str
-
-
-def encode(response: msgspec.Struct) -> bytes:
-    """A response body."""
-    return _encoder.encode(response)
-
-
-def sse_event(chunk: msgspec.Struct) -> bytes:
-    """A chunk as one server-sent event."""
-    return b"data: " + _encoder.encode(chunk) + b"\n\n"

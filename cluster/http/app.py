@@ -1,0 +1,115 @@
+"""The HTTP endpoint as a plain ASGI application that speaks OpenAI's API; it imports neither torch nor Ray.
+
+It finds the route of a request, checks the key, decodes the body, calls the handler and sends what that returns.
+Whatever a client sends, it gets an answer in OpenAI's shape; a client that leaves ends the work for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import sys
+from collections.abc import Iterable
+
+from prometheus_client.metrics_core import Metric
+
+from cluster.config import ServeConfig
+from cluster.http.codec import decode, encode
+from cluster.http.engines import Engines
+from cluster.http.errors import ApiError
+from cluster.http.exchange import ClientGone, Exchange, Receive, Scope, Send
+from cluster.http.metrics import Metrics
+from cluster.http.openapi import openapi_document
+from cluster.http.routes import ROUTES
+from cluster.http.routing import Route, Router
+from cluster.http.state import AppState, OtherMetrics
+from cluster.text.tokenizer import Tokenizer
+
+
+async def no_other_metrics() -> list[list[Metric]]:
+    """Where there is one replica of the endpoint."""
+    return []
+
+
+class HttpApp:
+    """`returns_request_id` says whether answers have an x-request-id; without it a proxy in front sets one."""
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        tokenizer: Tokenizer,
+        engines: Engines,
+        metrics: Metrics,
+        *,
+        other_metrics: OtherMetrics = no_other_metrics,
+        routes: Iterable[Route] = ROUTES,
+        returns_request_id: bool = True,
+    ) -> None:
+        routes = tuple(routes)
+        self._config = config
+        self._state = AppState(config, tokenizer, engines, metrics, other_metrics, openapi_document(routes))
+        self._router = Router(routes)
+        self._returns_request_id = returns_request_id
+        self._log = _request_logger() if config.log_requests else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises `asyncio.CancelledError` if the client left before its answer was complete."""
+        if scope["type"] == "lifespan":
+            await _lifespan(receive, send)
+        elif scope["type"] == "http":
+            await self._answer(Exchange(scope, receive, send, self._config, self._returns_request_id))
+
+    async def _answer(self, exchange: Exchange) -> None:
+        route: Route | None = None
+        try:
+            route, exchange.path_parameter = self._router.find(exchange.method, exchange.path)
+            await self._handle(route, exchange)
+        except ApiError as error:
+            await exchange.fail(error)
+        except (asyncio.CancelledError, ClientGone):
+            exchange.status = 499
+            raise asyncio.CancelledError from None
+        except Exception as error:
+            logging.getLogger(__name__).exception("request %s failed", exchange.request_id)
+            await exchange.fail(ApiError(500, f"internal error: {type(error).__name__}"))
+        finally:
+            logged = exchange.method == "POST" if route is None else route.logged
+            if self._log is not None and logged:
+                self._log.info(exchange.log_line())
+
+    async def _handle(self, route: Route, exchange: Exchange) -> None:
+        if not route.public:
+            self._check_key(exchange)
+        body = None if route.body is None else decode(route.body, await exchange.body())
+        answer = await route.handler(self._state, exchange, body)
+        if answer is not None:
+            await exchange.send_json(encode(answer))
+
+    def _check_key(self, exchange: Exchange) -> None:
+        if not self._config.api_keys:
+            return
+        scheme, _, given = exchange.headers.get("authorization", "").partition(" ")
+        known = [hmac.compare_digest(given.encode(), key.encode()) for key in self._config.api_keys]
+        if scheme.lower() != "bearer" or not any(known):
+            raise ApiError(401, "a valid API key is required: Authorization: Bearer KEY", code="invalid_api_key")
+
+
+async def _lifespan(receive: Receive, send: Send) -> None:
+    while True:
+        message = await receive()
+        await send({"type": f"{message['type']}.complete"})
+        if message["type"] == "lifespan.shutdown":
+            return
+
+
+def _request_logger() -> logging.Logger:
+    """Writes one JSON object a line on stdout, which Ray keeps with the replica's logs."""
+    logger = logging.getLogger("manta.requests")
+    if not logger.handlers:
+        handler = logging.StreamHandler(sys.stdout)
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+    return logger

@@ -1,0 +1,60 @@
+"""JSON bodies to structs and back, and structs as server-sent events.
+
+Decoding turns each mistake into an `ApiError` 400 that names the field, whatever the body's type is.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from cluster.http.errors import ApiError, shape_error
+
+SSE_DONE = b"data: [DONE]\n\n"
+
+_encoder = msgspec.json.Encoder()
+
+
+class Body(Protocol):
+    """What a request's body is decoded to: a msgspec struct with a check of its own."""
+
+    def check(self) -> None:
+        """Checks what the types of the fields do not say. Raises `ApiError` 400 naming the field."""
+        ...
+
+
+AnyBody = TypeVar("AnyBody", bound=Body)
+
+
+def decode(kind: type[AnyBody], body: bytes) -> AnyBody:
+    """A checked body of type `kind`. Raises `ApiError` 400 naming the field of the first mistake."""
+    try:
+        body.decode()
+        request = _decoder(kind).decode(body)
+    except UnicodeDecodeError as error:
+        raise ApiError(400, f"the body is not valid UTF-8: byte {error.start} is {body[error.start]:#04x}") from error
+    except msgspec.ValidationError as error:
+        raise shape_error(str(error)) from error
+    except msgspec.DecodeError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise ApiError(400, "the body's JSON is nested too deeply") from error
+    request.check()
+    return request
+
+
+@functools.cache
+def _decoder(kind: type[Any]) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(kind)
+
+
+def encode(response: Any) -> bytes:
+    """A response body: a struct, or anything else that msgspec writes as JSON."""
+    return _encoder.encode(response)
+
+
+def sse_event(chunk: msgspec.Struct) -> bytes:
+    """A chunk as one server-sent event."""
+    return b"data: " + _encoder.encode(chunk) + b"\n\n"

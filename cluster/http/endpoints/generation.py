@@ -1,0 +1,127 @@
+"""`POST /v1/chat/completions` and `POST /v1/completions`: a body becomes prompts, which go to the engines.
+
+`cluster/http/answers.py` writes what comes back. Whatever refuses a request, the client reads the name of its own
+body's field.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+import msgspec
+
+from cluster.http.answers import Answer, ChatAnswer, CompletionAnswer
+from cluster.http.chat_output import plan_chat
+from cluster.http.errors import ApiError, refuse
+from cluster.http.exchange import Exchange
+from cluster.http.prompts import encode, encode_all, render
+from cluster.http.protocol.body_limits import check_counts
+from cluster.http.protocol.requests import ChatCompletionRequest, CompletionRequest
+from cluster.http.protocol.tools import template_tools
+from cluster.http.state import AppState
+from workers.sampling_params import SamplingParams
+
+
+async def chat(state: AppState, exchange: Exchange, request: ChatCompletionRequest) -> None:
+    state.check_model(request.model)
+    check_counts(state.config, 1, request.num_choices)
+    params = _sampling_params(state, request)
+    conversation = render(state.tokenizer, request, template_tools(request.callable_tools()))
+    plan = plan_chat(request, params, state.tokenizer, conversation)
+    prompt = await encode(state.tokenizer, plan.prompt, add_special_tokens=False)
+    answer = ChatAnswer(request, _new_id("chatcmpl"), state.config.model_name, state.tokenizer, plan)
+    await _generate(state, exchange, [prompt], plan.params, request, answer, plan.shown_ids)
+
+
+async def completions(state: AppState, exchange: Exchange, request: CompletionRequest) -> None:
+    state.check_model(request.model)
+    given = request.prompts()
+    check_counts(state.config, len(given), request.num_choices)
+    params = _sampling_params(state, request)
+    prompts = await encode_all(state.tokenizer, given, request.add_special_tokens)
+    answer = CompletionAnswer(request, _new_id("cmpl"), state.config.model_name, state.tokenizer, given, prompts)
+    await _generate(state, exchange, prompts, params, request, answer)
+
+
+def _sampling_params(state: AppState, request: ChatCompletionRequest | CompletionRequest) -> SamplingParams:
+    """What the body asks for. Raises `ApiError` 400 for a logits processor that the operator did not register."""
+    params = request.sampling_params()
+    registered = state.config.engine.logits_processors
+    for index, spec in enumerate(params.logits_processors):
+        if spec.name not in registered:
+            field = f"logits_processors[{index}].name"
+            known = f"use one of: {', '.join(registered)}" if registered else "this server has none"
+            refuse(field, f"{field}: {spec.name!r} is not registered here; {known}")
+    return state.tokenizer.resolve_bad_words(params)
+
+
+async def _generate(
+    state: AppState,
+    exchange: Exchange,
+    prompts: list[list[int]],
+    params: SamplingParams,
+    request: ChatCompletionRequest | CompletionRequest,
+    answer: Answer,
+    shown_ids: frozenset[int] = frozenset(),
+) -> None:
+    """Sends the answer. Raises `ApiError` naming the field of `request` if the engine refuses one of `params`."""
+    try:
+        params = await _enforceable(state, exchange, params)
+        generation = state.engines.submit(
+            f"{exchange.request_id}-{secrets.token_hex(4)}",
+            prompts,
+            params,
+            chat=isinstance(request, ChatCompletionRequest),
+            priority=request.priority,
+            timeout_s=state.config.request_timeout_s,
+            shown_ids=shown_ids,
+        )
+        try:
+            if request.stream:
+                await exchange.stream(answer.stream(generation), generation)
+            else:
+                await exchange.send_json(await exchange.unless_gone(answer.whole(generation)))
+        finally:
+            generation.close()
+            exchange.note(generation)
+    except ApiError as error:
+        if error.param is None:
+            raise
+        field, error = await _field_at_fault(state, request, error)
+        if field == error.param:
+            raise
+        message = error.message.removeprefix(error.param or "")
+        message = f"{field}{message}" if message != error.message else f"{field}: {message}"
+        raise ApiError(error.status, message, param=field, code=error.code) from error
+
+
+async def _field_at_fault(
+    state: AppState, request: ChatCompletionRequest | CompletionRequest, error: ApiError
+) -> tuple[str, ApiError]:
+    """The body's field that a refusal is about; of several tools the one whose schema alone is refused too."""
+    assert error.param is not None
+    for field, spec in request.tool_constraints() if error.param == "constraint" else []:
+        try:
+            await state.engines.resolve(spec)
+        except ApiError as of_tool:
+            return field, of_tool
+    return request.field_of(error.param), error
+
+
+async def _enforceable(state: AppState, exchange: Exchange, params: SamplingParams) -> SamplingParams:
+    """`params` with a loose constraint resolved; a header of the answer says what is not enforced."""
+    if params.constraint is None or not params.constraint.loose:
+        return params
+    spec, not_enforced = await state.engines.resolve(params.constraint)
+    if not_enforced:
+        exchange.headers_out.append((b"x-manta-not-enforced", _header_value(not_enforced)))
+    return msgspec.structs.replace(params, constraint=spec)
+
+
+def _header_value(names: list[str]) -> bytes:
+    """A list as a header may carry it: ASCII, without line breaks."""
+    return ", ".join(name.encode("ascii", "backslashreplace").decode() for name in names).replace("\n", " ").encode()
+
+
+def _new_id(prefix: str) -> str:
+    return f"{prefix}-{secrets.token_hex(12)}"

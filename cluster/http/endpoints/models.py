@@ -1,0 +1,37 @@
+"""`GET /v1/models` and `GET /v1/models/{model}`: the model that is served."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from cluster.http.exchange import Exchange
+from cluster.http.state import AppState
+
+
+class ModelCard(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "manta"
+    max_model_len: int
+
+
+class ModelList(msgspec.Struct):
+    data: list[ModelCard]
+    object: Literal["list"] = "list"
+
+
+async def list_models(state: AppState, exchange: Exchange, _: None) -> ModelList:
+    return ModelList([await _card(state)])
+
+
+async def one_model(state: AppState, exchange: Exchange, _: None) -> ModelCard:
+    state.check_model(exchange.path_parameter)
+    return await _card(state)
+
+
+async def _card(state: AppState) -> ModelCard:
+    info = await state.model_info()
+    return ModelCard(id=state.config.model_name, created=state.created, max_model_len=info.max_model_len)

@@ -1,0 +1,85 @@
+"""`POST /tokenize` and `POST /detokenize`: text or messages to token ids, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from cluster.http.errors import refuse
+from cluster.http.exchange import Exchange
+from cluster.http.prompts import encode, render
+from cluster.http.protocol.chat_messages import ChatMessage, check_template_kwargs, template_message
+from cluster.http.protocol.requests import checked_token_ids
+from cluster.http.state import AppState
+
+
+class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`POST /tokenize`: either `prompt` or `messages` (vLLM's shape)."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool = True
+    """For `prompt`; a chat template writes its own."""
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+    def check(self) -> None:
+        if (self.prompt is None) == (self.messages is None):
+            refuse("prompt", "give either prompt or messages")
+        check_template_kwargs(self.chat_template_kwargs)
+        if self.messages is not None and not self.messages:
+            refuse("messages", "messages is empty; give at least one message")
+        self.template_messages()
+
+    def template_kwargs(self) -> dict[str, Any]:
+        return self.chat_template_kwargs or {}
+
+    def template_messages(self) -> list[dict[str, Any]]:
+        messages = self.messages or []
+        return [template_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`POST /detokenize`."""
+
+    model: str | None = None
+    tokens: list[int]
+    skip_special_tokens: bool = False
+
+    def check(self) -> None:
+        checked_token_ids(self.tokens, "tokens")
+
+
+class TokenizeResponse(msgspec.Struct):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeResponse(msgspec.Struct):
+    prompt: str
+
+
+async def tokenize(state: AppState, exchange: Exchange, request: TokenizeRequest) -> TokenizeResponse:
+    state.check_model(request.model or state.config.model_name)
+    tokenizer = state.tokenizer
+    if request.messages is not None:
+        tokens = await encode(tokenizer, render(tokenizer, request), add_special_tokens=False)
+    else:
+        tokens = await encode(tokenizer, request.prompt or "", request.add_special_tokens)
+    texts = [tokenizer.token_text(token) for token in tokens] if request.return_token_strs else None
+    info = await state.model_info()
+    return TokenizeResponse(len(tokens), info.max_model_len, tokens, texts)
+
+
+async def detokenize(state: AppState, exchange: Exchange, request: DetokenizeRequest) -> DetokenizeResponse:
+    state.check_model(request.model or state.config.model_name)
+    info = await state.model_info()
+    for token in request.tokens:
+        if not 0 <= token < info.vocab_size:
+            refuse("tokens", f"tokens: token id {token} is outside the vocabulary [0, {info.vocab_size})")
+    return DetokenizeResponse(state.tokenizer.decode(request.tokens, skip_special_tokens=request.skip_special_tokens))

@@ -1,0 +1,70 @@
+"""Every endpoint, one row each. Routing, decoding, keys, the request log and the OpenAPI document follow this table.
+
+A new endpoint is a row here and a file in `cluster/http/endpoints/` with its handler and its bodies.
+"""
+
+from __future__ import annotations
+
+from cluster.http.endpoints import generation, models, status, tokens
+from cluster.http.protocol.requests import ChatCompletionRequest, CompletionRequest
+from cluster.http.protocol.responses import ChatCompletion, Completion
+from cluster.http.routing import Route
+
+EVENTS = "text/event-stream"
+GENERATION_ERRORS = (404, 408, 429, 503)
+
+ROUTES = (
+    Route(
+        "POST",
+        "/v1/chat/completions",
+        generation.chat,
+        "Chat completion",
+        body=ChatCompletionRequest,
+        answer=ChatCompletion,
+        media_type=EVENTS,
+        errors=GENERATION_ERRORS,
+        logged=True,
+    ),
+    Route(
+        "POST",
+        "/v1/completions",
+        generation.completions,
+        "Completion",
+        body=CompletionRequest,
+        answer=Completion,
+        media_type=EVENTS,
+        errors=GENERATION_ERRORS,
+        logged=True,
+    ),
+    Route("GET", "/v1/models", models.list_models, "The models served", answer=models.ModelList),
+    Route("GET", "/v1/models/{model}", models.one_model, "One model", answer=models.ModelCard, errors=(404,)),
+    Route(
+        "POST",
+        "/tokenize",
+        tokens.tokenize,
+        "Text or messages to token ids",
+        body=tokens.TokenizeRequest,
+        answer=tokens.TokenizeResponse,
+        errors=(404,),
+    ),
+    Route(
+        "POST",
+        "/detokenize",
+        tokens.detokenize,
+        "Token ids to text",
+        body=tokens.DetokenizeRequest,
+        answer=tokens.DetokenizeResponse,
+        errors=(404,),
+    ),
+    Route(
+        "GET",
+        "/health",
+        status.health,
+        "200 while the engine is idle or stepping; status is ok, or degraded with a reason",
+        answer=status.Health,
+        errors=(503,),
+        public=True,
+    ),
+    Route("GET", "/metrics", status.metrics, "Prometheus metrics", media_type="text/plain", errors=(503,), public=True),
+    Route("GET", "/openapi.json", status.openapi, "This document", answer=dict, public=True),
+)

@@ -1,0 +1,80 @@
+"""What a route is, and which route takes a request. The routes themselves stand in `cluster/http/routes.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+from cluster.http.codec import Body
+from cluster.http.errors import ApiError
+from cluster.http.exchange import Exchange
+from cluster.http.state import AppState
+
+Handler = Callable[[AppState, Exchange, Any], Awaitable[Any]]
+"""Gets the decoded body, None if the route takes none. What it returns is sent as JSON; it returns None if it has sent
+the answer itself.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """An endpoint: everything that the application and its OpenAPI document know of it."""
+
+    method: str
+    path: str
+    """Its last segment may be a parameter, `{name}`, which takes the rest of a request's path."""
+    handler: Handler
+    summary: str
+    _: dataclasses.KW_ONLY
+    body: type[Body] | None = None
+    """Decoded and checked before the handler is called."""
+    answer: Any = None
+    """The type of what is sent as JSON, if any is."""
+    media_type: str | None = None
+    """A content type of the answer that is not JSON."""
+    errors: tuple[int, ...] = ()
+    """Statuses that its handler answers, beside those that every route may."""
+    public: bool = False
+    """Answered without an API key: probes and scrapers have none."""
+    logged: bool = False
+    """A line in the request log for each request."""
+
+    @property
+    def parameter(self) -> str | None:
+        """The name of the path's parameter."""
+        found = re.search(r"/\{(\w+)\}$", self.path)
+        return None if found is None else found[1]
+
+
+class Router:
+    """Finds the route of a request by its path and method."""
+
+    def __init__(self, routes: Iterable[Route]) -> None:
+        self._exact: dict[str, dict[str, Route]] = {}
+        self._by_prefix: dict[str, dict[str, Route]] = {}
+        """Those with a parameter, by what stands before it."""
+        for route in routes:
+            if route.parameter is None:
+                self._exact.setdefault(route.path, {})[route.method] = route
+            else:
+                self._by_prefix.setdefault(route.path.partition("{")[0], {})[route.method] = route
+
+    def find(self, method: str, path: str) -> tuple[Route, str]:
+        """The route, and the value of its parameter. Raises `ApiError` 404 or 405 if there is none."""
+        methods, value = self._exact.get(path), ""
+        if methods is None:
+            methods, value = self._find_by_prefix(path)
+        if not methods:
+            raise ApiError(404, f"there is nothing at {path}; see /openapi.json", code="unknown_url")
+        if method not in methods:
+            allowed = ", ".join(methods)
+            raise ApiError(405, f"{path} takes {allowed}, not {method}", code="method_not_allowed")
+        return methods[method], value
+
+    def _find_by_prefix(self, path: str) -> tuple[dict[str, Route], str]:
+        for prefix, methods in self._by_prefix.items():
+            if path.startswith(prefix):
+                return methods, path.removeprefix(prefix)
+        return {}, ""

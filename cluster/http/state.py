@@ -1,0 +1,54 @@
+"""What every endpoint may use: configuration, tokenizer, engines and metrics. `cluster/http/app.py` makes one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from prometheus_client.metrics_core import Metric
+
+from cluster.config import ServeConfig
+from cluster.http.engines import Engines
+from cluster.http.errors import ApiError
+from cluster.http.metrics import Metrics
+from cluster.text.tokenizer import Tokenizer
+from workers.model_info import ModelInfo
+
+OtherMetrics = Callable[[], Awaitable[list[list[Metric]]]]
+"""What the other replicas of the endpoint counted, of those that answer."""
+
+
+class AppState:
+    """`document` is the OpenAPI document of all routes."""
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        tokenizer: Tokenizer,
+        engines: Engines,
+        metrics: Metrics,
+        other_metrics: OtherMetrics,
+        document: dict[str, Any],
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.engines = engines
+        self.metrics = metrics
+        self.other_metrics = other_metrics
+        self.document = document
+        self.created = int(time.time())
+        """Seconds since 1970: when the model began to be served."""
+        self._model: ModelInfo | None = None
+
+    def check_model(self, name: str) -> None:
+        """Raises `ApiError` 404 if another model is asked for."""
+        served = self.config.model_name
+        if name != served:
+            message = f"model {name!r} is not served here; {served!r} is"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    async def model_info(self) -> ModelInfo:
+        if self._model is None:
+            self._model = await self.engines.model()
+        return self._model

@@ -1,0 +1,47 @@
+"""A server's `/openapi.json` as a judge: whether an answer's status is documented for its path, and fits its schema."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+
+
+class Document:
+    """`content` is the decoded document."""
+
+    def __init__(self, content: dict[str, Any]) -> None:
+        self.content = content
+        self._validators: dict[tuple[str, int], jsonschema.Draft202012Validator] = {}
+
+    def path_of(self, url_path: str) -> str | None:
+        """The document's name for a path; None where it has none."""
+        if url_path in self.content["paths"]:
+            return url_path
+        return "/v1/models/{model}" if url_path.startswith("/v1/models/") else None
+
+    def check(self, path: str, status: int, content_type: str, body: bytes) -> None:
+        """Raises `AssertionError` or `jsonschema.ValidationError`; `path` is one of the document."""
+        (operation,) = self.content["paths"][path].values()
+        assert str(status) in operation["responses"], f"{path} answers {status}, which is not documented"
+        content = operation["responses"][str(status)]["content"]
+        media = content_type.partition(";")[0]
+        assert media in content, f"{path} answers {media}"
+        if media == "application/json":
+            self._validator(path, status).validate(json.loads(body))
+            if status >= 400:
+                check_error(body)
+
+    def _validator(self, path: str, status: int) -> jsonschema.Draft202012Validator:
+        if (path, status) not in self._validators:
+            (operation,) = self.content["paths"][path].values()
+            schema = operation["responses"][str(status)]["content"]["application/json"]["schema"]
+            whole = {**schema, "components": self.content["components"]}
+            self._validators[path, status] = jsonschema.Draft202012Validator(whole)
+        return self._validators[path, status]
+
+
+def check_error(body: bytes) -> None:
+    """Raises `AssertionError` where the body is no error in OpenAI's shape."""
+    assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}, body

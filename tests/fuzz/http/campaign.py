@@ -1,0 +1,129 @@
+"""`make fuzz ARGS=--http`: clients against a live server for a time, and what must be left of them in the end: nothing.
+
+Each client's actions follow from the seed and its number; how those of several meet in time does not. A failure is told
+with its seed and its connection's transcript.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import NamedTuple
+
+import jsonschema
+import psutil
+
+from tests.fuzz.http.clients import ACTIONS, Client, World
+from tests.fuzz.http.connection import Closed, connect, request
+
+NUM_CLIENTS = 12
+NUM_EXAMPLES = 100
+"""A hundred take a quarter of a minute to draw."""
+MAX_FAILURES = 5
+"""After so many the campaign ends."""
+SETTLE_S = 30.0
+"""Within which the server must be idle after the last client."""
+SPARE_FDS = 8
+"""File descriptors that a process may have gained without having lost any of the clients' sockets."""
+SHOWN_LINES = 40
+IDLE = ("manta:num_requests_running", "manta:num_requests_waiting", "manta:kv_cache_usage_perc")
+
+
+class Failure(NamedTuple):
+    """What one client's action found."""
+
+    where: str
+    problem: str
+    transcript: list[str]
+
+    def __str__(self) -> str:
+        shown = self.transcript[:SHOWN_LINES]
+        return "\n  ".join([f"{self.where}: {self.problem}", *shown])
+
+
+class HttpCampaign:
+    """Failures and counts so far. `processes` are the server's whose file descriptors are counted; schemathesis
+    draws `num_examples` bodies for each path that fit its schema, and as many that do not.
+    """
+
+    def __init__(
+        self,
+        port: int,
+        model: str,
+        seed: int,
+        processes: tuple[psutil.Process, ...] = (),
+        num_examples: int = NUM_EXAMPLES,
+    ) -> None:
+        self.world = World(port, model, seed, num_examples)
+        self.failures: list[Failure] = []
+        self._processes = processes
+
+    def run(self, seconds: float) -> None:
+        asyncio.run(self.run_async(seconds))
+
+    async def run_async(self, seconds: float, num_clients: int = NUM_CLIENTS) -> None:
+        """Everything alone first, then all clients, then a look at what is left."""
+        await self.world.prepare()
+        before = self._num_fds()
+        deadline = time.monotonic() + seconds
+        await asyncio.gather(*(self._drive(Client(self.world, number), deadline) for number in range(num_clients)))
+        await self._check_nothing_is_left(before)
+
+    async def _drive(self, client: Client, deadline: float) -> None:
+        while time.monotonic() < deadline and len(self.failures) < MAX_FAILURES:
+            try:
+                await client.act()
+            except (AssertionError, jsonschema.ValidationError, ValueError, Closed, OSError, EOFError) as error:
+                where = f"seed {self.world.seed}, client {client.number}, action {client.num_actions} {client.action}"
+                self.failures.append(Failure(where, f"{type(error).__name__}: {error}", client.transcript))
+
+    async def _check_nothing_is_left(self, before: list[int]) -> None:
+        deadline = time.monotonic() + SETTLE_S
+        while problems := await self._left(before):
+            if time.monotonic() > deadline:
+                self.failures.append(Failure(f"seed {self.world.seed}, in the end", "; ".join(problems), []))
+                return
+            await asyncio.sleep(0.2)
+
+    async def _left(self, before: list[int]) -> list[str]:
+        found = [f"{name} is {value:g}" for name, value in (await self._metrics()).items() if value]
+        health = json.loads(await self._get("/health"))
+        if health != {"status": "ok"}:
+            found.append(f"/health says {health}")
+        found += [
+            f"{process.name()} has {now} file descriptors, and had {then}"
+            for process, then, now in zip(self._processes, before, self._num_fds(), strict=True)
+            if now > then + SPARE_FDS
+        ]
+        return found
+
+    async def _metrics(self) -> dict[str, float]:
+        lines = (await self._get("/metrics")).decode().splitlines()
+        return {name: sum(float(line.split()[-1]) for line in lines if line.startswith(name)) for name in IDLE}
+
+    async def _get(self, path: str) -> bytes:
+        connection = await connect(self.world.port, [])
+        await connection.send(request(path, b"", "GET", connection="close"))
+        try:
+            return (await connection.answer()).body
+        finally:
+            connection.close()
+
+    def _num_fds(self) -> list[int]:
+        return [process.num_fds() for process in self._processes]
+
+    def table(self) -> str:
+        """How often what occurred."""
+        others = sorted(set(self.world.counts) - set(ACTIONS))
+        rows = [f"{self.world.counts[name]:>9}  {name}" for name in (*ACTIONS, *others)]
+        return "\n".join([*rows, f"{len(self.failures):>9}  failures"])
+
+
+def serving_processes(root_pid: int) -> tuple[psutil.Process, ...]:
+    """Ingress and engine of the `manta serve` with that process id."""
+    return tuple(
+        process
+        for process in psutil.Process(root_pid).children(recursive=True)
+        if any(name in " ".join(process.cmdline()) for name in ("manta:ingress", "manta:engine"))
+    )

@@ -1,0 +1,220 @@
+"""An endpoint is a row of the route table and its handler: one that only this test has is served in this process, with
+the real application and tokenizer, without Ray and without an engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import jsonschema
+import msgspec
+import pytest
+
+from cluster.config import EngineConfig, ServeConfig
+from cluster.engine.request import FinishStatus, Usage
+from cluster.engine.stats import EngineStats
+from cluster.http.app import HttpApp
+from cluster.http.engines import Event
+from cluster.http.errors import ApiError, refuse
+from cluster.http.exchange import Exchange
+from cluster.http.metrics import Metrics
+from cluster.http.routes import ROUTES
+from cluster.http.routing import Route
+from cluster.http.state import AppState
+from cluster.text.tokenizer import Tokenizer
+from structured.constraint import ConstraintSpec
+from workers.model_info import ModelInfo
+from workers.sampling_params import SamplingParams
+
+MODEL = ModelInfo(
+    folder="demo",
+    vocab_size=512,
+    max_model_len=128,
+    eos_token_ids=(0,),
+    num_blocks=1,
+    block_size=16,
+    kv_cache_bytes=1,
+    dtype="float32",
+    platform="none",
+    kernels="none",
+    load_seconds=0.0,
+)
+
+
+class Repeating:
+    """Answers each prompt with `text`, twice."""
+
+    def __init__(self, prompts: list[list[int]], text: str) -> None:
+        self.num_choices = len(prompts)
+        self.usages = [Usage(len(prompt), 2, 0) for prompt in prompts]
+        self._text = text
+
+    async def __aiter__(self) -> AsyncIterator[Event]:
+        for index in range(self.num_choices):
+            yield Event(index=index, text=self._text, token_ids=[1])
+            yield Event(index=index, text=self._text, token_ids=[1], finish=FinishStatus.FINISHED_LENGTH)
+
+    def close(self) -> None:
+        pass
+
+
+class RepeatingEngines:
+    """In place of engines: they say one text, and nobody watches them."""
+
+    def submit(self, request_id: str, prompts: list[list[int]], params: SamplingParams, **options: Any) -> Repeating:
+        return Repeating(prompts, "abc")
+
+    async def resolve(self, spec: ConstraintSpec) -> tuple[ConstraintSpec, list[str]]:
+        return spec, []
+
+    async def model(self) -> ModelInfo:
+        return MODEL
+
+    async def stats(self) -> list[EngineStats]:
+        raise ApiError(503, "no engine answers: there is none")
+
+    async def check_reachable(self) -> None:
+        pass
+
+
+class CountRequest(msgspec.Struct, forbid_unknown_fields=True):
+    text: str
+
+    def check(self) -> None:
+        if not self.text:
+            refuse("text", "text is empty; give at least one character")
+
+
+class CountResponse(msgspec.Struct):
+    name: str
+    num_tokens: int
+
+
+async def count(state: AppState, exchange: Exchange, request: CountRequest) -> CountResponse:
+    if exchange.path_parameter == "nobody":
+        raise ApiError(404, "nobody counts here", param="name")
+    return CountResponse(exchange.path_parameter, len(state.tokenizer.encode(request.text)))
+
+
+COUNT = Route(
+    "POST",
+    "/v1/count/{name}",
+    count,
+    "Tokens of a text",
+    body=CountRequest,
+    answer=CountResponse,
+    errors=(404,),
+    logged=True,
+)
+KEY = {"authorization": "Bearer secret"}
+ERROR = {"message": "wrong", "type": "not_found_error", "param": None, "code": None}
+
+
+class App:
+    """The application with the route of this test, asked without a socket."""
+
+    def __init__(self, **options: Any) -> None:
+        config = ServeConfig(engine=EngineConfig(model="demo"), **options)
+        self.tokenizer = Tokenizer("demo")
+        self.app = HttpApp(config, self.tokenizer, RepeatingEngines(), Metrics("demo"), routes=(*ROUTES, COUNT))
+
+    def ask(self, method: str, path: str, body: Any = None, **headers: str) -> httpx.Response:
+        async def send() -> httpx.Response:
+            transport = httpx.ASGITransport(self.app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://x", trust_env=False) as client:
+                content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+                return await client.request(method, path, content=content, headers=headers)
+
+        return asyncio.run(send())
+
+
+def test_a_row_is_all_that_an_endpoint_needs() -> None:
+    app = App()
+    answer = app.ask("POST", "/v1/count/a/b", {"text": "hello there"})
+    expected = {"name": "a/b", "num_tokens": len(app.tokenizer.encode("hello there"))}
+    assert (answer.status_code, answer.json()) == (200, expected)
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.headers["x-request-id"].startswith("req-")
+
+
+@pytest.mark.parametrize(
+    ("body", "param"), [({"text": ""}, "text"), ({"texts": "a"}, "texts"), ({}, "text"), (b"{", None)]
+)
+def test_its_body_is_decoded_and_checked(body: Any, param: str | None) -> None:
+    answer = App().ask("POST", "/v1/count/x", body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_its_errors_are_answered_in_one_shape() -> None:
+    app = App(max_body_bytes=100)
+    for method, path, body, status in (
+        ("POST", "/v1/count/nobody", {"text": "a"}, 404),
+        ("GET", "/v1/count/x", None, 405),
+        ("POST", "/v1/counted/x", {"text": "a"}, 404),
+        ("POST", "/v1/count/x", {"text": "a" * 100}, 413),
+    ):
+        answer = app.ask(method, path, body)
+        assert answer.status_code == status
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_it_is_documented() -> None:
+    document = App().ask("GET", "/openapi.json").json()
+    operation = document["paths"]["/v1/count/{name}"]["post"]
+    assert operation["summary"] == COUNT.summary
+    assert set(operation["responses"]) == {"200", "400", "401", "404", "405", "408", "413", "500"}
+    assert [parameter["name"] for parameter in operation["parameters"]] == ["name"]
+    for content, value in (
+        (operation["requestBody"]["content"], {"text": "a"}),
+        (operation["responses"]["200"]["content"], {"name": "a", "num_tokens": 1}),
+        (operation["responses"]["404"]["content"], {"error": ERROR}),
+    ):
+        schema = {**content["application/json"]["schema"], "components": document["components"]}
+        jsonschema.Draft202012Validator(schema).validate(value)
+
+
+def test_it_asks_for_the_key_and_public_routes_do_not() -> None:
+    app = App(api_keys=("secret",))
+    assert app.ask("POST", "/v1/count/x", {"text": "a"}).status_code == 401
+    assert app.ask("POST", "/v1/count/x", {"text": "a"}, **KEY).status_code == 200
+    assert app.ask("GET", "/health").status_code == 503  # no engine answers
+    assert app.ask("GET", "/openapi.json").status_code == 200
+
+
+def test_it_is_logged_and_routes_that_do_not_say_so_are_not() -> None:
+    lines: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    app, handler = App(), Handler()
+    logger = logging.getLogger("manta.requests")
+    logger.addHandler(handler)
+    try:
+        app.ask("POST", "/v1/count/x", {"text": "a"})
+        app.ask("POST", "/v1/count/x", {})
+        app.ask("POST", "/tokenize", {"prompt": "a"})
+        app.ask("GET", "/v1/models")
+    finally:
+        logger.removeHandler(handler)
+    logged = [(line["path"], line["status"]) for line in map(json.loads, lines)]
+    assert logged == [("/v1/count/x", 200), ("/v1/count/x", 400)]
+
+
+def test_the_application_answers_without_a_cluster() -> None:
+    app = App()
+    body = {"model": "demo", "messages": [{"role": "user", "content": "hello"}]}
+    whole = app.ask("POST", "/v1/chat/completions", body).json()
+    assert whole["choices"][0]["message"]["content"] == "abcabc"
+    assert whole["usage"]["completion_tokens"] == 2
+    streamed = app.ask("POST", "/v1/completions", {"model": "demo", "prompt": "a", "stream": True})
+    chunks = [line.removeprefix("data: ") for line in streamed.text.splitlines() if line]
+    assert chunks.pop() == "[DONE]"
+    assert "".join(json.loads(chunk)["choices"][0]["text"] for chunk in chunks) == "abcabc"
+    assert app.ask("GET", "/v1/models/demo").json()["max_model_len"] == MODEL.max_model_len
