@@ -42,7 +42,9 @@ def row_words(vocab_size: int) -> int:
 
 
 class MaskBatch(NamedTuple):
-    """The masks of one step: one apply for each prepare."""
+    """The masks of one step. A sampler in this process reads the rows where the grammar workers wrote them; what is
+    pickled for another one is `packed`.
+    """
 
     step_id: int
     slots: list[int]
@@ -51,6 +53,15 @@ class MaskBatch(NamedTuple):
     """int32 [slots, words]: token `t` is bit `t % 32` of word `t // 32`, 1 allows."""
     adjustments: dict[int, tuple[np.ndarray, np.ndarray]]
     """Sample point to token ids int32 [n] and what is added to their logits, float32 [n]."""
+
+    def packed(self) -> MaskBatch:
+        """The same masks over the rows that are used, each once: int32 [used rows, words], a copy."""
+        used = sorted({slot for slot in self.slots if slot >= 0})
+        place = {slot: row for row, slot in enumerate(used)}
+        return self._replace(slots=[place.get(slot, slot) for slot in self.slots], rows=self.rows[used])
+
+    def __reduce__(self) -> tuple[type[MaskBatch], tuple[object, ...]]:
+        return MaskBatch, tuple(self.packed())
 
 
 class BufferShape(msgspec.Struct, frozen=True, array_like=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 
 import numpy as np
@@ -117,6 +118,22 @@ def test_a_row_that_allows_nothing_fails_alone_and_nan_does_not_hide() -> None:
     assert sorted(found.errors) == [0, 2]
     assert "every token is masked" in found.errors[0].reason
     assert "NaN" in found.errors[2].reason
+
+
+def test_a_pickled_batch_holds_the_rows_that_are_used_and_draws_the_same() -> None:
+    logits = some_logits(600, 5, rows=5)
+    allowed = np.random.default_rng(9).random((500, 600)) < 0.3
+    allowed[:, 2] = True
+    ids, values = np.array([2], np.int32), np.array([3.0], np.float32)
+    masks = MaskBatch(7, [420, NO_MASK, 3, LATE, 420], packed(allowed), {2: (ids, values)})
+    sent = pickle.dumps(masks)
+    received = pickle.loads(sent)
+    assert isinstance(received, MaskBatch)
+    assert (received.step_id, received.slots) == (7, [1, NO_MASK, 0, LATE, 1])
+    assert received.rows.shape == (2, masks.rows.shape[1])
+    assert len(sent) < masks.rows[:10].nbytes
+    params = [SamplingParams(seed=1)] * 5
+    assert draw(logits, params, received).token_ids == draw(logits, params, masks).token_ids
 
 
 def test_masks_of_another_length_are_refused() -> None:

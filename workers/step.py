@@ -83,8 +83,6 @@ class StepInput(msgspec.Struct, array_like=True):
     """
     scheduled: list[ScheduledSequence] = []
     sample_points: list[SamplePoint] = []
-    mask_follows: bool = False
-    """A `MaskBatch` comes with `sample`; without one, `execute` and `sample` travel in one message."""
 
     @property
     def num_tokens(self) -> int:

@@ -108,7 +108,6 @@ def _run(trial: Trial) -> TrialResult:
             for index in range(len(_PARAMS))
         ],
         sample_points=[SamplePoint((index + 1) * prompt_len - 1, index, prompt_len) for index in range(len(_PARAMS))],
-        mask_follows=True,
     )
     everything = np.full((1, row_words(config.vocab_size)), -1, dtype=np.int32)
     runner.execute(prefill)

@@ -1,6 +1,6 @@
 """Ctrl-C between steps: an engine that is used by the main thread is never left with half a step.
 
-Used by `cluster/llm.py` and `cluster/beam_search.py` around whatever changes the engine. What ends after it finds the
+Used by `cluster/llm.py` and `cluster/engine/beam_search.py` around whatever changes the engine. What ends after it finds the
 engine whole, and can abort what it began.
 """
 
