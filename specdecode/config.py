@@ -7,14 +7,14 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-Proposer = Literal["forced", "ngram", "draft"]
-PROPOSERS: tuple[Proposer, ...] = ("forced", "ngram", "draft")
+ProposerName = Literal["forced", "ngram", "draft"]
+PROPOSERS: tuple[ProposerName, ...] = ("forced", "ngram", "draft")
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Output never depends on it, speed does. Raises `ValueError` where options contradict each other."""
 
-    proposers: tuple[Proposer, ...] = ("forced", "ngram")
+    proposers: tuple[ProposerName, ...] = ("forced", "ngram")
     """In order; the first that has a proposal for a sequence is taken. `forced`: what a constraint allows only one way;
     `ngram`: what followed the last tokens before, in prompt and output; `draft`: what `draft_model` says.
     """
@@ -44,12 +44,12 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         if self.ngram_min > self.ngram_max:
             raise ValueError(f"ngram_min {self.ngram_min} exceeds ngram_max {self.ngram_max}; lower it")
 
-    def prefers(self, proposer: Proposer, other: str) -> bool:
+    def prefers(self, proposer: ProposerName, other: str) -> bool:
         """Whether a proposal of `proposer` is taken where a sequence has one of `other`."""
         return other not in self.proposers[: self.proposers.index(proposer)]
 
     @property
-    def rank_proposers(self) -> tuple[Proposer, ...]:
+    def rank_proposers(self) -> tuple[ProposerName, ...]:
         """Those that run beside the model; forced tokens come with the masks."""
         return tuple(name for name in self.proposers if name != "forced")
 

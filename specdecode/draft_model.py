@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from specdecode.acceptance import num_accepted
 from specdecode.lengths import StepCost
 from specdecode.measure import measure_step
-from specdecode.proposers import Wanted
+from specdecode.proposers import DraftRequest
 from structured.constraint import ConstraintError
 from structured.vocabulary import Vocabulary
 from workers.kernels.protocol import OK
@@ -106,11 +106,11 @@ class DraftModel:
                 self._written.difference_update(item.new_block_ids[num_found:])
 
     @torch.inference_mode()
-    def propose(self, wanted: Sequence[Wanted]) -> dict[int, list[int]]:
+    def propose(self, requests: Sequence[DraftRequest]) -> dict[int, list[int]]:
         """Proposals for the sequences whose blocks reach far enough; those with logits processors get none, for their
         processors would have to be made again behind every draft.
         """
-        batch = self._batch(wanted)
+        batch = self._batch(requests)
         if not batch:
             return {}
         try:
@@ -122,9 +122,9 @@ class DraftModel:
             each.progress.proposed_at, each.progress.proposed = each.num_tokens, each.proposed
         return {each.sequence_id: list(each.proposed) for each in batch if each.proposed}
 
-    def _batch(self, wanted: Sequence[Wanted]) -> list[_Drafting]:
+    def _batch(self, requests: Sequence[DraftRequest]) -> list[_Drafting]:
         batch = []
-        for each in wanted:
+        for each in requests:
             progress = self._progress.get(each.sequence_id)
             if progress is None or each.state.processors is not None:
                 continue

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from specdecode.acceptance import AcceptanceRecord
-from specdecode.config import Proposer, SpeculativeConfig
+from specdecode.config import ProposerName, SpeculativeConfig
 from specdecode.lengths import Load, StepCost, choose_lengths
 
 PRIOR = 1.0
@@ -24,7 +24,7 @@ PROBE_INTERVAL = 16
 class ForcedProposer:
     """`step_cost` is what lengths are weighed against; None proposes all tokens that there may be."""
 
-    name: Proposer = "forced"
+    name: ProposerName = "forced"
 
     def __init__(self, config: SpeculativeConfig, step_cost: StepCost | None) -> None:
         self.step_cost = step_cost

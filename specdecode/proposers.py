@@ -32,7 +32,7 @@ OBSERVED_STEPS = 64
 
 
 @dataclasses.dataclass(slots=True)
-class Wanted:
+class DraftRequest:
     """A sequence that goes on, and the most drafts that it may have."""
 
     sequence_id: int
@@ -47,7 +47,7 @@ class Proposer(Protocol):
         """Hears of a step before its forward pass."""
         ...
 
-    def propose(self, wanted: Sequence[Wanted]) -> dict[int, list[int]]:
+    def propose(self, requests: Sequence[DraftRequest]) -> dict[int, list[int]]:
         """Sequence id to at most its `count` tokens; those without a proposal are left out."""
         ...
 
@@ -69,9 +69,9 @@ class NgramProposer:
         for sequence_id in step.finished:
             self._indices.pop(sequence_id, None)
 
-    def propose(self, wanted: Sequence[Wanted]) -> dict[int, list[int]]:
+    def propose(self, requests: Sequence[DraftRequest]) -> dict[int, list[int]]:
         proposals = {}
-        for each in wanted:
+        for each in requests:
             index = self._indices.get(each.sequence_id)
             if index is None:
                 index = self._indices[each.sequence_id] = NgramIndex(*self._sizes)
@@ -85,7 +85,7 @@ class NgramProposer:
         self._indices.clear()
 
 
-class Chain:
+class ProposerChain:
     """Asks the proposers in order about the sequences that gained tokens and go on.
 
     With `costs` lengths are adaptive; without, everybody may always propose `max_draft_tokens`.
@@ -182,12 +182,12 @@ class Chain:
             self._learn(step, output)
 
     def _propose(self, step: StepInput, output: StepOutput) -> None:
-        wanted = self._wanted(output)
+        requests = self._requests(output)
         num_others = sum(item.num_tokens for item in step.scheduled if item.sequence_id not in output.token_ids)
-        load = Load(len(wanted) + num_others, len(wanted))
+        load = Load(len(requests) + num_others, len(requests))
         for proposer in self._proposers:
             failed = self._failed[proposer.name]
-            asked = [each for each in wanted if each.sequence_id not in failed]
+            asked = [each for each in requests if each.sequence_id not in failed]
             if not asked:
                 continue
             try:
@@ -199,9 +199,9 @@ class Chain:
             if proposals:
                 output.draft_token_ids.update(proposals)
                 output.draft_proposers.update(dict.fromkeys(proposals, proposer.name))
-                wanted = [each for each in wanted if each.sequence_id not in proposals]
+                requests = [each for each in requests if each.sequence_id not in proposals]
 
-    def _ask(self, proposer: Proposer, asked: list[Wanted], load: Load) -> dict[int, list[int]]:
+    def _ask(self, proposer: Proposer, asked: list[DraftRequest], load: Load) -> dict[int, list[int]]:
         if self._costs is None:
             return proposer.propose(asked)
         draft_cost = self._costs.drafts.get(proposer.name)
@@ -228,7 +228,9 @@ class Chain:
         load.add(proposals, record)
         return proposals
 
-    def _trimmed(self, proposer: Proposer, asked: list[Wanted], load: Load, cost: StepCost) -> dict[int, list[int]]:
+    def _trimmed(
+        self, proposer: Proposer, asked: list[DraftRequest], load: Load, cost: StepCost
+    ) -> dict[int, list[int]]:
         """Where proposals are free, everybody proposes, and what does not pay is cut."""
         found = proposer.propose(asked)
         if not found:
@@ -267,8 +269,8 @@ class Chain:
             if drafts and gained and item.draft_proposer in self._records:
                 self._records[item.draft_proposer].learn(item.sequence_id, drafts, gained)
 
-    def _wanted(self, output: StepOutput) -> list[Wanted]:
-        wanted = []
+    def _requests(self, output: StepOutput) -> list[DraftRequest]:
+        requests = []
         for sequence_id, token_ids in output.token_ids.items():
             state = self._state.sequences[sequence_id]
             if sequence_id in self._plain or not set(state.stop_ids.tolist()).isdisjoint(token_ids):
@@ -278,8 +280,8 @@ class Chain:
                 end = min(end, state.num_prompt_tokens + state.params.max_tokens)
             count = min(self._max_draft_tokens, end - state.num_tokens - 1)
             if count > 0:
-                wanted.append(Wanted(sequence_id, state, count))
-        return wanted
+                requests.append(DraftRequest(sequence_id, state, count))
+        return requests
 
     def reset(self) -> None:
         for proposer in self._proposers:

@@ -14,7 +14,7 @@ from specdecode.config import SpeculativeConfig
 from specdecode.draft_model import DraftModel, check_same_tokenizer
 from specdecode.lengths import Costs, StepCost
 from specdecode.measure import measure_step
-from specdecode.proposers import Chain, NgramProposer, Proposer
+from specdecode.proposers import NgramProposer, Proposer, ProposerChain
 from structured.logits_processors import LogitsProcessorFactory
 from structured.masks import MaskBatch
 from workers.model_config import load_model_config, resolve_model_folder
@@ -50,7 +50,9 @@ class SpeculativeWorker:
         if speculative.adaptive:
             self._cost = measure_step(runner.model, runner.kv_layers, runner.block_size, runner.platform)
             costs = Costs(self._cost, {each.name: each.measure() for each in proposers if isinstance(each, DraftModel)})
-        self.chain = Chain(proposers, runner.state, speculative.max_draft_tokens, self.info.max_model_len, costs)
+        self.chain = ProposerChain(
+            proposers, runner.state, speculative.max_draft_tokens, self.info.max_model_len, costs
+        )
         self._step: StepInput | None = None
         self._seconds = 0.0
         self._last_end = 0.0

@@ -1,7 +1,7 @@
 """Ctrl-C between steps: an engine that is used by the main thread is never left with half a step.
 
-Used by `cluster/llm.py` and `cluster/engine/beam_search.py` around whatever changes the engine. What ends after it finds the
-engine whole, and can abort what it began.
+Used by `cluster/llm.py` and `cluster/engine/beam_search.py` around whatever changes the engine. What ends after it
+finds the engine whole, and can abort what it began.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One sequence as the driver sees it: its tokens, how many of them the KV cache holds, and where.
 
-The scheduler alone changes it. Everything a rank needs is a function of it (`start`), so preemption and recovery are
-the same operation.
+The scheduler alone changes it, through its parts too (`plan.py`, `outcome.py`, `kv_cache_manager.py`). All that a rank
+needs is a function of it (`start`), so preemption and recovery are the same operation.
 """
 
 from __future__ import annotations
