@@ -149,9 +149,7 @@ class Submission:
         overdue = asyncio.timeout(request.deadline_s + OVERDUE_S)
         try:
             async with overdue:
-                async with (
-                    self._call_lock
-                ):  # one a turn of the event loop: 1,000 at once hold it for half a second
+                async with self._call_lock:  # one a turn of the event loop: 1,000 at once hold it for half a second
                     await asyncio.sleep(0)
                 result = await self._client.generate(request)
         except Exception as error:
