@@ -20,6 +20,7 @@ class KVCacheManager:
     def __init__(self, blocks: KVBlocks, num_lookahead_tokens: int = 0) -> None:
         self.blocks = blocks
         self.num_lookahead_tokens = num_lookahead_tokens
+        self._block_size = blocks.block_size
 
     @property
     def num_tokens(self) -> int:
@@ -39,8 +40,8 @@ class KVCacheManager:
         """
         if sequence.params.prompt_logprobs is not None:
             return []
-        count = (len(sequence.token_ids) - 1) // self.blocks.block_size
-        return self.blocks.find_prefix(sequence.hash_blocks(count, self.blocks.block_size))
+        count = (len(sequence.token_ids) - 1) // self._block_size
+        return self.blocks.find_prefix(sequence.hash_blocks(count, self._block_size))
 
     def fits(self, sequence: Sequence, prefix: list[int]) -> bool:
         """Room for the whole prompt, not for its first chunk: who is let in should not be thrown out at once."""
@@ -52,13 +53,14 @@ class KVCacheManager:
         self.blocks.share(prefix)
         sequence.block_table = list(prefix)
         sequence.num_shared_blocks = sequence.num_registered_blocks = len(prefix)
-        sequence.num_computed_tokens = len(prefix) * self.blocks.block_size
+        sequence.num_computed_tokens = len(prefix) * self._block_size
 
     # ---- a step ------------------------------------------------------------------------------------------------
 
     def can_grow(self, sequence: Sequence, count: int) -> bool:
         """Whether the blocks for the next `count` tokens are free."""
-        return self._num_missing(sequence, count) <= self.blocks.num_free
+        missing = self._num_missing(sequence, count)
+        return missing <= 0 or missing <= self.blocks.num_free
 
     def grow(self, sequence: Sequence, count: int, num_others: int) -> None:
         """Gives the sequence room for its next `count` tokens, and ahead of them where `num_others` may still take one
@@ -76,24 +78,24 @@ class KVCacheManager:
 
     def register_full_blocks(self, sequence: Sequence, num_tokens: int) -> None:
         """Offers the blocks that the first `num_tokens` tokens fill to the prefix cache."""
-        full = num_tokens // self.blocks.block_size
+        full = num_tokens // self._block_size
         if full > sequence.num_registered_blocks:
-            hashes = sequence.hash_blocks(full, self.blocks.block_size)
+            hashes = sequence.hash_blocks(full, self._block_size)
             for block in range(sequence.num_registered_blocks, full):
                 self.blocks.register(sequence.block_table[block], hashes[block])
             sequence.num_registered_blocks = full
 
     def _num_blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.blocks.block_size)
+        return -(-num_tokens // self._block_size)
 
     def _num_missing(self, sequence: Sequence, count: int) -> int:
-        return self._num_blocks_for(sequence.num_computed_tokens + count) - len(sequence.block_table)
+        return -(-(sequence.num_computed_tokens + count) // self._block_size) - len(sequence.block_table)
 
     # ---- forks and ends ----------------------------------------------------------------------------------------
 
     def can_share(self, parent: Sequence, num_tokens: int) -> bool:
         """Whether another sequence can start on the parent's first tokens: it needs a free block for a partial one."""
-        return bool(parent.block_table) and (num_tokens % self.blocks.block_size == 0 or self.blocks.num_free > 0)
+        return bool(parent.block_table) and (num_tokens % self._block_size == 0 or self.blocks.num_free > 0)
 
     def share(self, parent: Sequence, child: Sequence, num_tokens: int) -> list[tuple[int, int]]:
         """Starts the child on the blocks of the parent's first tokens; returns the copies that this needs before the
@@ -101,7 +103,7 @@ class KVCacheManager:
         """
         child.block_table, copies = self.blocks.fork(parent.block_table, num_tokens)
         child.num_computed_tokens = num_tokens
-        child.num_shared_blocks = child.num_registered_blocks = num_tokens // self.blocks.block_size
+        child.num_shared_blocks = child.num_registered_blocks = num_tokens // self._block_size
         return copies
 
     def release(self, sequence: Sequence) -> None:
