@@ -159,7 +159,13 @@ class Manual(NamedTuple):
     def shell(self, command: str) -> str:
         """What bash prints of it. Fails where it does."""
         command = f"set -o pipefail; {command.replace('~/', f'{self.home}/')}"
-        done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=600)
+        # Under `make test` a `make` would take that one's flags and variables, and tell which folder it is in.
+        given = re.findall(r"(\w+)=", os.environ.get("MAKEFLAGS", ""))
+        made = {"MAKEFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "MFLAGS", *given}
+        environment = {name: value for name, value in os.environ.items() if name not in made}
+        done = subprocess.run(
+            ["bash", "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
+        )
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout
 

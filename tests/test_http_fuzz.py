@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from cluster.serve.ingress import Ingress
+from cluster.http.endpoints import tokens
 from tests.fuzz.http import campaign as campaigns
 from tests.fuzz.http.bodies import changed
 from tests.fuzz.http.campaign import NUM_EXAMPLES, HttpCampaign, serving_processes
@@ -88,14 +88,14 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("hasty")
 def test_a_failure_inside_is_found_and_told_with_its_transcript(monkeypatch: pytest.MonkeyPatch) -> None:
     is_armed: list[bool] = []
-    tokenize: Callable[[Any, Any], Awaitable[None]] = Ingress._tokenize
+    response = tokens.TokenizeResponse
 
-    async def failing(ingress: Any, exchange: Any) -> None:
+    def failing(*fields: Any) -> tokens.TokenizeResponse:
         if is_armed:
             raise RuntimeError("by hand")
-        await tokenize(ingress, exchange)
+        return response(*fields)
 
-    monkeypatch.setattr(Ingress, "_tokenize", failing)
+    monkeypatch.setattr(tokens, "TokenizeResponse", failing)
 
     async def run() -> None:
         async with local_server() as server:
