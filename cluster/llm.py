@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from cluster.config import DEMO_MODEL, EngineConfig
 from cluster.engine.beam_search import BeamSearchParams, BeamSequence, beam_search
-from cluster.engine.interrupts import uninterrupted
+from cluster.engine.interrupts import uninterrupted, uninterrupted_steps
 from cluster.engine.request import EngineRequest, FinishStatus, RequestRefused, SequenceOutput, Usage
 from cluster.text.detokenizer import SequenceText
 from cluster.text.tokenizer import TextError, Tokenizer
@@ -185,8 +185,10 @@ class LLM:
     def _run_until_finished(self, outputs: dict[str, RequestOutput], use_tqdm: bool) -> None:
         remaining = set(outputs)
         generated, started = 0, time.perf_counter()
-        with tqdm(total=len(outputs), desc="prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
+        bar = tqdm(total=len(outputs), desc="prompts", disable=not use_tqdm, dynamic_ncols=True)
+        with bar, uninterrupted_steps() as take_interrupt:
             while remaining:
+                take_interrupt()
                 for output in self.step():
                     if output.finished and output.request_id in remaining:
                         remaining.discard(output.request_id)
