@@ -29,7 +29,7 @@ from structured.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
 
-CACHE_BYTES = 256 * 2**20
+CACHE_BYTES = 64 * 2**20
 """Of compiled constraints that are kept."""
 REFUSAL_BYTES = 16 * 2**20
 """Of refusals that are remembered, with the constraints that they are about."""

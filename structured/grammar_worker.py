@@ -22,7 +22,7 @@ from structured.lru import ByteLRU
 from structured.masks import FAILED, FINISHED, MAX_ADJUSTMENTS, MAX_CHOICES, REFUSED, MaskBuffer
 from structured.vocabulary import Vocabulary
 
-GRAMMAR_CACHE_BYTES = 256 * 2**20
+GRAMMAR_CACHE_BYTES = 64 * 2**20
 """Of grammars that one worker keeps."""
 MAX_GROWTH_BYTES = 16 * 2**20
 """A grammar whose sessions have made it grow by more is built anew for the next one, in a millisecond or so."""
