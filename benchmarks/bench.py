@@ -13,7 +13,6 @@ import ctypes.util
 import json
 import os
 import pathlib
-import signal
 import statistics
 import sys
 import time
@@ -23,7 +22,16 @@ import msgspec
 
 from benchmarks.checkpoints import benchmark_checkpoint
 from benchmarks.http_load import LoadResult, run_load
-from benchmarks.processes import PEER, BenchmarkError, Child, EngineProcess, ServerProcess, Setup, free_port
+from benchmarks.processes import (
+    PEER,
+    BenchmarkError,
+    Child,
+    EngineProcess,
+    ServerProcess,
+    Setup,
+    free_port,
+    interrupted_once,
+)
 from benchmarks.report import Result, combine, header, machine, table_line
 from benchmarks.workloads import WORKLOADS, PromptSource, Row, alternate, run_workload
 
@@ -50,28 +58,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     print(machine(), file=sys.stderr)
     code = 0
-    handlers = {number: signal.signal(number, _interrupt_once) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        bench.run()
+        with interrupted_once():
+            bench.run()
     except BenchmarkError as error:
         print(f"manta bench: {error}", file=sys.stderr)
         code = 1
     except KeyboardInterrupt:
         print("manta bench: interrupted", file=sys.stderr)
         code = 130
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
     for note in bench.notes:
         print(f"note: {note}", file=sys.stderr)
     return code
-
-
-def _interrupt_once(number: int, frame: object) -> None:
-    """Later signals are ignored, so that the children are stopped in peace."""
-    for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, signal.SIG_IGN)
-    raise KeyboardInterrupt
 
 
 def _parser() -> argparse.ArgumentParser:

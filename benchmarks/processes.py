@@ -19,6 +19,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import msgspec
@@ -302,6 +303,23 @@ def environment_of(engine: str, setup: Setup) -> dict[str, str]:
         "LD_PRELOAD": ":".join(setup.vllm_preload),
         **setup.vllm_environment,
     }
+
+
+@contextlib.contextmanager
+def interrupted_once() -> Iterator[None]:
+    """Ctrl-C and SIGTERM raise `KeyboardInterrupt`; later ones are ignored, so that children are stopped in peace."""
+
+    def interrupt(number: int, frame: object) -> None:
+        for each in handlers:
+            signal.signal(each, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    handlers = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def free_port() -> int:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 import psutil
 
-from benchmarks.processes import ROOT, ServerProcess, Setup, free_port
+from benchmarks.processes import ROOT, ServerProcess, Setup, free_port, interrupted_once
 from benchmarks.report import machine
 from benchmarks.soak_load import KINDS, Clients, Observed
 from benchmarks.soak_report import MIB, Sample, Soak
@@ -109,7 +109,7 @@ def role_of(process: psutil.Process) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """1 where a bar is not met."""
+    """1 where a bar is not met. Ctrl-C and SIGTERM stop the server and give 130."""
     parser = argparse.ArgumentParser(prog="make soak", description="Memory and delays under constant mixed load.")
     parser.add_argument("--minutes", type=float, default=30.0, help="how long (default: 30)")
     parser.add_argument(
@@ -118,17 +118,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.minutes <= 0:
         parser.error(f"--minutes {options.minutes:g} is not above 0")
-    server = SoakServer()
     try:
-        found = soak(server.port, server.model_name, server.process.pid, 60 * options.minutes, say=_say)
-    finally:
-        server.stop()
+        with interrupted_once():
+            found = _soak_a_server(options.minutes)
+    except KeyboardInterrupt:
+        _say("interrupted")
+        return 130
     name = f"soak-{datetime.date.today().isoformat()}"
     print(machine(), end="\n\n")
     print(found.markdown())
     for path in found.write(options.folder, name):
         _say(f"written: {path}")
     return bool(found.problems())
+
+
+def _soak_a_server(minutes: float) -> Soak:
+    server = SoakServer()
+    try:
+        return soak(server.port, server.model_name, server.process.pid, 60 * minutes, say=_say)
+    finally:
+        server.stop()
 
 
 def _say(text: str) -> None:
