@@ -137,13 +137,12 @@ class LLM:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
         from cluster.engine.engine import Engine  # imports torch
 
-        self._inbox: collections.deque[tuple[str, Callable[[], object]]] = collections.deque()
-        self.engine = Engine(self.config, has_messages=lambda: bool(self._inbox))
+        self._between_steps: collections.deque[tuple[asyncio.Future[None], Callable[[], object]]] = collections.deque()
+        self.engine = Engine(self.config, has_messages=lambda: bool(self._between_steps))
         self.tokenizer = Tokenizer(self.config.tokenizer or self.engine.model.folder)
         self._tracked: dict[str, _Tracked] = {}
         self._ids = itertools.count()
         self._streams: dict[str, asyncio.Queue[RequestOutput | Exception]] = {}
-        self._between_steps: collections.deque[tuple[asyncio.Future[None], Callable[[], object]]] = collections.deque()
         self._pump: asyncio.Task[None] | None = None
         self._step_thread = ThreadPoolExecutor(1, thread_name_prefix="manta-step")
 

@@ -83,7 +83,10 @@ def main() -> None:
         return
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries the dead
     while True:
-        _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        try:
+            _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        except ConnectionResetError:  # the parent ended without reading what it was sent
+            return
         if not descriptors:
             return
         if os.fork() == 0:

@@ -187,6 +187,19 @@ def test_ctrl_c_waits_for_the_end_of_a_step_and_a_second_one_does_not() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_the_engine_hears_what_streams_ask_of_it_between_steps() -> None:
+    llm = make_llm()
+
+    async def ask() -> None:
+        assert not llm.engine._has_messages()
+        asked = llm._when_free(lambda: None)
+        assert llm.engine._has_messages(), "an engine that waits for a mask must stop waiting"
+        await asked
+        assert not llm.engine._has_messages()
+
+    asyncio.run(ask())
+
+
 # ---- beam search ---------------------------------------------------------------------------------------------------
 
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from workers.memory import weight_files
 from workers.model_config import ModelError
 
 _DTYPES = {
@@ -50,21 +51,8 @@ class Checkpoint:
         self.folder = pathlib.Path(folder)
         self._entries: dict[str, _Entry] = {}
         self._taken: set[str] = set()
-        for path in self._files():
+        for path in weight_files(self.folder):
             self._map(path)
-
-    def _files(self) -> list[pathlib.Path]:
-        index = self.folder / "model.safetensors.index.json"
-        if index.is_file():
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            missing = [name for name in names if not (self.folder / name).is_file()]
-            if missing:
-                raise ModelError(f"{self.folder} lacks {', '.join(missing)}, which {index.name} lists")
-            return [self.folder / name for name in names]
-        single = self.folder / "model.safetensors"
-        if single.is_file():
-            return [single]
-        raise ModelError(f"{self.folder} holds no model.safetensors; other weight formats must be converted first")
 
     def _map(self, path: pathlib.Path) -> None:
         """The format: a little-endian u64 header length, a JSON header, then the data its offsets count from."""

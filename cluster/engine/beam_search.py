@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from cluster.engine.interrupts import uninterrupted
+from cluster.engine.interrupts import uninterrupted, uninterrupted_steps
 from cluster.engine.request import Branch, EngineRequest, SequenceOutput
 from workers.sampling_params import MAX_LOGPROBS, SamplingParams
 from workers.step import TokenLogprobs
@@ -127,8 +127,9 @@ def beam_search(
         for request_id, prompt in zip(request_ids, prompts, strict=True):
             with uninterrupted():
                 groups[request_id] = _Group(engine, request_id, prompt, params)
-        while any(group.is_open for group in groups.values()):
-            with uninterrupted():
+        with uninterrupted_steps() as take_interrupt:
+            while any(group.is_open for group in groups.values()):
+                take_interrupt()
                 _step(engine, groups, others)
     finally:
         with uninterrupted():

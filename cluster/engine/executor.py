@@ -53,7 +53,7 @@ class InProcessExecutor:
     """One worker, called directly: a call costs nothing, and torch releases the GIL while the model runs."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self._worker_config = WorkerConfig(
+        worker_config = WorkerConfig(
             model=config.model,
             dtype=config.dtype,
             device=config.device,
@@ -65,7 +65,7 @@ class InProcessExecutor:
             max_num_sequences=config.max_num_sequences,
             logits_processors=config.logits_processors,
         )
-        self._worker = _make_worker(self._worker_config, config.speculative, config.tokenizer)
+        self._worker = _make_worker(worker_config, config.speculative, config.tokenizer)
 
     @property
     def model(self) -> ModelInfo:

@@ -44,9 +44,9 @@ def uninterrupted_steps() -> Iterator[Callable[[], None]]:
     Only the main thread is interrupted, so other threads need nothing.
     """
     global _installed
-    handler = signal.getsignal(signal.SIGINT)
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or _installed is not None or not callable(handler):
+    is_free = _installed is None and threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGINT) if is_free else None
+    if not callable(handler):
         yield lambda: None
         return
     _installed = deferral = _Deferral(handler)
@@ -62,8 +62,5 @@ def uninterrupted_steps() -> Iterator[Callable[[], None]]:
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
     """Ctrl-C takes effect when the block ends; a second one at once."""
-    if _installed is not None:
-        yield
-        return
     with uninterrupted_steps():
         yield

@@ -89,6 +89,7 @@ class KVCacheManager:
         return -(-num_tokens // self._block_size)
 
     def _num_missing(self, sequence: Sequence, count: int) -> int:
+        # Written out: it is asked twice for each row of a step.
         return -(-(sequence.num_computed_tokens + count) // self._block_size) - len(sequence.block_table)
 
     # ---- forks and ends ----------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ labelled `replica`, and the ingress that is asked shows them all; sum their `rat
 
 from __future__ import annotations
 
+import operator
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,6 +29,24 @@ disable_created_metrics()
 
 _LATENCY_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
 _TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5)
+
+_GRAMMAR_POOL = (
+    ("num_sessions", "sessions", "Running sequences with a grammar."),
+    ("num_slots_in_use", "slots_in_use", "Mask slots in use."),
+    ("num_slots", "slots", "Mask slots."),
+    ("num_workers", "workers", "Grammar workers that serve."),
+    ("num_hanging_workers", "hanging_workers", "Grammar workers that were replaced and have not ended."),
+)
+_CONSTRAINTS = (
+    ("num_compilers", "Compile processes that there should be."),
+    ("num_compilers_alive", "Compile processes that there are, or that are starting."),
+    ("num_cached", "Compiled constraints that are kept."),
+    ("cached_bytes", "What they hold."),
+    ("max_cached_bytes", "What they may hold."),
+    ("num_grammars", "Grammars that grammar workers keep."),
+    ("grammar_bytes", "What they hold."),
+    ("max_grammar_bytes", "What they may hold."),
+)
 
 
 class Metrics:
@@ -70,30 +89,24 @@ class Metrics:
                 ("sequences", "Choices of requests that ended, by reason."),
             )
         )
-        self._num_running = labelled(Gauge, "num_requests_running", "Sequences in the running batch.")
-        self._num_waiting = labelled(
-            Gauge, "num_requests_waiting", "Requests waiting for it, and choices that were preempted."
-        )
         self._kv_usage = labelled(Gauge, "kv_cache_usage_perc", "Share of KV blocks in use; 1 is all.")
         self._standstill = labelled(
             Gauge, "seconds_since_progress", "Since an engine with work made progress; of several engines, the longest."
         )
-        self._grammar_pool = {
-            name: labelled(Gauge, f"grammar_{kind}", text)
-            for name, kind, text in (
-                ("num_sessions", "sessions", "Running sequences with a grammar."),
-                ("num_slots_in_use", "slots_in_use", "Mask slots in use."),
-                ("num_slots", "slots", "Mask slots."),
-                ("num_workers", "workers", "Grammar workers that serve."),
-                ("num_hanging_workers", "hanging_workers", "Grammar workers that were replaced and have not ended."),
+        self._sums = {
+            field: labelled(Gauge, name, text)
+            for field, name, text in (
+                ("num_running", "num_requests_running", "Sequences in the running batch."),
+                ("num_waiting", "num_requests_waiting", "Requests waiting for it, and choices that were preempted."),
+                ("kv_cache_bytes", "kv_cache_bytes", "Memory of the KV cache."),
+                ("num_blocks", "kv_cache_blocks", "Blocks of the KV cache."),
+                ("num_free_blocks", "kv_cache_free_blocks", "Blocks that no running sequence holds."),
+                ("num_cached_blocks", "prefix_cache_blocks", "Blocks that the prefix cache can find."),
+                *((f"grammar_pool.{field}", f"grammar_{name}", text) for field, name, text in _GRAMMAR_POOL),
+                *((f"constraints.{field}", f"constraint_{field}", text) for field, text in _CONSTRAINTS),
             )
         }
-        self._sizes = {
-            "kv_cache_bytes": labelled(Gauge, "kv_cache_bytes", "Memory of the KV cache."),
-            "num_blocks": labelled(Gauge, "kv_cache_blocks", "Blocks of the KV cache."),
-            "num_free_blocks": labelled(Gauge, "kv_cache_free_blocks", "Blocks that no running sequence holds."),
-            "num_cached_blocks": labelled(Gauge, "prefix_cache_blocks", "Blocks that the prefix cache can find."),
-        }
+        """Field of `EngineStats` to what shows the sum of all engines."""
         self._engine_totals = {
             "prefix_cache_queries": total("prefix_cache_queries", "Prompt tokens looked up."),
             "prefix_cache_hits": total("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
@@ -104,19 +117,6 @@ class Metrics:
             "num_constraints_compiled": total("constraints_compiled", "Constraints compiled or refused."),
             "num_late_rows": total("late_mask_rows", "Rows that sat a step out for a late mask."),
             "num_grammar_workers_replaced": total("grammar_workers_replaced", "Grammar workers that died or hung."),
-        }
-        self._constraint_gauges = {
-            name: labelled(Gauge, f"constraint_{name}", text)
-            for name, text in (
-                ("num_compilers", "Compile processes that there should be."),
-                ("num_compilers_alive", "Compile processes that there are, or that are starting."),
-                ("num_cached", "Compiled constraints that are kept."),
-                ("cached_bytes", "What they hold."),
-                ("max_cached_bytes", "What they may hold."),
-                ("num_grammars", "Grammars that grammar workers keep."),
-                ("grammar_bytes", "What they hold."),
-                ("max_grammar_bytes", "What they may hold."),
-            )
         }
         self._drafts = {
             kind: total(
@@ -154,16 +154,10 @@ class Metrics:
     def render(self, engines: Sequence[EngineStats], others: Iterable[list[Metric]] = ()) -> bytes:
         """The text format of Prometheus: what the engines say, what this ingress counted and what `others` did."""
         num_blocks = sum(stats.num_blocks for stats in engines)
-        self._num_running.set(sum(stats.num_running for stats in engines))
-        self._num_waiting.set(sum(stats.num_waiting for stats in engines))
         self._kv_usage.set(sum(stats.kv_usage * stats.num_blocks for stats in engines) / max(1, num_blocks))
         self._standstill.set(max((stats.seconds_since_progress for stats in engines), default=0.0))
-        for name, gauge in self._grammar_pool.items():
-            gauge.set(sum(getattr(stats.grammar_pool, name) for stats in engines))
-        for name, gauge in self._sizes.items():
-            gauge.set(sum(getattr(stats, name) for stats in engines))
-        for name, gauge in self._constraint_gauges.items():
-            gauge.set(sum(getattr(stats.constraints, name) for stats in engines))
+        for field, gauge in self._sums.items():
+            gauge.set(sum(map(operator.attrgetter(field), engines)))
         self._add_up(engines)
         return generate_latest(_Merged([self.own(), *others, self._of_engines.collect()]))
 

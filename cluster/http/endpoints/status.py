@@ -35,7 +35,7 @@ def health_of(engines: list[EngineStats], bound_s: float) -> Health:
         raise ApiError(503, "every engine has failed, and is being replaced")
     seconds = min(stats.seconds_since_progress for stats in alive)
     if seconds > bound_s:
-        raise ApiError(503, f"no request went on for {seconds:.0f} s; the bound is {bound_s:.0f} s")
+        raise ApiError(503, f"no request made progress for {seconds:.0f} s; the bound is {bound_s:.0f} s")
     if all(stats.constraints.can_compile for stats in alive):
         return Health(status="ok")
     reason = "no grammar compiler starts, so requests with a constraint fail; the log says why"
