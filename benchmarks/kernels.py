@@ -24,11 +24,11 @@ import torch.nn.functional as F
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from workers.attention import AttentionMetadata
+from workers.checkpoints.model_config import HeadShape
+from workers.checkpoints.weights import Linear
 from workers.kernels import cpu
 from workers.kernels.cpu_kv_cache import allocate_kv
-from workers.model_config import HeadShape
 from workers.platforms.cpu_linears import make_cpu_gated_linear, make_cpu_linear, make_onednn_linear
-from workers.weights import Linear
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 14, 2, 64, 16
 HIDDEN, INTERMEDIATE = 896, 4864

@@ -19,9 +19,9 @@ import torch
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from workers.kernels import cpu_sampler
-from workers.sampler import sample
+from workers.sampling.sampler import sample
+from workers.sampling.sampling_state import SamplingState
 from workers.sampling_params import SamplingParams
-from workers.sampling_state import SamplingState
 from workers.step import SamplePoint, SequenceStart
 
 POSITION = 500

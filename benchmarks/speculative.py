@@ -206,7 +206,7 @@ def _coupling(table: Table) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from workers.noise import gumbel_noise, noise_keys
+    from workers.sampling.noise import gumbel_noise, noise_keys
 
     llm = LLM("demo", kv_cache_bytes=2**28)
     prompts, params = _demo_requests(llm, 1.0)(64, 0)

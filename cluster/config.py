@@ -47,7 +47,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_cache_fraction: Annotated[float, Meta(gt=0, le=0.95)] | None = None
     """Share of the memory free after loading that the KV cache takes. None takes 4 times the weights, or room for 512
     tokens of each of `max_num_sequences`, whichever is more; but at most room for all of them at full length 4 times
-    over, and at most 40% of what is free. Exactly: `workers/memory.py`.
+    over, and at most 40% of what is free. Exactly: `workers/checkpoints/memory.py`.
     """
     max_num_batched_tokens: Annotated[int, Meta(ge=1, le=1_048_576)] = 2048
     """Token budget of one step, prefill and decode together."""

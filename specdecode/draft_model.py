@@ -24,11 +24,11 @@ from specdecode.measure import measure_step
 from specdecode.proposers import DraftRequest
 from structured.constraint import ConstraintError
 from structured.vocabulary import Vocabulary
+from workers.checkpoints.model_config import ModelConfig, ModelError
 from workers.kernels.protocol import OK
 from workers.loader import load_model
-from workers.model_config import ModelConfig, ModelError
 from workers.model_runner import ModelRunner
-from workers.sampling_state import SequenceState
+from workers.sampling.sampling_state import SequenceState
 from workers.step import StepInput
 
 CATCH_UP_TOKENS = 2048

@@ -18,7 +18,7 @@ from specdecode.acceptance import AcceptanceRecord
 from specdecode.lengths import Costs, Load, StepCost, choose_lengths, probe_interval
 from specdecode.ngram import NgramIndex
 from specdecode.pace import Pace
-from workers.sampling_state import SamplingState, SequenceState
+from workers.sampling.sampling_state import SamplingState, SequenceState
 from workers.step import StepInput, StepOutput
 
 logger = logging.getLogger(__name__)

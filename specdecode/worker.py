@@ -17,7 +17,7 @@ from specdecode.measure import measure_step
 from specdecode.proposers import NgramProposer, Proposer, ProposerChain
 from structured.logits_processors import LogitsProcessorFactory
 from structured.masks import MaskBatch
-from workers.model_config import load_model_config, resolve_model_folder
+from workers.checkpoints.model_config import load_model_config, resolve_model_folder
 from workers.model_info import ModelInfo
 from workers.model_runner import ModelRunner
 from workers.rank_worker import RankWorker

@@ -3,8 +3,8 @@
 A request holds names and arguments (`LogitsProcessorSpec`), which are data and may be shared by any number of requests.
 A name stands for a factory, which makes one instance a sequence: registered by the operator's configuration, by an
 installed package under the entry point group `manta.logits_processors`, or from Python with
-`LLM.register_logits_processor`. The engine proves the specs at admission, `workers/logits_processors.py` keeps the
-instances. Factories and instances are trusted code: one that hangs holds up its engine. Imports no torch.
+`LLM.register_logits_processor`. The engine proves the specs at admission; `workers/sampling/logits_processors.py` keeps
+the instances. Factories and instances are trusted code: one that hangs holds up its engine. Imports no torch.
 """
 
 from __future__ import annotations

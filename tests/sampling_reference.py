@@ -1,6 +1,7 @@
 """NumPy versions of the noise and of sampling by definition: sort everything, sum in float64, draw one token.
 
-Written from the documentation of `workers/noise.py` and `workers/sampler.py`, sharing no code with them; slow, plain.
+Written from the documentation of `workers/sampling/noise.py` and `sampler.py` beside it, sharing no code with them;
+slow, plain.
 """
 
 from __future__ import annotations

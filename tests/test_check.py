@@ -17,7 +17,7 @@ from cluster.cli.check import check_model
 from cluster.config import EngineConfig
 from specdecode.config import SpeculativeConfig
 from tests.checkpoints import checkpoint, make_tokenizer
-from workers.model_config import ModelError
+from workers.checkpoints.model_config import ModelError
 
 
 def config(folder: pathlib.Path, **options: object) -> EngineConfig:

@@ -17,7 +17,7 @@ import pytest
 from cluster.engine.request import FinishStatus, RequestRefused
 from cluster.llm import LLM, ConstraintSpec, RequestOutput, SamplingParams
 from tests.checkpoints import VOCAB_SIZE, checkpoint
-from workers.model_config import load_model_config
+from workers.checkpoints.model_config import load_model_config
 
 pytestmark = pytest.mark.usefixtures("plugin")
 

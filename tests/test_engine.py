@@ -10,7 +10,7 @@ from cluster.config import EngineConfig
 from cluster.engine.engine import Engine, EngineDead
 from cluster.engine.request import EngineRequest, FinishStatus, QueueFull, RequestRefused, SequenceOutput
 from tests.checkpoints import NATIVE_FAMILIES, VOCAB_SIZE, checkpoint, reference_greedy
-from workers.model_config import load_model_config
+from workers.checkpoints.model_config import load_model_config
 from workers.sampling_params import SamplingParams
 
 NUM_TOKENS = 48

@@ -73,22 +73,23 @@ INSIDE: dict[str, tuple[str, ...]] = {
     "workers": (
         # What is told and answered
         "workers.host",
-        "workers.noise",
+        "workers.sampling",
+        "workers.sampling.noise",
         "workers.sampling_params",
         "workers.step",
         "workers.model_info",
         # Plain data: configuration, weights, and what a step hands to the kernels
-        "workers.transformers_support",
-        "workers.model_config",
-        "workers.memory",
-        "workers.rope",
-        "workers.weights",
-        "workers.checkpoint",
-        "workers.schemes",
+        "workers.checkpoints",
+        "workers.checkpoints.transformers_support",
+        "workers.checkpoints.model_config",
+        "workers.checkpoints.memory",
+        "workers.checkpoints.weights",
+        "workers.checkpoints.checkpoint",
+        "workers.checkpoints.schemes",
         "workers.shared_prefixes",
         "workers.attention",
-        "workers.logits_processors",
-        "workers.sampling_state",
+        "workers.sampling.logits_processors",
+        "workers.sampling.sampling_state",
         # What computes
         "workers.kernels",
         "workers.kernels.protocol",
@@ -106,11 +107,12 @@ INSIDE: dict[str, tuple[str, ...]] = {
         "workers.platforms.cpu",
         "workers.platforms",
         "workers.models",
+        "workers.models.rope",
         "workers.models.protocol",
         "workers.models.decoder",
         "workers.models.transformers_fallback",
         "workers.loader",
-        "workers.sampler",
+        "workers.sampling.sampler",
         "workers.model_runner",
         "workers.rank_worker",
         "workers.worker",
@@ -289,11 +291,11 @@ def test_imports_in_functions_and_for_type_checkers_count() -> None:
     tree = ast.parse(
         "import workers.step\n"
         "if TYPE_CHECKING:\n    from workers.models.decoder import Decoder\n"
-        "def load():\n    from workers import host, model_config\n    import torch\n"
+        "def load():\n    from workers import host, model_info\n    import torch\n"
     )
     assert sorted(imports("workers.example", tree)) == [
         "workers.host",
-        "workers.model_config",
+        "workers.model_info",
         "workers.models.decoder",
         "workers.step",
     ]

@@ -14,8 +14,8 @@ import safetensors.torch
 import torch
 
 from tests.checkpoints import checkpoint, make_checkpoint
+from workers.checkpoints.model_config import ModelConfig, ModelError, load_model_config, resolve_model_folder
 from workers.loader import load_model
-from workers.model_config import ModelConfig, ModelError, load_model_config, resolve_model_folder
 from workers.models.decoder import Decoder
 from workers.platforms import choose_platform
 

@@ -27,8 +27,8 @@ from tests import sampling_reference as reference
 from tests.samplers import sample
 from tests.test_masks import packed
 from tests.test_sampler import CASES, EOS, some_logits
-from workers.sampler import HostSample
-from workers.sampling_state import SamplingState
+from workers.sampling.sampler import HostSample
+from workers.sampling.sampling_state import SamplingState
 from workers.step import RowError, SamplePoint, SequenceStart
 
 pytestmark = pytest.mark.usefixtures("plugin")

@@ -23,7 +23,7 @@ from tests.checkpoints import VOCAB_SIZE, checkpoint
 from tests.conftest import PLUGIN
 from tests.server import Server
 from tests.test_logits_processors import identity, named
-from workers.model_config import load_model_config
+from workers.checkpoints.model_config import load_model_config
 
 pytestmark = pytest.mark.usefixtures("plugin")
 

@@ -9,8 +9,8 @@ import pytest
 
 from cluster.llm import LLM
 from tests.checkpoints import checkpoint
-from workers.memory import plan_kv_cache
-from workers.model_config import ModelConfig, load_model_config, resolve_model_folder
+from workers.checkpoints.memory import plan_kv_cache
+from workers.checkpoints.model_config import ModelConfig, load_model_config, resolve_model_folder
 
 GIB = 2**30
 DEMO = load_model_config(resolve_model_folder("demo"))

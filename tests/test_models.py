@@ -14,14 +14,14 @@ import transformers
 
 from tests.checkpoints import checkpoint, reference_greedy, reference_logits
 from tests.cpu_forms import FORMS, TORCH, in_form
-from workers import weights
 from workers.attention import AttentionMetadata
+from workers.checkpoints import weights
+from workers.checkpoints.model_config import ModelError, RopeConfig, load_model_config
 from workers.loader import load_model
-from workers.model_config import ModelError, RopeConfig, load_model_config
 from workers.models import decoder
 from workers.models.protocol import Model
+from workers.models.rope import rope_table
 from workers.platforms import choose_platform
-from workers.rope import rope_table
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 40

@@ -17,10 +17,10 @@ from tests.checkpoints import VOCAB_SIZE, checkpoint, reference_greedy
 from tests.cpu_forms import forget_libraries
 from workers import worker
 from workers.attention import AttentionMetadata
+from workers.checkpoints.model_config import HeadShape, ModelConfig
+from workers.checkpoints.weights import DecoderWeights, Linear, LinearWeight
 from workers.kernels import build, reference, torch_sampler
 from workers.kernels.protocol import Forward, KVCaches
-from workers.model_config import HeadShape, ModelConfig
-from workers.weights import DecoderWeights, Linear, LinearWeight
 
 NUM_TOKENS = 12
 

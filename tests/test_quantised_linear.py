@@ -1,6 +1,6 @@
 """A quantised linear needs a reader of its scheme and a maker on its platform; the layers stay one call beside it.
 
-Int8 by weight only, made here: what `workers/schemes.py` and a platform would gain.
+Int8 by weight only, made here: what `workers/checkpoints/schemes.py` and a platform would gain.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch.nn.functional as F
 from tests.checkpoints import checkpoint, make_checkpoint
 from tests.cpu_forms import TORCH, in_form
 from tests.test_models import Cache, random_tokens
-from workers import schemes
+from workers.checkpoints import schemes
+from workers.checkpoints.model_config import ModelConfig, ModelError, load_model_config
+from workers.checkpoints.schemes import LinearSource, read_unquantized
+from workers.checkpoints.weights import Linear, LinearWeight
 from workers.kernels import build
 from workers.loader import check_tensors, load_model
-from workers.model_config import ModelConfig, ModelError, load_model_config
 from workers.models.decoder import Decoder
 from workers.platforms.cpu import CpuPlatform
-from workers.schemes import LinearSource, read_unquantized
-from workers.weights import Linear, LinearWeight
 
 SCHEME = "int8"
 

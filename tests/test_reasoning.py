@@ -15,7 +15,7 @@ from cluster.http.errors import ApiError
 from cluster.http.protocol.requests import ChatCompletionRequest
 from cluster.text.reasoning import FORMATS, ReasoningFormat, ReasoningSplitter, detect_reasoning
 from cluster.text.tokenizer import Tokenizer
-from workers.model_config import resolve_model_folder
+from workers.checkpoints.model_config import resolve_model_folder
 
 THINK, MISTRAL = FORMATS
 HYBRID = "{{ messages }}{% if tools %}<tool_call>{% endif %}<think>"

@@ -14,9 +14,9 @@ from scipy.special import log_softmax
 
 from tests import sampling_reference as reference
 from tests.samplers import prompt_logprobs, sample
-from workers.sampler import HostSample
+from workers.sampling.sampler import HostSample
+from workers.sampling.sampling_state import SamplingState
 from workers.sampling_params import SamplingParams
-from workers.sampling_state import SamplingState
 from workers.step import RowError, SamplePoint, SequenceStart
 
 pytestmark = pytest.mark.usefixtures("implementation")
@@ -305,5 +305,5 @@ def test_wrong_input_is_named() -> None:
 
 
 def test_noise_and_state_import_no_torch() -> None:
-    code = "import sys, workers.noise, workers.sampling_state; assert 'torch' not in sys.modules"
+    code = "import sys, workers.sampling.noise, workers.sampling.sampling_state; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

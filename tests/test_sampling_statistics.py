@@ -14,9 +14,9 @@ from scipy import stats
 
 from tests import sampling_reference as reference
 from tests.samplers import sample
-from workers.noise import child_seed, gumbel_noise, noise_keys
+from workers.sampling.noise import child_seed, gumbel_noise, noise_keys
+from workers.sampling.sampling_state import SamplingState
 from workers.sampling_params import SamplingParams
-from workers.sampling_state import SamplingState
 from workers.step import SamplePoint, SequenceStart
 
 NUM_DRAWS = 200_000 if os.environ.get("MANTA_PROVE") == "1" else 20_000

@@ -13,7 +13,7 @@ from specdecode.config import SpeculativeConfig
 from specdecode.ngram import NgramIndex
 from tests.checkpoints import VOCAB_SIZE, checkpoint, reference_greedy
 from tests.test_engine import POOL_BLOCKS, drain, make_engine, run
-from workers.model_config import ModelError, load_model_config
+from workers.checkpoints.model_config import ModelError, load_model_config
 from workers.sampling_params import SamplingParams
 
 NUM_TOKENS = 40

@@ -23,7 +23,7 @@ from cluster.http.errors import ApiError
 from cluster.http.protocol.requests import ChatCompletionRequest, CompletionRequest
 from structured.constraint import ConstraintSpec
 from tests.server import Server, shared_server
-from workers.model_config import resolve_model_folder
+from workers.checkpoints.model_config import resolve_model_folder
 
 pytestmark = pytest.mark.timeout(240)
 MESSAGES = [{"role": "user", "content": "Hello"}]

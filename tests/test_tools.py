@@ -29,7 +29,7 @@ from cluster.text.tool_formats import HERMES, LLAMA3, MISTRAL, ToolFormat, detec
 from cluster.text.tool_parser import Piece, ToolCallParser
 from structured.constraint import ConstraintSpec
 from tests.checkpoints import checkpoint
-from workers.model_config import resolve_model_folder
+from workers.checkpoints.model_config import resolve_model_folder
 
 CITY = {
     "type": "object",

@@ -11,13 +11,13 @@ from typing import Protocol
 
 import torch
 
-from workers.checkpoint import Checkpoint, CheckpointHeaders
-from workers.model_config import ModelConfig
+from workers.checkpoints.checkpoint import Checkpoint, CheckpointHeaders
+from workers.checkpoints.model_config import ModelConfig
+from workers.checkpoints.schemes import LinearSource, read_linear
+from workers.checkpoints.weights import DecoderWeights, LayerWeights, Linear, LinearWeight
 from workers.models.decoder import Decoder
 from workers.models.protocol import Model
 from workers.platforms import Platform
-from workers.schemes import LinearSource, read_linear
-from workers.weights import DecoderWeights, LayerWeights, Linear, LinearWeight
 
 
 def load_model(

@@ -14,11 +14,11 @@ import torch
 from structured.logits_processors import LogitsProcessorRegistry
 from structured.masks import MaskBatch
 from workers.attention import copy_blocks
-from workers.model_config import ModelConfig
+from workers.checkpoints.model_config import ModelConfig
 from workers.models.protocol import Model
 from workers.platforms import Platform
-from workers.sampler import prompt_logprobs, sample
-from workers.sampling_state import SamplingState
+from workers.sampling.sampler import prompt_logprobs, sample
+from workers.sampling.sampling_state import SamplingState
 from workers.step import SequenceStart, StepInput, StepOutput, TokenLogprobs
 
 PROMPT_LOGPROB_ROWS = 64

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from structured.masks import NO_MASK, MaskBatch, row_words
-from workers.model_config import ModelError, load_model_config
+from workers.checkpoints.model_config import ModelError, load_model_config
 from workers.sampling_params import SamplingParams
 from workers.step import SamplePoint, ScheduledSequence, SequenceStart, StepInput, StepOutput
 

@@ -13,9 +13,9 @@ import msgspec
 
 from structured.logits_processors import LogitsProcessorFactory, LogitsProcessorRegistry
 from structured.masks import MaskBatch
+from workers.checkpoints.memory import plan_kv_cache, plan_max_model_len, weight_bytes
+from workers.checkpoints.model_config import ModelConfig, ModelError, load_model_config, resolve_model_folder
 from workers.loader import load_model
-from workers.memory import plan_kv_cache, plan_max_model_len, weight_bytes
-from workers.model_config import ModelConfig, ModelError, load_model_config, resolve_model_folder
 from workers.model_info import ModelInfo
 from workers.model_runner import ModelRunner
 from workers.platforms import choose_platform

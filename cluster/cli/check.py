@@ -1,6 +1,6 @@
 """`manta check`: says whether a model folder and a configuration can be served here, without loading all weights.
 
-The arithmetic is the worker's own (`workers/memory.py`), and a step of the first layer runs on the device
+The arithmetic is the worker's own (`workers/checkpoints/memory.py`), and a step of the first layer runs on the device
 (`workers/trial.py`), so that what is said here is what serving does. `manta serve` calls `check_quickly` before it
 starts anything.
 """
@@ -17,9 +17,15 @@ from cluster.cli.refusal import Refusal
 from cluster.config import EngineConfig, load_config
 from cluster.text.tokenizer import Tokenizer, TokenizerError
 from structured.logits_processors import LogitsProcessorError, LogitsProcessorRegistry
+from workers.checkpoints.memory import num_parameters, plan_kv_cache, plan_max_model_len
+from workers.checkpoints.model_config import (
+    DTYPE_BYTES,
+    ModelConfig,
+    ModelError,
+    load_model_config,
+    resolve_model_folder,
+)
 from workers.host import num_cores
-from workers.memory import num_parameters, plan_kv_cache, plan_max_model_len
-from workers.model_config import DTYPE_BYTES, ModelConfig, ModelError, load_model_config, resolve_model_folder
 from workers.trial import Trial, TrialResult, try_one_layer
 
 

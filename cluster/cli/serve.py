@@ -17,7 +17,7 @@ from cluster.cli.check import check_quickly
 from cluster.cli.refusal import NotStarted, Refusal
 from cluster.config import ServeConfig, load_config, ray_address
 from cluster.serve.listener import bound
-from workers.model_config import ModelError
+from workers.checkpoints.model_config import ModelError
 from workers.model_info import ModelInfo
 
 

@@ -48,8 +48,7 @@ class Engine:
     """Serves requests on one model replica. Not thread-safe.
 
     `has_messages` says whether the caller has something to tell between two steps: a step that has nothing to compute
-    returns then. Raises `workers.model_config.ModelError` or `ValueError` when the model or the configuration cannot be
-    served.
+    returns then. Raises `ModelError` or `ValueError` when the model or the configuration cannot be served.
     """
 
     def __init__(self, config: EngineConfig, has_messages: Callable[[], bool] = lambda: False) -> None:

@@ -45,7 +45,7 @@ class Executor(Protocol):
 
 
 def make_executor(config: EngineConfig) -> Executor:
-    """Loads the model. Raises `workers.model_config.ModelError` or `ValueError` where it cannot be served."""
+    """Loads the model. Raises `ModelError` or `ValueError` where it cannot be served."""
     return InProcessExecutor(config)
 
 

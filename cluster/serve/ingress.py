@@ -24,7 +24,7 @@ from cluster.serve.listener import Listener
 from cluster.serve.start_failure import told_in_words
 from cluster.serve.submission import ANSWER_TIMEOUT_S, EngineClient
 from cluster.text.tokenizer import Tokenizer
-from workers.model_config import resolve_model_folder
+from workers.checkpoints.model_config import resolve_model_folder
 
 
 class Ingress:

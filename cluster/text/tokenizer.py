@@ -473,7 +473,7 @@ def _resolve_folder(folder: str | pathlib.Path) -> pathlib.Path:
     path = pathlib.Path(folder).expanduser()
     if path.is_dir():
         return path
-    from workers.model_config import ModelError, resolve_model_folder
+    from workers.checkpoints.model_config import ModelError, resolve_model_folder
 
     try:
         return resolve_model_folder(str(folder))

@@ -27,7 +27,7 @@ from tests.fuzz.cases import Case, Request, Settings, default_of
 from tests.fuzz.faults import Injector
 from tests.fuzz.outcomes import Choice, Outcome
 from tests.fuzz.processors import FACTORIES, Watcher
-from workers.model_config import load_model_config
+from workers.checkpoints.model_config import load_model_config
 
 IDLE_STALL_S = 6.0
 """Where rows wait for masks, beyond three times the budget of a mask: nothing has moved for this long."""

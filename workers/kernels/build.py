@@ -28,7 +28,7 @@ OPENMP = ((("-fopenmp",), ("-fopenmp",)), ((), ("-pthread",)))
 """(to compile, to link): a compiler without OpenMP, such as Apple's or Zig's, takes threads of our own (parallel.h)."""
 
 REMEDY = f"install one: apt install g++, or {shlex.quote(sys.executable)} -m pip install ziglang"
-FOLDER = pathlib.Path(__file__).parent
+SOURCES = pathlib.Path(__file__).parent / "native"
 
 
 def cache_folder() -> pathlib.Path:
@@ -97,7 +97,7 @@ def library_for(form: processor.Form, compiler: tuple[str, ...], extra: tuple[st
     Raises `OSError` or `CalledProcessError` where that fails with OpenMP and without.
     """
     flags = (*FLAGS, *form.flags, *extra)
-    sources = sorted(path for pattern in ("*.cpp", "*.h") for path in FOLDER.glob(pattern))
+    sources = sorted(path for pattern in ("*.cpp", "*.h") for path in SOURCES.glob(pattern))
     version = subprocess.run([*compiler, "--version"], capture_output=True, check=False).stdout
     parts = [*(path.read_bytes() for path in sources), version, " ".join((*compiler, *flags)).encode()]
     key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
@@ -116,7 +116,7 @@ def _compile(command: tuple[str, ...], openmp: tuple[tuple[str, ...], tuple[str,
         subprocess.run([*command, *arguments], check=True, capture_output=True, text=True)
 
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        sources = sorted(FOLDER.glob("*.cpp"))
+        sources = sorted(SOURCES.glob("*.cpp"))
         objects = [f"{folder}/{source.stem}.o" for source in sources]
         with concurrent.futures.ThreadPoolExecutor() as pool:
             jobs = [

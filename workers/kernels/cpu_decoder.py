@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from workers.attention import AttentionMetadata
+from workers.checkpoints.model_config import ModelConfig
+from workers.checkpoints.weights import DecoderWeights, Linear, max_mlp_rows
 from workers.kernels import build
 from workers.kernels.cpu import HEAD_DIM_MULTIPLE, NO_WINDOW
 from workers.kernels.cpu_linear import DTYPES, HasNative, NativeLinear
 from workers.kernels.layout import check, structure
 from workers.kernels.protocol import KVCaches
-from workers.model_config import ModelConfig
-from workers.weights import DecoderWeights, Linear, max_mlp_rows
 
 _Linear = structure("_Linear", "run state")
 _Shape = structure("_Shape", "", "dtype hidden num_heads num_kv_heads head_dim", "eps scale")

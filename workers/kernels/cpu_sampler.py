@@ -16,7 +16,7 @@ import torch
 from structured.masks import LATE, NO_MASK, MaskBatch
 from workers.kernels import build, layout, torch_sampler
 from workers.kernels.cpu_linear import DTYPES
-from workers.sampling_state import ROW, SamplingState, SequenceState
+from workers.sampling.sampling_state import ROW, SamplingState, SequenceState
 
 CONSTRAINT = np.dtype(
     [

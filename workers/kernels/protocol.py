@@ -12,8 +12,8 @@ import torch
 
 from structured.masks import MaskBatch
 from workers.attention import AttentionMetadata
-from workers.model_config import HeadShape
-from workers.sampling_state import SamplingState, SequenceState
+from workers.checkpoints.model_config import HeadShape
+from workers.sampling.sampling_state import SamplingState, SequenceState
 
 OK, NAN, INFINITE, MASKED, LATE = range(5)
 """Status of a drawn row; a row that is not OK has token 0."""

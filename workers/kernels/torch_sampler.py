@@ -1,8 +1,8 @@
 """Draws tokens with torch operations: the reference of every other sampler, and what runs where there is no kernel.
 
 Same functions and results as `workers/kernels/cpu_sampler.py`. Parameters come from the host, logits stay on their
-device, and on an accelerator nothing waits for it. `workers/sampler.py` documents the order of the processors and
-calls this.
+device, and on an accelerator nothing waits for it. `workers/sampling/sampler.py` documents the order of the processors
+and calls this.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from structured.masks import LATE as LATE_SLOT
 from structured.masks import MaskBatch
 from workers.kernels.protocol import INFINITE, LATE, MASKED, NAN, OK
-from workers.noise import gumbel_noise, noise_keys
-from workers.sampling_state import SamplingState, SequenceState
+from workers.sampling.noise import gumbel_noise, noise_keys
+from workers.sampling.sampling_state import SamplingState, SequenceState
 
 NUM_CANDIDATES = 256
 """Most probable tokens looked at before all are sorted; one sort of 152k tokens costs as much as 60 such looks."""

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 
 from workers.attention import AttentionMetadata
+from workers.checkpoints.model_config import ModelConfig
+from workers.checkpoints.weights import DecoderWeights, LayerWeights, max_mlp_rows
 from workers.kernels.protocol import KVCaches
-from workers.model_config import ModelConfig
+from workers.models.rope import rope_table
 from workers.platforms import Platform
-from workers.rope import rope_table
-from workers.weights import DecoderWeights, LayerWeights, max_mlp_rows
 
 _FIRST_POSITIONS = 4096
 """Rows of the rotary table made at first; it grows when a longer context comes, so a 1 M-token model costs nothing."""

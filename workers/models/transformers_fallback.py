@@ -2,8 +2,8 @@
 
 Registers one attention function with transformers, which writes keys and values to the paged cache and attends over it,
 so that every model that takes a replaced attention runs in Manta's flat batches. What cannot is refused, by name and
-with the reason: from its configuration (`workers/transformers_support.py`), or here by a probe at load. Imported only
-where such a model is asked for.
+with the reason: from its configuration (`workers/checkpoints/transformers_support.py`), or here by a probe at load.
+Imported only if such a model is asked for.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from workers.attention import AttentionMetadata
+from workers.checkpoints.model_config import HeadShape, ModelConfig, ModelError
+from workers.checkpoints.weights import LinearWeight
 from workers.kernels.protocol import KVCaches
-from workers.model_config import HeadShape, ModelConfig, ModelError
 from workers.platforms import Platform
-from workers.weights import LinearWeight
 
 _ATTENTION_NAME = "manta_paged"
 _REFUSED_ARGUMENTS = {

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from workers.model_config import ModelError
+from workers.checkpoints.model_config import ModelError
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
     from workers.attention import AttentionMetadata
+    from workers.checkpoints.model_config import ModelConfig
+    from workers.checkpoints.weights import DecoderWeights, Linear, LinearWeight
     from workers.kernels.protocol import Forward, Kernels, SamplerKernels
-    from workers.model_config import ModelConfig
-    from workers.weights import DecoderWeights, Linear, LinearWeight
 
 
 class Platform(Protocol):

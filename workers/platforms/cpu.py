@@ -8,12 +8,12 @@ import torch
 
 from workers import host
 from workers.attention import AttentionMetadata
+from workers.checkpoints.model_config import UNQUANTIZED, ModelConfig, ModelError
+from workers.checkpoints.weights import Linear, LinearWeight
 from workers.kernels import build, cpu, cpu_decoder, cpu_sampler, processor
 from workers.kernels.cpu_kv_cache import allocate_kv
 from workers.kernels.protocol import Kernels, SamplerKernels
-from workers.model_config import UNQUANTIZED, ModelConfig, ModelError
 from workers.platforms.cpu_linears import make_unquantized_linear
-from workers.weights import Linear, LinearWeight
 
 
 class CpuPlatform:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from workers.checkpoints.weights import Linear, LinearWeight
 from workers.kernels import cpu, cpu_linear, processor
-from workers.weights import Linear, LinearWeight
 
 _reorder = torch.ops.mkldnn._reorder_linear_weight
 _PACK_ROWS = 32
@@ -25,7 +25,7 @@ def make_unquantized_linear(weight: LinearWeight) -> Linear:
 def make_cpu_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     """`x @ weight.T + bias`, with a packed copy of the weight [out_features, in_features] and no reference to it.
 
-    By `workers/kernels/linear.cpp`, which spares oneDNN's 20 us a call: as fast on large weights, 1.3 to 2.5 times
+    By `kernels/native/linear.cpp`, which spares oneDNN's 20 us a call: as fast on large weights, 1.3 to 2.5 times
     faster on small ones. Without a compiler in oneDNN's blocked layout, up to 1.6 times faster than `F.linear`.
     """
     linear = cpu_linear.pack(weight, bias)

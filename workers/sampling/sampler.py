@@ -11,13 +11,13 @@ A row is processed in this order, in float32:
 4. `logit_bias` is added
 5. `repetition_penalty` divides positive and multiplies other logits of tokens in prompt or output; `frequency_penalty`
    times the occurrences in the output, and `presence_penalty` for tokens in the output, are subtracted
-6. logits processors, in the order of the request (`workers/logits_processors.py`), see and change what 1 to 5 left
+6. logits processors, in the order of the request (`logits_processors.py`), see and change what 1 to 5 left
 7. the constraint: its adjustments are added, and all tokens that its mask forbids are masked
 8. `temperature` divides; at 0 the largest logit wins and the rest is skipped
 9. `top_k` keeps the k largest
 10. `top_p` keeps the fewest, most probable first, whose mass reaches top_p of the mass of those kept so far
 11. `min_p` keeps those at least min_p times as probable as the best one
-12. The largest sum of logit and Gumbel noise (`workers/noise.py`) wins.
+12. The largest sum of logit and Gumbel noise (`workers/sampling/noise.py`) wins.
 
 Equal logits rank by id, lowest first, in 8 to 11 and in reported ranks; ties of the sum go to the lowest id.
 """
@@ -32,8 +32,8 @@ from structured.masks import LATE as LATE_SLOT
 from structured.masks import MaskBatch
 from workers.kernels import torch_sampler
 from workers.kernels.protocol import INFINITE, LATE, NAN, OK, SamplerKernels
-from workers.logits_processors import ProcessorFailed
-from workers.sampling_state import SamplingState, SequenceState
+from workers.sampling.logits_processors import ProcessorFailed
+from workers.sampling.sampling_state import SamplingState, SequenceState
 from workers.step import RowError, SamplePoint, TokenLogprobs
 
 LogprobTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]

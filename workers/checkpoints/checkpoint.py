@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from workers.memory import weight_files
-from workers.model_config import ModelError
+from workers.checkpoints.memory import weight_files
+from workers.checkpoints.model_config import ModelError
 
 _DTYPES = {
     "F32": torch.float32,

@@ -18,7 +18,7 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 NATIVE_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """What `workers/models/decoder.py` runs; everything else goes through transformers."""
 
-_DEMO_FOLDER = pathlib.Path(__file__).resolve().parents[1] / "configs" / "demo" / "target"
+_DEMO_FOLDER = pathlib.Path(__file__).resolve().parents[2] / "configs" / "demo" / "target"
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
@@ -87,7 +87,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The checkpoint's: `bfloat16`, `float16` or `float32`."""
     eos_token_ids: tuple[int, ...]
     scheme: str = UNQUANTIZED
-    """How the weights of its linears are stored: a key of `workers.schemes.READERS`."""
+    """How the weights of its linears are stored: a key of `workers.checkpoints.schemes.READERS`."""
 
     @property
     def heads(self) -> HeadShape:
@@ -199,7 +199,7 @@ def _native_config(raw: dict[str, Any], architecture: str, eos_token_ids: tuple[
 
 def _transformers_config(folder: pathlib.Path, architecture: str, eos_token_ids: tuple[int, ...]) -> ModelConfig:
     """Of a model that transformers runs; fields that only the native decoder reads stay neutral."""
-    from workers import transformers_support  # takes seconds to import, and only these need it
+    from workers.checkpoints import transformers_support  # takes seconds to import, and only these need it
 
     try:
         config = transformers_support.read_config(folder)

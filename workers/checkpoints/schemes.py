@@ -1,6 +1,6 @@
 """How checkpoints store the weight of a linear: for each scheme, which tensors there are and how they are read.
 
-To add one: `workers/model_config.py` accepts its `quantization_config` and sets `ModelConfig.scheme`, `READERS` gets
+To add one: `model_config.py` accepts its `quantization_config` and sets `ModelConfig.scheme`, `READERS` gets
 its reader, and each platform that runs it something that makes its linears (`CpuPlatform.linears`).
 """
 
@@ -11,8 +11,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from workers.model_config import UNQUANTIZED
-from workers.weights import LinearWeight
+from workers.checkpoints.model_config import UNQUANTIZED
+from workers.checkpoints.weights import LinearWeight
 
 
 class Tensors(Protocol):

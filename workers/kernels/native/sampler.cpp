@@ -2,7 +2,7 @@
 // top-k, top-p and min-p; the vocabulary is never sorted. Also log-probabilities with ranks and best alternatives.
 // A grammar's mask and adjustments are applied on the way in: one pass copies the row, leaves -inf where the mask forbids,
 // and meets every NaN. Called through workers/kernels/cpu_sampler.py; same results as workers/kernels/torch_sampler.py, its reference.
-// Noise is the function of (seed, position, token id) that workers/noise.py documents.
+// Noise is the function of (seed, position, token id) that workers/sampling/noise.py documents.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -20,7 +20,7 @@ constexpr float LARGEST_V = 0x1.fffffep-1f;  // 1 - 2^-24
 constexpr float LARGEST_NOISE = 22.9f;       // -log(2^-33), rounded up
 enum Status : uint8_t { OK, NOT_A_NUMBER, INFINITE, MASKED, LATE };
 
-// One sequence's parameters: workers/sampling_state.py, ROW
+// One sequence's parameters: workers/sampling/sampling_state.py, ROW
 struct Row {
     int64_t seed;
     const int32_t* tokens;
@@ -44,7 +44,7 @@ struct Row {
     float frequency_penalty;
 };
 
-// What a grammar says about one row: workers/sampler.py, CONSTRAINT
+// What a grammar says about one row: workers/sampling/sampler.py, CONSTRAINT
 struct Constraint {
     const uint32_t* mask;  // bit t % 32 of word t / 32 allows token t; null: no mask
     const int32_t* adjusted_ids;

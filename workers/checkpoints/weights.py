@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from workers.model_config import UNQUANTIZED, ModelConfig
+from workers.checkpoints.model_config import UNQUANTIZED, ModelConfig
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -30,7 +30,7 @@ class LinearWeight:
     gated: bool = False
     """The rows are a gate's and then as many of what it lets through: `silu(gate) * up`, half as wide (SwiGLU)."""
     scheme: str = UNQUANTIZED
-    """How `weight` is stored: a key of `workers.schemes.READERS`."""
+    """How `weight` is stored: a key of `workers.checkpoints.schemes.READERS`."""
     scales: torch.Tensor | None = None
     """As the scheme has them, and zero points too."""
     zero_points: torch.Tensor | None = None

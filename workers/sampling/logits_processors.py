@@ -1,9 +1,9 @@
 """The logits processors of one rank: an instance for each processor of each sequence, and the run of them.
 
-`workers/sampling_state.py` keeps a `SequenceProcessors` for every sequence that asked for some, `workers/sampler.py`
-runs them. Instances are made when the sequence first draws a token, hence on the rank that samples only; all state is a
-function of the tokens, so that preemption, failover and forks make them again. User code is called here alone, and
-what it raises becomes `ProcessorFailed`. Imports no torch.
+`sampling_state.py` keeps a `SequenceProcessors` for every sequence that asked for some; `sampler.py` runs them. An
+instance is made when its sequence first draws a token, hence on the rank that samples only; all state is a function of
+the tokens, so that preemption, failover and forks make it again. User code is called here alone, and what it raises
+becomes `ProcessorFailed`. Imports no torch.
 """
 
 from __future__ import annotations

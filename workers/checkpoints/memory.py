@@ -10,7 +10,7 @@ import json
 import math
 import pathlib
 
-from workers.model_config import DTYPE_BYTES, ModelConfig, ModelError
+from workers.checkpoints.model_config import DTYPE_BYTES, ModelConfig, ModelError
 
 WEIGHTS_MULTIPLE = 4
 """Unless an option says otherwise the KV cache takes this many times the weights: a model of half a billion parameters

@@ -1,8 +1,8 @@
 """What a rank remembers of each sequence in order to sample it: its tokens, and its parameters in arrays.
 
 Everything is a function of the sequence's `SequenceStart` and the tokens appended since, so preemption, failover and
-forks rebuild it with `start`. Penalties keep no counts: they read the tokens (see `workers/kernels/sampler.cpp`: about
-a nanosecond a token). Called by the model runner and read by the samplers; never touches logits.
+forks rebuild it with `start`. Penalties keep no counts: they read the tokens (see `kernels/native/sampler.cpp`: about a
+nanosecond a token). Called by the model runner and read by the samplers; never touches logits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from structured.logits_processors import LogitsProcessorRegistry
-from workers.logits_processors import SequenceProcessors
+from workers.sampling.logits_processors import SequenceProcessors
 from workers.sampling_params import SamplingParams
 from workers.step import SequenceStart
 
