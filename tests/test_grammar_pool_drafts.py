@@ -215,7 +215,7 @@ def test_what_a_choice_forces_is_known_before_it_is_made(
     assert allowed(pool, 0) == before, "looking ahead leaves no trace"
 
 
-def test_one_looks_behind_choices_less_often_where_nothing_is_forced(vocabulary: Vocabulary) -> None:
+def test_a_session_looks_past_choices_less_often_if_nothing_is_forced(vocabulary: Vocabulary) -> None:
     start = llguidance("[xz]{60}")
     tracked = TrackedSession(start, make_grammar(start, vocabulary), vocabulary)
     session = tracked._session
