@@ -1,9 +1,8 @@
 """The sampler's noise: Gumbel noise as a pure function of (sequence seed, position, token id), and the seeds of
 children.
 
-Nothing here keeps state or depends on the batch; every sampler (C++, torch, Triton, JAX) computes the same function,
-so a seeded request draws the same tokens everywhere. The driver uses `child_seed`; importing this module imports no
-torch.
+Nothing here keeps state or depends on the batch. Every sampler (C++, torch, Triton, JAX) computes the same function, so
+a seeded request draws the same tokens everywhere. Importing this module does not import torch.
 
 The function, in unsigned arithmetic modulo 2^64 and 2^32 (`mix64` is splitmix64's finaliser, Steele et al., OOPSLA
 2014):
@@ -18,9 +17,10 @@ The function, in unsigned arithmetic modulo 2^64 and 2^32 (`mix64` is splitmix64
     gumbel = -log(-log1p(-v))
 
 that is -log(-log u) of the uniform u = 1 - v. The mixer is "triple32" (C. Wellons, "Prospecting for Hash Functions",
-2018: bias 0.021) with the key's second half added between its rounds: three 32-bit multiplies a token, where Philox
-takes ten rounds of two 64-bit ones. Working with v = 1 - u keeps 32 bits in the tail that decides who wins (noise
-reaches 22.9); a float32 u near 1 has 24 bits and would never draw tokens less probable than about 1e-7.
+2018: bias 0.021) with the key's second half added between its rounds. It takes three 32-bit multiplications a token,
+while Philox takes ten rounds of two 64-bit ones. The largest noise decides which token wins. Working with v = 1 - u
+keeps 32 bits there (noise reaches 22.9); a float32 u near 1 has 24 bits, and tokens less probable than about 1e-7 would
+never be drawn.
 """
 
 from __future__ import annotations
