@@ -249,7 +249,7 @@ def test_hostile_drafts_change_no_token(plain: LLM, drafting: LLM, monkeypatch: 
 
 
 def test_the_end_inside_a_draft_ends_the_sequence(plain: LLM, drafting: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the grammar's end, an end token, a stop token, a stop string and max_tokens; drafts go on behind each."""
+    """By the grammar's end, an end token, a stop token, a stop string and max_tokens; drafts go on after each."""
     seven_ones = spec("regex", "1{7}")
     some = spec("regex", "[0-9]{3,30}")
     params = [
