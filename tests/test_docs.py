@@ -159,7 +159,7 @@ class Manual(NamedTuple):
     """Started when it is first asked for."""
 
     def shell(self, command: str) -> str:
-        """What bash prints of it. Fails where it does."""
+        """What bash prints of it. Fails if it does."""
         command = f"set -o pipefail; {command.replace('~/', f'{self.home}/')}"
         # Under `make test` a `make` would take that one's flags and variables, and tell which folder it is in.
         given = re.findall(r"(\w+)=", os.environ.get("MAKEFLAGS", ""))

@@ -173,7 +173,7 @@ OWNED: dict[str, tuple[str, ...]] = {
     "workers.kernels.cpu": ("workers.kernels", "workers.platforms.cpu"),
     "workers.platforms.cpu": ("workers.platforms",),
 }
-"""Beginnings of names: who alone may import the modules. A device's kernels are behind its platform."""
+"""Beginnings of names: who alone may import the modules. A device's kernels are used through its platform only."""
 
 RAY_USERS = ("cluster.serve", "structured.transport")
 """Who may import Ray: the HTTP application and the engine run without it."""

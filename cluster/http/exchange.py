@@ -89,7 +89,7 @@ class Exchange:
         """The value of the parameter in the path of its route, if that has one."""
         self.status = 0
         self.headers_out: list[tuple[bytes, bytes]] = []
-        """Sent with a good answer, beside its own."""
+        """Headers that a good answer gets in addition to its own."""
         self._id_header = [(b"x-request-id", self.request_id.encode("latin-1"))] if returns_id else []
         self._config = config
         self._receive = receive
