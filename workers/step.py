@@ -126,3 +126,7 @@ class StepOutput(msgspec.Struct, array_like=True):
     """Sequence id to entries for prompt positions `start + 1` onward of this step's chunk, for those that asked."""
     errors: dict[int, RowError] = {}
     """By sequence id."""
+    digest: int = 0
+    """Of several ranks: a checksum of the tokens and blocks of the step and of the hidden states at its sample points.
+    Ranks whose digests differ have lost each other; 0 says nothing.
+    """
