@@ -34,8 +34,8 @@ def load_model(
     whole: bool = True,
     group: Group | None = None,
 ) -> Model:
-    """The model of a checkpoint in `bfloat16` or `float32`, on the platform's device; with a `group` of ranks this one's
-    share of it, which computes together with the others'.
+    """The model of a checkpoint in `bfloat16` or `float32`, on the platform's device; of a `group` of ranks this one's
+    share, which computes together with the others'.
 
     Raises `ModelError` naming a missing, misshapen or, where the model is to be the `whole` checkpoint, unexpected
     tensor; otherwise `config` may have fewer layers, and the others are not read. Also where the model cannot be split
@@ -54,9 +54,7 @@ def load_model(
     return Decoder(config, weights, platform)
 
 
-def _load_share(
-    folder: str | pathlib.Path, config: ModelConfig, dtype: str, platform: Platform, group: Group
-) -> Model:
+def _load_share(folder: str | pathlib.Path, config: ModelConfig, dtype: str, platform: Platform, group: Group) -> Model:
     share = shard_config(config, group.num_ranks)
     checkpoint = CheckpointShard(Checkpoint(folder, read_ahead=False), config, group.rank, group.num_ranks)
     weights = _WeightReader(checkpoint, share, platform.torch_dtype(dtype), platform).read()

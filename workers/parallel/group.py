@@ -11,7 +11,7 @@ import contextlib
 import datetime
 import socket
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import distributed
@@ -95,11 +95,12 @@ class GlooGroup:
         self.num_ranks = num_ranks
         hostname, port = address.rsplit(":", 1)
         self.store = distributed.TCPStore(hostname, int(port), timeout=LONGEST_WAIT, wait_for_workers=False)
-        options = distributed.ProcessGroupGloo._Options()
+        gloo: Any = distributed.ProcessGroupGloo  # torch's type stubs know little of it
+        options = gloo._Options()
         # Not the address that this host's name stands for, which is often a loopback one, or none
-        options._devices = [distributed.ProcessGroupGloo.create_device(hostname=_own_address(hostname, int(port)))]
+        options._devices = [gloo.create_device(hostname=_own_address(hostname, int(port)))]
         options._timeout = LONGEST_WAIT
-        self._gloo = distributed.ProcessGroupGloo(self.store, rank, num_ranks, options)
+        self._gloo = gloo(self.store, rank, num_ranks, options)
         self._is_alone = False
         self.num_sharing_memory = self._all(host.identity()).count(host.identity())
 
