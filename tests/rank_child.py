@@ -19,6 +19,7 @@ from cluster.config import EngineConfig
 from specdecode.worker import SpeculativeWorker
 from structured.logits_processors import LogitsProcessorFactory
 from structured.masks import MaskBatch
+from workers import shared_prefixes
 from workers.kernels import cpu_all_reduce
 from workers.model_info import ModelInfo
 from workers.parallel.group import GlooGroup, open_store
@@ -35,6 +36,7 @@ class Holder:
 
 def serve(pipe: Connection) -> None:
     sys.path.append(str(pathlib.Path(__file__).parent / "plugin"))
+    shared_prefixes.MEMBER_COST_KEYS = 16  # as the fixture cheap_groups
     holder = Holder()
     while True:
         try:
@@ -97,6 +99,17 @@ def reset(holder: Holder) -> None:
     holder.worker.reset()
 
 
+def fail_next_step(holder: Holder) -> None:
+    """As where something raises that no one foresaw: on every rank, before the ranks need each other."""
+    forward = holder.worker.runner._forward
+
+    def failing(step: StepInput) -> torch.Tensor:
+        holder.worker.runner._forward = forward
+        raise RuntimeError("the step fails")
+
+    holder.worker.runner._forward = failing
+
+
 def share_memory(holder: Holder, allowed: bool) -> None:
     """Whether groups that are made from now on may."""
     cpu_all_reduce.create_file = _CREATE_FILE if allowed else lambda num_ranks: None  # type: ignore[assignment]
@@ -109,18 +122,17 @@ def shares_memory(holder: Holder) -> bool:
     return holder.worker.group.shared is not None
 
 
-def all_reduce(holder: Holder, parts: list, dtype: torch.dtype) -> list:
+def all_reduce(holder: Holder, parts: list[torch.Tensor]) -> torch.Tensor:
     """Of this rank's part."""
     group = holder.worker.group
-    return group.all_reduce(torch.tensor(parts[group.rank], dtype=dtype)).tolist()
+    return group.all_reduce(parts[group.rank])
 
 
-def all_reduce_over_tcp(holder: Holder, parts: list, dtype: torch.dtype) -> list:
+def all_reduce_over_tcp(holder: Holder, parts: list[torch.Tensor]) -> torch.Tensor:
     group = holder.worker.group
-    return GlooGroup.all_reduce(group, torch.tensor(parts[group.rank], dtype=dtype)).tolist()
+    return GlooGroup.all_reduce(group, parts[group.rank])
 
 
-def gather(holder: Holder, parts: list, dtype: torch.dtype) -> list | None:
+def gather(holder: Holder, parts: list[torch.Tensor]) -> list[torch.Tensor] | None:
     group = holder.worker.group
-    gathered = group.gather(torch.tensor(parts[group.rank], dtype=dtype))
-    return None if gathered is None else [one.tolist() for one in gathered]
+    return group.gather(parts[group.rank])

@@ -7,6 +7,7 @@ with the next step, digests compared.
 from __future__ import annotations
 
 import contextlib
+import copy
 import multiprocessing
 import pickle
 from collections.abc import Callable, Iterator
@@ -47,6 +48,12 @@ class RankProcesses:
                 theirs.close()
                 self._pipes.append(ours)
                 self.processes.append(process)
+
+    def first(self, num_ranks: int) -> RankProcesses:
+        """These of them as ranks of their own; the others rest."""
+        fewer = copy.copy(self)
+        fewer.num_ranks = num_ranks
+        return fewer
 
     def tell(self, rank: int, function: Callable[..., Any], *arguments: Any) -> None:
         """`function(rank's holder, *arguments)` there; `answer` brings what it returns."""
@@ -90,6 +97,7 @@ class PipeExecutor:
         self.infos = ranks.make_workers(config)
         self.num_steps = 0
         self.num_disagreements = 0
+        self.num_rebuilt = 0
         self.gained: dict[int, list[int]] = {}
 
     @property
@@ -100,13 +108,12 @@ class PipeExecutor:
         for rank in range(self._ranks.num_ranks):
             self._ranks.tell(rank, rank_child.execute, step, None if rank == 0 else self.gained)
         self.gained = {}
-        for rank in range(self._ranks.num_ranks):
-            self._ranks.answer(rank)
+        self._answers()
 
     def sample(self, masks: MaskBatch | None = None) -> StepOutput:
         for rank in range(self._ranks.num_ranks):
             self._ranks.tell(rank, rank_child.sample, masks if rank == 0 else None)
-        output, *others = (self._ranks.answer(rank) for rank in range(self._ranks.num_ranks))
+        output, *others = self._answers()
         for other in others:
             assert other.step_id == output.step_id
             assert not other.token_ids
@@ -116,10 +123,23 @@ class PipeExecutor:
         self.gained = output.token_ids
         return output
 
+    def _answers(self) -> list[Any]:
+        """Of every rank, before what one of them raised is raised: another's would be taken for the next call's."""
+        answers, errors = [], []
+        for rank in range(self._ranks.num_ranks):
+            try:
+                answers.append(self._ranks.answer(rank))
+            except RankFailed as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        return answers
+
     def register_logits_processor(self, name: str, factory: LogitsProcessorFactory) -> None:
         self._ranks.call(0, rank_child.register, name, factory)
 
     def rebuild(self) -> None:
+        self.num_rebuilt += 1
         self.gained = {}
         self._ranks.call_all(rank_child.reset)
 
