@@ -122,6 +122,12 @@ def shares_memory(holder: Holder) -> bool:
     return holder.worker.group.shared is not None
 
 
+def num_called_back(holder: Holder) -> int | None:
+    """Linears that the one call of all layers leaves C++ for; None where there is no such call."""
+    layers = holder.worker.runner.model._compiled
+    return None if layers is None else len(layers.called_back)
+
+
 def all_reduce(holder: Holder, parts: list[torch.Tensor]) -> torch.Tensor:
     """Of this rank's part."""
     group = holder.worker.group

@@ -6,9 +6,12 @@ rank ever disagreed.
 
 from __future__ import annotations
 
+import pathlib
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -18,18 +21,26 @@ import torch
 from cluster.config import EngineConfig
 from cluster.llm import LLM, BeamSearchParams, LogitsProcessorSpec, SamplingParams
 from tests import rank_child
-from tests.checkpoints import VOCAB_SIZE, checkpoint
+from tests.checkpoints import VOCAB_SIZE, checkpoint, make_checkpoint
 from tests.rank_processes import RankFailed, RankProcesses, over_ranks
 from tests.test_constrained_drafts import mixed_params
+from tests.test_quantised_linear import SCHEME, Int8Platform, int8_config, load_int8, logits_of, quantise, read_int8
 from tests.test_speculative import SAMPLED
+from workers.checkpoints import schemes
 from workers.checkpoints.checkpoint import Checkpoint
 from workers.checkpoints.model_config import ModelConfig, ModelError, load_model_config
+from workers.checkpoints.weights import Linear
 from workers.kernels import build
+from workers.loader import load_model
+from workers.models.decoder import Decoder
+from workers.parallel.group import OneRank
 from workers.parallel.shard import CheckpointShard, check_num_ranks, shard_config
 from workers.step import ScheduledSequence, SequenceStart, StepInput
 from workers.worker import Worker, WorkerConfig
 
 pytestmark = pytest.mark.usefixtures("plugin", "cheap_groups")
+
+needs_kernels = pytest.mark.skipif(build.load_library() is None, reason="no C++ compiler: gloo alone serves")
 
 NUM_TOKENS = 24
 Ask = Callable[[LLM], Any]
@@ -180,7 +191,13 @@ def test_ranks_that_share_no_memory_draw_the_same_tokens_over_tcp(two: RankProce
         two.call_all(rank_child.share_memory, True)
 
 
-@pytest.mark.skipif(build.load_library() is None, reason="no C++ compiler: gloo alone serves")
+@needs_kernels
+def test_the_layers_of_a_rank_are_one_call(two: RankProcesses) -> None:
+    two.make_workers(EngineConfig(model=str(checkpoint("llama")), dtype="float32"))
+    assert two.call_all(rank_child.num_called_back) == [0, 0]
+
+
+@needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sums_have_the_same_bits_on_all_ranks_and_are_rounded_once(four: RankProcesses, dtype: torch.dtype) -> None:
     """Sizes that fill no vector, one slot and several."""
@@ -308,6 +325,26 @@ def make_worker(folder: str, num_ranks: int) -> Worker:
     )
 
 
+def test_a_quantised_linear_is_split_by_the_slices_of_its_tensors(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Int8 with a scale for each output: ranks in threads, whose sums meet in memory."""
+    monkeypatch.setitem(schemes.READERS, SCHEME, read_int8)
+    folder = make_checkpoint("llama", tmp_path, attention_bias=True, mlp_bias=True)
+    quantise(folder, "_proj")
+    expected = logits_of(folder, load_int8(folder, "float32"))
+    groups = ThreadGroup.of(2)
+
+    def run(group: ThreadGroup) -> torch.Tensor:
+        model = load_model(folder, int8_config(folder), "float32", Int8Platform(1), group=group)
+        assert isinstance(model, Decoder)
+        return logits_of(folder, model)
+
+    with ThreadPoolExecutor(2) as pool:
+        found, _ = pool.map(run, groups)
+    torch.testing.assert_close(found, expected, atol=3e-4, rtol=1e-4)
+
+
 def test_slices_of_all_ranks_are_the_checkpoint() -> None:
     """Also scales: one for each output goes with the outputs, one for each group of inputs with the inputs."""
     config = load_model_config(checkpoint("llama"))
@@ -338,6 +375,38 @@ def test_each_number_of_ranks_that_is_offered_splits() -> None:
         share: ModelConfig = shard_config(config, num_ranks)
         assert share.num_heads * num_ranks == config.num_heads
         assert share.num_kv_heads * num_ranks == max(config.num_kv_heads, num_ranks)
+
+
+class ThreadGroup(OneRank):
+    """Ranks in threads of one process."""
+
+    def __init__(self, rank: int, barrier: threading.Barrier, parts: list[torch.Tensor]) -> None:
+        self.rank = rank
+        self.num_ranks = barrier.parties
+        self._barrier = barrier
+        self._parts = parts
+
+    @classmethod
+    def of(cls, num_ranks: int) -> list[ThreadGroup]:
+        barrier, parts = threading.Barrier(num_ranks, timeout=60), [torch.empty(0)] * num_ranks
+        return [cls(rank, barrier, parts) for rank in range(num_ranks)]
+
+    def _all(self, x: torch.Tensor) -> list[torch.Tensor]:
+        self._parts[self.rank] = x.clone()
+        self._barrier.wait()
+        parts = list(self._parts)
+        self._barrier.wait()
+        return parts
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self._all(x)).sum(0)
+
+    def gather(self, x: torch.Tensor) -> list[torch.Tensor] | None:
+        parts = self._all(x)
+        return parts if self.rank == 0 else None
+
+    def row_parallel(self, linear: Linear, out_features: int, dtype: torch.dtype) -> Linear:
+        return lambda x: self.all_reduce(linear(x))
 
 
 class _InMemory(Checkpoint):
