@@ -122,6 +122,10 @@ def shares_memory(holder: Holder) -> bool:
     return holder.worker.group.shared is not None
 
 
+def num_sharing_memory(holder: Holder) -> int:
+    return holder.worker.group.num_sharing_memory
+
+
 def num_called_back(holder: Holder) -> int | None:
     """Linears that the one call of all layers leaves C++ for; None where there is no such call."""
     layers = holder.worker.runner.model._compiled
