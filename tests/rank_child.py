@@ -1,7 +1,4 @@
-"""What a rank's process of `tests/rank_processes.py` runs: functions that are called in it by name, of what it holds.
-
-Imports little, for many processes start in a test run.
-"""
+"""What a rank's process of `tests/rank_processes.py` runs: functions that are called in it by name, of what it holds."""
 
 from __future__ import annotations
 
