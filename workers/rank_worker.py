@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from structured.logits_processors import LogitsProcessorFactory
@@ -26,6 +27,12 @@ class RankWorker(Protocol):
 
     def sample(self, masks: MaskBatch | None = None) -> StepOutput:
         """Draws the tokens of the step that `execute` was given."""
+        ...
+
+    def adopt(self, token_ids: Mapping[int, list[int]]) -> None:
+        """Of several ranks, those that do not draw are told before `execute` what rank 0 drew in the step before, by
+        sequence. They `sample` without masks, for their part of the logits, and answer with no tokens.
+        """
         ...
 
     def register_logits_processor(self, name: str, factory: LogitsProcessorFactory) -> None:
