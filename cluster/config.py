@@ -37,7 +37,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """`auto` takes the checkpoint's dtype (float16 becomes bfloat16)."""
     device: Literal["auto", "cpu", "cuda", "tpu"] = "auto"
     num_threads: Count | None = None
-    """CPU threads of the model; None takes every core this process may use."""
+    """CPU threads of the model, of each rank where there are several. They are claimed from Ray as CPUs. None takes
+    every core this process may use, shared with the other ranks and engines of its node.
+    """
+    tensor_parallel_size: Count = 1
+    """Ranks that share every matrix of the model, each a Ray actor; 1 runs the model in the engine's own process."""
+    placement_strategy: Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] = "STRICT_PACK"
+    """Where the ranks run: all on one node, on as few as will do, on as many as there are, or each on one of its own.
+    The words are those of Ray's placement groups.
+    """
     max_model_len: Count | None = None
     """Longest prompt plus output, in tokens; None takes the checkpoint's, cut to what the KV cache holds."""
     block_size: Literal[8, 16, 32, 64, 128] = 16

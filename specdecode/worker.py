@@ -90,6 +90,9 @@ class SpeculativeWorker:
         self._last_end = time.perf_counter()
         return output
 
+    def adopt(self, token_ids: dict[int, list[int]]) -> None:
+        self.target.adopt(token_ids)
+
     def reset(self) -> None:
         self.target.reset()
         self.chain.reset()

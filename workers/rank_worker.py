@@ -30,6 +30,12 @@ class RankWorker(Protocol):
         """Raises `LogitsProcessorError` where the name is taken. An actor gets the factory by cloudpickle."""
         ...
 
+    def adopt(self, token_ids: dict[int, list[int]]) -> None:
+        """Tells a rank that does not draw (`WorkerConfig.rank` above 0) which tokens rank 0's sequences gained in the
+        step before, by sequence id. Comes before the next `execute`.
+        """
+        ...
+
     def reset(self) -> None:
         """Drops every sequence and all keys and values; the weights stay."""
         ...

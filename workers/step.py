@@ -126,3 +126,5 @@ class StepOutput(msgspec.Struct, array_like=True):
     """Sequence id to entries for prompt positions `start + 1` onward of this step's chunk, for those that asked."""
     errors: dict[int, RowError] = {}
     """By sequence id."""
+    digest: int = 0
+    """Checksum of the hidden states at the step's sample points, equal on every rank of a group; 0 without any."""

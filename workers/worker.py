@@ -37,6 +37,11 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_fraction: float | None
     max_num_sequences: int
     logits_processors: dict[str, str | None] = {}
+    rank: int = 0
+    """In [0, num_ranks). Rank 0 draws the tokens; the others answer with a digest alone, and `adopt` the tokens."""
+    num_ranks: int = 1
+    group_address: str | None = None
+    """`host:port` of rank 0's store, where the ranks find each other; None for one rank."""
 
 
 class Worker:
@@ -76,6 +81,8 @@ class Worker:
             config.max_num_sequences,
             max_model_len,
             self.processors,
+            rank=config.rank,
+            num_ranks=config.num_ranks,
         )
         self.info = ModelInfo(
             folder=str(folder),
@@ -117,6 +124,9 @@ class Worker:
 
     def sample(self, masks: MaskBatch | None = None) -> StepOutput:
         return self.runner.sample(masks)
+
+    def adopt(self, token_ids: dict[int, list[int]]) -> None:
+        self.runner.adopt(token_ids)
 
     def reset(self) -> None:
         self.runner.reset()

@@ -18,8 +18,10 @@ from ray.serve import RunTarget
 from ray.serve.config import HTTPOptions, ProxyLocation
 from ray.serve.context import _get_global_client as get_client
 
+from cluster import own_ray
 from cluster.config import DEMO_MODEL, ServeConfig, ray_address
-from cluster.serve import joined_ray, own_ray
+from cluster.engine.ranks.claims import CannotPlace, check_room, node_cpus, num_claimed, threads_each
+from cluster.serve import joined_ray
 from cluster.serve.engine_deployment import engine_deployment
 from cluster.serve.ingress import ingress_deployment
 from cluster.serve.start_failure import StartFailed, in_words, unexpected, wait_until_running
@@ -29,23 +31,27 @@ from workers.model_info import ModelInfo
 APP_NAME = "manta"
 
 
-def application(config: ServeConfig, listens: bool = False) -> serve.Application:
-    """The bound application; paths become absolute, since replicas run in folders of their own.
+def application(config: ServeConfig, nodes: list[int], listens: bool = False) -> serve.Application:
+    """The bound application; paths become absolute, since replicas run in folders of their own. `nodes` are the cores
+    of each node, which say how many threads an engine has where the configuration does not.
 
     With `listens` its only ingress takes the connections; else Serve's proxies do.
     """
     engine = msgspec.structs.replace(
-        config.engine, model=_absolute(config.engine.model), tokenizer=_absolute(config.engine.tokenizer)
+        config.engine,
+        model=_absolute(config.engine.model),
+        tokenizer=_absolute(config.engine.tokenizer),
+        num_threads=threads_each(config.engine, config.num_engine_replicas, nodes),
     )
     config = msgspec.structs.replace(config, engine=engine, served_model_name=config.model_name)
-    num_threads = engine.num_threads or num_cores()
-    engines = engine_deployment(engine, config.num_engine_replicas, num_threads).bind(engine)
+    engines = engine_deployment(engine, config.num_engine_replicas).bind(engine)
     return ingress_deployment(config, listens).bind(config, engines)
 
 
 def build(options: dict[str, Any]) -> serve.Application:
     """For Serve's configuration files: `import_path: cluster.serve.app:build` with the options under `args`."""
-    return application(msgspec.convert(options, ServeConfig))
+    nodes = node_cpus() if ray.is_initialized() else [num_cores()]
+    return application(msgspec.convert(options, ServeConfig), nodes)
 
 
 def start(config: ServeConfig) -> ModelInfo:
@@ -58,6 +64,8 @@ def start(config: ServeConfig) -> ModelInfo:
         return _start(config)
     except StartFailed:
         raise
+    except CannotPlace as error:
+        raise StartFailed(str(error)) from error
     except Exception as error:  # of Ray and Serve, which raise what they like
         raise unexpected(error) from error
 
@@ -70,9 +78,12 @@ def _start(config: ServeConfig) -> ModelInfo:
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     address = ray_address()
     if address is None:
-        own_ray.start()
+        nodes = [num_cores()]
+        own_ray.start(num_claimed(config.engine, config.num_engine_replicas, nodes))
     else:
         joined_ray.start(address)
+        nodes = node_cpus()
+        check_room(config.engine, config.num_engine_replicas, nodes)
     options = {"enable_access_log": False}
     # Several replicas or machines need Serve's proxy to share the work out.
     listens = config.num_ingress_replicas == 1 and address is None
@@ -87,7 +98,7 @@ def _start(config: ServeConfig) -> ModelInfo:
             serve.shutdown()  # a Serve that cannot listen would be what the next start finds
         raise
     prefix = None if listens else "/"
-    app = application(config, listens)
+    app = application(config, nodes, listens)
     # Waiting for it here would be waiting for all of Serve's tries.
     serve.run_many([RunTarget(app, APP_NAME, prefix, options)], wait_for_applications_running=False)
     wait_until_running(APP_NAME)
