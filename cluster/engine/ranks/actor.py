@@ -40,9 +40,6 @@ class RankActor:
         self._failure: Failed | None = None
         """Of the step's first half, until the second is asked for."""
 
-    def pid(self) -> int:
-        return os.getpid()
-
     def open_store(self) -> str:
         """Where the ranks find each other: "host:port"."""
         from workers.parallel.group import open_store

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hmac
 import logging
+import os
 import secrets
 import selectors
 import socket
@@ -51,6 +52,7 @@ class Hello(msgspec.Struct, array_like=True):
 
     secret: str
     rank: int
+    pid: int
 
 
 class Listener:
@@ -61,29 +63,29 @@ class Listener:
         self._socket = socket.create_server((host, 0), family=family)
         self.address = Address(host, self._socket.getsockname()[1], secrets.token_hex(16))
 
-    def accept(self, num_ranks: int) -> list[socket.socket]:
+    def accept(self, num_ranks: int) -> list[tuple[Hello, socket.socket]]:
         """A connection to each rank, in their order. Raises `RankLost` for one that does not come in time."""
-        found: dict[int, socket.socket] = {}
+        found: dict[int, tuple[Hello, socket.socket]] = {}
         deadline = time.monotonic() + CONNECT_S
         try:
             while len(found) < num_ranks:
                 self._socket.settimeout(max(0.001, deadline - time.monotonic()))
                 connection, _ = self._socket.accept()
-                rank = self._rank(connection, deadline)
-                if rank is None or rank in found:
+                hello = self._hello(connection, deadline)
+                if hello is None:
                     logger.warning("a connection that is no rank's was closed")
                     connection.close()
                 else:
-                    found[rank] = connection
+                    found[hello.rank] = hello, connection
         except TimeoutError as error:
-            _close(found.values())
+            _close(connection for _, connection in found.values())
             missing = sorted(set(range(num_ranks)) - set(found))
             raise RankLost(f"ranks {missing} did not connect to the engine within {CONNECT_S:g} s") from error
         finally:
             self._socket.close()
         return [found[rank] for rank in range(num_ranks)]
 
-    def _rank(self, connection: socket.socket, deadline: float) -> int | None:
+    def _hello(self, connection: socket.socket, deadline: float) -> Hello | None:
         connection.settimeout(max(0.001, deadline - time.monotonic()))
         try:
             with connection.makefile("rb") as stream:
@@ -91,7 +93,7 @@ class Listener:
                 hello = msgspec.msgpack.decode(stream.read(length) if length <= _MAX_HELLO_BYTES else b"", type=Hello)
         except (OSError, struct.error, msgspec.DecodeError):
             return None
-        return hello.rank if hmac.compare_digest(hello.secret.encode(), self.address.secret.encode()) else None
+        return hello if hmac.compare_digest(hello.secret.encode(), self.address.secret.encode()) else None
 
 
 def connect(address: Address, rank: int) -> socket.socket:
@@ -99,7 +101,7 @@ def connect(address: Address, rank: int) -> socket.socket:
     connection = socket.create_connection((address.host, address.port), CONNECT_S)
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.sendall(frame(_encoder.encode(Hello(address.secret, rank))))
+    connection.sendall(frame(_encoder.encode(Hello(address.secret, rank, os.getpid()))))
     return connection
 
 
@@ -108,8 +110,8 @@ class RankChannel:
     but `close` is of use.
     """
 
-    def __init__(self, connections: list[socket.socket]) -> None:
-        self._connections = [_Connection(rank, connection) for rank, connection in enumerate(connections)]
+    def __init__(self, connections: list[tuple[Hello, socket.socket]]) -> None:
+        self._connections = [_Connection(hello, connection) for hello, connection in connections]
         self._selector = selectors.DefaultSelector()
         for connection in self._connections:
             self._selector.register(connection.socket, selectors.EVENT_READ, connection)
@@ -120,6 +122,11 @@ class RankChannel:
     @property
     def all(self) -> range:
         return range(len(self._connections))
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the ranks' processes, each on its own node."""
+        return [connection.pid for connection in self._connections]
 
     @property
     def followers(self) -> range:
@@ -166,7 +173,7 @@ class RankChannel:
         try:
             connection.flush()
         except OSError as error:
-            raise self._lose(f"rank {connection.rank} has died") from error
+            raise self._lose(f"rank {connection.rank}, process {connection.pid}, has died") from error
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
         if events != connection.events:
             connection.events = events
@@ -179,7 +186,7 @@ class RankChannel:
         try:
             data = connection.receive()
         except OSError as error:
-            raise self._lose(f"rank {connection.rank} has died") from error
+            raise self._lose(f"rank {connection.rank}, process {connection.pid}, has died") from error
         if data is None:
             return None
         answer = self._answers[connection.rank] = _answers.decode(data)
@@ -199,8 +206,9 @@ class RankChannel:
 class _Connection:
     """One rank's, never blocking."""
 
-    def __init__(self, rank: int, connection: socket.socket) -> None:
-        self.rank = rank
+    def __init__(self, hello: Hello, connection: socket.socket) -> None:
+        self.rank = hello.rank
+        self.pid = hello.pid
         self.socket = connection
         self.events = selectors.EVENT_READ
         self.unsent = b""
