@@ -7,6 +7,7 @@ with the step's output and come back in the next step, where the model's own run
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 import msgspec
 
@@ -28,7 +29,8 @@ from workers.worker import Worker, WorkerConfig
 class SpeculativeWorker:
     """Raises what `Worker` raises, and `ModelError` where the draft model cannot be loaded or has another tokenizer.
 
-    `tokenizer` is the folder of the model's tokenizer, None for the model's own.
+    `tokenizer` is the folder of the model's tokenizer, None for the model's own. Of several ranks, rank 0 alone proposes:
+    a draft model is small, and what it would cost to sum over ranks for each of its layers is more than it saves.
     """
 
     def __init__(self, config: WorkerConfig, speculative: SpeculativeConfig, tokenizer: str | None) -> None:
@@ -48,7 +50,8 @@ class SpeculativeWorker:
         runner = self.runner
         costs = None
         if speculative.adaptive:
-            self._cost = measure_step(runner.model, runner.kv_layers, runner.block_size, runner.platform)
+            with target.group.alone():  # other ranks take no part
+                self._cost = measure_step(runner.model, runner.kv_layers, runner.block_size, runner.platform)
             costs = Costs(self._cost, {each.name: each.measure() for each in proposers if isinstance(each, DraftModel)})
         self.chain = ProposerChain(
             proposers, runner.state, speculative.max_draft_tokens, self.info.max_model_len, costs
@@ -65,6 +68,9 @@ class SpeculativeWorker:
     def register_logits_processor(self, name: str, factory: LogitsProcessorFactory) -> None:
         """Raises `LogitsProcessorError` where the name is taken."""
         self.target.register_logits_processor(name, factory)
+
+    def adopt(self, token_ids: Mapping[int, list[int]]) -> None:
+        self.target.adopt(token_ids)
 
     def execute(self, step: StepInput) -> None:
         started = time.perf_counter()
@@ -89,9 +95,6 @@ class SpeculativeWorker:
         self.chain.propose(step, output)
         self._last_end = time.perf_counter()
         return output
-
-    def adopt(self, token_ids: dict[int, list[int]]) -> None:
-        self.target.adopt(token_ids)
 
     def reset(self) -> None:
         self.target.reset()

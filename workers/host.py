@@ -6,8 +6,10 @@ tells most; what a system does not tell is taken to be unlimited.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pathlib
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -37,6 +39,13 @@ def free_memory() -> int:
     """Bytes that this process may still take without swapping, or being killed by its container's limit."""
     left = [rest for group in _groups("memory") if (rest := _memory_left(group)) is not None]
     return max(0, min([psutil.virtual_memory().available, *left]))
+
+
+def identity() -> int:
+    """A number that processes of one machine, or of one container, have in common and others do not; 63 bits."""
+    boot = _read(pathlib.Path("/proc/sys/kernel/random/boot_id")) or str(psutil.boot_time())
+    digest = hashlib.sha256(f"{boot} {socket.gethostname()}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
 
 
 def _performance_cores() -> int | None:

@@ -5,11 +5,14 @@ No more than one weight is held twice. Called by the worker; chooses between the
 
 from __future__ import annotations
 
+import functools
 import math
 import pathlib
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 
 from workers.checkpoints.checkpoint import Checkpoint, CheckpointHeaders
 from workers.checkpoints.model_config import ModelConfig
@@ -17,17 +20,29 @@ from workers.checkpoints.schemes import LinearSource, read_linear
 from workers.checkpoints.weights import DecoderWeights, LayerWeights, Linear, LinearWeight
 from workers.models.decoder import Decoder
 from workers.models.protocol import Model
+from workers.parallel.group import Group
+from workers.parallel.layers import parallelise
+from workers.parallel.shard import CheckpointShard, shard_config
 from workers.platforms import Platform
 
 
 def load_model(
-    folder: str | pathlib.Path, config: ModelConfig, dtype: str, platform: Platform, whole: bool = True
+    folder: str | pathlib.Path,
+    config: ModelConfig,
+    dtype: str,
+    platform: Platform,
+    whole: bool = True,
+    group: Group | None = None,
 ) -> Model:
-    """The model of a checkpoint in `bfloat16` or `float32`, on the platform's device.
+    """The model of a checkpoint in `bfloat16` or `float32`, on the platform's device; with a `group` of ranks this one's
+    share of it, which computes together with the others'.
 
     Raises `ModelError` naming a missing, misshapen or, where the model is to be the `whole` checkpoint, unexpected
-    tensor; otherwise `config` may have fewer layers, and the others are not read.
+    tensor; otherwise `config` may have fewer layers, and the others are not read. Also where the model cannot be split
+    over so many ranks.
     """
+    if group is not None and group.num_ranks > 1:
+        return _load_share(folder, config, dtype, platform, group)
     if not config.native:
         from workers.models.transformers_fallback import TransformersModel  # seconds to import, and rarely needed
 
@@ -37,6 +52,16 @@ def load_model(
     if whole:
         _check_all_used(checkpoint, config)
     return Decoder(config, weights, platform)
+
+
+def _load_share(
+    folder: str | pathlib.Path, config: ModelConfig, dtype: str, platform: Platform, group: Group
+) -> Model:
+    share = shard_config(config, group.num_ranks)
+    checkpoint = CheckpointShard(Checkpoint(folder, read_ahead=False), config, group.rank, group.num_ranks)
+    weights = _WeightReader(checkpoint, share, platform.torch_dtype(dtype), platform).read()
+    _check_all_used(checkpoint, config)
+    return Decoder(share, parallelise(weights, group, config.vocab_size, share.vocab_size), platform)
 
 
 def check_tensors(folder: str | pathlib.Path, config: ModelConfig) -> None:
@@ -49,9 +74,21 @@ def check_tensors(folder: str | pathlib.Path, config: ModelConfig) -> None:
     _check_all_used(checkpoint, config)
 
 
-def _check_all_used(checkpoint: Checkpoint, config: ModelConfig) -> None:
+def _check_all_used(checkpoint: _Checkpoint, config: ModelConfig) -> None:
     """Tied models are often saved with the head as well."""
     checkpoint.check_all_used(but=["lm_head.weight"] if config.tie_word_embeddings else [])
+
+
+class _Checkpoint(Protocol):
+    """`Checkpoint`, or a rank's view of it."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def view(self, name: str, shape: tuple[int, ...], kind: torch.dtype = torch.float32) -> torch.Tensor: ...
+
+    def release(self, names: Iterable[str]) -> None: ...
+
+    def check_all_used(self, but: Iterable[str] = ()) -> None: ...
 
 
 class _WeightPlatform(Protocol):
@@ -80,7 +117,7 @@ class _WeightReader:
     """Hugging Face's names of the four native families."""
 
     def __init__(
-        self, checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, platform: _WeightPlatform
+        self, checkpoint: _Checkpoint, config: ModelConfig, dtype: torch.dtype, platform: _WeightPlatform
     ) -> None:
         self.checkpoint = checkpoint
         self.config = config
@@ -97,7 +134,7 @@ class _WeightReader:
         head = self._linear([(head_name, config.vocab_size)], config.hidden_size, bias=False)
         layers = [self._layer(f"model.layers.{index}") for index in range(config.num_layers)]
         table = self.checkpoint.view("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
-        embedding = self.platform.place_embedding(table, self.dtype)
+        embedding = functools.partial(_embed, self.platform.place_embedding(table, self.dtype), self.dtype)
         final_norm = self._vector("model.norm.weight", config.hidden_size)
         return DecoderWeights(embedding, layers, final_norm, head)
 
@@ -140,7 +177,7 @@ class _WeightReader:
         """Of several parts in memory that the next call reuses: fresh pages would double the time."""
         views = self._views(parts, row_shape, dtype)
         if len(views) == 1:
-            return views[0].to(dtype)
+            return views[0].to(dtype).contiguous()
         shape = (sum(rows for _, rows in parts), *row_shape)
         num_bytes = math.prod(shape) * dtype.itemsize
         if self._scratch.numel() < num_bytes:
@@ -156,3 +193,8 @@ class _WeightReader:
     ) -> list[torch.Tensor]:
         self._unreleased += [name for name, _ in parts]
         return [self.checkpoint.view(name, (rows, *row_shape), dtype) for name, rows in parts]
+
+
+def _embed(table: torch.Tensor, dtype: torch.dtype, token_ids: torch.Tensor) -> torch.Tensor:
+    """int64 [num_tokens] -> [num_tokens, hidden] in `dtype`; the table may be in another one."""
+    return F.embedding(token_ids, table).to(dtype)

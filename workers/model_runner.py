@@ -6,7 +6,6 @@ way. Sampled tokens stay in the rank's own state, so that the next step can be t
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -39,8 +38,6 @@ class ModelRunner:
         max_num_sequences: int,
         max_model_len: int,
         registry: LogitsProcessorRegistry | None = None,
-        rank: int = 0,
-        num_ranks: int = 1,
     ) -> None:
         self.model = model
         self.platform = platform
@@ -49,8 +46,6 @@ class ModelRunner:
         self.block_size = block_size
         self.max_num_sequences = max_num_sequences
         self.max_model_len = max_model_len
-        self.rank = rank
-        self.num_ranks = num_ranks
         self.state = SamplingState(config.vocab_size, registry)
         self.kv_layers = [(layer[0], layer[1]) for layer in kv_cache]  # once: unbinding costs 2 us a layer and step
         self.reset()
@@ -155,19 +150,10 @@ class ModelRunner:
         output = StepOutput(step.step_id)
         if hidden is None:
             return output
-        if self.num_ranks > 1 and step.sample_points:
-            output.digest = _digest(hidden, [point.row for point in step.sample_points])
-        if self.rank > 0:
-            return output
         self._prompt_logprobs(step, hidden, output)
         if step.sample_points:
             self._draw(step, hidden, output, masks)
         return output
-
-    def adopt(self, token_ids: dict[int, list[int]]) -> None:
-        """Adds the tokens that rank 0 drew to the sequences of a rank that draws none."""
-        for sequence_id, tokens in token_ids.items():
-            self.state.append(sequence_id, tokens)
 
     def _draw(self, step: StepInput, hidden: torch.Tensor, output: StepOutput, masks: MaskBatch | None) -> None:
         """Draws at every point, those behind drafts as if the drafts were there, and keeps a sequence's tokens up to
@@ -239,8 +225,3 @@ class ModelRunner:
             chunk = targets[first : first + PROMPT_LOGPROB_ROWS].tolist()
             entries += prompt_logprobs(self.platform.sampler, logits, chunk, num_top, self.config.vocab_size)
         return entries
-
-
-def _digest(hidden: torch.Tensor, rows: list[int]) -> int:
-    """CRC-32 of these rows' bits."""
-    return zlib.crc32(hidden[rows].contiguous().view(torch.uint8).cpu().numpy().tobytes())

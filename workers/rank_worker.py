@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from structured.logits_processors import LogitsProcessorFactory
@@ -26,14 +27,14 @@ class RankWorker(Protocol):
         """Draws the tokens of the step that `execute` was given."""
         ...
 
-    def register_logits_processor(self, name: str, factory: LogitsProcessorFactory) -> None:
-        """Raises `LogitsProcessorError` where the name is taken. An actor gets the factory by cloudpickle."""
+    def adopt(self, token_ids: Mapping[int, list[int]]) -> None:
+        """Of several ranks, those that do not draw are told before `execute` what rank 0 drew in the step before, by
+        sequence. They `sample` without masks, for their part of the logits, and answer with no tokens.
+        """
         ...
 
-    def adopt(self, token_ids: dict[int, list[int]]) -> None:
-        """Tells a rank that does not draw (`WorkerConfig.rank` above 0) which tokens rank 0's sequences gained in the
-        step before, by sequence id. Comes before the next `execute`.
-        """
+    def register_logits_processor(self, name: str, factory: LogitsProcessorFactory) -> None:
+        """Raises `LogitsProcessorError` where the name is taken. An actor gets the factory by cloudpickle."""
         ...
 
     def reset(self) -> None:

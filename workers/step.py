@@ -127,4 +127,6 @@ class StepOutput(msgspec.Struct, array_like=True):
     errors: dict[int, RowError] = {}
     """By sequence id."""
     digest: int = 0
-    """Checksum of the hidden states at the step's sample points, equal on every rank of a group; 0 without any."""
+    """Of several ranks: a checksum of the tokens and blocks of the step and of the hidden states at its sample points.
+    Ranks whose digests differ have lost each other; 0 says nothing.
+    """

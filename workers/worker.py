@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import pathlib
 import time
+from collections.abc import Mapping
 
 import msgspec
 
@@ -18,7 +19,10 @@ from workers.checkpoints.model_config import ModelConfig, ModelError, load_model
 from workers.loader import load_model
 from workers.model_info import ModelInfo
 from workers.model_runner import ModelRunner
-from workers.platforms import choose_platform
+from workers.parallel.group import Group, OneRank
+from workers.parallel.runner import FollowerRunner, RankRunner
+from workers.parallel.shard import shard_config
+from workers.platforms import Platform, choose_platform
 from workers.step import StepInput, StepOutput
 
 logger = logging.getLogger(__name__)
@@ -38,10 +42,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_sequences: int
     logits_processors: dict[str, str | None] = {}
     rank: int = 0
-    """In [0, num_ranks). Rank 0 draws the tokens; the others answer with a digest alone, and `adopt` the tokens."""
     num_ranks: int = 1
+    """Ranks that hold the model together. `kv_cache_bytes` and `kv_cache_fraction` are each one's own."""
     group_address: str | None = None
-    """`host:port` of rank 0's store, where the ranks find each other; None for one rank."""
+    """"host:port" of rank 0's store (`workers.parallel.group.open_store`), where there are several ranks."""
 
 
 class Worker:
@@ -52,27 +56,34 @@ class Worker:
 
     def __init__(self, config: WorkerConfig, draft: ModelConfig | None = None) -> None:
         started = time.perf_counter()
-        self.processors = LogitsProcessorRegistry(config.logits_processors)
+        self.processors = LogitsProcessorRegistry(config.logits_processors if config.rank == 0 else {})
         platform = choose_platform(config.device, config.num_threads)
         folder = resolve_model_folder(config.model)
         model_config = load_model_config(folder)
+        share = shard_config(model_config, config.num_ranks)
         dtype = platform.resolve_dtype(config.dtype, model_config.dtype)
-        model = load_model(folder, model_config, dtype, platform)
+        self.group = _open_group(config, platform)
+        dtype = _COMMON_DTYPES[self.group.least(_COMMON_DTYPES.index(dtype))]
+        model = load_model(folder, model_config, dtype, platform, group=self.group)
+        self.group.least(0)  # all have their weights: what is free now is free for the KV cache
         kv_bytes, num_blocks = plan_kv_cache(
-            model_config,
+            share,
             dtype,
             block_size=config.block_size,
             kv_cache_bytes=config.kv_cache_bytes,
             kv_cache_fraction=config.kv_cache_fraction,
-            free_bytes=platform.free_memory(),
-            weight_bytes=_weight_bytes(folder, dtype),
+            free_bytes=platform.free_memory() // self.group.num_sharing_memory,
+            weight_bytes=_weight_bytes(folder, dtype) // config.num_ranks,
             max_num_sequences=config.max_num_sequences,
             max_model_len=config.max_model_len,
             draft=draft,
         )
+        block_bytes = kv_bytes // num_blocks
+        num_blocks = self.group.least(num_blocks)
         max_model_len = plan_max_model_len(model_config, config.max_model_len, num_blocks * config.block_size)
-        kv_cache = platform.allocate_kv(model_config, num_blocks, config.block_size, platform.torch_dtype(dtype))
-        self.runner = ModelRunner(
+        kv_cache = platform.allocate_kv(share, num_blocks, config.block_size, platform.torch_dtype(dtype))
+        make_runner = ModelRunner if config.num_ranks == 1 else RankRunner if config.rank == 0 else FollowerRunner
+        self.runner = make_runner(
             model,
             platform,
             kv_cache,
@@ -81,8 +92,6 @@ class Worker:
             config.max_num_sequences,
             max_model_len,
             self.processors,
-            rank=config.rank,
-            num_ranks=config.num_ranks,
         )
         self.info = ModelInfo(
             folder=str(folder),
@@ -91,7 +100,7 @@ class Worker:
             eos_token_ids=model_config.eos_token_ids,
             num_blocks=num_blocks,
             block_size=config.block_size,
-            kv_cache_bytes=kv_bytes,
+            kv_cache_bytes=num_blocks * block_bytes,
             dtype=dtype,
             platform=platform.name,
             kernels=platform.kernel_form,
@@ -108,7 +117,7 @@ class Worker:
             platform.kernel_form,
             num_blocks,
             config.block_size,
-            kv_bytes / 2**30,
+            num_blocks * block_bytes / 2**30,
             max_model_len,
         )
 
@@ -122,14 +131,28 @@ class Worker:
     def execute(self, step: StepInput) -> None:
         self.runner.execute(step)
 
+    def adopt(self, token_ids: Mapping[int, list[int]]) -> None:
+        """What rank 0 drew in the last step, by sequence. Told to the other ranks before their next `execute`."""
+        assert isinstance(self.runner, FollowerRunner), "rank 0 draws its own tokens"
+        self.runner.adopt(token_ids)
+
     def sample(self, masks: MaskBatch | None = None) -> StepOutput:
         return self.runner.sample(masks)
 
-    def adopt(self, token_ids: dict[int, list[int]]) -> None:
-        self.runner.adopt(token_ids)
-
     def reset(self) -> None:
         self.runner.reset()
+
+
+_COMMON_DTYPES = ("float32", "bfloat16")
+"""Where ranks would take different ones, all take the first: a processor without bfloat16 has nothing else."""
+
+
+def _open_group(config: WorkerConfig, platform: Platform) -> Group:
+    if config.num_ranks == 1:
+        return OneRank()
+    if config.group_address is None:
+        raise ValueError(f"rank {config.rank} of {config.num_ranks} needs group_address, that of rank 0's store")
+    return platform.open_group(config.rank, config.num_ranks, config.group_address)
 
 
 def _weight_bytes(folder: pathlib.Path, dtype: str) -> int:

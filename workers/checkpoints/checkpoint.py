@@ -47,8 +47,10 @@ class Checkpoint:
     Raises `ModelError` where there are none, or where a file is truncated or not safetensors.
     """
 
-    def __init__(self, folder: str | pathlib.Path) -> None:
+    def __init__(self, folder: str | pathlib.Path, read_ahead: bool = True) -> None:
+        """With `read_ahead` the system starts to read all of a cold file while the first weights are packed."""
         self.folder = pathlib.Path(folder)
+        self._read_ahead = read_ahead
         self._entries: dict[str, _Entry] = {}
         self._taken: set[str] = set()
         for path in weight_files(self.folder):
@@ -73,7 +75,8 @@ class Checkpoint:
             if not data_start <= start <= end <= size:
                 raise ModelError(f"{path} is truncated: {name} is bytes {start} to {end} of {size}; download it again")
             self._entries[name] = _Entry(mapped, item["dtype"], tuple(item["shape"]), start, end)
-        _advise(mapped, "MADV_WILLNEED")  # starts reading a cold file while the first weights are packed
+        if self._read_ahead:
+            _advise(mapped, "MADV_WILLNEED")
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries

@@ -1,6 +1,6 @@
 """The weights of a decoder, as the loader hands them to a platform and to the model: plain data, nothing computed.
 
-Norms and the embedding are tensors, linears are callables that the platform made of a weight and keep it to themselves.
+Norms are tensors, the embedding and the linears are callables that keep their weights to themselves.
 """
 
 from __future__ import annotations
@@ -65,12 +65,13 @@ class LayerWeights:
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class DecoderWeights:
-    embedding: torch.Tensor
-    """[vocab_size, hidden], in the checkpoint's dtype; usually a view of the mapped file."""
+    embedding: Callable[[torch.Tensor], torch.Tensor]
+    """Token ids, int64 [num_tokens] -> [num_tokens, hidden] in the dtype of the activations, which may be written to.
+    """
     layers: list[LayerWeights]
     final_norm: torch.Tensor
     head: Linear
-    """hidden -> vocab_size."""
+    """hidden -> vocab_size; of ranks, only the one that draws gets them all."""
 
     @property
     def dtype(self) -> torch.dtype:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 from ctypes import POINTER, c_int, c_void_p
 from typing import Any
 
@@ -75,7 +76,7 @@ class _CalledBack:
     def native(self) -> NativeLinear:
         run = ctypes.cast(self._run, c_void_p).value
         assert run is not None
-        return NativeLinear(run, None)
+        return NativeLinear(run, None, self._raise_error)
 
     def _call(self, state: None, x: int, y: int, num_rows: int) -> None:
         in_features, out_features = self._widths
@@ -89,8 +90,7 @@ class _CalledBack:
         memory = (ctypes.c_char * (num_rows * width * self._dtype.itemsize)).from_address(address)
         return torch.frombuffer(memory, dtype=self._dtype).view(num_rows, width)
 
-    def raise_error(self) -> None:
-        """Raises what the linear raised in the last call."""
+    def _raise_error(self) -> None:
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -118,12 +118,17 @@ class FusedLayers:
         }
         self.called_back: list[_CalledBack] = []
         """Linears that have no form for C++."""
+        self._raise_errors: dict[Callable[[], None], None] = {}
+        """Each once, in the order of the linears."""
         self._layers = (_Layer * len(weights.layers))()
         for to, layer, window in zip(self._layers, weights.layers, config.sliding_windows, strict=True):
             for name in ("input_norm", "q_norm", "k_norm", "mlp_norm"):
                 setattr(to, name, _address(getattr(layer, name)))
             for name, widths in features.items():
-                setattr(to, name, _Linear(*self._native(getattr(layer, name), *widths)))
+                native = self._native(getattr(layer, name), *widths)
+                setattr(to, name, _Linear(native.run, native.state))
+                if native.raise_error is not None:
+                    self._raise_errors[native.raise_error] = None
             to.window = NO_WINDOW if window is None else window
         self._kv_caches: KVCaches | None = None
         self._memory = torch.empty(0, dtype=self._dtype)
@@ -169,8 +174,8 @@ class FusedLayers:
             self._buffers(residual),
             output.data_ptr(),
         )
-        for each in self.called_back:
-            each.raise_error()
+        for raise_error in self._raise_errors:
+            raise_error()
         return output
 
     def _native(self, linear: Linear, in_features: int, out_features: int) -> NativeLinear:

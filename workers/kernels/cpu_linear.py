@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 from ctypes import c_int, c_void_p
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -28,6 +29,8 @@ class NativeLinear(NamedTuple):
     """Address of a function."""
     state: int | None
     """Address of what it is about; the linear keeps it alive."""
+    raise_error: Callable[[], None] | None = None
+    """Raises what the function had to keep to itself, for nothing can be raised through C++."""
 
 
 @runtime_checkable

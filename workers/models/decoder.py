@@ -8,7 +8,6 @@ called by the model runner.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from workers.attention import AttentionMetadata
 from workers.checkpoints.model_config import ModelConfig
@@ -41,9 +40,8 @@ class Decoder:
         `token_ids` is int64 [num_tokens]; `kv_caches` holds (k_cache, v_cache) of each layer.
         """
         cos_sin = self._rotary_table(metadata.max_context_len, token_ids.device)
-        embedded = F.embedding(token_ids, self._weights.embedding).to(self._weights.dtype)
         run = self._compiled or self._run_layers
-        return run(embedded, cos_sin, metadata, kv_caches)
+        return run(self._weights.embedding(token_ids), cos_sin, metadata, kv_caches)
 
     def _run_layers(
         self, residual: torch.Tensor, cos_sin: torch.Tensor, metadata: AttentionMetadata, kv_caches: KVCaches
@@ -61,9 +59,11 @@ class Decoder:
         return normed
 
     def _mlp(self, layer: LayerWeights, normed: torch.Tensor) -> torch.Tensor:
-        num_parts = -(-normed.shape[0] // self._mlp_rows)
+        num_rows = normed.shape[0]
+        num_parts = -(-num_rows // self._mlp_rows)
         if num_parts > 1:
-            return torch.cat([layer.down(layer.gated(rows)) for rows in normed.tensor_split(num_parts)])
+            parts = normed.split(-(-num_rows // num_parts))  # as decoder.cpp does: all ranks sum the same parts
+            return torch.cat([layer.down(layer.gated(rows)) for rows in parts])
         return layer.down(layer.gated(normed))
 
     @torch.inference_mode()

@@ -1,8 +1,57 @@
-"""The ranks of one model replica as a group that computes together."""
+"""The ranks of one model replica as a group that computes together: what they sum, gather and agree on.
+
+One process is one rank. Every rank makes the same calls in the same order, with tensors of the same shape; a call
+returns when all have made it. Which group serves is the platform's choice (`Platform.open_group`). The worker opens it,
+the sharded layers (`workers/parallel/layers.py`) call it in every step.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import datetime
+import socket
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
 from torch import distributed
+
+from workers import host
+from workers.checkpoints.weights import Linear
+
+LONGEST_WAIT = datetime.timedelta(minutes=30)
+"""For rank 0's store, and in a call for the others, who may be reading weights from a slow disk."""
+
+
+class Group(Protocol):
+    """Raises `RuntimeError` where a rank is found dead. A rank that hangs is found by the driver, which ends all."""
+
+    rank: int
+    num_ranks: int
+    num_sharing_memory: int
+    """Ranks that plan with the same memory, this one included: on CPUs those of one machine."""
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' `x` of any shape, in its dtype, with the same bits on every rank; `x` may be written
+        over.
+        """
+        ...
+
+    def gather(self, x: torch.Tensor) -> list[torch.Tensor] | None:
+        """Every rank's `x`, in the order of ranks, on rank 0; None on the others."""
+        ...
+
+    def least(self, value: int) -> int:
+        """The least of all ranks' values, for plans that must hold everywhere."""
+        ...
+
+    def row_parallel(self, linear: Linear, out_features: int, dtype: torch.dtype) -> Linear:
+        """`linear`, which multiplies this rank's share of the inputs, and then the sum over ranks, in `dtype`."""
+        ...
+
+    def alone(self) -> contextlib.AbstractContextManager[None]:
+        """Within it calls return at once with this rank's own values: for measurements that others take no part in."""
+        ...
 
 
 def open_store(address: str) -> tuple[distributed.TCPStore, str]:
@@ -13,3 +62,98 @@ def open_store(address: str) -> tuple[distributed.TCPStore, str]:
     """
     store = distributed.TCPStore(address, 0, is_master=True, wait_for_workers=False)
     return store, f"{address}:{store.port}"
+
+
+class OneRank:
+    """A group of one, whose model is whole."""
+
+    rank = 0
+    num_ranks = 1
+    num_sharing_memory = 1
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def gather(self, x: torch.Tensor) -> list[torch.Tensor] | None:
+        return [x]
+
+    def least(self, value: int) -> int:
+        return value
+
+    def row_parallel(self, linear: Linear, out_features: int, dtype: torch.dtype) -> Linear:
+        return linear
+
+    def alone(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+class GlooGroup:
+    """Over torch.distributed's gloo: TCP between any machines."""
+
+    def __init__(self, rank: int, num_ranks: int, address: str) -> None:
+        self.rank = rank
+        self.num_ranks = num_ranks
+        hostname, port = address.rsplit(":", 1)
+        self.store = distributed.TCPStore(hostname, int(port), timeout=LONGEST_WAIT, wait_for_workers=False)
+        options = distributed.ProcessGroupGloo._Options()
+        # Not the address that this host's name stands for, which is often a loopback one, or none
+        options._devices = [distributed.ProcessGroupGloo.create_device(hostname=_own_address(hostname, int(port)))]
+        options._timeout = LONGEST_WAIT
+        self._gloo = distributed.ProcessGroupGloo(self.store, rank, num_ranks, options)
+        self._is_alone = False
+        self.num_sharing_memory = self._all(host.identity()).count(host.identity())
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """As through shared memory: in the order of ranks, in float32, rounded once. For two ranks no more travels than
+        by gloo's own, which rounds at each of its hops.
+        """
+        if self._is_alone:
+            return x
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(self.num_ranks)]
+        self._gloo.allgather([parts], [x]).wait()
+        total = parts[0].float()
+        for part in parts[1:]:
+            total += part
+        return x.copy_(total)
+
+    def gather(self, x: torch.Tensor) -> list[torch.Tensor] | None:
+        if self._is_alone:
+            return [x] * self.num_ranks
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(self.num_ranks)] if self.rank == 0 else None
+        self._gloo.gather([] if parts is None else [parts], [x], _to_rank_0()).wait()
+        return parts
+
+    def least(self, value: int) -> int:
+        return min(self._all(value))
+
+    def row_parallel(self, linear: Linear, out_features: int, dtype: torch.dtype) -> Linear:
+        return lambda x: self.all_reduce(linear(x))
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        self._is_alone = True
+        try:
+            yield
+        finally:
+            self._is_alone = False
+
+    def _all(self, value: int) -> list[int]:
+        parts = [torch.empty(1, dtype=torch.int64) for _ in range(self.num_ranks)]
+        self._gloo.allgather([parts], [torch.tensor([value])]).wait()
+        return [int(part) for part in parts]
+
+
+def _to_rank_0() -> distributed.GatherOptions:
+    options = distributed.GatherOptions()
+    options.rootRank = 0
+    return options
+
+
+def _own_address(hostname: str, port: int) -> str:
+    """This host's address on the way to the store. Nothing is sent."""
+    family, kind, _, _, to = socket.getaddrinfo(hostname, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(to)
+        return str(probe.getsockname()[0])

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from workers.checkpoints.model_config import ModelConfig
     from workers.checkpoints.weights import DecoderWeights, Linear, LinearWeight
     from workers.kernels.protocol import Forward, Kernels, SamplerKernels
+    from workers.parallel.group import Group
 
 
 class Platform(Protocol):
@@ -86,6 +87,10 @@ class Platform(Protocol):
 
     def free_memory(self) -> int:
         """Bytes that the KV cache may be cut from, after the weights are loaded."""
+        ...
+
+    def open_group(self, rank: int, num_ranks: int, address: str) -> Group:
+        """Waits for the other ranks; `address` is that of rank 0's store, "host:port"."""
         ...
 
 

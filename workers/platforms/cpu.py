@@ -13,6 +13,7 @@ from workers.checkpoints.weights import Linear, LinearWeight
 from workers.kernels import build, cpu, cpu_decoder, cpu_sampler, processor
 from workers.kernels.cpu_kv_cache import allocate_kv
 from workers.kernels.protocol import Kernels, SamplerKernels
+from workers.platforms.cpu_group import CpuGroup
 from workers.platforms.cpu_linears import make_unquantized_linear
 
 
@@ -65,3 +66,6 @@ class CpuPlatform:
 
     def free_memory(self) -> int:
         return host.free_memory()
+
+    def open_group(self, rank: int, num_ranks: int, address: str) -> CpuGroup:
+        return CpuGroup(rank, num_ranks, address)

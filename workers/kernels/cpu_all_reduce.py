@@ -1,0 +1,123 @@
+"""Sums and gathers between the ranks of one machine, through shared memory: thin ctypes calls into `all_reduce.cpp`.
+
+`workers/platforms/cpu_group.py` opens it where all ranks can map the same file, and takes gloo elsewhere. Nothing is
+compiled at import.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import functools
+import mmap
+import os
+import pathlib
+import tempfile
+from ctypes import POINTER, c_int, c_int64, c_void_p
+from typing import Any
+
+import torch
+
+from workers.checkpoints.weights import Linear
+from workers.kernels import build, layout
+from workers.kernels.cpu_linear import DTYPES, HasNative, NativeLinear
+
+_SharedGroup = layout.structure("_SharedGroup", "memory", "file rank num_ranks round dead alone")
+_RowParallel = layout.structure("_RowParallel", "run state group", "dtype out_features")
+_MEMORY = pathlib.Path("/dev/shm")
+"""Where files are memory; elsewhere they are cached in it."""
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    library = build.load_library()
+    if library is not None:
+        sizes = {f"the size of {each.__name__[1:]}": ctypes.sizeof(each) for each in (_SharedGroup, _RowParallel)}
+        layout.check("all_reduce.cpp", library.manta_all_reduce_layout, sizes)
+        library.manta_all_reduce.argtypes = [POINTER(_SharedGroup), c_int, c_void_p, c_int64]
+        library.manta_gather.argtypes = [POINTER(_SharedGroup), c_void_p, c_void_p, c_int64]
+        library.manta_all_reduce.restype = library.manta_gather.restype = None
+    return library
+
+
+def create_file(num_ranks: int) -> str | None:
+    """The path of a file for so many ranks to map; None where nothing can be compiled or there is too little memory."""
+    library = _library()
+    if library is None or num_ranks > library.manta_all_reduce_layout(4):
+        return None
+    folder = _MEMORY if _MEMORY.is_dir() else None
+    file, path = tempfile.mkstemp(prefix="manta-ranks-", dir=folder)
+    try:
+        header, slot = (library.manta_all_reduce_layout(which) for which in (2, 3))
+        size = header + 2 * num_ranks * slot
+        os.truncate(file, size)
+        if hasattr(os, "posix_fallocate"):  # else what is missing would end the process when it is written to
+            os.posix_fallocate(file, 0, size)
+    except OSError:
+        os.unlink(path)
+        return None
+    finally:
+        os.close(file)
+    return path
+
+
+class SharedGroup:
+    """One rank's end of the file `path`, which may be unlinked when all have it. `OSError` where it cannot be mapped.
+
+    A rank's death is noticed by the lock that each holds on the file until its process ends.
+    """
+
+    def __init__(self, path: str, rank: int, num_ranks: int) -> None:
+        library = _library()
+        if library is None:
+            raise OSError("there is no library of kernels to share memory by")
+        self._library = library
+        self._file = os.open(path, os.O_RDWR)
+        fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
+        self._memory = mmap.mmap(self._file, 0)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self.state: Any = _SharedGroup(address, self._file, rank, num_ranks, 0, 0, 0)
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """float32 or bfloat16, of any shape; written over where it is contiguous."""
+        x = x.contiguous()
+        self._library.manta_all_reduce(self.state, DTYPES[x.dtype], x.data_ptr(), x.numel())
+        self.raise_error()
+        return x
+
+    def gather(self, x: torch.Tensor) -> list[torch.Tensor] | None:
+        x = x.contiguous()
+        parts = x.new_empty((self.state.num_ranks, *x.shape)) if self.state.rank == 0 else None
+        to = None if parts is None else parts.data_ptr()
+        self._library.manta_gather(self.state, x.data_ptr(), to, x.numel() * x.itemsize)
+        self.raise_error()
+        return None if parts is None else list(parts)
+
+    def row_parallel(self, linear: Linear, out_features: int, dtype: torch.dtype) -> Linear:
+        """`linear` and then the sum; for C++ in one call, where it has a form for that."""
+        if isinstance(linear, HasNative):
+            return _RowParallelLinear(linear, out_features, dtype, self)
+        return lambda x: self.all_reduce(linear(x))
+
+    def raise_error(self) -> None:
+        """Raises `RuntimeError` where a rank died in this call or an earlier one."""
+        if self.state.dead:
+            raise RuntimeError(f"rank {self.state.dead - 1} of {self.state.num_ranks} died")
+
+
+class _RowParallelLinear:
+    def __init__(self, linear: Any, out_features: int, dtype: torch.dtype, group: SharedGroup) -> None:
+        self._linear = linear
+        self._sizes = DTYPES[dtype], out_features
+        self._group = group
+        self._state: Any = None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._group.all_reduce(self._linear(x))
+
+    def native(self) -> NativeLinear:
+        inner = self._linear.native()
+        self._state = _RowParallel(inner.run, inner.state, ctypes.addressof(self._group.state), *self._sizes)
+        run = ctypes.cast(self._group._library.manta_run_row_parallel, c_void_p).value
+        assert run is not None
+        return NativeLinear(run, ctypes.addressof(self._state), self._group.raise_error)

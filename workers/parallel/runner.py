@@ -1,0 +1,73 @@
+"""Model runners of several ranks: all compute every step, rank 0 alone draws.
+
+The others follow. They are told what rank 0 drew before the next step (`FollowerRunner.adopt`), and hold no masks, no
+logits processors and no noise. Made by the worker.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+
+import msgspec
+import numpy as np
+import torch
+
+from structured.masks import MaskBatch
+from workers.model_runner import PROMPT_LOGPROB_ROWS, ModelRunner
+from workers.step import SequenceStart, StepInput, StepOutput, TokenLogprobs
+
+
+class RankRunner(ModelRunner):
+    """Rank 0: as a model runner without other ranks, and its outputs have a digest."""
+
+    def sample(self, masks: MaskBatch | None = None) -> StepOutput:
+        digest = self._digest()
+        output = super().sample(masks)
+        output.digest = digest
+        return output
+
+    def _digest(self) -> int:
+        """Of what the step read and what came of it. Hidden states alone would say little: sums over ranks make them
+        equal even where one rank took another token, or wrote to other blocks, than the rest.
+        """
+        step, hidden = self._step, self._hidden
+        if step is None or hidden is None:
+            return 0
+        digest = zlib.crc32(self._token_ids(step).cpu().numpy())
+        digest = zlib.crc32(self._written_blocks(step), digest)
+        rows = torch.tensor([point.row for point in step.sample_points], dtype=torch.int64, device=hidden.device)
+        return zlib.crc32(hidden[rows].view(torch.uint8).cpu().numpy(), digest)
+
+    def _written_blocks(self, step: StepInput) -> np.ndarray:
+        """The first and the last block that the step writes for each sequence, int32 [2, n]."""
+        rows = [self._rows[item.sequence_id] for item in step.scheduled]
+        first = [item.start // self.block_size for item in step.scheduled]
+        last = [(item.start + item.num_tokens - 1) // self.block_size for item in step.scheduled]
+        return np.stack([self._block_tables[rows, first], self._block_tables[rows, last]])
+
+
+class FollowerRunner(RankRunner):
+    """Any other rank. `sample` takes part in gathering the logits and draws nothing."""
+
+    def adopt(self, token_ids: Mapping[int, list[int]]) -> None:
+        """Appends what rank 0 drew in the last step, by sequence. Called before the next `execute`."""
+        for sequence_id, gained in token_ids.items():
+            if gained:
+                self.state.append(sequence_id, gained)
+
+    def _start(self, sequence: SequenceStart) -> None:
+        params = msgspec.structs.replace(sequence.params, logits_processors=())
+        super()._start(msgspec.structs.replace(sequence, params=params))
+
+    def _draw(self, step: StepInput, hidden: torch.Tensor, output: StepOutput, masks: MaskBatch | None) -> None:
+        self._logits(hidden, [point.row for point in step.sample_points])
+
+    def _prompt_logprobs(self, step: StepInput, hidden: torch.Tensor, output: StepOutput) -> None:
+        super()._prompt_logprobs(step, hidden, output)
+        output.prompt_logprobs.clear()
+
+    def _logprobs_of(self, hidden: torch.Tensor, targets: np.ndarray, num_top: int) -> list[TokenLogprobs]:
+        for first in range(0, hidden.shape[0], PROMPT_LOGPROB_ROWS):
+            self.model.compute_logits(hidden[first : first + PROMPT_LOGPROB_ROWS])
+        return []

@@ -1,0 +1,123 @@
+"""What one rank holds of a model: its share of the configuration, and its slices of the checkpoint.
+
+Heads, the MLP's inner width and the rows of the vocabulary are split (Shoeybi et al., 2019, "Megatron-LM"); everything
+else is whole on every rank. The loader is handed both and does not know that there are more ranks. Computes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+import torch
+import torch.nn.functional as F
+
+from workers.checkpoints.checkpoint import Checkpoint
+from workers.checkpoints.model_config import ModelConfig, ModelError
+
+_QUERY_HEADS = ("q_proj",)
+_KV_HEADS = ("k_proj", "v_proj")
+_INNER = ("gate_proj", "up_proj")
+_VOCABULARY = ("embed_tokens", "lm_head")
+_ROW_PARALLEL = ("o_proj", "down_proj")
+"""Linears whose inputs are split; of those above it is the outputs."""
+
+
+def check_num_ranks(config: ModelConfig, num_ranks: int) -> None:
+    """Raises `ModelError` where the model cannot be split over so many ranks. Reads no weights."""
+    if num_ranks == 1:
+        return
+    if not config.native:
+        raise ModelError(
+            f"{config.architecture} runs through transformers, which is not split over {num_ranks} ranks; "
+            "set tensor_parallel_size to 1"
+        )
+    possible = [count for count in range(1, config.num_heads + 1) if _why_not(config, count) is None]
+    reason = _why_not(config, num_ranks)
+    if reason is not None:
+        raise ModelError(
+            f"{num_ranks} ranks cannot split {reason} of this {config.architecture} evenly; "
+            f"set tensor_parallel_size to one of {', '.join(map(str, possible))}"
+        )
+
+
+def _why_not(config: ModelConfig, num_ranks: int) -> str | None:
+    """What cannot be split evenly."""
+    if config.num_heads % num_ranks:
+        return f"the {config.num_heads} attention heads"
+    if max(config.num_kv_heads, num_ranks) % min(config.num_kv_heads, num_ranks):
+        return f"the {config.num_kv_heads} KV heads"
+    if config.intermediate_size % num_ranks:
+        return f"the intermediate size {config.intermediate_size}"
+    return None
+
+
+def shard_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
+    """The shape of each rank's share. Fewer KV heads than ranks are held by several; the vocabulary is filled up to a
+    multiple of the ranks.
+
+    Raises `ModelError` as `check_num_ranks` does.
+    """
+    check_num_ranks(config, num_ranks)
+    return msgspec.structs.replace(
+        config,
+        num_heads=config.num_heads // num_ranks,
+        num_kv_heads=max(1, config.num_kv_heads // num_ranks),
+        intermediate_size=config.intermediate_size // num_ranks,
+        vocab_size=-(-config.vocab_size // num_ranks),
+    )
+
+
+class CheckpointShard:
+    """A checkpoint, as far as one rank is concerned: asked for tensors of the rank's shape, it finds the whole ones and
+    slices them. Slices are views of the mapped files, so that no more is read.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, rank: int, num_ranks: int) -> None:
+        """`config` is the whole model's."""
+        self._checkpoint = checkpoint
+        self._config = config
+        self._rank = rank
+        self._num_ranks = num_ranks
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._checkpoint
+
+    def view(self, name: str, shape: tuple[int, ...], kind: torch.dtype = torch.float32) -> torch.Tensor:
+        """Raises `ModelError` as `Checkpoint.view` does. Tensors of any scheme are sliced alike: along their outputs,
+        or along their inputs, however many of these lie in one element.
+        """
+        module, _, tensor = name.rpartition(".")
+        linear = module.rpartition(".")[2]
+        if linear in _QUERY_HEADS + _INNER:
+            return self._slice(name, shape, kind, 0, self._rank, self._num_ranks)
+        if linear in _KV_HEADS:
+            num_heads = self._config.num_kv_heads
+            num_parts = min(num_heads, self._num_ranks)
+            return self._slice(name, shape, kind, 0, self._rank * num_parts // self._num_ranks, num_parts)
+        if linear in _VOCABULARY:
+            return self._vocabulary_rows(name, shape, kind)
+        if linear in _ROW_PARALLEL and len(shape) > 1:
+            return self._slice(name, shape, kind, 1, self._rank, self._num_ranks)
+        whole = self._checkpoint.view(name, shape, kind)
+        if linear in _ROW_PARALLEL and tensor == "bias" and self._rank > 0:
+            return torch.zeros_like(whole)  # the sum over ranks has it once
+        return whole
+
+    def _slice(
+        self, name: str, shape: tuple[int, ...], kind: torch.dtype, dim: int, part: int, num_parts: int
+    ) -> torch.Tensor:
+        whole = (*shape[:dim], shape[dim] * num_parts, *shape[dim + 1 :])
+        return self._checkpoint.view(name, whole, kind).narrow(dim, part * shape[dim], shape[dim])
+
+    def _vocabulary_rows(self, name: str, shape: tuple[int, ...], kind: torch.dtype) -> torch.Tensor:
+        """The last ranks' are filled up with zeros."""
+        whole = self._checkpoint.view(name, (self._config.vocab_size, *shape[1:]), kind)
+        rows = whole[self._rank * shape[0] : (self._rank + 1) * shape[0]]
+        return rows if len(rows) == shape[0] else F.pad(rows, (0, 0, 0, shape[0] - len(rows)))
+
+    def release(self, names: Iterable[str]) -> None:
+        self._checkpoint.release(names)
+
+    def check_all_used(self, but: Iterable[str] = ()) -> None:
+        self._checkpoint.check_all_used(but)

@@ -1,0 +1,61 @@
+"""The ranks of a model on CPUs: gloo, and shared memory where all are on one machine.
+
+Called by `workers/platforms/cpu.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import torch
+
+from workers.checkpoints.weights import Linear
+from workers.kernels import cpu_all_reduce
+from workers.kernels.cpu_all_reduce import SharedGroup
+from workers.parallel.group import GlooGroup
+
+
+class CpuGroup(GlooGroup):
+    """As gloo's, its tensors through shared memory."""
+
+    def __init__(self, rank: int, num_ranks: int, address: str) -> None:
+        super().__init__(rank, num_ranks, address)
+        self.shared = self._share_memory()
+        """None where ranks share no memory, or nothing can be compiled: gloo serves."""
+
+    def _share_memory(self) -> SharedGroup | None:
+        """Rank 0 makes a file; whoever cannot map it, in another container perhaps, keeps all others to gloo."""
+        if self.rank == 0:
+            self.store.set("shared_memory", cpu_all_reduce.create_file(self.num_ranks) or "")
+        path = self.store.get("shared_memory").decode()
+        shared = None
+        with contextlib.suppress(OSError):
+            shared = SharedGroup(path, self.rank, self.num_ranks)
+        have_all = self.least(int(shared is not None))
+        if self.rank == 0 and path:
+            os.unlink(path)  # nothing is left of it, however the ranks end
+        return shared if have_all else None
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return super().all_reduce(x) if self.shared is None else self.shared.all_reduce(x)
+
+    def gather(self, x: torch.Tensor) -> list[torch.Tensor] | None:
+        if self.shared is None or self._is_alone:
+            return super().gather(x)
+        return self.shared.gather(x)
+
+    def row_parallel(self, linear: Linear, out_features: int, dtype: torch.dtype) -> Linear:
+        if self.shared is None:
+            return super().row_parallel(linear, out_features, dtype)
+        return self.shared.row_parallel(linear, out_features, dtype)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        with super().alone():
+            if self.shared is not None:
+                self.shared.state.alone = True
+            yield
+            if self.shared is not None:
+                self.shared.state.alone = False
