@@ -54,9 +54,7 @@ def load_model(
     return Decoder(config, weights, platform)
 
 
-def _load_share(
-    folder: str | pathlib.Path, config: ModelConfig, dtype: str, platform: Platform, group: Group
-) -> Model:
+def _load_share(folder: str | pathlib.Path, config: ModelConfig, dtype: str, platform: Platform, group: Group) -> Model:
     share = shard_config(config, group.num_ranks)
     checkpoint = CheckpointShard(Checkpoint(folder, read_ahead=False), config, group.rank, group.num_ranks)
     weights = _WeightReader(checkpoint, share, platform.torch_dtype(dtype), platform).read()

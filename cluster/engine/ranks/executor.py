@@ -112,6 +112,7 @@ class RayExecutor:
                 break
             except Exception:
                 if attempt == START_ATTEMPTS:
+                    self._group.stop()  # who replaces this engine needs the place
                     raise
                 logger.exception("the ranks could not be started anew; trying once more")
         logger.warning("the ranks were started anew in %.1f s", time.monotonic() - started)
