@@ -29,8 +29,8 @@ from workers.worker import Worker, WorkerConfig
 class SpeculativeWorker:
     """Raises what `Worker` raises, and `ModelError` where the draft model cannot be loaded or has another tokenizer.
 
-    `tokenizer` is the folder of the model's tokenizer, None for the model's own. Of several ranks, rank 0 alone proposes:
-    a draft model is small, and what it would cost to sum over ranks for each of its layers is more than it saves.
+    `tokenizer` is the folder of the model's tokenizer, None for the model's own. Of several ranks, rank 0 alone is made
+    of this class, and holds the draft model whole.
     """
 
     def __init__(self, config: WorkerConfig, speculative: SpeculativeConfig, tokenizer: str | None) -> None:

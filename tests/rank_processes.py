@@ -7,11 +7,9 @@ with the next step, digests compared.
 from __future__ import annotations
 
 import contextlib
+import copy
 import multiprocessing
-import os
 import pickle
-import sys
-import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
@@ -23,10 +21,9 @@ import cluster.engine.engine
 from cluster.config import EngineConfig
 from structured.logits_processors import LogitsProcessorFactory
 from structured.masks import MaskBatch
-from tests.conftest import PLUGIN
+from tests import rank_child
 from workers.model_info import ModelInfo
 from workers.step import StepInput, StepOutput
-from workers.worker import Worker, WorkerConfig
 
 ANSWER_SECONDS = 120.0
 
@@ -46,11 +43,17 @@ class RankProcesses:
         with _environment(OMP_NUM_THREADS="1"):
             for _ in range(num_ranks):
                 ours, theirs = context.Pipe()
-                process = context.Process(target=_serve, args=(theirs,), daemon=True)
+                process = context.Process(target=rank_child.serve, args=(theirs,), daemon=True)
                 process.start()
                 theirs.close()
                 self._pipes.append(ours)
                 self.processes.append(process)
+
+    def first(self, num_ranks: int) -> RankProcesses:
+        """These of them as ranks of their own; the others rest."""
+        fewer = copy.copy(self)
+        fewer.num_ranks = num_ranks
+        return fewer
 
     def tell(self, rank: int, function: Callable[..., Any], *arguments: Any) -> None:
         """`function(rank's holder, *arguments)` there; `answer` brings what it returns."""
@@ -74,9 +77,9 @@ class RankProcesses:
         return [self.answer(rank) for rank in range(self.num_ranks)]
 
     def make_workers(self, config: EngineConfig) -> list[ModelInfo]:
-        address = self.call(0, _open_store)
+        address = self.call(0, rank_child.open_address)
         for rank in range(self.num_ranks):
-            self.tell(rank, _make_worker, config, rank, self.num_ranks, address)
+            self.tell(rank, rank_child.make_worker, config, rank, self.num_ranks, address)
         return [self.answer(rank) for rank in range(self.num_ranks)]
 
     def close(self) -> None:
@@ -94,7 +97,8 @@ class PipeExecutor:
         self.infos = ranks.make_workers(config)
         self.num_steps = 0
         self.num_disagreements = 0
-        self._gained: dict[int, list[int]] = {}
+        self.num_rebuilt = 0
+        self.gained: dict[int, list[int]] = {}
 
     @property
     def model(self) -> ModelInfo:
@@ -102,35 +106,47 @@ class PipeExecutor:
 
     def execute(self, step: StepInput) -> None:
         for rank in range(self._ranks.num_ranks):
-            self._ranks.tell(rank, _execute, step, None if rank == 0 else self._gained)
-        self._gained = {}
-        for rank in range(self._ranks.num_ranks):
-            self._ranks.answer(rank)
+            self._ranks.tell(rank, rank_child.execute, step, None if rank == 0 else self.gained)
+        self.gained = {}
+        self._answers()
 
     def sample(self, masks: MaskBatch | None = None) -> StepOutput:
         for rank in range(self._ranks.num_ranks):
-            self._ranks.tell(rank, _sample, masks if rank == 0 else None)
-        output, *others = (self._ranks.answer(rank) for rank in range(self._ranks.num_ranks))
+            self._ranks.tell(rank, rank_child.sample, masks if rank == 0 else None)
+        output, *others = self._answers()
         for other in others:
             assert other.step_id == output.step_id
             assert not other.token_ids
             assert not other.prompt_logprobs
             self.num_disagreements += other.digest != output.digest
         self.num_steps += 1
-        self._gained = output.token_ids
+        self.gained = output.token_ids
         return output
 
+    def _answers(self) -> list[Any]:
+        """Of every rank, before what one of them raised is raised: another's would be taken for the next call's."""
+        answers, errors = [], []
+        for rank in range(self._ranks.num_ranks):
+            try:
+                answers.append(self._ranks.answer(rank))
+            except RankFailed as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        return answers
+
     def register_logits_processor(self, name: str, factory: LogitsProcessorFactory) -> None:
-        self._ranks.call(0, _register, name, factory)
+        self._ranks.call(0, rank_child.register, name, factory)
 
     def rebuild(self) -> None:
-        self._gained = {}
-        self._ranks.call_all(_reset)
+        self.num_rebuilt += 1
+        self.gained = {}
+        self._ranks.call_all(rank_child.reset)
 
 
 @contextlib.contextmanager
 def over_ranks(ranks: RankProcesses) -> Iterator[list[PipeExecutor]]:
-    """Engines made within it run on `ranks`, one engine at a time; the executors are in the list."""
+    """Engines made within it run on `ranks`, one at a time; the list gets their executors."""
     made: list[PipeExecutor] = []
 
     def make_executor(config: EngineConfig) -> PipeExecutor:
@@ -140,9 +156,6 @@ def over_ranks(ranks: RankProcesses) -> Iterator[list[PipeExecutor]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cluster.engine.engine, "make_executor", make_executor)
         yield made
-    for executor in made:
-        assert executor.num_steps > 0
-        assert executor.num_disagreements == 0
 
 
 @contextlib.contextmanager
@@ -151,81 +164,3 @@ def _environment(**values: str) -> Iterator[None]:
         for name, value in values.items():
             patch.setenv(name, value)
         yield
-
-
-# ---- in the rank's process -------------------------------------------------------------------------------------------
-
-
-class Holder:
-    """What a rank's process keeps between two calls."""
-
-    store: Any = None
-    worker: Any = None
-
-
-def _serve(pipe: Connection) -> None:
-    sys.path.append(str(PLUGIN))
-    holder = Holder()
-    while True:
-        try:
-            function, arguments = pickle.loads(pipe.recv_bytes())
-        except EOFError:
-            os._exit(0)
-        answer, error = None, None
-        try:
-            answer = function(holder, *arguments)
-        except Exception as raised:
-            error = f"{type(raised).__name__}: {raised}\n{traceback.format_exc()}"
-        pipe.send_bytes(cloudpickle.dumps((answer, error)))
-
-
-def _open_store(holder: Holder) -> str:
-    from workers.parallel.group import open_store
-
-    holder.store, address = open_store("127.0.0.1")
-    return address
-
-
-def _make_worker(holder: Holder, config: EngineConfig, rank: int, num_ranks: int, address: str) -> ModelInfo:
-    from specdecode.worker import SpeculativeWorker
-
-    worker_config = WorkerConfig(
-        model=config.model,
-        dtype=config.dtype,
-        device=config.device,
-        num_threads=1,
-        max_model_len=config.max_model_len,
-        block_size=config.block_size,
-        kv_cache_bytes=config.kv_cache_bytes,
-        kv_cache_fraction=config.kv_cache_fraction,
-        max_num_sequences=config.max_num_sequences,
-        logits_processors=config.logits_processors,
-        rank=rank,
-        num_ranks=num_ranks,
-        group_address=address,
-    )
-    holder.worker = None
-    speculative = config.speculative
-    if rank == 0 and speculative is not None and (speculative.rank_proposers or speculative.adaptive):
-        holder.worker = SpeculativeWorker(worker_config, speculative, config.tokenizer)
-    else:
-        holder.worker = Worker(worker_config)
-    return holder.worker.info
-
-
-def _execute(holder: Holder, step: StepInput, gained: dict[int, list[int]] | None) -> None:
-    if gained:
-        holder.worker.adopt(gained)
-    holder.worker.execute(step)
-
-
-def _sample(holder: Holder, masks: MaskBatch | None) -> StepOutput:
-    return holder.worker.sample(masks)
-
-
-def _register(holder: Holder, name: str, factory: LogitsProcessorFactory) -> None:
-    holder.worker.register_logits_processor(name, factory)
-
-
-def _reset(holder: Holder) -> None:
-    holder.worker.reset()

@@ -19,6 +19,7 @@ from workers.checkpoints import weights
 from workers.checkpoints.model_config import ModelError, RopeConfig, load_model_config
 from workers.loader import load_model
 from workers.models import decoder
+from workers.models.decoder import Decoder
 from workers.models.protocol import Model
 from workers.models.rope import rope_table
 from workers.platforms import choose_platform
@@ -75,7 +76,7 @@ class Cache:
     """
 
     def __init__(self, folder: pathlib.Path, dtype: str = "float32", model: Model | None = None) -> None:
-        self.config = load_model_config(folder)
+        self.config = model.config if isinstance(model, Decoder) else load_model_config(folder)
         platform = choose_platform("cpu", None)
         self.model: Model = model or load_model(folder, self.config, dtype, platform)
         kv = platform.allocate_kv(self.config, NUM_BLOCKS, BLOCK_SIZE, platform.torch_dtype(dtype))

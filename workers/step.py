@@ -3,6 +3,18 @@
 `cluster/engine/scheduler.py` builds a `StepInput` a step, `workers/model_runner.py` executes it and answers with a
 `StepOutput`. Rows carry explicit indices; nobody relies on an order. Plain data: no torch, cheap to encode with
 msgpack.
+
+Of several ranks all get the same `StepInput`, and rank 0 draws: its `StepOutput` is the truth, and what it drew is told
+to the others before their next `execute` (`RankWorker.adopt`).
+
+Pipeline stages are not built; the contract has their place. A stage is a group of ranks that holds some of the layers,
+and a step's `StepInput` goes to every stage at once, as it goes to every rank of one: block tables, copies, forks and
+tokens are the same in all, only the KV cache's layers differ, so the blocks are planned as the least of all stages'.
+What travels between two stages within `execute` is the residual stream [num_tokens, hidden], from rank to rank, and not
+through the driver. The first stage looks up the embedding, for which it needs the tokens of the step before, and the
+last one draws, so `adopt` brings them to the first as it brings them to other ranks. The driver keeps as many steps
+under way as there are stages, each with other sequences, so that no stage waits for another: a sequence is scheduled
+again when its `StepOutput` is there, and `step_id` tells whose it is.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ compiled at import.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import functools
@@ -13,6 +14,8 @@ import mmap
 import os
 import pathlib
 import tempfile
+import weakref
+from collections.abc import Iterator
 from ctypes import POINTER, c_int, c_int64, c_void_p
 from typing import Any
 
@@ -64,7 +67,7 @@ def create_file(num_ranks: int) -> str | None:
 class SharedGroup:
     """One rank's end of the file `path`, which may be unlinked when all have it. `OSError` where it cannot be mapped.
 
-    A rank's death is noticed by the lock that each holds on the file until its process ends.
+    A rank's death is noticed by the lock that each holds on the file until its process ends, or the group is let go.
     """
 
     def __init__(self, path: str, rank: int, num_ranks: int) -> None:
@@ -72,11 +75,12 @@ class SharedGroup:
         if library is None:
             raise OSError("there is no library of kernels to share memory by")
         self._library = library
-        self._file = os.open(path, os.O_RDWR)
-        fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
-        self._memory = mmap.mmap(self._file, 0)
+        file = os.open(path, os.O_RDWR)
+        weakref.finalize(self, os.close, file)
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
+        self._memory = mmap.mmap(file, 0)
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        self.state: Any = _SharedGroup(address, self._file, rank, num_ranks, 0, 0, 0)
+        self.state: Any = _SharedGroup(address, file, rank, num_ranks, 0, 0, 0)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """float32 or bfloat16, of any shape; written over where it is contiguous."""
@@ -98,6 +102,15 @@ class SharedGroup:
         if isinstance(linear, HasNative):
             return _RowParallelLinear(linear, out_features, dtype, self)
         return lambda x: self.all_reduce(linear(x))
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Within it nothing is summed and nobody is waited for, in C++ too."""
+        self.state.alone = True
+        try:
+            yield
+        finally:
+            self.state.alone = False
 
     def raise_error(self) -> None:
         """Raises `RuntimeError` where a rank died in this call or an earlier one."""

@@ -36,7 +36,7 @@ def parallelise(weights: DecoderWeights, group: Group, vocab_size: int, rows_per
 
 
 class _VocabularyParallelEmbedding:
-    """Each rank looks up the tokens whose rows it has, and the sum has all of them: zeros add nothing, so it is exact."""
+    """Each rank looks up the tokens whose rows it has, zeros for the others, and the sum of both is exact."""
 
     def __init__(self, embedding: Callable[[torch.Tensor], torch.Tensor], group: Group, rows_per_rank: int) -> None:
         self._embedding = embedding

@@ -34,10 +34,10 @@ class RankRunner(ModelRunner):
         step, hidden = self._step, self._hidden
         if step is None or hidden is None:
             return 0
-        digest = zlib.crc32(self._token_ids(step).cpu().numpy())
-        digest = zlib.crc32(self._written_blocks(step), digest)
+        digest = zlib.crc32(self._token_ids(step).cpu().numpy().tobytes())
+        digest = zlib.crc32(self._written_blocks(step).tobytes(), digest)
         rows = torch.tensor([point.row for point in step.sample_points], dtype=torch.int64, device=hidden.device)
-        return zlib.crc32(hidden[rows].view(torch.uint8).cpu().numpy(), digest)
+        return zlib.crc32(hidden[rows].view(torch.uint8).cpu().numpy().tobytes(), digest)
 
     def _written_blocks(self, step: StepInput) -> np.ndarray:
         """The first and the last block that the step writes for each sequence, int32 [2, n]."""

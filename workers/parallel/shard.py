@@ -97,7 +97,7 @@ class CheckpointShard:
             return self._slice(name, shape, kind, 0, self._rank * num_parts // self._num_ranks, num_parts)
         if linear in _VOCABULARY:
             return self._vocabulary_rows(name, shape, kind)
-        if linear in _ROW_PARALLEL and len(shape) > 1:
+        if linear in _ROW_PARALLEL and len(shape) > 1 and shape[1] > 1:  # one scale for all inputs is everyone's
             return self._slice(name, shape, kind, 1, self._rank, self._num_ranks)
         whole = self._checkpoint.view(name, shape, kind)
         if linear in _ROW_PARALLEL and tensor == "bias" and self._rank > 0:

@@ -53,9 +53,5 @@ class CpuGroup(GlooGroup):
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        with super().alone():
-            if self.shared is not None:
-                self.shared.state.alone = True
+        with super().alone(), contextlib.nullcontext() if self.shared is None else self.shared.alone():
             yield
-            if self.shared is not None:
-                self.shared.state.alone = False

@@ -1,0 +1,144 @@
+"""What a rank's process of `tests/rank_processes.py` runs: functions that are called in it by name, of what it holds.
+
+Imports little, for many processes start in a test run.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import pickle
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from cluster.config import EngineConfig
+from specdecode.worker import SpeculativeWorker
+from structured.logits_processors import LogitsProcessorFactory
+from structured.masks import MaskBatch
+from workers import shared_prefixes
+from workers.kernels import cpu_all_reduce
+from workers.model_info import ModelInfo
+from workers.parallel.group import GlooGroup, open_store
+from workers.step import StepInput, StepOutput
+from workers.worker import Worker, WorkerConfig
+
+
+class Holder:
+    """What the process keeps between two calls."""
+
+    store: Any = None
+    worker: Any = None
+
+
+def serve(pipe: Connection) -> None:
+    sys.path.append(str(pathlib.Path(__file__).parent / "plugin"))
+    shared_prefixes.MEMBER_COST_KEYS = 16  # as the fixture cheap_groups
+    holder = Holder()
+    while True:
+        try:
+            function, arguments = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            os._exit(0)
+        answer, error = None, None
+        try:
+            answer = function(holder, *arguments)
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {raised}\n{traceback.format_exc()}"
+        pipe.send_bytes(pickle.dumps((answer, error)))
+
+
+def open_address(holder: Holder) -> str:
+    holder.store, address = open_store("127.0.0.1")
+    return address
+
+
+def make_worker(holder: Holder, config: EngineConfig, rank: int, num_ranks: int, address: str) -> ModelInfo:
+    worker_config = WorkerConfig(
+        model=config.model,
+        dtype=config.dtype,
+        device=config.device,
+        num_threads=1,
+        max_model_len=config.max_model_len,
+        block_size=config.block_size,
+        kv_cache_bytes=config.kv_cache_bytes,
+        kv_cache_fraction=config.kv_cache_fraction,
+        max_num_sequences=config.max_num_sequences,
+        logits_processors=config.logits_processors,
+        rank=rank,
+        num_ranks=num_ranks,
+        group_address=address,
+    )
+    holder.worker = None
+    speculative = config.speculative
+    if rank == 0 and speculative is not None and (speculative.rank_proposers or speculative.adaptive):
+        holder.worker = SpeculativeWorker(worker_config, speculative, config.tokenizer)
+    else:
+        holder.worker = Worker(worker_config)
+    return holder.worker.info
+
+
+def execute(holder: Holder, step: StepInput, gained: dict[int, list[int]] | None) -> None:
+    if gained:
+        holder.worker.adopt(gained)
+    holder.worker.execute(step)
+
+
+def sample(holder: Holder, masks: MaskBatch | None) -> StepOutput:
+    return holder.worker.sample(masks)
+
+
+def register(holder: Holder, name: str, factory: LogitsProcessorFactory) -> None:
+    holder.worker.register_logits_processor(name, factory)
+
+
+def reset(holder: Holder) -> None:
+    holder.worker.reset()
+
+
+def fail_next_step(holder: Holder) -> None:
+    """As where something raises that no one foresaw: on every rank, before the ranks need each other."""
+    forward = holder.worker.runner._forward
+
+    def failing(step: StepInput) -> torch.Tensor:
+        holder.worker.runner._forward = forward
+        raise RuntimeError("the step fails")
+
+    holder.worker.runner._forward = failing
+
+
+def share_memory(holder: Holder, allowed: bool) -> None:
+    """Whether groups that are made from now on may."""
+    cpu_all_reduce.create_file = _CREATE_FILE if allowed else lambda num_ranks: None  # type: ignore[assignment]
+
+
+_CREATE_FILE = cpu_all_reduce.create_file
+
+
+def shares_memory(holder: Holder) -> bool:
+    return holder.worker.group.shared is not None
+
+
+def num_called_back(holder: Holder) -> int | None:
+    """Linears that the one call of all layers leaves C++ for; None where there is no such call."""
+    layers = holder.worker.runner.model._compiled
+    return None if layers is None else len(layers.called_back)
+
+
+def all_reduce(holder: Holder, parts: list[torch.Tensor]) -> torch.Tensor:
+    """Of this rank's part."""
+    group = holder.worker.group
+    return group.all_reduce(parts[group.rank])
+
+
+def all_reduce_over_tcp(holder: Holder, parts: list[torch.Tensor]) -> torch.Tensor:
+    group = holder.worker.group
+    return GlooGroup.all_reduce(group, parts[group.rank])
+
+
+def gather(holder: Holder, parts: list[torch.Tensor]) -> list[torch.Tensor] | None:
+    group = holder.worker.group
+    return group.gather(parts[group.rank])
