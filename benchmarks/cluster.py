@@ -3,6 +3,7 @@
     transport   a decode step of the tiny model, by what carries it to its ranks: frames over TCP (what Manta does),
                 calls of Ray's actors, a compiled graph of Ray; over the same step in the engine's own process. One rank
                 shows what the transport costs, two what it costs beside their sums over shared memory
+    tp          forward pass and draw of one rank against two, and their sums (`benchmarks/tensor_parallel.py`)
 
 Blocks of each transport take turns in one process, one thread a rank. Frames are what the fault tests run on
 (`tests/test_ray_executor.py`); the others live here alone.
@@ -24,6 +25,7 @@ from ray.dag import InputNode, MultiOutputNode
 
 from benchmarks.checkpoints import benchmark_checkpoint
 from benchmarks.report import machine
+from benchmarks.tensor_parallel import measure_steps, measure_sums, rows
 from cluster import own_ray
 from cluster.config import EngineConfig
 from cluster.engine import engine
@@ -40,7 +42,7 @@ from workers.step import StepInput, StepOutput
 RANKS = (1, 2)
 ROWS = (1, 8, 32)
 PROMPT, WARM_UP_STEPS = 16, 8
-PARTS = ("transport",)
+PARTS = ("transport", "tp")
 
 
 class CalledRank(RankActor):
@@ -107,6 +109,13 @@ TRANSPORTS: dict[str, Callable[[EngineConfig], Executor]] = {
 }
 
 
+def tensor_parallel(num_rounds: int, num_tokens: int) -> None:
+    """Prints the rows of `benchmarks/tensor_parallel.py`, whose steps have a length of their own."""
+    model = str(benchmark_checkpoint("qwen2.5-0.5b"))
+    for row in rows(measure_sums(num_rounds), measure_steps(model, num_rounds)):
+        print(row, flush=True)
+
+
 def transport(num_rounds: int, num_tokens: int) -> None:
     """Prints a row for each transport, number of ranks and number of rows."""
     own_ray.start(max(RANKS))
@@ -115,19 +124,19 @@ def transport(num_rounds: int, num_tokens: int) -> None:
     for num_ranks in RANKS:
         engines = {IN_PROCESS: _engine(1, InProcessExecutor)}
         engines |= {name: _engine(num_ranks, make) for name, make in TRANSPORTS.items()}
-        for rows in ROWS:
-            for name, figures in _turns(engines, rows, num_rounds, num_tokens).items():
-                print(f"| {num_ranks} | {rows} | {name} | {figures} |", flush=True)
+        for num_rows in ROWS:
+            for name, figures in _turns(engines, num_rows, num_rounds, num_tokens).items():
+                print(f"| {num_ranks} | {num_rows} | {name} | {figures} |", flush=True)
         del engines
         gc.collect()
 
 
-def _turns(engines: dict[str, LLM], rows: int, num_rounds: int, num_tokens: int) -> dict[str, str]:
+def _turns(engines: dict[str, LLM], num_rows: int, num_rounds: int, num_tokens: int) -> dict[str, str]:
     """The figures of each engine as cells."""
     seconds: dict[str, list[list[float]]] = {name: [] for name in engines}
     for number in range(num_rounds + 1):
         for name, llm in engines.items():
-            block = _block(llm, rows, num_tokens)
+            block = _block(llm, num_rows, num_tokens)
             if number > 0:  # the first one warms up
                 seconds[name].append(block)
     cells = {}
@@ -149,10 +158,10 @@ def _engine(num_ranks: int, make: Callable[[EngineConfig], Executor]) -> LLM:
         engine.make_executor = make_executor
 
 
-def _block(llm: LLM, rows: int, num_tokens: int) -> list[float]:
+def _block(llm: LLM, num_rows: int, num_tokens: int) -> list[float]:
     """Seconds of each decode step."""
     params = SamplingParams(temperature=0, max_tokens=WARM_UP_STEPS + num_tokens, ignore_eos=True)
-    for row in range(rows):
+    for row in range(num_rows):
         llm.add_request(str(row), [5 + row] * PROMPT, params)
     seconds = []
     while llm.engine.has_unfinished:
@@ -174,7 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for part in options.parts.split(","):
         if part not in PARTS:
             parser.error(f"--parts {part}: use some of {', '.join(PARTS)}")
-        {"transport": transport}[part](options.rounds, options.tokens)
+        {"transport": transport, "tp": tensor_parallel}[part](options.rounds, options.tokens)
     return 0
 
 

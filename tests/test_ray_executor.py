@@ -269,6 +269,20 @@ def test_no_rank_outlives_its_engine(nodes: Any, end: str) -> None:
         driver.communicate()
 
 
+@pytest.mark.prove
+def test_the_ranks_of_a_node_that_goes_find_another_place(nodes: Any, expected: list[Any]) -> None:
+    """The last test of these nodes, for one of them is no more."""
+    wait_until(lambda: ray.available_resources().get("CPU") == 3)
+    llm = make_llm(tensor_parallel_size=2, placement_strategy="SPREAD")
+    ids = submit(llm)
+    for _ in range(4):
+        llm.step()
+    (second,) = nodes.worker_nodes
+    nodes.remove_node(second)
+    assert finish(llm, ids) == expected
+    assert llm.engine.stats().num_rank_rebuilds == 1
+
+
 # ---- the parts, without Ray ------------------------------------------------------------------------------------------
 
 

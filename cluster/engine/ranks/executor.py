@@ -63,6 +63,8 @@ class RayExecutor:
         """What rank 0 drew in the last step."""
         self._step: StepInput | None = None
         """Whose `Sample` has not been sent."""
+        self._num_tokens = 0
+        """Of the last step."""
         for name, factory in self._factories.items():
             self._tell(Register(name, factory), 0)
 
@@ -74,7 +76,7 @@ class RayExecutor:
 
     def execute(self, step: StepInput) -> None:
         self._started = time.monotonic()
-        self._step = step
+        self._step, self._num_tokens = step, step.num_tokens
         self._ranks.send(Step(step, self._adopted), self._ranks.all, owing=self._ranks.followers)
 
     def sample(self, masks: MaskBatch | None = None) -> StepOutput:
@@ -82,8 +84,9 @@ class RayExecutor:
         if step is None:
             raise RuntimeError("sample() was called without an execute() before it")
         self._ranks.ask(Sample(None if masks is None else Masks.of(masks)), 0)
-        output, *others = _outputs(self._ranks.collect(self._deadline.seconds(step.num_tokens)))
-        self._deadline.learn(step.num_tokens, time.monotonic() - self._started)
+        output, *others = _outputs(self._ranks.collect(self._deadline.seconds(self._num_tokens)))
+        if step.scheduled:
+            self._deadline.learn(self._num_tokens, time.monotonic() - self._started)
         self.num_rank_disagreements += sum(other.digest != output.digest for other in others)
         self._adopted = output.token_ids
         return output
@@ -125,7 +128,7 @@ class RayExecutor:
             if self._step is not None:
                 self._ranks.ask(Sample(), 0)
             self._step = None
-            self._ranks.collect(self._deadline.seconds(1))
+            self._ranks.collect(self._deadline.seconds(self._num_tokens))
             self._adopted = {}
             self._tell(Reset(), *self._ranks.all)
         except (RankLost, RankFailed) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from typing import Any
 
 import ray
@@ -21,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 PLACEMENT_S = 10.0
 """Within which there must be room: those that end now have left by then."""
+START_S = 60.0
+"""Within which an actor's process must be there, before it loads anything. One on a node that has gone never is."""
 OTHER_FAILURES_S = 0.5
 """A rank that fails to load makes others fail, which wait for it; the cause may be told after the consequence."""
 
@@ -48,6 +51,7 @@ class RankGroup:
             raise
 
     def _load(self) -> tuple[ModelInfo, RankChannel]:
+        _results([actor.__ray_ready__.remote() for actor in self._actors], START_S)
         (group_address,) = _results([self._actors[0].open_store.remote()])
         loading = [actor.load.remote(self._config, rank, group_address) for rank, actor in enumerate(self._actors)]
         info, *_ = _results(loading)
@@ -98,18 +102,27 @@ class RankGroup:
             remove_placement_group(placement)
 
 
-def _results(references: list[Any]) -> list[Any]:
-    """What all actors return. As soon as one fails, raises what it raised, or `RankLost` where it died."""
+def _results(references: list[Any], seconds: float | None = None) -> list[Any]:
+    """What all actors return. As soon as one fails, raises what it raised, or `RankLost` where it died or took longer
+    than `seconds`.
+    """
+    deadline = None if seconds is None else time.monotonic() + seconds
     pending = list(references)
     while pending:
-        done, pending = ray.wait(pending)
+        done, pending = ray.wait(pending, timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+        if not done:
+            raise RankLost(f"{len(pending)} ranks did not start within {seconds} s; their node may have gone")
         error = _error(done[0])
         if error is not None:
-            others, _ = ray.wait(pending, num_returns=len(pending), timeout=OTHER_FAILURES_S) if pending else ([], [])
-            errors = [error, *(other for reference in others if (other := _error(reference)) is not None)]
-            # That the model cannot be served is a cause; that a rank waited in vain, or died, may be a consequence.
-            raise next((each for each in errors if isinstance(each, ValueError)), error)
+            raise _cause(error, pending)
     return ray.get(references)
+
+
+def _cause(error: Exception, pending: list[Any]) -> Exception:
+    """That the model cannot be served is a cause; that a rank waited in vain, or died, may be a consequence."""
+    others = ray.wait(pending, num_returns=len(pending), timeout=OTHER_FAILURES_S)[0] if pending else []
+    errors = [error, *(other for reference in others if (other := _error(reference)) is not None)]
+    return next((each for each in errors if isinstance(each, ValueError)), error)
 
 
 def _error(reference: Any) -> Exception | None:
