@@ -31,11 +31,13 @@ class CpuGroup(GlooGroup):
             self.store.set("shared_memory", cpu_all_reduce.create_file(self.num_ranks) or "")
         path = self.store.get("shared_memory").decode()
         shared = None
-        with contextlib.suppress(OSError):
-            shared = SharedGroup(path, self.rank, self.num_ranks)
-        have_all = self.least(int(shared is not None))
-        if self.rank == 0 and path:
-            os.unlink(path)  # nothing is left of it, however the ranks end
+        try:
+            with contextlib.suppress(OSError):
+                shared = SharedGroup(path, self.rank, self.num_ranks)
+            have_all = self.least(int(shared is not None))
+        finally:
+            if self.rank == 0 and path:
+                os.unlink(path)  # nothing is left of it, however the ranks end
         return shared if have_all else None
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
