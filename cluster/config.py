@@ -51,7 +51,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     block_size: Literal[8, 16, 32, 64, 128] = 16
     """Tokens a KV block."""
     kv_cache_bytes: Bytes | None = None
-    """Memory of the KV cache, which fills up with what may be asked again; None leaves it to `kv_cache_fraction`."""
+    """Memory of the KV cache, of each rank's share where there are several. It fills up with what may be asked again;
+    None leaves it to `kv_cache_fraction`.
+    """
     kv_cache_fraction: Annotated[float, Meta(gt=0, le=0.95)] | None = None
     """Share of the memory free after loading that the KV cache takes. None takes 4 times the weights, or room for 512
     tokens of each of `max_num_sequences`, whichever is more; but at most room for all of them at full length 4 times

@@ -99,7 +99,7 @@ def executor(llm: LLM) -> RayExecutor:
 
 
 def make_llm(**options: Any) -> LLM:
-    llm = LLM(str(checkpoint("llama", dtype="float32")), **OPTIONS, **options)
+    llm = LLM(str(checkpoint("llama", dtype="float32")), **OPTIONS | options)
     llm.register_logits_processor("only", Only)
     return llm
 
@@ -127,7 +127,7 @@ def nodes() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def llm(nodes: Any) -> LLM:
-    return make_llm(tensor_parallel_size=2, placement_strategy="SPREAD")
+    return make_llm(tensor_parallel_size=2, placement_strategy="SPREAD", kv_cache_bytes=None, kv_cache_fraction=1e-3)
 
 
 def test_two_nodes_draw_the_tokens_of_one_process(llm: LLM, expected: list[Any]) -> None:
@@ -141,14 +141,17 @@ def test_two_nodes_draw_the_tokens_of_one_process(llm: LLM, expected: list[Any])
 
 @pytest.mark.parametrize("ranks", [[1, 0, 1, 0] * 5 if PROVE else [1, 0]], ids=str)
 def test_ranks_that_are_killed_one_after_another_cost_no_token(llm: LLM, expected: list[Any], ranks: list[int]) -> None:
-    """Each is killed in the middle of a run. The engine serves from one death to the next."""
-    num_rebuilds = llm.engine.stats().num_rank_rebuilds
+    """Each is killed in the middle of a run. The engine serves from one death to the next, with the blocks that its
+    scheduler knows of, however much memory is free then.
+    """
+    num_rebuilds, num_blocks = llm.engine.stats().num_rank_rebuilds, llm.engine.model.num_blocks
     for rank in ranks:
         ids = submit(llm)
         for _ in range(4):
             llm.step()
         os.kill(executor(llm)._ranks.pids[rank], signal.SIGKILL)
         assert finish(llm, ids) == expected
+        assert executor(llm).model.num_blocks == num_blocks
     stats = llm.engine.stats()
     assert stats.num_rank_rebuilds == num_rebuilds + len(ranks)
     assert stats.num_rank_disagreements == 0
@@ -304,13 +307,14 @@ def test_claims_share_nodes_out() -> None:
     assert own_cpus(EngineConfig(num_threads=3)) == 3
     assert own_cpus(EngineConfig(num_threads=3, tensor_parallel_size=2)) == 0
     check_room(EngineConfig(num_threads=2), 3, [4, 3])
-    with pytest.raises(CannotPlace, match=r"4 engine processes of 2 threads claim .* have 4, 3 CPUs; lower"):
+    with pytest.raises(CannotPlace, match=r"engines claim 4 x 2 CPUs, .* have 4, 3 CPUs; lower"):
         check_room(EngineConfig(num_threads=2), 4, [4, 3])
 
 
 def test_a_deadline_follows_the_steps() -> None:
     bound = StepDeadline()
-    assert bound.seconds(1) == deadline.FIRST_STEP_S
+    bound.restart()
+    assert bound.seconds(1) == deadline.UNKNOWN_S
     bound.learn(4, 0.01)
     assert bound.seconds(1) == bound.seconds(4) == deadline.SHORTEST_S
     bound.learn(4, 0.5)
@@ -320,6 +324,10 @@ def test_a_deadline_follows_the_steps() -> None:
     assert bound.seconds(2048) == 1.0 * deadline.FACTOR
     for _ in range(deadline.NUM_RECENT):
         bound.learn(4, 0.3)
+    assert bound.seconds(4) == 0.3 * deadline.FACTOR
+    bound.restart()
+    assert bound.seconds(4) == deadline.FIRST_STEP_S
+    bound.learn(4, 0.3)
     assert bound.seconds(4) == 0.3 * deadline.FACTOR
 
 

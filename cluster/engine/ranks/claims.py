@@ -46,9 +46,9 @@ def check_room(config: EngineConfig, num_engines: int, nodes: list[int]) -> None
     num_threads, num_wanted = threads_each(config, num_engines, nodes), num_engines * config.tensor_parallel_size
     if sum(count // num_threads for count in nodes) < num_wanted:
         raise CannotPlace(
-            f"{num_wanted} engine processes of {num_threads} threads claim as many CPUs each, and the cluster's nodes "
-            f"have {listed(nodes)}; lower engine.num_threads, num_engine_replicas or engine.tensor_parallel_size, or "
-            "add nodes"
+            f"engines claim {num_wanted} x {num_threads} CPUs, one a thread, and the cluster's nodes have "
+            f"{listed(nodes)}; lower engine.num_threads, num_engine_replicas or engine.tensor_parallel_size, or add "
+            "nodes"
         )
 
 

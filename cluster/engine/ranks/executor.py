@@ -51,6 +51,7 @@ class RayExecutor:
         self.num_rank_disagreements = 0
         self._factories: dict[str, bytes] = {}
         """Logits processors by name: what ranks that are started anew are told again."""
+        self._deadline = StepDeadline()
         self._group = RankGroup(_on_ray(config))
         # The end of this process ends the actors too; this is for a process that goes on
         weakref.finalize(self, self._group.stop)
@@ -58,7 +59,7 @@ class RayExecutor:
 
     def _start(self) -> None:
         self._model, self._ranks = self._group.start()
-        self._deadline = StepDeadline()
+        self._deadline.restart()
         self._adopted: dict[int, list[int]] = {}
         """What rank 0 drew in the last step."""
         self._step: StepInput | None = None
@@ -80,10 +81,11 @@ class RayExecutor:
         self._ranks.send(Step(step, self._adopted), self._ranks.all, owing=self._ranks.followers)
 
     def sample(self, masks: MaskBatch | None = None) -> StepOutput:
-        step, self._step = self._step, None
+        step = self._step
         if step is None:
             raise RuntimeError("sample() was called without an execute() before it")
         self._ranks.ask(Sample(None if masks is None else Masks.of(masks)), 0)
+        self._step = None
         output, *others = _outputs(self._ranks.collect(self._deadline.seconds(self._num_tokens)))
         if step.scheduled:
             self._deadline.learn(self._num_tokens, time.monotonic() - self._started)

@@ -7,6 +7,7 @@ import logging
 import time
 from typing import Any
 
+import msgspec
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
@@ -45,10 +46,15 @@ class RankGroup:
         placement = self._place()
         self._actors = [self._start_actor(placement, rank) for rank in range(self._num_ranks)]
         try:
-            return self._load()
+            info, channel = self._load()
         except BaseException:
             self._kill()
             raise
+        # Whatever memory is free when they start again, wherever that is: the scheduler counts on the same blocks.
+        self._config = msgspec.structs.replace(
+            self._config, dtype=info.dtype, kv_cache_bytes=info.kv_cache_bytes, max_model_len=info.max_model_len
+        )
+        return info, channel
 
     def _load(self) -> tuple[ModelInfo, RankChannel]:
         _results([actor.__ray_ready__.remote() for actor in self._actors], START_S)
