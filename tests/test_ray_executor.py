@@ -22,7 +22,7 @@ import pytest
 
 from cluster.config import EngineConfig
 from cluster.engine.engine import EngineDead
-from cluster.engine.ranks import deadline, group
+from cluster.engine.ranks import channel, deadline, group
 from cluster.engine.ranks.channel import Hello, Listener, RankChannel, RankLost, connect
 from cluster.engine.ranks.claims import CannotPlace, check_room, num_claimed, own_cpus, threads_each
 from cluster.engine.ranks.deadline import StepDeadline
@@ -188,8 +188,8 @@ def test_a_step_that_raises_on_ranks_costs_no_token(
     llm: LLM, expected: list[Any], ranks: list[int], num_rebuilds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where all raise, their processes stay. Where one does, others wait for it in vain."""
-    channel, before = executor(llm)._ranks, llm.engine.stats().num_rank_rebuilds
-    send = channel.send
+    ranks_channel, before = executor(llm)._ranks, llm.engine.stats().num_rank_rebuilds
+    send = ranks_channel.send
     ids = submit(llm)
     for _ in range(4):
         llm.step()
@@ -201,7 +201,7 @@ def test_a_step_that_raises_on_ranks_costs_no_token(
         for rank in to:
             send(nonsense if rank in ranks else message, [rank], {rank} & set(owing))
 
-    monkeypatch.setattr(channel, "send", send_nonsense)
+    monkeypatch.setattr(ranks_channel, "send", send_nonsense)
     assert finish(llm, ids) == expected
     assert llm.engine.stats().num_rank_rebuilds == before + num_rebuilds
 
@@ -342,11 +342,12 @@ def test_of_masks_the_used_rows_travel() -> None:
     assert [each.tolist() for each in received.adjustments[1]] == [[3, 5], [0.5, -1.0]]
 
 
-def test_strangers_do_not_become_ranks() -> None:
+def test_strangers_do_not_become_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither by a wrong secret, nor by nonsense, nor by saying nothing."""
+    monkeypatch.setattr(channel, "HELLO_S", 0.2)
     listener = Listener("127.0.0.1")
     place = (listener.address.host, listener.address.port)
-    strangers = [socket.create_connection(place) for _ in range(3)]
+    strangers = [socket.create_connection(place) for _ in range(4)]
     strangers[0].sendall(frame(msgspec.msgpack.encode(Hello("wrong", 0, 1))))
     strangers[1].sendall(b"\xff" * 100)
     strangers[2].close()
@@ -360,11 +361,11 @@ def test_a_rank_that_reads_nothing_is_lost_and_holds_nobody_up() -> None:
     """A message larger than what the system keeps for it is sent as far as it goes."""
     listener = Listener("127.0.0.1")
     rank = connect(listener.address, 0)
-    channel = RankChannel(listener.accept(1))
-    channel.ask(Sample(Masks(1, [0], bytes(1 << 24), 1, {})), 0)
+    ranks = RankChannel(listener.accept(1))
+    ranks.ask(Sample(Masks(1, [0], bytes(1 << 24), 1, {})), 0)
     with pytest.raises(RankLost, match=r"ranks \[0\] did not answer within 0.1 s"):
-        channel.collect(0.1)
+        ranks.collect(0.1)
     rank.close()
     with pytest.raises(RankLost):
-        channel.collect(0.1)
-    channel.close()
+        ranks.collect(0.1)
+    ranks.close()

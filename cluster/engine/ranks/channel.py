@@ -24,8 +24,10 @@ from structured.frames import frame
 
 logger = logging.getLogger(__name__)
 
-CONNECT_S = 10.0
-"""For a rank to connect, and to show the secret."""
+CONNECT_S = 30.0
+"""For all ranks to connect."""
+HELLO_S = 2.0
+"""For whoever has connected to show the secret: a stranger who says nothing holds up the ranks behind him."""
 FAILED_PATIENCE_S = 1.0
 """After one rank has failed in a step, the others may wait for it in vain; those that go on answer within this."""
 _MAX_HELLO_BYTES = 1024
@@ -71,7 +73,7 @@ class Listener:
             while len(found) < num_ranks:
                 self._socket.settimeout(max(0.001, deadline - time.monotonic()))
                 connection, _ = self._socket.accept()
-                hello = self._hello(connection, deadline)
+                hello = self._hello(connection)
                 if hello is None:
                     logger.warning("a connection that is no rank's was closed")
                     connection.close()
@@ -85,8 +87,8 @@ class Listener:
             self._socket.close()
         return [found[rank] for rank in range(num_ranks)]
 
-    def _hello(self, connection: socket.socket, deadline: float) -> Hello | None:
-        connection.settimeout(max(0.001, deadline - time.monotonic()))
+    def _hello(self, connection: socket.socket) -> Hello | None:
+        connection.settimeout(HELLO_S)
         try:
             with connection.makefile("rb") as stream:
                 (length,) = _LENGTH.unpack(stream.read(_LENGTH.size))
