@@ -37,13 +37,23 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """`auto` takes the checkpoint's dtype (float16 becomes bfloat16)."""
     device: Literal["auto", "cpu", "cuda", "tpu"] = "auto"
     num_threads: Count | None = None
-    """CPU threads of the model; None takes every core this process may use."""
+    """CPU threads of the model, of each rank where there are several. They are claimed from Ray as CPUs. None takes
+    every core this process may use, shared with the other ranks and engines of its node.
+    """
+    tensor_parallel_size: Count = 1
+    """Ranks that share every matrix of the model, each a Ray actor; 1 runs the model in the engine's own process."""
+    placement_strategy: Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] = "STRICT_PACK"
+    """Where the ranks run: all on one node, on as few as will do, on as many as there are, or each on one of its own.
+    The words are those of Ray's placement groups.
+    """
     max_model_len: Count | None = None
     """Longest prompt plus output, in tokens; None takes the checkpoint's, cut to what the KV cache holds."""
     block_size: Literal[8, 16, 32, 64, 128] = 16
     """Tokens a KV block."""
     kv_cache_bytes: Bytes | None = None
-    """Memory of the KV cache, which fills up with what may be asked again; None leaves it to `kv_cache_fraction`."""
+    """Memory of the KV cache, of each rank's share where there are several. It fills up with what may be asked again;
+    None leaves it to `kv_cache_fraction`.
+    """
     kv_cache_fraction: Annotated[float, Meta(gt=0, le=0.95)] | None = None
     """Share of the memory free after loading that the KV cache takes. None takes 4 times the weights, or room for 512
     tokens of each of `max_num_sequences`, whichever is more; but at most room for all of them at full length 4 times

@@ -1,4 +1,4 @@
-"""The offline face: the same engine as the server's, without HTTP and without Ray.
+"""The offline face: the same engine as the server's, without HTTP, and without Ray unless it has several ranks.
 
 `LLM(model).generate(prompts, params)` is what most callers need; `add_request` / `step` / `abort` drive the loop by
 hand and `stream` serves an asyncio program. What these two show of a request under way is `SamplingParams.output_kind`.
@@ -123,7 +123,7 @@ class _Tracked:
 
 
 class LLM:
-    """A model in this process.
+    """A model in this process, or with `tensor_parallel_size` above 1 in actors of Ray that this process starts.
 
     `options` are the fields of `cluster.config.EngineConfig`; an unknown or wrong one raises `ValueError` naming it.
     """

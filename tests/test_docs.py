@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import pytest
+from ray.scripts import scripts as ray_commands
 
 from benchmarks import soak
 from benchmarks.bench import ALL
@@ -175,7 +176,7 @@ class Manual(NamedTuple):
         """The arguments of `manta` that a command comes to; of `make` those in the last line of its recipe."""
         if command.startswith("make "):
             command = self.recipe(command)[-1].removeprefix("exec ").removeprefix(".venv/bin/")
-        words = shlex.split(command.replace("~/", f"{self.home}/"))
+        words = shlex.split(command.replace("~/", f"{self.home}/").removeprefix("RAY_ADDRESS=HEAD:6379 "))
         assert words[0] == "manta"
         return words[1:]
 
@@ -277,6 +278,13 @@ def answers_a_batch(command: str, manual: Manual) -> None:
     assert asked == [len(lines)]
 
 
+def starts_a_node(command: str, manual: Manual) -> None:
+    """Its flags: `tests/test_ray_executor.py` runs ranks on two nodes, `tests/test_joined_ray.py` joins a cluster."""
+    words = shlex.split(command)
+    assert words[:2] == ["ray", "start"]
+    takes_its_flags(command, lambda rest: ray_commands.cli.main(["start", *rest], prog_name="ray"), words[2:])
+
+
 def checks_a_model(command: str, manual: Manual) -> None:
     assert command_line.main(manual.manta(command)) == 0
 
@@ -373,6 +381,13 @@ COMMANDS: dict[str, Callable[[str, Manual], None]] = {
     "make serve PORT=8080 CONFIG=configs/engine.yaml": starts_a_server,
     "manta serve": starts_a_server,
     "manta serve --set engine.max_num_sequences=64": starts_a_server,
+    "manta serve --set engine.tensor_parallel_size=2": starts_a_server,
+    (
+        "RAY_ADDRESS=HEAD:6379 manta serve --set engine.tensor_parallel_size=2 "
+        "--set engine.placement_strategy=STRICT_SPREAD"
+    ): starts_a_server,
+    "ray start --head --port=6379": starts_a_node,
+    "ray start --address=HEAD:6379": starts_a_node,
     "manta serve --set 'engine.logits_processors={never-twice: null}'": starts_a_server,
     "manta serve --set 'engine.speculative={proposers: [forced, ngram]}'": starts_a_server,
     "manta serve --set 'engine.speculative={proposers: [forced, ngram, draft], draft_model: configs/demo/draft}'": (
@@ -385,6 +400,7 @@ COMMANDS: dict[str, Callable[[str, Manual], None]] = {
         answers_a_batch
     ),
     "manta check": is_named,
+    "manta check --set engine.tensor_parallel_size=2": checks_a_model,
     "manta check ~/models/Qwen2.5-0.5B-Instruct": checks_a_model,
     "manta chat": talks,
     "make bench": measures_a_little,

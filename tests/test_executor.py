@@ -25,6 +25,7 @@ class PicklingExecutor:
 
     def __init__(self, config: EngineConfig) -> None:
         self._inner: Executor = make_executor(config)
+        self.num_rank_rebuilds = self.num_rank_disagreements = 0
         self.most_rows = 0
         """Of the masks of a step."""
 

@@ -35,6 +35,7 @@ class Cluster:
         self.home = folder / "home"
         self.home.mkdir()
         environment = {**os.environ, "HOME": str(self.home), "RAY_AUTH_MODE": "token"}
+        environment["RAY_SERVE_SLOW_STARTUP_WARNING_S"] = "3"  # until Serve says that a replica waits for room
         subprocess.run([RAY, "get-auth-token", "--generate"], env=environment, check=True, capture_output=True)
         port = free_port()
         self.address = f"127.0.0.1:{port}"
@@ -121,3 +122,37 @@ def test_an_engine_that_cannot_start_on_a_joined_cluster_is_told(cluster: Cluste
         printed, error = process.communicate(timeout=60)
     assert process.returncode == 0
     assert "Traceback" not in printed + error
+
+
+HOLD = """
+import time, ray
+ray.init(logging_level="ERROR")
+actor = ray.remote(num_cpus=1)(dict).remote()
+ray.get(actor.__ray_ready__.remote())
+print("holds", flush=True)
+time.sleep(600)
+"""
+
+
+def test_more_threads_than_any_node_has_are_refused(cluster: Cluster) -> None:
+    said = refusal(joining(cluster, free_port(), "engine.num_threads=3"))
+    assert "engines claim 1 x 3 CPUs, one a thread, and the cluster's nodes have 2 CPUs; lower" in said
+
+
+@pytest.mark.prove
+def test_an_engine_that_waits_for_cpus_that_others_hold_says_so(cluster: Cluster) -> None:
+    environment = {**os.environ, "HOME": str(cluster.home), "RAY_ADDRESS": cluster.address, "RAY_AUTH_MODE": "token"}
+    holder = subprocess.Popen([sys.executable, "-c", HOLD], stdout=subprocess.PIPE, text=True, env=environment)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "holds\n"
+    process = joining(cluster, free_port(), "engine.num_threads=2")
+    try:
+        assert process.stderr is not None
+        line = next(line for line in process.stderr if "waits for room" in line)
+        assert "the engine waits for room on the cluster: each of its replicas claims" in line
+        assert "lower engine.num_threads" in line
+    finally:
+        holder.kill()
+        holder.communicate()
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)

@@ -65,6 +65,15 @@ INSIDE: dict[str, tuple[str, ...]] = {
         # Under which masks, and where
         "cluster.engine.constraints",
         "cluster.engine.masks",
+        "cluster.engine.workers",
+        "cluster.engine.ranks",
+        "cluster.engine.ranks.messages",
+        "cluster.engine.ranks.deadline",
+        "cluster.engine.ranks.channel",
+        "cluster.engine.ranks.claims",
+        "cluster.engine.ranks.actor",
+        "cluster.engine.ranks.group",
+        "cluster.engine.ranks.executor",
         "cluster.engine.executor",
         # The step loop
         "cluster.engine.engine",
@@ -127,6 +136,7 @@ INSIDE: dict[str, tuple[str, ...]] = {
     ),
     "cluster": (
         "cluster.config",
+        "cluster.own_ray",
         "cluster.engine",
         "cluster.text",
         "cluster.llm",
@@ -162,7 +172,6 @@ INSIDE: dict[str, tuple[str, ...]] = {
         "cluster.serve.burst",
         "cluster.serve.listener",
         "cluster.serve.start_failure",
-        "cluster.serve.own_ray",
         "cluster.serve.joined_ray",
         "cluster.serve.channel",
         "cluster.serve.submission",
@@ -182,8 +191,8 @@ OWNED: dict[str, tuple[str, ...]] = {
 }
 """Beginnings of names: who alone may import the modules. A device's kernels are used through its platform only."""
 
-RAY_USERS = ("cluster.serve", "structured.transport")
-"""Who may import Ray: the HTTP application and the engine run without it."""
+RAY_USERS = ("cluster.serve", "cluster.own_ray", "cluster.engine.ranks", "structured.transport")
+"""Who may import Ray: the HTTP application, and an engine that has one rank, run without it."""
 
 
 @functools.cache

@@ -32,7 +32,7 @@ import json, mmap, os, signal, socket, sys
 for module, name in ((os, "sched_getaffinity"), (mmap, "MADV_HUGEPAGE"), (os, "memfd_create"), (socket, "send_fds")):
     assert not hasattr(module, name), name
 assert not os.path.exists("/proc/self/statm")
-from cluster.serve import own_ray
+from cluster import own_ray
 from cluster.llm import LLM, ConstraintSpec, SamplingParams
 folder, options, regex = json.loads(sys.argv[1])
 texts = []

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from cluster.cli.refusal import Refusal
 
-SUITES = ("structured", "faults", "forms", "prefix-attention", "speculative")
+SUITES = ("cluster", "structured", "faults", "forms", "prefix-attention", "speculative")
 
 
 def run_bench(arguments: Sequence[str]) -> int:

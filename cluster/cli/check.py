@@ -77,11 +77,19 @@ def check_quickly(engine: EngineConfig) -> None:
     """
     folder = resolve_model_folder(engine.model)
     model = load_model_config(folder)
+    _check_ranks(engine, model)
     num_parameters(folder)  # every file is there and whole
     if engine.max_model_len is not None:
         plan_max_model_len(model, engine.max_model_len, capacity=engine.max_model_len)
     if engine.tokenizer is not None or not (folder / "tokenizer.json").is_file():
         _check_tokenizer(engine, folder)
+
+
+def _check_ranks(engine: EngineConfig, model: ModelConfig) -> None:
+    if engine.tensor_parallel_size > 1:
+        from workers.parallel.shard import check_num_ranks  # imports torch
+
+        check_num_ranks(model, engine.tensor_parallel_size)
 
 
 def _check_tokenizer(engine: EngineConfig, folder: pathlib.Path) -> None:
@@ -101,6 +109,7 @@ def check_model(engine: EngineConfig) -> CheckReport:
 
     folder = resolve_model_folder(engine.model)
     model = load_model_config(folder)
+    _check_ranks(engine, model)
     parameters = num_parameters(folder)
     draft, draft_parameters = _draft(engine)
     _check_tokenizer(engine, folder)

@@ -41,7 +41,7 @@ IDLE_SLICE_S = 0.0002
 
 
 class EngineDead(RuntimeError):
-    """The engine failed, was rebuilt and failed again; it serves nothing any more."""
+    """The engine failed, was rebuilt and failed again, or could not be rebuilt; it serves nothing any more."""
 
 
 class Engine:
@@ -140,7 +140,11 @@ class Engine:
 
     def _rebuild_ranks(self) -> None:
         """The ranks forget everything; what runs is computed again from its tokens."""
-        self.executor.rebuild()
+        try:
+            self.executor.rebuild()
+        except Exception as error:
+            self.alive = False
+            raise EngineDead(f"the ranks could not be rebuilt: {type(error).__name__}: {error}") from error
         self.scheduler.recompute_all()
 
     def _count_step(self, made_progress: bool) -> None:
@@ -294,6 +298,8 @@ class Engine:
             num_constraints_compiled=self.constraints.num_compiled,
             num_late_rows=self.masks.num_late,
             num_grammar_workers_replaced=self.constraints.num_replaced,
+            num_rank_rebuilds=self.executor.num_rank_rebuilds,
+            num_rank_disagreements=self.executor.num_rank_disagreements,
             grammar_pool=self.constraints.pool_stats(),
             drafts=scheduler.drafts,
             constraints=self.constraints.stats(),

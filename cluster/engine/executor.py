@@ -1,7 +1,7 @@
 """Runs steps on the workers. `InProcessExecutor` holds one worker in this process: one device, no Ray.
 
-An executor that spreads ranks over a Ray placement group is another class here and another line of `make_executor`. The
-engine is the only caller.
+`ranks/executor.py` spreads ranks over actors of Ray. The engine is the only caller of both, and `make_executor` alone
+asks which of the two it is.
 """
 
 from __future__ import annotations
@@ -9,20 +9,21 @@ from __future__ import annotations
 from typing import Protocol
 
 from cluster.config import EngineConfig
-from specdecode.config import SpeculativeConfig
-from specdecode.worker import SpeculativeWorker
 from structured.logits_processors import LogitsProcessorFactory
 from structured.masks import MaskBatch
 from workers.model_info import ModelInfo
-from workers.rank_worker import RankWorker
 from workers.step import StepInput, StepOutput
-from workers.worker import Worker, WorkerConfig
 
 
 class Executor(Protocol):
     """One step at a time: `execute`, then `sample`. Whatever these raise is a failure of the engine; that of a row is a
     value of `StepOutput`.
     """
+
+    num_rank_rebuilds: int
+    """Times that all ranks were started anew, for one had died or hung."""
+    num_rank_disagreements: int
+    """Answers of a rank whose hidden states were not rank 0's."""
 
     @property
     def model(self) -> ModelInfo: ...
@@ -40,32 +41,31 @@ class Executor(Protocol):
         ...
 
     def rebuild(self) -> None:
-        """Drops every sequence and all keys and values that the workers hold; the weights stay."""
+        """Drops every sequence and all keys and values that the workers hold; the weights stay, but those of a rank
+        that is lost: it is started anew. Raises `RuntimeError` where that cannot be done.
+        """
         ...
 
 
 def make_executor(config: EngineConfig) -> Executor:
     """Loads the model. Raises `ModelError` or `ValueError` where it cannot be served."""
-    return InProcessExecutor(config)
+    if config.tensor_parallel_size == 1:
+        return InProcessExecutor(config)
+    from cluster.engine.ranks.executor import RayExecutor  # imports Ray
+
+    return RayExecutor(config)
 
 
 class InProcessExecutor:
     """One worker, called directly: a call costs nothing, and torch releases the GIL while the model runs."""
 
+    num_rank_rebuilds = 0
+    num_rank_disagreements = 0
+
     def __init__(self, config: EngineConfig) -> None:
-        worker_config = WorkerConfig(
-            model=config.model,
-            dtype=config.dtype,
-            device=config.device,
-            num_threads=config.num_threads,
-            max_model_len=config.max_model_len,
-            block_size=config.block_size,
-            kv_cache_bytes=config.kv_cache_bytes,
-            kv_cache_fraction=config.kv_cache_fraction,
-            max_num_sequences=config.max_num_sequences,
-            logits_processors=config.logits_processors,
-        )
-        self._worker = _make_worker(worker_config, config.speculative, config.tokenizer)
+        from cluster.engine.workers import make_worker  # imports torch, which the driver of actors needs not
+
+        self._worker = make_worker(config)
 
     @property
     def model(self) -> ModelInfo:
@@ -82,10 +82,3 @@ class InProcessExecutor:
 
     def rebuild(self) -> None:
         self._worker.reset()
-
-
-def _make_worker(config: WorkerConfig, speculative: SpeculativeConfig | None, tokenizer: str | None) -> RankWorker:
-    """Every worker verifies drafts; one that proposes some or measures what they cost is made where that is wanted."""
-    if speculative is None or not (speculative.rank_proposers or speculative.adaptive):
-        return Worker(config)
-    return SpeculativeWorker(config, speculative, tokenizer)

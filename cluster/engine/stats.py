@@ -90,6 +90,10 @@ class EngineStats(msgspec.Struct, array_like=True):
     """Sample points that sat a step out because their mask was late."""
     num_grammar_workers_replaced: int
     """Grammar workers that died or hung, and were replaced."""
+    num_rank_rebuilds: int
+    """Times that the ranks of the model were started anew, for one had died or hung."""
+    num_rank_disagreements: int
+    """Answers of a rank whose hidden states were not rank 0's: a fault of the machine or of the model's sharding."""
     drafts: DraftCounts
     grammar_pool: GrammarPoolStats
     constraints: ConstraintStats

@@ -6,9 +6,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -18,8 +20,10 @@ from ray.serve import RunTarget
 from ray.serve.config import HTTPOptions, ProxyLocation
 from ray.serve.context import _get_global_client as get_client
 
+from cluster import own_ray
 from cluster.config import DEMO_MODEL, ServeConfig, ray_address
-from cluster.serve import joined_ray, own_ray
+from cluster.engine.ranks.claims import CannotPlace, check_room, node_cpus, num_claimed, threads_each
+from cluster.serve import joined_ray
 from cluster.serve.engine_deployment import engine_deployment
 from cluster.serve.ingress import ingress_deployment
 from cluster.serve.start_failure import StartFailed, in_words, unexpected, wait_until_running
@@ -30,29 +34,37 @@ APP_NAME = "manta"
 _LOGGING = {"enable_access_log": False}
 
 
-def application(config: ServeConfig, listens: bool = False) -> serve.Application:
-    """The bound application. With `listens` its only ingress takes the connections; else Serve's proxies do."""
-    config = _with_absolute_paths(config)
+def application(config: ServeConfig, nodes: list[int], listens: bool = False) -> serve.Application:
+    """The bound application. `nodes` are the cores of each node, which say how many threads an engine has if the
+    configuration does not.
+
+    With `listens` its only ingress takes the connections; else Serve's proxies do.
+    """
+    config = _for_nodes(config, nodes)
     return ingress_deployment(config, listens).bind(config, _engines(config))
 
 
 def _engines(config: ServeConfig) -> serve.Application:
-    engine = _with_absolute_paths(config).engine
-    num_threads = engine.num_threads or num_cores()
-    return engine_deployment(engine, config.num_engine_replicas, num_threads).bind(engine)
+    return engine_deployment(config.engine, config.num_engine_replicas).bind(config.engine)
 
 
-def _with_absolute_paths(config: ServeConfig) -> ServeConfig:
-    """Replicas run in folders of their own; the model's name in the API stays."""
+def _for_nodes(config: ServeConfig, nodes: list[int]) -> ServeConfig:
+    """With threads, and with absolute paths, since replicas run in folders of their own; the model's name in the API
+    stays.
+    """
     engine = msgspec.structs.replace(
-        config.engine, model=_absolute(config.engine.model), tokenizer=_absolute(config.engine.tokenizer)
+        config.engine,
+        model=_absolute(config.engine.model),
+        tokenizer=_absolute(config.engine.tokenizer),
+        num_threads=threads_each(config.engine, config.num_engine_replicas, nodes),
     )
     return msgspec.structs.replace(config, engine=engine, served_model_name=config.model_name)
 
 
 def build(options: dict[str, Any]) -> serve.Application:
     """For Serve's configuration files: `import_path: cluster.serve.app:build` with the options under `args`."""
-    return application(msgspec.convert(options, ServeConfig))
+    nodes = node_cpus() if ray.is_initialized() else [num_cores()]
+    return application(msgspec.convert(options, ServeConfig), nodes)
 
 
 def start(config: ServeConfig) -> ModelInfo:
@@ -61,12 +73,8 @@ def start(config: ServeConfig) -> ModelInfo:
     If `RAY_ADDRESS` names a cluster (as in a Ray job) the application runs there; else on a Ray of its own, never on
     one that happens to run on this machine. Raises `StartFailed` if it cannot be joined or a replica cannot start.
     """
-    try:
+    with _failing_in_words():
         return _start(config)
-    except StartFailed:
-        raise
-    except Exception as error:  # of Ray and Serve, which raise what they like
-        raise unexpected(error) from error
 
 
 def start_engines(config: ServeConfig, name: str) -> tuple[Any, str]:
@@ -75,19 +83,27 @@ def start_engines(config: ServeConfig, name: str) -> tuple[Any, str]:
 
     If the application `name` runs already on a joined cluster, its engines are taken. Raises as `start` does.
     """
-    try:
-        _connect()
+    with _failing_in_words():
+        nodes = _connect(config)
         serve.start(ProxyLocation.Disabled, logging_config=_LOGGING)
-        _run(_engines(config), name, None)
+        _run(_engines(_for_nodes(config, nodes)), name, None)
         return serve.get_deployment_handle("engine", name), ray.util.get_node_ip_address()
+
+
+@contextlib.contextmanager
+def _failing_in_words() -> Iterator[None]:
+    try:
+        yield
     except StartFailed:
         raise
+    except CannotPlace as error:
+        raise StartFailed(str(error)) from error
     except Exception as error:  # of Ray and Serve, which raise what they like
         raise unexpected(error) from error
 
 
 def _start(config: ServeConfig) -> ModelInfo:
-    _connect()
+    nodes = _connect(config)
     # Several replicas or machines need Serve's proxy to share the work out.
     listens = config.num_ingress_replicas == 1 and ray_address() is None
     http = HTTPOptions(host=config.host, port=config.port)
@@ -100,7 +116,7 @@ def _start(config: ServeConfig) -> ModelInfo:
         if runs_already is None:
             serve.shutdown()  # a Serve that cannot listen would be what the next start finds
         raise
-    _run(application(config, listens), APP_NAME, None if listens else "/")
+    _run(application(config, nodes, listens), APP_NAME, None if listens else "/")
     client = get_client()
     assert client is not None, "an application runs"
     client.wait_for_proxies_serving()
@@ -111,8 +127,10 @@ def _start(config: ServeConfig) -> ModelInfo:
         engine.shutdown()  # it would look around ten times a second for the next question
 
 
-def _connect() -> None:
-    """To the cluster that `RAY_ADDRESS` names, else to a Ray of our own, which is started."""
+def _connect(config: ServeConfig) -> list[int]:
+    """To the cluster that `RAY_ADDRESS` names, else to a Ray of our own, which is started. Returns each node's cores.
+    Raises `CannotPlace` if the cluster is too small.
+    """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # One event loop in a replica instead of three: threads of one process share one interpreter lock anyway.
     os.environ.setdefault("RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP", "0")
@@ -120,9 +138,13 @@ def _connect() -> None:
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     address = ray_address()
     if address is None:
-        own_ray.start()
+        nodes = [num_cores()]
+        own_ray.start(num_claimed(config.engine, config.num_engine_replicas, nodes))
     else:
         joined_ray.start(address)
+        nodes = node_cpus()
+        check_room(config.engine, config.num_engine_replicas, nodes)
+    return nodes
 
 
 def _run(app: serve.Application, name: str, prefix: str | None) -> None:

@@ -22,6 +22,7 @@ import msgspec
 from ray import serve
 
 from cluster.config import EngineConfig
+from cluster.engine.ranks.claims import own_cpus
 from cluster.engine.request import EngineRequest, QueueFull, RequestRefused, SequenceOutput, Usage
 from cluster.engine.stats import EngineStats
 from cluster.serve.burst import Burst
@@ -220,8 +221,8 @@ class EngineReplica:
                 self._inbox.get()()
 
 
-def engine_deployment(config: EngineConfig, num_replicas: int, num_threads: int) -> Any:
-    """The Serve deployment; bind it with the configuration."""
+def engine_deployment(config: EngineConfig, num_replicas: int) -> Any:
+    """The Serve deployment; bind it with the configuration, which says how many threads the model has."""
     return serve.deployment(
         EngineReplica,
         name="engine",
@@ -230,11 +231,11 @@ def engine_deployment(config: EngineConfig, num_replicas: int, num_threads: int)
         max_ongoing_requests=config.max_num_sequences + config.max_num_waiting + 1024,
         health_check_period_s=5,
         ray_actor_options={
-            "num_cpus": 0,
+            "num_cpus": own_cpus(config),
             "runtime_env": {
                 "env_vars": {
                     # Ray gives an actor one OpenMP thread unless told otherwise, and torch reads this when it loads.
-                    "OMP_NUM_THREADS": str(num_threads),
+                    "OMP_NUM_THREADS": str(config.num_threads),
                     # Threads that spin for long take the core from the ingress: short spinning makes steps 3 times
                     # faster.
                     "GOMP_SPINCOUNT": "1000",

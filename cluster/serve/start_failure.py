@@ -23,6 +23,8 @@ from ray._private import worker
 from ray.exceptions import RayTaskError
 from ray.serve.schema import ApplicationStatusOverview
 
+logger = logging.getLogger(__name__)
+
 POLL_S = 0.25
 """Seconds between two questions to Serve, which itself checks its replicas every 0.1 to 0.5 s."""
 
@@ -37,6 +39,9 @@ _NO_PORT = re.compile(r"Failed to bind to address")
 _NO_MODULE = re.compile(r"No module named '(?:cluster|specdecode|structured|workers)\b")
 _RETRIES = ("A replica failed to start", "The deployment failed to start")
 """How a deployment's status message in Serve begins once one of its replicas has failed."""
+
+_NO_ROOM = re.compile(r"Resources required for each replica: (.*), total resources available: (.*?)\. Use")
+"""Of Serve's status message of a deployment that has waited for half a minute, perhaps for nodes that are coming."""
 
 _FREE_MEMORY = "free some memory, lower kv_cache_bytes, or take a smaller model (manta check says what it takes)"
 _FULL_MEMORY = f"Ray ended its process because the machine's memory was full; {_FREE_MEMORY}"
@@ -56,7 +61,7 @@ def told_in_words() -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:  # Ray would take a SystemExit for an intended end
-        logging.getLogger(__name__).exception("this replica cannot start")
+        logger.exception("this replica cannot start")
         raise InWords(in_words(error)) from None
 
 
@@ -107,6 +112,7 @@ def wait_until_running(name: str) -> None:
 def _watch(name: str, outcome: queue.SimpleQueue[StartFailed | None]) -> None:
     """Puts None into `outcome` when the application runs; if it does not start, the reason."""
     begun = time.time()
+    told = False
     try:
         while True:
             application = serve.status().applications.get(name)
@@ -117,6 +123,10 @@ def _watch(name: str, outcome: queue.SimpleQueue[StartFailed | None]) -> None:
             if failed is not None or application.status == "RUNNING":
                 outcome.put(StartFailed(_sentence(*failed, begun)) if failed is not None else None)
                 return
+            waits = waiting_for_room(application)
+            if waits is not None and not told:
+                told = True
+                logger.warning(waits)
             time.sleep(POLL_S)
     except Exception as error:
         outcome.put(unexpected(error))
@@ -149,6 +159,18 @@ def _failed_deployment(application: ApplicationStatusOverview) -> tuple[str, str
         if deployment.status == "DEPLOY_FAILED" or deployment.message.startswith(_RETRIES):
             return name, deployment.message
     return ("application", application.message) if application.status == "DEPLOY_FAILED" else None
+
+
+def waiting_for_room(application: ApplicationStatusOverview) -> str | None:
+    """That a deployment claims more than the cluster has free now, and the remedy; None where none waits for that."""
+    for name, deployment in application.deployments.items():
+        match = _NO_ROOM.search(deployment.message)
+        if match is not None:
+            return (
+                f"the {name} waits for room on the cluster: each of its replicas claims {match[1]}, and {match[2]} is "
+                "free; end what else runs there, lower engine.num_threads, or add nodes"
+            )
+    return None
 
 
 def _sentence(deployment: str, message: str, begun: float) -> str:

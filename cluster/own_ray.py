@@ -19,6 +19,8 @@ import ray
 from ray._private import ray_constants
 from ray._private.node import Node
 
+from workers.host import num_cores
+
 STOP_PATIENCE_S = 15.0
 """How long processes that were asked to end may take; then they are killed."""
 _OBJECT_STORE_BYTES = 128 * 2**20
@@ -60,13 +62,16 @@ switches for the first two, which `ray.init` does not pass on.
 """
 
 
-def start() -> None:
-    """Raises what `ray.init` raises."""
+def start(num_cpus: int = 0) -> None:
+    """With `num_cpus` or as many as there are cores: actors that claim more threads than cores start too. Raises what
+    `ray.init` raises.
+    """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     with _without_extras():
         ray.init(
             address="local",
+            num_cpus=max(num_cpus, num_cores()),
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,

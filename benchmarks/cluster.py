@@ -1,0 +1,191 @@
+"""`manta bench cluster`: what it costs that a model's ranks are processes of their own.
+
+    transport   a decode step of the tiny model, by what carries it to its ranks: frames over TCP (what Manta does),
+                calls of Ray's actors, a compiled graph of Ray; over the same step in the engine's own process. One rank
+                shows what the transport costs, two what it costs beside their sums over shared memory
+    tp          forward pass and draw of one rank against two, and their sums (`benchmarks/tensor_parallel.py`)
+
+Blocks of each transport take turns in one process, one thread a rank. Frames are what the fault tests run on
+(`tests/test_ray_executor.py`); the others live here alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import ray
+from ray.dag import InputNode, MultiOutputNode
+
+from benchmarks.checkpoints import benchmark_checkpoint
+from benchmarks.report import machine
+from benchmarks.tensor_parallel import measure_steps, measure_sums, rows
+from cluster import own_ray
+from cluster.config import EngineConfig
+from cluster.engine import engine
+from cluster.engine.executor import Executor, InProcessExecutor, make_executor
+from cluster.engine.ranks.actor import RankActor
+from cluster.engine.ranks.executor import RayExecutor
+from cluster.engine.ranks.messages import Answer, Message, Output, Sample, Step
+from cluster.llm import LLM, SamplingParams
+from structured.logits_processors import LogitsProcessorFactory
+from structured.masks import MaskBatch
+from workers.model_info import ModelInfo
+from workers.step import StepInput, StepOutput
+
+RANKS = (1, 2)
+ROWS = (1, 8, 32)
+PROMPT, WARM_UP_STEPS = 16, 8
+PARTS = ("transport", "tp")
+
+
+class CalledRank(RankActor):
+    """A rank that is told its steps by calls: whole ones, as there are no masks here."""
+
+    def call(self, data: bytes) -> bytes:
+        answer = self._handle(msgspec.msgpack.decode(data, type=Message))
+        if answer is None:
+            answer = self._handle(Sample())
+        return msgspec.msgpack.encode(answer)
+
+
+class CallExecutor:
+    """Steps by calls of Ray's actors; `_call` sends a message to all ranks and returns what they answer."""
+
+    num_rank_rebuilds = num_rank_disagreements = 0
+
+    def __init__(self, config: EngineConfig) -> None:
+        actor_class: Any = ray.remote(num_cpus=0)(CalledRank)
+        self.actors = [actor_class.remote(config.num_threads) for _ in range(config.tensor_parallel_size)]
+        address = ray.get(self.actors[0].open_store.remote())
+        infos = ray.get([actor.load.remote(config, rank, address) for rank, actor in enumerate(self.actors)])
+        self.model: ModelInfo = infos[0]
+        self._adopted: dict[int, list[int]] = {}
+        self._answers: Any = None
+
+    def execute(self, step: StepInput) -> None:
+        self._answers = self._call(msgspec.msgpack.encode(Step(step, self._adopted)))
+
+    def sample(self, masks: MaskBatch | None = None) -> StepOutput:
+        first, *_ = [msgspec.msgpack.decode(answer, type=Answer) for answer in ray.get(self._answers)]
+        assert isinstance(first, Output), first
+        self._adopted = first.output.token_ids
+        return first.output
+
+    def _call(self, data: bytes) -> Any:
+        return [actor.call.remote(data) for actor in self.actors]
+
+    def register_logits_processor(self, name: str, factory: LogitsProcessorFactory) -> None:
+        raise NotImplementedError
+
+    def rebuild(self) -> None:
+        raise RuntimeError("nothing fails here")
+
+
+class GraphExecutor(CallExecutor):
+    """Steps by a compiled graph of Ray: channels of shared memory, and a loop in each actor."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        with InputNode() as data:
+            outputs = MultiOutputNode([actor.call.bind(data) for actor in self.actors])
+        self._graph = outputs.experimental_compile()
+
+    def _call(self, data: bytes) -> Any:
+        return self._graph.execute(data)
+
+
+IN_PROCESS = "in process"
+TRANSPORTS: dict[str, Callable[[EngineConfig], Executor]] = {
+    "frames": RayExecutor,
+    "Ray calls": CallExecutor,
+    "compiled graph": GraphExecutor,
+}
+
+
+def tensor_parallel(num_rounds: int, num_tokens: int) -> None:
+    """Prints the rows of `benchmarks/tensor_parallel.py`, whose steps have a length of their own."""
+    model = str(benchmark_checkpoint("qwen2.5-0.5b"))
+    for row in rows(measure_sums(num_rounds), measure_steps(model, num_rounds)):
+        print(row, flush=True)
+
+
+def transport(num_rounds: int, num_tokens: int) -> None:
+    """Prints a row for each transport, number of ranks and number of rows."""
+    own_ray.start(max(RANKS))
+    print("| ranks | rows | transport | steps | p50, ms | p99, ms | over in process |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for num_ranks in RANKS:
+        engines = {IN_PROCESS: _engine(1, InProcessExecutor)}
+        engines |= {name: _engine(num_ranks, make) for name, make in TRANSPORTS.items()}
+        for num_rows in ROWS:
+            for name, figures in _turns(engines, num_rows, num_rounds, num_tokens).items():
+                print(f"| {num_ranks} | {num_rows} | {name} | {figures} |", flush=True)
+        del engines
+        gc.collect()
+
+
+def _turns(engines: dict[str, LLM], num_rows: int, num_rounds: int, num_tokens: int) -> dict[str, str]:
+    """The figures of each engine as cells."""
+    seconds: dict[str, list[list[float]]] = {name: [] for name in engines}
+    for number in range(num_rounds + 1):
+        for name, llm in engines.items():
+            block = _block(llm, num_rows, num_tokens)
+            if number > 0:  # the first one warms up
+                seconds[name].append(block)
+    cells = {}
+    for name, blocks in seconds.items():
+        steps = sorted(second for block in blocks for second in block)
+        pairs = zip(blocks, seconds[IN_PROCESS], strict=True)
+        ratio = statistics.median(statistics.median(block) / statistics.median(base) for block, base in pairs)
+        figures = statistics.median(steps) * 1e3, steps[int(0.99 * len(steps))] * 1e3, ratio
+        cells[name] = " | ".join([str(len(steps)), *(f"{figure:.3f}" for figure in figures)])
+    return cells
+
+
+def _engine(num_ranks: int, make: Callable[[EngineConfig], Executor]) -> LLM:
+    model = str(benchmark_checkpoint("tiny-llama"))
+    engine.make_executor = make
+    try:
+        return LLM(model, kv_cache_bytes=1 << 27, num_threads=1, tensor_parallel_size=num_ranks)
+    finally:
+        engine.make_executor = make_executor
+
+
+def _block(llm: LLM, num_rows: int, num_tokens: int) -> list[float]:
+    """Seconds of each decode step."""
+    params = SamplingParams(temperature=0, max_tokens=WARM_UP_STEPS + num_tokens, ignore_eos=True)
+    for row in range(num_rows):
+        llm.add_request(str(row), [5 + row] * PROMPT, params)
+    seconds = []
+    while llm.engine.has_unfinished:
+        started = time.perf_counter()
+        llm.step()
+        seconds.append(time.perf_counter() - started)
+    return seconds[WARM_UP_STEPS:-1]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="manta bench cluster", description="What ranks in processes of their own cost."
+    )
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {', '.join(PARTS)}")
+    parser.add_argument("--rounds", type=int, default=10, help="blocks of each transport (default: 10)")
+    parser.add_argument("--tokens", type=int, default=100, help="steps of a block (default: 100)")
+    options = parser.parse_args(arguments)
+    print(machine(), file=sys.stderr)
+    for part in options.parts.split(","):
+        if part not in PARTS:
+            parser.error(f"--parts {part}: use some of {', '.join(PARTS)}")
+        {"transport": transport, "tp": tensor_parallel}[part](options.rounds, options.tokens)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

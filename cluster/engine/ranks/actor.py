@@ -1,0 +1,103 @@
+"""One rank: a Ray actor that holds a worker. Ray places, starts and ends it; steps come over a connection of its own.
+
+Imports torch when the actor starts, not when this module is imported: whoever starts actors needs no torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import ray
+from ray import cloudpickle
+
+from cluster.config import EngineConfig
+from cluster.engine.ranks.channel import Address, connect
+from cluster.engine.ranks.messages import Answer, Done, Failed, Message, Output, Register, Reset, Sample, Step
+from structured.frames import frame, read_frame
+from workers.model_info import ModelInfo
+
+if TYPE_CHECKING:
+    from workers.rank_worker import RankWorker
+
+logger = logging.getLogger(__name__)
+
+
+class RankActor:
+    """In this order: `open_store` on rank 0, `load`, `serve`."""
+
+    def __init__(self, num_threads: int) -> None:
+        # Both are read when torch loads its OpenMP. Threads that spin for long take the core from everybody else's.
+        os.environ["OMP_NUM_THREADS"] = str(num_threads)
+        os.environ["GOMP_SPINCOUNT"] = "1000"
+        import cluster.engine.workers  # noqa: F401  # takes seconds, while there is nothing to load yet
+
+        self._store: Any = None
+        self._rank = 0
+        self._worker: RankWorker | None = None
+        self._failure: Failed | None = None
+        """Of the step's first half, until the second is asked for."""
+
+    def open_store(self) -> str:
+        """Where the ranks find each other: "host:port"."""
+        from workers.parallel.group import open_store
+
+        self._store, address = open_store(ray.util.get_node_ip_address())
+        return address
+
+    def load(self, config: EngineConfig, rank: int, group_address: str) -> ModelInfo:
+        """Raises what `make_worker` raises."""
+        from cluster.engine.workers import make_worker
+
+        self._rank = rank
+        self._worker = make_worker(config, rank, group_address)
+        return self._worker.info
+
+    def serve(self, address: Address) -> None:
+        """Serves the engine at `address` until it ends the connection or dies; then this process ends too."""
+        messages = msgspec.msgpack.Decoder(Message)
+        encoder = msgspec.msgpack.Encoder()
+        with connect(address, self._rank) as connection, connection.makefile("rb") as stream:
+            try:
+                while (message := read_frame(stream)) is not None:
+                    answer = self._handle(messages.decode(message))
+                    if answer is not None:
+                        connection.sendall(frame(encoder.encode(answer)))
+            except OSError as error:
+                logger.info("the engine has gone: %s", error)
+        ray.actor.exit_actor()
+
+    def _handle(self, message: Message) -> Answer | None:
+        """What to answer, if anything: on rank 0 a step is half done before its `Sample`."""
+        half_done = isinstance(message, Step) and self._rank == 0
+        try:
+            answer = self._answer(message)
+        except Exception as error:
+            logger.exception("rank %d failed", self._rank)
+            answer = Failed(f"{type(error).__name__}: {error}")
+            self._failure = answer if half_done else None
+        return None if half_done else answer
+
+    def _answer(self, message: Message) -> Answer:
+        worker = self._worker
+        assert worker is not None, "it was loaded before"
+        match message:
+            case Step():
+                if self._rank == 0:
+                    self._failure = None
+                    worker.execute(message.step)
+                else:
+                    worker.adopt(message.adopted)
+                    worker.execute(message.step)
+                    return Output(worker.sample())
+            case Sample():
+                if self._failure is not None:
+                    return self._failure
+                return Output(worker.sample(None if message.masks is None else message.masks.batch()))
+            case Register():
+                worker.register_logits_processor(message.name, cloudpickle.loads(message.factory))
+            case Reset():
+                worker.reset()
+        return Done()

@@ -1,0 +1,56 @@
+"""How many CPUs engines and their ranks claim: one a thread, so that Ray puts no two of them on the same cores."""
+
+from __future__ import annotations
+
+import ray
+
+from cluster.config import EngineConfig
+
+
+class CannotPlace(ValueError):
+    """The cluster has no room for what is claimed; the message says what, what there is, and the remedy."""
+
+
+def node_cpus() -> list[int]:
+    """CPUs of each node of the cluster that has some, as Ray counts them."""
+    cpus = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
+    return [count for count in cpus if count > 0]
+
+
+def threads_each(config: EngineConfig, num_engines: int, nodes: list[int]) -> int:
+    """Threads of each engine, or of each rank where engines have several: `num_threads`, or what a node has for each of
+    those that share it. Engines are spread over nodes, the smallest of which must do; `nodes` are their cores.
+    """
+    if config.num_threads is not None:
+        return config.num_threads
+    num_nodes, num_ranks = max(1, len(nodes)), config.tensor_parallel_size
+    if config.placement_strategy.endswith("PACK"):
+        on_a_node = -(-num_engines // num_nodes) * num_ranks
+    else:
+        on_a_node = -(-num_engines * num_ranks // num_nodes)
+    return max(1, min(nodes, default=1) // on_a_node)
+
+
+def num_claimed(config: EngineConfig, num_engines: int, nodes: list[int]) -> int:
+    """CPUs that all engines claim together."""
+    return threads_each(config, num_engines, nodes) * config.tensor_parallel_size * num_engines
+
+
+def own_cpus(config: EngineConfig) -> int:
+    """What the process of an engine claims itself, where `num_threads` is given: nothing if its ranks do."""
+    return (config.num_threads or 1) if config.tensor_parallel_size == 1 else 0
+
+
+def check_room(config: EngineConfig, num_engines: int, nodes: list[int]) -> None:
+    """Raises `CannotPlace` where the nodes, be they empty, have no room for the processes that run the model."""
+    num_threads, num_wanted = threads_each(config, num_engines, nodes), num_engines * config.tensor_parallel_size
+    if sum(count // num_threads for count in nodes) < num_wanted:
+        raise CannotPlace(
+            f"engines claim {num_wanted} x {num_threads} CPUs, one a thread, and the cluster's nodes have "
+            f"{listed(nodes)}; lower engine.num_threads, num_engine_replicas or engine.tensor_parallel_size, or add "
+            "nodes"
+        )
+
+
+def listed(cpus: list[int]) -> str:
+    return f"{', '.join(map(str, cpus)) or 'no'} CPUs"

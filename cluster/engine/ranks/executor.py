@@ -1,0 +1,164 @@
+"""The executor whose ranks are actors of Ray, on this machine or others.
+
+Rank 0 draws the tokens; the others learn them with the next step. A rank that dies or hangs costs a step: all are
+started anew, and the engine recomputes what runs from its tokens. The engine that drives it needs no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+import weakref
+
+import msgspec
+import ray
+from ray import cloudpickle
+
+from cluster import own_ray
+from cluster.config import EngineConfig, ray_address
+from cluster.engine.ranks.channel import RankLost
+from cluster.engine.ranks.claims import node_cpus, threads_each
+from cluster.engine.ranks.deadline import StepDeadline
+from cluster.engine.ranks.group import RankGroup
+from cluster.engine.ranks.messages import Answer, Failed, Masks, Message, Output, Register, Reset, Sample, Step
+from structured.logits_processors import LogitsProcessorError, LogitsProcessorFactory
+from structured.masks import MaskBatch
+from workers.host import num_cores
+from workers.model_info import ModelInfo
+from workers.step import StepInput, StepOutput
+
+logger = logging.getLogger(__name__)
+
+CONTROL_S = 10.0
+"""For an answer to what is no step."""
+START_ATTEMPTS = 2
+"""Times that the ranks are started after a failure: another one may die while they start."""
+
+
+class RankFailed(RuntimeError):
+    """A rank raised; it still serves."""
+
+
+class RayExecutor:
+    """Starts a Ray on this machine where none is connected to and `RAY_ADDRESS` names none.
+
+    Raises `ModelError` or `ValueError` where the model cannot be served, or the ranks cannot be placed.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.num_rank_rebuilds = 0
+        self.num_rank_disagreements = 0
+        self._factories: dict[str, bytes] = {}
+        """Logits processors by name: what ranks that are started anew are told again."""
+        self._deadline = StepDeadline()
+        self._group = RankGroup(_on_ray(config))
+        # The end of this process ends the actors too; this is for a process that goes on
+        weakref.finalize(self, self._group.stop)
+        self._start()
+
+    def _start(self) -> None:
+        self._model, self._ranks = self._group.start()
+        self._deadline.restart()
+        self._adopted: dict[int, list[int]] = {}
+        """What rank 0 drew in the last step."""
+        self._step: StepInput | None = None
+        """Whose `Sample` has not been sent."""
+        self._num_tokens = 0
+        """Of the last step."""
+        for name, factory in self._factories.items():
+            self._tell(Register(name, factory), 0)
+
+    @property
+    def model(self) -> ModelInfo:
+        return self._model
+
+    # ---- steps ---------------------------------------------------------------------------------------------------
+
+    def execute(self, step: StepInput) -> None:
+        self._started = time.monotonic()
+        self._step, self._num_tokens = step, step.num_tokens
+        self._ranks.send(Step(step, self._adopted), self._ranks.all, owing=self._ranks.followers)
+
+    def sample(self, masks: MaskBatch | None = None) -> StepOutput:
+        step = self._step
+        if step is None:
+            raise RuntimeError("sample() was called without an execute() before it")
+        self._ranks.ask(Sample(None if masks is None else Masks.of(masks)), 0)
+        self._step = None
+        output, *others = _outputs(self._ranks.collect(self._deadline.seconds(self._num_tokens)))
+        if step.scheduled:
+            self._deadline.learn(self._num_tokens, time.monotonic() - self._started)
+        self.num_rank_disagreements += sum(other.digest != output.digest for other in others)
+        self._adopted = output.token_ids
+        return output
+
+    # ---- between steps -------------------------------------------------------------------------------------------
+
+    def register_logits_processor(self, name: str, factory: LogitsProcessorFactory) -> None:
+        """Raises `LogitsProcessorError` where the rank that samples cannot take it."""
+        try:
+            pickled = cloudpickle.dumps(factory)
+            with contextlib.suppress(RankLost):  # the next step finds that too, and what is started then is told
+                self._tell(Register(name, pickled), 0)
+        except Exception as error:
+            raise LogitsProcessorError(f"logits processor {name!r} cannot be sent to its rank: {error}") from error
+        self._factories[name] = pickled
+
+    def rebuild(self) -> None:
+        if self._reset():
+            return
+        self.num_rank_rebuilds += 1
+        for attempt in range(1, START_ATTEMPTS + 1):
+            started = time.monotonic()
+            self._ranks.close()
+            try:
+                self._start()
+                break
+            except Exception:
+                if attempt == START_ATTEMPTS:
+                    self._group.stop()  # who replaces this engine needs the place
+                    raise
+                logger.exception("the ranks could not be started anew; trying once more")
+        logger.warning("the ranks were started anew in %.1f s", time.monotonic() - started)
+
+    def _reset(self) -> bool:
+        """Whether all ranks are there and have forgotten everything. A step that was begun is ended first: the others
+        may wait for rank 0's part in it.
+        """
+        try:
+            if self._step is not None:
+                self._ranks.ask(Sample(), 0)
+            self._step = None
+            self._ranks.collect(self._deadline.seconds(self._num_tokens))
+            self._adopted = {}
+            self._tell(Reset(), *self._ranks.all)
+        except (RankLost, RankFailed) as error:
+            logger.warning("the ranks are started anew: %s", error)
+            return False
+        return True
+
+    def _tell(self, message: Message, *ranks: int) -> None:
+        self._ranks.ask(message, *ranks)
+        for answer in self._ranks.collect(CONTROL_S):
+            if isinstance(answer, Failed):
+                raise RankFailed(answer.reason)
+
+
+def _outputs(answers: list[Answer]) -> list[StepOutput]:
+    """Of all ranks, in their order. Raises `RankFailed` for one that failed."""
+    for rank, answer in enumerate(answers):
+        if isinstance(answer, Failed):
+            raise RankFailed(f"rank {rank}: {answer.reason}")
+    return [answer.output for answer in answers if isinstance(answer, Output)]
+
+
+def _on_ray(config: EngineConfig) -> EngineConfig:
+    """With as many threads for each rank as the cluster has for it; there is one to ask after this."""
+    if not ray.is_initialized():
+        if ray_address() is None:
+            num_threads = threads_each(config, 1, [num_cores()])
+            own_ray.start(num_threads * config.tensor_parallel_size)
+        else:
+            ray.init(log_to_driver=False, logging_level=logging.ERROR)
+    return msgspec.structs.replace(config, num_threads=threads_each(config, 1, node_cpus()))

@@ -1,0 +1,141 @@
+"""The actors of one engine's ranks: places them, starts them, ends them. The engine's executor is the only caller."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from typing import Any
+
+import msgspec
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from cluster.config import EngineConfig
+from cluster.engine.ranks.actor import RankActor
+from cluster.engine.ranks.channel import Listener, RankChannel, RankLost
+from cluster.engine.ranks.claims import CannotPlace, listed, node_cpus
+from workers.model_info import ModelInfo
+
+logger = logging.getLogger(__name__)
+
+PLACEMENT_S = 10.0
+"""Within which there must be room: those that end now have left by then."""
+START_S = 60.0
+"""Within which an actor's process must be there, before it loads anything. One on a node that has gone never is."""
+OTHER_FAILURES_S = 0.5
+"""A rank that fails to load makes others fail, which wait for it; the cause may be told after the consequence."""
+
+
+class RankGroup:
+    """`config.num_threads` is given: what each rank has, and claims."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._num_ranks = config.tensor_parallel_size
+        self._placement: PlacementGroup | None = None
+        self._actors: list[Any] = []
+
+    def start(self) -> tuple[ModelInfo, RankChannel]:
+        """Ends the actors that there are and starts others. Raises `CannotPlace` where there is no room for them,
+        what loading the model raises, and `RankLost` where one dies over it.
+        """
+        self._kill()
+        placement = self._place()
+        self._actors = [self._start_actor(placement, rank) for rank in range(self._num_ranks)]
+        try:
+            info, channel = self._load()
+        except BaseException:
+            self._kill()
+            raise
+        # Whatever memory is free when they start again, wherever that is: the scheduler counts on the same blocks.
+        self._config = msgspec.structs.replace(
+            self._config, dtype=info.dtype, kv_cache_bytes=info.kv_cache_bytes, max_model_len=info.max_model_len
+        )
+        return info, channel
+
+    def _load(self) -> tuple[ModelInfo, RankChannel]:
+        _results([actor.__ray_ready__.remote() for actor in self._actors], START_S)
+        (group_address,) = _results([self._actors[0].open_store.remote()])
+        loading = [actor.load.remote(self._config, rank, group_address) for rank, actor in enumerate(self._actors)]
+        info, *_ = _results(loading)
+        listener = Listener(ray.util.get_node_ip_address())
+        for actor in self._actors:
+            actor.serve.remote(listener.address)
+        return info, RankChannel(listener.accept(self._num_ranks))
+
+    def _start_actor(self, placement: PlacementGroup, rank: int) -> Any:
+        """The placement group has claimed what it uses."""
+        place = PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=rank)
+        actor_class: Any = ray.remote(num_cpus=0, max_restarts=0)(RankActor)
+        return actor_class.options(scheduling_strategy=place).remote(self._config.num_threads)
+
+    def _place(self) -> PlacementGroup:
+        """The places that the ranks had before, others where a node has gone."""
+        if self._placement is not None and placement_group_table(self._placement)["state"] == "CREATED":
+            return self._placement
+        self._remove_placement()
+        claims = [{"CPU": float(self._config.num_threads or 1)}] * self._num_ranks
+        self._placement = placement = placement_group(claims, strategy=self._config.placement_strategy)
+        if not placement.wait(PLACEMENT_S):
+            self._remove_placement()
+            free = int(ray.available_resources().get("CPU", 0))
+            raise CannotPlace(
+                f"{self._num_ranks} ranks with {self._config.num_threads} CPUs each find no place as "
+                f"{self._config.placement_strategy}: the cluster's nodes have {listed(node_cpus())}, of which "
+                f"{free} are free; lower num_threads or tensor_parallel_size, choose another placement_strategy, or "
+                "add nodes"
+            )
+        return placement
+
+    def stop(self) -> None:
+        """Ends all actors and gives their places back; harmless where Ray has ended."""
+        if ray.is_initialized():
+            self._kill()
+            self._remove_placement()
+
+    def _kill(self) -> None:
+        actors, self._actors = self._actors, []
+        for actor in actors:
+            with contextlib.suppress(ray.exceptions.ActorHandleNotFoundError):
+                ray.kill(actor)
+
+    def _remove_placement(self) -> None:
+        placement, self._placement = self._placement, None
+        if placement is not None:
+            remove_placement_group(placement)
+
+
+def _results(references: list[Any], seconds: float | None = None) -> list[Any]:
+    """What all actors return. As soon as one fails, raises what it raised, or `RankLost` where it died or took longer
+    than `seconds`.
+    """
+    deadline = None if seconds is None else time.monotonic() + seconds
+    pending = list(references)
+    while pending:
+        done, pending = ray.wait(pending, timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+        if not done:
+            raise RankLost(f"{len(pending)} ranks did not start within {seconds} s; their node may have gone")
+        error = _error(done[0])
+        if error is not None:
+            raise _cause(error, pending)
+    return ray.get(references)
+
+
+def _cause(error: Exception, pending: list[Any]) -> Exception:
+    """That the model cannot be served is a cause; that a rank waited in vain, or died, may be a consequence."""
+    others = ray.wait(pending, num_returns=len(pending), timeout=OTHER_FAILURES_S)[0] if pending else []
+    errors = [error, *(other for reference in others if (other := _error(reference)) is not None)]
+    return next((each for each in errors if isinstance(each, ValueError)), error)
+
+
+def _error(reference: Any) -> Exception | None:
+    try:
+        ray.get(reference)
+    except RayTaskError as error:
+        return error.cause if isinstance(error.cause, Exception) else error
+    except RayActorError as error:
+        return RankLost(f"a rank died while it started: {error}")
+    return None

@@ -1,0 +1,371 @@
+"""The executor over Ray actors: the tokens of the engine's own process, on one node or two, and through any rank's end.
+
+A real Ray of two nodes on this machine. One engine serves most tests: what one of them breaks, the next one finds
+rebuilt.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import psutil
+import pytest
+
+from cluster.config import EngineConfig
+from cluster.engine.engine import EngineDead
+from cluster.engine.ranks import channel, deadline, group
+from cluster.engine.ranks.channel import Hello, Listener, RankChannel, RankLost, connect
+from cluster.engine.ranks.claims import CannotPlace, check_room, num_claimed, own_cpus, threads_each
+from cluster.engine.ranks.deadline import StepDeadline
+from cluster.engine.ranks.executor import RayExecutor
+from cluster.engine.ranks.messages import Masks, Message, Sample, Step
+from cluster.llm import LLM, ConstraintSpec, LogitsProcessorSpec, RequestOutput, SamplingParams
+from structured.frames import frame
+from structured.masks import LATE, NO_MASK, MaskBatch
+from tests.checkpoints import checkpoint
+from tests.grammar_pools import wait_until
+from workers.checkpoints.model_config import ModelError
+from workers.step import ScheduledSequence, StepInput
+
+ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.timeout(240)
+
+PROVE = os.environ.get("MANTA_PROVE") == "1"
+ROOT = str(pathlib.Path(__file__).resolve().parents[1])
+OPTIONS: dict[str, Any] = {"kv_cache_bytes": 1 << 24, "num_threads": 1, "max_num_sequences": 32}
+PROMPTS = [[5, 6, 7], [8, 9], [30, 31, 32, 33], [40]]
+NUM_TOKENS = 24
+
+
+class Only:
+    """A logits processor that leaves one token, another one at each position."""
+
+    def __init__(self, arguments: dict[str, Any], prompt: Any, output: Any, vocab_size: int) -> None:
+        self.first = arguments["first"]
+
+    def __call__(self, output: np.ndarray, logits: Any) -> None:
+        logits[: self.first + len(output)] = -float("inf")
+        logits[self.first + len(output) + 1 :] = -float("inf")
+
+
+def params() -> list[SamplingParams]:
+    """Greedy, seeded with logprobs, several choices, under a grammar, with a processor."""
+    common: dict[str, Any] = {"max_tokens": NUM_TOKENS, "ignore_eos": True}
+    regex = ConstraintSpec(kind="regex", text="[a-f]{8}-[0-9]{60}")
+    return [
+        SamplingParams(temperature=0, **common),
+        SamplingParams(seed=7, logprobs=2, prompt_logprobs=1, **common),
+        SamplingParams(seed=3, n=3, repetition_penalty=1.2, **common),
+        SamplingParams(seed=5, constraint=regex, **common),
+        SamplingParams(logits_processors=(LogitsProcessorSpec(name="only", arguments={"first": 50}),), **common),
+    ]
+
+
+def submit(llm: LLM) -> list[str]:
+    prompts = [*PROMPTS, PROMPTS[0]]
+    ids = [f"{next(llm._ids)}" for _ in prompts]
+    for request_id, prompt, one in zip(ids, prompts, params(), strict=True):
+        llm.add_request(request_id, prompt, one)
+    return ids
+
+
+def finish(llm: LLM, ids: list[str]) -> list[list[tuple[Any, ...]]]:
+    """What tells two runs apart: tokens, numbers of log-probabilities, and ends."""
+    ended: dict[str, RequestOutput] = {}
+    while len(ended) < len(ids):
+        ended |= {output.request_id: output for output in llm.step() if output.finished}
+    llm.step()  # checks that nothing leaked
+    return [
+        [
+            (choice.token_ids, len(choice.logprobs or []), choice.finish_reason, choice.error)
+            for choice in ended[one].outputs
+        ]
+        for one in ids
+    ]
+
+
+def executor(llm: LLM) -> RayExecutor:
+    assert isinstance(llm.engine.executor, RayExecutor)
+    return llm.engine.executor
+
+
+def make_llm(**options: Any) -> LLM:
+    llm = LLM(str(checkpoint("llama", dtype="float32")), **OPTIONS | options)
+    llm.register_logits_processor("only", Only)
+    return llm
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[tuple[Any, ...]]]:
+    llm = make_llm()
+    return finish(llm, submit(llm))
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Any]:
+    """Two nodes: the first has room for two ranks of one thread, the second for one."""
+    from ray.cluster_utils import Cluster
+
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    cluster.add_node(num_cpus=1)
+    ray.init(cluster.address, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": ROOT}})
+    cluster.wait_for_nodes()
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def llm(nodes: Any) -> LLM:
+    return make_llm(tensor_parallel_size=2, placement_strategy="SPREAD", kv_cache_bytes=None, kv_cache_fraction=1e-3)
+
+
+def test_two_nodes_draw_the_tokens_of_one_process(llm: LLM, expected: list[Any]) -> None:
+    assert finish(llm, submit(llm)) == expected
+    assert finish(llm, submit(llm)) == expected
+    placed = ray.util.placement_group_table(executor(llm)._group._placement)["bundles_to_node_id"]
+    assert len(set(placed.values())) == 2
+    stats = llm.engine.stats()
+    assert stats.num_rank_rebuilds == stats.num_rank_disagreements == 0
+
+
+@pytest.mark.parametrize("ranks", [[1, 0, 1, 0] * 5 if PROVE else [1, 0]], ids=str)
+def test_ranks_that_are_killed_one_after_another_cost_no_token(llm: LLM, expected: list[Any], ranks: list[int]) -> None:
+    """Each is killed in the middle of a run. The engine serves from one death to the next, with the blocks that its
+    scheduler knows of, however much memory is free then.
+    """
+    num_rebuilds, num_blocks = llm.engine.stats().num_rank_rebuilds, llm.engine.model.num_blocks
+    for rank in ranks:
+        ids = submit(llm)
+        for _ in range(4):
+            llm.step()
+        os.kill(executor(llm)._ranks.pids[rank], signal.SIGKILL)
+        assert finish(llm, ids) == expected
+        assert executor(llm).model.num_blocks == num_blocks
+    stats = llm.engine.stats()
+    assert stats.num_rank_rebuilds == num_rebuilds + len(ranks)
+    assert stats.num_rank_disagreements == 0
+
+
+def test_a_rank_that_hangs_is_given_up(llm: LLM, expected: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    num_rebuilds = llm.engine.stats().num_rank_rebuilds
+    finish(llm, submit(llm))  # no first step any more, which may take long
+    monkeypatch.setattr(deadline, "SHORTEST_S", 1.0)
+    ids = submit(llm)
+    for _ in range(4):
+        llm.step()
+    os.kill(executor(llm)._ranks.pids[1], signal.SIGSTOP)
+    assert finish(llm, ids) == expected
+    assert llm.engine.stats().num_rank_rebuilds == num_rebuilds + 1
+
+
+def test_ranks_that_died_while_nothing_ran_are_there_for_the_next_request(llm: LLM, expected: list[Any]) -> None:
+    """What is registered meanwhile is known to the new ones, as what was before."""
+    for pid in executor(llm)._ranks.pids:
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda pid=pid: not psutil.pid_exists(pid))
+    llm.register_logits_processor("late", Only)
+    processors = (LogitsProcessorSpec(name="late", arguments={"first": 9}),)
+    (output,) = llm.generate([[5]], SamplingParams(max_tokens=3, logits_processors=processors), use_tqdm=False)
+    assert output.outputs[0].token_ids == [9, 10, 11]
+    assert finish(llm, submit(llm)) == expected
+
+
+@pytest.mark.parametrize(
+    ("ranks", "num_rebuilds"), [([0, 1], 0), ([1], 1), pytest.param([0], 1, marks=pytest.mark.prove)]
+)
+def test_a_step_that_raises_on_ranks_costs_no_token(
+    llm: LLM, expected: list[Any], ranks: list[int], num_rebuilds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where all raise, their processes stay. Where one does, others wait for it in vain."""
+    ranks_channel, before = executor(llm)._ranks, llm.engine.stats().num_rank_rebuilds
+    send = ranks_channel.send
+    ids = submit(llm)
+    for _ in range(4):
+        llm.step()
+
+    def send_nonsense(message: Message, to: Iterable[int], owing: Iterable[int]) -> None:
+        monkeypatch.undo()
+        assert isinstance(message, Step)
+        nonsense = Step(StepInput(message.step.step_id, scheduled=[ScheduledSequence(10**6, 0, 1, [])]), {})
+        for rank in to:
+            send(nonsense if rank in ranks else message, [rank], {rank} & set(owing))
+
+    monkeypatch.setattr(ranks_channel, "send", send_nonsense)
+    assert finish(llm, ids) == expected
+    assert llm.engine.stats().num_rank_rebuilds == before + num_rebuilds
+
+
+def test_ranks_that_find_no_place_are_told_in_a_sentence(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "PLACEMENT_S", 1.0)
+    words = (
+        "2 ranks with 2 CPUs each find no place as STRICT_PACK: the cluster's nodes have 2, 1 CPUs, of which 1 are free"
+    )
+    with pytest.raises(CannotPlace, match=words):
+        LLM(str(checkpoint("llama")), **OPTIONS | {"num_threads": 2}, tensor_parallel_size=2)
+
+
+def test_what_is_wrong_with_the_model_is_told_as_without_ranks(llm: LLM, tmp_path: pathlib.Path) -> None:
+    """The group of the engine at hand tries to load another model. An engine that cannot be rebuilt says so, and its
+    ranks leave.
+    """
+    ranks = executor(llm)
+    pids = ranks._ranks.pids
+    ranks._group._config = msgspec.structs.replace(ranks._group._config, model=str(tmp_path))
+    with pytest.raises(ModelError, match=r"config\.json"):
+        ranks._group.start()
+    submit(llm)
+    with pytest.raises(EngineDead, match=r"the ranks could not be rebuilt: ModelError: .*config\.json"):
+        llm.step()
+    assert not llm.engine.alive
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+
+
+DRIVER = """
+import sys, time
+from cluster.llm import LLM
+llm = LLM(sys.argv[1], kv_cache_bytes=1 << 24, num_threads=1, tensor_parallel_size=2)
+print(*llm.engine.executor._ranks.pids, flush=True)
+if sys.argv[2] == "lives":
+    sys.stdin.readline()
+    del llm
+    import gc
+    gc.collect()
+    print("done", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("end", ["dies", pytest.param("lives", marks=pytest.mark.prove)])
+def test_no_rank_outlives_its_engine(nodes: Any, end: str) -> None:
+    """Neither its process nor its claim, be the process of the engine killed or go on."""
+    wait_until(lambda: ray.available_resources().get("CPU") == 3)
+    command = [sys.executable, "-c", DRIVER, str(checkpoint("llama")), end]
+    environment = {**os.environ, "RAY_ADDRESS": nodes.address, "PYTHONPATH": ROOT}
+    driver = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True)
+    try:
+        assert driver.stdout is not None
+        assert driver.stdin is not None
+        pids = [int(pid) for pid in driver.stdout.readline().split()]
+        assert len(pids) == 2
+        assert ray.available_resources().get("CPU") == 1
+        if end == "lives":
+            driver.stdin.write("\n")
+            driver.stdin.flush()
+            assert driver.stdout.readline() == "done\n"
+        else:
+            driver.kill()
+        wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+        wait_until(lambda: ray.available_resources().get("CPU") == 3)
+    finally:
+        driver.kill()
+        driver.communicate()
+
+
+@pytest.mark.prove
+def test_the_ranks_of_a_node_that_goes_find_another_place(nodes: Any, expected: list[Any]) -> None:
+    """The last test of these nodes, for one of them is no more."""
+    wait_until(lambda: ray.available_resources().get("CPU") == 3)
+    llm = make_llm(tensor_parallel_size=2, placement_strategy="SPREAD")
+    ids = submit(llm)
+    for _ in range(4):
+        llm.step()
+    (second,) = nodes.worker_nodes
+    nodes.remove_node(second)
+    assert finish(llm, ids) == expected
+    assert llm.engine.stats().num_rank_rebuilds == 1
+
+
+# ---- the parts, without Ray ------------------------------------------------------------------------------------------
+
+
+def test_claims_share_nodes_out() -> None:
+    def each(num_engines: int, nodes: list[int], **options: Any) -> int:
+        return threads_each(EngineConfig(**options), num_engines, nodes)
+
+    assert each(1, [2]) == 2
+    assert each(2, [2]) == 1
+    assert each(3, [2]) == 1
+    assert each(2, [8, 4]) == 4
+    assert each(1, [8], tensor_parallel_size=2) == 4
+    assert each(2, [8], tensor_parallel_size=2) == 2
+    assert each(2, [8, 8], tensor_parallel_size=2) == 4
+    assert each(1, [8, 8], tensor_parallel_size=2, placement_strategy="SPREAD") == 8
+    assert each(1, [8, 8], tensor_parallel_size=2, placement_strategy="PACK") == 4
+    assert each(5, [2], num_threads=3) == 3
+    assert num_claimed(EngineConfig(tensor_parallel_size=2), 2, [2]) == 4
+    assert own_cpus(EngineConfig(num_threads=3)) == 3
+    assert own_cpus(EngineConfig(num_threads=3, tensor_parallel_size=2)) == 0
+    check_room(EngineConfig(num_threads=2), 3, [4, 3])
+    with pytest.raises(CannotPlace, match=r"engines claim 4 x 2 CPUs, .* have 4, 3 CPUs; lower"):
+        check_room(EngineConfig(num_threads=2), 4, [4, 3])
+
+
+def test_a_deadline_follows_the_steps() -> None:
+    bound = StepDeadline()
+    bound.restart()
+    assert bound.seconds(1) == deadline.UNKNOWN_S
+    bound.learn(4, 0.01)
+    assert bound.seconds(1) == bound.seconds(4) == deadline.SHORTEST_S
+    bound.learn(4, 0.5)
+    assert bound.seconds(3) == 0.5 * deadline.FACTOR
+    assert bound.seconds(2048) == 0.5 * deadline.FACTOR * 2048 / 4
+    bound.learn(2000, 1.0)
+    assert bound.seconds(2048) == 1.0 * deadline.FACTOR
+    for _ in range(deadline.NUM_RECENT):
+        bound.learn(4, 0.3)
+    assert bound.seconds(4) == 0.3 * deadline.FACTOR
+    bound.restart()
+    assert bound.seconds(4) == deadline.FIRST_STEP_S
+    bound.learn(4, 0.3)
+    assert bound.seconds(4) == 0.3 * deadline.FACTOR
+
+
+def test_of_masks_the_used_rows_travel() -> None:
+    rows = np.arange(40, dtype=np.int32).reshape(10, 4)
+    adjustments = {1: (np.array([3, 5], np.int32), np.array([0.5, -1.0], np.float32))}
+    sent = msgspec.msgpack.encode(Masks.of(MaskBatch(7, [4, NO_MASK, 9, LATE, 4], rows, adjustments)))
+    received = msgspec.msgpack.decode(sent, type=Masks).batch()
+    assert received.step_id == 7
+    assert received.slots == [0, NO_MASK, 1, LATE, 0]
+    assert received.rows.tolist() == rows[[4, 9]].tolist()
+    assert [each.tolist() for each in received.adjustments[1]] == [[3, 5], [0.5, -1.0]]
+
+
+def test_strangers_do_not_become_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither by a wrong secret, nor by nonsense, nor by saying nothing."""
+    monkeypatch.setattr(channel, "HELLO_S", 0.2)
+    listener = Listener("127.0.0.1")
+    place = (listener.address.host, listener.address.port)
+    strangers = [socket.create_connection(place) for _ in range(4)]
+    strangers[0].sendall(frame(msgspec.msgpack.encode(Hello("wrong", 0, 1))))
+    strangers[1].sendall(b"\xff" * 100)
+    strangers[2].close()
+    rank = connect(listener.address, 0)
+    ((hello, connection),) = listener.accept(1)
+    assert hello.pid == os.getpid()
+    assert connection.getpeername() == rank.getsockname()
+
+
+def test_a_rank_that_reads_nothing_is_lost_and_holds_nobody_up() -> None:
+    """A message larger than what the system keeps for it is sent as far as it goes."""
+    listener = Listener("127.0.0.1")
+    rank = connect(listener.address, 0)
+    ranks = RankChannel(listener.accept(1))
+    ranks.ask(Sample(Masks(1, [0], bytes(1 << 24), 1, {})), 0)
+    with pytest.raises(RankLost, match=r"ranks \[0\] did not answer within 0.1 s"):
+        ranks.collect(0.1)
+    rank.close()
+    with pytest.raises(RankLost):
+        ranks.collect(0.1)
+    ranks.close()
