@@ -111,7 +111,7 @@ class LocalServer:
 
     async def until_idle(self) -> None:
         """Neither here nor in the engine anything is left of a request."""
-        await until(lambda: self.engine_is_idle and not self.ingress._client.submissions)
+        await until(lambda: self.engine_is_idle and not self.ingress._client.runs)
         self.replica.engine.check_integrity()
 
 

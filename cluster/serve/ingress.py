@@ -20,9 +20,9 @@ from cluster.config import ServeConfig
 from cluster.http.app import HttpApp
 from cluster.http.exchange import Receive, Scope, Send
 from cluster.http.metrics import Metrics
+from cluster.serve.engine_client import ANSWER_TIMEOUT_S, EngineClient
 from cluster.serve.listener import Listener
 from cluster.serve.start_failure import told_in_words
-from cluster.serve.submission import ANSWER_TIMEOUT_S, EngineClient
 from cluster.text.tokenizer import Tokenizer
 from workers.checkpoints.model_config import resolve_model_folder
 

@@ -1,0 +1,259 @@
+"""One prompt on its way through the engines: sent, sent on where an engine is lost or told to go, aborted.
+
+All that an engine knows of a request is a function of its parameters, its seed and its tokens, so an ingress that draws
+the seed and keeps the tokens can have any other engine go on where the last one was. What becomes of the tokens is the
+business of `submission.py`; who is lost is found out by `engine_client.py`, which calls `lose` and `go_on`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+from ray.exceptions import RayActorError
+
+from cluster.engine.request import ContinuedChoice, EngineRequest, SequenceOutput, Usage
+from cluster.http.errors import ApiError
+from cluster.http.metrics import Metrics
+from cluster.serve.channel import Connection, Control, EngineFailed, RequestResult
+from cluster.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+MAX_DEATHS = 2
+"""A request over which so many engines died is not tried again: it may be why."""
+RETRY_PAUSE_S = 0.1
+"""Before a call is repeated that reached no engine: Serve's router learns within about a second who is dead."""
+LAST_FRAME_TIMEOUT_S = 30.0
+"""The result of a request may overtake its last frames; if one comes later than this, the request goes on elsewhere."""
+OVERDUE_S = 30.0
+"""The engine ends a request at its deadline. If it says nothing for so long after the deadline, it is given up."""
+
+Tell = Callable[[SequenceOutput | RequestResult | Exception], None]
+
+
+class Caller(Protocol):
+    """What runs and submissions need of the ingress that they belong to; `EngineClient` is it."""
+
+    tokenizer: Tokenizer
+    metrics: Metrics
+    runs: dict[str, PromptRun]
+    """By the name under which an engine runs each now."""
+
+    async def generate(self, request: EngineRequest) -> RequestResult:
+        """One call that stays open as long as the request runs."""
+        ...
+
+    def replica_sent_to(self, request_id: str) -> str | None:
+        """The replica that was chosen for a request; None before that, and after `forget_sent`."""
+        ...
+
+    def forget_sent(self, request_id: str) -> None: ...
+
+    def cancel_later(self, call: asyncio.Task[None]) -> None:
+        """Cancels the call of a request that has ended, after it had a second to return by itself."""
+        ...
+
+
+class PromptRun:
+    """Sends `request`, whose seed it draws if it has none, and tells `tell` what comes back, until `has_all_frames`. A
+    `RequestResult` or an exception is the last that it tells.
+    """
+
+    def __init__(self, client: Caller, request: EngineRequest, tell: Tell) -> None:
+        if request.params.seed is None:
+            params = msgspec.structs.replace(request.params, seed=secrets.randbits(63))
+            request = msgspec.structs.replace(request, params=params)
+        assert request.deadline_s is not None
+        self.request_id = request.request_id
+        """Of the engine that runs it now; frames under another one are late."""
+        self.connection: Connection | None = None
+        """To the engine that has taken it; None until it says so."""
+        self.has_all_frames = asyncio.Event()
+        """Set when no choice gets more frames, whether or not somebody has read those that came."""
+        self._client = client
+        self._request = request
+        self._tell = tell
+        self._deadline = time.monotonic() + request.deadline_s
+        self._call: asyncio.Task[None] | None = None
+        self._outputs: list[list[int]] = [[] for _ in range(request.params.n)]
+        """Of each choice, all tokens that came, read or not."""
+        self._open = set(range(request.params.n))
+        """Choices that get more frames."""
+        self._usages: dict[int, Usage] = {}
+        """Of choices, as last reported."""
+        self._num_prompt_logprobs = 0
+        self._untold: list[Control] = []
+        """Stops for an engine that has not taken the request yet."""
+        self._num_attempts = 0
+        self._num_deaths = 0
+
+    @property
+    def replica(self) -> str | None:
+        """Of the engine that should be heard: it has the request, or was sent it; None where no frame is due."""
+        if self.has_all_frames.is_set():
+            return None
+        if self.connection is not None:
+            return self.connection.replica
+        return self._client.replica_sent_to(self.request_id)
+
+    def start(self) -> None:
+        self._send(self._request)
+
+    def _send(self, request: EngineRequest, pause_s: float = 0.0) -> None:
+        self._client.runs[request.request_id] = self
+        self._call = asyncio.ensure_future(self._run(request, pause_s))
+
+    async def _run(self, request: EngineRequest, pause_s: float) -> None:
+        """One call, which stays open as long as the request runs."""
+        assert request.deadline_s is not None
+        overdue = asyncio.timeout(request.deadline_s + OVERDUE_S)
+        try:
+            async with overdue:
+                await asyncio.sleep(pause_s)
+                result = await self._client.generate(request)
+                if result.refused is None and result.queue_full is None:
+                    await asyncio.wait_for(self.has_all_frames.wait(), LAST_FRAME_TIMEOUT_S)
+                    return
+        except Exception as error:
+            if overdue.expired():
+                self._fail(_overdue(self._request.deadline_s))
+            else:
+                self._on_error(error)
+            return
+        self._fail(result)
+
+    def _on_error(self, error: Exception) -> None:
+        cause = getattr(error, "cause", None) or error  # Ray raises a copy of what the engine raised
+        if isinstance(cause, RayActorError | EngineFailed):
+            if self.connection is None:
+                self.go_on(RETRY_PAUSE_S)
+            else:
+                self.lose()
+        elif isinstance(cause, TimeoutError | ConnectionError):  # engine and ingress do not reach each other just now
+            self.go_on(RETRY_PAUSE_S)
+        else:
+            self._fail(error)
+
+    def _fail(self, reason: RequestResult | Exception) -> None:
+        self._client.runs.pop(self.request_id, None)
+        self._tell(reason)
+
+    # ---- what comes back -----------------------------------------------------------------------------------------
+
+    def receive(self, output: SequenceOutput, connection: Connection) -> None:
+        if self.connection is None:
+            self._take(connection)
+        if output.token_ids:
+            self._outputs[output.index] += output.token_ids
+        elif output.finish is None and not output.prompt_logprobs:
+            return  # the engine's word that it has the request
+        if output.prompt_logprobs:
+            self._num_prompt_logprobs += len(output.prompt_logprobs)
+        if output.usage is not None:
+            self._usages[output.index] = output.usage
+        if output.finish is not None:
+            self._end(output.index)
+        self._tell(output)
+
+    def _take(self, connection: Connection) -> None:
+        self.connection = connection
+        self._client.forget_sent(self.request_id)
+        for control in self._untold:
+            connection.send(control)
+        self._untold.clear()
+
+    def stop(self, index: int, num_kept_tokens: int) -> None:
+        """Ends a choice, of whose output so many tokens count."""
+        if index not in self._open:
+            return
+        self._end(index)
+        control = Control(self.request_id, index, num_kept_tokens)
+        if self.connection is None:
+            self._untold.append(control)
+        else:
+            self.connection.send(control)
+
+    def _end(self, index: int) -> None:
+        self._open.discard(index)
+        if not self._open:
+            self.has_all_frames.set()
+
+    # ---- going on elsewhere --------------------------------------------------------------------------------------
+
+    def lose(self) -> None:
+        """The engine that had the request died."""
+        if self.has_all_frames.is_set():
+            return
+        self._num_deaths += 1
+        if self._num_deaths < MAX_DEATHS:
+            self.go_on()
+            return
+        self.leave()
+        message = (
+            f"{MAX_DEATHS} engine processes died while they ran this request, which may be why; it is not tried again"
+        )
+        self._fail(ApiError(500, message, code="internal_error"))
+
+    def go_on(self, pause_s: float = 0.0) -> None:
+        """Leaves the engine, if it lives, and sends the request to another one with the tokens so far."""
+        self.leave()
+        self._num_attempts += 1
+        self.request_id = f"{self._request.request_id}/{self._num_attempts}"
+        logger.info("request %s goes on as %s", self._request.request_id, self.request_id)
+        self._client.metrics.continuations.inc()
+        self._send(self._continuation(), pause_s)
+
+    def _continuation(self) -> EngineRequest:
+        """Where every choice is at its beginning it is the first request again."""
+        has_begun = any(self._outputs) or len(self._open) < len(self._outputs)
+        choices = [
+            ContinuedChoice(index, self._outputs[index], self._usages.get(index, self._usage_of_prompt))
+            for index in sorted(self._open)
+        ]
+        return msgspec.structs.replace(
+            self._request,
+            request_id=self.request_id,
+            deadline_s=max(0.0, self._deadline - time.monotonic()),
+            continued=choices if has_begun else [],
+            num_prompt_logprobs=self._num_prompt_logprobs,
+        )
+
+    @property
+    def _usage_of_prompt(self) -> Usage:
+        """Of a choice without output."""
+        known = next(iter(self._usages.values()), None)
+        return Usage(len(self._request.prompt_token_ids), 0, 0 if known is None else known.num_cached_tokens)
+
+    # ---- the end -------------------------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """Aborts what runs."""
+        self._client.runs.pop(self.request_id, None)
+        self._client.forget_sent(self.request_id)
+        self._untold.clear()
+        if self.connection is not None:
+            self.connection.send(Control(self.request_id))
+            self.connection = None
+        if self._call is not None:
+            self._call.cancel()  # Serve cancels the remote call, and the engine aborts it
+
+    def release(self) -> None:
+        """Every choice has ended: the call may run out, which keeps Serve's counts right."""
+        self._client.runs.pop(self.request_id, None)
+        if self._call is not None:
+            self._call.add_done_callback(lambda task: task.cancelled() or task.exception())
+            self._client.cancel_later(self._call)
+
+
+def _overdue(deadline_s: float | None) -> ApiError:
+    return ApiError(
+        408,
+        f"no engine ended the request at its deadline; the limit is request_timeout_s, {deadline_s:g}",
+        type="timeout_error",
+    )
