@@ -27,7 +27,7 @@ from workers.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-ANSWER_TIMEOUT_S = 10.0
+ANSWER_TIMEOUT_S = 3.0
 """How long replicas may take to say their statistics; all are asked at once."""
 
 
@@ -101,8 +101,8 @@ class EngineClient:
     async def stats(self) -> list[EngineStats]:
         """Of every engine replica that answers. Raises `ApiError` 503 if none does."""
         answers = self._engine.broadcast("stats")
-        try:
-            found = await answers.results_async(timeout_s=ANSWER_TIMEOUT_S, return_exceptions=True)
+        try:  # in a thread: awaited, one replica that does not answer would be an error of all
+            found = await asyncio.to_thread(answers.results, timeout_s=ANSWER_TIMEOUT_S, return_exceptions=True)
         except Exception as error:
             found = [error]
         stats = [each for each in found if isinstance(each, EngineStats)]

@@ -258,6 +258,7 @@ def engine_deployment(config: EngineConfig, num_replicas: int, num_threads: int)
         # The engine's own queue limit refuses (429): Serve must not hold requests back before it sees them.
         max_ongoing_requests=config.max_num_sequences + config.max_num_waiting + 1024,
         health_check_period_s=1,  # Serve learns so of a death, and starts another replica
+        health_check_timeout_s=5,  # three times in a row: one that hangs is replaced after 18 s
         request_router_config=RequestRouterConfig(
             request_router_class=EngineRouter,  # type: ignore[arg-type]
             request_router_kwargs={"deployment": "engine"},

@@ -1,8 +1,8 @@
 """One prompt on its way through the engines: sent, sent on where an engine is lost or told to go, aborted.
 
-All that an engine knows of a request is a function of its parameters, its seed and its tokens, so an ingress that draws
-the seed and keeps the tokens can have any other engine go on where the last one was. What becomes of the tokens is the
-business of `submission.py`; who is lost is found out by `engine_client.py`, which calls `lose` and `go_on`.
+The ingress draws the seed and keeps the tokens, so any other engine can go on where the last one was. What becomes of
+the tokens is the business of `submission.py`; who is lost is found out by `engine_client.py`, which calls `lose` and
+`go_on`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Protocol
 import msgspec
 from ray.exceptions import RayActorError
 
-from cluster.engine.request import ContinuedChoice, EngineRequest, SequenceOutput, Usage
+from cluster.engine.progress import Progress
+from cluster.engine.request import EngineRequest, SequenceOutput
 from cluster.http.errors import ApiError
 from cluster.http.metrics import Metrics
 from cluster.serve.channel import Connection, Control, EngineFailed, RequestResult
@@ -81,13 +82,8 @@ class PromptRun:
         self._tell = tell
         self._deadline = time.monotonic() + request.deadline_s
         self._call: asyncio.Task[None] | None = None
-        self._outputs: list[list[int]] = [[] for _ in range(request.params.n)]
-        """Of each choice, all tokens that came, read or not."""
-        self._open = set(range(request.params.n))
-        """Choices that get more frames."""
-        self._usages: dict[int, Usage] = {}
-        """Of choices, as last reported."""
-        self._num_prompt_logprobs = 0
+        self._progress = Progress(request)
+        """All that came, read or not."""
         self._untold: list[Control] = []
         """Stops for an engine that has not taken the request yet."""
         self._num_attempts = 0
@@ -149,17 +145,14 @@ class PromptRun:
     def receive(self, output: SequenceOutput, connection: Connection) -> None:
         if self.connection is None:
             self._take(connection)
-        if output.token_ids:
-            self._outputs[output.index] += output.token_ids
-        elif output.finish is None and not output.prompt_logprobs:
+        if not self._progress.add(output):
             return  # the engine's word that it has the request
-        if output.prompt_logprobs:
-            self._num_prompt_logprobs += len(output.prompt_logprobs)
-        if output.usage is not None:
-            self._usages[output.index] = output.usage
-        if output.finish is not None:
-            self._end(output.index)
+        self._note_end()
         self._tell(output)
+
+    def _note_end(self) -> None:
+        if self._progress.has_ended:
+            self.has_all_frames.set()
 
     def _take(self, connection: Connection) -> None:
         self.connection = connection
@@ -170,19 +163,15 @@ class PromptRun:
 
     def stop(self, index: int, num_kept_tokens: int) -> None:
         """Ends a choice, of whose output so many tokens count."""
-        if index not in self._open:
+        if not self._progress.is_open(index):
             return
-        self._end(index)
+        self._progress.end(index)
+        self._note_end()
         control = Control(self.request_id, index, num_kept_tokens)
         if self.connection is None:
             self._untold.append(control)
         else:
             self.connection.send(control)
-
-    def _end(self, index: int) -> None:
-        self._open.discard(index)
-        if not self._open:
-            self.has_all_frames.set()
 
     # ---- going on elsewhere --------------------------------------------------------------------------------------
 
@@ -207,28 +196,8 @@ class PromptRun:
         self.request_id = f"{self._request.request_id}/{self._num_attempts}"
         logger.info("request %s goes on as %s", self._request.request_id, self.request_id)
         self._client.metrics.continuations.inc()
-        self._send(self._continuation(), pause_s)
-
-    def _continuation(self) -> EngineRequest:
-        """Where every choice is at its beginning it is the first request again."""
-        has_begun = any(self._outputs) or len(self._open) < len(self._outputs)
-        choices = [
-            ContinuedChoice(index, self._outputs[index], self._usages.get(index, self._usage_of_prompt))
-            for index in sorted(self._open)
-        ]
-        return msgspec.structs.replace(
-            self._request,
-            request_id=self.request_id,
-            deadline_s=max(0.0, self._deadline - time.monotonic()),
-            continued=choices if has_begun else [],
-            num_prompt_logprobs=self._num_prompt_logprobs,
-        )
-
-    @property
-    def _usage_of_prompt(self) -> Usage:
-        """Of a choice without output."""
-        known = next(iter(self._usages.values()), None)
-        return Usage(len(self._request.prompt_token_ids), 0, 0 if known is None else known.num_cached_tokens)
+        remaining_s = max(0.0, self._deadline - time.monotonic())
+        self._send(self._progress.continuation(self.request_id, remaining_s), pause_s)
 
     # ---- the end -------------------------------------------------------------------------------------------------
 
