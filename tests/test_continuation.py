@@ -13,7 +13,6 @@ import pytest
 
 from cluster.config import EngineConfig
 from cluster.engine.engine import Engine
-from cluster.engine.progress import Progress
 from cluster.engine.request import (
     ContinuedChoice,
     EngineRequest,
@@ -23,6 +22,7 @@ from cluster.engine.request import (
     SequenceOutput,
     Usage,
 )
+from cluster.serve.progress import Progress
 from specdecode.config import SpeculativeConfig
 from structured.constraint import ConstraintLimits, ConstraintSpec, Resolved
 from structured.logits_processors import LogitsProcessorSpec

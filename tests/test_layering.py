@@ -156,6 +156,7 @@ INSIDE: dict[str, tuple[str, ...]] = {
         "cluster.serve.channel",
         "cluster.serve.replicas",
         "cluster.serve.request_router",
+        "cluster.serve.progress",
         "cluster.serve.prompt_run",
         "cluster.serve.submission",
         "cluster.serve.engine_client",

@@ -17,11 +17,11 @@ from typing import Protocol
 import msgspec
 from ray.exceptions import RayActorError
 
-from cluster.engine.progress import Progress
 from cluster.engine.request import EngineRequest, SequenceOutput
 from cluster.http.errors import ApiError
 from cluster.http.metrics import Metrics
 from cluster.serve.channel import Connection, Control, EngineFailed, RequestResult
+from cluster.serve.progress import Progress
 from cluster.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
