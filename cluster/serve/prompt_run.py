@@ -8,6 +8,7 @@ the tokens is the business of `submission.py`; who is lost is found out by `engi
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import secrets
 import time
@@ -103,7 +104,9 @@ class PromptRun:
 
     def _send(self, request: EngineRequest, pause_s: float = 0.0) -> None:
         self._client.runs[request.request_id] = self
-        self._call = asyncio.ensure_future(self._run(request, pause_s))
+        # In a context of its own: Serve takes calls of one HTTP request, which it knows by the context, for one call
+        # that it tries again, and forgets all but one of those that wait for a replica.
+        self._call = asyncio.get_running_loop().create_task(self._run(request, pause_s), context=contextvars.Context())
 
     async def _run(self, request: EngineRequest, pause_s: float) -> None:
         """One call, which stays open as long as the request runs."""
