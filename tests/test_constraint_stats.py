@@ -80,6 +80,7 @@ class FailingClient:
         self.tokenizer = Tokenizer(str(DEMO))
         self.metrics = Metrics("m")
         self.runs: dict[str, PromptRun] = {}
+        self.suspects = asyncio.Lock()
         self._error = error
 
     async def generate(self, request: EngineRequest) -> RequestResult:

@@ -46,6 +46,7 @@ class EngineClient:
         self._receiver = OutputReceiver(host, self._on_outputs, self._on_lost)
         self._ending: set[asyncio.Task[None]] = set()
         self._call_lock = asyncio.Lock()
+        self.suspects = asyncio.Lock()
         self._watching: asyncio.Task[None] | None = None
 
     def submit(

@@ -27,8 +27,12 @@ from cluster.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-MAX_DEATHS = 2
-"""A request over which so many engines died is not tried again: it may be why."""
+SUSPECT_DEATHS = 2
+"""A request over which so many engines died may be why. Such suspects go on one after the other, each once the one
+before it has gained something; if an engine dies over that, the one suspect fails.
+"""
+MAX_DEATHS = 6
+"""Nobody is so unlucky."""
 RETRY_PAUSE_S = 0.1
 """Before a call is repeated that reached no engine: Serve's router learns within about a second who is dead."""
 LAST_FRAME_TIMEOUT_S = 30.0
@@ -56,6 +60,9 @@ class Caller(Protocol):
         ...
 
     def forget_sent(self, request_id: str) -> None: ...
+
+    suspects: asyncio.Lock
+    """Held by the one suspect that goes on, until it has gained something."""
 
     def cancel_later(self, call: asyncio.Task[None]) -> None:
         """Cancels the call of a request that has ended, after it had a second to return by itself."""
@@ -89,6 +96,7 @@ class PromptRun:
         """Stops for an engine that has not taken the request yet."""
         self._num_attempts = 0
         self._num_deaths = 0
+        self._holds_suspects = False
 
     @property
     def replica(self) -> str | None:
@@ -115,6 +123,9 @@ class PromptRun:
         try:
             async with overdue:
                 await asyncio.sleep(pause_s)
+                if self._num_deaths >= SUSPECT_DEATHS:
+                    await self._client.suspects.acquire()
+                    self._holds_suspects = True
                 result = await self._client.generate(request)
                 if result.refused is None and result.queue_full is None:
                     await asyncio.wait_for(self.has_all_frames.wait(), LAST_FRAME_TIMEOUT_S)
@@ -140,6 +151,7 @@ class PromptRun:
             self._fail(error)
 
     def _fail(self, reason: RequestResult | Exception) -> None:
+        self._clear_of_suspicion()
         self._client.runs.pop(self.request_id, None)
         self._tell(reason)
 
@@ -150,6 +162,7 @@ class PromptRun:
             self._take(connection)
         if not self._progress.add(output):
             return  # the engine's word that it has the request
+        self._clear_of_suspicion()
         self._note_end()
         self._tell(output)
 
@@ -183,14 +196,21 @@ class PromptRun:
         if self.has_all_frames.is_set():
             return
         self._num_deaths += 1
-        if self._num_deaths < MAX_DEATHS:
+        if not self._holds_suspects and self._num_deaths < MAX_DEATHS:
             self.go_on()
             return
         self.leave()
         message = (
-            f"{MAX_DEATHS} engine processes died while they ran this request, which may be why; it is not tried again"
+            f"{self._num_deaths} engine processes died while they ran this request, which may be why; it is not tried "
+            "again"
         )
         self._fail(ApiError(500, message, code="internal_error"))
+
+    def _clear_of_suspicion(self) -> None:
+        """It gained something, or is over: the next suspect may go on."""
+        if self._holds_suspects:
+            self._holds_suspects = False
+            self._client.suspects.release()
 
     def go_on(self, pause_s: float = 0.0) -> None:
         """Leaves the engine, if it lives, and sends the request to another one with the tokens so far."""
@@ -206,6 +226,7 @@ class PromptRun:
 
     def leave(self) -> None:
         """Aborts what runs."""
+        self._clear_of_suspicion()
         self._client.runs.pop(self.request_id, None)
         self._client.forget_sent(self.request_id)
         self._untold.clear()
