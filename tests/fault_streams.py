@@ -147,8 +147,9 @@ class Streams:
 class Application:
     """Two engines of a tiny float32 model behind one ingress, until `stop`."""
 
-    def __init__(self, **engine: Any) -> None:
+    def __init__(self, num_replicas: int = 2, num_standby_replicas: int = 0, **engine: Any) -> None:
         self._engine = engine
+        self._num_standby_replicas = num_standby_replicas
         self.model = checkpoint("llama").name
         self.requests = bodies(self.model)
         port = free_port()
@@ -156,7 +157,7 @@ class Application:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         own_ray.start()
         serve.start(http_options=HTTPOptions(host="127.0.0.1", port=port), logging_config={"enable_access_log": False})
-        self.deploy(2)
+        self.deploy(num_replicas)
 
     def deploy(self, num_replicas: int, version: str = "1") -> None:
         """Returns when Serve has done it."""
@@ -166,6 +167,7 @@ class Application:
             "route_prefix": "/",
             "import_path": "cluster.serve.app:build",
             "args": {
+                "num_standby_replicas": self._num_standby_replicas,
                 "engine": {
                     "model": str(checkpoint("llama")),
                     "dtype": "float32",

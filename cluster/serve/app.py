@@ -40,7 +40,10 @@ def application(config: ServeConfig, listens: bool = False) -> serve.Application
     config = msgspec.structs.replace(config, engine=engine, served_model_name=config.model_name)
     num_threads = engine.num_threads or num_cores()
     engines = engine_deployment(engine, config.num_engine_replicas, num_threads).bind(engine)
-    return ingress_deployment(config, listens).bind(config, engines)
+    standby = None
+    if config.num_standby_replicas:
+        standby = engine_deployment(engine, config.num_standby_replicas, num_threads, "standby").bind(engine)
+    return ingress_deployment(config, listens).bind(config, engines, standby)
 
 
 def build(options: dict[str, Any]) -> serve.Application:

@@ -25,6 +25,9 @@ from structured.constraint import ConstraintSpec
 from workers.model_info import ModelInfo
 from workers.sampling_params import SamplingParams
 
+ENGINE, STANDBY = "engine", "standby"
+"""Names of deployments."""
+
 logger = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 3.0
@@ -35,14 +38,16 @@ class EngineClient:
     """Owns the output channel of one ingress and knows who waits for which request.
 
     `engine` is the handle of the engine deployment, `host` the address of this machine at which engines reach it.
+    `standby` is the handle of engines that serve while no other one can.
     """
 
-    def __init__(self, engine: Any, tokenizer: Tokenizer, host: str, metrics: Metrics) -> None:
-        self._engine = engine
+    def __init__(self, engine: Any, tokenizer: Tokenizer, host: str, metrics: Metrics, standby: Any = None) -> None:
+        self._handles = {ENGINE: engine} if standby is None else {ENGINE: engine, STANDBY: standby}
+        self._greeting: asyncio.Task[None] | None = None
         self.tokenizer = tokenizer
         self.metrics = metrics
         self.runs: dict[str, PromptRun] = {}
-        self._replicas = replicas.replicas_of("engine")
+        self._replicas = replicas.known_replicas()
         self._receiver = OutputReceiver(host, self._on_outputs, self._on_lost)
         self._ending: set[asyncio.Task[None]] = set()
         self._call_lock = asyncio.Lock()
@@ -66,6 +71,23 @@ class EngineClient:
 
     async def check_reachable(self) -> None:
         await self._listen()
+        if self._greeting is None:
+            self._greeting = asyncio.ensure_future(self._greet())
+
+    async def _greet(self) -> None:
+        """Serve tells of the standby's replicas once it was called."""
+        if STANDBY in self._handles:
+            try:
+                await self._handles[STANDBY].model.remote()
+            except Exception as error:  # whatever it is, the standby's first call meets it again
+                logger.warning("the standby does not answer: %s", in_words(error))
+
+    @property
+    def _engine(self) -> Any:
+        """The handle of those that serve now."""
+        known = self._replicas
+        needs_standby = ENGINE in known.running and not known.is_any_good(ENGINE) and known.is_any_good(STANDBY)
+        return self._handles[STANDBY if needs_standby else ENGINE]
 
     async def _listen(self) -> Address:
         """Where engines send tokens to. Raises `ApiError` 503 if this ingress cannot listen for them just now."""
@@ -101,16 +123,20 @@ class EngineClient:
 
     async def stats(self) -> list[EngineStats]:
         """Of every engine replica that answers. Raises `ApiError` 503 if none does."""
-        answers = self._engine.broadcast("stats")
-        try:  # in a thread: awaited, one replica that does not answer would be an error of all
-            found = await asyncio.to_thread(answers.results, timeout_s=ANSWER_TIMEOUT_S, return_exceptions=True)
-        except Exception as error:
-            found = [error]
+        answers = await asyncio.gather(*map(self._stats_of, self._handles.values()))
+        found = [answer for answers_of_one in answers for answer in answers_of_one]
         stats = [each for each in found if isinstance(each, EngineStats)]
         if not stats:
             reasons = sorted({type(error).__name__ for error in found})
             raise ApiError(503, f"no engine answers: {', '.join(reasons) or 'there is none'}")
         return stats
+
+    async def _stats_of(self, handle: Any) -> list[Any]:
+        answers = handle.broadcast("stats")
+        try:  # in a thread: awaited, one replica that does not answer would be an error of all
+            return await asyncio.to_thread(answers.results, timeout_s=ANSWER_TIMEOUT_S, return_exceptions=True)
+        except Exception as error:
+            return [error]
 
     def cancel_later(self, call: asyncio.Task[None]) -> None:
         self._ending.add(call)
@@ -148,7 +174,7 @@ class EngineClient:
             owing = {replica for _, replica in runs}
             self._replicas.beat(owing)
             bad = {replica for replica in owing if not self._replicas.is_good(replica)}
-            if bad and self._replicas.any_good:
+            if bad and any(map(self._replicas.is_any_good, self._handles)):
                 for run, replica in runs:
                     if replica in bad:
                         run.go_on()

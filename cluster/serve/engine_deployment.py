@@ -249,11 +249,11 @@ class EngineReplica:
                 self._inbox.get()()
 
 
-def engine_deployment(config: EngineConfig, num_replicas: int, num_threads: int) -> Any:
+def engine_deployment(config: EngineConfig, num_replicas: int, num_threads: int, name: str = "engine") -> Any:
     """The Serve deployment; bind it with the configuration."""
     return serve.deployment(
         EngineReplica,
-        name="engine",
+        name=name,
         num_replicas=num_replicas,
         # The engine's own queue limit refuses (429): Serve must not hold requests back before it sees them.
         max_ongoing_requests=config.max_num_sequences + config.max_num_waiting + 1024,
@@ -261,7 +261,7 @@ def engine_deployment(config: EngineConfig, num_replicas: int, num_threads: int)
         health_check_timeout_s=5,  # three times in a row: one that hangs is replaced after 18 s
         request_router_config=RequestRouterConfig(
             request_router_class=EngineRouter,  # type: ignore[arg-type]
-            request_router_kwargs={"deployment": "engine"},
+            request_router_kwargs={"deployment": name},
         ),
         ray_actor_options={
             "num_cpus": 0,

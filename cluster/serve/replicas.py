@@ -1,8 +1,8 @@
 """The engine replicas as one ingress knows them: which Serve runs, which live, and which got a request last.
 
 Serve's router (`request_router.py`) tells which replicas run and chooses among them; the channel tells who was heard.
-One `Replicas` stands between both for each deployment of engines: Serve makes the router where the ingress cannot pass
-it anything. Everything here may be asked from another thread, since Serve's router may run in one.
+One `Replicas` stands between both in each process: Serve makes the router where the ingress cannot pass it anything.
+Everything here may be asked from another thread, since Serve's router may run in one.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ heard again. Meanwhile Serve replaces it if it is dead.
 
 
 class Replicas:
-    """Of one deployment. A replica's name is the one of its actor."""
+    """Of all deployments of engines. A replica's name is the one of its actor."""
 
     def __init__(self) -> None:
-        self.running: frozenset[str] = frozenset()
-        """Those that Serve runs, less those that it told to go. Empty until Serve has said."""
+        self.running: dict[str, frozenset[str]] = {}
+        """By deployment, those that Serve runs, less those that it told to go. Deployments of which it has said."""
         self.routed: dict[str, str] = {}
         """Request to the replica that it was sent to, until this has taken it."""
         self._num_missed: dict[str, int] = {}
@@ -60,7 +60,9 @@ class Replicas:
 
     def is_good(self, replica: str) -> bool:
         """Whether requests should stay with it: it runs, and nothing speaks against it."""
-        return (not self.running or replica in self.running) and self._avoided.get(replica, 0.0) < time.monotonic()
+        if self._avoided.get(replica, 0.0) > time.monotonic():
+            return False
+        return not self.running or any(replica in names for names in self.running.values())
 
     def is_hung(self, replica: str) -> bool:
         """True in the one beat in which its patience is over."""
@@ -70,14 +72,16 @@ class Replicas:
         """Requests that are under way to it."""
         return sum(chosen == replica for chosen in list(self.routed.values()))
 
-    @property
-    def any_good(self) -> bool:
-        return any(map(self.is_good, self.running))
+    def is_any_good(self, deployment: str) -> bool:
+        """Whether some replica of a deployment can take requests."""
+        return any(map(self.is_good, self.running.get(deployment, ())))
 
 
 @functools.cache
-def replicas_of(deployment: str) -> Replicas:
-    """Of the engines that this process calls."""
+def known_replicas() -> Replicas:
+    """Of the engines that this process calls. A function, since Serve copies the router's class with all that it refers
+    to but functions of modules.
+    """
     return Replicas()
 
 

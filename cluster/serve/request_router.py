@@ -11,18 +11,19 @@ import random
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from cluster.engine.request import EngineRequest
-from cluster.serve.replicas import replicas_of
+from cluster.serve.replicas import known_replicas
 
 
 class EngineRouter(RequestRouter):
     """Made by Serve; `deployment` is the name of the engines' deployment."""
 
     def initialize_state(self, deployment: str) -> None:  # type: ignore[override]
-        self._known = replicas_of(deployment)
+        self._deployment = deployment
+        self._known = known_replicas()
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
-        self._known.running = frozenset(map(_name, replicas))
+        self._known.running[self._deployment] = frozenset(map(_name, replicas))
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
