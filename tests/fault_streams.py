@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import signal
 import threading
 import time
 import urllib.request
@@ -145,11 +144,10 @@ class Streams:
 
 
 class Application:
-    """Two engines of a tiny float32 model behind one ingress, until `stop`."""
+    """Engines of a tiny float32 model behind one ingress, two at first, until `stop`."""
 
-    def __init__(self, num_replicas: int = 2, num_standby_replicas: int = 0, **engine: Any) -> None:
-        self._engine = engine
-        self._num_standby_replicas = num_standby_replicas
+    def __init__(self) -> None:
+        self._deployed: tuple[object, ...] = ()
         self.model = checkpoint("llama").name
         self.requests = bodies(self.model)
         port = free_port()
@@ -157,23 +155,27 @@ class Application:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         own_ray.start()
         serve.start(http_options=HTTPOptions(host="127.0.0.1", port=port), logging_config={"enable_access_log": False})
-        self.deploy(num_replicas)
+        self.deploy(2)
 
-    def deploy(self, num_replicas: int, version: str = "1") -> None:
-        """Returns when Serve has done it."""
+    def deploy(self, num_replicas: int, version: str = "1", num_standby_replicas: int = 0) -> None:
+        """Returns when Serve has done it. Another number of standbys is another ingress, too."""
+        deployed = (num_replicas, version, num_standby_replicas)
+        if deployed == self._deployed:
+            self.until_running(num_replicas)
+            return
+        self._deployed = deployed
         options = {"num_cpus": 0, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1", "VERSION": version}}}
         application = {
             "name": APP,
             "route_prefix": "/",
             "import_path": "cluster.serve.app:build",
             "args": {
-                "num_standby_replicas": self._num_standby_replicas,
+                "num_standby_replicas": num_standby_replicas,
                 "engine": {
                     "model": str(checkpoint("llama")),
                     "dtype": "float32",
                     "kv_cache_bytes": 8 << 20,
                     "num_threads": 1,
-                    **self._engine,
                 },
             },
             "deployments": [{"name": "engine", "num_replicas": num_replicas, "ray_actor_options": options}],
@@ -189,8 +191,11 @@ class Application:
             application = serve.status().applications.get(APP)
             if application is None or application.status != "RUNNING":
                 return False
-            states = application.deployments["engine"].replica_states
-            return states == {"RUNNING": num_replicas} and len(self.engines()) == num_replicas
+            states = [deployment.replica_states for deployment in application.deployments.values()]
+            if any(list(each) != ["RUNNING"] for each in states):
+                return False
+            running = application.deployments["engine"].replica_states["RUNNING"]
+            return running == num_replicas == len(self.engines())
 
         _until(runs, START_S)
 
@@ -242,6 +247,3 @@ def _until(condition: Any, seconds: float) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"it did not come true within {seconds:g} s"
         time.sleep(0.02)
-
-
-KILL, STOP, GO_ON = signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT
