@@ -87,6 +87,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     served_model_name: str | None = None
     """Name in `/v1/models`; None takes the last part of `engine.model`."""
     num_engine_replicas: Count = 1
+    num_standby_replicas: Annotated[int, Meta(ge=0)] = 0
+    """Engines that are loaded and warm, and get requests only while none of the others can take any."""
     num_ingress_replicas: Count = 1
     api_keys: tuple[str, ...] = ()
     """Accepted bearer tokens; empty accepts every request."""

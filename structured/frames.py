@@ -1,7 +1,8 @@
-"""Messages with a length in front, over the pipes and sockets between this process and its helpers on the machine."""
+"""Messages with a length in front, over the pipes and sockets between processes."""
 
 from __future__ import annotations
 
+import asyncio
 import struct
 from typing import Protocol
 
@@ -15,8 +16,12 @@ class Writable(Protocol):
     def flush(self) -> object: ...
 
 
+_HEAD = struct.Struct("<I")
+"""Of a message: the number of its bytes."""
+
+
 def frame(data: bytes) -> bytes:
-    return struct.pack("<I", len(data)) + data
+    return _HEAD.pack(len(data)) + data
 
 
 def write_frame(stream: Writable, data: bytes) -> None:
@@ -26,9 +31,17 @@ def write_frame(stream: Writable, data: bytes) -> None:
 
 def read_frame(stream: Readable) -> bytes | None:
     """The next message; None at the end of the stream, also if it ends within a message because the writer died."""
-    head = stream.read(4)
-    if len(head) < 4:
+    head = stream.read(_HEAD.size)
+    if len(head) < _HEAD.size:
         return None
-    (length,) = struct.unpack("<I", head)
+    (length,) = _HEAD.unpack(head)
     data = stream.read(length)
     return data if len(data) == length else None
+
+
+async def receive_frame(stream: asyncio.StreamReader, limit: int) -> bytes:
+    """Raises `asyncio.IncompleteReadError` or `OSError` at the end, `ConnectionError` for more than `limit` bytes."""
+    (length,) = _HEAD.unpack(await stream.readexactly(_HEAD.size))
+    if length > limit:
+        raise ConnectionError(f"a frame of {length} bytes exceeds {limit}")
+    return await stream.readexactly(length)

@@ -30,7 +30,7 @@ class Handle:
         return _Method(getattr(self._replicas[0], name))
 
     def broadcast(self, name: str) -> Any:
-        return _Broadcast([getattr(replica, name) for replica in self._replicas])
+        return _Broadcast(asyncio.get_running_loop(), [getattr(replica, name) for replica in self._replicas])
 
 
 class _Method:
@@ -42,12 +42,15 @@ class _Method:
 
 
 class _Broadcast:
-    def __init__(self, functions: list[Callable[..., Any]]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, functions: list[Callable[..., Any]]) -> None:
+        self._loop = loop
         self._functions = functions
 
-    async def results_async(self, timeout_s: float, return_exceptions: bool) -> list[Any]:
-        answers = asyncio.gather(*(function() for function in self._functions), return_exceptions=return_exceptions)
-        return await asyncio.wait_for(answers, timeout_s)
+    def results(self, timeout_s: float, return_exceptions: bool) -> list[Any]:
+        async def answers() -> list[Any]:
+            return await asyncio.gather(*(each() for each in self._functions), return_exceptions=return_exceptions)
+
+        return asyncio.run_coroutine_threadsafe(answers(), self._loop).result(timeout_s)
 
 
 class LocalServer:
@@ -111,7 +114,7 @@ class LocalServer:
 
     async def until_idle(self) -> None:
         """Neither here nor in the engine anything is left of a request."""
-        await until(lambda: self.engine_is_idle and not self.ingress._client.submissions)
+        await until(lambda: self.engine_is_idle and not self.ingress._client.runs)
         self.replica.engine.check_integrity()
 
 

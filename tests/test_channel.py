@@ -9,14 +9,26 @@ import json
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
-from ray.exceptions import ActorDiedError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from cluster.engine.request import SequenceOutput
-from cluster.serve import submission
-from cluster.serve.channel import Address, Connection, Control, OutputReceiver, OutputSender
+from cluster.serve import prompt_run
+from cluster.serve.channel import (
+    BEAT_S,
+    Address,
+    Connection,
+    Control,
+    EngineFailed,
+    OutputReceiver,
+    OutputSender,
+    RequestResult,
+)
+from cluster.serve.replicas import SILENT_BEATS
 from cluster.serve.start_failure import InWords
 from tests.local_server import local_server, post, until
 
@@ -48,7 +60,7 @@ class Ends:
         self.outputs: list[SequenceOutput] = []
         self.lost: list[Address] = []
         self.receiver = OutputReceiver("127.0.0.1", self._on_outputs, lambda _: None)
-        self.sender = OutputSender(self._on_control, self.lost.append)
+        self.sender = OutputSender("engine", self._on_control, self.lost.append)
 
     def _on_outputs(self, outputs: list[SequenceOutput], _: Connection) -> None:
         self.outputs += outputs
@@ -148,52 +160,102 @@ def test_a_connection_that_ends_by_any_error_is_lost_and_made_again(number: int)
     asyncio.run(run())
 
 
-def test_a_stream_whose_connection_breaks_ends_with_an_error_and_the_next_request_is_served() -> None:
+def test_a_stream_whose_engine_is_lost_goes_on_and_fails_where_a_third_one_is_lost_over_it_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def run() -> None:
         async with local_server() as server:
-            reader, writer = await server.connect()
-            writer.write(post(server.body(prompt=[[5, 6], [7, 8]], n=2, temperature=1, max_tokens=500, stream=True)))
-            await reader.readuntil(b"data: ")
-            for opened in server.replica._sender._connections.values():
-                (await opened).close()
-            rest = await asyncio.wait_for(reader.read(-1), 10)
-            assert b"the connection to the engine broke" in rest
-            assert rest.endswith(b"0\r\n\r\n"), "the answer is complete"
-            writer.close()
-            await server.until_idle()
+            body = server.body(prompt=[5, 6], n=2, temperature=1, seed=3, max_tokens=400)
+            status, whole = await server.post(**body)
+            assert status == 200
+            expected = [choice["text"] for choice in json.loads(whole)["choices"]]
+            step, runs = server.replica.engine.step, server.ingress._client.runs
+
+            stands = threading.Event()
+
+            def slow() -> list[SequenceOutput]:
+                time.sleep(0.002)
+                while stands.is_set():
+                    time.sleep(0.002)
+                return step()
+
+            def are_at(attempt: str) -> bool:
+                return bool(runs) and all(run.connection and name.endswith(attempt) for name, run in runs.items())
+
+            monkeypatch.setattr(server.replica.engine, "step", slow)
+            for num_breaks in (1, 2, 3):
+                reader, writer = await server.connect()
+                writer.write(post({**body, "stream": True}))
+                text = await reader.readuntil(b"data: ")
+                for attempt in ("", "/1", "/2")[:num_breaks]:
+                    await until(lambda attempt=attempt: are_at(attempt))  # type: ignore[misc]
+                    if attempt == "/1" and num_breaks == 3:
+                        stands.set()  # what it gains next would clear it of suspicion
+                    for opened in list(server.replica._sender._connections.values()):
+                        (await opened).close()
+                text += await asyncio.wait_for(reader.read(-1), 20)
+                assert text.endswith(b"0\r\n\r\n"), "the answer is complete"
+                stands.clear()
+                assert (b"3 engine processes died while they ran this request" in text) == (num_breaks == 3)
+                if num_breaks < 3:
+                    assert _texts(text) == expected
+                writer.close()
+                await server.until_idle()
             assert (await server.post(max_tokens=2))[0] == 200
 
     asyncio.run(run())
 
 
-@pytest.mark.parametrize(
-    ("error", "told"),
-    [
-        (ActorDiedError(), "the engine failed: its process died"),
-        (RayTaskError("generate", "Traceback: a file, a line", KeyError("x")), "the engine failed: KeyError: 'x'"),
-    ],
-)
-def test_what_a_call_to_an_engine_raises_is_told_in_a_line(
-    error: Exception, told: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def _texts(stream: bytes) -> list[str]:
+    """Of each choice, out of a stream of events."""
+    texts: dict[int, str] = {}
+    for line in stream.split(b"\n"):
+        if line.startswith(b"data: {"):
+            for choice in json.loads(line.removeprefix(b"data: "))["choices"]:
+                texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+    return [text for _, text in sorted(texts.items())]
+
+
+def test_what_a_call_to_an_engine_raises_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         async with local_server() as server:
 
             async def failing(*_: object) -> None:
-                raise error
+                raise RayTaskError("generate", "Traceback: a file, a line", KeyError("x"))
 
             monkeypatch.setattr(server.replica, "generate", failing)
             status, body = await server.post(max_tokens=2)
             assert status == 500
-            assert json.loads(body)["error"]["message"].startswith(told)
+            assert json.loads(body)["error"]["message"].startswith("the engine failed: KeyError: 'x'")
             assert "Traceback" not in body.decode()
             await server.until_idle()
 
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("error", [ActorDiedError(), ActorUnavailableError("gone", None), EngineFailed("it ended")])
+def test_a_call_that_reaches_no_engine_is_repeated(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        async with local_server() as server:
+            generate, num_calls = server.replica.generate, 0
+
+            async def failing_at_first(*arguments: Any) -> RequestResult:
+                nonlocal num_calls
+                num_calls += 1
+                if num_calls < 4:
+                    raise error
+                return await generate(*arguments)
+
+            monkeypatch.setattr(server.replica, "generate", failing_at_first)
+            assert (await server.post(max_tokens=2))[0] == 200
+            assert num_calls == 4
+            await server.until_idle()
+
+    asyncio.run(run())
+
+
 def test_a_request_whose_engine_is_stuck_ends_after_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(submission, "OVERDUE_S", 0.2)
+    monkeypatch.setattr(prompt_run, "OVERDUE_S", 0.2)
     goes_on = threading.Event()
 
     async def run() -> None:
@@ -216,3 +278,25 @@ def test_a_request_whose_engine_is_stuck_ends_after_its_deadline(monkeypatch: py
         asyncio.run(run())
     finally:
         goes_on.set()
+
+
+def test_a_link_that_stands_still_loses_nothing() -> None:
+    """Nobody else is there to go on, so its frames are waited for."""
+
+    async def run() -> None:
+        async with local_server() as server:
+            expected = json.loads((await server.post(max_tokens=400))[1])["choices"][0]["text"]
+            asking = asyncio.ensure_future(server.post(max_tokens=400))
+            runs = server.ingress._client.runs
+            await until(lambda: any(run.connection for run in runs.values()))
+            connection = next(run.connection for run in runs.values())
+            assert connection is not None
+            connection._writer.transport.pause_reading()  # type: ignore[attr-defined]
+            await asyncio.sleep((SILENT_BEATS + 3) * BEAT_S)
+            assert [name for name in runs if "/" in name] == []
+            connection._writer.transport.resume_reading()  # type: ignore[attr-defined]
+            status, body = await asyncio.wait_for(asking, 20)
+            assert (status, json.loads(body)["choices"][0]["text"]) == (200, expected)
+            await server.until_idle()
+
+    asyncio.run(run())

@@ -16,6 +16,7 @@ from cluster.http.errors import ApiError
 from cluster.http.metrics import Metrics
 from cluster.llm import LLM, ConstraintSpec, SamplingParams
 from cluster.serve.channel import RequestResult
+from cluster.serve.prompt_run import PromptRun
 from cluster.serve.submission import Submission
 from cluster.text.tokenizer import Tokenizer
 from structured.compiler import CACHE_BYTES, CompilerFailed
@@ -78,7 +79,8 @@ class FailingClient:
     def __init__(self, error: Exception) -> None:
         self.tokenizer = Tokenizer(str(DEMO))
         self.metrics = Metrics("m")
-        self.submissions: dict[str, Submission] = {}
+        self.runs: dict[str, PromptRun] = {}
+        self.suspects = asyncio.Lock()
         self._error = error
 
     async def generate(self, request: EngineRequest) -> RequestResult:

@@ -13,7 +13,7 @@ import pytest
 from cluster.config import EngineConfig
 from cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput
 from cluster.serve import burst
-from cluster.serve.channel import Connection, Control, OutputReceiver
+from cluster.serve.channel import Connection, Control, Hello, OutputReceiver
 from cluster.serve.engine_deployment import EngineReplica
 from tests.checkpoints import checkpoint, reference_greedy
 from workers.sampling_params import SamplingParams
@@ -188,7 +188,7 @@ def test_a_connection_without_the_secret_cannot_push_tokens() -> None:
         address = await ingress.receiver.start()
         reader, writer = await asyncio.open_connection(address.host, address.port)
         connection = Connection(reader, writer)
-        writer.write((5).to_bytes(4, "big") + b"guess")
+        connection.send(Hello("guess", "engine"))
         connection.send([SequenceOutput("a", 0, [1])])
         assert await asyncio.wait_for(reader.read(1), 10) == b"", "the ingress hangs up"
         writer.close()

@@ -61,7 +61,7 @@ def test_a_stream_that_waits_for_its_client_is_aborted_at_a_size() -> None:
         async with local_server(client_buffer_bytes=20_000) as server:
             reader, writer = await server.connect_without_reading()
             writer.write(post(server.body(prompt=PROMPTS, max_tokens=500, n=2, temperature=1, stream=True)))
-            await until(lambda: len(server.ingress._client.submissions) > 0)
+            await until(lambda: len(server.ingress._client.runs) > 0)
             await server.until_idle()
             assert await server.num_aborted() == 6
             writer.transport.resume_reading()
@@ -220,7 +220,7 @@ def test_a_client_that_closes_its_half_has_left(stream: bool) -> None:
         async with local_server() as server:
             reader, writer = await server.connect()
             writer.write(post(server.body(max_tokens=500, stream=stream)))
-            await until(lambda: len(server.ingress._client.submissions) > 0)
+            await until(lambda: len(server.ingress._client.runs) > 0)
             writer.write_eof()
             await asyncio.wait_for(reader.read(-1), 10)
             await server.until_idle()

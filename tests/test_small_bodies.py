@@ -18,8 +18,9 @@ from cluster.http.errors import ApiError
 from cluster.http.metrics import Metrics
 from cluster.http.protocol.requests import ChatCompletionRequest, CompletionRequest
 from cluster.serve.channel import Address, RequestResult
+from cluster.serve.engine_client import EngineClient
 from cluster.serve.engine_deployment import EngineReplica
-from cluster.serve.submission import EngineClient, Submission
+from cluster.serve.submission import Submission
 from cluster.text.tokenizer import Tokenizer
 from tests.checkpoints import checkpoint
 from tests.server import shared_server

@@ -73,7 +73,7 @@ async def _answer_all(
 ) -> None:
     from cluster.http.app import HttpApp
     from cluster.http.metrics import Metrics
-    from cluster.serve.submission import EngineClient
+    from cluster.serve.engine_client import EngineClient
     from cluster.text.tokenizer import Tokenizer
     from workers.checkpoints.model_config import resolve_model_folder
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
 import msgspec
@@ -20,7 +20,7 @@ from cluster.engine.constraints import ConstraintService
 from cluster.engine.executor import make_executor
 from cluster.engine.kv_blocks import KVBlocks
 from cluster.engine.masks import Masks, StepMasks
-from cluster.engine.request import Branch, EngineRequest, QueueFull, RequestRefused, SequenceOutput
+from cluster.engine.request import Branch, ContinuedChoice, EngineRequest, QueueFull, RequestRefused, SequenceOutput
 from cluster.engine.scheduler import Scheduler
 from cluster.engine.sequence import Sequence
 from cluster.engine.stats import EngineStats
@@ -29,6 +29,7 @@ from specdecode.lengths import StepCost
 from structured.constraint import ConstraintSpec, Resolved
 from structured.logits_processors import LogitsProcessorFactory, LogitsProcessorRegistry
 from workers.model_info import ModelInfo
+from workers.sampling_params import SamplingParams
 from workers.step import StepInput, StepOutput
 
 logger = logging.getLogger(__name__)
@@ -212,6 +213,14 @@ class Engine:
             raise ValueError("a request with a constraint comes with what `resolve` made of it")
         if not self.scheduler.has_unfinished:
             self._last_progress = time.monotonic()
+        for sequence in self._sequences(request, params, constraint):
+            self.scheduler.add(sequence)
+        self._next_sequence_id += params.n
+
+    def _sequences(
+        self, request: EngineRequest, params: SamplingParams, constraint: Resolved | None
+    ) -> Iterator[Sequence]:
+        """One that stands for all choices; of a continued request one for each choice that goes on."""
         seed = params.seed if params.seed is not None else secrets.randbits(63)
         deadline = None if request.deadline_s is None else time.monotonic() + request.deadline_s
         sequence = Sequence(
@@ -226,9 +235,12 @@ class Engine:
             constraint=constraint,
             deadline=deadline,
             num_branches=request.num_branches,
+            num_prompt_logprobs=request.num_prompt_logprobs,
         )
-        self.scheduler.add(sequence)
-        self._next_sequence_id += params.n
+        if not request.continued:
+            yield sequence
+        for choice in request.continued or ():
+            yield sequence.resumed(choice)
 
     def branch(self, request_id: str, branches: list[Branch]) -> None:
         """Replaces the paused sequences of a request with `num_branches`, each by none or more of its continuations by
@@ -252,11 +264,28 @@ class Engine:
         if low < 0 or high >= self.vocab_size:
             bad = low if low < 0 else high
             raise RequestRefused(f"prompt: token id {bad} is outside the vocabulary [0, {self.vocab_size})", "prompt")
+        for choice in request.continued or ():
+            self._validate_continued(len(request.prompt_token_ids), choice)
         try:
             request.params.validate_vocabulary(self.vocab_size)
             self.processors.check(request.params.logits_processors, self.vocab_size)
         except ValueError as error:
             raise RequestRefused(str(error), str(error).partition(":")[0]) from error
+
+    def _validate_continued(self, num_prompt_tokens: int, choice: ContinuedChoice) -> None:
+        """An engine of another configuration or version may have brought the choice where this one cannot follow."""
+        num_tokens = num_prompt_tokens + len(choice.token_ids)
+        limit = min(self.max_model_len, self.model.num_blocks * self.config.block_size)
+        if num_tokens >= limit:
+            raise RequestRefused(
+                f"choice {choice.index} cannot be continued here: it has {num_tokens} tokens, and this engine's limit "
+                f"is {limit}; give all replicas one max_model_len and kv_cache_bytes"
+            )
+        if max(choice.token_ids, default=0) >= self.vocab_size:
+            raise RequestRefused(
+                f"choice {choice.index} cannot be continued here: token id {max(choice.token_ids)} is outside this "
+                f"model's vocabulary [0, {self.vocab_size})"
+            )
 
     def abort(self, request_id: str) -> list[SequenceOutput]:
         """Ends a request and frees its blocks at once; unknown or ended ones are no error."""

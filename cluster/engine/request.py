@@ -27,28 +27,6 @@ class FinishStatus(enum.StrEnum):
     """This sequence failed; the others went on."""
 
 
-class EngineRequest(msgspec.Struct, kw_only=True, array_like=True):
-    """One request to the engine."""
-
-    request_id: str
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    priority: int = 0
-    """Lower runs first; equal priorities in order of arrival (vLLM's convention)."""
-    deadline_s: float | None = None
-    """Seconds from admission after which the request is aborted; None for no deadline."""
-    num_branches: int = 0
-    """If the caller chooses the tokens (`Engine.branch`): the most sequences that it will have at a time. Else 0."""
-
-
-class Branch(NamedTuple):
-    """One of a request's sequences, continued by one token."""
-
-    parent: int
-    """Index of the sequence that is continued."""
-    token_id: int
-
-
 class Usage(msgspec.Struct, array_like=True):
     """Token counts of a finished request."""
 
@@ -71,6 +49,44 @@ class Usage(msgspec.Struct, array_like=True):
             sum(choice.num_accepted_drafts for choice in choices),
             sum(choice.num_rejected_drafts for choice in choices),
         )
+
+
+class ContinuedChoice(msgspec.Struct, array_like=True):
+    """A choice that another engine brought to where it is."""
+
+    index: int
+    token_ids: list[int]
+    """Its output so far."""
+    usage: Usage
+    """As the other engine reported it; what follows is added."""
+
+
+class EngineRequest(msgspec.Struct, kw_only=True, array_like=True):
+    """One request to the engine."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    priority: int = 0
+    """Lower runs first; equal priorities in order of arrival (vLLM's convention)."""
+    deadline_s: float | None = None
+    """Seconds from admission after which the request is aborted; None for no deadline."""
+    num_branches: int = 0
+    """If the caller chooses the tokens (`Engine.branch`): the most sequences that it will have at a time. Else 0."""
+    continued: list[ContinuedChoice] | None = None
+    """Of a request that ran on another engine: its choices that have not ended, or none if all are where they began.
+    Its params hold the seed.
+    """
+    num_prompt_logprobs: int = 0
+    """Prompt positions that the other engine reported."""
+
+
+class Branch(NamedTuple):
+    """One of a request's sequences, continued by one token."""
+
+    parent: int
+    """Index of the sequence that is continued."""
+    token_id: int
 
 
 class SequenceOutput(msgspec.Struct, array_like=True):

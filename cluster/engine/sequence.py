@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from cluster.engine.request import FinishStatus, Usage
+from cluster.engine.request import ContinuedChoice, FinishStatus, Usage
 from structured.constraint import Resolved
 from workers.sampling_params import SamplingParams, child_seed
 from workers.step import SequenceStart
@@ -117,6 +117,15 @@ class Sequence:
             params = msgspec.structs.replace(params, prompt_logprobs=None)
         sequence_id = self.sequence_id + index - self.index
         return self._copy(sequence_id=sequence_id, index=index, token_ids=list(self.token_ids), params=params)
+
+    def resumed(self, choice: ContinuedChoice) -> Sequence:
+        """One of the request's choices, which another engine had begun. This one has no output yet."""
+        sequence = self.fork(choice.index)
+        sequence.token_ids += choice.token_ids
+        sequence.num_cached_tokens = choice.usage.num_cached_tokens
+        sequence.num_accepted_drafts = choice.usage.num_accepted_drafts
+        sequence.num_rejected_drafts = choice.usage.num_rejected_drafts
+        return sequence
 
     def continued(self, sequence_id: int, index: int, token_id: int) -> Sequence:
         """A sequence with the same tokens and one more."""

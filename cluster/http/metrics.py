@@ -82,6 +82,9 @@ class Metrics:
         )
         self.prompt_tokens = own(Counter, "prompt_tokens", "Prompt tokens of ended requests.")
         self.generation_tokens = own(Counter, "generation_tokens", "Tokens generated.")
+        self.continuations = own(
+            Counter, "continuations", "Times that a request went on on another engine, or on a restarted one."
+        )
         self._requests, self._sequences = (
             Counter(f"manta:{name}", text, ["model_name", *replica_label, "finished_reason"], registry=self._own)
             for name, text in (

@@ -41,7 +41,10 @@ def application(config: ServeConfig, nodes: list[int], listens: bool = False) ->
     With `listens` its only ingress takes the connections; else Serve's proxies do.
     """
     config = _for_nodes(config, nodes)
-    return ingress_deployment(config, listens).bind(config, _engines(config))
+    standby = None
+    if config.num_standby_replicas:
+        standby = engine_deployment(config.engine, config.num_standby_replicas, "standby").bind(config.engine)
+    return ingress_deployment(config, listens).bind(config, _engines(config), standby)
 
 
 def _engines(config: ServeConfig) -> serve.Application:

@@ -3,7 +3,7 @@
 The ingress listens; an engine connects back to the address that comes with a request. Deltas travel one way, stop
 strings and aborts the other. It is no Serve request: a Ray message between two actors costs about 0.5 ms and a frame
 here about 0.05 ms, so a step for 32 streams costs one of these, not 32 of those. A connection that breaks says so to
-both sides.
+both sides. While an engine runs anything it sends a frame at least every `BEAT_S`, if need be an empty one.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from collections.abc import Callable
 import msgspec
 
 from cluster.engine.request import FinishStatus, SequenceOutput, Usage
+from structured.frames import frame, receive_frame
 
 logger = logging.getLogger(__name__)
 
 MAX_FRAME_BYTES = 1 << 30
-MAX_SECRET_BYTES = 1024
+MAX_HELLO_BYTES = 1024
 """Nothing longer is read from a connection that has not shown the secret."""
 CONNECT_TIMEOUT_S = 10.0
 """For a connection to be made, and for its secret to be shown."""
-_LENGTH_BYTES = 4
+BEAT_S = 0.15
+"""Between two signs of life of an engine that runs requests."""
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True):
@@ -35,6 +37,14 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
     host: str
     port: int
     secret: str
+
+
+class Hello(msgspec.Struct, array_like=True):
+    """The first frame of a connection."""
+
+    secret: str
+    replica: str
+    """The engine's, as Serve names its actor."""
 
 
 class Control(msgspec.Struct, array_like=True):
@@ -59,15 +69,24 @@ class RequestResult(msgspec.Struct, kw_only=True):
     """Why it cannot be served now (HTTP 429)."""
 
 
+class EngineFailed(RuntimeError):
+    """The engine of this replica has ended, and with it all that it ran; another replica takes its place."""
+
+
+_hello_decoder = msgspec.msgpack.Decoder(Hello)
 _outputs_decoder = msgspec.msgpack.Decoder(list[SequenceOutput])
 _control_decoder = msgspec.msgpack.Decoder(Control)
 _encoder = msgspec.msgpack.Encoder()
 
 
 class Connection:
-    """Length-prefixed frames over one socket."""
+    """Frames over one socket."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.replica = ""
+        """Of the engine at the other end."""
+        self.has_sent = False
+        """Since `OutputSender.beat`."""
         self._reader = reader
         self._writer = writer
         connection = writer.get_extra_info("socket")
@@ -78,15 +97,12 @@ class Connection:
         """Queues a frame; it leaves at once if the socket takes it. Only the reader notices a broken connection."""
         if self._writer.is_closing():
             return
-        frame = _encoder.encode(message)
-        self._writer.write(len(frame).to_bytes(_LENGTH_BYTES, "big") + frame)
+        self._writer.write(frame(_encoder.encode(message)))
+        self.has_sent = True
 
     async def receive(self, limit: int = MAX_FRAME_BYTES) -> bytes:
         """The next frame, of at most `limit` bytes. Raises `asyncio.IncompleteReadError` or `OSError` at the end."""
-        length = int.from_bytes(await self._reader.readexactly(_LENGTH_BYTES), "big")
-        if length > limit:
-            raise ConnectionError(f"a frame of {length} bytes exceeds {limit}")
-        return await self._reader.readexactly(length)
+        return await receive_frame(self._reader, limit)
 
     def close(self) -> None:
         self._writer.close()
@@ -124,14 +140,18 @@ class OutputReceiver:
         connection = Connection(reader, writer)
         self._connections.add(connection)
         try:
-            shown = await asyncio.wait_for(connection.receive(MAX_SECRET_BYTES), CONNECT_TIMEOUT_S)
-            if not hmac.compare_digest(shown, self._secret.encode()):
-                logger.warning("a connection to the output channel had the wrong secret")
-                return
+            hello = _hello_decoder.decode(
+                await asyncio.wait_for(connection.receive(MAX_HELLO_BYTES), CONNECT_TIMEOUT_S)
+            )
+            if not hmac.compare_digest(hello.secret.encode(), self._secret.encode()):
+                raise ValueError("another secret")
+            connection.replica = hello.replica
             while True:
                 self._on_outputs(_outputs_decoder.decode(await connection.receive()), connection)
         except (asyncio.IncompleteReadError, OSError):
             pass
+        except ValueError:  # msgspec's are too
+            logger.warning("a connection to the output channel did not show its secret", exc_info=True)
         finally:
             self._connections.discard(connection)
             self._on_lost(connection)
@@ -149,9 +169,10 @@ class OutputReceiver:
 
 
 class OutputSender:
-    """The engine's end: one connection an ingress, made at its first request."""
+    """The engine's end: one connection an ingress, made at its first request. `replica` is the engine's name."""
 
-    def __init__(self, on_control: Callable[[Control], None], on_lost: Callable[[Address], None]) -> None:
+    def __init__(self, replica: str, on_control: Callable[[Control], None], on_lost: Callable[[Address], None]) -> None:
+        self._replica = replica
         self._on_control = on_control
         self._on_lost = on_lost
         self._connections: dict[Address, asyncio.Task[Connection]] = {}
@@ -174,8 +195,7 @@ class OutputSender:
     async def _open(self, address: Address) -> Connection:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             connection = Connection(*await asyncio.open_connection(address.host, address.port))
-        secret = address.secret.encode()
-        connection._writer.write(len(secret).to_bytes(_LENGTH_BYTES, "big") + secret)
+        connection.send(Hello(address.secret, self._replica))
         reader = asyncio.ensure_future(self._read(address, connection))
         self._readers.add(reader)
         reader.add_done_callback(self._readers.discard)
@@ -195,5 +215,18 @@ class OutputSender:
     def send(self, address: Address, outputs: list[SequenceOutput]) -> None:
         """Sends one step's deltas; those for an ingress that is gone are dropped."""
         task = self._connections.get(address)
-        if task is not None and task.done() and not task.cancelled() and task.exception() is None:
+        if task is not None and _is_open(task):
             task.result().send(outputs)
+
+    def beat(self) -> None:
+        """An empty frame on each connection that had none since the last call."""
+        for task in self._connections.values():
+            if _is_open(task):
+                connection = task.result()
+                if not connection.has_sent:
+                    connection.send([])
+                connection.has_sent = False
+
+
+def _is_open(task: asyncio.Task[Connection]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None

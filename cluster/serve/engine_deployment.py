@@ -20,13 +20,16 @@ from typing import Any
 
 import msgspec
 from ray import serve
+from ray.serve.config import RequestRouterConfig
 
 from cluster.config import EngineConfig
 from cluster.engine.ranks.claims import own_cpus
 from cluster.engine.request import EngineRequest, QueueFull, RequestRefused, SequenceOutput, Usage
 from cluster.engine.stats import EngineStats
 from cluster.serve.burst import Burst
-from cluster.serve.channel import Address, Control, OutputSender, RequestResult
+from cluster.serve.channel import BEAT_S, Address, Control, EngineFailed, OutputSender, RequestResult
+from cluster.serve.replicas import own_name
+from cluster.serve.request_router import EngineRouter
 from cluster.serve.start_failure import told_in_words
 from structured.constraint import ConstraintSpec, Resolved
 from workers.model_info import ModelInfo
@@ -58,7 +61,10 @@ class EngineReplica:
         self._running: dict[str, _Running] = {}
         """Read and changed by the step thread only."""
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._sender = OutputSender(self._on_control, self._on_lost_ingress)
+        self._sender = OutputSender(own_name(), self._on_control, self._on_lost_ingress)
+        self._num_calls = 0
+        """Of `generate`, open."""
+        self._beating: asyncio.Task[None] | None = None
         self._failure: str | None = None
         self._step_seconds = 0.0
         """What the last step with work took."""
@@ -73,17 +79,39 @@ class EngineReplica:
     # ---- remote calls --------------------------------------------------------------------------------------------
 
     async def generate(self, request: EngineRequest, address: Address) -> RequestResult:
-        """Runs a request to its end; its deltas go to `address`. Cancelling the call aborts the request."""
+        """Runs a request to its end; its deltas go to `address`, the first of them, which holds nothing, at once.
+        Cancelling the call aborts the request. Raises `EngineFailed` where the engine has ended, or ends over it.
+        """
         self._loop = asyncio.get_running_loop()
+        if self._failure is not None:
+            raise EngineFailed(self._failure)
+        await self._sender.connect(address)
+        self._sender.send(address, [SequenceOutput(request.request_id, 0, [])])
+        self._num_calls += 1
+        if self._beating is None:
+            self._beating = asyncio.ensure_future(self._beat())
+        try:
+            return await self._generate(request, address)
+        finally:
+            self._num_calls -= 1
+
+    async def _beat(self) -> None:
+        """Signs of life while something runs."""
+        while self._num_calls:
+            await asyncio.sleep(BEAT_S)
+            self._sender.beat()
+        self._beating = None
+
+    async def _generate(self, request: EngineRequest, address: Address) -> RequestResult:
         constraint = None
         if request.params.constraint is not None:
             try:
                 constraint = await asyncio.wrap_future(self.engine.resolve(request.params.constraint))
             except RequestRefused as error:
                 return RequestResult(refused=str(error), param=error.param)
-        await self._sender.connect(address)
-        result: asyncio.Future[RequestResult] = self._loop.create_future()
-        self._inbox.put(lambda: self._add(request, constraint, _Running(address, result, request.params.n)))
+        result: asyncio.Future[RequestResult] = asyncio.get_running_loop().create_future()
+        num_open = len(request.continued or ()) or request.params.n
+        self._inbox.put(lambda: self._add(request, constraint, _Running(address, result, num_open)))
         try:
             return await result
         except asyncio.CancelledError:
@@ -149,7 +177,8 @@ class EngineReplica:
             self._fail(running)
             return
         try:
-            self.engine.add_request(request, constraint)
+            # One that was admitted once is not refused for a full queue.
+            self.engine.add_request(request, constraint, queue_is_bounded=request.continued is None)
         except RequestRefused as error:
             self._reply(running, RequestResult(refused=str(error), param=error.param))
         except QueueFull as error:
@@ -205,7 +234,7 @@ class EngineReplica:
     def _fail(self, running: _Running) -> None:
         def set_exception() -> None:
             if not running.result.done():
-                running.result.set_exception(RuntimeError(self._failure))
+                running.result.set_exception(EngineFailed(self._failure))
 
         assert self._loop is not None
         self._loop.call_soon_threadsafe(set_exception)
@@ -221,17 +250,22 @@ class EngineReplica:
                 self._inbox.get()()
 
 
-def engine_deployment(config: EngineConfig, num_replicas: int) -> Any:
+def engine_deployment(config: EngineConfig, num_replicas: int, name: str = "engine") -> Any:
     """The Serve deployment; bind it with the configuration, which says how many threads the model has."""
     return serve.deployment(
         EngineReplica,
-        name="engine",
+        name=name,
         num_replicas=num_replicas,
         # The engine's own queue limit refuses (429): Serve must not hold requests back before it sees them.
         max_ongoing_requests=config.max_num_sequences + config.max_num_waiting + 1024,
-        health_check_period_s=5,
+        health_check_period_s=1,  # Serve learns so of a death, and starts another replica
+        health_check_timeout_s=5,  # three times in a row: one that hangs is replaced after 18 s
+        request_router_config=RequestRouterConfig(
+            request_router_class=EngineRouter,  # type: ignore[arg-type]
+            request_router_kwargs={"deployment": name},
+        ),
         ray_actor_options={
-            "num_cpus": own_cpus(config),
+            "num_cpus": own_cpus(config) if name == "engine" else 0,  # a standby takes over another one's cores
             "runtime_env": {
                 "env_vars": {
                     # Ray gives an actor one OpenMP thread unless told otherwise, and torch reads this when it loads.

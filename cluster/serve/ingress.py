@@ -20,28 +20,30 @@ from cluster.config import ServeConfig
 from cluster.http.app import HttpApp
 from cluster.http.exchange import Receive, Scope, Send
 from cluster.http.metrics import Metrics
+from cluster.serve.engine_client import ANSWER_TIMEOUT_S, EngineClient
 from cluster.serve.listener import Listener
 from cluster.serve.start_failure import told_in_words
-from cluster.serve.submission import ANSWER_TIMEOUT_S, EngineClient
 from cluster.text.tokenizer import Tokenizer
 from workers.checkpoints.model_config import resolve_model_folder
 
 
 class Ingress:
-    """One replica of the endpoint, behind Serve's proxy. `engine` is the handle of the engine deployment."""
+    """One replica of the endpoint, behind Serve's proxy. `engine` is the handle of the engines, `standby` that of their
+    standby.
+    """
 
     returns_request_id = False
     """Serve's proxy gives every request an x-request-id if the client sent none, and returns it."""
 
-    def __init__(self, config: ServeConfig, engine: Any) -> None:
+    def __init__(self, config: ServeConfig, engine: Any, standby: Any = None) -> None:
         with told_in_words():
-            self._start(config, engine)
+            self._start(config, engine, standby)
 
-    def _start(self, config: ServeConfig, engine: Any) -> None:
+    def _start(self, config: ServeConfig, engine: Any, standby: Any) -> None:
         tokenizer = Tokenizer(config.engine.tokenizer or str(resolve_model_folder(config.engine.model)))
         self._metrics = Metrics(config.model_name, _replica_id() if config.num_ingress_replicas > 1 else None)
         self._metrics.show_options(config)
-        self._client = EngineClient(engine, tokenizer, ray.util.get_node_ip_address(), self._metrics)
+        self._client = EngineClient(engine, tokenizer, ray.util.get_node_ip_address(), self._metrics, standby)
         self._app = HttpApp(
             config,
             tokenizer,
@@ -87,8 +89,8 @@ class ListeningIngress(Ingress):
 
     returns_request_id = True
 
-    def __init__(self, config: ServeConfig, engine: Any) -> None:
-        super().__init__(config, engine)
+    def __init__(self, config: ServeConfig, engine: Any, standby: Any = None) -> None:
+        super().__init__(config, engine, standby)
         self._listener = Listener(self._answer, config.host, config.port, config.client_timeout_s)
 
     async def check_health(self) -> None:

@@ -1,0 +1,198 @@
+"""The engines as one ingress calls them: their handle, the channel that their tokens come by, and a watch over both.
+
+It finds out who is lost: a connection that breaks, a replica that is silent, one that Serve told to go. What ran there
+then goes on elsewhere (`prompt_run.py`). Implements `cluster.http.engines.Engines`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from cluster.engine.request import EngineRequest, RequestRefused, SequenceOutput
+from cluster.engine.stats import EngineStats
+from cluster.http.errors import ApiError
+from cluster.http.metrics import Metrics
+from cluster.serve import replicas
+from cluster.serve.channel import BEAT_S, Address, Connection, OutputReceiver, RequestResult
+from cluster.serve.prompt_run import PromptRun
+from cluster.serve.start_failure import in_words
+from cluster.serve.submission import Submission
+from cluster.text.tokenizer import Tokenizer
+from structured.constraint import ConstraintSpec
+from workers.model_info import ModelInfo
+from workers.sampling_params import SamplingParams
+
+ENGINE, STANDBY = "engine", "standby"
+"""Names of deployments."""
+
+logger = logging.getLogger(__name__)
+
+ANSWER_TIMEOUT_S = 3.0
+"""How long replicas may take to say their statistics; all are asked at once."""
+
+
+class EngineClient:
+    """Owns the output channel of one ingress and knows who waits for which request.
+
+    `engine` is the handle of the engine deployment, `host` the address of this machine at which engines reach it.
+    `standby` is the handle of engines that serve while no other one can.
+    """
+
+    def __init__(self, engine: Any, tokenizer: Tokenizer, host: str, metrics: Metrics, standby: Any = None) -> None:
+        self._handles = {ENGINE: engine} if standby is None else {ENGINE: engine, STANDBY: standby}
+        self._greeting: asyncio.Task[None] | None = None
+        self.tokenizer = tokenizer
+        self.metrics = metrics
+        self.runs: dict[str, PromptRun] = {}
+        self._replicas = replicas.known_replicas()
+        self._receiver = OutputReceiver(host, self._on_outputs, self._on_lost)
+        self._ending: set[asyncio.Task[None]] = set()
+        self._call_lock = asyncio.Lock()
+        self.suspects = asyncio.Lock()
+        self._watching: asyncio.Task[None] | None = None
+
+    def submit(
+        self,
+        request_id: str,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        *,
+        chat: bool,
+        priority: int,
+        timeout_s: float,
+        shown_ids: frozenset[int] = frozenset(),
+    ) -> Submission:
+        submission = Submission(self, prompts, params, chat, shown_ids)
+        submission.start(request_id, priority, timeout_s)
+        return submission
+
+    async def check_reachable(self) -> None:
+        await self._listen()
+        if self._greeting is None:
+            self._greeting = asyncio.ensure_future(self._greet())
+
+    async def close(self) -> None:
+        """Ends the connections with the engines, after the calls of what has ended; for a process that goes on."""
+        if self._ending:
+            await asyncio.wait(self._ending)
+        await self._receiver.close()
+
+    async def _greet(self) -> None:
+        """Serve tells of the standby's replicas once it was called."""
+        if STANDBY in self._handles:
+            try:
+                await self._handles[STANDBY].model.remote()
+            except Exception as error:  # whatever it is, the standby's first call meets it again
+                logger.warning("the standby does not answer: %s", in_words(error))
+
+    @property
+    def _engine(self) -> Any:
+        """The handle of those that serve now."""
+        known = self._replicas
+        needs_standby = ENGINE in known.running and not known.is_any_good(ENGINE) and known.is_any_good(STANDBY)
+        return self._handles[STANDBY if needs_standby else ENGINE]
+
+    async def _listen(self) -> Address:
+        """Where engines send tokens to. Raises `ApiError` 503 if this ingress cannot listen for them just now."""
+        try:
+            return await self._receiver.start()
+        except OSError as error:
+            raise ApiError(503, f"the ingress cannot listen for engines: {in_words(error)}; retry") from error
+
+    async def generate(self, request: EngineRequest) -> RequestResult:
+        """One Serve call that stays open as long as the request runs; Serve asks `EngineRouter` for the replica."""
+        address = await self._listen()
+        async with self._call_lock:  # one a turn of the event loop: 1,000 at once hold it for half a second
+            await asyncio.sleep(0)
+        if self._watching is None:
+            self._watching = asyncio.ensure_future(self._watch())
+        response = self._engine.generate.remote(request, address)
+        try:
+            return await response
+        except asyncio.CancelledError:
+            response.cancel()
+            raise
+
+    async def resolve(self, spec: ConstraintSpec) -> tuple[ConstraintSpec, list[str]]:
+        """The constraint with its backend, and the keywords that this one does not enforce. Raises `ApiError` 400."""
+        try:
+            return await self._engine.resolve.remote(spec)
+        except RequestRefused as error:
+            refusal = getattr(error, "cause", error)  # what Ray raises is a copy whose text is a whole traceback
+            raise ApiError(400, str(refusal), param=refusal.param) from error
+
+    async def model(self) -> ModelInfo:
+        return await self._engine.model.remote()
+
+    async def stats(self) -> list[EngineStats]:
+        """Of every engine replica that answers. Raises `ApiError` 503 if none does."""
+        answers = await asyncio.gather(*map(self._stats_of, self._handles.values()))
+        found = [answer for answers_of_one in answers for answer in answers_of_one]
+        stats = [each for each in found if isinstance(each, EngineStats)]
+        if not stats:
+            reasons = sorted({type(error).__name__ for error in found})
+            raise ApiError(503, f"no engine answers: {', '.join(reasons) or 'there is none'}")
+        return stats
+
+    async def _stats_of(self, handle: Any) -> list[Any]:
+        answers = handle.broadcast("stats")
+        try:  # in a thread: awaited, one replica that does not answer would be an error of all
+            return await asyncio.to_thread(answers.results, timeout_s=ANSWER_TIMEOUT_S, return_exceptions=True)
+        except Exception as error:
+            return [error]
+
+    def cancel_later(self, call: asyncio.Task[None]) -> None:
+        self._ending.add(call)
+        call.add_done_callback(self._ending.discard)
+        asyncio.get_running_loop().call_later(1.0, call.cancel)
+
+    # ---- who is there --------------------------------------------------------------------------------------------
+
+    def replica_sent_to(self, request_id: str) -> str | None:
+        return self._replicas.routed.get(request_id)
+
+    def forget_sent(self, request_id: str) -> None:
+        self._replicas.routed.pop(request_id, None)
+
+    def _on_outputs(self, outputs: list[SequenceOutput], connection: Connection) -> None:
+        self._replicas.hear(connection.replica)
+        for output in outputs:
+            run = self.runs.get(output.request_id)
+            if run is not None:
+                run.receive(output, connection)
+
+    def _on_lost(self, connection: Connection) -> None:
+        self._replicas.avoid(connection.replica)
+        for run in list(self.runs.values()):
+            if run.connection is connection:
+                run.lose()
+
+    async def _watch(self) -> None:
+        """While anything runs: what runs on a replica that is silent, or told to go, goes on on another one if there is
+        one.
+        """
+        while self.runs:
+            await asyncio.sleep(BEAT_S)
+            runs = [(run, replica) for run in self.runs.values() if (replica := run.replica) is not None]
+            owing = {replica for _, replica in runs}
+            self._replicas.beat(owing)
+            bad = {replica for replica in owing if not self._replicas.is_good(replica)}
+            if bad and any(map(self._replicas.is_any_good, self._handles)):
+                for run, replica in runs:
+                    if replica in bad:
+                        run.go_on()
+            else:
+                await self._kill(filter(self._replicas.is_hung, bad))
+        self._watching = None
+
+    async def _kill(self, hung: Iterable[str]) -> None:
+        """Serve would take half a minute to find out."""
+        for replica in hung:
+            logger.error("replica %s says nothing and there is no other one; it is killed", replica)
+            try:
+                await asyncio.to_thread(replicas.kill, replica)
+            except Exception as error:  # it may have ended, and what Ray raises then has many names
+                logger.warning("replica %s was not killed: %s", replica, in_words(error))

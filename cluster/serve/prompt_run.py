@@ -1,0 +1,252 @@
+"""One prompt on its way through the engines: sent, sent on where an engine is lost or told to go, aborted.
+
+The ingress draws the seed and keeps the tokens, so any other engine can go on where the last one was. What becomes of
+the tokens is the business of `submission.py`; who is lost is found out by `engine_client.py`, which calls `lose` and
+`go_on`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+from ray.exceptions import RayActorError
+
+from cluster.engine.request import EngineRequest, SequenceOutput
+from cluster.http.errors import ApiError
+from cluster.http.metrics import Metrics
+from cluster.serve.channel import Connection, Control, EngineFailed, RequestResult
+from cluster.serve.progress import Progress
+from cluster.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+SUSPECT_DEATHS = 2
+"""A request over which so many engines died may be why. Such suspects go on one after the other, each once the one
+before it has gained something; if an engine dies over that, the one suspect fails.
+"""
+MAX_DEATHS = 6
+"""Nobody is so unlucky."""
+RETRY_PAUSE_S = 0.1
+"""Before a call is repeated that reached no engine: Serve's router learns within about a second who is dead."""
+LAST_FRAME_TIMEOUT_S = 30.0
+"""The result of a request may overtake its last frames; if one comes later than this, the request goes on elsewhere."""
+OVERDUE_S = 30.0
+"""The engine ends a request at its deadline. If it says nothing for so long after the deadline, it is given up."""
+
+Tell = Callable[[SequenceOutput | RequestResult | Exception], None]
+
+
+class Caller(Protocol):
+    """What runs and submissions need of the ingress that they belong to; `EngineClient` is it."""
+
+    tokenizer: Tokenizer
+    metrics: Metrics
+    runs: dict[str, PromptRun]
+    """By the name under which an engine runs each now."""
+
+    async def generate(self, request: EngineRequest) -> RequestResult:
+        """One call that stays open as long as the request runs."""
+        ...
+
+    def replica_sent_to(self, request_id: str) -> str | None:
+        """The replica that was chosen for a request; None before that, and after `forget_sent`."""
+        ...
+
+    def forget_sent(self, request_id: str) -> None: ...
+
+    suspects: asyncio.Lock
+    """Held by the one suspect that goes on, until it has gained something."""
+
+    def cancel_later(self, call: asyncio.Task[None]) -> None:
+        """Cancels the call of a request that has ended, after it had a second to return by itself."""
+        ...
+
+
+class PromptRun:
+    """Sends `request`, whose seed it draws if it has none, and tells `tell` what comes back, until `has_all_frames`. A
+    `RequestResult` or an exception is the last that it tells.
+    """
+
+    def __init__(self, client: Caller, request: EngineRequest, tell: Tell) -> None:
+        if request.params.seed is None:
+            params = msgspec.structs.replace(request.params, seed=secrets.randbits(63))
+            request = msgspec.structs.replace(request, params=params)
+        assert request.deadline_s is not None
+        self.request_id = request.request_id
+        """Of the engine that runs it now; frames under another one are late."""
+        self.connection: Connection | None = None
+        """To the engine that has taken it; None until it says so."""
+        self.has_all_frames = asyncio.Event()
+        """Set when no choice gets more frames, whether or not somebody has read those that came."""
+        self._client = client
+        self._request = request
+        self._tell = tell
+        self._deadline = time.monotonic() + request.deadline_s
+        self._call: asyncio.Task[None] | None = None
+        self._progress = Progress(request)
+        """All that came, read or not."""
+        self._untold: list[Control] = []
+        """Stops for an engine that has not taken the request yet."""
+        self._num_attempts = 0
+        self._num_deaths = 0
+        self._holds_suspects = False
+
+    @property
+    def replica(self) -> str | None:
+        """Of the engine that should be heard: it has the request, or was sent it; None where no frame is due."""
+        if self.has_all_frames.is_set():
+            return None
+        if self.connection is not None:
+            return self.connection.replica
+        return self._client.replica_sent_to(self.request_id)
+
+    def start(self) -> None:
+        self._send(self._request)
+
+    def _send(self, request: EngineRequest, pause_s: float = 0.0) -> None:
+        self._client.runs[request.request_id] = self
+        # In a context of its own: Serve takes calls of one HTTP request, which it knows by the context, for one call
+        # that it tries again, and forgets all but one of those that wait for a replica.
+        self._call = asyncio.get_running_loop().create_task(self._run(request, pause_s), context=contextvars.Context())
+
+    async def _run(self, request: EngineRequest, pause_s: float) -> None:
+        """One call, which stays open as long as the request runs."""
+        assert request.deadline_s is not None
+        overdue = asyncio.timeout(request.deadline_s + OVERDUE_S)
+        try:
+            async with overdue:
+                await asyncio.sleep(pause_s)
+                if self._num_deaths >= SUSPECT_DEATHS:
+                    await self._client.suspects.acquire()
+                    self._holds_suspects = True
+                result = await self._client.generate(request)
+                if result.refused is None and result.queue_full is None:
+                    await asyncio.wait_for(self.has_all_frames.wait(), LAST_FRAME_TIMEOUT_S)
+                    return
+        except Exception as error:
+            if overdue.expired():
+                self._fail(_overdue(self._request.deadline_s))
+            else:
+                self._on_error(error)
+            return
+        self._fail(result)
+
+    def _on_error(self, error: Exception) -> None:
+        cause = getattr(error, "cause", None) or error  # Ray raises a copy of what the engine raised
+        if isinstance(cause, RayActorError | EngineFailed):
+            if self.connection is None:
+                self.go_on(RETRY_PAUSE_S)
+            else:
+                self.lose()
+        elif isinstance(cause, TimeoutError | ConnectionError):  # engine and ingress do not reach each other just now
+            self.go_on(RETRY_PAUSE_S)
+        else:
+            self._fail(error)
+
+    def _fail(self, reason: RequestResult | Exception) -> None:
+        self._clear_of_suspicion()
+        self._client.runs.pop(self.request_id, None)
+        self._tell(reason)
+
+    # ---- what comes back -----------------------------------------------------------------------------------------
+
+    def receive(self, output: SequenceOutput, connection: Connection) -> None:
+        if self.connection is None:
+            self._take(connection)
+        if not self._progress.add(output):
+            return  # the engine's word that it has the request
+        self._clear_of_suspicion()
+        self._note_end()
+        self._tell(output)
+
+    def _note_end(self) -> None:
+        if self._progress.has_ended:
+            self.has_all_frames.set()
+
+    def _take(self, connection: Connection) -> None:
+        self.connection = connection
+        self._client.forget_sent(self.request_id)
+        for control in self._untold:
+            connection.send(control)
+        self._untold.clear()
+
+    def stop(self, index: int, num_kept_tokens: int) -> None:
+        """Ends a choice, of whose output so many tokens count."""
+        if not self._progress.is_open(index):
+            return
+        self._progress.end(index)
+        self._note_end()
+        control = Control(self.request_id, index, num_kept_tokens)
+        if self.connection is None:
+            self._untold.append(control)
+        else:
+            self.connection.send(control)
+
+    # ---- going on elsewhere --------------------------------------------------------------------------------------
+
+    def lose(self) -> None:
+        """The engine that had the request died."""
+        if self.has_all_frames.is_set():
+            return
+        self._num_deaths += 1
+        if not self._holds_suspects and self._num_deaths < MAX_DEATHS:
+            self.go_on()
+            return
+        self.leave()
+        message = (
+            f"{self._num_deaths} engine processes died while they ran this request, which may be why; it is not tried "
+            "again"
+        )
+        self._fail(ApiError(500, message, code="internal_error"))
+
+    def _clear_of_suspicion(self) -> None:
+        """It gained something, or is over: the next suspect may go on."""
+        if self._holds_suspects:
+            self._holds_suspects = False
+            self._client.suspects.release()
+
+    def go_on(self, pause_s: float = 0.0) -> None:
+        """Leaves the engine, if it lives, and sends the request to another one with the tokens so far."""
+        self.leave()
+        self._num_attempts += 1
+        self.request_id = f"{self._request.request_id}/{self._num_attempts}"
+        logger.info("request %s goes on as %s", self._request.request_id, self.request_id)
+        self._client.metrics.continuations.inc()
+        remaining_s = max(0.0, self._deadline - time.monotonic())
+        self._send(self._progress.continuation(self.request_id, remaining_s), pause_s)
+
+    # ---- the end -------------------------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """Aborts what runs."""
+        self._clear_of_suspicion()
+        self._client.runs.pop(self.request_id, None)
+        self._client.forget_sent(self.request_id)
+        self._untold.clear()
+        if self.connection is not None:
+            self.connection.send(Control(self.request_id))
+            self.connection = None
+        if self._call is not None:
+            self._call.cancel()  # Serve cancels the remote call, and the engine aborts it
+
+    def release(self) -> None:
+        """Every choice has ended: the call may run out, which keeps Serve's counts right."""
+        self._client.runs.pop(self.request_id, None)
+        if self._call is not None:
+            self._call.add_done_callback(lambda task: task.cancelled() or task.exception())
+            self._client.cancel_later(self._call)
+
+
+def _overdue(deadline_s: float | None) -> ApiError:
+    return ApiError(
+        408,
+        f"no engine ended the request at its deadline; the limit is request_timeout_s, {deadline_s:g}",
+        type="timeout_error",
+    )

@@ -1,0 +1,98 @@
+"""The engine replicas as one ingress knows them: which Serve runs, which live, and which got a request last.
+
+Serve's router (`request_router.py`) tells which replicas run and chooses among them; the channel tells who was heard.
+One `Replicas` stands between both in each process: Serve makes the router where the ingress cannot pass it anything.
+Everything here may be asked from another thread, since Serve's router may run in one.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+
+import ray
+from ray import serve
+from ray.serve.exceptions import RayServeException
+
+SERVE_NAMESPACE = "serve"
+"""Where Serve's actors have their names."""
+SILENT_BEATS = 4
+"""So many signs of life must be missing (0.6 s) before requests go on elsewhere. A step holds up an engine's event loop
+for a few ms, and what held up the ingress itself does not count.
+"""
+HUNG_BEATS = 20
+"""After so many (3 s) a replica is killed if no other one can take its requests."""
+AVOID_S = 20.0
+"""A replica that was silent, or whose connection broke, gets nothing for so long while another one runs, unless it is
+heard again. Meanwhile Serve replaces it if it is dead.
+"""
+
+
+class Replicas:
+    """Of all deployments of engines. A replica's name is the one of its actor."""
+
+    def __init__(self) -> None:
+        self.running: dict[str, frozenset[str]] = {}
+        """By deployment, those that Serve runs, less those that it told to go. Deployments of which it has said."""
+        self.routed: dict[str, str] = {}
+        """Request to the replica that it was sent to, until this has taken it."""
+        self._num_missed: dict[str, int] = {}
+        """Signs of life, in a row, of replicas that owe some."""
+        self._avoided: dict[str, float] = {}
+        """Until when, on `time.monotonic`'s clock."""
+
+    def hear(self, replica: str) -> None:
+        """It lives."""
+        if self._num_missed:
+            self._num_missed.pop(replica, None)
+        if self._avoided:
+            self._avoided.pop(replica, None)
+
+    def beat(self, owing: set[str]) -> None:
+        """Called every `BEAT_S` with the replicas that run requests, and so should be heard until the next call."""
+        self._num_missed = {replica: self._num_missed.get(replica, 0) + 1 for replica in owing}
+        for replica, count in self._num_missed.items():
+            if count > SILENT_BEATS:
+                self.avoid(replica)
+
+    def avoid(self, replica: str) -> None:
+        self._avoided[replica] = time.monotonic() + AVOID_S
+
+    def is_good(self, replica: str) -> bool:
+        """Whether requests should stay with it: it runs, and nothing speaks against it."""
+        if self._avoided.get(replica, 0.0) > time.monotonic():
+            return False
+        return not self.running or any(replica in names for names in self.running.values())
+
+    def is_hung(self, replica: str) -> bool:
+        """True in the one beat in which its patience is over."""
+        return self._num_missed.get(replica) == HUNG_BEATS
+
+    def num_routed(self, replica: str) -> int:
+        """Requests that are under way to it."""
+        return sum(chosen == replica for chosen in list(self.routed.values()))
+
+    def is_any_good(self, deployment: str) -> bool:
+        """Whether some replica of a deployment can take requests."""
+        return any(map(self.is_good, self.running.get(deployment, ())))
+
+
+@functools.cache
+def known_replicas() -> Replicas:
+    """Of the engines that this process calls. A function, since Serve copies the router's class with all that it refers
+    to but functions of modules.
+    """
+    return Replicas()
+
+
+def own_name() -> str:
+    """The name of the replica that this process is; empty outside Serve."""
+    try:
+        return serve.get_replica_context().replica_id.to_full_id_str()
+    except RayServeException:
+        return ""
+
+
+def kill(replica: str) -> None:
+    """Ends a replica that hangs; Serve starts another one. Raises `ValueError` if it is gone."""
+    ray.kill(ray.get_actor(replica, SERVE_NAMESPACE))

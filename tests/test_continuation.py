@@ -1,0 +1,203 @@
+"""A request cut off at any token and continued on another engine ends as if nothing had happened: tokens, log-
+probabilities, finish reasons and usage, whatever else the request asks for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from typing import Any
+
+import pytest
+
+from cluster.config import EngineConfig
+from cluster.engine.engine import Engine
+from cluster.engine.request import (
+    ContinuedChoice,
+    EngineRequest,
+    FinishStatus,
+    QueueFull,
+    RequestRefused,
+    SequenceOutput,
+    Usage,
+)
+from cluster.serve.progress import Progress
+from specdecode.config import SpeculativeConfig
+from structured.constraint import ConstraintLimits, ConstraintSpec, Resolved
+from structured.logits_processors import LogitsProcessorSpec
+from tests.checkpoints import VOCAB_SIZE, checkpoint
+from tests.conftest import PROVE
+from workers.checkpoints.model_config import load_model_config
+from workers.sampling_params import SamplingParams
+from workers.step import TokenLogprobs
+
+pytestmark = [pytest.mark.usefixtures("plugin"), pytest.mark.timeout(120)]
+
+NUM_CUTS = 40 if PROVE else 4
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "ages": {"type": "array", "items": {"enum": [1, 22]}}},
+    "required": ["name", "ages"],
+    "additionalProperties": False,
+}
+DRAFTS = {"speculative": SpeculativeConfig(proposers=("ngram", "forced"), ngram_min=1, adaptive=False)}
+FORCED = {"speculative": SpeculativeConfig(proposers=("forced",), adaptive=False)}
+JSON = ConstraintSpec(kind="json_schema", text=json.dumps(PERSON))
+AUTOMATON = LogitsProcessorSpec(name="automaton", arguments={"num_states": 97})
+
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "greedy": ({"temperature": 0, "logprobs": 2, "ignore_eos": True}, {}),
+    "seeded": ({"seed": 7, "top_p": 0.9, "logprobs": 0, "ignore_eos": True}, {}),
+    "unseeded": ({"ignore_eos": True}, {}),
+    "choices": ({"seed": 1, "n": 4, "stop_token_ids": tuple(range(5, 60, 2)), "min_tokens": 3}, {}),
+    "penalties": (
+        {
+            "seed": 3,
+            "presence_penalty": 0.7,
+            "frequency_penalty": 0.4,
+            "repetition_penalty": 1.3,
+            "logit_bias": {9: 4.0, 11: 5.0},
+            "bad_words_token_ids": ((9, 11), (30,)),
+            "min_tokens": 12,
+            "stop_token_ids": (9, 11, 17),
+        },
+        {},
+    ),
+    "processors": ({"seed": 4, "n": 2, "logits_processors": (AUTOMATON,), "ignore_eos": True}, {}),
+    "schema": ({"seed": 2, "n": 3, "temperature": 1.2, "constraint": JSON, "max_tokens": 60}, {}),
+    "schema-forced": ({"seed": 5, "n": 2, "constraint": JSON, "max_tokens": 60}, FORCED),
+    "drafts": ({"seed": 8, "n": 2, "allowed_token_ids": (9, 11), "ignore_eos": True}, DRAFTS),
+    "prompt-logprobs": ({"seed": 6, "n": 2, "prompt_logprobs": 1, "logprobs": 1, "ignore_eos": True}, {}),
+}
+"""What a request asks for, and options of the engine. Prompts take several steps."""
+
+
+def make_engine(**options: Any) -> Engine:
+    folder = checkpoint("llama", dtype="float32")
+    config = EngineConfig(
+        model=str(folder),
+        kv_cache_bytes=load_model_config(folder).kv_bytes_per_token("float32") * 16 * 128,
+        max_num_batched_tokens=16,
+        constraints=ConstraintLimits(compile_seconds=60.0),  # for a machine that has much else to do
+        logits_processors={"automaton": None},
+        **options,
+    )
+    return Engine(config)
+
+
+@dataclasses.dataclass
+class Answer:
+    """To one request, over all its attempts."""
+
+    token_ids: dict[int, list[int]] = dataclasses.field(default_factory=dict)
+    logprobs: dict[int, list[TokenLogprobs]] = dataclasses.field(default_factory=dict)
+    prompt_logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
+    ends: dict[int, tuple[FinishStatus, int | None]] = dataclasses.field(default_factory=dict)
+    usages: dict[int, Usage] = dataclasses.field(default_factory=dict)
+
+    def add(self, output: SequenceOutput) -> None:
+        assert output.error is None
+        self.token_ids.setdefault(output.index, []).extend(output.token_ids)
+        self.logprobs.setdefault(output.index, []).extend(output.logprobs or [])
+        self.prompt_logprobs += output.prompt_logprobs or []
+        if output.usage is not None:
+            before = self.usages.get(output.index)
+            if before is not None:
+                assert output.usage.num_cached_tokens == before.num_cached_tokens
+                assert output.usage.num_accepted_drafts >= before.num_accepted_drafts
+                assert output.usage.num_rejected_drafts >= before.num_rejected_drafts
+            self.usages[output.index] = output.usage
+        if output.finish is not None:
+            self.ends[output.index] = output.finish, output.stop_token_id
+
+    def check(self, expected: Answer, has_drafts: bool) -> None:
+        assert self.token_ids == expected.token_ids
+        assert self.ends == expected.ends
+        for index, usage in self.usages.items():
+            assert usage.num_output_tokens == len(self.token_ids[index])
+            assert (usage.num_accepted_drafts > 0) == has_drafts
+        _check_logprobs(self.prompt_logprobs, expected.prompt_logprobs)
+        assert self.logprobs.keys() == expected.logprobs.keys()
+        for index, logprobs in self.logprobs.items():
+            _check_logprobs(logprobs, expected.logprobs[index])
+
+
+def _check_logprobs(found: list[TokenLogprobs], expected: list[TokenLogprobs]) -> None:
+    assert [(each.token_id, each.rank) for each in found] == [(each.token_id, each.rank) for each in expected]
+    assert [each.logprob for each in found] == pytest.approx([each.logprob for each in expected], abs=1e-4)
+
+
+def run(engine: Engine, request: EngineRequest, answer: Answer, progress: Progress, num_steps: int = 10**9) -> int:
+    """Runs a request for so many steps at most; returns how many it took. Nothing of it stays."""
+    spec = request.params.constraint
+    resolved: Resolved | None = None if spec is None else engine.resolve(spec).result(60)
+    engine.add_request(request, resolved)
+    step = 0
+    while engine.has_unfinished and step < num_steps:
+        for output in engine.step():
+            answer.add(output)
+            progress.add(output)
+        step += 1
+    engine.abort(request.request_id)
+    engine.step()
+    engine.check_integrity()
+    stats = engine.stats()
+    assert stats.num_free_blocks == stats.num_blocks
+    assert stats.grammar_pool.num_sessions == 0
+    return step
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_request_cut_at_any_token_ends_as_if_nothing_had_happened(kind: str) -> None:
+    fields, options = KINDS[kind]
+    chooser = random.Random(kind)
+    prompt = [chooser.randrange(5, VOCAB_SIZE) for _ in range(40)]
+    params = SamplingParams(**{"seed": 11, "max_tokens": 30, **fields})
+    request = EngineRequest(request_id="whole", prompt_token_ids=prompt, params=params)
+    engines = make_engine(**options), make_engine(**options)
+    expected = Answer()
+    num_steps = run(engines[0], request, expected, Progress(request))
+    for cut in range(NUM_CUTS):
+        answer, progress, attempt = Answer(), Progress(request), request
+        lengths = [chooser.randrange(num_steps) for _ in range(1 + cut % 2)]
+        for number, length in enumerate(lengths):
+            run(engines[number], attempt, answer, progress, length)
+            if progress.has_ended:
+                break
+            attempt = progress.continuation(f"{cut}/{number}", None)
+        if not progress.has_ended:
+            run(engines[len(lengths) % 2], attempt, answer, progress)
+        answer.check(expected, "speculative" in options)
+
+
+def test_the_first_engine_counts_the_cached_prompt_and_the_second_counts_it_no_more() -> None:
+    engine = make_engine()
+    prompt = list(range(5, 69))
+    request = EngineRequest(request_id="a", prompt_token_ids=prompt, params=SamplingParams(max_tokens=20, seed=1))
+    run(engine, request, Answer(), Progress(request))
+    answer, progress = Answer(), Progress(request)
+    run(engine, request, answer, progress, 4)
+    queries = engine.stats().prefix_cache_queries
+    run(engine, progress.continuation("b", None), answer, progress)
+    assert answer.usages[0].num_cached_tokens == 48
+    assert engine.stats().prefix_cache_queries == queries
+
+
+def test_a_continuation_is_refused_where_it_cannot_fit_and_not_for_a_full_queue() -> None:
+    engine = make_engine(max_model_len=64, max_num_waiting=0, max_num_sequences=1)
+
+    def request(name: str, continued: list[ContinuedChoice] | None) -> EngineRequest:
+        params = SamplingParams(seed=1, ignore_eos=True)
+        return EngineRequest(request_id=name, prompt_token_ids=[5] * 20, params=params, continued=continued)
+
+    usage = Usage(20, 0, 0)
+    for token_ids, words in (([7] * 44, "64 tokens, and this engine's limit is 64"), ([7, 10**6], "token id 1000000")):
+        with pytest.raises(RequestRefused, match=words):
+            engine.add_request(request("a", [ContinuedChoice(0, token_ids, usage)]))
+    engine.add_request(request("a", None))
+    with pytest.raises(QueueFull):
+        engine.add_request(request("b", None))
+    engine.add_request(request("c", [ContinuedChoice(0, [7] * 43, usage)]), queue_is_bounded=False)
+    ended = {output.request_id: output.usage for _ in range(60) for output in engine.step() if output.finish}
+    assert [usage and usage.num_output_tokens for _, usage in sorted(ended.items())] == [44, 44]
