@@ -13,7 +13,7 @@ import pathlib
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ SUMS_OF_A_TURN = 40
 STEPS_OF_A_TURN = 4
 STEPS = {"decode, 1 row": (1, 1), "decode, 32 rows": (32, 1), "prefill, 1 x 512 tokens": (1, 512)}
 """Name to (sequences, tokens of each)."""
-CONTEXT_LEN = 128
+CONTEXT_LEN = 32
 """Tokens of each sequence before a decode step."""
 TOKEN_ID = 5
 """The only one that may be drawn, so that ranks know what rank 0 drew without being told."""
@@ -229,19 +229,19 @@ def _time_steps(state: _State, num_sequences: int, num_tokens: int) -> float:
     return statistics.median(seconds)
 
 
-def rows(sums: list[SumTimes], steps: list[StepTimes]) -> Iterator[str]:
-    """Both tables, in Markdown."""
-    if sums:
-        yield "| sum over 2 ranks, bfloat16 | shared memory | gloo |"
-        yield "| --- | --- | --- |"
-        for each in sums:
-            yield f"| {each.rows} x {HIDDEN} | {each.shared_memory:.1f} us | {each.gloo:.1f} us |"
-    if steps:
-        yield ""
-        yield "| step, one core a rank | 1 rank | 2 ranks | ratio |"
-        yield "| --- | --- | --- | --- |"
-        for step in steps:
-            yield f"| {step.name} | {step.one_rank:.2f} ms | {step.two_ranks:.2f} ms | {step.ratio:.2f} |"
+def sum_table(sums: list[SumTimes]) -> str:
+    """In Markdown, as is `step_table`."""
+    lines = ["| sum over 2 ranks, bfloat16 | shared memory | gloo |", "| --- | --- | --- |"]
+    lines += [f"| {each.rows} x {HIDDEN} | {each.shared_memory:.1f} us | {each.gloo:.1f} us |" for each in sums]
+    return "\n".join(lines)
+
+
+def step_table(steps: list[StepTimes]) -> str:
+    lines = ["| step, one core a rank | 1 rank | 2 ranks | ratio |", "| --- | --- | --- | --- |"]
+    lines += [
+        f"| {each.name} | {each.one_rank:.2f} ms | {each.two_ranks:.2f} ms | {each.ratio:.2f} |" for each in steps
+    ]
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -253,13 +253,11 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=10, help="of each part (default: 10)")
     arguments = parser.parse_args()
     parts = arguments.parts.split(",")
-    sums = measure_sums(arguments.turns) if "sums" in parts else []
-    steps = []
+    if "sums" in parts:
+        print(sum_table(measure_sums(arguments.turns)), flush=True)
     if "steps" in parts:
         model = str(benchmark_checkpoint(arguments.model)) if arguments.model in SHAPES else arguments.model
-        steps = measure_steps(model, arguments.turns)
-    for row in rows(sums, steps):
-        print(row)
+        print(step_table(measure_steps(model, arguments.turns)), flush=True)
 
 
 if __name__ == "__main__":

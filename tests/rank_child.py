@@ -1,7 +1,4 @@
-"""What a rank's process of `tests/rank_processes.py` runs: functions that are called in it by name, of what it holds.
-
-Imports little, for many processes start in a test run.
-"""
+"""What a rank's process of `tests/rank_processes.py` runs: functions that are called in it by name, of what it holds."""
 
 from __future__ import annotations
 
@@ -120,6 +117,10 @@ _CREATE_FILE = cpu_all_reduce.create_file
 
 def shares_memory(holder: Holder) -> bool:
     return holder.worker.group.shared is not None
+
+
+def num_sharing_memory(holder: Holder) -> int:
+    return holder.worker.group.num_sharing_memory
 
 
 def num_called_back(holder: Holder) -> int | None:

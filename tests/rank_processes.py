@@ -37,17 +37,17 @@ class RankProcesses:
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([rank_child.__name__])  # imported once for all of them
         self._pipes: list[Connection] = []
         self.processes = []
-        with _environment(OMP_NUM_THREADS="1"):
-            for _ in range(num_ranks):
-                ours, theirs = context.Pipe()
-                process = context.Process(target=rank_child.serve, args=(theirs,), daemon=True)
-                process.start()
-                theirs.close()
-                self._pipes.append(ours)
-                self.processes.append(process)
+        for _ in range(num_ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=rank_child.serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self.processes.append(process)
 
     def first(self, num_ranks: int) -> RankProcesses:
         """These of them as ranks of their own; the others rest."""
@@ -156,11 +156,3 @@ def over_ranks(ranks: RankProcesses) -> Iterator[list[PipeExecutor]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cluster.engine.engine, "make_executor", make_executor)
         yield made
-
-
-@contextlib.contextmanager
-def _environment(**values: str) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in values.items():
-            patch.setenv(name, value)
-        yield

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import pathlib
 import stat
+import subprocess
+import sys
 
 import psutil
 import pytest
@@ -106,3 +108,12 @@ def test_an_engine_writes_the_same_without_affinity_and_advice_on_memory(monkeyp
     for name in ("MADV_HUGEPAGE", "MADV_WILLNEED", "MADV_DONTNEED"):
         monkeypatch.delattr(f"mmap.{name}", raising=False)
     assert write_some() == expected
+
+
+def test_processes_of_one_machine_know_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = host.identity()
+    command = [sys.executable, "-c", "from workers import host; print(host.identity())"]
+    assert int(subprocess.run(command, capture_output=True, check=True).stdout) == here
+    assert 0 <= here < 2**63
+    monkeypatch.setattr("socket.gethostname", lambda: "another container")
+    assert host.identity() != here

@@ -228,6 +228,7 @@ def test_the_least_memory_of_all_ranks_is_planned_with(two: RankProcesses) -> No
     infos = [two.answer(rank) for rank in range(2)]
     assert [info.num_blocks for info in infos] == [30, 30]
     assert infos[0].max_model_len == infos[1].max_model_len == 480
+    assert two.call_all(rank_child.num_sharing_memory) == [2, 2]
 
 
 def test_a_rank_that_takes_another_token_is_noticed(two: RankProcesses) -> None:

@@ -67,7 +67,8 @@ def create_file(num_ranks: int) -> str | None:
 class SharedGroup:
     """One rank's end of the file `path`, which may be unlinked when all have it. `OSError` where it cannot be mapped.
 
-    A rank's death is noticed by the lock that each holds on the file until its process ends, or the group is let go.
+    Each rank holds a lock on the file until its process ends, or the group is let go: a rank that is waited for and
+    holds none is dead, so nobody may wait before all have made theirs.
     """
 
     def __init__(self, path: str, rank: int, num_ranks: int) -> None:
