@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 class Ingress:
-    """The other end of the channel: keeps what arrives."""
+    """The other end of the channel: keeps what arrives, but signs of life and the word that a request was taken."""
 
     def __init__(self) -> None:
         self.outputs: list[SequenceOutput] = []
@@ -32,9 +32,10 @@ class Ingress:
         self.receiver = OutputReceiver("127.0.0.1", self._on_outputs, lambda _: None)
 
     def _on_outputs(self, outputs: list[SequenceOutput], connection: Connection) -> None:
-        self.outputs += outputs
+        self.outputs += [output for output in outputs if output.token_ids or output.finish is not None]
         self.connection = connection
-        self._news.set()
+        if self.outputs:
+            self._news.set()
 
     async def first(self) -> Connection:
         await asyncio.wait_for(self._news.wait(), 10)

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from cluster.serve import listener, submission
+from cluster.serve import listener, prompt_run
 from tests.local_server import LocalServer, answer, local_server, post, until
 
 pytestmark = pytest.mark.timeout(60)
@@ -34,7 +34,7 @@ def events(body: bytes) -> list[dict]:
 
 def test_a_client_that_reads_late_gets_every_prompt_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first prompt has ended long before its last frame is read, and the others still run."""
-    monkeypatch.setattr(submission, "LAST_FRAME_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(prompt_run, "LAST_FRAME_TIMEOUT_S", 0.05)
 
     async def run() -> None:
         async with local_server(max_num_sequences=1) as server:
