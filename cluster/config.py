@@ -68,10 +68,34 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """
 
 
+class ListenerLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the ingress's own listener takes of a connection before a request is read. Where Serve's proxies take the
+    connections (several ingresses, or a cluster that was joined) these bounds are for a proxy in front of them.
+    """
+
+    max_connections: Count = 4096
+    """In all, and at most half of the files that the process may open. At the bound the connection closes that has
+    waited longest for a request; where none waits the new one is refused (HTTP 503).
+    """
+    max_connections_per_address: Count = 1024
+    """Of one IPv4 address, or one IPv6 network of 64 bits. A proxy in front is one address."""
+    max_url_bytes: Bytes = 8192
+    """Of a request's line; a longer one is refused (HTTP 414)."""
+    max_header_bytes: Bytes = 32 * 2**10
+    """Of a request's headers and trailers together; more are refused (HTTP 431)."""
+    max_headers: Count = 100
+    """Lines of headers and trailers of one request; more are refused (HTTP 431)."""
+    header_timeout_s: Seconds = 20.0
+    """Within which the head of a request must have come whole, from its first byte or that of the connection; else the
+    connection closes (HTTP 408).
+    """
+
+
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The Ray Serve application: HTTP limits, names and replica counts."""
 
     engine: EngineConfig = EngineConfig()
+    listener: ListenerLimits = ListenerLimits()
     host: str = "127.0.0.1"
     port: Annotated[int, Meta(ge=1, le=65535)] = 8000
     served_model_name: str | None = None
@@ -88,8 +112,12 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     request_timeout_s: Seconds = 600.0
     """A request still running after this long is aborted."""
     client_timeout_s: Seconds = 60.0
-    """Within which a client must send a request whole, and take more of what it is sent. Where it does not its
+    """Within which a client must send a request's body whole, and take more of what it is sent. Where it does not its
     connection is closed, and what it asked for is aborted.
+    """
+    min_body_bytes_per_s: Bytes = 1000
+    """Of a request's body must have come since its head, after 10 s in which it may be slower; else it is refused
+    (HTTP 408).
     """
     client_buffer_bytes: Bytes = 4 * 2**20
     """Of a stream that wait for a client who reads too slowly; beyond them its request is aborted."""

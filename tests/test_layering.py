@@ -149,6 +149,7 @@ INSIDE: dict[str, tuple[str, ...]] = {
         "cluster.http.app",
         "cluster.serve",
         "cluster.serve.burst",
+        "cluster.serve.connections",
         "cluster.serve.listener",
         "cluster.serve.start_failure",
         "cluster.serve.own_ray",

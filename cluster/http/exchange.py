@@ -21,6 +21,8 @@ from cluster.http.errors import RETRIED_STATUSES, ApiError
 
 DRAINED_BODIES = 16
 """Of a body that exceeds the limit, this many times the limit is read before the connection is given up."""
+SLOW_START_S = 10.0
+"""For so long a body may come more slowly than `min_body_bytes_per_s`."""
 SEND_BYTES = 65536
 """An answer goes to its connection in pieces of this size, each after most of the last was taken."""
 
@@ -101,27 +103,32 @@ class Exchange:
 
     async def body(self) -> bytes:
         """The whole body. Raises `ApiError` 413 if it exceeds `max_body_bytes` (no more bytes than those are kept) and
-        408 if it takes longer than `client_timeout_s`.
+        408 if it takes longer than `client_timeout_s`, or comes more slowly than `min_body_bytes_per_s`.
         """
-        received, seconds = bytearray(), self._config.client_timeout_s
+        received, begun = bytearray(), asyncio.get_running_loop().time()
         try:
-            async with asyncio.timeout(seconds):
-                await self._read_body(received)
+            async with asyncio.timeout(None) as deadline:
+                await self._read_body(received, deadline, begun)
         except TimeoutError as error:
+            seconds = asyncio.get_running_loop().time() - begun
+            option = "client_timeout_s" if seconds >= self._config.client_timeout_s else "min_body_bytes_per_s"
+            change = "raise" if option == "client_timeout_s" else "lower"
             raise ApiError(
                 408,
-                f"{len(received)} bytes of the body came within {seconds:g} s and not its end; send it faster, or "
-                "raise client_timeout_s",
+                f"{len(received)} bytes of the body came within {seconds:.1f} s and not its end; send it faster, or "
+                f"{change} {option}, which is {getattr(self._config, option):g}",
                 type="timeout_error",
                 code="client_too_slow",
             ) from error
         return bytes(received)
 
-    async def _read_body(self, received: bytearray) -> None:
+    async def _read_body(self, received: bytearray, deadline: asyncio.Timeout, begun: float) -> None:
         limit = self._config.max_body_bytes
         num_bytes, more = 0, True
         # A body that is too long is read and dropped for a while: a client that is still sending would miss the answer.
         while more and num_bytes <= DRAINED_BODIES * limit:
+            paid_s = SLOW_START_S + num_bytes / self._config.min_body_bytes_per_s
+            deadline.reschedule(begun + min(paid_s, self._config.client_timeout_s))
             message = await self._receive()
             if message["type"] == "http.disconnect":
                 raise ClientGone

@@ -89,7 +89,7 @@ class ListeningIngress(Ingress):
 
     def __init__(self, config: ServeConfig, engine: Any) -> None:
         super().__init__(config, engine)
-        self._listener = Listener(self._answer, config.host, config.port, config.client_timeout_s)
+        self._listener = Listener(self._answer, config)
 
     async def check_health(self) -> None:
         await super().check_health()
