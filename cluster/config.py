@@ -102,8 +102,20 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Name in `/v1/models`; None takes the last part of `engine.model`."""
     num_engine_replicas: Count = 1
     num_ingress_replicas: Count = 1
-    api_keys: tuple[str, ...] = ()
-    """Accepted bearer tokens; empty accepts every request."""
+    api_keys: tuple[str, ...] | None = None
+    """Accepted bearer tokens of at least 16 characters, as `KEY` or `NAME:KEY`; names go into log and metrics. Those of
+    `api_keys_file` and of the environment's `MANTA_API_KEYS` count too. None accepts every request.
+    """
+    api_keys_file: str | None = None
+    """A file with such entries, one a line; what follows a # is a remark."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names in a request's Host header that this server answers to, beside its own and, on a loopback address, those of
+    loopback addresses. `*` is any. Empty on another address, or under Serve's own configuration, answers to any.
+    """
+    cors_origins: tuple[str, ...] = ()
+    """Origins (`https://chat.example`) of web pages that may use this server; `*` is any. Requests of others are refused
+    (HTTP 403).
+    """
     max_body_bytes: Bytes = 8 * 2**20
     max_prompts_per_request: Count = 1024
     """Prompts in one `/v1/completions` body."""
@@ -162,6 +174,10 @@ def load_config(path: str | pathlib.Path | None, overrides: dict[str, Any] | Non
             if not isinstance(target, dict):
                 raise ValueError(f"configuration: {key} cannot be set: {parent} is a value, no group of options")
         target[last] = value
+    if "api_keys" in data and data["api_keys"] is None:  # a variable that was to hold them and is not set
+        raise ValueError(
+            f"configuration{f' {path}' if path else ''}: api_keys is empty; leave it out, or list the keys"
+        )
     try:
         return msgspec.convert(data, ServeConfig)
     except msgspec.ValidationError as error:

@@ -125,6 +125,7 @@ INSIDE: dict[str, tuple[str, ...]] = {
         "cluster.llm",
         "cluster.http",
         "cluster.http.errors",
+        "cluster.http.access",
         "cluster.http.codec",
         "cluster.http.protocol",
         "cluster.http.protocol.body_limits",

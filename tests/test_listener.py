@@ -134,7 +134,11 @@ TOO_MUCH = {
     "a line without end": (b"431", "listener.max_header_bytes", [HEAD, b"a: ", *[b"b" * 200] * 20]),
     "a name without end": (b"431", "listener.max_header_bytes", [HEAD, *[b"b" * 200] * 20]),
     "a URL without end": (b"414", "listener.max_url_bytes", [b"GET /", *[b"x" * 50] * 10]),
-    "a URL at once": (b"414", "listener.max_url_bytes", [b"GET /" + b"x" * 5000 + b" HTTP/1.1\r\nHost: x\r\n\r\n"]),
+    "a URL at once": (
+        b"414",
+        "listener.max_url_bytes",
+        [b"GET /" + b"x" * 5000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n"],
+    ),
     "half a head": (b"408", "listener.header_timeout_s", [HEAD]),
 }
 

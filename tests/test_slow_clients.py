@@ -201,7 +201,7 @@ def test_a_body_byte_by_byte_is_served_and_one_without_end_is_refused() -> None:
             assert (await answer(reader, writer))[0] == 200
 
             reader, writer = await server.connect()
-            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
             sent = 0
             while not reader._buffer and sent < 100:  # type: ignore[attr-defined]
                 writer.write(b"200\r\n" + b" " * 512 + b"\r\n")

@@ -89,7 +89,13 @@ class Exchange:
         self.request_id = given if 0 < len(given) <= 128 and given.isprintable() else f"req-{secrets.token_hex(8)}"
         self.path_parameter = ""
         """The value of the parameter in the path of its route, if that has one."""
+        self.client = ""
+        """The name of the API key that the request brought."""
+        self.address: str = (scope.get("client") or ("",))[0]
+        """Of the client, or of a proxy in front."""
         self.status = 0
+        self.headers_always: list[tuple[bytes, bytes]] = []
+        """Sent with every answer."""
         self.headers_out: list[tuple[bytes, bytes]] = []
         """Sent with a good answer, beside its own."""
         self._id_header = [(b"x-request-id", self.request_id.encode("latin-1"))] if returns_id else []
@@ -201,6 +207,13 @@ class Exchange:
             message = {"type": "http.response.body", "body": body[begin:end], "more_body": end < len(body)}
             await self._send(message)
 
+    async def send_empty(self, headers: list[tuple[bytes, bytes]]) -> None:
+        """An answer without a body."""
+        self.status = 204
+        headers = [*self._id_header, *self.headers_always, *headers]
+        await self._send({"type": "http.response.start", "status": 204, "headers": headers})
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
     async def fail(self, error: ApiError) -> None:
         headers = [(b"retry-after", b"1")] if error.status in RETRIED_STATUSES else []
         if error.code == "client_too_slow":
@@ -211,6 +224,7 @@ class Exchange:
     async def _start(self, status: int, content_type: str, headers: list[tuple[bytes, bytes]]) -> None:
         self.status = status
         fixed = [(b"content-type", content_type.encode()), *self._id_header]
+        fixed += self.headers_always
         await self._send({"type": "http.response.start", "status": status, "headers": [*fixed, *headers]})
 
     # ---- the request log -----------------------------------------------------------------------------------------
@@ -229,6 +243,7 @@ class Exchange:
         entry = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "request_id": self.request_id,
+            **({"client": self.client} if self.client else {}),
             "path": self.path,
             "status": self.status,
             "seconds": round(seconds, 4),

@@ -14,6 +14,7 @@ from cluster.http.routing import Route
 _ERRORS = {
     400: "The body is wrong or cannot be served; `param` names the field",
     401: "An API key is required",
+    403: "The Host, or the page that asks, is not allowed here",
     404: "No such model is served here",
     405: "The path takes another method",
     408: "A time limit has passed: of the request, or of a client that sends or reads too slowly",
@@ -63,7 +64,7 @@ def _operation(route: Route, schema_of: dict[Any, Any]) -> dict[str, Any]:
 
 def _error_statuses(route: Route) -> list[int]:
     """The errors of its handler, and those that the application finds before it calls the handler."""
-    found = {405, 500, *route.errors}
+    found = {403, 405, 500, *route.errors}
     if not route.public:
         found.add(401)
     if route.body is not None:

@@ -19,6 +19,7 @@ from ray.serve.config import HTTPOptions, ProxyLocation
 from ray.serve.context import _get_global_client as get_client
 
 from cluster.config import DEMO_MODEL, ServeConfig, ray_address
+from cluster.http.access.keys import with_api_keys
 from cluster.serve import joined_ray, own_ray
 from cluster.serve.engine_deployment import engine_deployment
 from cluster.serve.ingress import ingress_deployment
@@ -32,8 +33,9 @@ APP_NAME = "manta"
 def application(config: ServeConfig, listens: bool = False) -> serve.Application:
     """The bound application; paths become absolute, since replicas run in folders of their own.
 
-    With `listens` its only ingress takes the connections; else Serve's proxies do.
+    With `listens` its only ingress takes the connections; else Serve's proxies do. Raises `ValueError` for weak keys.
     """
+    config = with_api_keys(config)
     engine = msgspec.structs.replace(
         config.engine, model=_absolute(config.engine.model), tokenizer=_absolute(config.engine.tokenizer)
     )
@@ -45,7 +47,9 @@ def application(config: ServeConfig, listens: bool = False) -> serve.Application
 
 def build(options: dict[str, Any]) -> serve.Application:
     """For Serve's configuration files: `import_path: cluster.serve.app:build` with the options under `args`."""
-    return application(msgspec.convert(options, ServeConfig))
+    config = msgspec.convert(options, ServeConfig)
+    # Where Serve listens its own options say, and `host` here says nothing of it.
+    return application(msgspec.structs.replace(config, allowed_hosts=config.allowed_hosts or ("*",)))
 
 
 def start(config: ServeConfig) -> ModelInfo:
