@@ -91,11 +91,36 @@ class ListenerLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """
 
 
+class BodyLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one request's body may ask for; more is refused (HTTP 400)."""
+
+    max_values: Count = 2**20
+    """JSON values; its commas and opening brackets are counted, those in texts too."""
+    max_messages: Count = 4096
+    """Messages of a conversation, their parts and calls included."""
+    max_tools: Count = 128
+    """OpenAI's bound. If their grammar is refused, each tool is compiled by itself to find the one at fault."""
+    max_stop_characters: Count = 4096
+    """Of all stop strings together: they are looked for at every token."""
+    max_bad_words: Count = 1024
+    max_bad_word_characters: Count = 20_000
+    """Of all `bad_words` together: they are tokenised, and looked for at every token."""
+    max_token_ids: Count = 2**20
+    """Entries of `allowed_token_ids`, `logit_bias` or `stop_token_ids` times the prompts: each prompt is an engine
+    request of its own, which carries them.
+    """
+    max_logprobs: Count = 2**18
+    """Log-probabilities that one answer may hold, alternatives included, about 70 bytes each. A stream sends those of
+    its output as they come, and they do not count.
+    """
+
+
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The Ray Serve application: HTTP limits, names and replica counts."""
 
     engine: EngineConfig = EngineConfig()
     listener: ListenerLimits = ListenerLimits()
+    body: BodyLimits = BodyLimits()
     host: str = "127.0.0.1"
     port: Annotated[int, Meta(ge=1, le=65535)] = 8000
     served_model_name: str | None = None
@@ -113,8 +138,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     loopback addresses. `*` is any. Empty on another address, or under Serve's own configuration, answers to any.
     """
     cors_origins: tuple[str, ...] = ()
-    """Origins (`https://chat.example`) of web pages that may use this server; `*` is any. Requests of others are refused
-    (HTTP 403).
+    """Origins (`https://chat.example`) of web pages that may use this server; `*` is any. Those of other pages are
+    refused (HTTP 403).
     """
     max_body_bytes: Bytes = 8 * 2**20
     max_prompts_per_request: Count = 1024

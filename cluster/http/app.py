@@ -1,7 +1,8 @@
 """The HTTP endpoint as a plain ASGI application that speaks OpenAI's API; it imports neither torch nor Ray.
 
 It checks where a request comes from, finds its route, checks the key, decodes the body, calls the handler and sends
-what that returns. Whatever a client sends, it gets an answer in OpenAI's shape; a client that leaves ends the work for it.
+what that returns. Whatever a client sends, it gets an answer in OpenAI's shape; a client that leaves ends the work for
+it.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class HttpApp:
     async def _handle(self, route: Route, exchange: Exchange) -> None:
         if not route.public:
             self._check_key(exchange)
-        body = None if route.body is None else decode(route.body, await exchange.body())
+        body = None if route.body is None else decode(route.body, await exchange.body(), self._config.body)
         answer = await route.handler(self._state, exchange, body)
         if answer is not None:
             await exchange.send_json(encode(answer))

@@ -14,8 +14,8 @@ from cluster.http.answers import Answer, ChatAnswer, CompletionAnswer
 from cluster.http.chat_output import plan_chat
 from cluster.http.errors import ApiError, refuse
 from cluster.http.exchange import Exchange
-from cluster.http.prompts import encode, encode_all, render
-from cluster.http.protocol.body_limits import check_counts
+from cluster.http.prompts import aside, encode, encode_all, render
+from cluster.http.protocol.body_limits import check_counts, check_echo, check_num_logprobs
 from cluster.http.protocol.requests import ChatCompletionRequest, CompletionRequest
 from cluster.http.protocol.tools import template_tools
 from cluster.http.state import AppState
@@ -25,10 +25,12 @@ from workers.sampling_params import SamplingParams
 async def chat(state: AppState, exchange: Exchange, request: ChatCompletionRequest) -> None:
     state.check_model(request.model)
     check_counts(state.config, 1, request.num_choices)
-    params = _sampling_params(state, request)
+    params = await _sampling_params(state, request)
     conversation = render(state.tokenizer, request, template_tools(request.callable_tools()))
     plan = plan_chat(request, params, state.tokenizer, conversation)
-    prompt = await encode(state.tokenizer, plan.prompt, add_special_tokens=False)
+    model = await state.model_info()
+    prompt = await encode(state.tokenizer, plan.prompt, False, model.max_model_len, "messages")
+    check_num_logprobs(state.config.body, plan.params, [prompt], model.max_model_len, bool(request.stream))
     answer = ChatAnswer(request, _new_id("chatcmpl"), state.config.model_name, state.tokenizer, plan)
     await _generate(state, exchange, [prompt], plan.params, request, answer, plan.shown_ids)
 
@@ -37,13 +39,17 @@ async def completions(state: AppState, exchange: Exchange, request: CompletionRe
     state.check_model(request.model)
     given = request.prompts()
     check_counts(state.config, len(given), request.num_choices)
-    params = _sampling_params(state, request)
-    prompts = await encode_all(state.tokenizer, given, request.add_special_tokens)
+    if request.echo:
+        check_echo(state.config, given, request.num_choices)
+    params = await _sampling_params(state, request)
+    model = await state.model_info()
+    prompts = await encode_all(state.tokenizer, given, request.add_special_tokens, model.max_model_len, "prompt")
+    check_num_logprobs(state.config.body, params, prompts, model.max_model_len, bool(request.stream))
     answer = CompletionAnswer(request, _new_id("cmpl"), state.config.model_name, state.tokenizer, given, prompts)
     await _generate(state, exchange, prompts, params, request, answer)
 
 
-def _sampling_params(state: AppState, request: ChatCompletionRequest | CompletionRequest) -> SamplingParams:
+async def _sampling_params(state: AppState, request: ChatCompletionRequest | CompletionRequest) -> SamplingParams:
     """What the body asks for. Raises `ApiError` 400 for a logits processor that the operator did not register."""
     params = request.sampling_params()
     registered = state.config.engine.logits_processors
@@ -52,7 +58,7 @@ def _sampling_params(state: AppState, request: ChatCompletionRequest | Completio
             field = f"logits_processors[{index}].name"
             known = f"use one of: {', '.join(registered)}" if registered else "this server has none"
             refuse(field, f"{field}: {spec.name!r} is not registered here; {known}")
-    return state.tokenizer.resolve_bad_words(params)
+    return await aside(state.tokenizer.resolve_bad_words, params) if params.bad_words else params
 
 
 async def _generate(
