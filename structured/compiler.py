@@ -1,4 +1,5 @@
-"""Proves constraints before they are admitted: in processes of lowest priority, within a budget, once for all waiters.
+"""Proves constraints before they are admitted: in processes of lowest priority, within a budget, once for all waiters,
+and for clients in turns.
 
 `Compiler.resolve` may be called from any thread. Compiled grammars stay in an LRU by bytes, refusals for a while.
 """
@@ -6,9 +7,9 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
-import queue
 import select
 import signal
 import socket
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import NamedTuple
 
@@ -23,6 +25,7 @@ import msgspec
 
 from structured.compile_process import WALL_FACTOR, Answer, Setup, Started, needs_too_much_memory
 from structured.constraint import ConstraintError, ConstraintLimits, ConstraintSpec, Resolved, check_form, check_size
+from structured.fair_queue import FairQueue, QueueFullError
 from structured.frames import read_frame, write_frame
 from structured.lru import ByteLRU
 from structured.vocabulary import Vocabulary
@@ -31,10 +34,12 @@ logger = logging.getLogger(__name__)
 
 CACHE_BYTES = 64 * 2**20
 """Of compiled constraints that are kept."""
-REFUSAL_BYTES = 16 * 2**20
-"""Of refusals that are remembered, with the constraints that they are about."""
+REFUSAL_BYTES = 4 * 2**20
+"""Of refusals that are remembered: 7,000 at most."""
 ENTRY_BYTES = 600
-"""What an entry of either holds beside its texts: structs, lengths, hash tables."""
+"""What an entry of either holds beside its texts: structs, digests, lengths, hash tables."""
+MAX_ERROR_CHARACTERS = 2000
+"""Of a refusal's message, which may repeat the constraint."""
 REFUSAL_SECONDS = 60.0
 """How long a refusal is remembered."""
 IDLE_SECONDS = 0.2
@@ -47,8 +52,14 @@ RETRY_SECONDS = 10.0
 """After which a process that did not start is tried again, though no constraint asks for it."""
 LEAST_WAIT_SECONDS = 0.01
 """Between two looks at how long a process has computed."""
+WANTED_LOOK_SECONDS = 0.25
+"""How often it is asked whether somebody still waits for a compilation under way."""
 MEMORY_LOOK_SECONDS = 0.05
 """How often a process is weighed whose memory the system does not limit."""
+
+
+class CompilerBusy(RuntimeError):
+    """Too many constraints wait for a process; a later try may do better."""
 
 
 class CompilerFailed(RuntimeError):
@@ -131,6 +142,10 @@ def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
     process.wait()
 
 
+class _Unwanted(Exception):
+    """Nobody waits for the answer."""
+
+
 class _Process:
     """One compile process; used by one thread. Raises `OSError` where it does not start."""
 
@@ -150,10 +165,15 @@ class _Process:
         # A process that stops while it reads a constraint or writes an answer is over its budget too.
         self._connection.settimeout(limits.compile_seconds)
 
-    def compile(self, spec: ConstraintSpec) -> Answer:
-        """Kills the process where a budget is over; then and where it dies the answer is an error."""
+    def compile(self, spec: ConstraintSpec, is_wanted: Callable[[], bool]) -> Answer | None:
+        """Kills the process where a budget is over; then and where it dies the answer is an error. Kills it too where
+        the answer is no longer wanted; then there is none.
+        """
         try:
-            return self._ask(msgspec.msgpack.encode(spec), self._limits.compile_seconds)
+            return self._ask(msgspec.msgpack.encode(spec), self._limits.compile_seconds, is_wanted)
+        except _Unwanted:
+            self.kill()
+            return None
         except TimeoutError:
             seconds = self._limits.compile_seconds
             error = f"{spec.kind}: compiling took longer than {seconds:g} s; simplify the constraint"
@@ -165,27 +185,29 @@ class _Process:
         self.kill()
         return Answer(error=error)
 
-    def _ask(self, frame: bytes, seconds: float) -> Answer:
+    def _ask(self, frame: bytes, seconds: float, is_wanted: Callable[[], bool]) -> Answer:
         """Raises `TimeoutError` where no answer came in time, `MemoryError` where the process has grown too much,
-        `EOFError` or `OSError` where it is gone.
+        `EOFError` or `OSError` where it is gone, `_Unwanted`.
         """
         write_frame(self._stream, frame)
         if not self._answers_within(min(IDLE_SECONDS, seconds)):
             self._set_policy("SCHED_OTHER")
-            self._await_busy(seconds)
+            self._await_busy(seconds, is_wanted)
             self._set_policy("SCHED_IDLE")
         answer = read_frame(self._stream)
         if answer is None:
             raise EOFError
         return self._decoder.decode(answer)
 
-    def _await_busy(self, seconds: float) -> None:
+    def _await_busy(self, seconds: float, is_wanted: Callable[[], bool]) -> None:
         """Waits until the process has computed for `seconds`, not for the time that a busy machine gave to others; the
         clock on the wall ends it at `WALL_FACTOR` times as long.
         """
         begun, used = time.monotonic(), _cpu_seconds(self.pid)
         left = seconds
-        while left > 0.0 and not self._answers_within(max(left, LEAST_WAIT_SECONDS)):
+        while left > 0.0 and not self._answers_within(min(max(left, LEAST_WAIT_SECONDS), WANTED_LOOK_SECONDS)):
+            if not is_wanted():
+                raise _Unwanted
             left = min(seconds - (_cpu_seconds(self.pid) - used), WALL_FACTOR * seconds - (time.monotonic() - begun))
         if left <= 0.0:
             raise TimeoutError
@@ -297,12 +319,12 @@ class _Seat:
             self._source.close()  # what processes are forked from may hang
         self.has_failed = self._process is None
 
-    def compile(self, spec: ConstraintSpec) -> Answer:
-        """Raises `CompilerFailed` where there is no process for it."""
+    def compile(self, spec: ConstraintSpec, is_wanted: Callable[[], bool]) -> Answer | None:
+        """None where nobody wants the answer any more. Raises `CompilerFailed` where there is no process for it."""
         self.fill()
         if self._process is None:
             raise CompilerFailed("the grammar compiler does not start; the server's log says why")
-        return self._process.compile(spec)
+        return self._process.compile(spec, is_wanted)
 
     def empty(self) -> None:
         """Kills the process."""
@@ -311,17 +333,41 @@ class _Seat:
             process.kill()
 
 
+class _Job:
+    """A constraint that is to be proven, and who waits for it."""
+
+    def __init__(self, spec: ConstraintSpec) -> None:
+        self.spec = spec
+        self.waiters: list[Future[Resolved]] = []
+
+    def is_wanted(self) -> bool:
+        """Whether somebody still waits."""
+        return any(not waiter.cancelled() for waiter in self.waiters)
+
+    def end(self, result: Resolved | Exception) -> None:
+        for waiter in self.waiters:
+            if not waiter.set_running_or_notify_cancel():
+                continue
+            if isinstance(result, Exception):
+                waiter.set_exception(result)
+            else:
+                waiter.set_result(result)
+
+
 class Compiler:
-    """`num_processes` constraints at a time; a slow one holds back only those behind it."""
+    """`num_processes` constraints at a time; a slow one holds back only those behind it, and of several clients' none
+    holds all the processes.
+    """
 
     def __init__(self, vocabulary: Vocabulary, limits: ConstraintLimits, num_processes: int = 2) -> None:
         self._limits = limits
         self._source = _Source(vocabulary, limits)
         self._lock = threading.Lock()
-        self._queue: queue.SimpleQueue[ConstraintSpec | None] = queue.SimpleQueue()
-        self._pending: dict[ConstraintSpec, Future[Resolved]] = {}
-        self.cache: ByteLRU[ConstraintSpec, Resolved] = ByteLRU(CACHE_BYTES)
-        self._refusals: ByteLRU[ConstraintSpec, _Refusal] = ByteLRU(REFUSAL_BYTES)
+        self._queue: FairQueue[_Job] = FairQueue(num_processes, limits.max_waiting)
+        self._jobs: dict[bytes, _Job] = {}
+        """Those that wait or are being compiled, by `_key`, as everything here."""
+        self.cache: ByteLRU[bytes, Resolved] = ByteLRU(CACHE_BYTES)
+        self._refusals: ByteLRU[bytes, _Refusal] = ByteLRU(REFUSAL_BYTES)
         self.num_compiled = 0
         self._seats = [_Seat(self._source, limits) for _ in range(num_processes)]
         self._threads = [
@@ -341,9 +387,10 @@ class Compiler:
         """Those that there are, or that are starting."""
         return sum(not seat.has_failed for seat in self._seats)
 
-    def resolve(self, spec: ConstraintSpec) -> Future[Resolved]:
-        """The future holds a `ConstraintError` where the constraint is refused, `CompilerFailed` where that is no fault
-        of its own.
+    def resolve(self, spec: ConstraintSpec, client: str = "") -> Future[Resolved]:
+        """The future holds a `ConstraintError` where the constraint is refused, `CompilerBusy` where too many wait,
+        `CompilerFailed` where that is no fault of its own. A constraint all of whose futures are cancelled is not
+        compiled, or no longer. `client` is whom it is for; they take turns.
         """
         future: Future[Resolved] = Future()
         try:
@@ -352,71 +399,89 @@ class Compiler:
         except ConstraintError as error:
             future.set_exception(error)
             return future
+        key = _key(spec)
         with self._lock:
-            known = self.cache.get(spec)
+            known = self.cache.get(key)
             if known is not None:
                 future.set_result(known)
                 return future
-            refusal = self._refusals.get(spec)
+            refusal = self._refusals.get(key)
             if refusal is not None and refusal.until > time.monotonic():
                 future.set_exception(ConstraintError(refusal.error))
                 return future
-            pending = self._pending.get(spec)
-            if pending is None:
-                pending = self._pending[spec] = Future()
-                self._queue.put(spec)
-            # A future of its own for each waiter: one that gives up cancels nobody else's.
-            pending.add_done_callback(lambda done: _copy(done, future))
+            job = self._jobs.get(key)
+            if job is not None:
+                # A future of its own for each waiter: one that gives up cancels nobody else's.
+                job.waiters.append(future)
+                return future
+            job = _Job(spec)
+            job.waiters.append(future)
+            try:
+                self._queue.put(client, job)
+            except QueueFullError as error:
+                remedy = "retry later, or raise constraints.max_waiting"
+                future.set_exception(CompilerBusy(f"too many constraints are to be compiled: {error}; {remedy}"))
+            else:
+                self._jobs[key] = job
         return future
 
     def _serve(self, seat: _Seat) -> None:
         seat.fill()  # the backends are loaded before anybody asks
-        while (spec := self._next(seat)) is not None:
+        while (taken := self._next(seat)) is not None:
+            client, job = taken
             try:
-                self._settle(spec, seat.compile(spec))
+                while not self._skips(job):
+                    answer = seat.compile(job.spec, job.is_wanted)
+                    if answer is not None:
+                        self._settle(job, answer)
+                        break
             except Exception as error:  # whatever it is costs this constraint alone: later ones need this thread
                 if not isinstance(error, CompilerFailed):
                     logger.exception("the grammar compiler failed")
                     seat.empty()
-                self._fail(spec, error)
+                self._fail(job, error)
+            self._queue.done(client)
         seat.empty()
         self._source.close()
 
-    def _next(self, seat: _Seat) -> ConstraintSpec | None:
+    def _next(self, seat: _Seat) -> tuple[str, _Job] | None:
         """The next constraint, None at the end; while none comes, a process that did not start is tried again."""
         while True:
             try:
-                return self._queue.get(timeout=RETRY_SECONDS if seat.has_failed else None)
-            except queue.Empty:
+                return self._queue.take(RETRY_SECONDS if seat.has_failed else None)
+            except TimeoutError:
                 seat.fill()
 
-    def _settle(self, spec: ConstraintSpec, answer: Answer) -> None:
+    def _skips(self, job: _Job) -> bool:
+        """Forgets what nobody waits for any more."""
         with self._lock:
-            pending = self._pending.pop(spec)
+            wanted = job.is_wanted()
+            if not wanted:
+                del self._jobs[_key(job.spec)]
+        return not wanted
+
+    def _settle(self, job: _Job, answer: Answer) -> None:
+        key, error = _key(job.spec), (answer.error or "")[:MAX_ERROR_CHARACTERS]
+        with self._lock:
+            del self._jobs[key]
             self.num_compiled += 1
             if answer.resolved is not None:
-                self.cache.put(spec, answer.resolved, _num_bytes(spec, answer.resolved))
+                self.cache.put(key, answer.resolved, _num_bytes(answer.resolved))
             else:
-                error = answer.error or ""
                 refusal = _Refusal(time.monotonic() + REFUSAL_SECONDS, error)
-                self._refusals.put(spec, refusal, ENTRY_BYTES + sys.getsizeof(spec.text) + sys.getsizeof(error))
-        if answer.resolved is not None:
-            pending.set_result(answer.resolved)
-        else:
-            pending.set_exception(ConstraintError(answer.error or ""))
+                self._refusals.put(key, refusal, ENTRY_BYTES + sys.getsizeof(error))
+        job.end(ConstraintError(error) if answer.resolved is None else answer.resolved)
 
-    def _fail(self, spec: ConstraintSpec, error: Exception) -> None:
+    def _fail(self, job: _Job, error: Exception) -> None:
         """Not remembered: another try may do better."""
         with self._lock:
-            pending = self._pending.pop(spec, None)
-        if pending is not None:
-            failure = CompilerFailed(f"the grammar compiler failed: {type(error).__name__}: {error}")
-            pending.set_exception(error if isinstance(error, CompilerFailed) else failure)
+            self._jobs.pop(_key(job.spec), None)
+        failure = CompilerFailed(f"the grammar compiler failed: {type(error).__name__}: {error}")
+        job.end(error if isinstance(error, CompilerFailed) else failure)
 
     def close(self) -> None:
         """Ends the processes once what they compile is done."""
-        for _ in self._threads:
-            self._queue.put(None)
+        self._queue.close()
 
 
 class _Refusal(NamedTuple):
@@ -425,17 +490,11 @@ class _Refusal(NamedTuple):
     error: str
 
 
-def _num_bytes(spec: ConstraintSpec, resolved: Resolved) -> int:
+def _key(spec: ConstraintSpec) -> bytes:
+    """Stands for a constraint, whose text may have a megabyte, where it is remembered."""
+    return hashlib.sha256(msgspec.msgpack.encode(spec)).digest()
+
+
+def _num_bytes(resolved: Resolved) -> int:
     """What an entry of the cache holds."""
-    texts = (spec.text, resolved.spec.text, resolved.compiled, *resolved.not_enforced)
-    return ENTRY_BYTES + sum(map(sys.getsizeof, texts))
-
-
-def _copy(done: Future[Resolved], target: Future[Resolved]) -> None:
-    if not target.set_running_or_notify_cancel():
-        return
-    error = done.exception()
-    if error is not None:
-        target.set_exception(error)
-    else:
-        target.set_result(done.result())
+    return ENTRY_BYTES + sum(map(sys.getsizeof, (resolved.spec.text, resolved.compiled, *resolved.not_enforced)))

@@ -57,6 +57,10 @@ class ConstraintLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Processor time of one compilation, and a third of its time on the wall; then its process is killed."""
     compile_memory_bytes: int = 2**31
     """Address space that one compilation may add."""
+    max_waiting: int = 128
+    """Constraints of HTTP requests that wait to be compiled, half of them of one client; one more is refused (HTTP
+    429).
+    """
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):

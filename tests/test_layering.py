@@ -21,6 +21,7 @@ INSIDE: dict[str, tuple[str, ...]] = {
     "structured": (
         # Plain data
         "structured.lru",
+        "structured.fair_queue",
         "structured.heap",
         "structured.config",
         "structured.constraint",

@@ -69,7 +69,7 @@ class RepeatingEngines:
     def submit(self, request_id: str, prompts: list[list[int]], params: SamplingParams, **options: Any) -> Repeating:
         return Repeating(prompts, "abc")
 
-    async def resolve(self, spec: ConstraintSpec) -> tuple[ConstraintSpec, list[str]]:
+    async def resolve(self, spec: ConstraintSpec, client: str = "") -> tuple[ConstraintSpec, list[str]]:
         return spec, []
 
     async def model(self) -> ModelInfo:

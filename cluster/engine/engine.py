@@ -164,12 +164,12 @@ class Engine:
 
     # ---- requests ------------------------------------------------------------------------------------------------
 
-    def resolve(self, spec: ConstraintSpec) -> Future[Resolved]:
-        """Proves a constraint, in a process of its own; callable from any thread.
+    def resolve(self, spec: ConstraintSpec, client: str = "") -> Future[Resolved]:
+        """Proves a constraint for a client, in a process of its own; callable from any thread.
 
-        The future raises `RequestRefused` where the constraint cannot be served.
+        The future raises `RequestRefused` where the constraint cannot be served, `QueueFull` where too many wait.
         """
-        return self.constraints.resolve(spec)
+        return self.constraints.resolve(spec, client)
 
     def warm_up(self) -> None:
         """Starts in the background what the first constraint would wait for.

@@ -39,6 +39,8 @@ class EngineRequest(msgspec.Struct, kw_only=True, array_like=True):
     """Seconds from admission after which the request is aborted; None for no deadline."""
     num_branches: int = 0
     """Where the caller chooses the tokens (`Engine.branch`): how many sequences it will have at a time."""
+    client: str = ""
+    """Whose it is: clients take turns. Empty is a caller who shares with nobody."""
 
 
 class Branch(NamedTuple):

@@ -105,6 +105,11 @@ class Exchange:
         self._begun = time.perf_counter()
         self._notes: dict[str, Any] = {}
 
+    @property
+    def sharer(self) -> str:
+        """Who takes turns with others: the name of a key, else an address."""
+        return self.client or self.address
+
     # ---- the request ---------------------------------------------------------------------------------------------
 
     async def body(self) -> bytes:

@@ -80,6 +80,7 @@ async def _generate(
             chat=isinstance(request, ChatCompletionRequest),
             priority=request.priority,
             timeout_s=state.config.request_timeout_s,
+            client=exchange.sharer,
             shown_ids=shown_ids,
         )
         try:
@@ -93,7 +94,7 @@ async def _generate(
     except ApiError as error:
         if error.param is None:
             raise
-        field, error = await _field_at_fault(state, request, error)
+        field, error = await _field_at_fault(state, exchange, request, error)
         if field == error.param:
             raise
         message = error.message.removeprefix(error.param or "")
@@ -102,13 +103,13 @@ async def _generate(
 
 
 async def _field_at_fault(
-    state: AppState, request: ChatCompletionRequest | CompletionRequest, error: ApiError
+    state: AppState, exchange: Exchange, request: ChatCompletionRequest | CompletionRequest, error: ApiError
 ) -> tuple[str, ApiError]:
     """The body's field that a refusal is about; of several tools the one whose schema alone is refused too."""
     assert error.param is not None
     for field, spec in request.tool_constraints() if error.param == "constraint" else []:
         try:
-            await state.engines.resolve(spec)
+            await exchange.unless_gone(state.engines.resolve(spec, exchange.sharer))
         except ApiError as of_tool:
             return field, of_tool
     return request.field_of(error.param), error
@@ -118,7 +119,7 @@ async def _enforceable(state: AppState, exchange: Exchange, params: SamplingPara
     """`params` with a loose constraint resolved; a header of the answer says what is not enforced."""
     if params.constraint is None or not params.constraint.loose:
         return params
-    spec, not_enforced = await state.engines.resolve(params.constraint)
+    spec, not_enforced = await exchange.unless_gone(state.engines.resolve(params.constraint, exchange.sharer))
     if not_enforced:
         exchange.headers_out.append((b"x-manta-not-enforced", _header_value(not_enforced)))
     return msgspec.structs.replace(params, constraint=spec)
