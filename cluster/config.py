@@ -54,7 +54,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_num_sequences: Annotated[int, Meta(ge=1, le=4096)] = 256
     """Sequences running at a time."""
     max_num_waiting: Annotated[int, Meta(ge=0)] = 2048
-    """Requests waiting beyond those running; one more is refused (HTTP 429)."""
+    """Requests waiting beyond those running; one more is refused (HTTP 429), unless none of its client's waits."""
     enable_prefix_caching: bool = True
     constraints: ConstraintLimits = ConstraintLimits()
     """What one constraint may cost."""
@@ -133,6 +133,10 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """
     api_keys_file: str | None = None
     """A file with such entries, one a line; what follows a # is a remark."""
+    priority_clients: tuple[str, ...] = ()
+    """Names of API keys whose requests may go before others' (a `priority` below 0); `*` is everybody. A priority above
+    0 lets others go first, and anybody may ask for it.
+    """
     allowed_hosts: tuple[str, ...] = ()
     """Names in a request's Host header that this server answers to, beside its own and, on a loopback address, those of
     loopback addresses. `*` is any. Empty on another address, or under Serve's own configuration, answers to any.

@@ -38,8 +38,6 @@ REFUSAL_BYTES = 4 * 2**20
 """Of refusals that are remembered: 7,000 at most."""
 ENTRY_BYTES = 600
 """What an entry of either holds beside its texts: structs, digests, lengths, hash tables."""
-MAX_ERROR_CHARACTERS = 2000
-"""Of a refusal's message, which may repeat the constraint."""
 REFUSAL_SECONDS = 60.0
 """How long a refusal is remembered."""
 IDLE_SECONDS = 0.2
@@ -461,7 +459,7 @@ class Compiler:
         return not wanted
 
     def _settle(self, job: _Job, answer: Answer) -> None:
-        key, error = _key(job.spec), (answer.error or "")[:MAX_ERROR_CHARACTERS]
+        key, error = _key(job.spec), answer.error or ""
         with self._lock:
             del self._jobs[key]
             self.num_compiled += 1

@@ -59,6 +59,7 @@ INSIDE: dict[str, tuple[str, ...]] = {
         # Who computes what: plain Python
         "cluster.engine.kv_blocks",
         "cluster.engine.sequence",
+        "cluster.engine.turns",
         "cluster.engine.kv_cache_manager",
         "cluster.engine.plan",
         "cluster.engine.outcome",

@@ -34,7 +34,7 @@ class EngineRequest(msgspec.Struct, kw_only=True, array_like=True):
     prompt_token_ids: list[int]
     params: SamplingParams
     priority: int = 0
-    """Lower runs first; equal priorities in order of arrival (vLLM's convention)."""
+    """Lower runs first; equal priorities by turns of their clients."""
     deadline_s: float | None = None
     """Seconds from admission after which the request is aborted; None for no deadline."""
     num_branches: int = 0

@@ -24,6 +24,7 @@ from workers.sampling_params import SamplingParams
 
 async def chat(state: AppState, exchange: Exchange, request: ChatCompletionRequest) -> None:
     state.check_model(request.model)
+    _check_priority(state, exchange, request.priority)
     check_counts(state.config, 1, request.num_choices)
     params = await _sampling_params(state, request)
     conversation = render(state.tokenizer, request, template_tools(request.callable_tools()))
@@ -37,6 +38,7 @@ async def chat(state: AppState, exchange: Exchange, request: ChatCompletionReque
 
 async def completions(state: AppState, exchange: Exchange, request: CompletionRequest) -> None:
     state.check_model(request.model)
+    _check_priority(state, exchange, request.priority)
     given = request.prompts()
     check_counts(state.config, len(given), request.num_choices)
     if request.echo:
@@ -47,6 +49,14 @@ async def completions(state: AppState, exchange: Exchange, request: CompletionRe
     check_num_logprobs(state.config.body, params, prompts, model.max_model_len, bool(request.stream))
     answer = CompletionAnswer(request, _new_id("cmpl"), state.config.model_name, state.tokenizer, given, prompts)
     await _generate(state, exchange, prompts, params, request, answer)
+
+
+def _check_priority(state: AppState, exchange: Exchange, priority: int) -> None:
+    """Raises `ApiError` 400 for whoever may not go before others."""
+    allowed = state.config.priority_clients
+    if priority < 0 and "*" not in allowed and not (exchange.client and exchange.client in allowed):
+        message = f"priority {priority} goes before others' requests, which the operator did not allow"
+        refuse("priority", f"{message} (priority_clients); leave it out, or send 0 or more")
 
 
 async def _sampling_params(state: AppState, request: ChatCompletionRequest | CompletionRequest) -> SamplingParams:
