@@ -7,6 +7,7 @@ which backend serves it. Imports neither torch nor a backend.
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, Literal
 
 import msgspec
@@ -53,6 +54,8 @@ class ConstraintLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Levels of JSON objects and arrays, or of brackets in a regex or grammar."""
     max_alternatives: int = 10_000
     """Entries of one `enum`, `anyOf`, `oneOf`, `allOf`, `properties`, or of a choice."""
+    max_rules: int = 1000
+    """Of one Lark or EBNF grammar: parsers go through them one inside the other, on the stack."""
     compile_seconds: float = 10.0
     """Processor time of one compilation, and a third of its time on the wall; then its process is killed."""
     compile_memory_bytes: int = 2**31
@@ -98,12 +101,24 @@ def _half_a_pair(error: UnicodeEncodeError) -> ConstraintError:
     return ConstraintError(f"the constraint holds {character!a}, half of a surrogate pair; write the whole pair")
 
 
+_RULE = {
+    "lark": re.compile(r"^[ \t]*[?!]?\w[\w.]*(?:\[[^\]\n]*\]|\{[^}\n]*\})?[ \t]*:", re.MULTILINE),
+    "ebnf": re.compile("::="),
+}
+"""How a rule begins."""
+
+
 def check_limits(spec: ConstraintSpec, limits: ConstraintLimits) -> None:
     """Raises `ConstraintError` where another bound of `limits` is exceeded or JSON is malformed. Linear in the text."""
     depth = _nesting(spec.text)
     if depth > limits.max_nesting:
         raise ConstraintError(
             f"{spec.kind}: nested {depth} deep, the limit is {limits.max_nesting}; flatten it or raise max_nesting"
+        )
+    num_rules = len(_RULE[spec.kind].findall(spec.text)) if spec.kind in _RULE else 0
+    if num_rules > limits.max_rules:
+        raise ConstraintError(
+            f"{spec.kind}: {num_rules} rules exceed the limit of {limits.max_rules}; use fewer or raise max_rules"
         )
     if spec.kind in ("json_schema", "choice", "structural_tag"):
         _check_json(spec, limits)

@@ -1,4 +1,7 @@
-"""Who may use the server: names in Host, web pages of other origins, and API keys; without a socket and an engine."""
+"""Who may use the server: names in Host, web pages of other origins, and API keys; without a socket and an engine.
+
+And what comes with a request or a checkpoint, and must stay text.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,14 @@ import pathlib
 from typing import Any
 
 import pytest
+from uvicorn.protocols.http.httptools_impl import HEADER_VALUE_RE
 
 from cluster.cli.__main__ import main
 from cluster.config import ServeConfig, load_config
 from cluster.http.access.keys import ApiKeys, openness, with_api_keys
+from cluster.http.endpoints.generation import _header_value
+from cluster.text.tokenizer import Tokenizer, TokenizerError
+from structured.constraint import ConstraintError, ConstraintLimits, ConstraintSpec, Kind, check_limits
 from tests.test_routes import App
 
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "hello"}]}
@@ -185,3 +192,39 @@ def test_the_name_of_a_key_is_logged_and_counted_and_the_key_is_not() -> None:
     assert 'manta:client_requests_total{client="team",model_name="demo"} 2.0' in shown
     assert 'client="key-2",model_name="demo"} 1.0' in shown
     assert not any("secret" in text or "wrong" in text for text in (shown, *lines))
+
+
+# ---- what a request or a checkpoint brings ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["a\rX-Evil: 1", "a\r\nb", "\x00\x7f", "é\u2028", "x" * 10_000])
+def test_a_name_of_a_property_is_escaped_in_a_header_and_cut(name: str) -> None:
+    value = _header_value([f"{name}: uniqueItems", "other"])
+    assert HEADER_VALUE_RE.search(value) is None
+    assert len(value) < 4100
+    value.decode("ascii")
+
+
+def test_no_code_of_a_checkpoint_runs(tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Without being asked: by default transformers asks whoever sits at the terminal."""
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'was-here')!r}, 'w')\n")
+    named = {"auto_map": {"AutoTokenizer": [None, "evil.Evil"], "AutoConfig": "evil.Evil"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Evil", **named}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "evil", **named}))
+    with pytest.raises(TokenizerError, match="transformers could not make one"):
+        Tokenizer(tmp_path)
+    assert "Do you wish to run the custom code" not in capfd.readouterr().out
+    assert not (tmp_path / "was-here").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("lark", "start: " + " | ".join(f"r{i}" for i in range(1001)) + "".join(f'\nr{i}: "a"' for i in range(1001))),
+        ("ebnf", "\n".join(f'r{i} ::= "a"' for i in range(1001))),
+    ],
+)
+def test_a_grammar_of_many_rules_is_refused_before_it_is_compiled(kind: Kind, text: str) -> None:
+    with pytest.raises(ConstraintError, match=r"rules exceed the limit of 1000; use fewer or raise max_rules"):
+        check_limits(ConstraintSpec(kind=kind, text=text), ConstraintLimits())
+    check_limits(ConstraintSpec(kind=kind, text=text), ConstraintLimits(max_rules=1002))

@@ -99,7 +99,7 @@ class Tokenizer:
         import transformers
 
         try:
-            loaded = transformers.AutoTokenizer.from_pretrained(self.folder, use_fast=True)
+            loaded = transformers.AutoTokenizer.from_pretrained(self.folder, use_fast=True, trust_remote_code=False)
             fast = loaded.backend_tokenizer
         except Exception as error:
             raise TokenizerError(

@@ -21,6 +21,9 @@ from cluster.http.protocol.tools import template_tools
 from cluster.http.state import AppState
 from workers.sampling_params import SamplingParams
 
+MAX_HEADER_CHARACTERS = 4000
+"""Of one header's value: many clients refuse 8 KiB of all headers."""
+
 
 async def chat(state: AppState, exchange: Exchange, request: ChatCompletionRequest) -> None:
     state.check_model(request.model)
@@ -136,8 +139,9 @@ async def _enforceable(state: AppState, exchange: Exchange, params: SamplingPara
 
 
 def _header_value(names: list[str]) -> bytes:
-    """A list as a header may carry it: ASCII, without line breaks."""
-    return ", ".join(name.encode("ascii", "backslashreplace").decode() for name in names).replace("\n", " ").encode()
+    """A list as a header may carry it: ASCII without control characters, and no longer than clients take."""
+    value = ", ".join(name.encode("unicode_escape").decode() for name in names)
+    return (value if len(value) <= MAX_HEADER_CHARACTERS else f"{value[:MAX_HEADER_CHARACTERS]} ...").encode()
 
 
 def _new_id(prefix: str) -> str:
