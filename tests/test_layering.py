@@ -155,6 +155,7 @@ INSIDE: dict[str, tuple[str, ...]] = {
         "cluster.serve.connections",
         "cluster.serve.listener",
         "cluster.serve.start_failure",
+        "cluster.serve.private_folder",
         "cluster.serve.own_ray",
         "cluster.serve.joined_ray",
         "cluster.serve.channel",
