@@ -174,7 +174,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def ray_address() -> str | None:
-    """The Ray cluster to join, where `RAY_ADDRESS` names one (as in a Ray job); None is for a Ray of our own."""
+    """The Ray cluster to join, if `RAY_ADDRESS` names one (as in a Ray job); None means to start a Ray of our own."""
     address = os.environ.get("RAY_ADDRESS", "")
     return None if address in ("", "local") else address
 

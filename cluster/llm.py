@@ -65,7 +65,7 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     prompt: str | None
     prompt_token_ids: list[int]
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """One entry per prompt token, the first None, where `prompt_logprobs` was asked for."""
+    """If `prompt_logprobs` was asked for: one entry for each prompt token, the first of which is None."""
     outputs: list[CompletionOutput]
     """The `n` choices in order of index."""
     finished: bool = False
@@ -90,7 +90,7 @@ class _Tracked:
         output = self.output
         if all(choice.finish_reason is not None for choice in output.outputs):
             usage = Usage.of_choices(len(output.prompt_token_ids), self.usages)
-            # Tokens behind a stop string do not count.
+            # Tokens after a stop string do not count.
             usage.num_output_tokens = sum(len(choice.token_ids) for choice in output.outputs)
             output.usage = usage
             output.finished = True
@@ -133,7 +133,7 @@ class LLM:
             self.config = msgspec.convert({"model": model, **options}, EngineConfig)
         except msgspec.ValidationError as error:
             raise ValueError(str(error)) from error
-        # Read when torch loads its OpenMP: threads that spin for long take the core from everybody else's.
+        # Read when torch loads its OpenMP: threads that spin for long keep a core from all other threads.
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
         from cluster.engine.engine import Engine  # imports torch
 
@@ -156,8 +156,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Completes every prompt (text or token ids), however many, and returns the whole outputs in their order.
 
-        `params` is one for all or one a prompt. Raises `RequestRefused` before anything runs where a prompt can never
-        fit. Nothing of the call stays in the engine where it raises, on Ctrl-C too.
+        `params` is one for all prompts or one for each. If a prompt can never fit, raises `RequestRefused` before
+        anything runs. If it raises, also on Ctrl-C, nothing of the call stays in the engine.
         """
         batch: list[Prompt] = _as_batch(prompts)
         if params is None:
@@ -166,7 +166,7 @@ class LLM:
         if len(each) != len(batch):
             raise ValueError(f"{len(each)} sampling parameters for {len(batch)} prompts; give one, or one a prompt")
         request_ids = [f"generate-{next(self._ids)}" for _ in batch]
-        constraints = [self._resolve(one) for one in each]  # all at once: they compile beside each other
+        constraints = [self._resolve(one) for one in each]  # all at once: they compile in parallel
         try:
             for request_id, prompt, one, constraint in zip(request_ids, batch, each, constraints, strict=True):
                 self._submit(
@@ -199,7 +199,7 @@ class LLM:
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[list[BeamSequence]]:
         """The `beam_width` best continuations of each prompt by log-probability, best first: transformers' beams.
 
-        Raises `RequestRefused` where a prompt can never fit, `ValueError` where the width is too large.
+        Raises `RequestRefused` if a prompt can never fit, `ValueError` if the width is too large.
         """
         token_ids = [self._token_ids(prompt) for prompt in _as_batch(prompts)]
         found = beam_search(self.engine, token_ids, params, f"beams-{next(self._ids)}", self._take)
@@ -210,7 +210,7 @@ class LLM:
     def add_request(
         self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, priority: int = 0
     ) -> None:
-        """Queues a request for `step`. Raises `RequestRefused` where it can never be served."""
+        """Queues a request for `step`. Raises `RequestRefused` if it can never be served."""
         params = params or SamplingParams()
         self._submit(request_id, prompt, params, priority, self._resolve(params))
 
@@ -277,7 +277,9 @@ class LLM:
             self._tracked[request_id] = _Tracked(output, self.tokenizer, params, kind or params.output_kind)
 
     def _apply(self, delta: SequenceOutput, tracked: _Tracked) -> bool:
-        """Adds one step's tokens to a choice; ends it where its text reached a stop string. False: it had ended."""
+        """Adds one step's tokens to a choice; ends it if its text reached a stop string. False if it had ended
+        before.
+        """
         output, choice = tracked.output, tracked.output.outputs[delta.index]
         if choice.finish_reason is not None:
             return False
@@ -306,7 +308,7 @@ class LLM:
     def register_logits_processor(self, name: str, factory: LogitsProcessorFactory) -> None:
         """Lets `SamplingParams.logits_processors` name `factory`, which makes one instance for each sequence.
 
-        Workers of other machines get it by cloudpickle. Raises `LogitsProcessorError` where the name is taken.
+        Ranks on other machines get it by cloudpickle. Raises `LogitsProcessorError` if the name is taken.
         """
         self.engine.register_logits_processor(name, factory)
 
@@ -350,7 +352,7 @@ class LLM:
         return future
 
     def _leave_other_loop(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Whoever closes an event loop over its tasks leaves streams behind that nobody will read or close."""
+        """Ends the streams of another event loop that was closed before its tasks ended: they can no longer be read."""
         if self._pump is None or self._pump.done() or self._pump.get_loop() is loop:
             return
         if not self._pump.get_loop().is_closed():
@@ -392,7 +394,7 @@ class LLM:
         try:
             return await asyncio.wrap_future(step)
         except asyncio.CancelledError:
-            wait([step])  # it goes on in its thread, and nothing may touch the engine beside it
+            wait([step])  # it goes on in its thread, and nothing else may touch the engine meanwhile
             raise
 
     def _end_all(self, error: Exception) -> None:

@@ -1,6 +1,6 @@
-"""How many drafts are accepted, counted and remembered: for each sequence, and for all sequences of a proposer.
+"""How many drafts are accepted: counted and remembered for each sequence, and for all sequences of a proposer.
 
-Plain arithmetic: imports no torch. Called by the proposers, and by the driver where it counts drafts.
+Plain arithmetic: imports no torch. Called by the proposers, and by the driver when it counts drafts.
 """
 
 from __future__ import annotations
@@ -11,18 +11,20 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 MEMORY = 0.95
-"""What a trial counts for after the next one: about twenty decide."""
+"""Factor on the weight of past trials with each new one: about the last twenty decide."""
 FADING = 0.96
-"""What trials count for after a step without drafts: a text that could not be guessed comes to an end."""
+"""Factor on the weight of past trials with each step without drafts, because text that is hard to guess does not go on
+for ever.
+"""
 OVERALL_MEMORY = 0.995
-"""The same for what is known of all sequences together."""
+"""As `MEMORY`, for all sequences together."""
 PRIOR_WEIGHT = 2.0
-"""Trials that the other sequences' acceptance counts for in a new one's."""
+"""The prior counts as much as this many trials."""
 
 
 def num_accepted(drafts: Sequence[int], drawn: Sequence[int]) -> int:
-    """How many drafts come before the first that the model did not draw; `drawn` stands in their place, and may be
-    longer or shorter.
+    """How many drafts come before the first one that the model did not draw. `drawn` are the tokens drawn in the
+    drafts' places; there may be more or fewer of them than drafts.
     """
     count = 0
     for draft, token_id in zip(drafts, drawn, strict=False):
@@ -34,7 +36,7 @@ def num_accepted(drafts: Sequence[int], drawn: Sequence[int]) -> int:
 
 @dataclasses.dataclass(slots=True)
 class Acceptance:
-    """The chance that a draft is accepted, those before it being so; late trials count most."""
+    """The chance that a draft is accepted if all drafts before it are. The latest trials count most."""
 
     prior: float
     successes: float = 0.0
@@ -46,8 +48,8 @@ class Acceptance:
         return (self.successes + PRIOR_WEIGHT * self.prior) / (self.trials + PRIOR_WEIGHT)
 
     def learn(self, num_accepted: int, num_drafted: int) -> None:
-        """Of `num_drafted` drafts in a row the first `num_accepted` were accepted; those behind a refused one say
-        nothing.
+        """Of `num_drafted` drafts in a row the first `num_accepted` were accepted. Drafts after a refused one are not
+        trials.
         """
         num_trials = min(num_accepted + 1, num_drafted)
         forgotten = self.memory**num_trials
@@ -60,8 +62,8 @@ class Acceptance:
 
 
 class AcceptanceRecord:
-    """The acceptance of one proposer's drafts, by sequence. What all showed together is what is thought of a new one,
-    or always the `prior` where `is_alike` is False: one sequence says nothing of another.
+    """The acceptance of one proposer's drafts, by sequence. The prior of a new sequence is the mean of all sequences so
+    far; it is always `prior` if `is_alike` is False, because then one sequence says nothing about another.
     """
 
     def __init__(self, prior: float, is_alike: bool = True) -> None:
@@ -70,7 +72,9 @@ class AcceptanceRecord:
         self._sequences: dict[int, Acceptance] = {}
 
     def learn(self, sequence_id: int, drafts: Sequence[int], drawn: Sequence[int]) -> None:
-        """From the tokens drawn where the drafts stood; drafts after the last of these were not judged."""
+        """Learns from the tokens drawn in the drafts' places; if there are fewer than drafts, the last drafts were not
+        judged.
+        """
         num_judged = min(len(drafts), len(drawn))
         if not num_judged:
             return
@@ -83,14 +87,14 @@ class AcceptanceRecord:
             self._overall.learn(count, num_judged)
 
     def fade(self, sequence_ids: Iterable[int]) -> None:
-        """These had no drafts to learn from in a step."""
+        """Called for sequences that had no drafts in a step."""
         for sequence_id in sequence_ids:
             own = self._sequences.get(sequence_id)
             if own is not None:
                 own.fade()
 
     def means(self, sequence_ids: Iterable[int]) -> np.ndarray:
-        """float [n]; a sequence without drafts so far is thought to be like the others."""
+        """float [n]: the mean of each sequence; that of all together for a sequence without drafts so far."""
         overall = self._overall.mean
         records = (self._sequences.get(sequence_id) for sequence_id in sequence_ids)
         return np.array([overall if record is None else record.mean for record in records])
@@ -100,5 +104,5 @@ class AcceptanceRecord:
             self._sequences.pop(sequence_id, None)
 
     def clear(self) -> None:
-        """Forgets every sequence; what they showed together stays."""
+        """Forgets every sequence; the mean of all together stays."""
         self._sequences.clear()

@@ -1,4 +1,4 @@
-"""What speculates, and how far: `cluster.config.EngineConfig.speculative`. Plain data; imports no torch."""
+"""Options of speculative decoding: `cluster.config.EngineConfig.speculative`. Plain data; imports no torch."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ PROPOSERS: tuple[ProposerName, ...] = ("forced", "ngram", "draft")
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Output never depends on it, speed does. Raises `ValueError` where options contradict each other."""
+    """Changes the speed, never the output. Raises `ValueError` if options contradict each other."""
 
     proposers: tuple[ProposerName, ...] = ("forced", "ngram")
-    """In order; the first that has a proposal for a sequence is taken. `forced`: what a constraint allows only one way;
-    `ngram`: what followed the last tokens before, in prompt and output; `draft`: what `draft_model` says.
+    """Names of proposers, in order: a sequence gets the drafts of the first one that has any for it. `forced`: tokens
+    that a constraint leaves no choice about; `ngram`: what followed an earlier occurrence of the last tokens, in prompt
+    or output; `draft`: what `draft_model` draws.
     """
     draft_model: str | None = None
-    """Folder or hub id of a small model with the same tokenizer, for the proposer `draft`. Its weights and a KV cache
-    of as many blocks as the model's are kept beside the model's.
+    """Folder or hub id of a small model with the same tokenizer, for the proposer `draft`. Its weights and its KV
+    cache, which has as many blocks as the model's, take memory in addition to the model's.
     """
     max_draft_tokens: Annotated[int, Meta(ge=1, le=64)] = 8
-    """Most tokens proposed for one sequence and step."""
+    """Most tokens proposed for one sequence in one step."""
     ngram_min: Annotated[int, Meta(ge=1, le=16)] = 2
-    """Last tokens that must have stood together before."""
+    """`ngram` proposes only if this many last tokens have occurred together before."""
     ngram_max: Annotated[int, Meta(ge=1, le=64)] = 8
-    """Of several places the one with the longest match is taken; more than this many tokens are not compared."""
+    """If there are several occurrences, `ngram` takes the longest match; it compares at most this many tokens."""
     adaptive: bool = True
-    """Propose as many tokens as pay for themselves, by how many of each sequence's were accepted and what a step of the
-    batch costs; else always `max_draft_tokens`.
+    """Propose as many tokens as pay for themselves, judged by how many of the sequence's drafts were accepted and what
+    a step of the batch costs. If False, propose `max_draft_tokens` whenever possible.
     """
 
     def __post_init__(self) -> None:
@@ -45,15 +46,15 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             raise ValueError(f"ngram_min {self.ngram_min} exceeds ngram_max {self.ngram_max}; lower it")
 
     def prefers(self, proposer: ProposerName, other: str) -> bool:
-        """Whether a proposal of `proposer` is taken where a sequence has one of `other`."""
+        """Whether drafts of `proposer` replace those that a sequence already has from `other`."""
         return other not in self.proposers[: self.proposers.index(proposer)]
 
     @property
     def rank_proposers(self) -> tuple[ProposerName, ...]:
-        """Those that run beside the model; forced tokens come with the masks."""
+        """Names of the proposers that run on the ranks. Forced tokens come with the masks, on the driver."""
         return tuple(name for name in self.proposers if name != "forced")
 
     @property
     def num_lookahead_tokens(self) -> int:
-        """Tokens behind a sequence's last that proposers write into the KV cache."""
+        """How many tokens after a sequence's last one proposers write into the KV cache."""
         return self.max_draft_tokens if "draft" in self.proposers else 0

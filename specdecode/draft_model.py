@@ -1,9 +1,9 @@
-"""A draft model: a small model with the same tokenizer that says what the model may draw next.
+"""The proposer `draft`: a small model with the same tokenizer drafts what the model may draw next.
 
-Its keys and values lie in a tensor of its own, in blocks of the same ids and under the same block tables, so the
-scheduler's accounts hold for both. What it lacks of a sequence it computes from the sequence's tokens when it is asked
-for a proposal, and no sooner. It draws with the sequence's parameters and with the noise that the model will draw with
-(Gumbel coupling), so it proposes the model's own token wherever the two distributions are close. Called by
+Its keys and values lie in a tensor of its own, but in blocks with the same ids and block tables as the model's, so the
+scheduler allocates blocks for both at once. It computes missing keys and values from a sequence's tokens only when it
+is asked for drafts. It draws with the sequence's parameters and with the noise that the model will use (Gumbel
+coupling), so if the two distributions are close it proposes the token that the model draws. Called by
 `specdecode/proposers.py`.
 """
 
@@ -32,7 +32,7 @@ from workers.sampling.sampling_state import SequenceState
 from workers.step import StepInput
 
 CATCH_UP_TOKENS = 2048
-"""Tokens that a draft model computes at most in one go; sequences that lack more get their proposals later."""
+"""Most tokens that a draft model computes to catch up after one step; sequences that lack more get drafts later."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -40,16 +40,16 @@ class Progress:
     """How much of one sequence the draft model's cache holds."""
 
     num_draft_computed: int
-    """Leading tokens whose keys and values are there."""
+    """Leading tokens whose keys and values are in the draft model's cache."""
     num_marked_blocks: int
-    """Leading blocks that others may rely on."""
+    """Leading full blocks that are in `DraftModel._written`, so that other sequences may use them."""
     proposed_at: int = 0
-    """Tokens of the sequence when `proposed` was said."""
+    """Number of the sequence's tokens when `proposed` was drafted."""
     proposed: list[int] = dataclasses.field(default_factory=list)
 
     def settle(self, tokens: np.ndarray) -> None:
-        """Counts the proposals that became the sequence's: their keys and values stand, but for the last one's, which
-        was drawn and not computed.
+        """Counts the drafts that the sequence has accepted: their keys and values are valid. Those of the last draft do
+        not exist, because it was drawn but not computed.
         """
         drafts, self.proposed = self.proposed, []
         if drafts:
@@ -68,7 +68,7 @@ class _Drafting:
 
 
 class DraftModel:
-    """Reads the sequences' tokens, parameters and block tables from the model's runner."""
+    """The proposer `draft`. Reads the sequences' tokens, parameters and block tables from the model's runner."""
 
     name = "draft"
 
@@ -81,16 +81,18 @@ class DraftModel:
         kv_cache = platform.allocate_kv(config, num_blocks, runner.block_size, platform.torch_dtype(dtype))
         self._layers = [(layer[0], layer[1]) for layer in kv_cache]
         self._written: set[int] = set()
-        """Blocks full of keys and values of the tokens that the prefix cache knows them by."""
+        """Ids of full blocks whose keys and values here are those of the tokens in the model's cache, so that they are
+        valid if the prefix cache hands the block to another sequence.
+        """
         self._progress: dict[int, Progress] = {}
 
     def measure(self) -> StepCost:
-        """What one more token costs for a number of sequences; called before anything is cached."""
+        """What drafting one token costs, by the number of sequences. Call it before anything is cached."""
         return measure_step(self._model, self._layers, self._runner.block_size, self._runner.platform)
 
     def begin(self, step: StepInput) -> None:
-        """Learns which blocks are new and which were found in the prefix cache; among these, those count that were
-        written here.
+        """Learns which blocks are new and which were found in the prefix cache. Of the latter, the leading ones that
+        the draft model has written count as computed.
         """
         for sequence_id in step.finished:
             self._progress.pop(sequence_id, None)
@@ -107,8 +109,8 @@ class DraftModel:
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[DraftRequest]) -> dict[int, list[int]]:
-        """Proposals for the sequences whose blocks reach far enough; those with logits processors get none, for their
-        processors would have to be made again behind every draft.
+        """Drafts for the sequences whose blocks have room for them. Sequences with logits processors get none, because
+        their processors would have to be made anew after every draft.
         """
         batch = self._batch(requests)
         if not batch:
@@ -158,7 +160,9 @@ class DraftModel:
                 hidden = self._forward(newest, [1] * len(rows), np.array(tokens), tables[rows])
 
     def _catch_up(self, batch: list[_Drafting], tables: np.ndarray) -> tuple[torch.Tensor, list[int]]:
-        """Computes what is missing; returns the last hidden state of those that lack nothing more, and their rows."""
+        """Computes missing keys and values, at most `CATCH_UP_TOKENS`. Returns the last hidden states of the sequences
+        that lack nothing any more, and their rows in `batch`.
+        """
         budget = CATCH_UP_TOKENS
         chosen, starts, counts, pieces, complete = [], [], [], [], []
         for row, each in enumerate(batch):
@@ -190,12 +194,12 @@ class DraftModel:
         metadata = platform.build_metadata(
             np.array(starts), np.array(counts), tables, self._runner.block_size, share_prefixes=False
         )
-        # The model's padded vocabulary may be wider; no text has ids of the padding.
+        # The model's padded vocabulary may be wider than the draft model's; no text has ids of the padding.
         known = np.minimum(token_ids, self._config.vocab_size - 1).astype(np.int64)
         return self._model.forward(platform.place(known), metadata, self._layers)
 
     def _draw(self, hidden: torch.Tensor, batch: list[_Drafting]) -> list[int | None]:
-        """The next token of each; None where there is none to draw."""
+        """The next token of each sequence; None if the sampler cannot draw one."""
         state = self._runner.state
         logits = self._model.compute_logits(hidden)
         if logits.shape[1] < state.vocab_size:
@@ -207,13 +211,15 @@ class DraftModel:
         return [token_id if code == OK else None for token_id, code in pairs]
 
     def reset(self) -> None:
-        """The model's cache was lost, and block ids begin anew."""
+        """Called if the model's cache was lost: block ids begin anew."""
         self._progress.clear()
         self._written.clear()
 
 
 def check_same_tokenizer(target: str, draft: str, vocab_size: int) -> None:
-    """Raises `ModelError` where the tokenizers of two folders give some id two meanings, or one cannot be read."""
+    """Raises `ModelError` if an id means different tokens to the tokenizers of the two folders, or one of them cannot
+    be read.
+    """
     try:
         ours, theirs = (Vocabulary.load(folder, vocab_size, ()) for folder in (target, draft))
     except ConstraintError as error:

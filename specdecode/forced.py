@@ -1,7 +1,7 @@
-"""Forced tokens as drafts: what a constraint allows only one way. Imports no torch.
+"""The proposer `forced`: tokens that a constraint leaves no choice about, as drafts. Imports no torch.
 
-They come with the masks, so this proposer stands beside the driver and not beside the model: it is not a `Proposer` of
-the ranks' chain, and its place among those is `SpeculativeConfig.prefers`. Called by `cluster/engine/masks.py`.
+Forced tokens come with the masks, so this one runs on the driver. It is not a `Proposer` in the ranks' `ProposerChain`;
+`SpeculativeConfig.prefers` says whether its drafts replace theirs. Called by `cluster/engine/masks.py`.
 """
 
 from __future__ import annotations
@@ -15,27 +15,29 @@ from specdecode.config import ProposerName, SpeculativeConfig
 from specdecode.lengths import Load, StepCost, choose_lengths
 
 PRIOR = 1.0
-"""What is thought of forced tokens before any was verified. A grammar may leave their spelling open."""
+"""Assumed chance that a forced token is accepted, before any was verified. It may be lower: the text is forced, but a
+grammar may allow several ways to split it into tokens.
+"""
 
 PROBE_INTERVAL = 16
-"""Steps between two tries of a sequence's forced token where none pays for itself."""
+"""If no forced token of a sequence pays for itself, one is tried in every so many steps."""
 
 
 class ForcedProposer:
-    """`step_cost` is what lengths are weighed against; None proposes all tokens that there may be."""
+    """`step_cost` is what a draft's gain is weighed against; with None as many tokens as possible are proposed."""
 
     name: ProposerName = "forced"
 
     def __init__(self, config: SpeculativeConfig, step_cost: StepCost | None) -> None:
         self.step_cost = step_cost
         self._config = config
-        # One grammar's spelling says nothing of another's.
+        # How one grammar's text is split into tokens says nothing about another's.
         self._record = AcceptanceRecord(PRIOR, is_alike=False)
         self._num_withheld: dict[int, int] = {}
-        """Sequence to the steps in which its forced tokens did not pay."""
+        """Sequence id to the number of steps in which its forced tokens did not pay."""
 
     def may_replace(self, proposer: str) -> bool:
-        """Whether forced tokens are taken where a sequence has drafts of this proposer."""
+        """Whether forced tokens replace a sequence's drafts from the proposer of this name."""
         return self._config.prefers(self.name, proposer)
 
     def propose(self, forced: Mapping[int, Sequence[int]], load: Load) -> dict[int, list[int]]:
@@ -57,7 +59,7 @@ class ForcedProposer:
         return lengths
 
     def learn(self, sequence_id: int, drafts: Sequence[int], drawn: Sequence[int]) -> None:
-        """`drawn` are the tokens that the sequence gained where the drafts stood."""
+        """`drawn` are the tokens that the sequence gained in the drafts' places."""
         self._record.learn(sequence_id, drafts, drawn)
 
     def forget(self, sequence_ids: Iterable[int]) -> None:

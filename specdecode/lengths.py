@@ -1,8 +1,8 @@
-"""How many drafts pay for themselves: each sequence's acceptance, against what a step of the batch costs.
+"""How many drafts pay for themselves: weighs each sequence's acceptance against what a step of the batch costs.
 
-A draft is worth the chance that it and all before it are accepted; it costs the difference that one more token makes to
-the step. At few rows a step is bound by reading weights and drafts are nearly free, in a full batch they are not, and
-none are proposed. Plain arithmetic: imports no torch. Called by the proposers (`specdecode/proposers.py`,
+A draft is worth the chance that it and all drafts before it are accepted. It costs the time that one more token adds to
+the step. In a small batch a step is bound by reading weights, so drafts are nearly free. In a full batch they are not,
+and none are proposed. Plain arithmetic: imports no torch. Called by the proposers (`specdecode/proposers.py`,
 `specdecode/forced.py`).
 """
 
@@ -18,27 +18,27 @@ import numpy as np
 from specdecode.acceptance import AcceptanceRecord
 
 MARGIN = 1.02
-"""Drafts are proposed where they promise at least this many times the tokens a second: estimates err."""
+"""Drafts are proposed only if they promise this many times the tokens per second, because estimates err."""
 PROBE_SHARE = 0.01
-"""Of the time that may go into drafts that do not promise to pay, to see whether they would."""
+"""Share of the time that may be spent on drafts that do not promise to pay, to see whether they do."""
 
 
 class StepCost:
-    """Seconds of a step that computes some tokens, or of several in a call: a measured table, and what real calls took
-    beyond it.
+    """Seconds of a call of one or more steps, by the tokens that a step computes: a measured table, plus the mean time
+    that real calls took beyond it.
     """
 
     def __init__(self, table: Sequence[tuple[int, float]]) -> None:
-        """`table` holds (tokens, seconds), tokens ascending; beyond its end cost grows as between the last two."""
+        """`table` holds (tokens, seconds), tokens ascending. Beyond its end it is extended by its last slope."""
         self.table = tuple(table)
         self._tokens = np.array([tokens for tokens, _ in table], dtype=float)
         self._seconds = np.maximum.accumulate([seconds for _, seconds in table])
         self._beyond = 0.0
         self._known: dict[int, float] = {}
-        """Of the table: every step asks for a few numbers of tokens."""
+        """Cached values of the table: every step asks for the same few numbers of tokens."""
 
     def of(self, num_tokens: int, num_steps: int = 1) -> float:
-        """Of one call."""
+        """Seconds of one call of `num_steps` steps that compute `num_tokens` each."""
         return num_steps * self._of_table_once(num_tokens) + self._beyond
 
     def _of_table_once(self, num_tokens: int) -> float:
@@ -48,7 +48,7 @@ class StepCost:
         return known
 
     def seconds(self, num_tokens: np.ndarray) -> np.ndarray:
-        """For each number of tokens."""
+        """Seconds of a call of one step, for each number of tokens."""
         return np.asarray(self._of_table(num_tokens) + self._beyond)
 
     def _of_table(self, num_tokens: np.ndarray | float) -> np.ndarray:
@@ -59,19 +59,21 @@ class StepCost:
         return np.asarray(values)
 
     def learn(self, num_tokens: int, seconds: float, num_steps: int = 1) -> None:
-        """A call of so many steps took this long: context and the driver's work come on top of the table."""
+        """Learns what a real call took: attention over the context and the driver's work come on top of the table."""
         predicted = num_steps * self._of_table_once(num_tokens)
         beyond = min(max(seconds - predicted, 0.0), predicted + 2 * self._beyond)  # an outlier is a pause
         self._beyond += 0.05 * (beyond - self._beyond)
 
 
 class Costs(NamedTuple):
-    """What the lengths are chosen by."""
+    """What the numbers of drafts are chosen by."""
 
     step: StepCost
-    """Of the model."""
+    """Of the model's steps."""
     drafts: dict[str, StepCost]
-    """Of the proposers that are not free: a step is one more token for a number of sequences, a call a proposal."""
+    """By name, of the proposers that are not free. A step drafts one token for each of some sequences; a call of
+    several steps drafts several tokens.
+    """
 
 
 @dataclasses.dataclass(slots=True)
@@ -79,9 +81,9 @@ class Load:
     """The next step as it is planned so far."""
 
     num_tokens: int
-    """That it computes."""
+    """Tokens that it computes."""
     num_expected: float
-    """That it yields."""
+    """Tokens that it is expected to yield."""
 
     def add(self, proposals: dict[int, list[int]], record: AcceptanceRecord) -> None:
         lengths = np.array([len(proposed) for proposed in proposals.values()])
@@ -95,10 +97,11 @@ class Load:
 def choose_lengths(
     acceptance: np.ndarray, limits: np.ndarray, load: Load, cost: StepCost, draft_cost: StepCost | None = None
 ) -> np.ndarray:
-    """Drafts for each sequence, int [n], at most `limits` int [n]: those with the most tokens a second.
+    """The number of drafts for each sequence, int [n], at most `limits` int [n], that yields the most tokens per
+    second.
 
-    `acceptance` is float [n], `load` the step without these drafts. `draft_cost` is what the proposer takes, None where
-    proposals cost nothing.
+    `acceptance` is float [n]: the chance that a draft is accepted. `load` is the step without these drafts.
+    `draft_cost` is what the proposer costs; None if it is free.
     """
     steps = np.arange(1, limits.max() + 1)
     gains = np.where(steps <= limits[:, None], acceptance[:, None] ** steps, 0.0)
@@ -119,7 +122,9 @@ def choose_lengths(
 
 
 def probe_interval(num_sequences: int, load: Load, cost: StepCost, draft_cost: StepCost) -> int:
-    """Steps between two tries of a proposer that does not promise to pay, such that they take `PROBE_SHARE`."""
+    """Steps from one try of a proposer that does not promise to pay to the next, so that tries take `PROBE_SHARE` of
+    the time.
+    """
     plain = cost.of(load.num_tokens)
     verified = cost.of(load.num_tokens + num_sequences)
     extra = draft_cost.of(num_sequences) + verified - plain

@@ -1,6 +1,6 @@
-"""Measures what a step of a model costs by the number of its tokens, once, when a worker starts.
+"""Measures the cost of a model's step by the number of its tokens, once, when a rank starts.
 
-The table is what adaptive lengths weigh drafts against (`specdecode/lengths.py`). Called before anything is cached.
+`specdecode/lengths.py` weighs drafts against the table. Called before anything is cached.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from workers.models.protocol import Model
 from workers.platforms import Platform
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
-"""Tokens of the measured steps; beyond the last, cost grows as before it."""
+"""Tokens of the measured steps."""
 ROUNDS = 3
+"""A step of each size is run at least this many times, and the fastest counts."""
 LEAST_SECONDS = 0.02
-"""The fastest of so many rounds counts, or of as many as this takes: a small model's steps are soon disturbed."""
+"""It is run for at least this long, because a disturbance changes a small model's short steps most."""
 
 
 @torch.inference_mode()
 def measure_step(model: Model, kv_layers: KVCaches, block_size: int, platform: Platform) -> StepCost:
-    """Seconds of forward pass, logits and their maximum, where every token is sampled. Overwrites the first blocks."""
+    """Seconds of the forward pass, the logits of every token and their maximum. Overwrites the first KV blocks."""
     num_blocks = kv_layers[0][0].shape[0]
     table = []
     for size in SIZES:

@@ -1,8 +1,8 @@
-"""Prompt lookup: proposes what followed the last tokens of a sequence when they stood there before.
+"""Prompt lookup: proposes the tokens that followed an earlier occurrence of the sequence's last tokens.
 
-The index of a sequence grows with it, by one entry a token, and a look-up compares a few places: neither depends on the
-sequence's length. Imports no torch. Called by `specdecode/proposers.py`. After A. Saxena, "Prompt Lookup Decoding"
-(2023); that a proposal may run over the end of the text into itself is LZ77's way with repetitions.
+Each token adds one entry to its sequence's index, and a look-up compares a few occurrences, so neither costs more as
+the sequence grows. Imports no torch. Called by `specdecode/proposers.py`. After A. Saxena, "Prompt Lookup Decoding"
+(2023). A proposal that reaches the end of the text goes on with its own beginning, as LZ77 encodes repetitions.
 """
 
 from __future__ import annotations
@@ -10,29 +10,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 MAX_PLACES = 8
-"""Latest places that a look-up compares."""
+"""Most occurrences that a look-up compares, the latest first."""
 
 
 class NgramIndex:
-    """Where each run of `ngram_min` tokens of one sequence ended."""
+    """For each run of `ngram_min` tokens of one sequence: where it occurred."""
 
     def __init__(self, ngram_min: int, ngram_max: int) -> None:
         self._min = ngram_min
         self._max = ngram_max
         self._tokens: list[int] = []
         self._last: dict[tuple[int, ...], int] = {}
-        """A run of tokens to the index of what followed its latest occurrence."""
+        """A run of tokens to the index of the token that followed its latest occurrence."""
         self._previous: list[int] = []
-        """For the run that ends before an index, the same of the occurrence before; -1 for none."""
+        """Entry `i`: the index of the token that followed the previous occurrence of the run that ends before token
+        `i`; -1 for none.
+        """
 
     def __len__(self) -> int:
         return len(self._tokens)
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Adds tokens behind those that it has."""
+        """Appends tokens."""
         tokens, last, previous, size = self._tokens, self._last, self._previous, self._min
         for token_id in token_ids:
-            # The run before this token: the newest run of all stays out, or a look-up would find itself.
+            # Indexes the run before this token. The run at the end of the text is left out, or a look-up would find it.
             index = len(tokens)
             if index < size:
                 previous.append(-1)
@@ -43,7 +45,7 @@ class NgramIndex:
             tokens.append(token_id)
 
     def propose(self, count: int) -> list[int]:
-        """Up to `count` tokens, none where the last ones are new."""
+        """`count` tokens, or none if the last tokens have not occurred before."""
         tokens = self._tokens
         place = self._last.get(tuple(tokens[-self._min :]), -1)
         if place < 0 or count < 1:
@@ -52,7 +54,7 @@ class NgramIndex:
         return [period[index % len(period)] for index in range(count)]
 
     def _longest(self, place: int) -> int:
-        """The place with the longest match, the latest of them."""
+        """The occurrence with the longest match; the latest one if several match equally far."""
         tokens, limit = self._tokens, self._max
         best, best_length = place, 0
         for _ in range(MAX_PLACES):

@@ -1,8 +1,8 @@
-"""Whether drafting pays, by the clock: what steps with drafts yielded, against steps without in the same load.
+"""Whether drafting pays, by the clock: compares steps with drafts and steps without, at the same load.
 
-Lengths are chosen by estimates (`specdecode/lengths.py`), and estimates leave out what they do not know: the driver's
-work for each draft, a cache that another process uses, a pause. Here both ways of stepping are timed in turn, and the
-slower one rests. Plain arithmetic: imports no torch. Called by `specdecode/proposers.py`.
+The number of drafts is chosen by estimates (`specdecode/lengths.py`), which leave out the driver's work for each draft,
+a cache that another process uses, and pauses. Here steps with drafts and steps without are timed in turn, and drafting
+rests while it is slower. Plain arithmetic: imports no torch. Called by `specdecode/proposers.py`.
 """
 
 from __future__ import annotations
@@ -11,52 +11,57 @@ import dataclasses
 import math
 
 GAIN_DEVIATION = 0.7
-"""Tokens by which a sequence's gain of a step strays. What a few steps show would mislead: what drafts yield comes in
-bursts, and between two of them all steps are alike.
+"""Assumed standard deviation of the tokens that a sequence gains in a step. It is not taken from the steps of a trial:
+drafts pay off in bursts, and between two bursts all steps look alike.
 """
 TIME_DEVIATION = 0.2
-"""The share by which a step's time strays."""
+"""Assumed standard deviation of a step's time, as a share of it."""
 CERTAIN = 2.0
-"""Standard errors."""
+"""A verdict is certain if the means differ by more than this many standard errors."""
 LEAST_ERROR = 0.045
-"""With which the mean alone decides, where no verdict was certain before."""
+"""If no verdict was certain before, the means alone decide once the standard error is below this."""
 LEAST_STEPS = 8
+"""Steps that a trial takes at least."""
 REMEMBERED = 0.85
-"""What a trial's steps count for in the next one, which then needs fewer."""
+"""Weight of a trial's steps in the next trial, which then needs fewer steps."""
 TOLERANCE = 0.01
-"""Drafting goes on where it is slower by no more than this: it is within what timing can tell."""
+"""Drafting goes on if it is slower by no more than this share, which timing cannot tell from equal."""
 LOSS_SHARE = 0.01
-"""A trial that failed is followed by so many steps without drafts that what it lost is this share of their time."""
+"""After a failed trial, drafting rests until the time that the trial lost is this share of the rest's time."""
 LONGEST_REST = 4096
+"""Most steps of a rest."""
 PLAIN_STEPS = 16
-"""Timed before the first verdict; the mean is over a few times as many."""
+"""Steps without drafts that are timed before the first verdict. Their mean is over up to four times as many."""
 PLAIN_EVERY = 512
-"""Steps with drafts after which a few without refresh what they are compared with ..."""
+"""After this many steps with drafts, `PLAIN_STEPS` without refresh the comparison, ..."""
 CLEAR_GAIN = 1.2
-"""... unless they are so many times as fast."""
+"""... unless steps with drafts are this many times as fast."""
 PAUSE = 4.0
-"""Times what so many plain steps were thought to take: no more of a step counts in a mean ..."""
+"""A step counts in a mean as at most this many times as long as the plain steps with its gain should take."""
 LONG_PAUSE = 16.0
-"""... and none in a loss, where catching up counts."""
+"""The same in a trial's loss. It is larger because the time in which proposers catch up must count there."""
 
 
 @dataclasses.dataclass(slots=True)
 class _Comparison:
-    """Both ways of stepping at one load, in tokens of a sequence while a step without drafts is thought to take."""
+    """Steps without drafts (plain) and with drafts at one load. A rate is the tokens that a sequence gains in the time
+    that a plain step is predicted to take.
+    """
 
     plain: float = 1.0
+    """Mean rate of plain steps."""
     num_plain: int = 0
     drafted: float = 0.0
-    """The mean of the trial under way."""
+    """Mean rate of the steps of the present trial."""
     num_drafted: float = 0.0
     """Steps of the trial."""
     num_gains: float = 0.0
-    """Of its sequences, step by step."""
+    """Sum over the trial's steps of the number of sequences."""
     loss: float = 0.0
-    """Of the trial, in steps without drafts."""
+    """Time that the trial lost, in plain steps."""
     drafted_since_plain: int = 0
     has_rested: bool = True
-    """Before the next step with drafts."""
+    """Whether the next step with drafts is the first after plain ones."""
 
     def learn_plain(self, duration: float) -> None:
         self.has_rested = True
@@ -65,7 +70,7 @@ class _Comparison:
 
     def learn_drafted(self, gained: float, duration: float, num_sequences: int) -> None:
         self.loss += min(duration, LONG_PAUSE * gained) * self.plain - gained
-        if self.has_rested:  # proposers catch up with what they have not seen: a loss, but none that goes on
+        if self.has_rested:  # proposers catch up with tokens that they missed: a loss, but only in this step
             self.has_rested = False
             return
         self.num_drafted += 1
@@ -89,16 +94,16 @@ class _Comparison:
 
 
 class Pace:
-    """Remembers by load, in powers of two of the number of sequences."""
+    """Keeps a comparison for each load: the number of sequences, rounded to a power of two."""
 
     def __init__(self) -> None:
         self._comparisons: dict[int, _Comparison] = {}
 
     def learn(self, num_sequences: int, num_tokens: int, predicted: float, seconds: float, drafted: bool) -> None:
-        """A step yielded `num_tokens` for `num_sequences` in `seconds`, with the search for its drafts.
+        """A step yielded `num_tokens` for `num_sequences` in `seconds`, which include the search for its drafts.
 
-        `predicted` is what it would take to compute one token for each. `drafted` where drafts were looked for, whether
-        or not there were any: looking takes time too.
+        `predicted` is the time in seconds that one token for each sequence would take. `drafted` is True if drafts were
+        looked for, even if there were none: looking takes time too.
         """
         comparison, duration = self._of(num_sequences), seconds / predicted
         if drafted:
@@ -107,13 +112,13 @@ class Pace:
             comparison.learn_plain(duration)
 
     def steps_to_rest(self, num_sequences: int) -> int:
-        """How many steps from here should have no drafts."""
+        """How many of the next steps should have no drafts."""
         comparison = self._of(num_sequences)
         pays = comparison.verdict()
         if pays is None:
             return 0
         if comparison.num_plain < PLAIN_STEPS:
-            return PLAIN_STEPS - comparison.num_plain  # and then the verdict again
+            return PLAIN_STEPS - comparison.num_plain  # after them the verdict is taken again
         is_clear = comparison.drafted > CLEAR_GAIN * comparison.plain
         rest = math.ceil(comparison.loss / LOSS_SHARE)
         comparison.begin_trial()

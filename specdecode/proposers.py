@@ -1,7 +1,7 @@
-"""Who proposes the next drafts: the chain of proposers behind each step, and what it knows of each sequence.
+"""Proposes drafts for the next step: the proposers of a rank, and the chain that asks them after each step.
 
-The first proposer that has something for a sequence is taken. One that raises is done with the sequences that it was
-asked about; they go on without it. Called by `specdecode/worker.py`.
+The chain asks the proposers in order; a sequence gets the drafts of the first one that has any for it. If a proposer
+raises, it is not asked again about those sequences; they go on without it. Called by `specdecode/worker.py`.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from workers.step import StepInput, StepOutput
 logger = logging.getLogger(__name__)
 
 PRIORS = {"ngram": 0.5, "draft": 0.7}
-"""What is thought of proposers before any of their drafts was verified."""
+"""Assumed chance that a proposer's draft is accepted, before any of its drafts was verified; by proposer name."""
 
 
 OBSERVED_STEPS = 64
-"""Of a rest, before its end."""
+"""While drafting rests, only this many steps before the end of the rest are observed."""
 
 
 @dataclasses.dataclass(slots=True)
 class DraftRequest:
-    """A sequence that goes on, and the most drafts that it may have."""
+    """Asks for drafts of one sequence: at most `count` tokens."""
 
     sequence_id: int
     state: SequenceState
@@ -41,14 +41,17 @@ class DraftRequest:
 
 
 class Proposer(Protocol):
+    """Proposes drafts on a rank: `NgramProposer` and `specdecode.draft_model.DraftModel`."""
+
     name: str
+    """A name of `specdecode.config.PROPOSERS`; what it proposed is marked with it."""
 
     def begin(self, step: StepInput) -> None:
-        """Hears of a step before its forward pass."""
+        """Called with each step before its forward pass."""
         ...
 
     def propose(self, requests: Sequence[DraftRequest]) -> dict[int, list[int]]:
-        """Sequence id to at most its `count` tokens; those without a proposal are left out."""
+        """Sequence id to its drafts, at most `count` tokens of each request; sequences without drafts are left out."""
         ...
 
     def reset(self) -> None:
@@ -57,7 +60,7 @@ class Proposer(Protocol):
 
 
 class NgramProposer:
-    """An index for each sequence, made of its tokens when it is first asked about."""
+    """Keeps an index of each sequence's tokens, made when the sequence is first asked about."""
 
     name = "ngram"
 
@@ -86,9 +89,9 @@ class NgramProposer:
 
 
 class ProposerChain:
-    """Asks the proposers in order about the sequences that gained tokens and go on.
+    """After each step, asks the proposers in order about the sequences that gained tokens and have not ended.
 
-    With `costs` lengths are adaptive; without, everybody may always propose `max_draft_tokens`.
+    With `costs` the number of drafts is adaptive; without, every proposer may always propose `max_draft_tokens`.
     """
 
     def __init__(
@@ -106,20 +109,24 @@ class ProposerChain:
         self._costs = costs
         self._records = {proposer.name: AcceptanceRecord(PRIORS[proposer.name]) for proposer in proposers}
         self._failed: dict[str, set[int]] = {proposer.name: set() for proposer in proposers}
-        """Sequences that a proposer raised at."""
+        """Proposer name to the sequences for which it raised."""
         self._plain: set[int] = set()
-        """Sequences that have no use for drafts."""
+        """Sequences whose drafts could not be used (`SequenceStart.speculates` is False)."""
         self._untried: dict[int, tuple[str, int]] = {}
-        """Sequence to who proposed what for its next token, and was not taken: one learns from that too."""
+        """Sequence id to (proposer name, token) of a draft that was not worth a try. The next step shows whether it was
+        right, which is learned from too.
+        """
         self._steps_unasked: dict[str, int] = dict.fromkeys(self._records, 0)
         self._asked: dict[str, set[int]] = {name: set() for name in self._records}
-        """The sequences that a proposer was asked about after the last step."""
+        """Proposer name to the sequences that it was asked about after the last step."""
         self._pace = Pace()
         self._steps_to_rest = 0
         self._looked = False
-        """For drafts, after the last step."""
+        """Whether proposers were asked after the last step."""
         self._looking_seconds = 0.0
-        """Since a step with drafts was observed: a prefill is not, and the proposers read its prompts behind it."""
+        """Time that proposers took since the last observed step. It may span several steps: a prefill is not observed,
+        but proposers read its prompts after it.
+        """
 
     def begin(self, step: StepInput) -> None:
         for proposer in self._proposers:
@@ -139,16 +146,20 @@ class ProposerChain:
 
     @property
     def observes(self) -> bool:
-        """Whether it wants to hear of steps; in a long rest only of the last ones, for hearing takes time too."""
+        """Whether `observe` should be called. In a long rest only the last steps are observed, because that costs
+        time.
+        """
         return bool(self._proposers) and self._steps_to_rest <= OBSERVED_STEPS
 
     def observe(self, step: StepInput, output: StepOutput, seconds: float) -> None:
-        """Hears what a step took in which every token was sampled, from the end of the last `propose` on."""
+        """Learns how long a step took, from the end of the last `propose` on. Called if every token of it was
+        sampled.
+        """
         if self._costs is None or not output.token_ids:
             return
         for item in step.scheduled:
             if item.draft_token_ids and item.draft_proposer not in self._records:
-                return  # the drafts of others
+                return  # drafts that no proposer of this chain made: forced tokens
         num_sequences = len(output.token_ids)
         num_tokens = sum(map(len, output.token_ids.values()))
         predicted = self._costs.step.of(num_sequences)
@@ -158,7 +169,7 @@ class ProposerChain:
         self._pace.learn(num_sequences, num_tokens, predicted, seconds, self._looked)
 
     def propose(self, step: StepInput, output: StepOutput) -> None:
-        """Adds proposals to a step's output."""
+        """Adds drafts for the next step to a step's output."""
         if self._costs is None:
             self._propose(step, output)
             return
@@ -178,7 +189,7 @@ class ProposerChain:
         for name in self._steps_unasked:
             self._steps_unasked[name] += 1
             self._asked[name].clear()
-        if self._untried:  # before its first step
+        if self._untried:  # only in the first step of a rest
             self._learn(step, output)
 
     def _propose(self, step: StepInput, output: StepOutput) -> None:
@@ -223,7 +234,7 @@ class ProposerChain:
         self._steps_unasked[proposer.name] = 0
         started = time.perf_counter()
         proposals = proposer.propose(chosen)
-        if self._asked[proposer.name] <= before:  # else it caught up with what it had not seen, once
+        if self._asked[proposer.name] <= before:  # with new sequences it also catches up, which is paid only once
             draft_cost.learn(len(chosen), time.perf_counter() - started, max(each.count for each in chosen))
         load.add(proposals, record)
         return proposals
@@ -231,7 +242,7 @@ class ProposerChain:
     def _trimmed(
         self, proposer: Proposer, asked: list[DraftRequest], load: Load, cost: StepCost
     ) -> dict[int, list[int]]:
-        """Where proposals are free, everybody proposes, and what does not pay is cut."""
+        """The drafts of a proposer that costs nothing: it is asked about all, and drafts that do not pay are cut."""
         found = proposer.propose(asked)
         if not found:
             return {}
@@ -248,7 +259,9 @@ class ProposerChain:
         return proposals
 
     def _probe(self, name: str, limits: np.ndarray, load: Load, cost: StepCost, draft_cost: StepCost) -> np.ndarray:
-        """One draft for everybody now and then, unless even certain ones would not pay."""
+        """Counts for a try of a proposer that does not promise to pay: one draft for each sequence in every
+        `probe_interval` steps, unless even drafts that are certain to be accepted would not pay; else zeros.
+        """
         self._steps_unasked[name] += 1
         counts = np.zeros(len(limits), dtype=int)
         if self._steps_unasked[name] < probe_interval(len(limits), load, cost, draft_cost):

@@ -28,35 +28,36 @@ class Session(Protocol):
     """The state of one sequence under a grammar: a function of the output tokens that it accepted. Not thread-safe."""
 
     def accept(self, token_id: int) -> bool:
-        """Advances by one sampled token. False, with the state unchanged, where the grammar refuses it.
+        """Advances by one sampled token. Returns False and leaves the state unchanged if the grammar refuses it.
 
-        End-of-sequence tokens are never passed: the sequence has ended.
+        Never called with an end-of-sequence token: the sequence has ended by then.
         """
 
     def fill(self, row: np.ndarray) -> None:
         """Writes which tokens may come next: int32 `[ceil(width / 32)]`, token `t` is bit `t % 32` of word `t // 32`,
-        1 allows. Every word is written; padding beyond the vocabulary is 0; end-of-sequence bits are set exactly where
-        `is_accepting`.
+        1 allows. Writes every word. Padding beyond the vocabulary is 0; end-of-sequence bits are 1 if and only if
+        `is_accepting()`.
         """
 
     def rollback(self, num_tokens: int) -> None:
-        """Takes back the last `num_tokens` accepted tokens; at most as many as were accepted."""
+        """Takes back the last `num_tokens` accepted tokens. The caller never asks for more than were accepted."""
 
     def fork(self) -> Session:
         """An independent copy."""
 
     def forced_tokens(self) -> list[int]:
-        """Text that the grammar leaves no choice about, tokenised as the model would; may be empty even then.
+        """The tokens of the text that the grammar forces next, tokenised as the model would tokenise it. May be empty
+        even if text is forced.
 
-        They are proposals: a model draws its own token under each one's mask, so that one with other borders costs time
-        and nothing else. Called behind every row, so it must be quick where nothing is forced.
+        The tokens are proposals: the model still draws each one under its mask. If it splits the text in another way,
+        that costs time and nothing else. Called after every row, so it must be quick if nothing is forced.
         """
 
     def is_accepting(self) -> bool:
         """Whether the text may end here."""
 
     def is_finished(self) -> bool:
-        """Whether nothing may follow but the end."""
+        """Whether only the end may follow."""
 
 
 class Grammar(Protocol):
@@ -64,8 +65,8 @@ class Grammar(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """An upper bound of the memory that it holds; caches add these up. It may grow while sessions run; a grammar
-        that has grown too much is loaded anew for the next session.
+        """An upper bound of the memory that it holds; caches add these up. It may grow while sessions run. If it has
+        grown too much, the grammar is loaded anew for the next session.
         """
 
     def session(self) -> Session: ...
@@ -75,24 +76,24 @@ class AdjustingSession(Session, Protocol):
     """A session that also changes logits, beyond allowing and refusing."""
 
     def adjustments(self) -> tuple[list[int], list[float]]:
-        """Token ids and what is added to their logits, finite, for the next token; at most
-        `structured.masks.MAX_ADJUSTMENTS`.
+        """For the next token: token ids, and the finite values that are added to their logits. At most
+        `structured.masks.MAX_ADJUSTMENTS` of them.
         """
 
 
 class Backend(Protocol):
-    """Made once a process: `Backend(vocabulary)`."""
+    """Made once in each process: `Backend(vocabulary)`."""
 
     name: str
 
     def compile(self, spec: ConstraintSpec) -> bytes:
-        """Everything that is slow. Runs in a process that can be killed; what it returns crosses to the processes that
-        fill masks. Raises `Unsupported` where this backend does not enforce the constraint, `ConstraintError` where
-        it is wrong.
+        """Does all the slow work. Runs in a process that can be killed; the bytes that it returns are sent to the
+        processes that fill masks. Raises `Unsupported` if this backend does not enforce the constraint, and
+        `ConstraintError` if the constraint is wrong.
         """
 
     def load(self, spec: ConstraintSpec, compiled: bytes) -> Grammar:
-        """Cheap: builds the grammar from what `compile` returned, perhaps in another process."""
+        """Builds the grammar from what `compile` returned, perhaps in another process. Cheap."""
 
     def not_enforced(self, spec: ConstraintSpec) -> list[str]:
         """Keywords of the constraint that this backend would not enforce; reported for a loose request."""
@@ -104,7 +105,7 @@ def backend_names() -> list[str]:
 
 
 def make_backend(name: str, vocabulary: Vocabulary) -> Backend:
-    """Raises `ConstraintError` naming the known ones for an unknown name."""
+    """Raises `ConstraintError` if the name is unknown; the message lists the known names."""
     if name in _BUILT_IN:
         module, _, attribute = _BUILT_IN[name].partition(":")
         return getattr(importlib.import_module(module), attribute)(vocabulary)

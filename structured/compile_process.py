@@ -1,10 +1,11 @@
-"""Processes that compile grammars and may be killed: one constraint at a time, at the lowest priority.
+"""Processes that compile grammars and may be killed: each compiles one constraint at a time, at the lowest priority.
 
-`python -m structured.compile_process` loads the backends once and forks these processes: what replaces a killed one
-need not load them anew, amid everybody's steps. `structured/compiler.py` starts it and sends a `Setup` over the socket
-that is its standard input, then a socket of its own for each process to fork. Those speak in length-prefixed msgpack
-frames: first `Started`, then specifications in and `Answer`s out. All end when the parent does. Where a system cannot
-fork well, each is started by itself and speaks over its standard input.
+`python -m structured.compile_process` is a server that loads the backends once and forks the compile processes, so that
+the replacement of a killed one need not load them again while the engine's steps run. `structured/compiler.py` starts
+the server and sends it a `Setup` over the socket that is its standard input, then one socket for each process to fork.
+A compile process speaks length-prefixed msgpack frames over its socket: it sends `Started`, then receives each
+`ConstraintSpec` and sends an `Answer`. All of them end when the parent does. On a system that cannot fork well there is
+no server: each compile process is started by itself and speaks over its standard input.
 """
 
 from __future__ import annotations
@@ -28,51 +29,52 @@ if TYPE_CHECKING:
     from structured.backends.choose import Backends
 
 LOADING_NICENESS = 10
-"""While the backends load, beside an engine that starts."""
+"""Niceness while the backends load, as an engine starts at the same time."""
 NICENESS = 15
-"""Of a compilation that the machine's idle time does not serve: a thirtieth of a busy core."""
+"""Niceness of a compilation that idle priority leaves without time: it then gets a thirtieth of a busy core."""
 WALL_FACTOR = 3
-"""Times its budget that a compilation may take by the clock on the wall: a busy machine gives it less than a core."""
+"""By the clock a compilation may take this many times its budget: a busy machine gives it less than a core."""
 GRACE_SECONDS = 5
-"""After the budget the parent kills; a parent that cannot, because it is gone, has this process end itself."""
+"""The parent kills the process when the budget is over. If the parent is gone, the process ends itself this much later.
+"""
 
 
 MAX_ERROR_LENGTH = 2000
-"""Characters; a backend may quote the whole constraint, and more than once."""
+"""Most characters of an error; a backend may quote the whole constraint, and more than once."""
 
 
 class Setup(msgspec.Struct, array_like=True):
     vocabulary: Vocabulary
     limits: ConstraintLimits
     forks: bool
-    """False makes a process that compiles itself."""
+    """True for a server that forks compile processes, False for a process that compiles itself."""
 
 
 class Started(msgspec.Struct, array_like=True):
     pid: int
     limits_memory: bool
-    """Whether the system does; else whoever asks has to watch it."""
+    """Whether the system limits this process's memory; if not, the parent must watch it."""
 
 
 class Answer(msgspec.Struct, array_like=True):
-    """Either is set."""
+    """The answer to one constraint: one of the two fields is set."""
 
     resolved: Resolved | None = None
     error: str | None = None
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the parent, at whose end this one ends
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent; this process ends when the parent does
     os.nice(LOADING_NICENESS)
     control = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)  # what a library prints is no output of the program's
+    os.dup2(2, 1)  # what a library prints must not become output of the program
     with control.makefile("rwb") as stream:
         first = read_frame(stream)
         if first is None:
             return
         setup = msgspec.msgpack.decode(first, type=Setup)
-        from structured.backends.choose import Backends  # the parent reads this file too, and needs no backend
+        from structured.backends.choose import Backends  # here, because the parent imports this file without backends
 
         backends = Backends(setup.vocabulary)
         backends.warm_up()
@@ -81,7 +83,7 @@ def main() -> None:
     if not setup.forks:
         _serve(control, backends, setup.limits)
         return
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries the dead
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel then reaps dead children
     while True:
         try:
             _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
@@ -119,7 +121,7 @@ def _compile(backends: Backends, spec: ConstraintSpec, limits: ConstraintLimits)
         answer = Answer(error=str(error))
     except MemoryError:
         answer = needs_too_much_memory(spec, limits)
-    except Exception as error:  # a backend may raise anything at a strange input; it is the input that is refused
+    except Exception as error:  # a backend may raise anything for a strange constraint; the constraint is refused
         answer = Answer(error=f"{spec.kind}: {type(error).__name__}: {error}")
     assert answer.error is not None
     error_text = answer.error[:MAX_ERROR_LENGTH].encode("utf-8", "backslashreplace").decode()  # half a surrogate pair
@@ -131,13 +133,13 @@ def needs_too_much_memory(spec: ConstraintSpec, limits: ConstraintLimits) -> Ans
 
 
 def _lower_priority() -> None:
-    """Only what nobody else wants: a step never waits for a compilation."""
-    with contextlib.suppress(AttributeError, OSError):  # not Linux, or not allowed to: it is nice, and stays that
+    """Runs only in time that no other process wants, so that a step never waits for a compilation."""
+    with contextlib.suppress(AttributeError, OSError):  # not Linux, or not allowed: its niceness remains
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 def _limit_memory(num_bytes: int) -> bool:
-    """Whether the system keeps to it: macOS has neither this file nor a limit that it enforces."""
+    """Returns whether the system enforces the limit. macOS has neither this file nor an enforced limit."""
     try:
         with open("/proc/self/statm") as file:
             size = int(file.read().split()[0]) * resource.getpagesize()

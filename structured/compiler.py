@@ -1,7 +1,8 @@
-"""Proves constraints before they are admitted: in processes of lowest priority, within a budget, once for all waiters,
-and for clients in turns.
+"""Compiles constraints before their requests are admitted: in processes of lowest priority, within a budget, and for
+clients in turns.
 
-`Compiler.resolve` may be called from any thread. Compiled grammars stay in an LRU by bytes, refusals for a while.
+Requests that wait for equal constraints share one compilation. Any thread may call `Compiler.resolve`. Compiled
+grammars stay in an LRU cache with a bound in bytes; refusals stay for a while.
 """
 
 from __future__ import annotations
@@ -33,27 +34,27 @@ from structured.vocabulary import Vocabulary
 logger = logging.getLogger(__name__)
 
 CACHE_BYTES = 64 * 2**20
-"""Of compiled constraints that are kept."""
+"""Most bytes of compiled constraints that are kept."""
 REFUSAL_BYTES = 4 * 2**20
-"""Of refusals that are remembered: 7,000 at most."""
+"""Most bytes of refusals that are remembered; that is room for 7,000."""
 ENTRY_BYTES = 600
-"""What an entry of either holds beside its texts: structs, digests, lengths, hash tables."""
+"""What an entry of either cache holds besides its texts: structs, digests, lengths, hash tables."""
 REFUSAL_SECONDS = 60.0
 """How long a refusal is remembered."""
 IDLE_SECONDS = 0.2
-"""A compilation that the machine's idle time has not served within this goes on at low instead of idle priority: where
-steps keep every core busy it would run into its budget without having run.
+"""A compilation that is not done after this time goes on at low instead of idle priority. At idle priority it might not
+run at all if steps keep every core busy.
 """
 START_SECONDS = 120.0
-"""Within which a compile process must have loaded its backends, on a machine with no time for it."""
+"""A compile process must have loaded its backends within this time, even on a busy machine."""
 RETRY_SECONDS = 10.0
-"""After which a process that did not start is tried again, though no constraint asks for it."""
+"""If a process did not start, another start is tried after this time, even if no constraint asks for it."""
 LEAST_WAIT_SECONDS = 0.01
-"""Between two looks at how long a process has computed."""
+"""Least time between two looks at how long a process has computed."""
 WANTED_LOOK_SECONDS = 0.25
-"""How often it is asked whether somebody still waits for a compilation under way."""
+"""How often a seat looks whether somebody still waits for what it compiles."""
 MEMORY_LOOK_SECONDS = 0.05
-"""How often a process is weighed whose memory the system does not limit."""
+"""If the system does not limit a process's memory, the memory is measured this often."""
 
 
 class CompilerBusy(RuntimeError):
@@ -61,17 +62,19 @@ class CompilerBusy(RuntimeError):
 
 
 class CompilerFailed(RuntimeError):
-    """A constraint could not be proven for no fault of its own: there is no process for it, or the compiler failed."""
+    """A constraint could not be compiled, but not because of the constraint: no process starts, or the compiler
+    failed.
+    """
 
 
 def _forks_well() -> bool:
-    """macOS forks, but its libraries may not be used behind that."""
+    """Whether forked processes work. macOS can fork, but its libraries may not be used after a fork."""
     return sys.platform != "darwin" and hasattr(os, "fork") and hasattr(socket, "send_fds")
 
 
 class _Source:
-    """Where compile processes come from: a process that forks them, started when first needed and again where it died,
-    or, where forking does no good, each by itself. Any thread may ask.
+    """Starts compile processes. A server process forks them; it is started when first needed, and again if it died. If
+    forked processes do not work here, each compile process is started by itself. Any thread may call.
     """
 
     def __init__(self, vocabulary: Vocabulary, limits: ConstraintLimits) -> None:
@@ -83,10 +86,10 @@ class _Source:
         """Processes that were not forked."""
 
     def connect(self) -> socket.socket:
-        """Connects with a new process. Raises `OSError` where none comes."""
+        """Connects with a new compile process. Raises `OSError` if none starts."""
         if not self._forks:
             process, ours = self._start()
-            with self._lock:  # asking buries those that have ended
+            with self._lock:  # `poll` reaps those that have ended
                 self._started = [each for each in self._started if each.poll() is None] + [process]
             return ours
         ours, theirs = socket.socketpair()
@@ -103,7 +106,7 @@ class _Source:
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-            "OPENBLAS_NUM_THREADS": "1",  # who forks has no other thread
+            "OPENBLAS_NUM_THREADS": "1",  # a process that forks must have a single thread
         }
         command = [sys.executable, "-m", "structured.compile_process"]
         with theirs:
@@ -113,7 +116,8 @@ class _Source:
                 write_frame(stream, self._setup)
                 if not _comes_within(ours, START_SECONDS):
                     raise TimeoutError(f"the grammar compiler did not start within {START_SECONDS:g} s")
-                # What is not forked says `Started` at once: that is `_Process`'s to read, and this stream reads ahead.
+                # A process that does not fork sends `Started` at once. `_Process` must read that, so nothing is read
+                # here: this stream reads ahead.
                 if self._forks and read_frame(stream) is None:
                     raise ConnectionError("the grammar compiler ended while it started")
             ours.settimeout(START_SECONDS)
@@ -128,7 +132,7 @@ class _Source:
             self._server = None
 
     def close(self) -> None:
-        """The processes that came from it go on."""
+        """Ends the server; compile processes that it forked go on."""
         with self._lock:
             self._end_server()
             self._started = [each for each in self._started if each.poll() is None]
@@ -145,7 +149,7 @@ class _Unwanted(Exception):
 
 
 class _Process:
-    """One compile process; used by one thread. Raises `OSError` where it does not start."""
+    """One compile process; used by one thread. Raises `OSError` if it does not start."""
 
     def __init__(self, source: _Source, limits: ConstraintLimits) -> None:
         self._limits = limits
@@ -158,14 +162,14 @@ class _Process:
             raise ConnectionError("the grammar compiler ended while it started")
         started = msgspec.msgpack.decode(first, type=Started)
         self.pid = started.pid
-        self._scale = None if started.limits_memory else _Scale(started.pid)
+        self._memory = None if started.limits_memory else _MemoryMeter(started.pid)
         self._is_open = True
-        # A process that stops while it reads a constraint or writes an answer is over its budget too.
+        # If the process stops while it reads a constraint or writes an answer, that counts as over budget too.
         self._connection.settimeout(limits.compile_seconds)
 
     def compile(self, spec: ConstraintSpec, is_wanted: Callable[[], bool]) -> Answer | None:
-        """Kills the process where a budget is over; then and where it dies the answer is an error. Kills it too where
-        the answer is no longer wanted; then there is none.
+        """Compiles one constraint. If a budget is over the process is killed; if it is killed or dies, the answer is an
+        error. If nobody wants the answer any more, the process is killed too, and the answer is None.
         """
         try:
             return self._ask(msgspec.msgpack.encode(spec), self._limits.compile_seconds, is_wanted)
@@ -184,8 +188,8 @@ class _Process:
         return Answer(error=error)
 
     def _ask(self, frame: bytes, seconds: float, is_wanted: Callable[[], bool]) -> Answer:
-        """Raises `TimeoutError` where no answer came in time, `MemoryError` where the process has grown too much,
-        `EOFError` or `OSError` where it is gone, `_Unwanted`.
+        """Raises `TimeoutError` if no answer came in time, `MemoryError` if the process has grown too much, and
+        `EOFError` or `OSError` if it is gone, or `_Unwanted`.
         """
         write_frame(self._stream, frame)
         if not self._answers_within(min(IDLE_SECONDS, seconds)):
@@ -198,8 +202,8 @@ class _Process:
         return self._decoder.decode(answer)
 
     def _await_busy(self, seconds: float, is_wanted: Callable[[], bool]) -> None:
-        """Waits until the process has computed for `seconds`, not for the time that a busy machine gave to others; the
-        clock on the wall ends it at `WALL_FACTOR` times as long.
+        """Waits for an answer until the process has used `seconds` of processor time, or `WALL_FACTOR` times as many by
+        the clock. Time that a busy machine gave to other processes does not count against the former.
         """
         begun, used = time.monotonic(), _cpu_seconds(self.pid)
         left = seconds
@@ -211,41 +215,43 @@ class _Process:
             raise TimeoutError
 
     def _answers_within(self, seconds: float) -> bool:
-        if self._scale is None:
+        if self._memory is None:
             return _comes_within(self._connection, seconds)
         deadline = time.monotonic() + seconds
         while not _comes_within(self._connection, min(MEMORY_LOOK_SECONDS, max(0.0, deadline - time.monotonic()))):
-            if self._scale.growth() > self._limits.compile_memory_bytes:
+            if self._memory.growth() > self._limits.compile_memory_bytes:
                 raise MemoryError
             if time.monotonic() >= deadline:
                 return False
         return True
 
     def _set_policy(self, name: str) -> None:
-        """Beside idle priority the process is nice, and takes a thirtieth of a busy core at most."""
-        with contextlib.suppress(AttributeError, OSError):  # not Linux, gone, or not allowed to: it stays as it is
+        """Switches between idle and normal scheduling. In the latter its niceness leaves it a thirtieth of a busy
+        core.
+        """
+        with contextlib.suppress(AttributeError, OSError):  # not Linux, process gone, or not allowed: nothing changes
             os.sched_setscheduler(self.pid, getattr(os, name), os.sched_param(0))
 
     @property
     def is_alive(self) -> bool:
-        """Between two answers nothing can be read from it but its end."""
+        """Whether the process lives: between two answers, only its end makes the connection readable."""
         return self._is_open and not _comes_within(self._connection, 0.0)
 
     def kill(self) -> None:
         if not self._is_open:
             return
-        # Who is forked is the server's child: once it is dead its id may be another's. While it holds its end of the
-        # connection it lives.
+        # A forked process is the server's child, so once it is dead another process may get its id. It lives as long
+        # as its end of the connection is open.
         if not self._has_ended():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
         self._is_open = False
-        with contextlib.suppress(OSError):  # what was not sent goes nowhere
+        with contextlib.suppress(OSError):  # unsent data is lost
             self._stream.close()
         self._connection.close()
 
     def _has_ended(self) -> bool:
-        """Also behind an answer that came too late."""
+        """Whether its end of the connection is closed; reads past an answer that came too late."""
         self._connection.setblocking(False)
         try:
             while self._connection.recv(4096):
@@ -258,7 +264,7 @@ class _Process:
 
 
 def _cpu_seconds(pid: int) -> float:
-    """That a process has computed for; infinite where it is gone."""
+    """Processor time that a process has used; infinite if it is gone."""
     import psutil
 
     try:
@@ -268,15 +274,15 @@ def _cpu_seconds(pid: int) -> float:
     return times.user + times.system
 
 
-class _Scale:
-    """Weighs a process from outside."""
+class _MemoryMeter:
+    """Measures a process's memory from outside."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
         self._first = self._resident()
 
     def growth(self) -> int:
-        """Bytes since this was made; nothing where it is gone."""
+        """Bytes that the process has grown by since this was made; not above 0 if it is gone."""
         return self._resident() - self._first
 
     def _resident(self) -> int:
@@ -289,24 +295,24 @@ class _Scale:
 
 
 def _comes_within(source: socket.socket, seconds: float) -> bool:
-    """Whether something can be read, or the other end is gone, within that time."""
+    """Whether something can be read, or the other end closes, within this time."""
     poll = select.poll()
     poll.register(source, select.POLLIN)
     return bool(poll.poll(seconds * 1000))
 
 
 class _Seat:
-    """The place of one compile process; used by one thread."""
+    """Holds one compile process and replaces it when it is gone; used by one thread."""
 
     def __init__(self, source: _Source, limits: ConstraintLimits) -> None:
         self._source = source
         self._limits = limits
         self._process: _Process | None = None
         self.has_failed = False
-        """Whether the last process that was to start did not."""
+        """Whether the last start of a process failed."""
 
     def fill(self) -> None:
-        """Starts a process where none lives. Where that fails `has_failed` says so, and the log why."""
+        """Starts a process if none lives. If that fails, `has_failed` is True and the log says why."""
         if self._process is not None and self._process.is_alive:
             return
         self.empty()
@@ -314,11 +320,11 @@ class _Seat:
             self._process = _Process(self._source, self._limits)
         except Exception:
             logger.exception("the grammar compiler does not start")
-            self._source.close()  # what processes are forked from may hang
+            self._source.close()  # the server may hang: the next start makes a new one
         self.has_failed = self._process is None
 
     def compile(self, spec: ConstraintSpec, is_wanted: Callable[[], bool]) -> Answer | None:
-        """None where nobody wants the answer any more. Raises `CompilerFailed` where there is no process for it."""
+        """None if nobody wants the answer any more. Raises `CompilerFailed` if no process starts."""
         self.fill()
         if self._process is None:
             raise CompilerFailed("the grammar compiler does not start; the server's log says why")
@@ -332,7 +338,7 @@ class _Seat:
 
 
 class _Job:
-    """A constraint that is to be proven, and who waits for it."""
+    """A constraint that is to be compiled, and the futures of those who wait for it."""
 
     def __init__(self, spec: ConstraintSpec) -> None:
         self.spec = spec
@@ -353,9 +359,7 @@ class _Job:
 
 
 class Compiler:
-    """`num_processes` constraints at a time; a slow one holds back only those behind it, and of several clients' none
-    holds all the processes.
-    """
+    """Compiles up to `num_processes` constraints at a time; others wait in a queue that clients share fairly."""
 
     def __init__(self, vocabulary: Vocabulary, limits: ConstraintLimits, num_processes: int = 2) -> None:
         self._limits = limits
@@ -377,18 +381,18 @@ class Compiler:
 
     @property
     def num_processes(self) -> int:
-        """Processes that there should be."""
+        """Compile processes that there should be."""
         return len(self._seats)
 
     @property
     def num_alive(self) -> int:
-        """Those that there are, or that are starting."""
+        """Compile processes whose last start has not failed."""
         return sum(not seat.has_failed for seat in self._seats)
 
     def resolve(self, spec: ConstraintSpec, client: str = "") -> Future[Resolved]:
-        """The future holds a `ConstraintError` where the constraint is refused, `CompilerBusy` where too many wait,
-        `CompilerFailed` where that is no fault of its own. A constraint all of whose futures are cancelled is not
-        compiled, or no longer. `client` is whom it is for; they take turns.
+        """Resolves to the compiled constraint, for `client`. The future raises `ConstraintError` if the constraint is
+        refused, `CompilerBusy` if too many wait, and `CompilerFailed` if it could not be compiled for another reason.
+        If all futures of a constraint are cancelled, it is not compiled, or no longer.
         """
         future: Future[Resolved] = Future()
         try:
@@ -409,7 +413,7 @@ class Compiler:
                 return future
             job = self._jobs.get(key)
             if job is not None:
-                # A future of its own for each waiter: one that gives up cancels nobody else's.
+                # Each waiter has its own future, so that one that gives up cancels only its own.
                 job.waiters.append(future)
                 return future
             job = _Job(spec)
@@ -443,7 +447,7 @@ class Compiler:
         self._source.close()
 
     def _next(self, seat: _Seat) -> tuple[str, _Job] | None:
-        """The next constraint, None at the end; while none comes, a process that did not start is tried again."""
+        """The next constraint; None at the end. If the last start failed, tries again while no constraint comes."""
         while True:
             try:
                 return self._queue.take(RETRY_SECONDS if seat.has_failed else None)
@@ -484,7 +488,7 @@ class Compiler:
 
 class _Refusal(NamedTuple):
     until: float
-    """On the monotonic clock, in seconds."""
+    """Time on the monotonic clock, in seconds."""
     error: str
 
 

@@ -12,12 +12,12 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """How masks are filled. Times in seconds."""
 
     form: Literal["auto", "threads", "actors"] = "auto"
-    """Threads of the engine's process, or Ray actors beside it. `auto` takes threads, which on two cores
-    were the quicker ones from 1 to 128 rows (`benchmarks/results/`).
+    """Threads of the engine's process, or Ray actors on the same machine. `auto` takes threads: on two cores they were
+    quicker than actors from 1 to 128 rows (`benchmarks/results/`).
     """
     num_workers: Annotated[int, Meta(ge=1, le=16)] = 2
-    """Workers that share the sessions; actors have one more as a warm spare."""
+    """Grammar workers that share the sessions. With actors there is one more, a warm spare."""
     migrate_seconds: Annotated[float, Meta(gt=0)] = 0.02
-    """A row that waits this long behind another one moves to another worker."""
+    """If a row waits this long while its worker fills another one, its session moves to another worker."""
     mask_seconds: Annotated[float, Meta(gt=0)] = 5.0
-    """Budget of one row once a worker is busy with it; a session that exceeds it fails, and the worker is replaced."""
+    """Budget of one row, from when a worker begins it. A session that exceeds it fails, and the worker is replaced."""

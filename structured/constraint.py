@@ -1,6 +1,6 @@
-"""What a constrained request asks for: plain, immutable data, part of `SamplingParams`, and its limits.
+"""What a constrained request asks for (plain, immutable data, a field of `SamplingParams`), and the limits on it.
 
-`ConstraintSpec` is made by the ingress or the caller of `cluster.llm.LLM`; `structured/compiler.py` proves it and says
+The ingress or the caller of `cluster.llm.LLM` makes a `ConstraintSpec`; `structured/compiler.py` compiles it and says
 which backend serves it. Imports neither torch nor a backend.
 """
 
@@ -40,16 +40,18 @@ class ConstraintSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     any_whitespace: bool = True
     """JSON: allow whitespace between tokens as RFC 8259 does; False fixes `", "` and `": "` without line breaks."""
     begin_after: tuple[int, ...] = ()
-    """Token ids after whose first occurrence in the output the constraint begins (the end of a thinking section);
-    empty: it begins at once.
+    """The constraint begins after the first occurrence of these token ids in the output (the end of a thinking
+    section); if empty, it begins at once.
     """
 
 
 class ConstraintLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a constraint may cost. Every bound is checked before anything is compiled, but the budgets."""
+    """What a constraint may cost. All bounds are checked before it is compiled; the two `compile_` budgets hold while
+    it is compiled.
+    """
 
     max_bytes: int = 1_000_000
-    """Of `ConstraintSpec.text` in UTF-8."""
+    """Bytes of `ConstraintSpec.text` in UTF-8."""
     max_nesting: int = 128
     """Levels of JSON objects and arrays, or of brackets in a regex or grammar."""
     max_alternatives: int = 10_000
@@ -57,7 +59,8 @@ class ConstraintLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     max_rules: int = 1000
     """Of one Lark or EBNF grammar: parsers go through them one inside the other, on the stack."""
     compile_seconds: float = 10.0
-    """Processor time of one compilation, and a third of its time on the wall; then its process is killed."""
+    """Processor time of one compilation; three times as long by the clock. The process is killed when either is over.
+    """
     compile_memory_bytes: int = 2**31
     """Address space that one compilation may add."""
     max_waiting: int = 128
@@ -70,14 +73,14 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     """A constraint that is proven to compile."""
 
     spec: ConstraintSpec
-    """With the backend that serves it."""
+    """As requested, with the name of the backend that serves it instead of `auto`."""
     compiled: bytes
     not_enforced: list[str] = []
-    """Keywords that a loose request goes without."""
+    """Keywords that are not enforced; empty unless the request is loose."""
 
 
 def check_form(spec: ConstraintSpec) -> None:
-    """Raises `ConstraintError` where a field is not of its type, or is text that UTF-8 cannot write. Cheap."""
+    """Raises `ConstraintError` if a field has the wrong type or holds text that UTF-8 cannot encode. Cheap."""
     try:
         hash(spec)
         msgspec.msgpack.decode(msgspec.msgpack.encode(spec), type=ConstraintSpec)
@@ -88,7 +91,7 @@ def check_form(spec: ConstraintSpec) -> None:
 
 
 def check_size(spec: ConstraintSpec, limits: ConstraintLimits) -> None:
-    """Raises `ConstraintError` where the text is too long. Cheap."""
+    """Raises `ConstraintError` if the text is too long. Cheap."""
     num_bytes = len(spec.text.encode())
     if num_bytes > limits.max_bytes:
         raise ConstraintError(
@@ -109,7 +112,9 @@ _RULE = {
 
 
 def check_limits(spec: ConstraintSpec, limits: ConstraintLimits) -> None:
-    """Raises `ConstraintError` where another bound of `limits` is exceeded or JSON is malformed. Linear in the text."""
+    """Raises `ConstraintError` if any other bound of `limits` is exceeded or JSON is malformed. Takes time linear in
+    the length of the text.
+    """
     depth = _nesting(spec.text)
     if depth > limits.max_nesting:
         raise ConstraintError(
@@ -128,7 +133,9 @@ _OTHER_BYTES = bytes(byte for byte in range(256) if byte not in b"()[]{}")
 
 
 def _nesting(text: str) -> int:
-    """Deepest level of brackets; in JSON an upper bound of its nesting, for strings may hold brackets too."""
+    """Deepest level of brackets. For JSON it is an upper bound of the nesting, because strings may hold brackets
+    too.
+    """
     depth = deepest = 0
     for byte in text.encode().translate(None, _OTHER_BYTES):
         if byte in b"([{":
@@ -162,7 +169,7 @@ _COUNTED = ("enum", "anyOf", "oneOf", "allOf", "properties", "patternProperties"
 
 
 def _check_counts(value: Any, path: str, limits: ConstraintLimits) -> None:
-    """Depth is bounded before this recursion starts."""
+    """Recursive; `check_limits` has bounded the depth before."""
     if isinstance(value, dict):
         for name, item in value.items():
             if name in _COUNTED and isinstance(item, dict | list):

@@ -25,7 +25,7 @@ def write_frame(stream: Writable, data: bytes) -> None:
 
 
 def read_frame(stream: Readable) -> bytes | None:
-    """None at the end of the stream, be it within a message: whoever wrote it died over it."""
+    """The next message; None at the end of the stream, also if it ends within a message because the writer died."""
     head = stream.read(4)
     if len(head) < 4:
         return None

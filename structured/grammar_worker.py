@@ -1,7 +1,7 @@
-"""Fills mask rows: what runs in a thread of the engine's process, or in a Ray actor of the pool.
+"""The grammar worker: fills mask rows, in a thread of the engine's process or in a Ray actor of the pool.
 
-Knows sessions by id, their output tokens by count and jobs by number, so that a message that comes twice, late or out
-of order does no harm. Everything it says goes into the `MaskBuffer`. Imports neither torch nor transformers.
+It knows sessions by id, their output tokens by count and jobs by number, so that a message that comes twice, late or
+out of order does no harm. It answers only through the `MaskBuffer`. Imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -23,60 +23,60 @@ from structured.masks import FAILED, FINISHED, MAX_ADJUSTMENTS, MAX_CHOICES, REF
 from structured.vocabulary import Vocabulary
 
 GRAMMAR_CACHE_BYTES = 64 * 2**20
-"""Of grammars that one worker keeps."""
+"""Most bytes of grammars that one worker keeps."""
 MAX_GROWTH_BYTES = 16 * 2**20
-"""A grammar whose sessions have made it grow by more is built anew for the next one, in a millisecond or so."""
+"""If sessions have made a grammar grow by more, it is built anew for the next session, in a millisecond or so."""
 ENTRY_BYTES = 1000
-"""What the cache holds for a grammar beside it and its constraint's text."""
+"""What a cache entry holds besides the grammar and the constraint's text."""
 
 _NO_ADJUSTMENTS = (np.empty(0, np.int32), np.empty(0, np.float32))
 
 
 class SessionStart(msgspec.Struct, frozen=True, array_like=True):
-    """What a worker builds a session from."""
+    """What a grammar worker builds a session from."""
 
     spec: ConstraintSpec
     compiled: bytes
     end_token_ids: tuple[int, ...]
-    """Tokens that end the sequence: they are allowed exactly where the grammar lets the text end."""
+    """Tokens that end the sequence: they are allowed if and only if the grammar lets the text end."""
 
 
 class Job(msgspec.Struct, frozen=True, array_like=True):
-    """Fill the rows of one session: for the token behind output tokens `[0, first + len(token_ids))`, and for the one
-    behind each draft that follows.
+    """Fill rows of one session: the mask of the token after output tokens `[0, first + len(token_ids))`, and of the
+    token after each of the drafts that follow them.
     """
 
     session_id: int
     number: int
-    """Of one job alone: rows are marked with it."""
+    """Unique: filled rows are marked with it."""
     slot: int
     first: int
     token_ids: list[int]
     """Output tokens from `first` on; the worker holds those before."""
     draft_token_ids: list[int] = []
     draft_slots: list[int] = []
-    """Entry `i` is of the row behind `draft_token_ids[: i + 1]`; those of the last drafts may be missing."""
+    """Entry `i` is for the row after `draft_token_ids[: i + 1]`; the entries of the last drafts may be missing."""
     wants_row: bool = True
-    """False where the row of `slot` was asked for before: only those of the drafts are wanted."""
+    """False if the row of `slot` was asked for before, so that only the drafts' rows are wanted."""
     num_forced: int = 0
-    """Forced tokens to look for behind the last of the output tokens, and behind the last draft."""
+    """Most forced tokens to look for after the last output token, and after the last draft."""
     start: SessionStart | None = None
     """For a session that this worker does not hold."""
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True):
-    """One message a worker and step."""
+    """What the pool sends to one worker, at most once in each step."""
 
     number: int
     jobs: list[Job]
     ended: list[int]
-    """Sessions to forget first."""
+    """Sessions to forget before the jobs are done."""
 
 
 class TrackedSession:
-    """A session and the output tokens that it stands behind: a function of those tokens alone.
+    """A session and the output tokens that it has accepted, of which it is a function.
 
-    Drafts are output tokens until `advance` says that they are not.
+    Drafts count as output tokens until `advance` takes them back.
     """
 
     def __init__(self, start: SessionStart, grammar: Grammar, vocabulary: Vocabulary) -> None:
@@ -86,17 +86,17 @@ class TrackedSession:
         self._grammar = grammar
         self._session: Session | None = None
         self._begin = 0
-        """Output tokens before the constraint begins."""
+        """Number of output tokens before the constraint begins."""
         self.tokens: list[int] = []
         self.seconds = 0.0
         """Time that the last row took."""
-        self._looks_behind_choices = True
+        self._looks_past_choices = True
         self._num_fruitless = self._num_to_skip = 0
         if not start.spec.begin_after:
             self._session = grammar.session()
 
     def advance(self, first: int, token_ids: Sequence[int]) -> None:
-        """Makes the output `tokens[:first] + token_ids`. Raises `ValueError` where tokens are missing or refused."""
+        """Makes the output `tokens[:first] + token_ids`. Raises `ValueError` if tokens are missing or refused."""
         if first > len(self.tokens):
             raise ValueError(f"output tokens {len(self.tokens)} to {first} are missing")
         kept = first
@@ -121,8 +121,8 @@ class TrackedSession:
             self._session = self._grammar.session()
 
     def accept_draft(self, token_id: int) -> bool:
-        """Advances by a token that the sequence may never have. False, with the state unchanged, where it is refused or
-        would end the sequence.
+        """Advances by a token that the sequence may never get. Returns False and leaves the state unchanged if the
+        grammar refuses the token or it would end the sequence.
         """
         if token_id in self._start.end_token_ids:
             return False
@@ -135,10 +135,10 @@ class TrackedSession:
         return accepted
 
     def rebuilt(self, length: int) -> TrackedSession:
-        """A new one behind the first `length` tokens, which looks behind no choices."""
+        """A new session that has accepted the first `length` tokens, and does not look past choices."""
         fresh = TrackedSession(self._start, self._grammar, self._vocabulary)
         fresh.advance(0, self.tokens[:length])
-        fresh._looks_behind_choices = False
+        fresh._looks_past_choices = False
         return fresh
 
     def _rollback(self, length: int) -> None:
@@ -150,11 +150,13 @@ class TrackedSession:
         del self.tokens[length:]
 
     def flags(self) -> int:
-        """`FINISHED` where nothing but the end may follow, else 0."""
+        """`FINISHED` if only the end may follow, else 0."""
         return FINISHED if self._session is not None and self._session.is_finished() else 0
 
     def fill(self, row: np.ndarray) -> None:
-        """Writes the row for the next token. Before the constraint begins all may come but the end."""
+        """Writes the row for the next token. Before the constraint begins, all tokens are allowed but the end
+        tokens.
+        """
         accepting = False
         if self._session is None:
             row[:] = -1
@@ -167,8 +169,8 @@ class TrackedSession:
             raise ValueError(f"the grammar allows no token at output position {len(self.tokens)}")
 
     def adjustments(self) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids int32 [n] and what is added to their logits, float32 [n]. Raises `ValueError` where a sampler could
-        not add them.
+        """Token ids int32 [n] and the values that are added to their logits, float32 [n]. Raises `ValueError` if a
+        sampler could not add them.
         """
         adjust = getattr(self._session, "adjustments", None)
         if adjust is None:
@@ -186,16 +188,16 @@ class TrackedSession:
         return np.array(ids, np.int32), added
 
     def look_ahead(self, row: np.ndarray, num_tokens: int) -> list[list[int]]:
-        """What `MaskBuffer.forced` gives for a row, with at most `num_tokens` in each list; the state is unchanged.
+        """What `MaskBuffer.forced` returns for a row, with at most `num_tokens` in each list. The state is unchanged.
 
-        Behind a choice one looks less and less often where nothing is found, for that costs a little.
+        Looking past a choice costs a little. Each time it finds nothing, more rows pass before the next look.
         """
         session = self._session
         if session is None:
             return []
         ways = [session.forced_tokens()[:num_tokens]]
         words = np.flatnonzero(row)
-        if ways[0] or len(words) > MAX_CHOICES or not self._looks_behind_choices:
+        if ways[0] or len(words) > MAX_CHOICES or not self._looks_past_choices:
             return ways
         if self._num_to_skip:
             self._num_to_skip -= 1
@@ -217,11 +219,11 @@ class TrackedSession:
 class _Loaded(NamedTuple):
     grammar: Grammar
     max_bytes: int
-    """Beyond this it is not kept."""
+    """If the grammar grows beyond this, it is not kept."""
 
 
 class GrammarWorker:
-    """Owns the sessions that the pool gave it. `handle` is called by one thread at a time."""
+    """Owns the sessions that the pool gave it. Only one thread at a time calls `handle`."""
 
     def __init__(self, vocabulary: Vocabulary, buffer: MaskBuffer, index: int) -> None:
         self._vocabulary = vocabulary
@@ -232,16 +234,18 @@ class GrammarWorker:
         self._grammars: ByteLRU[ConstraintSpec, _Loaded] = ByteLRU(GRAMMAR_CACHE_BYTES)
         self._sessions: dict[int, TrackedSession] = {}
         self.stopped = False
-        """Set by the pool when it has given this worker up: it publishes nothing more, and begins with no session."""
+        """The pool sets it when it gives this worker up: the worker then publishes nothing more and begins no job."""
 
     def warm_up(self) -> None:
-        """Makes the backend that most sessions will ask for. Where that fails, a session that asks for it hears why."""
+        """Makes the backend that most sessions will ask for. If that fails, the error comes back, with its reason, when
+        a session asks for it.
+        """
         with contextlib.suppress(Exception):
             self._backend(AUTO[0])
 
     def handle(self, message: Message) -> None:
-        """First every session takes its tokens, so that one that is finished says so early; then rows are filled,
-        those that were quick last time first, and then come drafts and forced tokens.
+        """First every session accepts its tokens, so that a finished one is reported early. Then the rows are filled,
+        beginning with the sessions that were quick last time. Drafts and forced tokens come last.
         """
         for session_id in message.ended:
             self._sessions.pop(session_id, None)
@@ -256,10 +260,10 @@ class GrammarWorker:
         self._buffer.acknowledged[self._index] = message.number
 
     def _attempt(self, job: Job, work: Callable[[Job], bool]) -> bool:
-        """Whatever a backend raises, be it `SystemExit` or the panic of a Rust library, costs one sequence, never the
-        worker. False where nothing is left to do.
+        """Does one part of a job; returns False if nothing is left to do for it. Whatever a backend raises, even
+        `SystemExit` or the panic of a Rust library, ends one sequence and never the worker.
         """
-        # In this order: the pool sets `stopped` and then reads `current`, so that it knows where this may still write.
+        # The order matters: the pool sets `stopped`, then reads `current` to know where this worker may still write.
         self._buffer.current[self._index] = job.session_id + 1
         if self.stopped or self._buffer.cancelled[job.slot]:
             return False
@@ -269,7 +273,7 @@ class GrammarWorker:
             tracked = self._sessions.pop(job.session_id, None)
             for source in (tracked, job.start):
                 if source is not None:
-                    self._grammars.forget(source.spec)  # what sessions share of it may be what is broken
+                    self._grammars.forget(source.spec)  # the broken part may be one that its sessions share
             if job.wants_row:
                 self._buffer.set_error(job.slot, f"{type(error).__name__}: {error}")
                 self._publish(job, job.slot, FAILED)
@@ -293,8 +297,9 @@ class GrammarWorker:
         return bool(job.draft_slots or job.num_forced)
 
     def _look_ahead(self, job: Job) -> bool:
-        """Nobody waits for what comes of this. Where the grammar fails over a token that may never be drawn, the
-        session stays as it was: should the token be drawn, it fails then.
+        """Fills the drafts' rows and finds forced tokens; no step waits for them. If the grammar fails at a draft,
+        which may never be drawn, the session goes back to its state before; if the draft is drawn, the session fails
+        then.
         """
         num_known, num_rows, flags = job.first + len(job.token_ids), 0, 0
         tracked = self._sessions[job.session_id]
@@ -327,7 +332,7 @@ class GrammarWorker:
                 self._buffer.set_forced(slot, job.number, ways)
 
     def _fill_row(self, job: Job, slot: int) -> None:
-        """Writes the row behind the tokens that the session has, and its adjustments."""
+        """Writes the mask and the adjustments of the token after those that the session has accepted."""
         tracked, buffer = self._sessions[job.session_id], self._buffer
         started = time.perf_counter()
         tracked.fill(buffer.rows[slot])
@@ -364,7 +369,7 @@ class GrammarWorker:
         self._grammars.put(spec, loaded, num_bytes)
 
     def _weigh(self, spec: ConstraintSpec) -> None:
-        """Counts what a grammar has grown by."""
+        """Updates the cache's count of a grammar's bytes; drops the grammar if it has grown too much."""
         loaded = self._grammars.get(spec)
         if loaded is None:
             return

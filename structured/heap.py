@@ -1,4 +1,4 @@
-"""How much memory this process has allocated, in any language: what an object holds is what its making adds."""
+"""How much memory this process has allocated, in any language. The size of an object is what making it adds."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _mallinfo2() -> Callable[[], _MallInfo2] | None:
 
 
 def heap_bytes() -> int | None:
-    """Bytes allocated and not freed, of all threads; None where the C library does not tell."""
+    """Bytes that all threads have allocated and not freed; None if the C library does not tell."""
     mallinfo2 = _mallinfo2()
     if mallinfo2 is None:
         return None

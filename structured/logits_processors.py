@@ -1,10 +1,10 @@
-"""Logits processors from outside the tree: what a request names, what a factory makes, and the registry between them.
+"""Logits processors that users bring: what a request names, what a factory makes, and the registry that connects them.
 
-A request holds names and arguments (`LogitsProcessorSpec`), which are data and may be shared by any number of requests.
-A name stands for a factory, which makes one instance a sequence: registered by the operator's configuration, by an
-installed package under the entry point group `manta.logits_processors`, or from Python with
-`LLM.register_logits_processor`. The engine proves the specs at admission; `workers/sampling/logits_processors.py` keeps
-the instances. Factories and instances are trusted code: one that hangs holds up its engine. Imports no torch.
+A request holds names and arguments (`LogitsProcessorSpec`): plain data, which any number of requests may share. A name
+stands for a factory, which makes an instance for each sequence. A factory is registered by the operator's
+configuration, by an installed package under the entry point group `manta.logits_processors`, or from Python with
+`LLM.register_logits_processor`. The engine checks the specs at admission; `workers/sampling/logits_processors.py` keeps
+the instances. Factories and instances are trusted code: if one hangs, its engine hangs. Imports no torch.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ import numpy as np
 ENTRY_POINT_GROUP = "manta.logits_processors"
 
 MAX_LOGITS_PROCESSORS = 16
-"""Processors of one request."""
+"""Most processors of one request."""
 
 MAX_ARGUMENT_BYTES = 65_536
-"""Of one processor's arguments as JSON; they travel with every start of the sequence."""
+"""Most bytes of one processor's arguments as JSON; they are sent with every `SequenceStart`."""
 
 
 class LogitsProcessorError(ValueError):
-    """A processor that cannot be used as asked: HTTP 400. The message names the processor, the bound and a remedy."""
+    """A request asks for a processor that cannot be used like that: HTTP 400. The message names the processor, the
+    bound and a remedy.
+    """
 
 
 class LogitsProcessor(Protocol):
@@ -40,19 +42,19 @@ class LogitsProcessor(Protocol):
     """
 
     def __call__(self, output_token_ids: np.ndarray, logits: Any) -> Any:
-        """Changes the logits of the next token, in place or by returning others; None stands for the former.
+        """Changes the logits of the next token: in place, returning None, or by returning a new tensor.
 
-        `output_token_ids` is the output so far, int32 [n], read-only: what the factory or the call before was given,
-        and what was sampled since. `logits` is a torch tensor, float32 [vocab_size], on the model's device; -inf
-        forbids a token. An exception, NaN or +inf ends the sequence with FINISHED_INTERNAL_ERROR, and no other.
+        `output_token_ids` is the output so far, int32 [n], read-only: the tokens that the factory or the last call got,
+        followed by those sampled since. `logits` is a torch tensor, float32 [vocab_size], on the model's device; -inf
+        forbids a token. If it raises, or returns NaN or +inf, this sequence alone ends, with FINISHED_INTERNAL_ERROR.
         """
 
 
 class LogitsProcessorFactory(Protocol):
     """Makes the instance of one sequence; a class whose constructor takes these arguments is a factory.
 
-    An optional `check(arguments, vocab_size)` raises `ValueError` for arguments that will not do, naming the bound and
-    a remedy: the request is refused (HTTP 400) before it runs.
+    It may have a method `check(arguments, vocab_size)`, which raises `ValueError` for arguments that it cannot take,
+    naming the bound and a remedy. The request is then refused (HTTP 400) before it runs.
     """
 
     def __call__(
@@ -68,7 +70,7 @@ class LogitsProcessorFactory(Protocol):
 
 
 class LogitsProcessorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A processor by name, with its arguments. Raises `ValueError` where they are not plain JSON or too long."""
+    """A processor by name, with its arguments. Raises `ValueError` if they are not plain JSON or too long."""
 
     name: str
     arguments: dict[str, Any] = {}
@@ -88,14 +90,14 @@ class LogitsProcessorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
                 f"logits_processors: the arguments of {self.name!r} have {len(text)} bytes as JSON and the limit is "
                 f"{MAX_ARGUMENT_BYTES}; shorten them"
             )
-        msgspec.structs.force_setattr(self, "arguments", json.loads(text))  # nobody else holds these
+        msgspec.structs.force_setattr(self, "arguments", json.loads(text))  # a copy that no caller can change
 
 
 class LogitsProcessorRegistry:
     """Factories by name. `configured` maps the operator's names to `module:attribute`, or to None for the entry point
     of that name.
 
-    Raises `LogitsProcessorError` where a configured factory cannot be loaded.
+    Raises `LogitsProcessorError` if a configured factory cannot be loaded.
     """
 
     def __init__(self, configured: Mapping[str, str | None] | None = None) -> None:
@@ -104,7 +106,7 @@ class LogitsProcessorRegistry:
             self._factories[name] = self.factory(name) if path is None else _imported(name, path)
 
     def register(self, name: str, factory: LogitsProcessorFactory) -> None:
-        """Raises `LogitsProcessorError` where the name is taken or the factory cannot be called."""
+        """Raises `LogitsProcessorError` if the name is taken or the factory cannot be called."""
         if not callable(factory):
             raise LogitsProcessorError(f"logits processor {name!r}: a {type(factory).__name__} is no factory")
         if name in self._factories:
@@ -119,7 +121,7 @@ class LogitsProcessorRegistry:
         return sorted({*self._factories, *(entry.name for entry in entry_points(group=ENTRY_POINT_GROUP))})
 
     def factory(self, name: str) -> LogitsProcessorFactory:
-        """Raises `LogitsProcessorError` naming the known ones for an unknown name."""
+        """Raises `LogitsProcessorError` if the name is unknown; the message lists the known names."""
         if name not in self._factories:
             found = list(entry_points(group=ENTRY_POINT_GROUP, name=name))
             if not found:
@@ -142,7 +144,7 @@ class LogitsProcessorRegistry:
 
 
 def own_arguments(spec: LogitsProcessorSpec) -> dict[str, Any]:
-    """A copy that its receiver may change."""
+    """A copy of the arguments, which its receiver may change."""
     return json.loads(json.dumps(spec.arguments)) if spec.arguments else {}
 
 

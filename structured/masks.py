@@ -1,8 +1,8 @@
-"""Where masks live: one block of memory that grammar workers write, the engine's pool watches and the sampler reads.
+"""The memory of masks: one block that grammar workers write, the engine's pool watches and the sampler reads.
 
-A session owns a *slot*, and one more for each draft that it has at a time. Its worker writes the slot's row and then
-the number of the job that the row is for, so that whoever sees the number may read the row, without a message and
-without a copy. Workers of another process map the same memory. `MaskBatch` is what travels on to the ranks.
+A session owns a *mask slot*, and one more for each draft that it has at a time. Its worker writes the slot's row, then
+the number of the job that asked for the row. A reader that sees the number may read the row: no message and no copy is
+needed. Workers in other processes map the same memory. A `MaskBatch` carries a step's masks on to the ranks.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ import msgspec
 import numpy as np
 
 MAX_ADJUSTMENTS = 256
-"""Logits that one session may change beyond its mask, for one token."""
+"""Most logits that a session may adjust for one token, besides masking."""
 
 ERROR_BYTES = 480
 
 MAX_FORCED = 16
-"""Forced tokens that come back in a row."""
+"""Most forced tokens that a worker reports after one token."""
 
 MAX_CHOICES = 8
-"""Where no more tokens than this may come next, what is forced behind each comes back too."""
+"""If at most this many tokens may come next, a worker also reports what is forced after each of them."""
 
 FINISHED, FAILED, REFUSED = 1, 2, 4
-"""Flags of a slot: nothing may follow but the end; its session failed; the grammar refuses a draft before this row."""
+"""Flags of a mask slot: only the end may follow; its session failed; the grammar refuses a draft before this row."""
 
 NO_MASK, LATE = -1, -2
-"""In `MaskBatch.slots`: a point that is not constrained, and one that is not drawn in this step: its mask is late, or
-it stands behind a draft that is refused.
+"""In `MaskBatch.slots`. NO_MASK: the sample point is not constrained. LATE: it is not drawn in this step, because its
+mask is late or because the grammar refuses a draft before it.
 """
 
 
@@ -42,20 +42,20 @@ def row_words(vocab_size: int) -> int:
 
 
 class MaskBatch(NamedTuple):
-    """The masks of one step. A sampler in this process reads the rows where the grammar workers wrote them; what is
-    pickled for another one is `packed`.
+    """The masks of one step. A sampler in this process reads the rows where the grammar workers wrote them; for another
+    process pickle takes `packed()`.
     """
 
     step_id: int
     slots: list[int]
-    """For each sample point, also the several of one sequence, the row of `rows`, `NO_MASK` or `LATE`."""
+    """For each sample point its index in `rows`, or `NO_MASK`, or `LATE`; a sequence may have several points."""
     rows: np.ndarray
     """int32 [slots, words]: token `t` is bit `t % 32` of word `t // 32`, 1 allows."""
     adjustments: dict[int, tuple[np.ndarray, np.ndarray]]
     """Sample point to token ids int32 [n] and what is added to their logits, float32 [n]."""
 
     def packed(self) -> MaskBatch:
-        """The same masks over the rows that are used, each once: int32 [used rows, words], a copy."""
+        """The same masks with only the rows that are used, each once: a copy, int32 [used rows, words]."""
         used = sorted({slot for slot in self.slots if slot >= 0})
         place = {slot: row for row, slot in enumerate(used)}
         return self._replace(slots=[place.get(slot, slot) for slot in self.slots], rows=self.rows[used])
@@ -65,7 +65,7 @@ class MaskBatch(NamedTuple):
 
 
 class BufferShape(msgspec.Struct, frozen=True, array_like=True):
-    """Sizes of a `MaskBuffer`, and where another process finds it."""
+    """Sizes of a `MaskBuffer`, and the path by which another process maps it."""
 
     num_slots: int
     num_words: int
@@ -74,9 +74,10 @@ class BufferShape(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MaskBuffer:
-    """Arrays over one block of memory. Each is written by one side only, per slot or per worker.
+    """Arrays over one block of memory, with an entry for each mask slot or each worker. Only one side writes each
+    array: the pool or the workers.
 
-    Order of stores: a worker writes `done` last. Python's own calls order them on every processor that it runs on.
+    A worker writes `done` last. Each store is a Python call of its own, which keeps the order on every processor.
     """
 
     def __init__(self, shape: BufferShape, shared: bool = False) -> None:
@@ -111,29 +112,31 @@ class MaskBuffer:
         }
         self.rows = arrays["rows"]
         self.done = arrays["done"]
-        """int64 [slots]: the number of the job that the row is for; 0 for none."""
+        """int64 [slots]: number of the job that the row was filled for; 0 for none."""
         self.flags = arrays["flags"]
         self.cancelled = arrays["cancelled"]
-        """uint8 [slots], written by the pool: jobs of this slot need not be done any more."""
+        """uint8 [slots], written by the pool: 1 if jobs of this slot need not be done any more."""
         self.num_adjustments = arrays["num_adjustments"]
         self.adjusted_ids = arrays["adjusted_ids"]
         self.adjusted_by = arrays["adjusted_by"]
         self.drafts_wanted = arrays["drafts_wanted"]
-        """int64 [slots], written by the pool: the job of this session whose drafts still matter; 0 for none."""
+        """int64 [slots], written by the pool: number of the session's job whose drafts still matter; 0 for none."""
         self.looked = arrays["looked"]
-        """int64 [slots]: the number of the job that forced tokens were looked for with."""
+        """int64 [slots]: number of the last job that looked for forced tokens; they are in `forced_ids`."""
         self.num_forced = arrays["num_forced"]
         self.forced_ids = arrays["forced_ids"]
         self.errors = arrays["errors"]
         self.acknowledged = arrays["acknowledged"]
-        """int64 [workers]: messages that a worker has finished."""
+        """int64 [workers]: number of the last message that a worker has finished."""
         self.current = arrays["current"]
-        """int64 [workers]: 1 + the session that a worker is busy with; 0 for none. It outlives the worker."""
+        """int64 [workers]: 1 + the id of the session that a worker is busy with; 0 for none. It stays readable after
+        the worker has died.
+        """
         self.cached = arrays["cached"]
-        """int64 [workers, 2]: grammars that a worker keeps, and the bytes that they hold."""
+        """int64 [workers, 2]: number of grammars that a worker keeps, and their bytes."""
 
     def _memory(self, num_bytes: int, shared: bool) -> mmap.mmap:
-        """Pages that nobody touches cost nothing: neither slots of drafts nor those of sessions that never come."""
+        """Pages that are never touched take no memory, so unused slots of drafts and of sessions cost nothing."""
         if self.shape.path is not None:
             with open(self.shape.path, "r+b") as file:
                 return mmap.mmap(file.fileno(), num_bytes)
@@ -145,7 +148,7 @@ class MaskBuffer:
         return mmap.mmap(self._file.fileno(), num_bytes)
 
     def close(self) -> None:
-        """Gives the memory back once no view of it is left."""
+        """Closes the file; the system frees the memory once no array of it is left."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -163,7 +166,7 @@ class MaskBuffer:
         return self.adjusted_ids[slot, :count], self.adjusted_by[slot, :count]
 
     def set_forced(self, slot: int, number: int, ways: list[list[int]]) -> None:
-        """The inverse of `forced`."""
+        """Stores `ways` as what `forced(slot)` returns, for job `number`."""
         self.num_forced[slot] = 0
         for index, way in enumerate(ways):
             self.forced_ids[slot, index, : len(way)] = way
@@ -171,8 +174,8 @@ class MaskBuffer:
         self.looked[slot] = number
 
     def forced(self, slot: int) -> list[list[int]]:
-        """First what the grammar forces behind the tokens of the row, be it nothing; then, for each of a few tokens
-        that may come, this token and what is forced behind it.
+        """First the tokens that the grammar forces next, perhaps none. Then, for up to `MAX_CHOICES` tokens that may
+        come next, that token and what is forced after it.
         """
         counts = self.num_forced[slot].tolist()
         return [self.forced_ids[slot, index, :count].tolist() for index, count in enumerate(counts)]
@@ -182,7 +185,7 @@ def _shared_file() -> tuple[IO[bytes], str]:
     """An empty file, and the path by which other processes find it until it is closed."""
     if hasattr(os, "memfd_create"):
         with contextlib.suppress(OSError):  # a kernel that refuses it
-            # Nameless memory: nothing is left behind, however this process ends.
+            # Memory without a name in the file system: no file stays, however this process ends.
             nameless = os.fdopen(os.memfd_create("manta-masks"), "r+b")
             path = f"/proc/{os.getpid()}/fd/{nameless.fileno()}"
             if os.path.exists(path):

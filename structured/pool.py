@@ -1,10 +1,11 @@
-"""The engine's pool of grammar workers: `prepare` starts masks and returns at once, `wait` says which are there.
+"""The engine's pool of grammar workers: `prepare` asks for masks and returns at once, `wait` says which are ready.
 
-State is a function of the tokens, so a session has no home that could be lost: a worker that dies, hangs or falls
-behind loses its sessions to others, which rebuild them from their tokens. Only the session that a worker hangs on pays,
-when its budget is spent. Rows behind drafts travel in the same messages, and nothing depends on them: one that is not
-there in time is not used. Called by one thread, the engine's; the workers run in threads or Ray actors
-(`structured/transport.py`).
+A session's state is a function of its tokens, so no worker is needed to keep it: if a worker dies, hangs or is late,
+the pool moves its sessions to other workers, which rebuild them from their tokens. Only the session that a worker hangs
+on fails, and only once its budget is spent. The same messages also ask for the rows that follow drafts. Nothing depends
+on those: a row that is not ready in time is not used. One thread, the engine's, calls the pool; the workers run in
+threads or Ray actors (`structured/transport.py`). In `structured/` a worker is a grammar worker and a slot is a mask
+slot.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from structured.vocabulary import Vocabulary
 logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3
-"""Workers that may die while a session waits for them before it is held to be the cause."""
+"""If this many workers die while a session waits for them, the session counts as the cause and fails."""
 
 MAX_WORKERS = 64
-"""Alive or not known to be dead."""
+"""Most workers that may exist at a time, counting those that were given up and may not be dead yet."""
 
 START_SECONDS = 60.0
-"""Within which a worker process must have started."""
+"""A worker process that has not started after this many seconds is replaced."""
 
 WAIT_SLICE_S = 0.0001
 
@@ -44,51 +45,56 @@ class _Worker:
         self.sessions: dict[int, _Session] = {}
         self.num_sent = 0
         self.under_way: deque[tuple[int, float]] = deque()
-        """Messages not known to be done: number, and when they were sent."""
+        """(number, time of sending) of each message that the worker has not acknowledged."""
         self.ended: list[int] = []
         self.jobs: list[Job] = []
         self.busy_with = -1
-        """Session that it was seen to work for, -1 for none."""
+        """The session that the worker worked for when the pool last looked; -1 for none."""
         self.busy_since = self.started_at
-        """When that was first seen."""
+        """When the pool first saw the worker busy with that session."""
         self.retired: list[tuple[int, int, int]] = []
-        """(message number, slot, session that had it): the slot is free once that message is acknowledged."""
+        """(message number, slot, session that had it): the slot is free once the worker acknowledges the message."""
 
 
 class _Session:
-    """One sequence's constraint: where it lives and what it waits for."""
+    """One sequence's constraint: which worker holds it, and which rows it waits for."""
 
     def __init__(self, session_id: int, start: SessionStart) -> None:
         self.session_id = session_id
         self.start = start
         self.tokens: list[int] = []
-        """Output tokens behind which the wanted row stands."""
+        """Output tokens; the wanted row is the mask of the token after them."""
         self.is_wanted = False
         self.drafts: list[int] = []
-        """Tokens behind them that the sequence may come to have; each has a row too."""
+        """Tokens that may follow `tokens`; there is a row for the token after each of them too."""
         self.worker: _Worker | None = None
         self.slot = -1
         self.number = 0
-        """Of the job that fills the wanted row."""
+        """Number of the job that fills the wanted row."""
         self.draft_slots: list[int] = []
-        """As many as it has needed at a time since it came to its worker."""
+        """Slots for the drafts' rows: the most that it has needed at a time on its present worker."""
         self.drafts_number = 0
-        """Of the job that fills the rows of the drafts."""
+        """Number of the job that fills the drafts' rows."""
         self.takes_drafts = True
-        """False once a worker has died over a draft."""
+        """False once a worker has died while it worked on a draft of this session."""
         self.num_held = 0
-        """Leading tokens that the worker has been sent."""
+        """Leading tokens that were sent to the worker."""
         self.asked_at = 0.0
         self.moved_at = 0.0
         self.num_moves = 0
-        """Since the row was asked for: each move makes the next one less eager, or two workers play ping-pong."""
+        """Moves since the row was asked for. Each one doubles the wait before the next, so that two slow workers do not
+        pass a session back and forth.
+        """
         self.attempts = 0
         self.error: str | None = None
 
 
 class GrammarPool:
-    """Not thread-safe. `num_sessions` bounds the sessions that are open at a time, `num_drafts` the drafts of each that
-    have rows; `num_forced` forced tokens, at most `structured.masks.MAX_FORCED`, are looked for behind a row.
+    """Not thread-safe.
+
+    `num_sessions` is the most sessions that are open at a time, `num_drafts` the most drafts of a session that have
+    rows, and `num_forced` the most forced tokens that are looked for after a row (at most
+    `structured.masks.MAX_FORCED`).
     """
 
     def __init__(
@@ -101,7 +107,8 @@ class GrammarPool:
         num_forced: int = 0,
     ) -> None:
         self.config = config
-        # A moved session leaves its slot behind until its old worker has let go of it, a thread that hangs keeps one.
+        # The slot of a moved session stays in use until its old worker acknowledges that; a thread that hangs keeps
+        # one.
         self.num_session_slots = 2 * num_sessions + MAX_WORKERS
         num_slots = self.num_session_slots + num_sessions * num_drafts
         shape = BufferShape(num_slots, row_words(vocabulary.vocab_size), MAX_WORKERS)
@@ -116,9 +123,9 @@ class GrammarPool:
         self._free_indices = list(range(MAX_WORKERS - 1, -1, -1))
         self._sessions: dict[int, _Session] = {}
         self._waiting: dict[int, _Session] = {}
-        """Sessions whose wanted row is not known to be there."""
+        """Sessions whose wanted row was not ready when the pool last looked."""
         self._given_up: list[_Worker] = []
-        """Workers not known to be dead: their slots may still be written."""
+        """Replaced workers that are not known to be dead: they may still write to their slots."""
         self.workers = [self._start_worker() for _ in range(config.num_workers)]
         self._spare = self._start_worker() if actors else None
 
@@ -137,7 +144,7 @@ class GrammarPool:
 
     @property
     def num_session_slots_in_use(self) -> int:
-        """Slots of sessions, not of drafts, that are not known to be free."""
+        """Slots for wanted rows (drafts have others) that are not known to be free."""
         return self.num_session_slots - len(self._free_slots)
 
     @property
@@ -147,7 +154,7 @@ class GrammarPool:
 
     @property
     def num_lost_slots(self) -> int:
-        """Slots that are neither free nor anybody's: 0, or they have leaked."""
+        """Slots that are not free although no session and no worker has them: more than 0 is a leak."""
         num_known = len(self._free_slots) + len(self._free_draft_slots)
         num_known += sum(len(worker.retired) for worker in [*self.workers, *self._given_up])
         held = [session for session in self._sessions.values() if session.worker is not None]
@@ -155,7 +162,9 @@ class GrammarPool:
 
     @property
     def num_slots_in_use(self) -> int:
-        """Slots of open sessions and those that a worker has not let go of; 0 in the end, or one has leaked."""
+        """Slots of open sessions, and slots that a worker may still write to. If it is not 0 once every session has
+        ended, slots have leaked.
+        """
         self._collect_slots()
         return self.buffer.shape.num_slots - len(self._free_slots) - len(self._free_draft_slots)
 
@@ -164,7 +173,7 @@ class GrammarPool:
         self._sessions[session_id] = _Session(session_id, start)
 
     def end(self, session_id: int) -> None:
-        """Forgets a session; unknown ones are no error."""
+        """Forgets a session; an unknown id is no error."""
         session = self._sessions.pop(session_id, None)
         if session is not None:
             self._waiting.pop(session_id, None)
@@ -176,8 +185,9 @@ class GrammarPool:
     def prepare(
         self, wanted: Iterable[tuple[int, Sequence[int]]], drafts: Mapping[int, Sequence[int]] | None = None
     ) -> None:
-        """Asks for the row behind each session's output tokens, and for those behind each of its `drafts`; one message
-        a worker; returns at once.
+        """Asks for the mask of the token after each session's output tokens, and after each of its `drafts`.
+
+        Sends at most one message to each worker and returns at once.
         """
         now = time.monotonic()
         for session_id, tokens in wanted:
@@ -185,7 +195,7 @@ class GrammarPool:
             common = _num_common(session.tokens, tokens)
             proposed = list(drafts.get(session_id, ())) if drafts and session.takes_drafts else []
             if session.is_wanted and common == len(session.tokens) == len(tokens):
-                # asked before: a late row, or one that is there already
+                # asked before: the row is late, or ready already
                 if proposed != session.drafts:
                     session.drafts = proposed
                     self._ask(session, is_new=False)
@@ -200,7 +210,7 @@ class GrammarPool:
         self._flush()
 
     def is_ready(self, session_id: int) -> bool:
-        """Whether the wanted row is there, or will never be (`error`)."""
+        """Whether the wanted row is there, or will never come because the session failed (`error`)."""
         return self._is_ready(self._sessions[session_id])
 
     def _is_ready(self, session: _Session) -> bool:
@@ -209,7 +219,9 @@ class GrammarPool:
         return session.worker is not None and self.buffer.done[session.slot] == session.number
 
     def is_complete(self, session_id: int) -> bool:
-        """Whether the rows of its drafts need not be waited for either."""
+        """Whether there is nothing left to wait for: the wanted row is ready, and so are the drafts' rows, if any will
+        come.
+        """
         session = self._sessions[session_id]
         if not self._is_ready(session):
             return False
@@ -225,8 +237,8 @@ class GrammarPool:
         enough: Callable[[int], bool],
         is_there: Callable[[int], bool] | None = None,
     ) -> list[int]:
-        """Waits until `enough(number still missing)` or the time is over; returns the sessions still missing: those
-        that are not `is_there`, by default `is_ready`.
+        """Waits until `enough(number of sessions missing)` is true or `seconds` have passed. A session is missing while
+        `is_there` (by default `is_ready`) is False for it. Returns those still missing.
         """
         is_there = is_there or self.is_ready
         deadline = time.monotonic() + seconds
@@ -238,19 +250,20 @@ class GrammarPool:
         return missing
 
     def slot(self, session_id: int) -> int:
-        """Row of `buffer` that holds the wanted row."""
+        """Index in `buffer.rows` of the wanted row."""
         return self._sessions[session_id].slot
 
     def error(self, session_id: int) -> str | None:
-        """Why the session failed; None while it has not. Asked when the row is ready."""
+        """Why the session failed; None if it has not. Call it once the row is ready."""
         session = self._sessions[session_id]
         if session.error is None and self.buffer.flags[session.slot] & FAILED:
             session.error = self.buffer.error(session.slot)
         return session.error
 
     def draft_rows(self, session_id: int) -> tuple[list[int], bool]:
-        """Rows of `buffer` behind the first, the second, ... draft, as far as they are there and no draft is refused;
-        and whether behind one draft more nothing may follow but the end. Asked when the wanted row is ready.
+        """Indices in `buffer.rows` of the masks after the first draft, the second and so on. The list ends before the
+        first row that is not there, or whose draft the grammar refuses or finishes with. The bool is True if it ended
+        because after that draft only the end may follow. Call it once the wanted row is ready.
         """
         session, buffer = self._sessions[session_id], self.buffer
         rows: list[int] = []
@@ -263,24 +276,24 @@ class GrammarPool:
         return rows, False
 
     def forced(self, session_id: int, tokens: Sequence[int]) -> list[int]:
-        """Tokens that the grammar forces behind output `tokens`, as far as workers have found out since the last
-        `prepare`: `tokens` are those that it was given, and what the sequence has gained since. Never waits.
+        """Tokens that the grammar forces after output `tokens`, as far as a worker has found them. `tokens` are those
+        of the last `prepare`, followed by what the sequence has gained since. Never waits.
         """
         session = self._sessions[session_id]
         known = len(session.tokens)
         gained = list(tokens[known:])
         if list(tokens[:known]) != session.tokens or not self._is_ready(session) or session.error is not None:
             return []
-        for num_drafts in (len(gained), len(gained) - 1, 0):  # where workers look: behind the tokens and all drafts
+        for num_drafts in (len(gained), len(gained) - 1, 0):  # workers look after the tokens, and after all drafts
             if 0 <= num_drafts <= len(session.drafts) and session.drafts[:num_drafts] == gained[:num_drafts]:
                 rest = gained[num_drafts:]
-                for index, way in enumerate(self._forced_behind(session, num_drafts)):
-                    is_forced = index == 0 or rest  # the others begin with a choice
+                for index, way in enumerate(self._forced_after(session, num_drafts)):
+                    is_forced = index == 0 or rest  # every way but the first begins with a choice
                     if is_forced and way[: len(rest)] == rest and len(way) > len(rest):
                         return way[len(rest) :]
         return []
 
-    def _forced_behind(self, session: _Session, num_drafts: int) -> list[list[int]]:
+    def _forced_after(self, session: _Session, num_drafts: int) -> list[list[int]]:
         slot, number = session.slot, session.number
         if num_drafts:
             if num_drafts > len(session.draft_slots):
@@ -291,8 +304,8 @@ class GrammarPool:
     # ---- asking --------------------------------------------------------------------------------------------------
 
     def _ask(self, session: _Session, target: _Worker | None = None, is_new: bool = True) -> None:
-        """Puts a job into the next message of the session's worker, or of one that it is given to; `is_new` is False
-        where only its drafts are others than before.
+        """Puts a job into the next message to the session's worker. A session without one is given to `target`, or to
+        the worker with the least load. `is_new` is False if only the drafts have changed.
         """
         if session.error is not None:
             return
@@ -332,11 +345,11 @@ class GrammarPool:
         session.num_held = len(session.tokens)
 
     def _load(self, worker: _Worker) -> tuple[bool, bool, int]:
-        """Workers that are starting or behind come last, the others by number of sessions."""
-        return not worker.transport.is_ready(), self._is_behind(worker), len(worker.sessions)
+        """Sort key: first the workers with the fewest sessions; late workers after all others, starting ones last."""
+        return not worker.transport.is_ready(), self._is_late(worker), len(worker.sessions)
 
-    def _is_behind(self, worker: _Worker) -> bool:
-        """Whether a row or a message, be it for a session that has left, waits for longer than it should."""
+    def _is_late(self, worker: _Worker) -> bool:
+        """Whether a row or a message waits longer than it should, even if the session that it was for has left."""
         now, patience = time.monotonic(), self.config.migrate_seconds
         if self._longest_under_way(worker, now) > patience:
             return True
@@ -344,7 +357,7 @@ class GrammarPool:
         return any(now - session.moved_at > patience * 2**session.num_moves for session in waiting)
 
     def _longest_under_way(self, worker: _Worker, now: float) -> float:
-        """Seconds since the oldest message was sent that the worker has not done."""
+        """Seconds since the pool sent the oldest message that the worker has not acknowledged; 0 if there is none."""
         acknowledged = self.buffer.acknowledged[worker.index]
         while worker.under_way and worker.under_way[0][0] <= acknowledged:
             worker.under_way.popleft()
@@ -361,7 +374,9 @@ class GrammarPool:
     # ---- supervision ---------------------------------------------------------------------------------------------
 
     def supervise(self) -> None:
-        """Moves rows that wait behind a slow one, fails those whose budget is spent and replaces dead workers."""
+        """Moves sessions that wait for a slow row of another, fails sessions whose budget is spent and replaces dead
+        workers.
+        """
         for session_id in [key for key, session in self._waiting.items() if self._is_ready(session)]:
             del self._waiting[session_id]
         if not self._waiting and not any(worker.under_way for worker in self.workers):
@@ -370,7 +385,7 @@ class GrammarPool:
         now = time.monotonic()
         for session in [session for session in self._waiting.values() if session.worker is None]:
             self._ask(session)
-        for worker in [worker for worker in self.workers if self._is_behind(worker)]:
+        for worker in [worker for worker in self.workers if self._is_late(worker)]:
             if not worker.transport.is_alive():
                 self._replace(worker)
             elif not worker.transport.is_ready():  # budgets are for masks, not for the start of a process
@@ -384,14 +399,16 @@ class GrammarPool:
         self._flush()
 
     def _relieve(self, worker: _Worker, now: float) -> None:
-        """The session that a worker is busy with stays until its budget is spent; those behind it move."""
+        """Moves the sessions that wait for a late worker to another one. The session that the worker is busy with
+        stays; once its budget is spent it fails, and the worker is replaced.
+        """
         busy_with = int(self.buffer.current[worker.index]) - 1
         if busy_with != worker.busy_with:
             worker.busy_with, worker.busy_since = busy_with, now
         session = self._waiting.get(busy_with)
         if session is not None and session.worker is worker:
             seconds = now - max(session.asked_at, worker.busy_since)
-        else:  # idle beside a message, or busy for a draft or a session that has left
+        else:  # idle although it has a message, or busy with a draft or with a session that has left
             session = None
             seconds = min(now - worker.busy_since, self._longest_under_way(worker, now))
         if seconds > self.config.mask_seconds:
@@ -401,17 +418,19 @@ class GrammarPool:
             self._replace(worker)
             return
         waiting = (session for session in worker.sessions.values() if session.session_id in self._waiting)
-        behind = [session for session in waiting if session.session_id != busy_with]
-        target = self._target(worker) if behind else None
+        held_up = [session for session in waiting if session.session_id != busy_with]
+        target = self._target(worker) if held_up else None
         if target is not None:
-            for session in behind:
+            for session in held_up:
                 session.moved_at = now
                 session.num_moves += 1
                 self._leave(session)
                 self._ask(session, target)
 
     def _target(self, source: _Worker) -> _Worker | None:
-        """A worker that keeps up; one more is started where there is none, up to twice their number."""
+        """Another worker that is started and not late. If there is none, one more is started, as long as there are
+        fewer than twice `num_workers`; else None.
+        """
         others = [worker for worker in self.workers if worker is not source]
         best = min(others, key=self._load, default=None)
         if best is not None and self._load(best)[:2] == (False, False):
@@ -422,14 +441,16 @@ class GrammarPool:
         return None
 
     def _replace(self, worker: _Worker) -> None:
-        """Gives a worker up; its sessions are replayed elsewhere, and one over which worker after worker dies fails."""
+        """Gives a worker up. Other workers rebuild its sessions; a session fails if `MAX_ATTEMPTS` workers died over
+        it.
+        """
         logger.warning("grammar worker %d is replaced; %d sessions move", worker.index, len(worker.sessions))
         worker.transport.kill()
         self.num_replaced += 1
         self.workers[self.workers.index(worker)] = self._next_worker()
         self._given_up.append(worker)
         sessions, worker.sessions = list(worker.sessions.values()), {}
-        # Asked again: the row that a worker wrote before it died over a draft is there.
+        # Looks again: the worker may have written the wanted row and then died over a draft.
         missing = {session.session_id for session in sessions if not self._is_ready(session)}
         busy_with = int(self.buffer.current[worker.index]) - 1
         suspects = missing & {busy_with} if busy_with >= 0 else missing
@@ -469,7 +490,7 @@ class GrammarPool:
         return _Worker(make(self._vocabulary, self.buffer, index), index)
 
     def _enter(self, session: _Session, worker: _Worker) -> bool:
-        """Gives a session a place on a worker; False where no slot is free."""
+        """Gives a session to a worker; False if no slot is free."""
         if not self._free_slots:
             return False
         session.slot = self._free_slots.pop()
@@ -479,7 +500,7 @@ class GrammarPool:
         return True
 
     def _leave(self, session: _Session) -> None:
-        """Takes a session from its worker; its slots are free when the worker has seen everything sent so far."""
+        """Takes a session from its worker. Its slots are free once the worker has acknowledged all that was sent."""
         worker, session.worker = session.worker, None
         if worker is None:
             return

@@ -1,7 +1,7 @@
 """How messages reach a grammar worker: a thread of this process, or a Ray actor on this machine.
 
-Both run the same worker over the same memory. A grammar actor maps the engine's mask buffer, so it lives beside the
-engine: what is distributed is the processes, and with the engine replicas the machines.
+Both run the same worker over the same memory. A grammar actor maps the engine's mask buffer, so it must run on the
+engine's machine: a pool spreads over processes, and only engine replicas spread over machines.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from structured.masks import BufferShape, MaskBuffer
 from structured.vocabulary import Vocabulary
 
 SEND_SECONDS = 1.0
-"""A message that an actor's connection does not take within this is lost; the actor hangs."""
+"""If an actor's connection does not take a message within this time, the message is lost and the actor hangs."""
 _PID = struct.Struct("i")
-"""An actor's first message."""
+"""Layout of an actor's first message: its process id."""
 
 
 class Transport(Protocol):
     """One worker, as the pool sees it."""
 
     pid: int | None
-    """Of the worker's process, once it is known; None for a thread."""
+    """Id of the worker's process, once it is known; None for a thread."""
     stops_between_sessions: bool
-    """Whether after `kill` it writes at most for the session that it is busy with (`MaskBuffer.current`); if not, it
-    may write for each of its sessions until it is dead.
+    """True if after `kill` the worker may write only for the session that it is busy with (`MaskBuffer.current`); False
+    if it may write for any of its sessions until it is dead.
     """
 
     def send(self, message: Message) -> None:
@@ -45,14 +45,14 @@ class Transport(Protocol):
         """Whether the worker has started."""
 
     def is_alive(self) -> bool:
-        """Whether it may still answer; costs a little, so it is asked only when something is late."""
+        """Whether it may still answer. The call costs a little, so the pool makes it only if something is late."""
 
     def kill(self) -> None:
-        """Ends it, or, for a thread that is inside a backend, makes sure that it publishes nothing more."""
+        """Ends the worker. A thread that is inside a backend cannot be ended, but it publishes nothing more."""
 
 
 class ThreadTransport:
-    """A daemon thread. A backend that hangs cannot be interrupted: its thread is abandoned and another one started."""
+    """A daemon thread. A backend that hangs cannot be interrupted: the pool abandons its thread and starts another."""
 
     pid: int | None = None
     stops_between_sessions = True
@@ -83,10 +83,10 @@ class ThreadTransport:
 
 
 class GrammarActor:
-    """The body of the Ray actor: Ray places, starts and ends it, messages come over a socket of the machine.
+    """The body of the Ray actor. Ray places, starts and ends it; messages come over a local socket.
 
-    A call through Ray takes processor time at both ends that steps need: row e of `manta bench structured` was 0.90
-    with calls and is 0.98 with the socket, in two sittings (`benchmarks/results/2026-11-21.md`).
+    A call through Ray takes processor time at both ends, which the engine's steps need: row e of `manta bench
+    structured` was 0.90 with calls and is 0.98 with the socket, in two sittings (`benchmarks/results/2026-11-21.md`).
     """
 
     def __init__(self, vocabulary: bytes, shape: bytes, index: int, address: str) -> None:
@@ -96,11 +96,11 @@ class GrammarActor:
         self._decoder = msgspec.msgpack.Decoder(Message)
         self._connection = socket.socket(socket.AF_UNIX)
         self._connection.connect(address)
-        self._connection.sendall(_PID.pack(os.getpid()))  # not every system tells who has connected
+        self._connection.sendall(_PID.pack(os.getpid()))  # not every system tells which process has connected
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
-        """Whatever ends this loop closes the connection, and the pool replaces the actor."""
+        """When this loop ends, for whatever reason, the connection closes and the pool replaces the actor."""
         with contextlib.suppress(ConnectionError), self._connection, self._connection.makefile("rb") as stream:
             while (message := read_frame(stream)) is not None:
                 self._worker.handle(self._decoder.decode(message))
@@ -110,7 +110,9 @@ class GrammarActor:
 
 
 class ActorTransport:
-    """A Ray actor of no CPUs on this node. `ray.init` (or a Serve replica around this) comes first."""
+    """A Ray actor with `num_cpus=0` on this node. Ray must be initialised before: by `ray.init`, or in a Serve
+    replica.
+    """
 
     stops_between_sessions = False
 
@@ -123,7 +125,7 @@ class ActorTransport:
         self._encoder = msgspec.msgpack.Encoder()
         self._connection: socket.socket | None = None
         self._unsent = b""
-        """What was sent before there was a connection."""
+        """Messages that wait for the connection."""
         self._folder = tempfile.TemporaryDirectory(prefix="manta-")  # only this user may enter it
         address = f"{self._folder.name}/{index}"
         self._listener = socket.socket(socket.AF_UNIX)
@@ -138,7 +140,9 @@ class ActorTransport:
         self._started: Any = self._actor.started.remote()
 
     def send(self, message: Message) -> None:
-        """An actor that does not read for a second is behind; `is_alive` and the pool's budgets judge it."""
+        """May wait `SEND_SECONDS` for an actor that does not read; `is_alive` and the pool's budgets decide about
+        it.
+        """
         self._unsent += frame(self._encoder.encode(message))
         self._flush()
 
@@ -156,7 +160,7 @@ class ActorTransport:
             with contextlib.suppress(BlockingIOError):
                 self._connection, _ = self._listener.accept()
                 self._connection.settimeout(SEND_SECONDS)
-                with contextlib.suppress(OSError, struct.error):  # it died over it, as `is_alive` will see
+                with contextlib.suppress(OSError, struct.error):  # it died meanwhile, as `is_alive` will find
                     self.pid = _PID.unpack(self._connection.recv(_PID.size))[0]
                 self._connection.setblocking(False)
                 self._listener.close()
@@ -165,7 +169,7 @@ class ActorTransport:
         return self._connection is not None
 
     def is_alive(self) -> bool:
-        """The system closes a dead process's end of the connection; before there is one, Ray knows."""
+        """Once there is a connection, its closed end tells that the process died; before that, Ray tells."""
         if self._connection is None and not self.is_ready():
             done, _ = self._ray.wait([self._started], timeout=0)
             if done:
@@ -183,8 +187,8 @@ class ActorTransport:
             return False
 
     def kill(self) -> None:
-        """The connection stays open, for it tells when the process is gone. Nothing to do where this actor's Ray has
-        ended: the actor has too, and asking would start another Ray.
+        """The connection stays open, because it tells when the process is gone. If this actor's Ray has ended, so has
+        the actor; calling Ray then would start another Ray.
         """
         if self._ray.is_initialized():
             with contextlib.suppress(self._ray.exceptions.ActorHandleNotFoundError):

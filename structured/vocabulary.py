@@ -1,7 +1,8 @@
-"""What a grammar backend needs of a tokenizer: plain data that crosses to other processes, read from `tokenizer.json`.
+"""What a grammar backend needs of a tokenizer: plain data, read from `tokenizer.json`, that other processes can be
+sent.
 
-Imports neither torch nor transformers. The ingress's `cluster/text/tokenizer.py` makes text; this only says which
-bytes a token stands for.
+Imports neither torch nor transformers. `cluster/text/tokenizer.py` encodes and decodes text; this module only says
+which bytes a token stands for.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Vocabulary(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def load(cls, folder: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Vocabulary:
-        """Raises `ConstraintError` where the folder has no `tokenizer.json`."""
+        """Raises `ConstraintError` if the folder's `tokenizer.json` cannot be read."""
         path = pathlib.Path(folder).expanduser() / "tokenizer.json"
         try:
             text = path.read_text(encoding="utf-8")
@@ -43,16 +44,16 @@ class Vocabulary(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def tokens(self) -> list[bytes]:
-        """The bytes of each id below the tokenizer's size; special tokens are their own text, holes are empty."""
+        """The bytes of each id below the tokenizer's size: a special token has its name's, an unused id has none."""
         return _tables(self.tokenizer_json)[0]
 
     @property
     def special_token_ids(self) -> list[int]:
-        """Tokens that are no text: a grammar reaches them only by name."""
+        """Tokens that do not stand for text: a grammar can allow them only by name."""
         return _tables(self.tokenizer_json)[1]
 
     def forbid_padding(self, row: np.ndarray) -> None:
-        """Clears the bits of ids that no token has, in a packed row of int32."""
+        """Clears the bits of unused ids at the end of a packed row of int32."""
         size = min(len(self.tokens), self.vocab_size)
         words = row.view(np.uint32)
         words[-(-size // 32) :] = 0
@@ -69,7 +70,9 @@ class Vocabulary(msgspec.Struct, frozen=True, array_like=True):
 
 @functools.lru_cache(maxsize=4)
 def _same(text: str) -> str:
-    """One object for equal texts: `_tables` is asked at every row, and to compare megabytes would take 2 ms."""
+    """The same object for equal texts. `_tables` is called at every row, and comparing megabytes there would take 2
+    ms.
+    """
     return text
 
 

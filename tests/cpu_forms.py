@@ -30,7 +30,7 @@ def forget_libraries() -> None:
 
 @contextlib.contextmanager
 def in_form(name: str) -> Iterator[None]:
-    """This process's kernels are of the form `name`; skips where there is no compiler for it."""
+    """This process's kernels are of the form `name`; skips if there is no compiler for it."""
     if name in emulated.FORMS and name not in COMPILED:
         with emulated.emulated(name) as library, pytest.MonkeyPatch.context() as patch:
             patch.setattr(build, "load_library", lambda: library)

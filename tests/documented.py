@@ -16,7 +16,7 @@ class Document:
         self._validators: dict[tuple[str, int], jsonschema.Draft202012Validator] = {}
 
     def path_of(self, url_path: str) -> str | None:
-        """The document's name for a path; None where it has none."""
+        """The document's name for a path; None if it has none."""
         if url_path in self.content["paths"]:
             return url_path
         return "/v1/models/{model}" if url_path.startswith("/v1/models/") else None
@@ -43,5 +43,5 @@ class Document:
 
 
 def check_error(body: bytes) -> None:
-    """Raises `AssertionError` where the body is no error in OpenAI's shape."""
+    """Raises `AssertionError` if the body is no error in OpenAI's shape."""
     assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}, body

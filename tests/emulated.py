@@ -114,7 +114,7 @@ def _program(name: str) -> pathlib.Path:
 
 @contextmanager
 def emulated(name: str) -> Iterator[EmulatedLibrary]:
-    """A library of the form `name`; skips where the tools are not installed."""
+    """A library of the form `name`; skips if the tools are not installed."""
     for tool in (COMPILER, EMULATOR):
         if shutil.which(tool) is None:
             pytest.skip(f"{tool} is not installed (g++-aarch64-linux-gnu, qemu-user)")

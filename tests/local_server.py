@@ -91,7 +91,7 @@ class LocalServer:
         return await answer(reader, writer)
 
     async def metric(self, series: str) -> float:
-        """The value of one series, 0 where there is none; `series` is how its line begins, up to a label."""
+        """The value of one series, 0 if there is none; `series` is how its line begins, up to a label."""
         _, text = await self.get("/metrics")
         return sum(float(line.split()[-1]) for line in text.decode().splitlines() if line.startswith(series))
 

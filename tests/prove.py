@@ -18,7 +18,7 @@ import pytest
 from workers.host import num_cores
 
 SHOWN_SECONDS = 5.0
-"""A quicker test is a row of the table only where it gives figures."""
+"""A quicker test is a row of the table only if it gives figures."""
 SOURCES = ("cluster", "specdecode", "workers", "structured", "configs", "tests")
 
 

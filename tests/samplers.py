@@ -1,4 +1,4 @@
-"""The sampler over the CPU's kernels, or over torch's where there is no compiler or a test takes it away."""
+"""The sampler over the CPU's kernels, or over torch's if there is no compiler or a test takes it away."""
 
 from __future__ import annotations
 

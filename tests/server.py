@@ -20,7 +20,7 @@ START_TIMEOUT_S = 120
 
 
 class Server:
-    """A running server of the checkpoint in `folder`, of a tiny random one where none is given; `stop` ends it and
+    """A running server of the checkpoint in `folder`, of a tiny random one if none is given; `stop` ends it and
     everything it started.
     """
 

@@ -27,7 +27,7 @@ from structured.lru import ByteLRU
 from structured.masks import FINISHED
 
 MARGIN_BYTES = 2 * 2**20
-"""What a process grows by beside the cache."""
+"""What a process grows by besides the cache."""
 
 
 def word(seed: int, length: int = 6) -> str:

@@ -173,7 +173,7 @@ KINDS: tuple[Kind, ...] = ("json_schema", "json_object", "regex", "choice", "lar
 
 
 def with_halves() -> Iterator[ConstraintSpec]:
-    """Half of a surrogate pair in every field and behind every escape."""
+    """Half of a surrogate pair in every field and after every escape."""
     for kind in KINDS:
         yield ConstraintSpec(kind=kind, text=f"a{HALF}")
         yield ConstraintSpec(kind=kind, text="a", backend=HALF)

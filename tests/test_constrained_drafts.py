@@ -1,4 +1,4 @@
-"""Drafts under a constraint: no token changes, no text breaks, and where the grammar forces much it takes fewer steps.
+"""Drafts under a constraint: no token changes, no text breaks, and if the grammar forces much it takes fewer steps.
 
 Random float32 models, which take every way that a mask leaves open; the same engine without drafts is what they are
 compared with. Rows behind drafts on their own: `tests/test_grammar_pool_drafts.py`.
@@ -249,7 +249,7 @@ def test_hostile_drafts_change_no_token(plain: LLM, drafting: LLM, monkeypatch: 
 
 
 def test_the_end_inside_a_draft_ends_the_sequence(plain: LLM, drafting: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the grammar's end, an end token, a stop token, a stop string and max_tokens; drafts go on behind each."""
+    """By the grammar's end, an end token, a stop token, a stop string and max_tokens; drafts go on after each."""
     seven_ones = spec("regex", "1{7}")
     some = spec("regex", "[0-9]{3,30}")
     params = [
@@ -318,7 +318,7 @@ def test_a_backend_that_fails_over_a_draft_costs_its_own_sequence(how: str, monk
 def test_a_token_over_which_the_grammar_raises_harms_nobody_unless_it_is_drawn(
     plain: LLM, drafting: LLM, monkeypatch: pytest.MonkeyPatch, allowed: range
 ) -> None:
-    """Proposed, or, where there are few choices, tried for what it forces."""
+    """Proposed, or, if there are few choices, tried for what it forces."""
     constraint = example(length=15, allowed=list(allowed), on={"33": "raise"})
     params = [constrained(constraint, seed=1, logit_bias={33: -100.0})]
     expected = answers(plain, params)

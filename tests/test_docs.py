@@ -23,8 +23,9 @@ import pytest
 
 from benchmarks import soak
 from benchmarks.bench import ALL
+from cluster.batch.lines import parse
 from cluster.cli import __main__ as command_line
-from cluster.cli import check, serve
+from cluster.cli import batch, check, serve
 from cluster.config import ServeConfig
 from tests.fuzz.__main__ import main as fuzz
 from tests.server import Server
@@ -38,6 +39,7 @@ MAX_LINES = {"README.md": 120, "CONTRIBUTING.md": 60}
 PRINTS = {
     "README.md": ["Manta serves"],
     "docs/serve.md": ["0 ", "1 ", "2 ", "Manta serves"],
+    "docs/batch.md": [],
     "docs/constrain.md": ["customer='Paul Stein' city='Rome'", "minutes=20"],
     "docs/speculate.md": ["Manta serves"],
     "docs/extend.md": [],
@@ -157,7 +159,7 @@ class Manual(NamedTuple):
     """Started when it is first asked for."""
 
     def shell(self, command: str) -> str:
-        """What bash prints of it. Fails where it does."""
+        """What bash prints of it. Fails if it does."""
         command = f"set -o pipefail; {command.replace('~/', f'{self.home}/')}"
         # Under `make test` a `make` would take that one's flags and variables, and tell which folder it is in.
         given = re.findall(r"(\w+)=", os.environ.get("MAKEFLAGS", ""))
@@ -261,6 +263,20 @@ def starts_a_server(command: str, manual: Manual) -> None:
     assert config != ServeConfig() or "=" not in command
 
 
+def answers_a_batch(command: str, manual: Manual) -> None:
+    """As far as `manta batch` comes before it starts Ray, with the page's own lines, all of which are requests."""
+    command = re.sub(r"^ray job submit .* -- ", "", command).replace("/shared/", "")
+    (text,) = (block.text for block in blocks("docs/batch.md") if block.language == "json")
+    lines = [parse(line) for line in text.encode().splitlines()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(manual.home)
+        pathlib.Path("requests.jsonl").write_text(text)
+        asked: list[int] = []
+        patch.setattr(batch, "_run", lambda source, num_lines, journal, config: asked.append(num_lines) or 0)
+        assert command_line.main(manual.manta(command)) == 0
+    assert asked == [len(lines)]
+
+
 def checks_a_model(command: str, manual: Manual) -> None:
     assert command_line.main(manual.manta(command)) == 0
 
@@ -268,6 +284,10 @@ def checks_a_model(command: str, manual: Manual) -> None:
 def is_named(command: str, manual: Manual) -> None:
     """Without a model of its own: there is such a command."""
     command_line._parser().parse_args(manual.manta(command))
+
+
+def is_named_with_files(command: str, manual: Manual) -> None:
+    command_line._parser().parse_args([*manual.manta(command), "in", "out"])
 
 
 def takes_its_flags(command: str, main: Callable[[list[str]], object], words: list[str]) -> None:
@@ -357,6 +377,12 @@ COMMANDS: dict[str, Callable[[str, Manual], None]] = {
     "manta serve --set 'engine.speculative={proposers: [forced, ngram]}'": starts_a_server,
     "manta serve --set 'engine.speculative={proposers: [forced, ngram, draft], draft_model: configs/demo/draft}'": (
         starts_a_server
+    ),
+    "manta batch": is_named_with_files,
+    "manta batch requests.jsonl answers.jsonl": answers_a_batch,
+    "manta batch requests.jsonl answers.jsonl --set num_engine_replicas=2": answers_a_batch,
+    "ray job submit --working-dir . -- manta batch requests.jsonl /shared/answers.jsonl --set num_engine_replicas=4": (
+        answers_a_batch
     ),
     "manta check": is_named,
     "manta check ~/models/Qwen2.5-0.5B-Instruct": checks_a_model,

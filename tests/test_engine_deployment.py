@@ -110,7 +110,7 @@ def test_a_burst_is_prefilled_together_where_a_step_is_worth_waiting_for(monkeyp
             outputs = step()
             steps.append(len(outputs))
             if was_idle and any(steps):
-                idle.set()  # behind the first request the thread sleeps next
+                idle.set()  # after the first request the thread sleeps next
             return outputs
 
         monkeypatch.setattr(replica.engine, "step", watched)

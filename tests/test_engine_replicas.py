@@ -28,7 +28,7 @@ def test_what_two_engines_counted_is_added_up(server: Server) -> None:
         answers = list(clients.map(lambda _: server.post("/v1/completions", body), range(24)))
     assert {status for status, _, _ in answers} == {200}
     assert len({answer["choices"][0]["text"] for _, _, answer in answers}) == 1
-    for _ in range(3):  # whoever is asked, nothing is counted twice
+    for _ in range(3):  # whichever replica answers, nothing is counted twice
         metrics = server.metrics()
         assert metrics["manta:prefix_cache_queries_total"] == 24 * len(PROMPT)
         assert metrics["manta:num_requests_running"] == 0

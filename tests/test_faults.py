@@ -1,4 +1,4 @@
-"""Whatever goes wrong with one constraint, the requests beside it keep their tokens and nothing is left over.
+"""Whatever goes wrong with one constraint, other requests keep their tokens and nothing is left over.
 
 The load is the one of `manta bench faults`, which also says what the others' time between tokens becomes.
 """

@@ -1,4 +1,5 @@
-"""The grammar pool keeps every session but the guilty one: workers that die, hang or fall behind lose theirs to others.
+"""The grammar pool keeps every session but the guilty one: if a worker dies, hangs or is late, others take its
+sessions.
 
 The same tests run over threads and over Ray actors. The example backend (`tests/plugin`) misbehaves on request.
 """
@@ -229,7 +230,7 @@ def test_a_worker_that_hangs_on_a_session_that_has_left_is_replaced(make_pool: M
 
 
 def test_a_thread_that_hangs_keeps_the_slot_of_its_session_alone(vocabulary: Vocabulary) -> None:
-    """Those of the sessions beside it are free at once: else a few that hang would leave none."""
+    """The slots of the worker's other sessions are free at once; else a few workers that hang would leave none."""
     pool = GrammarPool(PoolConfig(num_workers=1, mask_seconds=0.2), vocabulary, 4, actors=False)
     others = [1, 2, 3]
     for session_id in others:

@@ -1,4 +1,4 @@
-"""Rows behind drafts and forced tokens, as the grammar pool gives them, and what fails over a draft.
+"""Rows after drafts, and forced tokens, as the grammar pool gives them; and what fails at a draft.
 
 The same tests run over threads and over Ray actors.
 """
@@ -215,7 +215,7 @@ def test_what_a_choice_forces_is_known_before_it_is_made(
     assert allowed(pool, 0) == before, "looking ahead leaves no trace"
 
 
-def test_one_looks_behind_choices_less_often_where_nothing_is_forced(vocabulary: Vocabulary) -> None:
+def test_a_session_looks_past_choices_less_often_if_nothing_is_forced(vocabulary: Vocabulary) -> None:
     start = llguidance("[xz]{60}")
     tracked = TrackedSession(start, make_grammar(start, vocabulary), vocabulary)
     session = tracked._session
@@ -289,7 +289,7 @@ def test_jobs_with_drafts_that_come_twice_late_or_in_another_order_do_no_harm(vo
             else:
                 expected = allowed_behind(start, vocabulary, output[:length] + job.draft_token_ids[: index + 1])
                 assert bits(buffer.rows[1 + index]) == expected
-    buffer.drafts_wanted[0] = 0  # nobody waits for drafts any more
+    buffer.drafts_wanted[0] = 0  # drafts are not wanted any more
     before = buffer.done.tolist()
     worker.handle(Message(99, [Job(7, 100, 0, 0, [], digits[:2], [1, 2])], []))
     assert buffer.done.tolist() == [100, *before[1:]]

@@ -31,7 +31,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.tables: list[list[int]] = []
         self.names: dict[bytes, int] = {}
         self.idle: list[int] = []
-        """Cached blocks that nobody holds, least recently freed first."""
+        """Cached blocks that no sequence holds, least recently freed first."""
         self.num_names = 0
 
     def held(self) -> set[int]:

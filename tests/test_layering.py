@@ -150,6 +150,10 @@ INSIDE: dict[str, tuple[str, ...]] = {
         "cluster.http.routes",
         "cluster.http.openapi",
         "cluster.http.app",
+        "cluster.batch",
+        "cluster.batch.lines",
+        "cluster.batch.journal",
+        "cluster.batch.job",
         "cluster.serve",
         "cluster.serve.burst",
         "cluster.serve.connections",
@@ -174,7 +178,7 @@ OWNED: dict[str, tuple[str, ...]] = {
     "workers.kernels.cpu": ("workers.kernels", "workers.platforms.cpu"),
     "workers.platforms.cpu": ("workers.platforms",),
 }
-"""Beginnings of names: who alone may import the modules. A device's kernels are behind its platform."""
+"""Beginnings of names: who alone may import the modules. A device's kernels are used through its platform only."""
 
 RAY_USERS = ("cluster.serve", "structured.transport")
 """Who may import Ray: the HTTP application and the engine run without it."""

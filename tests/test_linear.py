@@ -36,7 +36,7 @@ def random_weight(seed: int, out_features: int, in_features: int, dtype: torch.d
 
 
 def rows_of(form: str) -> tuple[int, ...]:
-    """Fewer where each instruction is emulated."""
+    """Fewer if each instruction is emulated."""
     return ROWS if form in FORMS else tuple(rows for rows in ROWS if rows <= 140)
 
 

@@ -107,7 +107,7 @@ def test_streams_run_side_by_side_and_leaving_one_aborts_it(llm) -> None:
 
 
 def test_a_batch_may_be_longer_than_the_queue() -> None:
-    """The queue's limit is for those who might come back later; a batch has nobody who would."""
+    """The queue's limit is for clients that can come back later; a batch has no such client."""
     llm = LLM(str(checkpoint("llama")), kv_cache_bytes=2**22, max_num_sequences=2, max_num_waiting=3)
     outputs = llm.generate([[5]] * 10, SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)
     assert all(len(output.outputs[0].token_ids) == 2 for output in outputs)

@@ -60,7 +60,7 @@ def shared() -> LLM:
 
 @pytest.fixture
 def llm(shared: LLM, expected: list[list[int]]) -> Iterator[LLM]:
-    """Nothing may stay in it behind the test, and it must serve as a fresh one."""
+    """Nothing may stay in it after the test, and it must serve as a fresh one."""
     yield shared
     whole(shared, expected)
 

@@ -51,7 +51,7 @@ def folder(tmp_path: pathlib.Path) -> pathlib.Path:
 
 
 def change_tensors(folder: pathlib.Path, **changes: torch.Tensor | None) -> None:
-    """Rewrites the weights with tensors (dots written as __) replaced or, where None, left out."""
+    """Rewrites the weights with tensors (dots written as __) replaced or, if None, left out."""
     tensors = safetensors.torch.load_file(folder / "model.safetensors")
     for name, tensor in changes.items():
         tensors.pop(name.replace("__", "."), None)

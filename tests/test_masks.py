@@ -80,7 +80,7 @@ def test_unconstrained_and_late_rows_beside_constrained_ones() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_each_point_of_one_sequence_has_its_own_mask(name: str) -> None:
-    """As drafts have: a point is drawn as if the sequence ended there, and one behind a refused draft is not drawn."""
+    """As drafts have: a point is drawn as if the sequence ended there, and one after a refused draft is not drawn."""
     logits = some_logits(600, 8, rows=4)
     params = SamplingParams(**CASES[name])
     tokens = [1, 2, 3, 4, 5, 4, 9, 5, 4]

@@ -59,7 +59,7 @@ def test_answers_that_overlap_never_count_backwards(stats: EngineStats) -> None:
 
 
 def test_each_of_several_ingresses_answers_for_all(stats: EngineStats) -> None:
-    """Whoever is asked, a series has one value, and none falls but where its process is gone."""
+    """Whichever replica answers, a series has one value, and none falls unless its process is gone."""
     ingresses = {name: Metrics("m", name) for name in "xy"}
     for name, count in (("x", 3), ("y", 5)):
         ingresses[name].generation_tokens.inc(count)

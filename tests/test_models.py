@@ -167,7 +167,7 @@ def test_bfloat16_stays_near_the_float32_logits(form: str, name: str) -> None:
 def test_all_layers_in_one_call_give_the_bits_of_the_loop(
     form: str, name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prefill, chunks and decodes beside each other, groups over a shared prefix, an MLP in parts."""
+    """Prefill, chunks and decodes in one step, groups over a shared prefix, an MLP in parts."""
     family, options = NATIVE[name]
     folder = checkpoint(family, dtype=dtype, **options)
     itemsize = 2 if dtype == "bfloat16" else 4

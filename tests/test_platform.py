@@ -53,7 +53,7 @@ class PlacedOnly:
 
 
 class OtherPlatform:
-    """What a module beside `workers/platforms/cpu.py` would hold."""
+    """What another module in `workers/platforms/` would hold."""
 
     name = "other"
     device = torch.device("cpu")

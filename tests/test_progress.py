@@ -1,4 +1,4 @@
-"""The engine goes on: whatever waits for a mask keeps nobody else waiting, nothing spins, and a standstill shows.
+"""The engine goes on: a sequence that waits for a mask holds up no other, nothing spins, and a standstill shows.
 
 Slow masks are those of the example backend (`tests/plugin`); steps and orders are counted, never short times.
 """

@@ -89,7 +89,7 @@ def load_int8(folder: pathlib.Path, dtype: str) -> Decoder:
 
 
 def logits_of(folder: pathlib.Path, model: Decoder, dtype: str = "float32") -> torch.Tensor:
-    """Of two sequences: a prefill in two chunks, decodes beside it."""
+    """Of two sequences: a prefill in two chunks, and decodes in the same steps."""
     cache = Cache(folder, dtype, model)
     logits = cache.run((0, random_tokens(40)), (1, random_tokens(70, seed=1)))
     logits += cache.run((0, random_tokens(33, seed=2)), (1, [5]))

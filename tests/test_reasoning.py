@@ -1,4 +1,4 @@
-"""Thinking sections: cut at their marks however the text arrives, and constraints that begin behind them."""
+"""Thinking sections: cut at their marks however the text arrives, and constraints that begin after them."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def state_of(vocab_size: int, starts: list[SequenceStart]) -> SamplingState:
 
 
 def draw_one(logits: torch.Tensor, params: SamplingParams, tokens: list[int] | None = None, **fields) -> HostSample:
-    """Draws once from one row, behind `tokens` of which the first is the prompt."""
+    """Draws once from one row, after `tokens`, of which the first is the prompt."""
     tokens = tokens or [0]
     start = SequenceStart(0, params, fields.get("seed", 0), tokens, 1, (EOS,))
     state = state_of(fields.get("vocab_size", logits.shape[0]), [start])

@@ -104,7 +104,7 @@ class FakeModel:
                 written[slot] = tuple(inputs[item.sequence_id][: position + 1])
                 self.poisoned.discard(slot)
         self.slots |= written
-        for item in step.scheduled:  # a sharer of the same step stands behind the writer
+        for item in step.scheduled:  # in one step a sequence that shares a block comes after the block's writer
             fails = item.sequence_id in failing
             for position in range(item.start + item.num_tokens):
                 slot = self.slot(item.sequence_id, position)
@@ -233,7 +233,7 @@ class Harness:
         assert step.scheduled or not self.scheduler.has_unfinished, "work is there and nothing was scheduled"
         for item in step.scheduled:
             assert item.start + item.num_tokens < self.sequences[item.sequence_id].max_length, "computed past its end"
-        # What fails is sampled in the same step, so the failure is known at once and nobody else may suffer.
+        # What fails is sampled in the same step, so the failure is known at once and no other sequence may suffer.
         failing = failing & {point.sequence_id for point in step.sample_points}
         failing |= {fork.sequence_id for fork in step.forked if fork.parent_id in failing}
         self.failed |= {name_of(self.sequences[sequence_id]) for sequence_id in failing}

@@ -92,7 +92,7 @@ def accepts_text(grammar: Grammar, text: str) -> bool:
 
 
 def wild_output(session: Session, chooser: random.Random) -> str | None:
-    """Text of a walk at random through the masks; None where it does not end in time.
+    """Text of a walk at random through the masks; None if it does not end in time.
 
     One choice in three closes something where it can, so that most walks end.
     """

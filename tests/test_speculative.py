@@ -28,7 +28,7 @@ def drafting(family: str, **fields) -> SpeculativeConfig:
 
 
 def make_speculative(family: str, speculative: SpeculativeConfig, num_blocks: int = 256, **options) -> Engine:
-    """As `make_engine`, with memory for as many blocks where a draft's keys and values lie beside."""
+    """As `make_engine`, with memory for as many blocks if a draft model's keys and values need room too."""
     if speculative.draft_model is not None:
         ours, theirs = (
             load_model_config(folder).kv_bytes_per_token("float32")

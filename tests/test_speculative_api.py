@@ -1,4 +1,4 @@
-"""Drafts behind a live server: answers as without them, usage as OpenAI reports predictions, counters by proposer."""
+"""Drafts in a live server: answers as without them, usage as OpenAI reports predictions, counters by proposer."""
 
 from __future__ import annotations
 

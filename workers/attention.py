@@ -19,28 +19,30 @@ from workers.shared_prefixes import SharedPrefixes, find_shared_prefixes
 class AttentionMetadata:
     """One flat batch of query tokens, grouped by sequence in order; prefill chunks and decodes alike.
 
-    Sequence `s` owns the flat rows `[query_start[s], query_start[s + 1])`; they are its last tokens, so that row `i` of
-    them stands at position `context_lens[s] - query_len + i` and sees the keys at positions up to its own.
+    Sequence `s` owns the flat rows `[query_start[s], query_start[s + 1])`, which are its last tokens: row `i` of them
+    is at position `context_lens[s] - query_len + i` and sees the keys at positions up to its own.
     """
 
     positions: torch.Tensor
     """int64 [num_tokens]."""
     slot_mapping: torch.Tensor
-    """int64 [num_tokens]: `block_id * block_size + offset` where the token's key and value are written."""
+    """int64 [num_tokens]: the KV slot `block_id * block_size + offset` that the token's key and value are written
+    to.
+    """
     query_start: torch.Tensor
     """int32 [num_sequences + 1], cumulative; the last entry is num_tokens."""
     context_lens: torch.Tensor
-    """int32 [num_sequences]: keys of the sequence once this step's tokens are written."""
+    """int32 [num_sequences]: keys of the sequence, including those of this step's tokens."""
     block_tables: torch.Tensor
     """int32 [num_sequences, max_blocks]; entries past a sequence's last block are never read."""
     block_size: int
-    """Tokens a KV block."""
+    """Tokens of a KV block."""
     max_query_len: int
     max_context_len: int
     total_context_len: int
-    """Sum of `context_lens`: what a decode step reads."""
+    """Sum of `context_lens`: the keys that a decode step reads."""
     shared_prefixes: SharedPrefixes | None = None
-    """Sequences whose leading keys a kernel may read once for all of them; the result is the same without."""
+    """Groups of sequences whose shared leading keys a kernel may read once for all; the result is the same without."""
 
     @property
     def num_tokens(self) -> int:
@@ -62,8 +64,8 @@ class AttentionMetadata:
         """Metadata on the CPU for the tokens `[starts[s], starts[s] + query_lens[s])` of each sequence.
 
         `starts` and `query_lens` are integers [num_sequences], every query length at least 1; `block_tables` is int32
-        [num_sequences, max_blocks] and covers the new tokens. The arrays are not kept, except `block_tables` where it
-        is int32 and contiguous already. `share_prefixes=False` looks for no groups.
+        [num_sequences, max_blocks] and covers the new tokens. The arrays are not kept, except `block_tables` if it is
+        contiguous already. With `share_prefixes=False` no groups of shared prefixes are looked for.
         """
         num_sequences = len(starts)
         query_start = np.zeros(num_sequences + 1, dtype=np.int32)

@@ -1,7 +1,7 @@
-"""What this process may use of its machine: cores and memory, a container's share of them included.
+"""How many cores and how much memory of its machine this process may use, within its container's limits.
 
-Asked by the CPU platform, by who deploys engines and by `manta check`, so that all plan with the same figures. Linux
-tells most; what a system does not tell is taken to be unlimited.
+The CPU platform, the deployment of engines and `manta check` all ask here, so that they plan with the same figures. If
+a system does not tell a limit (Linux tells most), there is taken to be none.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import psutil
 
 PROCESS_GROUPS = pathlib.Path("/proc/self/cgroup")
 GROUPS = pathlib.Path("/sys/fs/cgroup")
-"""Where Linux tells a process's control groups, and where their limits are."""
+"""The file in which Linux lists a process's control groups, and the folder of the groups' limits."""
 
 
 def num_cores() -> int:
-    """Cores that threads of this process run on at a time: at least 1.
+    """Cores that threads of this process may run on at a time: at least 1.
 
-    A container with half a core more gets no thread for it: threads of one step wait for each other, and for the one
-    that used up its quota too. The rest serves the processes beside the engine.
+    Half a core of a container's quota gets no thread. The threads of a step wait for each other, so all would wait for
+    the one whose quota is used up. The half core serves the processes other than the engine.
     """
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
@@ -34,13 +34,13 @@ def num_cores() -> int:
 
 
 def free_memory() -> int:
-    """Bytes that this process may still take without swapping, or being killed by its container's limit."""
+    """Bytes that this process may still take without swapping and without exceeding its container's limit."""
     left = [rest for group in _groups("memory") if (rest := _memory_left(group)) is not None]
     return max(0, min([psutil.virtual_memory().available, *left]))
 
 
 def _performance_cores() -> int | None:
-    """Of Apple silicon, whose other cores are slower by so much that every step would wait for them."""
+    """The performance cores of Apple silicon; its other cores are so slow that every step would wait for them."""
     if sys.platform != "darwin":
         return None
     command = ["sysctl", "-n", "hw.perflevel0.physicalcpu"]
@@ -54,7 +54,8 @@ def _performance_cores() -> int | None:
 def _groups(controller: str) -> Iterator[pathlib.Path]:
     """Folders of this process's control group and of those above it, each of which may set a limit; versions 1 and 2.
 
-    Inside a container the path may be the host's, which is not there: the topmost folder is the container's own then.
+    Inside a container the path may be the host's, and its folders do not exist; the topmost folder is then the
+    container's own.
     """
     for line in (_read(PROCESS_GROUPS) or "").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -76,7 +77,7 @@ def _quota(group: pathlib.Path) -> float | None:
 
 
 def _memory_left(group: pathlib.Path) -> int | None:
-    """Bytes; pages of files that nobody used lately count as free, as they do for the machine."""
+    """Bytes left under the group's limit. Pages of files not used lately count as free, as they do for the machine."""
     limit = _read(group / "memory.max") or _read(group / "memory.limit_in_bytes") or ""
     used = _read(group / "memory.current") or _read(group / "memory.usage_in_bytes") or ""
     if not (limit.isdigit() and used.isdigit()):

@@ -1,4 +1,4 @@
-"""What a worker tells the driver of the model that it loaded. Plain data, so that whoever reads it needs no torch."""
+"""What a rank tells the driver about the model that it loaded. Plain data, so that readers need no torch."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     platform: str
     kernels: str
-    """What multiplies: the form of the CPU kernels (`workers/kernels/processor.py`), or `torch` without a compiler."""
+    """The form of the CPU kernels (`workers/kernels/processor.py`), or `torch` without a compiler."""
     load_seconds: float
     advice: str | None = None
-    """What keeps the device from its full speed, and the remedy, in a line."""
+    """One line: what keeps the device from its full speed, and the remedy."""
     step_costs: tuple[tuple[int, float], ...] = ()
-    """(tokens, seconds) of steps, tokens ascending; measured where drafts are weighed against them."""
+    """(tokens, seconds) of steps, tokens ascending; measured only if the number of drafts is adaptive."""

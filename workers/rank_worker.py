@@ -1,4 +1,4 @@
-"""What an executor needs of a rank, whether it speculates or not. Imports no torch."""
+"""What an executor needs of a rank's worker, whether it speculates or not. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from workers.step import StepInput, StepOutput
 
 
 class RankWorker(Protocol):
-    """`workers/worker.py::Worker` and `specdecode/worker.py::SpeculativeWorker`. One step at a time: `execute`, then
-    `sample`. Whatever they raise is a failure of the engine; that of a row is a value of `StepOutput`.
+    """The worker of one rank: `workers/worker.py::Worker` or `specdecode/worker.py::SpeculativeWorker`.
+
+    The executor runs one step at a time: `execute`, then `sample`. An exception of theirs is a failure of the engine;
+    if a single row fails, that is a `RowError` in the `StepOutput`.
     """
 
     @property
@@ -27,7 +29,7 @@ class RankWorker(Protocol):
         ...
 
     def register_logits_processor(self, name: str, factory: LogitsProcessorFactory) -> None:
-        """Raises `LogitsProcessorError` where the name is taken. An actor gets the factory by cloudpickle."""
+        """Raises `LogitsProcessorError` if the name is taken. cloudpickle carries the factory to an actor."""
         ...
 
     def reset(self) -> None:

@@ -1,7 +1,7 @@
 """How the tokens of one request are drawn: plain, immutable data that every room may read.
 
-Owned by `workers/` because the sampler consumes it; filled in by the ingress or the caller of `cluster.llm.LLM`. It
-never holds state or code. Imports no torch. Field names follow the OpenAI API and, beyond it, vLLM's extensions.
+It stands in `workers/` because the sampler reads it; the ingress or the caller of `cluster.llm.LLM` fills it in. It
+never holds state or code. Imports no torch. Field names follow the OpenAI API and, beyond that, vLLM's extensions.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from structured.constraint import ConstraintSpec
 from structured.logits_processors import MAX_LOGITS_PROCESSORS, LogitsProcessorSpec
 
 MAX_LOGPROBS = 64
-"""Largest number of alternatives reported per position; bounds the reply's size."""
+"""Most alternatives reported for a position; this bounds the size of the answer."""
 
 MAX_STOP_STRINGS = 16
 """Stop strings per request; each is searched for in every new piece of text."""
 
 
 class OutputKind(enum.StrEnum):
-    """What a caller of `cluster.llm.LLM` is shown of a request under way."""
+    """How much of its output a running request returns to a caller of `cluster.llm.LLM`."""
 
     CUMULATIVE = "cumulative"
     """Each time the whole output so far."""
     DELTA = "delta"
-    """What is new since the last time."""
+    """Each time what is new since the last time."""
     FINAL_ONLY = "final_only"
     """Nothing until every choice has ended."""
 
@@ -75,12 +75,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     min_tokens: int = 0
     """No end-of-sequence or stop token is sampled before this many tokens."""
     stop: tuple[str, ...] = ()
-    """Strings that end the output; matched on text, so only by the side that detokenises."""
+    """Strings that end the output. They are matched on text, so only the side that detokenises knows of them."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end the output; the ending token is not part of the text."""
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    """Go on past the model's end-of-sequence tokens (they may be sampled); `stop_token_ids` still stop."""
+    """Continue after the model's end-of-sequence tokens, which may be sampled; `stop_token_ids` still end the
+    output.
+    """
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     logprobs: int | None = None
@@ -90,16 +92,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logit_bias: dict[int, float] = {}
     """Token id to value in [-100, 100] added to its logit."""
     bad_words: tuple[str, ...] = ()
-    """Texts never generated; resolved by the tokenizing side into `bad_words_token_ids`."""
+    """Texts that are never generated. The side that tokenises turns them into `bad_words_token_ids`."""
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
-    """Token sequences never generated: the last token is masked where the output ends with the ones before it."""
+    """Token sequences that are never generated: if the output ends with all tokens but the last, the last is masked."""
     allowed_token_ids: tuple[int, ...] | None = None
     """If given, only these tokens are ever sampled."""
     logits_processors: tuple[LogitsProcessorSpec, ...] = ()
-    """Registered processors by name, run in this order behind the penalties; each sequence has instances of its own."""
+    """Registered processors by name. They run in this order, after the penalties; each sequence has its own
+    instances.
+    """
     constraint: ConstraintSpec | None = None
-    """What the output must look like; a finished grammar ends the sequence, whatever `min_tokens` and `ignore_eos`
-    say, and `stop_token_ids` may be sampled only where the grammar lets the text end.
+    """What the output must look like. When its grammar is finished the sequence ends, whatever `min_tokens` and
+    `ignore_eos` say; `stop_token_ids` may be sampled only if the grammar lets the text end.
     """
 
     output_kind: OutputKind = OutputKind.CUMULATIVE
@@ -148,7 +152,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ValueError(f"logits_processors has {count} entries; at most {MAX_LOGITS_PROCESSORS} are allowed")
 
     def validate_vocabulary(self, vocab_size: int) -> None:
-        """Raises `ValueError` naming the field where a token id is outside `[0, vocab_size)`."""
+        """Raises `ValueError` naming the field if a token id is outside `[0, vocab_size)`."""
         groups = {
             "logit_bias": self.logit_bias,
             "stop_token_ids": self.stop_token_ids,

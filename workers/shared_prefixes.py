@@ -1,7 +1,8 @@
-"""Finds the sequences of a step whose block tables begin alike, where attention should read those keys once.
+"""Finds groups of sequences in a step whose block tables begin alike, so that attention can read their shared keys
+once.
 
 Parallel samples share their prompt's blocks, and so do requests whose system prompt the prefix cache holds.
-`AttentionMetadata.build` calls this once a step; the kernels take the groups as plain arrays.
+`AttentionMetadata.build` calls this once in each step; the kernels take the groups as plain arrays.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ import numpy as np
 import torch
 
 PREFIX_MULTIPLE = 64
-"""Keys: the kernels' block, so that a sequence's own keys begin where one of its blocks would (`KEY_BLOCK`)."""
+"""A shared prefix is a multiple of this many keys, the kernels' `KEY_BLOCK`, so that a sequence's blocks of keys lie as
+they would without a group.
+"""
 MAX_QUERY_LEN = 8
-"""Tokens of a member's query; longer ones have rows enough to repay the packing of a key (`SHORT_QUERY`)."""
+"""Most query tokens of a member (`SHORT_QUERY`). A longer query has enough rows to pay for packing the keys itself."""
 MEMBER_COST_KEYS = 116
-"""What joining a group costs a member (its state is written and read once), in keys that it might have packed. So that
-4 or 8 over 128 keys, which lose, are no group; 16 over 128 and 2 over 512 gain (`manta bench prefix-attention`).
+"""Cost for a member of joining a group (its state is written and read once), as a number of keys that could be packed
+in that time. With it 4 or 8 members over 128 keys, which would lose, do not become a group, while 16 over 128 and 2
+over 512 do, and gain (`manta bench prefix-attention`).
 """
 
 
@@ -25,7 +29,7 @@ MEMBER_COST_KEYS = 116
 class SharedPrefixes:
     """Group `g` is the sequences `members[group_start[g] : group_start[g + 1]]`, which share `prefix_lens[g]` keys.
 
-    A sequence is in one group at most and has a query of `MAX_QUERY_LEN` tokens at most, all behind the shared keys.
+    A sequence is in at most one group. Its query has at most `MAX_QUERY_LEN` tokens, all after the shared keys.
     """
 
     group_start: torch.Tensor
@@ -43,11 +47,12 @@ class SharedPrefixes:
 def find_shared_prefixes(
     starts: np.ndarray, query_lens: np.ndarray, block_tables: np.ndarray, block_size: int
 ) -> SharedPrefixes | None:
-    """The groups that save most; arguments as those of `AttentionMetadata.build`. None where no group pays.
+    """The groups that save most; arguments as those of `AttentionMetadata.build`. None if no group pays.
 
-    Keys before `starts[s]` are seen by every query token of `s`. Where some sequences share more than others (a system
-    prompt under several prompts), each is in one group at most, so that the sum of what groups save is greatest: the
-    keys that all members but one need not pack, less `MEMBER_COST_KEYS` for each member.
+    Every query token of `s` sees all keys before `starts[s]`. Some sequences may share more than others (several
+    prompts that begin with the same system prompt), but each is in at most one group. The groups are chosen so that
+    they save most in all: a group saves the keys that all members but one need not pack, less `MEMBER_COST_KEYS` for
+    each member.
     """
     rows = np.flatnonzero((query_lens <= MAX_QUERY_LEN) & (starts >= max(PREFIX_MULTIPLE, block_size)))
     if len(rows) < 2:
@@ -83,22 +88,23 @@ class _Group:
 
 @dataclasses.dataclass(slots=True)
 class _Level:
-    """Rows that share at least `prefix_len` keys: `inner` levels that share more, and the others.
+    """Rows that share at least `prefix_len` keys: those of the `inner` levels, which share more, and `rows`.
 
-    A list below has an entry for each level around this one, from the root on, as if that were the group around it; the
-    root stands for none.
+    `prices`, `saved`, `num_joining` and `is_group` have an entry for each level that encloses this one, from the root
+    on. Entry `i` assumes that the `i`-th of them is the group around this level; entry 0, the root's, assumes no group.
     """
 
     prefix_len: int
     rows: list[int] = dataclasses.field(default_factory=list)
     inner: list[_Level] = dataclasses.field(default_factory=list)
     prices: list[int] = dataclasses.field(default_factory=list)
-    """What a group there saves for each member; 0 where it does not pay."""
+    """What a group of the enclosing level saves for each member; 0 if it does not pay."""
     saved: list[int] = dataclasses.field(default_factory=list)
-    """The most that groups can save in this level, with what its rows that join the group around it save there."""
+    """The most that rows of this level can save, in groups of it and its inner levels or in the enclosing group."""
     num_joining: list[int] = dataclasses.field(default_factory=list)
+    """How many rows of this level then join the enclosing group."""
     is_group: list[bool] = dataclasses.field(default_factory=list)
-    """Whether the level has a group of its own then."""
+    """Whether this level is then a group of its own."""
 
     @property
     def price(self) -> int:
@@ -106,9 +112,9 @@ class _Level:
 
 
 def _best_groups(shared: list[int]) -> list[_Group]:
-    """The disjoint groups of rows that save most; rows `i` and `i + 1` of all share `shared[i]` keys."""
+    """The disjoint groups of rows that save most; rows `i` and `i + 1` share `shared[i]` keys."""
     levels = [_levels(shared)]
-    for level in levels:  # grows on the way
+    for level in levels:  # the list grows while it is read
         for inner in level.inner:
             inner.prices = [*level.prices, level.price]
             levels.append(inner)
@@ -128,7 +134,7 @@ def _best_groups(shared: list[int]) -> list[_Group]:
 
 
 def _weigh(level: _Level) -> None:
-    """Fills the lists of a level, those of its inner ones being there."""
+    """Fills `saved`, `num_joining` and `is_group` of a level whose inner levels have theirs."""
     prices = [*level.prices, level.price]
     saved = [price * len(level.rows) for price in prices]
     num_joining = [len(level.rows) if price else 0 for price in prices]
@@ -146,7 +152,7 @@ def _weigh(level: _Level) -> None:
 
 
 def _levels(shared: list[int]) -> _Level:
-    """The tree of nesting, whose root shares nothing."""
+    """The root of the tree of nested levels; it shares no keys."""
     open_levels = [_Level(0)]
     for row, prefix_len in enumerate([*shared, 0]):
         before = shared[row - 1] if row else 0

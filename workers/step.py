@@ -1,8 +1,8 @@
 """The step contract: what the driver tells every rank, and what the ranks answer.
 
 `cluster/engine/scheduler.py` builds a `StepInput` a step, `workers/model_runner.py` executes it and answers with a
-`StepOutput`. Rows carry explicit indices; nobody relies on an order. Plain data: no torch, cheap to encode with
-msgpack.
+`StepOutput`. Rows carry explicit indices, so that their order does not matter. Plain data: no torch, cheap to encode
+with msgpack.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class SequenceStart(msgspec.Struct, array_like=True):
     """Prompt followed by the output so far."""
     num_prompt_tokens: int
     eos_token_ids: tuple[int, ...] = ()
-    """Tokens that may not be sampled before `min_tokens` (beside `stop_token_ids`)."""
+    """Tokens that, like `stop_token_ids`, may not be sampled before `min_tokens`."""
     speculates: bool = True
-    """Whether drafts for it are of use."""
+    """Whether the driver would use drafts for it."""
 
 
 class SequenceFork(msgspec.Struct, array_like=True):
-    """A second sequence with the tokens and parameters that the parent has before this step's samples."""
+    """Starts another sequence with the tokens and parameters that the parent has before this step's samples."""
 
     parent_id: int
     sequence_id: int
@@ -42,8 +42,8 @@ class SequenceFork(msgspec.Struct, array_like=True):
 class ScheduledSequence(msgspec.Struct, array_like=True):
     """The tokens of one sequence that this step computes: positions `[start, start + num_tokens)`.
 
-    The ids are those the rank holds already, from `SequenceStart` and from its own samples, so that a sampled token
-    need not have reached the driver; `draft_token_ids` are the last `len(draft_token_ids)` of them and are verified.
+    The rank knows their ids already, from `SequenceStart` and from its own samples, so a sampled token need not travel
+    to the driver first. Only drafts are sent: the last `len(draft_token_ids)` of the tokens, which this step verifies.
     """
 
     sequence_id: int
@@ -53,7 +53,7 @@ class ScheduledSequence(msgspec.Struct, array_like=True):
     """KV blocks appended to this sequence's block table before the step."""
     draft_token_ids: list[int] = []
     draft_proposer: str = ""
-    """Who proposed them, a name of `specdecode.config.PROPOSERS`."""
+    """Name of the proposer of the drafts, one of `specdecode.config.PROPOSERS`."""
 
 
 class SamplePoint(msgspec.Struct, array_like=True):
@@ -73,13 +73,13 @@ class StepInput(msgspec.Struct, array_like=True):
 
     step_id: int
     finished: list[int] = []
-    """Sequences to forget before anything else (also preempted ones: they come back with a `SequenceStart`)."""
+    """Sequences to forget before anything else. Includes preempted ones, which come back with a `SequenceStart`."""
     started: list[SequenceStart] = []
     block_copies: list[tuple[int, int]] = []
     """(source, destination) KV blocks copied before the forward pass (copy-on-write of forks)."""
     forked: list[SequenceFork] = []
-    """After `started`. A fork has a sample point in this step, on a row of its parent's, and gets its blocks with its
-    first `ScheduledSequence`.
+    """Forks, made after `started`. A fork has a sample point in this step, on a row of its parent, and gets its blocks
+    with its first `ScheduledSequence`.
     """
     scheduled: list[ScheduledSequence] = []
     sample_points: list[SamplePoint] = []
@@ -103,23 +103,23 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
 
 
 class RowError(msgspec.Struct, array_like=True):
-    """Why a sequence must end: the failure of a row is a value, never an exception."""
+    """Why a sequence must end. If a row fails, that is a value in the output, never an exception."""
 
     reason: str
     is_corrupt: bool = False
-    """What the sequence wrote into the KV cache is not to be trusted either."""
+    """Whether the keys and values that the sequence wrote into the KV cache may be wrong too."""
 
 
 class StepOutput(msgspec.Struct, array_like=True):
-    """What came of one step. Only sequences with a sample point, a prompt-logprob or an error appear."""
+    """The result of one step. Only sequences with a sample point, a prompt logprob or an error appear."""
 
     step_id: int
     token_ids: dict[int, list[int]] = {}
     """Sequence id to the tokens it gained: zero or more."""
     draft_token_ids: dict[int, list[int]] = {}
-    """Sequence id to the proposals for its next step."""
+    """Sequence id to the drafts for its next step."""
     draft_proposers: dict[int, str] = {}
-    """Sequence id to who proposed them."""
+    """Sequence id to the name of the proposer of those drafts."""
     logprobs: dict[int, list[TokenLogprobs]] = {}
     """Sequence id to one entry per gained token, for those that asked."""
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}

@@ -1,8 +1,8 @@
-"""Runs a few steps of a model's first layer and its head, so that `manta check` says no where serving would fail.
+"""Runs a few steps of a model's first layer and its head, so that `manta check` says no if serving would fail.
 
-Weights, dtype, linears, kernels and sampler are those of serving, in the model's own sizes; only the layers behind the
-first are left out, and not read. It runs in a process of its own (`python -m workers.trial`), since what a processor
-cannot do may end the process.
+Weights, dtype, linears, kernels and sampler are those of serving, in the model's own sizes; only the layers after the
+first are left out, and are not read. It runs in a process of its own (`python -m workers.trial`), because an
+instruction that the processor lacks would end the process.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from workers.sampling_params import SamplingParams
 from workers.step import SamplePoint, ScheduledSequence, SequenceStart, StepInput, StepOutput
 
 PROMPT_TOKENS = 48
-"""Prefilled for each of two sequences: linears of more than 32 rows take another way than those of a decode step."""
+"""Prompt tokens of each of two sequences: linears take another code path for more than 32 rows than in decode steps."""
 DECODE_STEPS = 3
-"""The fastest is reported: the first finds every cache cold."""
+"""The fastest step is reported, because caches are cold in the first one."""
 TIMEOUT_S = 600.0
-"""Kernels that were never compiled here take a minute of it."""
+"""Includes the minute that it takes to compile the kernels, if they were never compiled here."""
 
 _PARAMS = (
     SamplingParams(temperature=0.0, logprobs=1),
@@ -34,7 +34,7 @@ _PARAMS = (
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """What to try: arguments that the worker would get."""
+    """What to try: arguments that a worker would get."""
 
     folder: str
     dtype: str
@@ -46,15 +46,15 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
 class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
-    """Of the fastest decode step: one layer, the head and the sampler."""
+    """Time of the fastest decode step: one layer, the head and the sampler."""
     kernels: str = ""
-    """As `ModelInfo.kernels`, and `advice` as there."""
+    """`kernels` and `advice` are as in `ModelInfo`."""
     advice: str | None = None
     error: str | None = None
 
 
 def try_one_layer(trial: Trial) -> TrialResult:
-    """Runs it in a process of its own. Raises `ModelError` naming what failed."""
+    """Runs the trial in a process of its own. Raises `ModelError` naming what failed."""
     command = [sys.executable, "-m", "workers.trial", msgspec.json.encode(trial).decode()]
     try:
         done = subprocess.run(command, capture_output=True, timeout=TIMEOUT_S)
@@ -76,12 +76,12 @@ def try_one_layer(trial: Trial) -> TrialResult:
 
 
 def run(trial: Trial) -> TrialResult:
-    """Runs it here."""
+    """Runs the trial in this process."""
     try:
         return _run(trial)
     except ModelError as error:
         return TrialResult(error=str(error))
-    except Exception as error:  # whatever it is, serving would meet it too
+    except Exception as error:  # serving would raise it too
         what = " ".join(f"{type(error).__name__}: {error}".split())
         return TrialResult(error=f"one step of its first layer failed on {trial.device} in {trial.dtype}: {what}")
 

@@ -1,8 +1,8 @@
 """The command `manta`: reads the command line and hands over to one module of `cluster/cli/` per subcommand.
 
 It owns flags, exit codes and the shape of errors, and imports nothing heavy: torch and Ray are loaded by the subcommand
-that needs them. Exit codes: 0 done, 1 the answer is no (`check`) or the start failed (`serve`), 2 something that the
-user can mend.
+that needs them. Exit codes: 0 done, 1 the answer is no (`check`) or the start failed (`serve`, `batch`), 2 something
+that the user can mend.
 """
 
 from __future__ import annotations
@@ -62,6 +62,13 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("--api-key", help="bearer token, if the server asks for one (default: $MANTA_API_KEY)")
     chat.set_defaults(run=_chat)
 
+    batch = commands.add_parser("batch", help="answer the requests of a file in OpenAI's batch format")
+    batch.add_argument("input", metavar="IN.jsonl", help="one request a line: custom_id, method, url, body")
+    batch.add_argument("output", metavar="OUT.jsonl", help="one answer a line, as they come; what it has is not redone")
+    batch.add_argument("--model", help=f"folder or hub id (default: {DEMO_MODEL}, the model that Manta brings)")
+    _add_config_flags(batch)
+    batch.set_defaults(run=_batch)
+
     check = commands.add_parser("check", help="say whether a model and a configuration can be served here")
     check.add_argument("model", nargs="?", help=f"folder or hub id (default: the configuration's, else {DEMO_MODEL})")
     _add_config_flags(check)
@@ -112,6 +119,12 @@ def _chat(options: argparse.Namespace) -> int:
     from cluster.cli.chat import run_chat
 
     return run_chat(options.url, options.model, options.api_key or os.environ.get("MANTA_API_KEY"))
+
+
+def _batch(options: argparse.Namespace) -> int:
+    from cluster.cli.batch import run_batch
+
+    return run_batch(options.input, options.output, options.config, _overrides(options, {"model": "engine.model"}))
 
 
 def _check(options: argparse.Namespace) -> int:

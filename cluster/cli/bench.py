@@ -1,4 +1,4 @@
-"""`manta bench`: finds the benchmarks, which live beside this package in a checkout, and runs them.
+"""`manta bench`: finds the benchmarks, which stand next to this package in a checkout, and runs them.
 
 The benchmarks are no part of the installed package: they start whole engines and, if asked, another engine's Python.
 """

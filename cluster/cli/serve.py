@@ -41,7 +41,7 @@ def run_serve(config_path: str | None, overrides: dict[str, Any]) -> int:
         check_quickly(config.engine)
     except ModelError as error:
         raise Refusal(f"{config.engine.model} cannot be served: {error}") from error
-    with _stopped_by_sigterm():
+    with stopped_by_sigterm():
         try:
             _serve_until_signal(config)
         except (KeyboardInterrupt, SystemExit):
@@ -75,7 +75,7 @@ def _serve_until_signal(config: ServeConfig) -> None:
 
 
 @contextlib.contextmanager
-def _stopped_by_sigterm() -> Any:
+def stopped_by_sigterm() -> Any:
     """SIGTERM ends the command the way Ctrl-C does; the handlers are put back afterwards."""
     previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     signal.signal(signal.SIGTERM, signal.default_int_handler)

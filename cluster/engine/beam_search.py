@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 
 class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Raises `ValueError` naming value, bound and remedy where `beam_width` is more than log-probabilities reach."""
+    """Raises `ValueError` naming value, bound and remedy if `beam_width` needs more than `MAX_LOGPROBS`
+    alternatives.
+    """
 
     beam_width: Annotated[int, Meta(ge=1)] = 4
     """Beams that go on after each token, and sequences returned."""
@@ -119,7 +121,7 @@ def beam_search(
 ) -> list[list[BeamSequence]]:
     """The `beam_width` best continuations of each prompt, best first. `others` gets what other requests gained.
 
-    Raises `RequestRefused` where a prompt can never fit, `RuntimeError` where a beam failed.
+    Raises `RequestRefused` if a prompt can never fit, `RuntimeError` if a beam failed.
     """
     request_ids = [f"{name}-{index}" for index in range(len(prompts))]
     groups: dict[str, _Group] = {}
@@ -170,11 +172,11 @@ class _Group:
     def take(self, output: SequenceOutput) -> None:
         if output.error is not None:
             raise RuntimeError(f"a beam failed: {output.error}")
-        if output.logprobs:  # a preempted beam may say it twice
+        if output.logprobs:  # a preempted beam may report them twice
             self._tops[output.index] = output.logprobs[0]
 
     def go_on(self) -> None:
-        """Branches once every beam has said what may follow."""
+        """Branches once every beam has reported the log-probabilities of its next token."""
         if not self.is_open or len(self._tops) < self._num_beams:
             return
         branches = self.beams.advance([self._tops[index] for index in range(self._num_beams)])

@@ -1,7 +1,7 @@
-"""One engine's constraints before they have masks: a process that proves them, and the pool that will fill the masks.
+"""One engine's constraints before they have masks: the compiler, and the pool that will fill the masks.
 
-Both start with the first constraint or with `start`. Everything here may be called from any thread; what the engine's
-own thread does with the pool in a step is `cluster/engine/masks.py`.
+Both start with the first constraint or with `start`. Everything here may be called from any thread; in a step the
+engine's own thread uses the pool through `cluster/engine/masks.py`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class ConstraintService:
         """None until the first constraint, or `start`."""
 
     def resolve(self, spec: ConstraintSpec, client: str = "") -> Future[Resolved]:
-        """Proves a constraint for a client. The future raises `RequestRefused` where it cannot be served, `QueueFull`
-        where too many wait; if it is cancelled, and nobody else waits for the same, nothing is compiled.
+        """Compiles a constraint for a client. The future raises `RequestRefused` if it cannot be served and `QueueFull` if
+        too many wait. If it is cancelled, and nobody else waits for the same constraint, nothing is compiled.
         """
         future: Future[Resolved] = Future()
         try:
@@ -57,15 +57,15 @@ class ConstraintService:
             else:
                 future.set_result(done.result())
 
-        proven = compiler.resolve(spec, client)
-        proven.add_done_callback(settle)
-        future.add_done_callback(lambda done: done.cancelled() and proven.cancel())
+        compiled = compiler.resolve(spec, client)
+        compiled.add_done_callback(settle)
+        future.add_done_callback(lambda done: done.cancelled() and compiled.cancel())
         return future
 
     def start(self) -> Compiler:
-        """Starts compiler and pool where they have not been; they get ready in the background.
+        """Starts compiler and pool if they are not; they become ready in the background.
 
-        Raises `RequestRefused` where the model has no tokenizer to read a vocabulary from.
+        Raises `RequestRefused` if the model has no tokenizer to read a vocabulary from.
         """
         with self._lock:
             if self._compiler is None:

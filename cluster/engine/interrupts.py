@@ -1,7 +1,7 @@
-"""Ctrl-C between steps: an engine that is used by the main thread is never left with half a step.
+"""Ctrl-C takes effect between steps, so that an engine that the main thread uses is never left with half a step.
 
-Used by `cluster/llm.py` and `cluster/engine/beam_search.py` around whatever changes the engine. What ends after it
-finds the engine whole, and can abort what it began.
+`cluster/llm.py` and `cluster/engine/beam_search.py` use it around all that changes the engine. After a Ctrl-C they find
+the engine whole, and can abort the requests that they began.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from typing import Any
 
 
 class _Deferral:
-    """Takes Ctrl-C for `handler` while it is installed; a second one goes to it at once, for a step that hangs."""
+    """Keeps a Ctrl-C for `handler` while it is installed. A second one goes to `handler` at once, in case a step
+    hangs.
+    """
 
     def __init__(self, handler: Callable[..., Any]) -> None:
         self._handler = handler
@@ -38,7 +40,7 @@ _installed: _Deferral | None = None
 
 @contextlib.contextmanager
 def uninterrupted_steps() -> Iterator[Callable[[], None]]:
-    """For a loop: Ctrl-C takes effect where the loop calls what it is given, and when the block ends.
+    """For a loop: Ctrl-C takes effect when the loop calls the function that it is given, and when the block ends.
 
     Blocks of `uninterrupted` inside cost nothing: to install a handler takes 15 us, and a step of a small model 500.
     Only the main thread is interrupted, so other threads need nothing.

@@ -1,4 +1,4 @@
-"""The KV cache's blocks: who holds which, and which hold a prefix that another sequence may read.
+"""The KV cache's blocks: how many sequences hold each, and which contain a prefix that another sequence may read.
 
 Reference-counted pages in the manner of PagedAttention (Kwon et al., 2023) with a hash-chained prefix cache and LRU
 eviction. Knows block ids and hashes, no tensors and no tokens; the scheduler is its only caller.
@@ -89,7 +89,7 @@ class KVBlocks:
         """A second table over the first `num_tokens` tokens: full blocks are shared, the partial one is copied.
 
         Returns the table and the (source, destination) copies for `StepInput.block_copies`, at most one. It takes one
-        free block where `num_tokens` ends inside a block.
+        free block if `num_tokens` ends inside a block.
         """
         full, rest = divmod(num_tokens, self.block_size)
         table = block_table[:full]
@@ -103,14 +103,14 @@ class KVBlocks:
         """Offers a block, full once the step at hand has run, to the prefix cache.
 
         The same step may read it already: every layer writes all keys and values of a step before its attention reads
-        any. Where another block holds the same prefix, that one stays.
+        any. If another block holds the same prefix, that one stays in the cache.
         """
         if self.enable_prefix_caching and block_hash not in self._cached:
             self._cached[block_hash] = block
             self._hashes[block] = block_hash
 
     def discard(self, blocks: Iterable[int]) -> None:
-        """Takes blocks out of the prefix cache: what they hold is not to be read by newcomers."""
+        """Takes blocks out of the prefix cache, so that no new sequence reads them."""
         for block in blocks:
             if self._hashes[block] is not None:
                 self._forget(block)

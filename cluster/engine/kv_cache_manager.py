@@ -1,7 +1,7 @@
-"""Which blocks of the KV cache each sequence holds: finds its prefix, grows, shares and gives back its block table.
+"""Which KV blocks each sequence holds: finds its prefix, and grows, shares and gives back its block table.
 
-Between the scheduler, which decides who computes what, and `KVBlocks`, which counts references and knows no sequences.
-The scheduler is its only caller.
+It stands between the scheduler, which decides what each sequence computes, and `KVBlocks`, which counts references and
+knows no sequences. The scheduler is its only caller.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from cluster.engine.sequence import Sequence
 
 
 class KVCacheManager:
-    """`num_lookahead_tokens` are those after a sequence's own for which its blocks should have room: a draft model
-    writes there.
+    """A sequence's blocks should have room for `num_lookahead_tokens` after its own tokens: a draft model writes
+    there.
     """
 
     def __init__(self, blocks: KVBlocks, num_lookahead_tokens: int = 0) -> None:
@@ -24,7 +24,7 @@ class KVCacheManager:
 
     @property
     def num_tokens(self) -> int:
-        """That the whole cache holds."""
+        """Tokens for which the whole cache has room."""
         return self.blocks.num_blocks * self.blocks.block_size
 
     @property
@@ -35,7 +35,7 @@ class KVCacheManager:
     # ---- admission ---------------------------------------------------------------------------------------------
 
     def find_prefix(self, sequence: Sequence) -> list[int]:
-        """Cached blocks that the sequence may read; its last token is always computed, for somebody must make the
+        """Cached blocks that the sequence may read. They never cover its last token, which must be computed to get
         logits.
         """
         if sequence.params.prompt_logprobs is not None:
@@ -44,12 +44,14 @@ class KVCacheManager:
         return self.blocks.find_prefix(sequence.hash_blocks(count, self._block_size))
 
     def fits(self, sequence: Sequence, prefix: list[int]) -> bool:
-        """Room for the whole prompt, not for its first chunk: who is let in should not be thrown out at once."""
+        """Whether there is room for the whole prompt, not only for its first chunk: a sequence that is admitted should
+        not be preempted at once.
+        """
         missing = self._num_blocks_for(len(sequence.token_ids)) - len(prefix)
         return missing <= self.blocks.num_free - self.blocks.num_evictable(prefix)
 
     def start_on(self, sequence: Sequence, prefix: list[int]) -> None:
-        """The sequence reads these blocks and computes from their end."""
+        """Lets the sequence read these blocks and compute from their end on."""
         self.blocks.share(prefix)
         sequence.block_table = list(prefix)
         sequence.num_shared_blocks = sequence.num_registered_blocks = len(prefix)
@@ -63,8 +65,8 @@ class KVCacheManager:
         return missing <= 0 or missing <= self.blocks.num_free
 
     def grow(self, sequence: Sequence, count: int, num_others: int) -> None:
-        """Gives the sequence room for its next `count` tokens, and ahead of them where `num_others` may still take one
-        block each. The blocks are known to be free.
+        """Gives the sequence blocks for its next `count` tokens, which are known to be free. It also gets blocks for
+        the lookahead tokens, if one free block for each of `num_others` other sequences remains.
         """
         missing = self._num_missing(sequence, count)
         if missing > 0:
@@ -89,18 +91,20 @@ class KVCacheManager:
         return -(-num_tokens // self._block_size)
 
     def _num_missing(self, sequence: Sequence, count: int) -> int:
-        # Written out: it is asked twice for each row of a step.
+        # `_num_blocks_for`, written out: this is called twice for each row of a step.
         return -(-(sequence.num_computed_tokens + count) // self._block_size) - len(sequence.block_table)
 
     # ---- forks and ends ----------------------------------------------------------------------------------------
 
     def can_share(self, parent: Sequence, num_tokens: int) -> bool:
-        """Whether another sequence can start on the parent's first tokens: it needs a free block for a partial one."""
+        """Whether another sequence can start on the parent's first tokens. If they end inside a block, it needs a free
+        block for a copy of that one.
+        """
         return bool(parent.block_table) and (num_tokens % self._block_size == 0 or self.blocks.num_free > 0)
 
     def share(self, parent: Sequence, child: Sequence, num_tokens: int) -> list[tuple[int, int]]:
-        """Starts the child on the blocks of the parent's first tokens; returns the copies that this needs before the
-        child computes, (source, destination), at most one.
+        """Starts the child on the blocks of the parent's first tokens. Returns the copies (source, destination), at
+        most one, that must be made before the child computes.
         """
         child.block_table, copies = self.blocks.fork(parent.block_table, num_tokens)
         child.num_computed_tokens = num_tokens
@@ -115,12 +119,12 @@ class KVCacheManager:
         sequence.num_registered_blocks = sequence.num_sent_blocks = 0
 
     def discard(self, sequence: Sequence, others: Iterable[Sequence]) -> list[Sequence]:
-        """Takes all that a sequence read or wrote out of the prefix cache; returns those of `others` that read what it
-        wrote. What they wrote after it leaves the cache too.
+        """Removes all blocks that a sequence read or wrote from the prefix cache. Returns those of `others` that read
+        blocks that it wrote; the blocks that these readers wrote after them are removed too.
 
-        Nobody reads a reader's blocks alone, for a prefix is found from its head. Blocks that the sequence only read
-        leave without disturbing their other readers: had the failure come from there, these fail by themselves, and no
-        newcomer should.
+        A prefix is found from its head, so no sequence reads a reader's blocks without those before them. Blocks that
+        the sequence only read are removed as well, but their other readers go on: if the failure came from such a
+        block, they fail by themselves, and no new sequence reads it.
         """
         written = set(sequence.block_table[sequence.num_shared_blocks :])
         self.blocks.discard(sequence.block_table)

@@ -1,9 +1,9 @@
 """The masks of a step: asked for when it is planned, collected when its forward pass is over, settled with its tokens.
 
-Who is late is decided here alone: a row without a constraint never waits, a row whose mask is late sits the step out
-and comes back when the mask is there, and a row whose budget is spent fails alone. A sequence with drafts has a row
-after each: it draws as far as they are there, and what a grammar forces comes back with them, for the next step's
-drafts. Called by the engine's thread; sequences change through the scheduler's methods alone.
+Only this module decides which rows are late. A row without a constraint never waits; a row whose mask is late sits the
+step out and comes back when the mask is there; a row whose budget is spent fails alone. A sequence with drafts has a
+mask after each draft, and draws as far as masks are there. Tokens that a grammar forces come with the masks, as drafts
+for the next step. Called by the engine's thread; sequences change only through the scheduler's methods.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from structured.pool import GrammarPool
 from workers.step import StepInput
 
 PATIENCE = 0.25
-"""Where every row is constrained, those that are ready wait this share of a step for the others."""
+"""If every row is constrained, those that are ready wait this share of a step for the others."""
 
 LONGEST_WAIT_S = 0.03
-"""Where every row is constrained and no mask is there, a step waits this long for the first; then all sit it out, and
-the engine sees to new requests, aborts and deadlines.
+"""If every row is constrained and no mask is ready, a step waits this long for the first mask. Then all rows sit it
+out, and the engine handles new requests, aborts and deadlines.
 """
 
 
 class StepMasks:
-    """Of one step: `begin`, `collect`, `settle`, each once and in this order. Where a step fails nothing is lost:
-    sessions are functions of tokens. In a step whose rows are all constrained, those whose masks are there wait
-    `patience_s` for the others.
+    """The masks of one step: call `begin`, `collect` and `settle` once each, in this order. If a step fails nothing is
+    lost, because sessions are functions of tokens. In a step whose rows are all constrained, those whose masks are
+    ready wait `patience_s` for the others.
     """
 
     def __init__(
@@ -52,25 +52,25 @@ class StepMasks:
         self._step_id = 0
         self._started = 0.0
         self._slots: list[int] = []
-        """Of the step's sample points, as in `MaskBatch`."""
+        """Mask slot of each of the step's sample points, as in `MaskBatch`."""
         self._points: dict[int, list[int]] = {}
         """Constrained sequence to its sample points, in the order of their positions."""
         self._sequences: list[Sequence] = []
-        """Those of `_points`."""
+        """The sequences of `_points`."""
         self._drafts: dict[int, list[int]] = {}
         self._tried: list[tuple[Sequence, int, list[int]]] = []
         """Sequences with forced drafts: their length before the step, and the drafts."""
         self._finished: list[tuple[Sequence, list[int]]] = []
-        """Sequences that are over where this is their output after the step."""
+        """(sequence, output): the sequence has ended if this is its output after the step."""
         self._failed: dict[int, str] = {}
         self.num_late = 0
         """Rows that sit the step out."""
         self.seconds = 0.0
-        """From `begin` to the end of `collect`; 0 without constraints."""
+        """Time from `begin` to the end of `collect`; 0 without constraints."""
         self.asked_early: list[int] = []
         """Sessions that were asked for the next step's masks."""
         self.forced_tokens: dict[int, list[int]] = {}
-        """What their masks said of the next tokens."""
+        """Sequence id to the tokens that its grammar forces next."""
 
     def begin(self, step: StepInput) -> None:
         """Asks for the masks of the step's constrained sample points; returns at once."""
@@ -130,19 +130,21 @@ class StepMasks:
         return MaskBatch(self._step_id, self._slots, pool.buffer.rows, adjustments)
 
     def _wait(self, pool: GrammarPool) -> set[int]:
-        """Sessions whose masks are late. Where all rows are constrained a step waits a little: nobody in it is kept
-        waiting, and one that draws nothing is computed again.
+        """Sessions whose masks are late. If all rows are constrained, the step waits a little for masks: no row without
+        a constraint is held up, and a row that draws nothing would have to be computed again.
         """
         ids = list(self._points)
         all_constrained = sum(map(len, self._points.values())) == len(self._slots)
         pool.wait(ids, LONGEST_WAIT_S if all_constrained else 0.0, lambda count: count < len(ids))
         if all_constrained:
             pool.wait(ids, self._patience_s, lambda count: count == 0, pool.is_complete)
-        # Asked again, for a row that was there has gone where its worker was replaced meanwhile.
+        # Checked again: if a grammar worker was replaced meanwhile, its rows are gone.
         return {session_id for session_id in ids if not pool.is_ready(session_id)}
 
     def _rows(self, pool: GrammarPool, sequence: Sequence) -> list[int]:
-        """Rows of the buffer for a sequence's sample points, as far as they are there; notes what is over."""
+        """Mask slots for a sequence's sample points, as far as the masks are there. Notes whether the sequence failed,
+        or will have ended.
+        """
         sequence_id = sequence.sequence_id
         error = pool.error(sequence_id)
         if error is not None:
@@ -160,8 +162,8 @@ class StepMasks:
         return rows
 
     def settle(self) -> list[SequenceOutput]:
-        """Ends what the step's masks ended, and asks early for the next masks: most finished grammars are then known
-        before the next step is planned, and spare it a row.
+        """Ends the sequences that the step's masks end, and asks early for the next masks. Most finished grammars are
+        then known before the next step is planned, which saves it a row.
         """
         pool = self._pool
         if pool is None or not self._points:
@@ -185,7 +187,9 @@ class StepMasks:
 
 
 class Masks:
-    """From step to step: who was asked early, who is late, who is forced, and which sessions are still needed."""
+    """What outlives a step: which masks were asked for early, which are late, what is forced, which sessions are
+    needed.
+    """
 
     def __init__(self, constraints: ConstraintService, scheduler: Scheduler, forced: ForcedProposer | None) -> None:
         self.forced = forced
@@ -214,8 +218,8 @@ class Masks:
         return self._last
 
     def before_step(self) -> list[SequenceOutput]:
-        """What has become known since the last step: ends sequences whose grammar is finished, lets late ones go on
-        whose masks are there now, proposes forced tokens. Looks after the pool's workers, too.
+        """Uses what has become known since the last step: ends sequences whose grammar is finished, lets late sequences
+        go on if their masks are there now, and proposes forced tokens. Supervises the grammar workers, too.
         """
         pool, last = self.pool, self._last
         if pool is None:
@@ -238,14 +242,14 @@ class Masks:
         return [sequence for sequence in self._scheduler.running if sequence.waits_for_mask]
 
     def is_late_mask_there(self) -> bool:
-        """Whether a sequence that sits steps out may go on. Looks after the pool's workers, too."""
+        """Whether a sequence that sits steps out may go on. Supervises the grammar workers, too."""
         if self.pool is None:
             return False
         self.pool.supervise()
         return any(self.pool.is_ready(sequence.sequence_id) for sequence in self._late)
 
     def _propose_forced(self, pool: GrammarPool, forced: ForcedProposer) -> None:
-        """Makes forced tokens drafts where they are known, by now or since the last step."""
+        """Makes drafts of the forced tokens that are known by now, or were known after the last step."""
         found: dict[int, list[int]] = {}
         sequences: dict[int, Sequence] = {}
         for sequence in self._scheduler.running:
@@ -262,15 +266,15 @@ class Masks:
                 self._scheduler.propose(sequences[sequence_id], drafts, forced.name)
 
     def _load(self) -> Load:
-        """The next step with the drafts that there are."""
+        """The next step with the drafts that sequences have already."""
         rows = [sequence for sequence in self._scheduler.running if not sequence.waits_for_mask]
         return Load(len(rows) + sum(len(sequence.draft_token_ids) for sequence in rows), len(rows))
 
     # ---- sessions ----------------------------------------------------------------------------------------------
 
     def _end_sessions(self) -> None:
-        """Only running sequences have one: those that were preempted leave their places to those that took theirs, and
-        get a session again, made from their tokens, when they run again.
+        """Ends sessions whose sequences do not run. A preempted sequence leaves its mask slots to others; when it runs
+        again, it gets a new session, made from its tokens.
         """
         if self.pool is None:
             return
@@ -282,14 +286,14 @@ class Masks:
                     self.forced.forget((session_id,))
 
     def check_integrity(self) -> None:
-        """Ends the sessions that nobody needs; raises `IntegrityError` where the pool has lost a slot."""
+        """Ends the sessions that are not needed. Raises `IntegrityError` if the pool has lost a mask slot."""
         self._end_sessions()
         if self.pool is not None and self.pool.num_lost_slots:
             raise IntegrityError(f"{self.pool.num_lost_slots} slots of the grammar pool are lost")
 
 
 def is_finished(pool: GrammarPool, session_id: int) -> bool:
-    """Whether nothing may follow but the end."""
+    """Whether only the end may follow."""
     if not pool.is_ready(session_id) or pool.error(session_id) is not None:
         return False
     return bool(pool.buffer.flags[pool.slot(session_id)] & FINISHED)

@@ -1,6 +1,6 @@
-"""What the answer of the ranks makes of one sequence: its tokens, its end, and what its caller hears of both.
+"""Applies the ranks' answer to one sequence: its new tokens, its end, and what its caller is told of both.
 
-Queues and blocks are the scheduler's, which is the only caller. Imports neither torch nor ray.
+Queues and blocks belong to the scheduler, which is the only caller. Imports neither torch nor ray.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ class Computed(msgspec.Struct, gc=False):
     known_end: int
     draft_token_ids: list[int]
     is_fork: bool = False
-    """It was forked in this step: it computed nothing, and drew from the last row of its parent's prompt."""
+    """The sequence was forked in this step: it computed nothing, and drew from the last row of its parent's prompt."""
 
 
 def computed_by(step: StepInput, sequences: Mapping[int, Sequence]) -> list[Computed]:
-    """What the step computed, forks last: of `sequences` by id, they alone must not have ended."""
+    """What the step computed, forks last. Forks that have ended, and so are not in `sequences` (by id), are left
+    out.
+    """
     computed = [
         Computed(
             item.sequence_id,
@@ -49,8 +51,8 @@ def computed_by(step: StepInput, sequences: Mapping[int, Sequence]) -> list[Comp
 def advance(
     sequence: Sequence, computed: Computed, output: StepOutput, draft_counts: DraftCounts
 ) -> SequenceOutput | None:
-    """Gives the sequence what it gained; returns None where that is nothing. A `finish` in what is returned is the
-    sequence's end, which the caller sees to.
+    """Gives the sequence what it gained, and returns that; None if it gained nothing. If the result has a `finish`, the
+    caller must end the sequence.
     """
     token_ids = output.token_ids.get(sequence.sequence_id)
     proposer, drafts = sequence.draft_proposer, computed.draft_token_ids
@@ -58,7 +60,7 @@ def advance(
     sequence.draft_proposer = output.draft_proposers.get(sequence.sequence_id, "")
     prompt_logprobs = _new_prompt_logprobs(sequence, computed.start, output)
     if not token_ids:
-        # A row whose token is not drawn yet (a late mask) does its last position again.
+        # A row whose token was not drawn because its mask was late computes its last position again.
         late = computed.known_end == len(sequence.token_ids)
         sequence.num_computed_tokens = computed.known_end - late
         if prompt_logprobs:

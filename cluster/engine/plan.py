@@ -1,5 +1,5 @@
-"""A step while it is planned. It opens when the step before it closes, so that whatever ends in between is told to the
-ranks with it. The scheduler fills it and is its only caller.
+"""A step while it is planned. A plan is opened when the one before it is closed, so that the ranks hear with it of all
+sequences that end in between. The scheduler fills it and is its only caller.
 """
 
 from __future__ import annotations
@@ -19,28 +19,30 @@ class StepPlan:
         self._num_rows = 0
         """Flat token rows so far."""
         self._copies: list[tuple[Sequence, int, int]] = []
-        """Sequences that share an unfull block of another one, and the copy (source, destination) that they need."""
+        """Sequences that share a block of another one that is not full, and the copy (source, destination) they
+        need.
+        """
         self._branches: list[Sequence] = []
-        """Sequences that the ranks have not heard of, though what they hold is computed."""
+        """Sequences that the ranks do not know yet, although their tokens are computed."""
 
     def finish(self, sequence: Sequence) -> None:
-        """The ranks forget the sequence."""
+        """Has the ranks forget the sequence."""
         self.step.finished.append(sequence.sequence_id)
 
     def copy(self, sequence: Sequence, copies: list[tuple[int, int]]) -> None:
-        """Blocks to be copied before the step, unless the sequence has left them by then."""
+        """Has blocks copied before the step, unless the sequence has given them up by then."""
         self._copies += [(sequence, source, destination) for source, destination in copies]
 
     def branch(self, sequence: Sequence) -> None:
-        """The ranks meet the sequence, unless it has left its blocks by then."""
+        """Has the ranks start the sequence, unless it has given up its blocks by then."""
         self._branches.append(sequence)
 
     def start_branches(self) -> None:
-        """Once running sequences are scheduled, and with them whoever had to leave."""
+        """Called once running sequences are scheduled: by then it is known which branches were preempted."""
         self.step.started += [branch.start() for branch in self._branches if branch.block_table]
 
     def start(self, sequence: Sequence) -> None:
-        """The ranks meet the sequence, or meet it again."""
+        """Has the ranks start the sequence, or rebuild it."""
         self.step.started.append(sequence.start())
 
     def schedule(self, sequence: Sequence, count: int) -> None:
@@ -63,10 +65,10 @@ class StepPlan:
         self.budget -= count
 
     def fork(self, parent: Sequence, fork: Sequence, row: int) -> None:
-        """The fork draws its first token from the logits of its parent's last one."""
+        """Has the fork draw its first token from the logits of its parent's last prompt token."""
         self.step.forked.append(SequenceFork(parent.sequence_id, fork.sequence_id, fork.noise_seed))
         self.step.sample_points.append(SamplePoint(row, fork.sequence_id, fork.num_prompt_tokens))
 
     def close(self) -> None:
-        """Everybody who is in the step is; forks alone follow."""
+        """Called when all sequences of the step are scheduled; only forks follow."""
         self.step.block_copies = [(src, dst) for sequence, src, dst in self._copies if dst in sequence.block_table]

@@ -1,6 +1,6 @@
-"""What travels between whoever serves users and the engine: a request in, token deltas out.
+"""What travels between the engine and its callers (the ingress, `LLM`): requests in, token deltas out.
 
-Plain data, token ids only: text belongs to `cluster/text/`. Imports neither torch nor ray.
+Plain data, with token ids only: text belongs to `cluster/text/`. Imports neither torch nor ray.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class EngineRequest(msgspec.Struct, kw_only=True, array_like=True):
     deadline_s: float | None = None
     """Seconds from admission after which the request is aborted; None for no deadline."""
     num_branches: int = 0
-    """Where the caller chooses the tokens (`Engine.branch`): how many sequences it will have at a time."""
+    """If the caller chooses the tokens (`Engine.branch`): the most sequences that it will have at a time. Else 0."""
     client: str = ""
     """Whose it is: clients take turns. Empty is a caller who shares with nobody."""
 
@@ -47,7 +47,7 @@ class Branch(NamedTuple):
     """One of a request's sequences, continued by one token."""
 
     parent: int
-    """Its index."""
+    """Index of the sequence that is continued."""
     token_id: int
 
 
@@ -59,13 +59,13 @@ class Usage(msgspec.Struct, array_like=True):
     num_cached_tokens: int
     """Prompt tokens read from the prefix cache instead of computed."""
     num_accepted_drafts: int = 0
-    """Output tokens that had been proposed before the model drew them."""
+    """Output tokens that were proposed as drafts before the model drew them."""
     num_rejected_drafts: int = 0
-    """Proposed tokens that it did not draw."""
+    """Drafts that the model did not draw."""
 
     @classmethod
     def of_choices(cls, num_prompt_tokens: int, choices: list[Usage]) -> Usage:
-        """The prompt once and the output of all choices, at least one."""
+        """Counts the prompt once, and the output of all choices, of which there is at least one."""
         return cls(
             num_prompt_tokens,
             sum(choice.num_output_tokens for choice in choices),
@@ -93,7 +93,7 @@ class SequenceOutput(msgspec.Struct, array_like=True):
     """
     error: str | None = None
     usage: Usage | None = None
-    """With the first tokens, with tokens behind verified drafts, and with `finish`."""
+    """Set with the first tokens, with the tokens of a step that verified drafts, and with `finish`."""
 
 
 class RequestRefused(ValueError):

@@ -2,8 +2,8 @@
 
 There is no prefill and no decode: a sequence has known tokens and computed tokens, and a step closes part of the gap.
 Called by the engine, one step at a time; imports neither torch nor ray. Lists keep their order, so that every run
-decides alike. `plan.py` writes down what was decided, `kv_cache_manager.py` deals out blocks, `outcome.py` reads what
-came of it.
+decides alike. `plan.py` records what was decided, `kv_cache_manager.py` hands out blocks, `outcome.py` applies the
+results.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _ORDER = operator.attrgetter("order")
 class Scheduler:
     """Running sequences go first, then waiting ones, each group by priority, turn and arrival.
 
-    Progress is certain: the first running sequence may take every block from those behind it, and no admitted sequence
-    can outgrow the pool.
+    Progress is certain: the first running sequence may take the blocks of all that follow it, and no admitted sequence
+    can outgrow the KV cache.
     """
 
     def __init__(
@@ -97,8 +97,8 @@ class Scheduler:
     # ---- arrival -----------------------------------------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:
-        """Queues a sequence, which stands for its `unforked` choices too. Raises `RequestRefused` where they can never
-        be served whole.
+        """Queues a sequence, which stands for its `unforked` choices too. Raises `RequestRefused` if they can never be
+        served whole.
         """
         if sequence.num_places > self.max_num_sequences:
             raise RequestRefused(
@@ -156,7 +156,7 @@ class Scheduler:
                 continue
             count = min(self._num_wanted(sequence), plan.budget)
             if sequence.draft_token_ids and not self._cache.can_grow(sequence, count):
-                sequence.draft_token_ids = []  # nobody is thrown out for a guess
+                sequence.draft_token_ids = []  # no sequence is preempted for drafts
                 count = min(self._num_wanted(sequence), plan.budget)
             while not self._cache.can_grow(sequence, count):
                 victim = self.running[-1]  # never one already in this step: those stand further up
@@ -174,7 +174,7 @@ class Scheduler:
                 paused = [other for other in self.running if other.is_paused]
                 if plan.step.scheduled or not paused:
                     break
-                self._preempt(paused[-1])  # it has said what may follow, and nobody else gives way
+                self._preempt(paused[-1])  # it has reported its log-probabilities, and no other sequence can give way
                 continue
             self.waiting.remove(sequence)
             self._admit(sequence, prefix)
@@ -185,7 +185,7 @@ class Scheduler:
         return next((sequence for sequence in self.waiting if not sequence.is_paused), None)
 
     def _has_places(self, sequence: Sequence) -> bool:
-        """Whether the sequence and its forks may run beside those that do."""
+        """Whether there are running places for the sequence and its forks."""
         return self._num_places_taken() + sequence.num_places <= self.max_num_sequences
 
     def _num_places_taken(self) -> int:
@@ -217,8 +217,8 @@ class Scheduler:
     def _fork(self, plan: StepPlan, parent: Sequence, row: int) -> None:
         """Makes the parent's other choices sequences of their own, which draw their first tokens from its logits.
 
-        Full blocks are shared. The last one is copied before the next step, where it is not full, or where a late mask
-        may make the fork compute the last token of the prompt again. Forks without a block to spare queue up.
+        Full blocks are shared. The last block is copied before the next step if it is not full, or if a late mask may
+        make the fork compute the prompt's last token again. If no block is free for the copy, the fork is queued.
         """
         forks = [parent.fork(index) for index in parent.unforked]
         parent.unforked = range(0)
@@ -232,7 +232,7 @@ class Scheduler:
                 plan.fork(parent, fork, row)
 
     def _share(self, parent: Sequence, fork: Sequence, num_tokens: int) -> bool:
-        """Makes a sequence run on the blocks of another one's first tokens, or queues it where that cannot be."""
+        """Makes a sequence run on the blocks of another one's first tokens, or queues it if that is impossible."""
         if not self._cache.can_share(parent, num_tokens):
             bisect.insort(self.waiting, fork, key=_ORDER)
             return False
@@ -250,13 +250,15 @@ class Scheduler:
             self._end(parent, FinishStatus.FINISHED_STOPPED)
         for _, child in pairs:
             self._register(child)
-        while self._num_places_taken() > self.max_num_sequences:  # others had taken those of parents that were queued
+        while self._num_places_taken() > self.max_num_sequences:  # others have taken the places of queued parents
             self._preempt(self.running[-1])
 
-    # ---- what others tell of a sequence ------------------------------------------------------------------------
+    # ---- drafts and masks --------------------------------------------------------------------------------------
 
     def propose(self, sequence: Sequence, draft_token_ids: list[int], proposer: str) -> None:
-        """Gives a sequence drafts for the next step, in the place of those that it has."""
+        """Gives a sequence drafts for the next step, instead of those that it has; `proposer` is their proposer's
+        name.
+        """
         sequence.draft_token_ids, sequence.draft_proposer = draft_token_ids, proposer
 
     def wait_for_mask(self, sequence: Sequence, is_late: bool = True) -> None:
@@ -318,8 +320,8 @@ class Scheduler:
         return changes
 
     def _fail(self, sequence: Sequence, error: RowError) -> SequenceOutput:
-        """Ends a sequence whose row failed. Where its keys and values may be at fault, nobody may find them any more,
-        and running sequences that read what it wrote compute again.
+        """Ends a sequence whose row failed. If its keys and values may be wrong, they leave the prefix cache, and
+        running sequences that read what it wrote compute theirs again.
         """
         readers = []
         if error.is_corrupt:
@@ -332,7 +334,7 @@ class Scheduler:
     # ---- endings -----------------------------------------------------------------------------------------------
 
     def abort(self, request_id: str) -> list[SequenceOutput]:
-        """Ends what is left of a request, at once; an unknown one yields nothing."""
+        """Ends all sequences of a request at once; for an unknown request it returns nothing."""
         return self._abort(self.of_request(request_id))
 
     def finish(self, request_id: str, index: int, num_kept_tokens: int) -> list[SequenceOutput]:
@@ -349,7 +351,7 @@ class Scheduler:
         return [] if sequence is None else [self._final(sequence, status, error)]
 
     def expire(self, now: float) -> list[SequenceOutput]:
-        """Aborts what is past its deadline; `now` is on `time.monotonic`'s clock."""
+        """Aborts the sequences that are past their deadline; `now` is on `time.monotonic`'s clock."""
         if not self._num_deadlines:
             return []
         late = [s for s in self._by_id.values() if s.deadline is not None and s.deadline <= now]
@@ -389,7 +391,7 @@ class Scheduler:
     # ---- integrity ---------------------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
-        """Raises `IntegrityError` where blocks leaked or are miscounted, or a sequence is in two places or in none."""
+        """Raises `IntegrityError` if blocks leaked or are miscounted, or a sequence is in both queues or in none."""
         self.blocks.check_integrity(sequence.block_table for sequence in self.running)
         listed = sorted(sequence.sequence_id for sequence in (*self.running, *self.waiting))
         if listed != sorted(self._by_id):

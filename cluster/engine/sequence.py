@@ -1,7 +1,7 @@
-"""One sequence as the driver sees it: its tokens, how many of them the KV cache holds, and where.
+"""One sequence on the driver's side: its tokens, how many of them are in the KV cache, and in which blocks.
 
-The scheduler alone changes it, through its parts too (`plan.py`, `outcome.py`, `kv_cache_manager.py`). All that a rank
-needs is a function of it (`start`), so preemption and recovery are the same operation.
+Only the scheduler and its parts (`plan.py`, `outcome.py`, `kv_cache_manager.py`) change it. All that a rank needs is a
+function of it (`start`), so preemption and recovery are the same operation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from workers.step import SequenceStart
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Sequence:
-    """A prompt and the output that grows behind it."""
+    """A prompt and the output that grows after it."""
 
     sequence_id: int
     request_id: str
@@ -29,12 +29,12 @@ class Sequence:
     """Prompt, then output. At first the prompt alone."""
     params: SamplingParams
     seed: int
-    """The request's; see `noise_seed`."""
+    """The request's seed; see `noise_seed`."""
     index: int = 0
-    """Choice of the request."""
+    """Which choice of the request it is."""
     unforked: range = range(0)
-    """Indices of the request's other choices, which have a sequence id each behind this one's. The step that completes
-    the prompt makes them forks of this sequence; until then they cost nothing.
+    """Indices of the request's other choices, whose sequence ids follow this one's. The step that completes the prompt
+    makes them forks of this sequence; until then they cost nothing.
     """
     priority: int = 0
     client: str = ""
@@ -70,9 +70,9 @@ class Sequence:
     num_rejected_drafts: int = 0
     constraint: Resolved | None = None
     num_branches: int = 0
-    """Where the caller chooses its tokens: the most sequences that will take its place."""
+    """If the caller chooses its tokens: the most sequences that will take its place. Else 0."""
     is_paused: bool = False
-    """It has reported what may follow, and waits for `Scheduler.branch`."""
+    """It has reported the log-probabilities of the next token, and waits for `Scheduler.branch`."""
     waits_for_mask: bool = False
     """Its mask missed a step: it sits out until the mask is there."""
     finish: FinishStatus | None = None
@@ -80,7 +80,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)
-        if self.params.ignore_eos and self.constraint is None:  # under a grammar the end is where the grammar ends
+        if self.params.ignore_eos and self.constraint is None:  # with a grammar, the grammar decides about the end
             self.eos_token_ids = ()
         if not self.stop_ids:  # a fork has its parent's
             self.stop_ids = frozenset(self.eos_token_ids) | frozenset(self.params.stop_token_ids)
@@ -92,12 +92,12 @@ class Sequence:
 
     @property
     def noise_seed(self) -> int:
-        """What this choice draws with."""
+        """The seed of the noise that this choice draws with."""
         return self.seed if self.params.n == 1 else child_seed(self.seed, self.index)
 
     @property
     def num_places(self) -> int:
-        """Running sequences that it will become."""
+        """Running places that it needs: the number of sequences that it may become."""
         return max(1 + len(self.unforked), self.num_branches)
 
     @property
@@ -123,7 +123,7 @@ class Sequence:
         return self._copy(sequence_id=sequence_id, index=index, token_ids=list(self.token_ids), params=params)
 
     def continued(self, sequence_id: int, index: int, token_id: int) -> Sequence:
-        """A sequence with the same past and one token more."""
+        """A sequence with the same tokens and one more."""
         child = self._copy(
             sequence_id=sequence_id, index=index, token_ids=[*self.token_ids, token_id], is_paused=False, num_branches=1
         )
@@ -131,7 +131,7 @@ class Sequence:
         return child
 
     def _copy(self, **changes: Any) -> Sequence:
-        """Another sequence with the same past, which holds no blocks yet."""
+        """Another sequence with the same tokens, which holds no blocks yet."""
         return dataclasses.replace(
             self,
             unforked=range(0),
@@ -161,7 +161,8 @@ class Sequence:
     def hash_blocks(self, count: int, block_size: int) -> list[bytes]:
         """Hashes of the first `count` full blocks; each covers its block and, through its parent's, all before it.
 
-        128 bits of BLAKE2b: a chance collision, which would serve one prompt another's keys, is out of reach.
+        With 128 bits of BLAKE2b a collision, which would give one prompt the keys of another, does not happen by
+        chance.
         """
         hashes = self.block_hashes
         for block in range(len(hashes), count):

@@ -97,7 +97,7 @@ class Exchange:
         self.headers_always: list[tuple[bytes, bytes]] = []
         """Sent with every answer."""
         self.headers_out: list[tuple[bytes, bytes]] = []
-        """Sent with a good answer, beside its own."""
+        """Headers that a good answer gets in addition to its own."""
         self._id_header = [(b"x-request-id", self.request_id.encode("latin-1"))] if returns_id else []
         self._config = config
         self._receive = receive

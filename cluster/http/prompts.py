@@ -31,7 +31,7 @@ class Conversation(Protocol):
         ...
 
     def template_kwargs(self) -> dict[str, Any]:
-        """What the chat template gets beside messages and tools."""
+        """What the chat template gets in addition to messages and tools."""
         ...
 
 

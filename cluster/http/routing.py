@@ -35,7 +35,7 @@ class Route:
     media_type: str | None = None
     """A content type of the answer that is not JSON."""
     errors: tuple[int, ...] = ()
-    """Statuses that its handler answers, beside those that every route may."""
+    """Statuses that its handler answers, in addition to those of every route."""
     public: bool = False
     """Answered without an API key: probes and scrapers have none."""
     logged: bool = False

@@ -28,21 +28,29 @@ from workers.host import num_cores
 from workers.model_info import ModelInfo
 
 APP_NAME = "manta"
+_LOGGING = {"enable_access_log": False}
 
 
 def application(config: ServeConfig, listens: bool = False) -> serve.Application:
-    """The bound application; paths become absolute, since replicas run in folders of their own.
-
-    With `listens` its only ingress takes the connections; else Serve's proxies do. Raises `ValueError` for weak keys.
+    """The bound application. With `listens` its only ingress takes the connections; else Serve's proxies do. Raises
+    `ValueError` for API keys that are too weak.
     """
-    config = with_api_keys(config)
+    config = with_api_keys(_with_absolute_paths(config))
+    return ingress_deployment(config, listens).bind(config, _engines(config))
+
+
+def _engines(config: ServeConfig) -> serve.Application:
+    engine = _with_absolute_paths(config).engine
+    num_threads = engine.num_threads or num_cores()
+    return engine_deployment(engine, config.num_engine_replicas, num_threads).bind(engine)
+
+
+def _with_absolute_paths(config: ServeConfig) -> ServeConfig:
+    """Replicas run in folders of their own; the model's name in the API stays."""
     engine = msgspec.structs.replace(
         config.engine, model=_absolute(config.engine.model), tokenizer=_absolute(config.engine.tokenizer)
     )
-    config = msgspec.structs.replace(config, engine=engine, served_model_name=config.model_name)
-    num_threads = engine.num_threads or num_cores()
-    engines = engine_deployment(engine, config.num_engine_replicas, num_threads).bind(engine)
-    return ingress_deployment(config, listens).bind(config, engines)
+    return msgspec.structs.replace(config, engine=engine, served_model_name=config.model_name)
 
 
 def build(options: dict[str, Any]) -> serve.Application:
@@ -66,35 +74,38 @@ def start(config: ServeConfig) -> ModelInfo:
         raise unexpected(error) from error
 
 
+def start_engines(config: ServeConfig, name: str) -> tuple[Any, str]:
+    """Starts Ray, Serve and the engines alone, with no endpoint before them. Returns what an `EngineClient` needs: the
+    handle of their deployment and the address at which they reach this machine.
+
+    If the application `name` runs already on a joined cluster, its engines are taken. Raises as `start` does.
+    """
+    try:
+        _connect()
+        serve.start(ProxyLocation.Disabled, logging_config=_LOGGING)
+        _run(_engines(config), name, None)
+        return serve.get_deployment_handle("engine", name), ray.util.get_node_ip_address()
+    except StartFailed:
+        raise
+    except Exception as error:  # of Ray and Serve, which raise what they like
+        raise unexpected(error) from error
+
+
 def _start(config: ServeConfig) -> ModelInfo:
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # One event loop in a replica instead of three: threads of one process share one interpreter lock anyway.
-    os.environ.setdefault("RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP", "0")
-    os.environ.setdefault("RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD", "0")
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    address = ray_address()
-    if address is None:
-        own_ray.start()
-    else:
-        joined_ray.start(address)
-    options = {"enable_access_log": False}
+    _connect()
     # Several replicas or machines need Serve's proxy to share the work out.
-    listens = config.num_ingress_replicas == 1 and address is None
+    listens = config.num_ingress_replicas == 1 and ray_address() is None
     http = HTTPOptions(host=config.host, port=config.port)
     runs_already = get_client(raise_if_no_controller_running=False)
     if runs_already is not None and not listens:
         _check_port(runs_already.http_config.port, config.port)
     try:
-        serve.start(ProxyLocation.Disabled if listens else None, http, logging_config=options)
+        serve.start(ProxyLocation.Disabled if listens else None, http, logging_config=_LOGGING)
     except Exception:
         if runs_already is None:
             serve.shutdown()  # a Serve that cannot listen would be what the next start finds
         raise
-    prefix = None if listens else "/"
-    app = application(config, listens)
-    # Waiting for it here would be waiting for all of Serve's tries.
-    serve.run_many([RunTarget(app, APP_NAME, prefix, options)], wait_for_applications_running=False)
-    wait_until_running(APP_NAME)
+    _run(application(config, listens), APP_NAME, None if listens else "/")
     client = get_client()
     assert client is not None, "an application runs"
     client.wait_for_proxies_serving()
@@ -105,20 +116,42 @@ def _start(config: ServeConfig) -> ModelInfo:
         engine.shutdown()  # it would look around ten times a second for the next question
 
 
+def _connect() -> None:
+    """To the cluster that `RAY_ADDRESS` names, else to a Ray of our own, which is started."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # One event loop in a replica instead of three: threads of one process share one interpreter lock anyway.
+    os.environ.setdefault("RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP", "0")
+    os.environ.setdefault("RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD", "0")
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    address = ray_address()
+    if address is None:
+        own_ray.start()
+    else:
+        joined_ray.start(address)
+
+
+def _run(app: serve.Application, name: str, prefix: str | None) -> None:
+    # Waiting for it here would be waiting for all of Serve's tries.
+    serve.run_many([RunTarget(app, name, prefix, _LOGGING)], wait_for_applications_running=False)
+    wait_until_running(name)
+
+
 def _check_port(actual: int, port: int) -> None:
     """A Serve that runs already keeps its own port, whatever it is asked for; Serve only logs that."""
     if actual != port:
         raise StartFailed(f"Serve runs on this cluster already and listens on port {actual}; take it: --port {actual}")
 
 
-def stop() -> None:
-    """Ends what `start` began; harmless if nothing runs. No process of a Ray of its own outlives it."""
+def stop(name: str = APP_NAME) -> None:
+    """Ends what `start` or `start_engines` began; harmless if nothing runs. No process of a Ray of its own outlives
+    it.
+    """
     if not ray.is_initialized():
         return
     if ray_address() is not None:
         try:
             if get_client(raise_if_no_controller_running=False) is not None:
-                serve.delete(APP_NAME)
+                serve.delete(name)
         except Exception as error:  # the cluster may have ended before, and every end of it looks different
             logging.getLogger(__name__).warning("the application may still run on the cluster: %s", in_words(error))
         finally:

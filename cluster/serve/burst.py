@@ -1,7 +1,7 @@
 """How long an idle engine waits for the rest of a burst before it begins with the first request.
 
 The first of 16 requests would be prefilled alone while the others wait (118 ms of 901:
-benchmarks/results/2026-11-21.md); but a lone request should not wait for nobody. So the wait is learned. Used by the
+benchmarks/results/2026-11-21.md); but a lone request should not wait in vain. So the wait is learned. Used by the
 engine's thread alone.
 """
 
@@ -20,7 +20,9 @@ QUIET_SHARE = 0.2
 
 
 class Burst:
-    """One for each engine. Wakes that find nobody halve the wait; bursts that come apart double it."""
+    """One for each engine. A wait in which no other request comes halves the wait; a burst that comes apart doubles
+    it.
+    """
 
     def __init__(self) -> None:
         self.quiet_seconds = LEAST_QUIET_S

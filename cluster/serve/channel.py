@@ -107,6 +107,7 @@ class OutputReceiver:
         self._secret = secrets.token_hex(16)
         self._server: asyncio.Server | None = None
         self._starting = asyncio.Lock()
+        self._connections: set[Connection] = set()
 
     async def start(self) -> Address:
         """Listens on a free port, unless it does. Raises `OSError` if it cannot; the next call tries again."""
@@ -121,6 +122,7 @@ class OutputReceiver:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = Connection(reader, writer)
+        self._connections.add(connection)
         try:
             shown = await asyncio.wait_for(connection.receive(MAX_SECRET_BYTES), CONNECT_TIMEOUT_S)
             if not hmac.compare_digest(shown, self._secret.encode()):
@@ -131,8 +133,19 @@ class OutputReceiver:
         except (asyncio.IncompleteReadError, OSError):
             pass
         finally:
+            self._connections.discard(connection)
             self._on_lost(connection)
             connection.close()
+
+    async def close(self) -> None:
+        """Listens no more, and ends what is connected."""
+        if self._server is None:
+            return
+        self._server.close()
+        for connection in self._connections:
+            connection.close()
+        while self._connections:
+            await asyncio.sleep(0)
 
 
 class OutputSender:

@@ -270,7 +270,7 @@ class Listener(uvicorn.Server):
 def bound(host: str, port: int) -> socket.socket:
     """The address is reused, so that a server can start again at once while connections to the last one linger.
 
-    Raises `OSError` with a sentence for whoever chose the port.
+    Raises `OSError` with a message for the person who chose the port.
     """
     listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:

@@ -1,8 +1,8 @@
-"""Why a replica did not start, in words: the replica says it, and the driver reads it in what Serve reports.
+"""Why a replica did not start, in words: the replica says it, and the driver finds it in Serve's report.
 
-Serve knows a failed constructor as text alone: tracebacks of Ray's and Serve's around the replica's own, whose last
-line is the exception. `told_in_words` makes that line a sentence, `wait_until_running` waits for the application and
-raises at the first replica that fails, while Serve would try twice more.
+Serve reports a failed constructor as text only: tracebacks of Ray and Serve around the replica's own, whose last line
+names the exception. `told_in_words` makes that line a sentence. `wait_until_running` waits for the application and
+raises as soon as one replica fails, although Serve would try twice more.
 """
 
 from __future__ import annotations
@@ -24,44 +24,44 @@ from ray.exceptions import RayTaskError
 from ray.serve.schema import ApplicationStatusOverview
 
 POLL_S = 0.25
-"""How often Serve is asked; it looks after its replicas every 0.1 to 0.5 s itself."""
+"""Seconds between two questions to Serve, which itself checks its replicas every 0.1 to 0.5 s."""
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _EXCEPTION = re.compile(r"(?:[A-Za-z_]\w*\.)*([A-Z]\w*)(?:: (.*))?")
-"""The line of a traceback that names the exception; it alone is not indented."""
+"""The line of a traceback that names the exception: the only line that is not indented."""
 _DIED = re.compile(r"ActorDiedError|ActorUnavailableError|RayActorError|WorkerCrashedError|OutOfMemoryError")
 _CRASHED = re.compile(r"\*\*\* (SIG[A-Z]+) received|Fatal Python error: (.+)")
 _NO_MEMORY = re.compile(r"MemoryError|can't allocate memory|Cannot allocate memory|bad_alloc|running low on memory")
 _NO_PORT = re.compile(r"Failed to bind to address")
-"""Of Serve's proxy."""
+"""What Serve's proxy says if its port is taken."""
 _NO_MODULE = re.compile(r"No module named '(?:cluster|specdecode|structured|workers)\b")
 _RETRIES = ("A replica failed to start", "The deployment failed to start")
-"""How Serve's status message of a deployment begins from its first failed replica on."""
+"""How a deployment's status message in Serve begins once one of its replicas has failed."""
 
 _FREE_MEMORY = "free some memory, lower kv_cache_bytes, or take a smaller model (manta check says what it takes)"
 _FULL_MEMORY = f"Ray ended its process because the machine's memory was full; {_FREE_MEMORY}"
 
 
 class StartFailed(Exception):
-    """The application does not run. The message is one paragraph: what failed, the remedy if known, and the log."""
+    """The application did not start. The message is one paragraph: what failed, the remedy if known, and the log."""
 
 
 class InWords(Exception):
-    """What a replica's constructor raises instead of what failed in it: one line, for people."""
+    """A replica's constructor raises this instead of the exception that occurred in it: one line, for people."""
 
 
 @contextlib.contextmanager
 def told_in_words() -> Iterator[None]:
-    """Around what a replica does to start. What it raises is logged whole and becomes one line."""
+    """For the code that starts a replica: an exception in it is logged in full and becomes one line."""
     try:
         yield
-    except (Exception, SystemExit) as error:  # Ray would take a SystemExit for an end that was wished for
+    except (Exception, SystemExit) as error:  # Ray would take a SystemExit for an intended end
         logging.getLogger(__name__).exception("this replica cannot start")
         raise InWords(in_words(error)) from None
 
 
 def in_words(error: BaseException) -> str:
-    """One line: the message, after the exception's name if that says more than that a value was wrong."""
+    """One line: the exception's name and message; of a `ValueError` or `OSError` the message alone."""
     text = " ".join(str(error).split())
     if isinstance(error, OSError):
         text = re.sub(r"^\[Errno \d+\] ", "", text)
@@ -71,7 +71,9 @@ def in_words(error: BaseException) -> str:
 
 
 def unexpected(error: Exception) -> StartFailed:
-    """What Ray or Serve raised here, in words; its traceback goes to a file."""
+    """For an exception that Ray or Serve raised in this process: says it in words, and writes its traceback to a
+    file.
+    """
     with tempfile.NamedTemporaryFile("w", prefix="manta-serve-", suffix=".log", delete=False) as log:
         traceback.print_exception(error, file=log)
     cause = last_exception(str(error)) if isinstance(error, RayTaskError) else in_words(error)
@@ -81,13 +83,13 @@ def unexpected(error: Exception) -> StartFailed:
 def wait_until_running(name: str) -> None:
     """Returns when the application `name` runs. Raises `StartFailed` as soon as one of its replicas has failed.
 
-    Serve is asked in a thread: if memory runs out Ray ends Serve's controller too, and a question to it is answered
-    by the next one, if ever.
+    Serve is asked in a thread, because the answer may never come: if memory runs out Ray may end Serve's controller
+    too, and only a new controller would answer.
     """
     outcome: queue.SimpleQueue[StartFailed | None] = queue.SimpleQueue()
     raylet = _Raylet(name)
     shown = worker.print_to_stdstream
-    # Ray says at length how any process ended; it is said here in a sentence.
+    # Ray would print at length how a process ended; here one sentence says it.
     worker.print_to_stdstream = lambda *_, **__: None
     threading.Thread(target=_watch, args=(name, outcome), name="start", daemon=True).start()
     running = False
@@ -103,7 +105,7 @@ def wait_until_running(name: str) -> None:
 
 
 def _watch(name: str, outcome: queue.SimpleQueue[StartFailed | None]) -> None:
-    """Puts None there when the application runs, else why it does not."""
+    """Puts None into `outcome` when the application runs; if it does not start, the reason."""
     begun = time.time()
     try:
         while True:
@@ -121,7 +123,9 @@ def _watch(name: str, outcome: queue.SimpleQueue[StartFailed | None]) -> None:
 
 
 class _Raylet:
-    """What this machine's raylet logs from now on: when memory runs out it ends processes, and only its log says so."""
+    """Reads this machine's raylet's log from now on: if memory runs out the raylet ends processes, and only its log
+    says so.
+    """
 
     def __init__(self, application: str) -> None:
         folder = logs_folder()
@@ -140,7 +144,7 @@ class _Raylet:
 
 
 def _failed_deployment(application: ApplicationStatusOverview) -> tuple[str, str] | None:
-    """(name, Serve's message) of a deployment of which a replica failed."""
+    """(name, Serve's message) of a deployment with a failed replica; None if there is none."""
     for name, deployment in application.deployments.items():
         if deployment.status == "DEPLOY_FAILED" or deployment.message.startswith(_RETRIES):
             return name, deployment.message
@@ -168,7 +172,7 @@ def last_exception(message: str) -> str:
 
 
 def _cause_of_death(message: str, log: pathlib.Path | None) -> str:
-    """Why a process that left no exception ended."""
+    """Why a process ended, if it left no exception."""
     crash = _CRASHED.search(log.read_text(errors="replace")) if log is not None else None
     if crash is not None:
         return f"its process crashed ({crash[1] or crash[2]})"
@@ -188,8 +192,8 @@ def _with_remedy(text: str) -> str:
 
 
 def log_file(deployment: str, begun: float) -> pathlib.Path | None:
-    """What a replica of a deployment wrote on this machine since `begun` (seconds of the clock), else what Serve's
-    controller wrote of it.
+    """The log that a deployment's replica wrote on this machine since `begun` (seconds of the clock); else the log of
+    Serve's controller.
     """
     folder = logs_folder()
     if folder is None:
@@ -207,8 +211,8 @@ def log_file(deployment: str, begun: float) -> pathlib.Path | None:
 
 
 def logs_folder() -> pathlib.Path | None:
-    """Where the Ray that this process is connected to keeps its logs; None if it keeps none on this machine."""
-    node = worker._global_node  # Ray tells it to nobody else
+    """The folder of logs of the Ray that this process is connected to; None if it has none on this machine."""
+    node = worker._global_node  # Ray has no public way to ask
     if node is None:
         return None
     folder = pathlib.Path(node.get_session_dir_path()) / "logs"

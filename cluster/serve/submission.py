@@ -338,6 +338,12 @@ class EngineClient:
     async def check_reachable(self) -> None:
         await self._listen()
 
+    async def close(self) -> None:
+        """Ends the connections with the engines, after the calls of what has ended; for a process that goes on."""
+        if self._ending:
+            await asyncio.wait(self._ending)
+        await self._receiver.close()
+
     async def _listen(self) -> Address:
         """Where engines send tokens to. Raises `ApiError` 503 if this ingress cannot listen for them just now."""
         try:

@@ -1,8 +1,8 @@
 """Text to token ids and back for one model: the tokenizer's files, its chat template and the bytes of every token.
 
-Reads `tokenizer.json` with the `tokenizers` library alone, so that an HTTP process imports neither torch nor
-transformers (only a model without that file is converted through transformers). Called by the ingress, by `LLM` and by
-`cluster/text/detokenizer.py`; never sees a request's state beyond one `TextDecoder` per sequence.
+Only the `tokenizers` library reads `tokenizer.json`, so an HTTP process imports neither torch nor transformers; if a
+model lacks that file, transformers converts its files. Called by the ingress, by `LLM` and by
+`cluster/text/detokenizer.py`. Keeps no state of requests; a caller holds one `TextDecoder` for each sequence.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ _SPECIAL_ROLES = (
     "mask_token",
 )
 LONG_TEXT = 20_000
-"""Texts of this many characters are tokenised in a thread, so that a megabyte does not hold up every stream."""
+"""Texts of at least this many characters are tokenised in a thread, so that a megabyte does not hold up every
+stream.
+"""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 
 
@@ -47,14 +49,16 @@ class TemplateError(ValueError):
 
 
 class TextError(ValueError):
-    """A text that is no Unicode; the message says where."""
+    """A text that is not valid Unicode; the message names the place."""
 
 
 class TextDecoder(Protocol):
     """Turns a growing sequence of token ids into text, piece by piece."""
 
     def decode(self, token_ids: Sequence[int], final: bool) -> str:
-        """The text that `token_ids` complete. Bytes of an unfinished character wait; `final` flushes them as U+FFFD."""
+        """The text that `token_ids` complete. Bytes of an unfinished character are kept for the next call; with `final`
+        they become U+FFFD.
+        """
         ...
 
 
@@ -78,7 +82,7 @@ class Tokenizer:
         self._decoding = _decoding_of(json.loads(self._fast.to_str()).get("decoder"))
         self._pieces = _PieceTable(self._fast, self._decoding, skipped=frozenset())
         self._tables: dict[frozenset[int], _PieceTable] = {}
-        """By the special tokens that are shown."""
+        """Piece tables for `skip_special_tokens`, by the special tokens that are shown all the same."""
         self._texts: dict[int, str] = {}
         self._template_sources = self._read_templates()
         self._templates = self._compile_templates()
@@ -95,7 +99,7 @@ class Tokenizer:
             raise TokenizerError(f"{path} cannot be read as a tokenizer: {error}") from error
 
     def _convert(self) -> FastTokenizer:
-        """A model that brings only SentencePiece or tiktoken files: transformers converts them."""
+        """For a model that has only SentencePiece or tiktoken files: transformers converts them."""
         import transformers
 
         try:
@@ -113,9 +117,9 @@ class Tokenizer:
         return fast
 
     def _add_special_tokens(self) -> None:
-        """Adds what only `tokenizer_config.json` names, as transformers does.
+        """Adds tokens that only `tokenizer_config.json` names, as transformers does.
 
-        Its `add_bos_token` does not count if there is a `tokenizer.json`: the post-processor there decides.
+        The `add_bos_token` of that file is ignored if there is a `tokenizer.json`, whose post-processor decides.
         """
         known = {token.content: token for token in self._fast.get_added_tokens_decoder().values()}
         named = set(self.special_tokens.values())
@@ -136,7 +140,7 @@ class Tokenizer:
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        """Role such as `eos_token` to the token's text."""
+        """A role, such as `eos_token`, to the token's text."""
         found = {}
         for role in _SPECIAL_ROLES:
             value = self._config.get(role)
@@ -149,7 +153,7 @@ class Tokenizer:
     # ---- text and tokens ---------------------------------------------------------------------------------------
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Raises `TextError` where `text` holds half of a surrogate pair, which is no character."""
+        """The text's token ids. Raises `TextError` if `text` holds half of a surrogate pair, which is no character."""
         try:
             return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError as error:
@@ -166,7 +170,7 @@ class Tokenizer:
             raise error
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of a whole sequence, exactly as transformers decodes it; ids without a token give nothing."""
+        """The text of a whole sequence, exactly as transformers decodes it. Ids without a token add no text."""
         return self._fast.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def text_decoder(
@@ -194,7 +198,7 @@ class Tokenizer:
         return self._pieces[token_id]
 
     def token_text(self, token_id: int) -> str:
-        """A token's bytes as text; what is no whole character shows as U+FFFD."""
+        """A token's bytes as text; bytes that are no whole character become U+FFFD."""
         text = self._texts.get(token_id)
         if text is None:
             text = self._texts[token_id] = self.token_bytes(token_id).decode("utf-8", "replace")
@@ -222,7 +226,9 @@ class Tokenizer:
         return bool(self._templates)
 
     def chat_template_source(self, tools: bool = False) -> str:
-        """The text of the chat template, of the one for `tools` if there is one; empty without a template."""
+        """The source of the chat template; with `tools`, of the template for tools if there is one. Empty without a
+        template.
+        """
         source = self._template_sources.get("tool_use") if tools else None
         return source or self._template_sources.get("default") or ""
 
@@ -261,7 +267,7 @@ class Tokenizer:
         }
         try:
             return template.render(values)
-        except Exception as error:  # a template is a program: whatever it raises, these messages cannot be rendered
+        except Exception as error:  # a template is a program and may raise anything
             raise TemplateError(str(error) or type(error).__name__) from error
 
     def _read_templates(self) -> dict[str, str]:
@@ -295,15 +301,15 @@ class Tokenizer:
 
 
 class _Decoding(msgspec.Struct, frozen=True):
-    """How a tokenizer's decoder makes text, as far as a table of bytes per token can express it."""
+    """How a tokenizer's decoder makes text, if a table of bytes for each token can express it."""
 
     kind: str
-    """`bytelevel`, `metaspace`, or `window`: no table, the library decodes a moving window."""
+    """`bytelevel` or `metaspace`; or `window`, for which there is no table: the library decodes a moving window."""
     first: str = "none"
-    """What a text's beginning loses: `none`, one `space`, or every space of the first `token`."""
+    """What is removed from the beginning of a text: `none`, one `space`, or every space of the first `token`."""
     space: str = "\u2581"
     byte_tokens: bool = False
-    """Tokens such as `<0x0A>` stand for a byte."""
+    """Whether tokens such as `<0x0A>` stand for a byte."""
 
 
 def _decoding_of(decoder: dict[str, Any] | None) -> _Decoding:
@@ -324,7 +330,7 @@ def _decoding_of(decoder: dict[str, Any] | None) -> _Decoding:
 
 
 class _PieceTable(dict[int, bytes]):
-    """Token id to the bytes that it adds to a text; filled as ids are met. Skipped and unknown ids add none."""
+    """Token id to the bytes that it adds to a text, computed at first use. Skipped and unknown ids add none."""
 
     def __init__(self, fast: FastTokenizer, decoding: _Decoding, skipped: frozenset[int]) -> None:
         super().__init__()
@@ -354,7 +360,7 @@ class _PieceTable(dict[int, bytes]):
 class _PieceDecoder:
     """Joins bytes from a table and decodes UTF-8 incrementally: about 0.2 µs a token.
 
-    Equals the library's decoding except for the number of U+FFFD if a SentencePiece model emits invalid bytes.
+    Gives the same text as the library, except for the number of U+FFFD if a SentencePiece model emits invalid bytes.
     """
 
     def __init__(self, table: _PieceTable, first: str) -> None:
@@ -379,14 +385,16 @@ class _PieceDecoder:
 
 
 class _WindowDecoder:
-    """Decodes the last pieces twice, with and without the new tokens, for decoders that look at their neighbours."""
+    """For decoders in which a token's text depends on its neighbours: decodes the last tokens twice, with and without
+    the new ones.
+    """
 
     def __init__(self, fast: FastTokenizer, skip_special_tokens: bool, skipped: frozenset[int]) -> None:
         self._fast = fast
         self._skipped = skipped if skip_special_tokens else frozenset()
         self._window: list[int] = []
         self._num_read = 0
-        """Tokens of the window whose text is out already."""
+        """Leading tokens of the window whose text was returned already."""
 
     def decode(self, token_ids: Sequence[int], final: bool) -> str:
         self._window += [token_id for token_id in token_ids if token_id not in self._skipped]
@@ -414,7 +422,7 @@ _BYTE_OF_CHARACTER = _byte_alphabet()
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks what an assistant wrote, for training; here its body is plain content."""
+    """`{% generation %}` marks an assistant's text for training; here its body is plain content."""
 
     tags = {"generation"}
 
@@ -424,7 +432,7 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """A template's namespace without underscore attributes, which would lead into the interpreter."""
+    """A template's namespace without underscore attributes, which would give access to the interpreter."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, *rest = args
@@ -463,7 +471,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes HTML, which no chat template wants."""
+    """Replaces Jinja's own filter, which escapes HTML; no chat template wants that."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -475,7 +483,7 @@ def _raise_exception(message: str) -> None:
 
 
 def _resolve_folder(folder: str | pathlib.Path) -> pathlib.Path:
-    """A folder as it is; else what the model loader makes of the name."""
+    """The folder itself if it exists; else the one that the model loader finds for the name."""
     path = pathlib.Path(folder).expanduser()
     if path.is_dir():
         return path

@@ -1,7 +1,7 @@
-"""Which backend serves a constraint: the one place that decides, once a request, before it is admitted.
+"""Decides which backend serves a constraint: here alone, once for each request, before it is admitted.
 
-llguidance comes first: it compiles in a millisecond, bounds its work, and says what it does not support. What it does
-not support goes to xgrammar where that is proven to enforce it.
+llguidance comes first: it compiles in a millisecond, bounds its work, and says what it does not support. A constraint
+that it does not support goes to xgrammar, if that is proven to enforce it.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class Backends:
         self._made: dict[str, Backend] = {}
 
     def warm_up(self) -> None:
-        """Makes the backends that `auto` chooses from, and has each make the tables of its first constraint. Where one
-        fails, a constraint that asks for it hears why.
+        """Makes the backends that `auto` chooses from, and compiles a first constraint with each, which makes its
+        tables. A backend that fails raises again, with its reason, when a constraint asks for it.
         """
         for name in AUTO:
             with contextlib.suppress(Exception):
                 self._backend(name).compile(_FIRST)
 
     def resolve(self, spec: ConstraintSpec) -> Resolved:
-        """Raises `ConstraintError` where no backend enforces the constraint."""
+        """Raises `ConstraintError` if no backend enforces the constraint."""
         if spec.backend != "auto":
             return self._compile(spec, spec.backend)
         strict = msgspec.structs.replace(spec, loose=False)

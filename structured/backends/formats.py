@@ -1,4 +1,4 @@
-"""Date and time formats as exact regular expressions, for the backends' own let impossible dates through.
+"""Date and time formats as exact regular expressions, because the backends' own let impossible dates through.
 
 RFC 3339, section 5.6, with years 0001 to 9999, the days that each month has, and no leap seconds.
 """
@@ -20,7 +20,7 @@ PATTERNS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T
 
 
 def with_exact_formats(schema: Any) -> Any:
-    """The schema with these formats written as patterns, where no pattern stands beside them."""
+    """The schema with these formats written as patterns. A format in a schema that also has a `pattern` stays."""
     if isinstance(schema, list):
         return [with_exact_formats(item) for item in schema]
     if not isinstance(schema, dict):

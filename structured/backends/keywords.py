@@ -1,7 +1,7 @@
 """Where the keywords of a JSON schema stand, and which combinations of them it uses.
 
-A combination is what a backend must be proven to enforce: the sorted list of assertions that stand in one schema
-object, with the values of `type` and `format`: `maxLength+type:string`. Annotations do not count.
+A combination is the sorted list of the assertions in one schema object, with the values of `type` and `format`, such as
+`maxLength+type:string`; annotations do not count. A backend must be proven to enforce each combination by itself.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ _SCHEMA_MAPS = frozenset(("properties", "patternProperties", "$defs", "definitio
 
 
 def subschemas(schema: Any, path: str = "#") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each schema object in `schema` with its JSON pointer, outer ones first. What is no schema is passed over."""
+    """Each schema object in `schema` with its JSON pointer, outer ones first. Values that are not schemas are
+    skipped.
+    """
     if not isinstance(schema, dict):
         return
     yield path, schema
@@ -46,7 +48,7 @@ def subschemas(schema: Any, path: str = "#") -> Iterator[tuple[str, dict[str, An
 
 
 def escaped(key: str) -> str:
-    """A member's name as a JSON pointer writes it."""
+    """A member's name, escaped for a JSON pointer."""
     return key.replace("~", "~0").replace("/", "~1")
 
 

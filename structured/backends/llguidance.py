@@ -1,7 +1,7 @@
 """The llguidance backend: quick to compile, bounded in every step, and it says what it does not support.
 
-It serves every kind of constraint. Its matchers never raise; each call here looks whether one has failed. Its tokens
-come from `tokenizer.json` directly. See github.com/guidance-ai/llguidance.
+It serves every kind of constraint. Its matchers never raise, so each call here checks whether the matcher has failed.
+Its tokens come from `tokenizer.json` directly. See github.com/guidance-ai/llguidance.
 """
 
 from __future__ import annotations
@@ -30,19 +30,21 @@ from structured.vocabulary import Vocabulary
 _UNSUPPORTED = re.compile(r"Unimplemented keys|Unknown format|(not|only) supported|unsupported", re.IGNORECASE)
 _NO_FORCING = '%llguidance {"no_forcing": true}\n'
 _SHORT_ESCAPES = 'nrbtf"\\'
-"""Without `\\uXXXX`: a further property could else spell the name of a given one and take its place."""
+"""`\\uXXXX` is left out: with it, an additional property could spell a given property's name and replace it."""
 _MAX_REASONS = 3
 NOTHING = "nothing satisfies it"
 WHITESPACE = r"[ \n\t]{0,20}"
-"""Between two tokens of JSON: a model that likes white space must come to an end."""
+"""Allowed between two tokens of JSON. It is bounded, so that a model cannot write white space for ever."""
 MATCHER_BYTES = 32 * 2**10
 """No matcher holds less. Most hold 35 to 200 KB, one with `\\w` in it 0.5 MB, whatever the length of the text."""
 UNMEASURED_BYTES = 2**20
-"""What a matcher is taken to hold where memory cannot be measured."""
+"""What a matcher is assumed to hold if memory cannot be measured."""
 AUTOMATA_FACTOR = 2
-"""Automata are built as sessions need them, and stay with the grammar: soon they hold as much as the matcher did."""
+"""Automata are built as sessions need them and stay with the grammar. Soon they hold as much as the matcher did at
+first, which is why its bytes are counted twice.
+"""
 ROW_BYTES = 2000
-"""By which a row makes them grow where every row finds new states; `(a|b)*a(a|b){20}` is such a grammar."""
+"""What one row adds to the automata if every row finds new states, as with `(a|b)*a(a|b){20}`."""
 
 
 class Compiled(msgspec.Struct, array_like=True):
@@ -50,12 +52,12 @@ class Compiled(msgspec.Struct, array_like=True):
 
     grammar: str
     num_bytes: int
-    """Of memory that a matcher for it was seen to take."""
+    """Memory that a matcher for the grammar took when it was measured."""
 
 
 @functools.lru_cache(maxsize=2)
 def tokenizer_of(vocabulary: Vocabulary) -> llguidance.LLTokenizer:
-    """One a process: it is large, takes a while to make, and any thread may use it."""
+    """One for each process: it is large, takes a while to make, and any thread may use it."""
     return llguidance.LLTokenizer(
         vocabulary.tokenizer_json, n_vocab=vocabulary.vocab_size, eos_token=list(vocabulary.eos_token_ids) or None
     )
@@ -85,12 +87,12 @@ class LLGuidanceBackend:
             raise ConstraintError(f"{spec.kind}: {error}") from error
         if not row.any() and not session.is_finished():
             raise ConstraintError(f"{spec.kind}: {NOTHING}")
-        # `session` still lives, so that the matcher that is measured cannot be made of memory that it freed.
+        # `session` still lives, so the matcher that is measured must allocate memory of its own.
         return msgspec.msgpack.encode(Compiled(grammar, self._matcher_bytes(grammar)))
 
     def _matcher_bytes(self, grammar: str) -> int:
-        """Memory that a matcher holds, measured; an estimate where other threads allocate at the same time. The text
-        does not tell it: a matcher may hold 20 or 5,000 times as much.
+        """Memory that a matcher holds, measured; only an estimate if other threads allocate at the same time. The
+        length of the text does not tell it: a matcher may hold 20 or 5,000 times as much.
         """
         before = heap_bytes()
         matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
@@ -102,7 +104,7 @@ class LLGuidanceBackend:
         return LLGuidanceGrammar(self._tokenizer, msgspec.msgpack.decode(compiled, type=Compiled), self._vocabulary)
 
     def not_enforced(self, spec: ConstraintSpec) -> list[str]:
-        """What llguidance passes over, and what a lenient compilation warns of; [] for anything that is not loose."""
+        """What llguidance ignores silently, and what a lenient compilation warns of; [] if the request is not loose."""
         if not spec.loose:
             return []
         silent = departures(json.loads(spec.text)) if spec.kind == "json_schema" else []
@@ -119,11 +121,11 @@ class LLGuidanceBackend:
 
 
 class LLGuidanceGrammar:
-    """A matcher that is copied for each session. Its automata are not: the copies share them and make them grow."""
+    """A matcher that is copied for each session. The copies share its automata, and make them grow."""
 
     def __init__(self, tokenizer: llguidance.LLTokenizer, compiled: Compiled, vocabulary: Vocabulary) -> None:
         self.num_rows = 0
-        """That sessions have filled."""
+        """Rows that sessions have filled."""
         self._vocabulary = vocabulary
         self._matcher = llguidance.LLMatcher(tokenizer, compiled.grammar, log_level=0)
         self._first_bytes = AUTOMATA_FACTOR * compiled.num_bytes
@@ -180,7 +182,9 @@ class LLGuidanceSession:
 
 
 def _without_forcing(grammar: str) -> str:
-    """For text that holds the text of a special token: forced bytes would become that token, which is no text."""
+    """The grammar without forced tokens, for a constraint whose text contains a special token's name: forced bytes
+    would become that token, which does not stand for text.
+    """
     if not grammar.startswith("{"):
         return grammar if "%llguidance" in grammar else _NO_FORCING + grammar
     (part,) = json.loads(grammar)["grammars"]
@@ -224,7 +228,7 @@ def _grammar_of(spec: ConstraintSpec) -> str:
 
 
 def _tags(tag: dict[str, Any]) -> str:
-    """Free text in which each trigger begins one of the tags whose `begin` starts with it."""
+    """A grammar for free text in which each trigger begins one of the tags whose `begin` starts with the trigger."""
     structures = []
     for item in tag["structures"]:
         trigger = next((text for text in tag["triggers"] if item["begin"].startswith(text)), None)

@@ -1,7 +1,7 @@
-"""Where llguidance departs from JSON Schema, so that it is refused or mended before it compiles.
+"""Where llguidance departs from JSON Schema, so that a schema is refused or mended before it compiles.
 
-llguidance reports most keywords that it does not enforce. What it passes over in silence is listed here; each entry is
-a case of `tests/test_schema_conformance.py`. Source of the list: its `docs/json_schema.md`, its parser, random walks.
+llguidance reports most keywords that it does not enforce. Those that it ignores silently are listed here; each entry is
+a case of `tests/test_schema_conformance.py`. Sources of the list: its `docs/json_schema.md`, its parser, random walks.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _NOT_ENFORCED = frozenset(
 )
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "const", "enum")
 _EXACT = 2**53
-"""Integers beyond this are rounded: llguidance keeps numbers as 64-bit floats."""
+"""llguidance keeps numbers as 64-bit floats, which round integers beyond this."""
 _MAX_HOSTNAME = 253
 _OLD_DRAFTS = re.compile(r"json-schema\.org/(draft-0|draft/2019)")
 _SHORT_ESCAPES = frozenset("\b\f\n\r\t")
 
 
 def departures(schema: Any) -> list[str]:
-    """What llguidance would not enforce without a word: `#/path/keyword: why`."""
+    """What llguidance would silently not enforce, each as `#/path/keyword: why`."""
     is_old = isinstance(schema, dict) and bool(_OLD_DRAFTS.search(str(schema.get("$schema", ""))))
     names_matter = has_control_characters(schema)
     found = []
@@ -45,7 +45,7 @@ def _departures_of(schema: dict[str, Any], is_old: bool, has_controls: bool) -> 
         if name in schema and not _is_exact(schema[name]):
             yield f"{name}: integers beyond 2**53 are not compared exactly"
     if "prefixItems" in schema and (is_old or "additionalItems" in schema):
-        yield "prefixItems is not enforced beside the additionalItems or $schema of an older draft"
+        yield "prefixItems is not enforced together with the additionalItems or $schema of an older draft"
     least = schema.get("minProperties", 0)
     if isinstance(least, int) and least > 1 + len(set(_list(schema.get("required")))):
         yield f"minProperties: {least} is not enforced, for a name may come twice; list names in required"
@@ -55,7 +55,7 @@ def _departures_of(schema: dict[str, Any], is_old: bool, has_controls: bool) -> 
     if schema.get("format") == "unknown":
         yield "format: 'unknown' is not enforced"
     if has_controls and ("properties" in schema or "patternProperties" in schema or "required" in schema):
-        yield "properties: names are not kept apart where the schema holds control characters"
+        yield "properties: names are not kept apart if the schema holds control characters"
 
 
 def _list(value: Any) -> list[Any]:
@@ -90,7 +90,7 @@ def has_control_characters(value: Any) -> bool:
 
 
 def mended(schema: Any) -> Any:
-    """An equal schema, or one whose departures are put right, for llguidance. The argument stays as it is."""
+    """A copy of the schema for llguidance, in which the departures that can be mended are."""
     if isinstance(schema, list):
         return [mended(item) for item in schema]
     if not isinstance(schema, dict):
@@ -104,8 +104,8 @@ def mended(schema: Any) -> Any:
 
 
 def has_finite_instance(schema: Any) -> bool:
-    """False where every instance would hold another one without end, such as an object that requires itself. What this
-    does not look into, it takes for finite.
+    """False if every instance would have to contain another instance, without end, as with an object that requires
+    itself. Keywords that are not looked into count as finite.
     """
     order = [subschema for _, subschema in subschemas(schema)][::-1]
     finite: set[int] = set()
@@ -162,7 +162,9 @@ def _resolve(root: Any, reference: str) -> Any:
 
 
 def located(message: str, schema: Any) -> str:
-    """The JSON pointer of the keyword that an error message is about, and the message; the message alone if none is."""
+    """The message with the JSON pointer of the keyword that it is about in front; the message alone if none is
+    found.
+    """
     words = set(re.findall(r"\$?\w+", message))
     for path, subschema in subschemas(schema):
         for name, value in subschema.items():

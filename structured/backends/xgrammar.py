@@ -1,7 +1,7 @@
 """The xgrammar backend: EBNF, Lark and structural tags, and the JSON schemas that it is proven to enforce.
 
-It accepts schemas whose keywords it ignores, so a schema reaches it only where every combination of keywords in it is
-on `xgrammar_enforced.json`, which `tests/test_schema_conformance.py` proves. Its package imports torch and
+It accepts schemas and ignores some of their keywords, so a schema may use it only if every combination of keywords in
+it is listed in `xgrammar_enforced.json`, which `tests/test_schema_conformance.py` proves. Its package imports torch and
 transformers; here its C++ core is loaded without them. See github.com/mlc-ai/xgrammar.
 """
 
@@ -86,15 +86,15 @@ class XGrammarBackend:
         return XGrammarGrammar(self._core, self._info, compiled.decode(), self._vocabulary, self._certain_tokens)
 
     def _certain_tokens(self, text: str) -> list[int]:
-        """How the tokenizer begins whatever text begins with `text`: last tokens that it might merge with what follows
-        are left out, and so is all behind the text of a special token, which it takes for the token.
+        """The tokens that `text` begins with whatever text follows it. Last tokens that the tokenizer might merge with
+        what follows are left out. So is everything from the name of a special token on, which it takes for that token.
         """
         tokens, _ = self._tokenizer.tokenize_partial(text.encode())
         return list(itertools.takewhile(lambda token_id: token_id not in self._special, tokens))
 
     @functools.cached_property
     def _tokenizer(self) -> llguidance.LLTokenizer:
-        """llguidance's, which knows which tokens are certain."""
+        """llguidance's tokenizer, because it knows which tokens are certain."""
         return tokenizer_of(self._vocabulary)
 
     def not_enforced(self, spec: ConstraintSpec) -> list[str]:
@@ -126,7 +126,7 @@ class XGrammarGrammar:
         self._vocabulary = vocabulary
         self._tokenize = tokenize
         self._compiled = core.CompiledGrammar.deserialize_json(compiled, info)
-        # What xgrammar counts leaves out half of it or more; with the text that it was read from it is a bound.
+        # xgrammar counts half of it at most; with the size of the text that it was read from it is an upper bound.
         self.num_bytes = int(self._compiled.memory_size_bytes()) + len(compiled)
 
     def session(self) -> XGrammarSession:
@@ -146,7 +146,7 @@ class XGrammarSession:
         return bool(self._matcher.accept_token(token_id, False))
 
     def fill(self, row: np.ndarray) -> None:
-        row[:] = -1  # the matcher leaves a row alone that allows everything
+        row[:] = -1  # if everything is allowed, the matcher does not write to the row
         self._matcher.fill_next_token_bitmask(row.reshape(1, -1), 0, False)
         self._vocabulary.forbid_padding(row)
         self._vocabulary.set_tokens(row, self._vocabulary.eos_token_ids, self.is_accepting())
@@ -159,8 +159,8 @@ class XGrammarSession:
         return XGrammarSession(self._matcher.fork(), self._vocabulary, self._tokenize)
 
     def forced_tokens(self) -> list[int]:
-        """The jump-forward string as the tokenizer would begin it. The text is forced, its borders are not: the masks
-        allow others, and a model that was trained on this tokenizer's text seldom takes them.
+        """The jump-forward string as the tokenizer would begin it. The text is forced, the borders of its tokens are
+        not: the masks allow others, but a model trained on this tokenizer's tokens seldom takes them.
         """
         try:
             text = self._matcher.find_jump_forward_string()
@@ -182,8 +182,8 @@ class XGrammarSession:
 
 @functools.cache
 def load_core() -> Any:
-    """xgrammar's bindings, without running its package's `__init__`: under a private name, and, where torch and
-    transformers are not loaded, with them out of sight, for its FFI library imports them where it can.
+    """xgrammar's bindings, loaded under a private name so that its package's `__init__` does not run. Its FFI library
+    imports torch and transformers if it can; unless they are loaded already, they are hidden from it.
     """
     found = importlib.util.find_spec("xgrammar")
     if found is None or found.submodule_search_locations is None:

@@ -27,7 +27,7 @@ TOLERANCE = 2e-4
 
 
 def differences(run: Run) -> list[str]:
-    """What is wrong with a run, by request; nothing where all is well."""
+    """What is wrong with a run, by request; nothing if all is well."""
     if run.problem is not None:
         return [run.problem]
     found = []

@@ -115,7 +115,7 @@ class Injector:
         self._engine.scheduler.schedule = watched  # type: ignore[method-assign]
 
     def _note_readers(self) -> None:
-        """Whoever holds a block with a NaN may fail, until the first of them has: then nobody may find it any more."""
+        """A sequence that holds a block with a NaN may fail, until the first has; then none may find the block."""
         blocks = self._engine.scheduler.blocks
         for block, readers in list(self._nan_blocks.items()):
             is_gone = not blocks._references[block] and blocks._hashes[block] is None
@@ -136,7 +136,7 @@ class Injector:
         return pool if pool is not None and pool.session_ids else None
 
     def _late_masks(self, fault: Fault, step: int) -> bool:
-        """A mask is there and nobody hears of it for a while."""
+        """A mask is there, but the engine does not see it for a while."""
         pool = self._pool
         if pool is None:
             return False

@@ -22,7 +22,7 @@ STOP_STRINGS = ("e", "th", " a", "o", "ing", "1", "}", "S", "ab", "é")
 
 PROPOSERS = (("ngram",), ("forced",), ("forced", "ngram"), ("ngram", "forced"), ("draft",), ("forced", "draft"))
 SHARE_OF_STORMS = 0.12
-"""Cases whose requests are each more urgent than the one before: whoever runs is thrown out."""
+"""Cases whose requests are each more urgent than the one before: each preempts those that run."""
 SHARE_OF_ACTORS = 0.02
 SHARE_OF_HANGS = 0.03
 HANGING_MASK_SECONDS = 1.5

@@ -13,7 +13,7 @@ def _spec(kind: Kind, text: Any, **fields: Any) -> ConstraintSpec:
 
 
 def example(**options: Any) -> ConstraintSpec:
-    """Of the backend in `tests/plugin`, which fails and dawdles where it is told to."""
+    """Of the backend in `tests/plugin`, which fails and dawdles when it is told to."""
     return _spec("regex", {"allowed": list(range(20, 90)), **options}, backend="example")
 
 

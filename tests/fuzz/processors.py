@@ -1,4 +1,4 @@
-"""Logits processors of generated requests: stateful, strict about what they are shown, and failing where told to."""
+"""Logits processors of generated requests: stateful, strict about what they are shown, and failing when told to."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class Watcher:
-    """Favours tokens by a state that each token changes, and raises where its tokens do not continue what it has seen.
+    """Favours tokens by a state that each token changes, and raises if its tokens do not continue what it has seen.
 
     Arguments: `fail_at`, an output position, and `how`: `raise`, `nan` or `mask` (every token). The class counts its
     living instances.

@@ -53,7 +53,7 @@ def resolved(spec: ConstraintSpec) -> Resolved:
 
 
 def expected(request: Request, settings: Settings) -> Outcome:
-    """What the request must come to where nothing hits it. Not to be changed: it is remembered."""
+    """What the request must come to if nothing hits it. Not to be changed: it is remembered."""
     return _expected(_as_alone(request), settings.family, settings.mask_seconds, settings.max_length)
 
 

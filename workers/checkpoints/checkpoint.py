@@ -1,6 +1,6 @@
-"""The tensors of a checkpoint's safetensors files, by memory map: what is not asked for is not read.
+"""The tensors of a checkpoint's safetensors files, mapped into memory: only tensors that are asked for are read.
 
-Pages of the file are given back once a tensor is copied, so that loading peaks at about the size of the packed weights.
+Once a tensor is copied its pages are given back, so loading takes at most about as much memory as the packed weights.
 Called by the loader.
 """
 
@@ -42,9 +42,9 @@ class _Entry(NamedTuple):
 
 
 class Checkpoint:
-    """The tensors of a folder's safetensors files, mapped and not read.
+    """The tensors of a folder's safetensors files, mapped but not read.
 
-    Raises `ModelError` where there are none, or where a file is truncated or not safetensors.
+    Raises `ModelError` if there are none, or if a file is truncated or not safetensors.
     """
 
     def __init__(self, folder: str | pathlib.Path) -> None:
@@ -55,12 +55,15 @@ class Checkpoint:
             self._map(path)
 
     def _map(self, path: pathlib.Path) -> None:
-        """The format: a little-endian u64 header length, a JSON header, then the data its offsets count from."""
+        """The format: the header's length as a little-endian u64, a JSON header, then the data. Offsets in the header
+        count from the start of the data.
+        """
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size < 8:
                 raise ModelError(f"{path} is not a safetensors file: it has {size} bytes")
-            # A private mapping is writable to torch, which warns otherwise; nothing writes to it.
+            # torch warns of memory that it cannot write to, so the mapping is private and writable; nothing writes to
+            # it
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         data_start = 8 + int.from_bytes(mapped[:8], "little")
         try:
@@ -79,10 +82,10 @@ class Checkpoint:
         return name in self._entries
 
     def view(self, name: str, shape: tuple[int, ...], kind: torch.dtype = torch.float32) -> torch.Tensor:
-        """The tensor as a view of the file, in the checkpoint's dtype: any floating-point one where `kind` is one, else
-        `kind` itself.
+        """The tensor as a view of the file, in the checkpoint's dtype. If `kind` is a floating-point dtype, the
+        tensor's may be any floating-point dtype; else it must be `kind`.
 
-        Raises `ModelError` naming the tensor where it is missing, not `shape`, or of another dtype.
+        Raises `ModelError` naming the tensor if it is missing, not of `shape`, or of another dtype.
         """
         entry = self._entries.get(name)
         if entry is None:
@@ -103,7 +106,9 @@ class Checkpoint:
         return torch.frombuffer(entry.file, dtype=dtype, count=math.prod(shape), offset=entry.start).view(shape)
 
     def release(self, names: Iterable[str]) -> None:
-        """Gives back the memory of tensors that were copied; their views stay valid and would read the file again."""
+        """Gives back the memory of tensors that were copied. Their views stay valid; reading one reads the file
+        again.
+        """
         for name in names:
             entry = self._entries[name]
             start = -(-entry.start // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -112,7 +117,7 @@ class Checkpoint:
                 _advise(entry.file, "MADV_DONTNEED", start, length)
 
     def check_all_used(self, but: Iterable[str] = ()) -> None:
-        """Raises `ModelError` naming tensors that nothing asked for, which a model without them would silently miss."""
+        """Raises `ModelError` naming tensors that were never asked for: the model would silently run without them."""
         left = [name for name in self._entries.keys() - self._taken - set(but) if not name.endswith(_IGNORED_SUFFIXES)]
         if left:
             shown = ", ".join(sorted(left)[:5])
@@ -120,14 +125,14 @@ class Checkpoint:
 
 
 def _advise(mapped: mmap.mmap, name: str, *part: int) -> None:
-    """Advice that a system does not know, or refuses, is no loss but of speed or memory."""
+    """Advises the system about pages. If it does not know the advice, or refuses it, only speed or memory is lost."""
     if hasattr(mmap, name):
         with contextlib.suppress(OSError):
             mapped.madvise(getattr(mmap, name), *part)
 
 
 class CheckpointHeaders(Checkpoint):
-    """A checkpoint whose tensors have a shape and no data."""
+    """A checkpoint whose tensors have shapes but no data."""
 
     def view(self, name: str, shape: tuple[int, ...], kind: torch.dtype = torch.float32) -> torch.Tensor:
         return super().view(name, shape, kind).to("meta")

@@ -1,7 +1,7 @@
-"""How much memory a model takes: weights from the checkpoint's headers, KV blocks and longest sequence from a budget.
+"""How much memory a model takes: counts its weights by the checkpoint's headers, and plans the KV cache in a budget.
 
-Plain arithmetic over `ModelConfig`; reads no weights and imports no torch. The worker plans with it after loading, and
-`manta check` before.
+Plain arithmetic over `ModelConfig`; reads no weights and imports no torch. The worker plans with it after loading;
+`manta check` does so without loading.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ import pathlib
 from workers.checkpoints.model_config import DTYPE_BYTES, ModelConfig, ModelError
 
 WEIGHTS_MULTIPLE = 4
-"""Unless an option says otherwise the KV cache takes this many times the weights: a model of half a billion parameters
-has room for 1,250 tokens of each of 256 sequences then, and a tiny one does not fill a laptop with prompts of long ago.
+"""If no option sets its size, the KV cache takes this many times the memory of the weights. A model of half a billion
+parameters then has room for 1,250 tokens of each of 256 sequences, and a tiny model does not fill a laptop's memory
+with old prompts.
 """
 LEAST_SEQUENCE_TOKENS = 512
-"""More than that where each sequence that may run at a time would not have room for so many tokens, ..."""
+"""It takes more if `max_num_sequences` sequences of this many tokens would not fit, ..."""
 LEAST_WHOLE_SEQUENCES = 2
-"""... or these few for all that they may become;"""
+"""... or if this many sequences of the longest possible length would not fit."""
 MOST_WHOLE_SEQUENCES = 4
-"""less where all that may run at a time, as long as they may become, have room this many times over;"""
+"""It takes less if `max_num_sequences` sequences of the longest possible length fit this many times."""
 MOST_OF_FREE = 0.4
-"""and never more than this share of the free memory: other programs, and other engines, want some."""
+"""It never takes more than this share of the free memory, because other programs and other engines need some."""
 
 
 def plan_kv_cache(
@@ -39,12 +40,13 @@ def plan_kv_cache(
     max_model_len: int | None,
     draft: ModelConfig | None = None,
 ) -> tuple[int, int]:
-    """(bytes, blocks) of the KV cache: `kv_cache_bytes`, else `kv_cache_fraction` of `free_bytes`, the weights taken,
-    else what the constants above hold to be enough for a model of `weight_bytes`.
+    """(bytes, blocks) of the KV cache.
 
-    A draft model's keys and values lie in blocks of the same ids, so a block's bytes are the sum of both.
+    Its size is `kv_cache_bytes`, if given; else `kv_cache_fraction` of `free_bytes` (what is free after the weights are
+    loaded), if given; else what the constants above say for a model of `weight_bytes`. A draft model's keys and values
+    lie in blocks with the same ids, so a block's bytes are the sum of both models'.
 
-    Raises `ModelError` where it would not hold a single block.
+    Raises `ModelError` if it would not hold a single block.
     """
     block_bytes = sum(each.kv_bytes_per_token(dtype) for each in (model, draft) if each is not None) * block_size
     if kv_cache_bytes is not None:
@@ -68,7 +70,7 @@ def plan_kv_cache(
 def plan_max_model_len(model: ModelConfig, requested: int | None, capacity: int) -> int:
     """Longest sequence in tokens, given the `capacity` of the KV cache in tokens.
 
-    Raises `ModelError` where the requested length exceeds the model's or the cache's.
+    Raises `ModelError` if the requested length exceeds the model's or the cache's.
     """
     if requested is None:
         return min(model.max_position_embeddings, capacity)
@@ -87,7 +89,7 @@ def plan_max_model_len(model: ModelConfig, requested: int | None, capacity: int)
 def num_parameters(folder: pathlib.Path) -> int:
     """Elements of all tensors in the safetensors files of a checkpoint, read from their headers alone.
 
-    Raises `ModelError` naming the file that is missing, cut short or no safetensors file.
+    Raises `ModelError` naming a file that is missing, truncated or no safetensors file.
     """
     return sum(_num_elements(path) for path in weight_files(folder))
 

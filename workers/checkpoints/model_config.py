@@ -1,7 +1,7 @@
-"""What a checkpoint's `config.json` says, checked and in one spelling; finds its folder by path, name or hub id.
+"""Reads a checkpoint's `config.json`: checked, and in one spelling. Finds the folder by path, by name or by hub id.
 
-Everything that the native decoder cannot do is refused here, by name, before a weight is read. Reads no weights and
-imports no torch; called by the worker, the loader and `manta check`.
+What Manta cannot run is refused here, by name, before a weight is read. Reads no weights and imports no torch;
+called by the worker, the loader and `manta check`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The shape of one decoder-only model."""
 
     architecture: str
-    """The class that Hugging Face names it by, `Qwen2ForCausalLM`."""
+    """The name of its class in Hugging Face transformers, such as `Qwen2ForCausalLM`."""
     native: bool
     """Run by `workers/models/decoder.py`; False runs through transformers."""
     vocab_size: int
@@ -77,14 +77,14 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     tie_word_embeddings: bool
     qkv_bias: bool
     output_bias: bool
-    """Of the attention's output projection."""
+    """Whether the attention's output projection has a bias."""
     mlp_bias: bool
     qk_norm: bool
-    """Query and key heads are RMS-normalised before rotation (Qwen3)."""
+    """Whether query and key heads are RMS-normalised before the rotation (Qwen3)."""
     sliding_windows: tuple[int | None, ...]
     """Positions that a token of each layer sees, itself included; None sees all."""
     dtype: str
-    """The checkpoint's: `bfloat16`, `float16` or `float32`."""
+    """The checkpoint's dtype: `bfloat16`, `float16` or `float32`."""
     eos_token_ids: tuple[int, ...]
     scheme: str = UNQUANTIZED
     """How the weights of its linears are stored: a key of `workers.checkpoints.schemes.READERS`."""
@@ -106,7 +106,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 def resolve_model_folder(name: str) -> pathlib.Path:
     """The folder of a checkpoint given as a folder, as `demo`, or as a hub id (downloaded, or found in its cache).
 
-    Raises `ModelError` where there is no such folder, where it holds no `config.json`, or where the hub cannot be read.
+    Raises `ModelError` if there is no such folder, if it holds no `config.json`, or if the hub cannot be read.
     """
     folder = _DEMO_FOLDER if name == "demo" else pathlib.Path(name).expanduser()
     if name == "demo" or folder.is_dir():
@@ -198,7 +198,7 @@ def _native_config(raw: dict[str, Any], architecture: str, eos_token_ids: tuple[
 
 
 def _transformers_config(folder: pathlib.Path, architecture: str, eos_token_ids: tuple[int, ...]) -> ModelConfig:
-    """Of a model that transformers runs; fields that only the native decoder reads stay neutral."""
+    """The config of a model that transformers runs; fields that only the native decoder reads are neutral."""
     from workers.checkpoints import transformers_support  # takes seconds to import, and only these need it
 
     try:
@@ -274,7 +274,7 @@ def _longest_context(positions: int, rope: RopeConfig) -> int:
 def _sliding_windows(raw: dict[str, Any], architecture: str, num_layers: int) -> tuple[int | None, ...]:
     if architecture == "LlamaForCausalLM":
         return (None,) * num_layers
-    window = raw.get("sliding_window", 4096)  # the default of all three classes where the key is missing
+    window = raw.get("sliding_window", 4096)  # all three classes take 4096 if the key is missing
     if architecture == "MistralForCausalLM":
         return (window,) * num_layers
     if not raw.get("use_sliding_window", False):

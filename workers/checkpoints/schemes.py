@@ -1,7 +1,7 @@
 """How checkpoints store the weight of a linear: for each scheme, which tensors there are and how they are read.
 
-To add one: `model_config.py` accepts its `quantization_config` and sets `ModelConfig.scheme`, `READERS` gets
-its reader, and each platform that runs it something that makes its linears (`CpuPlatform.linears`).
+To add a scheme: let `model_config.py` accept its `quantization_config` and set `ModelConfig.scheme`, add its reader to
+`READERS`, and add what makes its linears to each platform that runs it (`CpuPlatform.linears`).
 """
 
 from __future__ import annotations
@@ -16,23 +16,25 @@ from workers.checkpoints.weights import LinearWeight
 
 
 class Tensors(Protocol):
-    """What the loader lets a reader see; `row_shape` is the shape of one output's share of a tensor."""
+    """A reader's access to the checkpoint's tensors. `row_shape` is the shape of one output's part of a tensor."""
 
     def __contains__(self, name: str) -> bool: ...
 
     def stacked(self, parts: list[tuple[str, int]], row_shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The tensors [rows, *row_shape] of `parts` (name, rows) one below the other, in `dtype`: of a single part
-        perhaps a view of the file, of several in memory that the next call reuses.
+        """The tensors [rows, *row_shape] of `parts` (name, rows), concatenated by rows, in `dtype`. One part may be a
+        view of the file; several lie in memory that the next call reuses.
         """
         ...
 
     def copied(self, parts: list[tuple[str, int]], row_shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The same for smaller tensors: on the device, and the caller's own."""
+        """The same for small tensors: a copy on the device, which belongs to the caller."""
         ...
 
 
 class LinearSource(NamedTuple):
-    """Where a checkpoint keeps the linears `parts` (name, out_features) of one input, made into one in this order."""
+    """The linears `parts` (name, out_features) of a checkpoint, which read the same input and become one linear, in
+    this order.
+    """
 
     parts: tuple[tuple[str, int], ...]
     in_features: int
@@ -41,7 +43,7 @@ class LinearSource(NamedTuple):
     """As `LinearWeight.gated`: the first half of the parts gates the second."""
     scheme: str
     dtype: torch.dtype
-    """Of the activations."""
+    """The dtype of the activations."""
     tensors: Tensors
 
     @property
@@ -49,7 +51,7 @@ class LinearSource(NamedTuple):
         return " + ".join(name for name, _ in self.parts)
 
     def has(self, suffix: str) -> bool:
-        """Whether every part has the tensor."""
+        """Whether every part has a tensor with this suffix."""
         return all(f"{name}.{suffix}" in self.tensors for name, _ in self.parts)
 
     def stacked(self, suffix: str, row_shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -57,7 +59,7 @@ class LinearSource(NamedTuple):
         return self.tensors.stacked(self._parts(suffix), row_shape, dtype)
 
     def copied(self, suffix: str, row_shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """[out_features, *row_shape] of a smaller tensor."""
+        """[out_features, *row_shape] of a small tensor, as the caller's own copy."""
         return self.tensors.copied(self._parts(suffix), row_shape, dtype)
 
     def bias(self) -> torch.Tensor | None:
@@ -68,7 +70,7 @@ class LinearSource(NamedTuple):
 
 
 def read_linear(source: LinearSource) -> LinearWeight:
-    """By the source's scheme. Raises `ModelError` naming a tensor that is missing or does not fit."""
+    """Reads by the source's scheme. Raises `ModelError` naming a tensor that is missing or does not fit."""
     return READERS[source.scheme](source)
 
 
@@ -79,4 +81,4 @@ def read_unquantized(source: LinearSource) -> LinearWeight:
 
 
 READERS: dict[str, Callable[[LinearSource], LinearWeight]] = {UNQUANTIZED: read_unquantized}
-"""By scheme."""
+"""The reader of each scheme."""

@@ -1,6 +1,6 @@
-"""What transformers says of an architecture that has no native form, and which of them run over a paged cache.
+"""What transformers says about an architecture that has no native form, and whether it can run over a paged cache.
 
-Reads a configuration and no weights. Imported only where such a model is asked for: transformers takes seconds.
+Reads a configuration and no weights. Imported only if such a model is asked for: importing transformers takes seconds.
 """
 
 from __future__ import annotations
@@ -13,13 +13,19 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _STATIC_ROPE_TYPES = {"default", "linear", "llama3", "yarn", "proportional", None}
-"""Rope types whose angles depend on the position alone; `dynamic` and `longrope` follow the batch's longest."""
+"""Rope types whose angles depend on the position alone. Those of `dynamic` and `longrope` also depend on the longest
+sequence of the batch.
+"""
 _WITH_SINKS = {"GptOssForCausalLM"}
-"""Their configuration does not tell; the probe finds others, but only after loading."""
+"""Architectures with attention sinks that the configuration does not show. The probe finds others, but only after
+loading.
+"""
 
 
 def read_config(folder: pathlib.Path) -> Any:
-    """transformers' own configuration object. Raises `ValueError` naming its version where it cannot read one."""
+    """transformers' own configuration object. If it cannot read one, raises `ValueError` naming transformers'
+    version.
+    """
     try:
         return transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (ValueError, KeyError, OSError, ImportError) as error:
@@ -28,11 +34,11 @@ def read_config(folder: pathlib.Path) -> Any:
 
 
 def why_unsupported(config: Any, architecture: str) -> str | None:
-    """Why a model cannot run over the paged cache, as far as its configuration tells; None where it may."""
+    """Why a model cannot run over the paged cache; None if its configuration shows no reason."""
     if getattr(config, "is_encoder_decoder", False):
         return "encoder-decoder models have no single token stream to batch"
     if config.get_text_config() is not config:
-        return "multimodal models are not served; use the text-only checkpoint where there is one"
+        return "multimodal models are not served; use the text-only checkpoint if there is one"
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model_class is None or model_class.__name__ != architecture:
         return "it is no causal language model of transformers"

@@ -1,8 +1,9 @@
-"""Compiles the CPU kernels at first use and caches the shared library; calls go through ctypes, so no torch headers.
+"""Compiles the CPU kernels at first use and caches the shared library. Calls go through ctypes: no torch headers
+needed.
 
-The library is keyed by source, compiler, and flags, which are those of the processor's form (`processor.py`): an
-upgrade or another machine rebuilds it. Without a C++ compiler `load_library` returns None and callers use their torch
-reference.
+The cache's key is the source, the compiler and the flags, which depend on the processor's form (`processor.py`), so
+after an upgrade or on another machine the library is compiled again. Without a C++ compiler `load_library` returns None
+and callers use their torch reference.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from workers.kernels import processor
 FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-std=c++17", "-fPIC", "-w")
 # Not -ffast-math: infinities mark masked logits and NaN marks a failed row, and linking with it would flush denormals
 OPENMP = ((("-fopenmp",), ("-fopenmp",)), ((), ("-pthread",)))
-"""(to compile, to link): a compiler without OpenMP, such as Apple's or Zig's, takes threads of our own (parallel.h)."""
+"""(flags to compile, flags to link), first with OpenMP. Without it, as with Apple's or Zig's compiler, the kernels run
+their own threads (parallel.h).
+"""
 
 REMEDY = f"install one: apt install g++, or {shlex.quote(sys.executable)} -m pip install ziglang"
 SOURCES = pathlib.Path(__file__).parent / "native"
@@ -48,7 +51,7 @@ def cache_folder() -> pathlib.Path:
 
 
 def find_compiler() -> tuple[str, ...] | None:
-    """`$CXX`, g++, clang++, or the one that the package `ziglang` brings; None where there is none."""
+    """`$CXX`, g++, clang++, or the compiler of the package `ziglang`; None if there is none of them."""
     if os.environ.get("CXX"):
         return tuple(shlex.split(os.environ["CXX"]))
     for name in ("g++", "clang++"):
@@ -60,15 +63,15 @@ def find_compiler() -> tuple[str, ...] | None:
 
 
 def load_library() -> ctypes.CDLL | None:
-    """All `workers/kernels/*.cpp`, compiled for this processor; None without a compiler, or where it fails.
+    """All `workers/kernels/native/*.cpp`, compiled for this processor; None without a compiler, or if it fails.
 
-    torch must be imported first: its OpenMP runtime then serves the library too, so both share one thread pool.
+    torch must be imported first: the library then uses torch's OpenMP runtime, so both share one thread pool.
     """
     return _load()[0]
 
 
 def why_none() -> str | None:
-    """Why `load_library` gave None, what that costs, and what to do, in a line."""
+    """One line: why `load_library` returned None, what that costs, and what to do. None if there is a library."""
     return _load()[1]
 
 
@@ -80,7 +83,7 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
     if compiler is None:
         return None, f"no C++ compiler was found, so torch alone serves, several times slower; {REMEDY}"
     failure = ""
-    # A compiler older than the processor knows a lower form's flags only.
+    # A compiler that is older than the processor may know only the flags of a lower form.
     for form in processor.lower_forms(processor.form()):
         try:
             return ctypes.CDLL(str(library_for(form, compiler))), None
@@ -104,8 +107,8 @@ def form_in_use() -> str:
 def library_for(form: processor.Form, compiler: tuple[str, ...], extra: tuple[str, ...] = ()) -> pathlib.Path:
     """The library's file, compiled if it is not in the cache.
 
-    Raises `OSError` or `CalledProcessError` where that fails with OpenMP and without, `UntrustedCache` for a folder of
-    another user.
+    Raises `OSError` or `CalledProcessError` if it compiles neither with OpenMP nor without, and `UntrustedCache` if the
+    cache's folder belongs to another user.
     """
     flags = (*FLAGS, *form.flags, *extra)
     sources = sorted(path for pattern in ("*.cpp", "*.h") for path in SOURCES.glob(pattern))

@@ -1,4 +1,4 @@
-"""Memory for the KV cache on the CPU: on huge pages where Linux grants them."""
+"""Memory for the KV cache on the CPU: on huge pages if Linux grants them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ def allocate_kv(
 ) -> torch.Tensor:
     """The uninitialised KV cache: [num_layers, 2 (k, v), num_blocks, block_size, num_kv_heads, head_dim].
 
-    A layer's caches are `k_cache, v_cache = kv[layer]`. Slots in the order [slot, kv_head, dim] keep one token's heads
-    adjacent: a kernel that serves all KV heads of a sequence reads whole blocks in a row.
+    A layer's caches are `k_cache, v_cache = kv[layer]`. In the order [KV slot, kv_head, dim] one token's heads are
+    adjacent, so a kernel that serves all KV heads of a sequence reads whole blocks in a row.
     """
     shape = (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim)
     return _huge_page_buffer(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
 
 def _huge_page_buffer(num_bytes: int) -> torch.Tensor:
-    """Bytes on huge pages where Linux grants them: KV blocks are scattered, and each would miss the TLB otherwise."""
+    """Bytes on huge pages, if Linux grants them. Otherwise each access to a KV block would miss the TLB, because blocks
+    are scattered.
+    """
     if not hasattr(mmap, "MADV_HUGEPAGE"):  # no Linux, or a C library that does not know it
         return torch.empty(num_bytes, dtype=torch.uint8)
     buffer = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

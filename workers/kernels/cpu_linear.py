@@ -1,6 +1,6 @@
 """Packed linears on the CPU, in bfloat16 and float32: thin ctypes calls into `linear.cpp`.
 
-`workers/platforms/cpu_linears.py` calls it, and takes torch where `pack` returns None. Nothing is compiled at import.
+`workers/platforms/cpu_linears.py` calls it, and uses torch if `pack` returns None. Nothing is compiled at import.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ import torch
 from workers.kernels import build, layout
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
-"""The kernels' numbers for dtypes."""
+"""The numbers by which the kernels know dtypes."""
 
 
 _PackedLinear = layout.structure("_PackedLinear", "packed bias", "dtype in_features out_features gated")
 
 
 class NativeLinear(NamedTuple):
-    """What C++ calls in the place of a linear: `run(state, x, y, num_rows)`."""
+    """What C++ calls to run a linear: `run(state, x, y, num_rows)`."""
 
     run: int
-    """Address of a function."""
+    """Address of the function."""
     state: int | None
-    """Address of what it is about; the linear keeps it alive."""
+    """Address of its first argument; the linear keeps what is there alive."""
 
 
 @runtime_checkable
 class HasNative(Protocol):
-    """A linear that C++ can run between the others, without Python."""
+    """A linear that C++ can call directly, without going through Python."""
 
     def native(self) -> NativeLinear: ...
 
@@ -52,7 +52,7 @@ def _library() -> ctypes.CDLL | None:
 class PackedLinear:
     """`x @ weight.T + bias` for x [..., in_features] in the weight's dtype, accumulated in float32.
 
-    With `gated`, `silu` of the first half of that times the second, rounded once.
+    With `gated`, the result is `silu` of its first half times its second half, rounded once.
     """
 
     __slots__ = (
@@ -111,7 +111,7 @@ class PackedLinear:
         return y
 
     def native(self) -> NativeLinear:
-        """The same product for C++."""
+        """The same linear, for C++ to call."""
         bias = None if self.bias is None else self.bias.data_ptr()
         sizes = (self.in_features, self.out_features, self.gated)
         self._state = _PackedLinear(self.packed.data_ptr(), bias, DTYPES[self.dtype], *sizes)
@@ -121,7 +121,9 @@ class PackedLinear:
 
 
 def pack(weight: torch.Tensor, bias: torch.Tensor | None, gated: bool = False) -> PackedLinear | None:
-    """With a packed copy of `weight`; None where nothing can be compiled, or a dtype or size is not theirs."""
+    """A linear with a packed copy of `weight`; None if nothing can be compiled, or if the kernels do not support the
+    dtype or size.
+    """
     if weight.dtype not in DTYPES or (library := _library()) is None:
         return None
     gates = library.manta_linear_layout(3)

@@ -1,7 +1,6 @@
-"""Draws tokens on the CPU with the kernels of `sampler.cpp`: thin ctypes calls, nothing compiled before the first.
+"""The CPU's `SamplerKernels`: thin ctypes calls to `sampler.cpp`, which is compiled at the first call.
 
-Same functions and results as `workers/kernels/torch_sampler.py`, which runs where there is no compiler. The CPU's
-`SamplerKernels`.
+Same functions and results as `workers/kernels/torch_sampler.py`, which runs if there is no compiler.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ CONSTRAINT = np.dtype(
     ],
     align=True,
 )
-"""What a grammar says about one row, laid out like `struct Constraint` in sampler.cpp; uint64 fields are addresses."""
+"""Mask and adjustments of one row, laid out like `struct Constraint` in sampler.cpp; uint64 fields are addresses."""
 
 
 @functools.cache
@@ -52,7 +51,7 @@ def draw(
     state: SamplingState,
     masks: MaskBatch | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `torch_sampler.draw`; the kernel reads packed rows where the grammar workers wrote them."""
+    """As `torch_sampler.draw`; the kernel reads the packed rows in place, where the grammar workers wrote them."""
     library = _library()
     if library is None:
         return torch_sampler.draw(logits, sequences, positions, state, masks)
@@ -78,7 +77,9 @@ def draw(
 
 
 def _constraints(masks: MaskBatch) -> np.ndarray:
-    """The table of a step's constraints, one row a sample point; `masks` keeps what its addresses point to."""
+    """A table of `CONSTRAINT`, one row for each sample point. Its addresses point into `masks`, which must outlive
+    it.
+    """
     slots = np.array(masks.slots, dtype=np.int64)
     table = np.zeros(len(slots), dtype=CONSTRAINT)
     table["late"] = slots == LATE

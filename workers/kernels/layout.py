@@ -9,7 +9,7 @@ from typing import Any
 
 
 def structure(name: str, pointers: str, integers: str = "", floats: str = "") -> type[Any]:
-    """A ctypes structure of pointers, then ints, then floats; fields in the order of their names."""
+    """A ctypes structure of pointers, then ints, then floats. Each argument lists its fields' names, in order."""
     fields: list[tuple[str, Any]] = [(field, c_void_p) for field in pointers.split()]
     fields += [(field, c_int) for field in integers.split()]
     fields += [(field, c_float) for field in floats.split()]
@@ -19,7 +19,7 @@ def structure(name: str, pointers: str, integers: str = "", floats: str = "") ->
 def check(source: str, exported: Callable[[int], int], here: dict[str, int]) -> None:
     """Compares `exported(0)`, `exported(1)`, ... of a C++ source with the values that Python uses, in that order.
 
-    Raises `RuntimeError` naming the first that differs.
+    Raises `RuntimeError` naming the first value that differs.
     """
     for which, (name, value) in enumerate(here.items()):
         there = exported(which)

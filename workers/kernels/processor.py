@@ -1,7 +1,8 @@
-"""What this machine's processor can do: one place decides the form of every CPU kernel and the flags that build it.
+"""What this machine's processor can do: here alone the form of all CPU kernels, and the flags to build it, are chosen.
 
-A form is a set of instructions. The kernels are one text; its macros take what the flags of the form allow. The
-environment variable `MANTA_CPU_FORM` names a lower form than the processor's best, for tests and for comparing.
+A form is a set of instructions. All forms are compiled from the same source, whose macros use what the form's flags
+allow. The environment variable `MANTA_CPU_FORM` names a lower form than the processor's best, for tests and
+comparisons.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ class Form(NamedTuple):
     needs: frozenset[str]
     flags: tuple[str, ...]
     has_bfloat16: bool = False
-    """Whether the processor multiplies bfloat16, in these kernels and in torch: without, torch's bfloat16 products take
-    3 to 6 times as long as float32's.
+    """Whether the processor has instructions that multiply bfloat16, for these kernels and for torch. Without them,
+    torch's bfloat16 products take 3 to 6 times as long as its float32 products.
     """
 
     def below(self, other: Form) -> bool:
@@ -55,13 +56,13 @@ FORMS = (
     Form("neon", _ARM, frozenset(), ()),
     Form("plain", None, frozenset(), ()),
 )
-"""Best first. `plain` is what every processor of its kind has: SSE2 on x86-64."""
+"""Best first. `plain` uses only what every processor of the architecture has, such as SSE2 on x86-64."""
 
 _BY_NAME = {form.name: form for form in FORMS}
 
 
 def capabilities() -> frozenset[str]:
-    """What the processor can do, in torch's words."""
+    """What the processor can do, by torch's names."""
     get = getattr(torch.cpu, "get_capabilities", None)
     if get is not None:
         return frozenset(name for name, value in get().items() if value is True)
@@ -78,14 +79,14 @@ def capabilities() -> frozenset[str]:
 
 
 def best_form() -> Form:
-    """The best that this processor runs, whatever the environment says."""
+    """The best form that this processor runs, whatever `MANTA_CPU_FORM` says."""
     machine = {"AMD64": _X86, "arm64": _ARM}.get(platform.machine(), platform.machine())
     able = capabilities()
     return next(form for form in FORMS if form.machine in (None, machine) and form.needs <= able)
 
 
 def form() -> Form:
-    """The form in use. Raises `ValueError` where `MANTA_CPU_FORM` names one that this processor cannot run."""
+    """The form in use. Raises `ValueError` if `MANTA_CPU_FORM` names one that this processor cannot run."""
     best = best_form()
     name = os.environ.get(VARIABLE)
     if not name:
@@ -98,5 +99,5 @@ def form() -> Form:
 
 
 def lower_forms(than: Form) -> list[Form]:
-    """Every form that a processor of this one runs, itself first."""
+    """All forms that a processor of the form `than` can run, from that form down."""
     return [each for each in FORMS if each.below(than)]

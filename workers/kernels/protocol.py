@@ -1,7 +1,7 @@
-"""What a platform brings to multiply, attend and draw: the seams that a model and the sampler are written against.
+"""The protocols of a platform's kernels: what models and the sampler call to attend, normalise and draw.
 
-`reference.py` and `torch_sampler.py` say what the functions mean and run on every device; modules of functions, such as
-these, are kernels too.
+`reference.py` and `torch_sampler.py` define what the functions compute, and run on every device. A module of functions,
+such as these two, may stand for an object with methods.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ KVCaches = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Kernels(Protocol):
-    """A decoder layer's, beside its linears; `workers/kernels/reference.py` documents each."""
+    """What a decoder layer computes besides its linears; `workers/kernels/reference.py` documents each function."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
 
@@ -58,17 +58,19 @@ class Kernels(Protocol):
 
 
 class Forward(Protocol):
-    """All layers of a decoder at once."""
+    """Runs all layers of a decoder in one call."""
 
     def __call__(
         self, residual: torch.Tensor, cos_sin: torch.Tensor, metadata: AttentionMetadata, kv_caches: KVCaches
     ) -> torch.Tensor:
-        """Hidden states after the last norm, [num_tokens, hidden], of embedded tokens, which may be written over."""
+        """Hidden states after the last norm, [num_tokens, hidden]. `residual` holds the embedded tokens, and may be
+        overwritten.
+        """
         ...
 
 
 class SamplerKernels(Protocol):
-    """Draws tokens and reports log-probabilities; `workers/kernels/torch_sampler.py` documents both."""
+    """Draws tokens and reports log-probabilities; `workers/kernels/torch_sampler.py` documents both functions."""
 
     def draw(
         self,

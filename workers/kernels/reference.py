@@ -1,7 +1,7 @@
-"""The kernels of a decoder layer in plain torch: what they mean, slowly.
+"""The kernels of a decoder layer in plain torch: slow, but they define what each kernel computes.
 
 Every faster form (`workers/kernels/cpu.py`, later Triton and others) is tested against these functions and falls back
-to them. Arithmetic is float32 inside and rounds once to the input's dtype: bfloat16 forms differ by rounding alone.
+to them. They compute in float32 and round once to the input's dtype, so bfloat16 forms differ by rounding alone.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def rope_and_cache(
 ) -> None:
     """Rotates queries in place and writes rotated keys and plain values to their KV slots.
 
-    qkv is [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], of which the key part is left undefined; `cos_sin`
-    is float32 [max_position, head_dim], cosines then sines, for rotary embedding (Su et al., 2021) in the half-split
-    order of GPT-NeoX and Hugging Face. Where norm weights [head_dim] are given, each query and key head is
-    RMS-normalised before (Qwen3).
+    qkv is [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]; afterwards its key part is undefined. `cos_sin` is
+    float32 [max_position, head_dim], cosines then sines, for rotary embedding (Su et al., 2021) in the half-split order
+    of GPT-NeoX and Hugging Face. If norm weights [head_dim] are given, each query and key head is RMS-normalised before
+    the rotation (Qwen3).
     """
     num_heads, num_kv_heads, head_dim, _ = heads
     by_head = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
@@ -79,7 +79,7 @@ def paged_attention(
 ) -> torch.Tensor:
     """Causal attention of every query token over its sequence's paged keys, [num_tokens, num_heads * head_dim].
 
-    Query heads are the first of qkv (see `rope_and_cache`, which has run before); head `h` reads KV head
+    Call it after `rope_and_cache`: qkv begins with the query heads; query head `h` reads KV head
     `h // (num_heads // num_kv_heads)`. `sliding_window` is how many positions a token sees, itself included (Mistral).
     """
     num_heads, num_kv_heads, head_dim, scale = heads

@@ -1,8 +1,8 @@
-"""Draws tokens with torch operations: the reference of every other sampler, and what runs where there is no kernel.
+"""Draws tokens with torch operations: the reference of every other sampler, and what runs if there is no kernel.
 
 Same functions and results as `workers/kernels/cpu_sampler.py`. Parameters come from the host, logits stay on their
-device, and on an accelerator nothing waits for it. `workers/sampling/sampler.py` documents the order of the processors
-and calls this.
+device, and nothing here waits for an accelerator. `workers/sampling/sampler.py` documents the order of the processors
+and calls this module.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from workers.sampling.noise import gumbel_noise, noise_keys
 from workers.sampling.sampling_state import SamplingState, SequenceState
 
 NUM_CANDIDATES = 256
-"""Most probable tokens looked at before all are sorted; one sort of 152k tokens costs as much as 60 such looks."""
+"""Most probable tokens that are looked at first; all are sorted only if these do not suffice. One sort of 152k tokens
+costs as much as 60 such looks.
+"""
 
 
 def draw(
@@ -29,8 +31,8 @@ def draw(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draws a token from each row of `logits` [P, width >= vocab_size], bfloat16 or float32.
 
-    `masks` has an entry for each row; only packed rows go to the device, and they are applied last. Rows of sequences
-    with logits processors have been through `edit` before.
+    `masks` has an entry for each row. They are applied last, and only packed rows are copied to the device. Rows of
+    sequences with logits processors have been through `edit` before.
 
     Returns token ids int64 [P] and statuses uint8 [P], on the device of the logits.
     """
@@ -62,7 +64,9 @@ def draw(
 
 
 def apply(logits: torch.Tensor, masks: MaskBatch) -> torch.Tensor:
-    """`logits` [P, V] with each constrained row's adjustments added and -inf where its mask forbids; a new tensor."""
+    """A new tensor: `logits` [P, V] with each constrained row's adjustments added, and -inf for tokens that its mask
+    forbids.
+    """
     device = logits.device
     slots = np.array(masks.slots)
     constrained = np.flatnonzero(slots >= 0)
@@ -78,8 +82,8 @@ def apply(logits: torch.Tensor, masks: MaskBatch) -> torch.Tensor:
 
 
 def invalid(logits: torch.Tensor) -> torch.Tensor:
-    """`NAN`, `INFINITE` or `OK` for rows [R, V] as the model made them, uint8 [R]."""
-    largest = logits.amax(1)  # NaN where there is one
+    """`NAN`, `INFINITE` or `OK` for each row of the model's logits [R, V], uint8 [R]."""
+    largest = logits.amax(1)  # NaN if the row has one
     status = torch.where(largest == torch.inf, INFINITE, OK)
     return torch.where(largest.isnan(), NAN, status).to(torch.uint8)
 
@@ -98,7 +102,7 @@ def _edits(sequence: SequenceState, position: int) -> bool:
 
 
 def edit(logits: torch.Tensor, sequence: SequenceState, position: int) -> None:
-    """Everything before the logits processors and the constraint, in place on one row [V], float32."""
+    """Applies all that comes before the logits processors and the constraint to one row [V], float32, in place."""
 
     def indices(ids: np.ndarray | list[int]) -> torch.Tensor:
         return torch.as_tensor(np.asarray(ids, dtype=np.int64)).to(logits.device)
@@ -144,8 +148,8 @@ def _draw_random(logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray) 
 def kept_tokens(logits: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
     """Which tokens top_k, then top_p, then min_p keep: processed logits float32 [R, V] to bool [R, V].
 
-    All three keep a prefix of the tokens in order of logit, equal ones by id, so a threshold and a number of tokens
-    kept among those equal to it say everything.
+    All three keep a prefix of the tokens in order of logit, equal ones in order of id. So the result is given by a
+    threshold, and by how many of the tokens equal to it are kept.
     """
     width = logits.shape[1]
     num_candidates = min(width, max(NUM_CANDIDATES, int(rows["top_k"].max())))
@@ -155,7 +159,7 @@ def kept_tokens(logits: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
         if (num_kept[rows["top_k"] == 0] == num_candidates).any():
             ordered = logits.sort(dim=1, descending=True).values
             num_kept = _num_kept(logits, ordered, rows)
-    else:  # looking whether the candidates suffice would wait for the device
+    else:  # to find out whether the candidates suffice would mean waiting for the device
         ordered = logits.sort(dim=1, descending=True).values
         num_kept = _num_kept(logits, ordered, rows)
     threshold = ordered.gather(1, num_kept[:, None] - 1)
@@ -165,7 +169,7 @@ def kept_tokens(logits: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
 
 
 def _num_kept(logits: torch.Tensor, ordered: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
-    """How many of the descending `ordered` [R, C] are kept, at least 1, int64 [R]; exact where less than C."""
+    """How many of the descending `ordered` [R, C] are kept, at least 1, int64 [R]. If it is C, more may be kept."""
 
     def column(values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(logits.device)[:, None]
@@ -192,7 +196,7 @@ def logprobs(
     Returns logprobs float32 [R], ranks int64 [R] from 1, top ids int64 [R, N] and top logprobs float32 [R, N]; equal
     ones are ordered by id.
     """
-    values = logits.float() + 0.0  # -0.0 becomes 0.0, whose bits sort alike
+    values = logits.float() + 0.0  # turns -0.0 into 0.0, so that their bits sort alike
     log_total = values.logsumexp(1, keepdim=True)
     bits = values.view(torch.int32)
     sortable = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64)

@@ -1,8 +1,8 @@
 """The one decoder for Llama, Mistral, Qwen2 and Qwen3: a pre-norm transformer whose families differ by configuration.
 
-A step is a flat list of kernel and linear calls over one batch of tokens; all weights are handed in by the loader, and
-kernels and linears are the platform's, which may make one call of the whole list. Knows neither files nor sequences;
-called by the model runner.
+A step is a flat list of kernel and linear calls over one batch of tokens. The loader hands in the weights; the platform
+brings the kernels and linears, and may run the whole list in one call. Knows neither files nor sequences; called by the
+model runner.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from workers.models.rope import rope_table
 from workers.platforms import Platform
 
 _FIRST_POSITIONS = 4096
-"""Rows of the rotary table made at first; it grows when a longer context comes, so a 1 M-token model costs nothing."""
+"""Rows of the rotary table at first. It grows when a longer context comes, so a model for 1 M tokens does not cost more
+than others.
+"""
 
 
 class Decoder:
-    """The residual stream is in the dtype of the weights' norms."""
+    """One model. The residual stream is in the dtype of the norms' weights."""
 
     def __init__(self, config: ModelConfig, weights: DecoderWeights, platform: Platform) -> None:
         self.config = config
@@ -36,7 +38,8 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, token_ids: torch.Tensor, metadata: AttentionMetadata, kv_caches: KVCaches) -> torch.Tensor:
-        """Hidden states after the last norm, [num_tokens, hidden]; writes the tokens' keys and values to their slots.
+        """Hidden states after the last norm, [num_tokens, hidden]; writes the tokens' keys and values to their KV
+        slots.
 
         `token_ids` is int64 [num_tokens]; `kv_caches` holds (k_cache, v_cache) of each layer.
         """
@@ -68,7 +71,7 @@ class Decoder:
 
     @torch.inference_mode()
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits in the model's dtype, [num_rows, vocab_size], of the rows of `forward`'s result that are sampled."""
+        """Logits in the model's dtype, [num_rows, vocab_size], of rows of `forward`'s result."""
         return self._weights.head(hidden)
 
     def _rotary_table(self, num_positions: int, device: torch.device) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""The table of rotary cosines and sines, from what a checkpoint's configuration says of them.
+"""The table of rotary cosines and sines, computed from a checkpoint's configuration.
 
-Plain arithmetic, made once and grown by the model that reads it; the kernels are handed the table.
+Plain arithmetic. The model makes the table once, makes a longer one when it needs it, and hands it to the kernels.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor,
 
 
 def _llama3(rope: RopeConfig, inv_freq: torch.Tensor) -> torch.Tensor:
-    """Llama 3.1's: long wavelengths are stretched by `factor`, short ones kept, those between blended."""
+    """Llama 3.1's scaling: long wavelengths are stretched by `factor`, short ones kept, those between blended."""
     wavelengths = 2 * math.pi / inv_freq
     turns = rope.original_max_position_embeddings / wavelengths
     kept = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
@@ -40,7 +40,7 @@ def _llama3(rope: RopeConfig, inv_freq: torch.Tensor) -> torch.Tensor:
 
 
 def _yarn(rope: RopeConfig, inv_freq: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """YaRN (Peng et al., 2023, section 3.2): the blend runs over dimensions, between two numbers of turns."""
+    """YaRN (Peng et al., 2023, section 3.2): blends over the dimensions between two numbers of turns."""
 
     def dimension(turns: float) -> float:
         positions_per_radian = rope.original_max_position_embeddings / (turns * 2 * math.pi)

@@ -1,8 +1,8 @@
 """Architectures without a native form: transformers' own model code over Manta's paged attention and KV cache.
 
-Registers one attention function with transformers, which writes keys and values to the paged cache and attends over it,
-so that every model that takes a replaced attention runs in Manta's flat batches. What cannot is refused, by name and
-with the reason: from its configuration (`workers/checkpoints/transformers_support.py`), or here by a probe at load.
+Registers an attention function with transformers that writes keys and values to the paged cache and attends over it.
+Every model whose attention can be replaced then runs in Manta's flat batches. A model that cannot is refused, with its
+name and the reason: by its configuration (`workers/checkpoints/transformers_support.py`), or here by a probe at load.
 Imported only if such a model is asked for.
 """
 
@@ -32,11 +32,13 @@ _REFUSED_ARGUMENTS = {
 _PROBE = ([1, 2, 3, 4, 5], [3, 1, 4])
 """Token ids that any vocabulary has."""
 _PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""Norm of the difference over that of the logits; a wrong attention is off by about 1."""
+"""Largest norm of the difference, divided by the norm of the logits; with a wrong attention it is about 1."""
 
 
 class _Output(BaseModelOutputWithPast):
-    """Models copy further fields of their transformer's output (router logits, cross attentions) into their own."""
+    """Gives None for fields that it lacks: models copy further fields of their transformer's output (router logits,
+    cross attentions) into their own.
+    """
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("_"):
@@ -44,9 +46,9 @@ class _Output(BaseModelOutputWithPast):
 
 
 class _FinalHidden(nn.Module):
-    """Stands where the model looks for its transformer, and returns hidden states computed before.
+    """Takes the place of the model's transformer, and returns hidden states that were computed before.
 
-    So the model's own code turns them into logits, with whatever scaling or capping it applies around its head.
+    The model's own code then turns them into logits, with all scaling or capping that it applies around its head.
     """
 
     hidden: torch.Tensor
@@ -58,7 +60,7 @@ class _FinalHidden(nn.Module):
 class TransformersModel:
     """One model of transformers, with the interface of `workers/models/protocol.py`. Not thread-safe.
 
-    Raises `ModelError` where the model turns out not to run over the paged cache.
+    Raises `ModelError` if the model turns out not to run over the paged cache.
     """
 
     def __init__(self, folder: str | pathlib.Path, config: ModelConfig, dtype: torch.dtype, platform: Platform) -> None:
@@ -103,13 +105,15 @@ class TransformersModel:
         return model
 
     def _check(self, expected: list[torch.Tensor], dtype: torch.dtype) -> None:
-        """Compares a prefill and a decode step of two sequences with what the model answers with its own attention."""
+        """Compares the logits of a prefill and a decode step of two sequences with those that the model computes with
+        its own attention.
+        """
         architecture = self.config.architecture
         try:
             actual = self._probe(dtype)
         except ModelError:
             raise
-        except Exception as error:  # model code of any age: whatever it raises is the reason why it cannot run
+        except Exception as error:  # model code may raise anything, and that is why the model cannot run
             raise ModelError(f"{architecture} does not run over a paged cache: {error!r}") from error
         if self._num_attended != self.config.num_layers:
             raise ModelError(
@@ -167,7 +171,7 @@ class TransformersModel:
         scale: float | None,
         sliding_window: int | None,
     ) -> torch.Tensor:
-        """One layer's, query [1, num_heads, num_tokens, head_dim] -> [1, num_tokens, num_heads, head_dim]."""
+        """One layer's attention: query [1, num_heads, num_tokens, head_dim] -> [1, num_tokens, num_heads, head_dim]."""
         metadata = self._metadata
         assert metadata is not None
         _, num_heads, num_tokens, head_dim = query.shape
@@ -203,7 +207,7 @@ def _attend(
     sliding_window: int | None = None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention function; the modules carry the model that they belong to."""
+    """transformers' attention function; each module has its `TransformersModel` in `manta_model`."""
     for name, meaning in _REFUSED_ARGUMENTS.items():
         if arguments.get(name) is not None:
             raise ModelError(f"{type(module).__name__} is not supported: {meaning} are not implemented")
@@ -213,7 +217,7 @@ def _attend(
 
 
 def _first_layers(config: Any, num_layers: int) -> Any:
-    """`config` with its first layers only, where it has more; what it lists by layer is cut too."""
+    """`config` with at most its first `num_layers` layers; its lists with an entry for each layer are cut too."""
     total = config.num_hidden_layers
     if num_layers < total:
         for name, value in config.to_dict().items():
@@ -224,7 +228,7 @@ def _first_layers(config: Any, num_layers: int) -> Any:
 
 
 def _own_logits(model: Any, platform: Platform) -> list[torch.Tensor]:
-    """Logits of each of `_PROBE`, alone and with the model's own attention."""
+    """Logits of each sequence of `_PROBE`, run alone and with the model's own attention."""
     model.set_attn_implementation("eager")
     logits = [model(input_ids=platform.place(np.array([tokens])), use_cache=False).logits[0] for tokens in _PROBE]
     model.set_attn_implementation(_ATTENTION_NAME)

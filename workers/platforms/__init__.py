@@ -1,4 +1,4 @@
-"""What differs between devices, behind one interface that is chosen once: memory, dtypes, linears, kernels, sampler."""
+"""What differs between devices: memory, dtypes, linears, kernels and sampler. One `Platform` is chosen at the start."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 
 
 class Platform(Protocol):
-    """A device kind. Runner, loader, models and drafts ask it, and never ask which one it is.
+    """A kind of device. Runner, loader, models and draft models call its methods, and never ask which kind it is.
 
-    Another kind is a module beside `workers/platforms/cpu.py`, its kernels, and a line in `choose_platform`.
+    To add a kind, write a module like `workers/platforms/cpu.py` and its kernels, and add a line to `choose_platform`.
     """
 
     name: str
     device: torch.device
-    """Where tensors live."""
+    """The device of all tensors."""
     kernel_form: str
-    """Which form of the kernels serves; for people to read."""
+    """The form of the kernels in use, for people to read."""
 
     @property
     def advice(self) -> str | None:
-        """What keeps the device from its full speed, and the remedy, in a line."""
+        """One line: what keeps the device from its full speed, and the remedy. None if nothing does."""
         ...
 
     @property
@@ -40,29 +40,29 @@ class Platform(Protocol):
     def sampler(self) -> SamplerKernels: ...
 
     def make_linear(self, weight: LinearWeight) -> Linear:
-        """May repack the weight. Raises `ModelError` naming a scheme that the device has no linear for."""
+        """A linear with this weight, perhaps repacked. Raises `ModelError` if the device has none for its scheme."""
         ...
 
     def compile_decoder(self, weights: DecoderWeights, config: ModelConfig) -> Forward | None:
-        """What runs all layers in one call; None where `kernels` and linears are called one by one."""
+        """A function that runs all layers in one call; None if kernels and linears are to be called one by one."""
         ...
 
     def resolve_dtype(self, requested: str, checkpoint: str) -> str:
-        """`bfloat16` or `float32`. Raises `ValueError` for what the device cannot do."""
+        """`bfloat16` or `float32`. Raises `ValueError` for a dtype that the device cannot compute in."""
         ...
 
     def torch_dtype(self, dtype: str) -> torch.dtype: ...
 
     def place(self, array: np.ndarray) -> torch.Tensor:
-        """A step's input on the device; the array is not changed meanwhile."""
+        """A step's input on the device. The caller does not change the array while the result is in use."""
         ...
 
     def place_weight(self, view: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """A copy of a small weight on the device; the file that `view` shows may be closed."""
+        """A copy of a small weight on the device. The file that `view` maps may be closed afterwards."""
         ...
 
     def place_embedding(self, view: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The lookup table on the device: in `dtype`, or `view` itself where the device reads the host's memory."""
+        """The lookup table on the device: in `dtype`, or `view` itself if the device reads the host's memory."""
         ...
 
     def build_metadata(
@@ -73,8 +73,8 @@ class Platform(Protocol):
         block_size: int,
         share_prefixes: bool = True,
     ) -> AttentionMetadata:
-        """A step's metadata on the device; arguments as those of `AttentionMetadata.build`. Where `share_prefixes` is
-        False, or the kernels read no keys in common, nothing is looked for.
+        """A step's metadata on the device; arguments as those of `AttentionMetadata.build`. Shared prefixes are not
+        looked for if `share_prefixes` is False or the kernels have no use for them.
         """
         ...
 
@@ -85,7 +85,7 @@ class Platform(Protocol):
         ...
 
     def free_memory(self) -> int:
-        """Bytes that the KV cache may be cut from, after the weights are loaded."""
+        """Bytes that are free for the KV cache; called after the weights are loaded."""
         ...
 
 

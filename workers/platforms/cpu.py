@@ -21,7 +21,7 @@ class CpuPlatform:
     kernels: Kernels = cpu
     sampler: SamplerKernels = cpu_sampler
     linears: Mapping[str, Callable[[LinearWeight], Linear]] = {UNQUANTIZED: make_unquantized_linear}
-    """What makes a linear, by the scheme of its weight."""
+    """For each scheme of weights, the function that makes a linear."""
     compile_decoder = staticmethod(cpu_decoder.compile_decoder)
     build_metadata = staticmethod(AttentionMetadata.build)
     place = staticmethod(torch.from_numpy)
@@ -46,7 +46,7 @@ class CpuPlatform:
     def resolve_dtype(self, requested: str, checkpoint: str) -> str:
         if requested != "auto":
             return requested
-        # Where the processor has no instructions for bfloat16, torch alone takes several times as long as in float32
+        # On a processor without instructions for bfloat16, torch alone takes several times as long as in float32
         is_slow = build.load_library() is None and not processor.form().has_bfloat16
         return "float32" if checkpoint == "float32" or is_slow else "bfloat16"
 
@@ -57,7 +57,9 @@ class CpuPlatform:
         return view.to(dtype, copy=True)
 
     def place_embedding(self, view: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Stays a view of the file, also where the head holds a packed copy: only rows in use are read."""
+        """Stays a view of the file, of which only the rows in use are read, even if the head holds a packed copy
+        too.
+        """
         return view
 
     def allocate_kv(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Which form of a linear serves on the CPU: the packed kernels, else oneDNN's blocked layout, else torch's own.
+"""Chooses the form of a linear on the CPU: the packed kernels, else oneDNN's blocked layout, else torch's own.
 
-A linear here is a plain callable, so that a step pays for no module machinery. Called by `workers/platforms/cpu.py`
-with each weight in turn.
+A linear here is a plain callable, so that a step does not pay for calls of `nn.Module`. Called by
+`workers/platforms/cpu.py` with each weight in turn.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from workers.kernels import cpu, cpu_linear, processor
 
 _reorder = torch.ops.mkldnn._reorder_linear_weight
 _PACK_ROWS = 32
-"""The batch that oneDNN chooses a weight layout for; layouts for 1 to 1024 rows ran within noise of each other."""
+"""The batch size for which oneDNN chooses a weight's layout; layouts for 1 to 1024 rows were equally fast within
+noise.
+"""
 
 
 def make_unquantized_linear(weight: LinearWeight) -> Linear:
@@ -23,10 +25,12 @@ def make_unquantized_linear(weight: LinearWeight) -> Linear:
 
 
 def make_cpu_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-    """`x @ weight.T + bias`, with a packed copy of the weight [out_features, in_features] and no reference to it.
+    """`x @ weight.T + bias`, with a packed copy of the weight [out_features, in_features]; does not keep the weight
+    itself.
 
-    By `kernels/native/linear.cpp`, which spares oneDNN's 20 us a call: as fast on large weights, 1.3 to 2.5 times
-    faster on small ones. Without a compiler in oneDNN's blocked layout, up to 1.6 times faster than `F.linear`.
+    `kernels/native/linear.cpp` computes it and avoids oneDNN's 20 us for each call: as fast as oneDNN on large weights,
+    1.3 to 2.5 times faster on small ones. Without a compiler, oneDNN's blocked layout is up to 1.6 times faster than
+    `F.linear`.
     """
     linear = cpu_linear.pack(weight, bias)
     if linear is not None:
@@ -48,9 +52,10 @@ def make_onednn_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linea
 
 
 def make_cpu_gated_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-    """`silu(x @ gate.T) * (x @ up.T)` (SwiGLU, Shazeer, 2020), of gate and up one below the other in the weight.
+    """`silu(x @ gate.T) * (x @ up.T)` (SwiGLU, Shazeer, 2020); the weight holds the rows of gate, then those of up.
 
-    In bfloat16 by one kernel, whose products do not go through memory: at 2,048 rows those of Qwen2.5-0.5B are 40 MB.
+    In bfloat16 one kernel does all, so that the products do not go through memory: at 2,048 rows those of Qwen2.5-0.5B
+    are 40 MB.
     """
     gated = cpu_linear.pack(weight, bias, gated=True)
     if gated is not None:

@@ -1,9 +1,9 @@
-"""The logits processors of one rank: an instance for each processor of each sequence, and the run of them.
+"""The logits processors of one rank: keeps an instance of each processor for each sequence, and runs them.
 
-`sampling_state.py` keeps a `SequenceProcessors` for every sequence that asked for some; `sampler.py` runs them. An
-instance is made when its sequence first draws a token, hence on the rank that samples only; all state is a function of
-the tokens, so that preemption, failover and forks make it again. User code is called here alone, and what it raises
-becomes `ProcessorFailed`. Imports no torch.
+`sampling_state.py` keeps a `SequenceProcessors` for every sequence that asked for processors; `sampler.py` runs them.
+An instance is made when its sequence first draws a token, so only on the rank that samples. Its state is a function of
+the tokens, so after preemption, failover or a fork a new instance is made from them. User code is called only here; if
+it raises, that becomes `ProcessorFailed`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class SequenceProcessors:
         self._vocab_size = vocab_size
         self._instances: list[LogitsProcessor | None] = [None] * len(specs)
         self._position = -1
-        """Of the last run. Who runs there again, or before it, has seen tokens that may not be the sequence's any more
-        (rejected drafts), and is made again.
+        """Position of the last run. If the next run is not at a later position, the instances have seen tokens that may
+        not be the sequence's any more (rejected drafts), and are made anew.
         """
 
     @property
@@ -52,10 +52,10 @@ class SequenceProcessors:
     def run(
         self, tokens: np.ndarray, num_prompt_tokens: int, position: int, logits: torch.Tensor
     ) -> list[tuple[str, torch.Tensor]]:
-        """Changes `logits`, float32 [vocab_size], in place, for the token behind `tokens[:position]`.
+        """Changes `logits`, float32 [vocab_size], in place: those of the token after `tokens[:position]`.
 
-        Returns for each processor its name and whether its logits are all valid (neither NaN nor +inf), a bool tensor
-        on their device. Raises `ProcessorFailed` naming the processor.
+        Returns for each processor its name and whether its logits are all valid (neither NaN nor +inf), as a bool
+        tensor on their device. Raises `ProcessorFailed` naming the processor.
         """
         tokens = tokens[:position]
         tokens.flags.writeable = False  # of this view
@@ -69,7 +69,7 @@ class SequenceProcessors:
             if instance is None:
                 instance = self._instances[index] = self._make(spec, prompt, output)
             _call(spec, instance, output, logits)
-            checks.append((spec.name, logits.max() < float("inf")))  # the largest is NaN where there is one
+            checks.append((spec.name, logits.max() < float("inf")))  # if one logit is NaN, so is the largest
         return checks
 
     def _make(self, spec: LogitsProcessorSpec, prompt: np.ndarray, output: np.ndarray) -> LogitsProcessor:
@@ -79,7 +79,7 @@ class SequenceProcessors:
             raise _failed(f"the factory of logits processor {spec.name!r}", error) from error
 
     def fork(self) -> SequenceProcessors:
-        """Those of a sequence with the same tokens: clones where instances offer them, else made again later."""
+        """Processors for a sequence with the same tokens: clones, if instances offer `clone`; others are made later."""
         child = SequenceProcessors(self.specs, self._registry, self._vocab_size)
         child._position = self._position
         for index, instance in enumerate(self._instances):

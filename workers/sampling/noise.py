@@ -1,9 +1,7 @@
-"""The sampler's noise: Gumbel noise as a pure function of (sequence seed, position, token id), and the seeds of
-children.
+"""The sampler's noise: Gumbel noise as a pure function of (sequence seed, position, token id).
 
-Nothing here keeps state or depends on the batch; every sampler (C++, torch, Triton, JAX) computes the same function,
-so a seeded request draws the same tokens everywhere. The driver uses `child_seed`; importing this module imports no
-torch.
+Nothing here keeps state or depends on the batch. Every sampler (C++, torch, Triton, JAX) computes the same function, so
+a seeded request draws the same tokens everywhere. Importing this module does not import torch.
 
 The function, in unsigned arithmetic modulo 2^64 and 2^32 (`mix64` is splitmix64's finaliser, Steele et al., OOPSLA
 2014):
@@ -18,9 +16,10 @@ The function, in unsigned arithmetic modulo 2^64 and 2^32 (`mix64` is splitmix64
     gumbel = -log(-log1p(-v))
 
 that is -log(-log u) of the uniform u = 1 - v. The mixer is "triple32" (C. Wellons, "Prospecting for Hash Functions",
-2018: bias 0.021) with the key's second half added between its rounds: three 32-bit multiplies a token, where Philox
-takes ten rounds of two 64-bit ones. Working with v = 1 - u keeps 32 bits in the tail that decides who wins (noise
-reaches 22.9); a float32 u near 1 has 24 bits and would never draw tokens less probable than about 1e-7.
+2018: bias 0.021) with the key's second half added between its rounds. It takes three 32-bit multiplications a token,
+while Philox takes ten rounds of two 64-bit ones. The largest noise decides which token wins. Working with v = 1 - u
+keeps 32 bits there (noise reaches 22.9); a float32 u near 1 has 24 bits, and tokens less probable than about 1e-7 would
+never be drawn.
 """
 
 from __future__ import annotations
@@ -33,25 +32,8 @@ if TYPE_CHECKING:
     import torch
 
 GOLDEN = 0x9E3779B97F4A7C15
-CHILD = 0xD1B54A32D192ED03
-WORD = 2**64 - 1
 MULTIPLIERS = (0xED5AD4BB, 0xAC4C1B51, 0x31848BAB)
 LARGEST_V = 1.0 - 2.0**-24
-
-
-def _mix64(word: int) -> int:
-    word = ((word ^ word >> 30) * 0xBF58476D1CE4E5B9) & WORD
-    word = ((word ^ word >> 27) * 0x94D049BB133111EB) & WORD
-    return word ^ word >> 31
-
-
-def child_seed(seed: int, index: int) -> int:
-    """Seed of child `index` of a request with n > 1, in [-2^63, 2^63); with n = 1 the request's own seed is used.
-
-    `mix64(mix64(seed + GOLDEN) ^ (index + 1) * CHILD)` as a signed number, so that neighbouring seeds share no child.
-    """
-    word = _mix64(_mix64((seed + GOLDEN) & WORD) ^ ((index + 1) * CHILD & WORD))
-    return word - 2**64 if word >= 2**63 else word
 
 
 def noise_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:

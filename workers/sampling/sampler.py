@@ -1,17 +1,17 @@
 """Draws the tokens of a step from its logits, and reports log-probabilities.
 
-Owns the order of the processors; keeps no state. Called by the model runner with the platform's kernels. It never
-waits for the device: that is `Sampled.to_host`.
+Owns the order of the processors; keeps no state. Called by the model runner with the platform's kernels. `sample` never
+waits for the device; `Sampled.to_host` does.
 
 A row is processed in this order, in float32:
 
 1. `allowed_token_ids`: all other tokens are masked (-inf)
-2. `bad_words`: the last token of each word is masked where the output ends with the tokens before it
+2. `bad_words`: the last token of each word is masked if the output ends with the word's other tokens
 3. `min_tokens`: end-of-sequence and stop tokens are masked until the output has that many tokens
 4. `logit_bias` is added
 5. `repetition_penalty` divides positive and multiplies other logits of tokens in prompt or output; `frequency_penalty`
    times the occurrences in the output, and `presence_penalty` for tokens in the output, are subtracted
-6. logits processors, in the order of the request (`logits_processors.py`), see and change what 1 to 5 left
+6. logits processors, in the order of the request (`logits_processors.py`), change the result of 1 to 5
 7. the constraint: its adjustments are added, and all tokens that its mask forbids are masked
 8. `temperature` divides; at 0 the largest logit wins and the rest is skipped
 9. `top_k` keeps the k largest
@@ -45,27 +45,28 @@ class HostSample:
 
     token_ids: list[int | None]
     errors: dict[int, RowError]
-    """Point index to what is wrong with its row."""
+    """Sample point's index to what is wrong with its row."""
     logprobs: dict[int, TokenLogprobs]
-    """Point index to the report, for sequences that asked."""
+    """Sample point's index to its logprobs, for sequences that asked."""
 
 
 @dataclasses.dataclass
 class Processed:
-    """Points of sequences with logits processors, behind these: `logits` float32 [R, V]."""
+    """Sample points of sequences with logits processors, after these have run."""
 
     names: dict[int, str]
-    """Point index to the names of its processors; in the order of the rows."""
+    """Point index to the names of its processors, in the order of the rows of `logits`."""
     logits: torch.Tensor
+    """float32 [R, V]."""
     status: torch.Tensor
-    """uint8 [R], of what the model made."""
+    """uint8 [R]: the status of the model's own logits."""
     raised: dict[int, str]
     """Point index to the error of a processor."""
     checks: list[tuple[int, str, torch.Tensor]]
     """Point index, name of a processor, and whether its logits are neither NaN nor +inf."""
 
     def failures(self) -> dict[int, str]:
-        """Point index to what a processor did wrong to good logits; waits for the device."""
+        """Point index to how a processor failed, for points whose logits were valid before. Waits for the device."""
         found = dict(self.raised)
         if self.checks:
             is_valid = torch.stack([check for _, _, check in self.checks]).tolist()
@@ -139,12 +140,12 @@ def sample(
 ) -> Sampled:
     """Draws one token for each point: row `i` of `logits` [P, width] (bfloat16 or float32) belongs to `points[i]`.
 
-    This is `apply` of the two-phase step on every platform: `masks.slots[i]` is the mask of `points[i]`, and a late
-    point draws nothing. Log-probabilities are those of the unmasked distribution.
+    `masks.slots[i]` is the mask of `points[i]`; a late point draws nothing. Log-probabilities are those of the unmasked
+    distribution.
 
     Columns from `state.vocab_size` on are padding and never drawn. Noise, `min_tokens`, `bad_words` and penalties
-    depend on the point's position and the tokens before it only, so a sequence may have points at several positions.
-    Raises `ValueError` where a shape does not fit or a position is beyond the sequence's tokens.
+    depend only on the point's position and the tokens before it, so a sequence may have points at several positions.
+    Raises `ValueError` if a shape does not fit or a position is beyond the sequence's tokens.
     """
     _check_shape(logits, len(points), state.vocab_size)
     sequences = [state.sequences[point.sequence_id] for point in points]
@@ -174,7 +175,7 @@ def sample(
         drawn_status = torch.where(processed.status == OK, drawn_status, processed.status)
         if len(chosen) == len(points):
             token_ids, status = drawn, drawn_status
-        else:  # drawing all and some of them again is cheaper than copying the logits of the others
+        else:  # drawing all, and these again, is cheaper than copying the logits of the others
             token_ids, status = kernels.draw(logits, sequences, positions, state, masks)
             rows = torch.tensor(chosen).to(logits.device)
             token_ids[rows], status[rows] = drawn, drawn_status
@@ -200,7 +201,7 @@ def _processed(
     state: SamplingState,
     masks: MaskBatch | None,
 ) -> Processed | None:
-    """Runs the logits processors of the points that have some and are drawn in this step; None where there are none."""
+    """Runs the logits processors of the points that have some and are drawn in this step; None if no point has any."""
     chosen = [
         (index, sequence, sequence.processors)
         for index, sequence in enumerate(sequences)
@@ -237,10 +238,10 @@ def prompt_logprobs(
     num_top: int,
     vocab_size: int | None = None,
 ) -> list[TokenLogprobs]:
-    """Log-probabilities of `next_token_ids` [R] under `logits` [R, width] and of the `num_top` best; waits for the
-    device.
+    """Log-probabilities of `next_token_ids` [R] under `logits` [R, width], and of the `num_top` best tokens.
 
-    They are those of the unmodified distribution over the first `vocab_size` columns (all by default).
+    They are those of the unmodified distribution over the first `vocab_size` columns (by default all). Waits for the
+    device.
     """
     if vocab_size is not None:
         logits = logits[:, :vocab_size]

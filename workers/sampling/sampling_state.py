@@ -1,8 +1,8 @@
-"""What a rank remembers of each sequence in order to sample it: its tokens, and its parameters in arrays.
+"""What a rank keeps of each sequence in order to sample it: its tokens, and its parameters in arrays.
 
-Everything is a function of the sequence's `SequenceStart` and the tokens appended since, so preemption, failover and
-forks rebuild it with `start`. Penalties keep no counts: they read the tokens (see `kernels/native/sampler.cpp`: about a
-nanosecond a token). Called by the model runner and read by the samplers; never touches logits.
+All of it is a function of the sequence's `SequenceStart` and the tokens appended since, so after preemption, failover
+or a fork `start` rebuilds it. No counts are kept for penalties: they read the tokens (`kernels/native/sampler.cpp`),
+which takes about a nanosecond a token. Called by the model runner and read by the samplers; never touches logits.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from workers.sampling_params import SamplingParams
 from workers.step import SequenceStart
 
 GREEDY_TEMPERATURE = 1e-5
-"""Temperatures below this are greedy: dividing by them could overflow, and noise of at most 22.9 seldom changes a
-token."""
+"""Temperatures below this are greedy: dividing by them could overflow, and noise of at most 22.9 would seldom change a
+token.
+"""
 
 FIRST_CAPACITY = 32
 """Rows of the parameter table at first; it doubles."""
@@ -61,8 +62,9 @@ float32 arrays.
 
 
 class SequenceState:
-    """One sequence: `tokens[:num_tokens]` are its prompt and output; the arrays keep what the table's addresses point
-    to."""
+    """One sequence: `tokens[:num_tokens]` are its prompt and output. The addresses in its row of the table point to the
+    arrays here, which must stay alive.
+    """
 
     __slots__ = (
         "allowed_ids",
@@ -95,7 +97,7 @@ class SequenceState:
         self.processors: SequenceProcessors | None = None
 
     def banned_by_words(self, position: int) -> list[int]:
-        """Last tokens of the bad words whose other tokens end the output before `position`."""
+        """The last token of each bad word whose other tokens are the end of the output before `position`."""
         banned = []
         output = self.tokens[self.num_prompt_tokens : position]
         for word in self.params.bad_words_token_ids:
@@ -106,7 +108,9 @@ class SequenceState:
 
 
 class SamplingState:
-    """Sampling state of all sequences on a rank; not thread-safe. `registry` knows their logits processors."""
+    """Sampling state of all sequences on a rank; not thread-safe. `registry` has the factories of their logits
+    processors.
+    """
 
     def __init__(self, vocab_size: int, registry: LogitsProcessorRegistry | None = None) -> None:
         self.vocab_size = vocab_size
@@ -115,16 +119,16 @@ class SamplingState:
         self.table_address = self.table.ctypes.data
         self.sequences: dict[int, SequenceState] = {}
         self.num_wanting_logprobs = 0
-        """Sequences that asked for logprobs of their output: 0 lets a step skip looking."""
+        """Sequences that asked for logprobs of their output. If it is 0, a step need not look for them."""
         self.num_with_processors = 0
-        """Sequences that have logits processors, likewise."""
+        """Sequences that have logits processors, for the same purpose."""
         self._last_tokens = np.zeros(FIRST_CAPACITY, dtype=np.int64)
         self._free_rows = list(range(FIRST_CAPACITY - 1, -1, -1))
 
     def start(self, sequence: SequenceStart) -> None:
         """Builds the state of a sequence from its tokens, replacing any older state of the same id.
 
-        Raises `ValueError` naming the field and the id where a token id is outside the vocabulary.
+        Raises `ValueError` naming the field and the id if a token id is outside the vocabulary.
         """
         self._validate(sequence)
         self.forget(sequence.sequence_id)
@@ -163,7 +167,9 @@ class SamplingState:
         self._last_tokens[state.row] = token_ids[-1]
 
     def truncate(self, sequence_id: int, num_tokens: int) -> None:
-        """Takes back all tokens behind the first `num_tokens`, at least one: drafts appended to be drawn behind."""
+        """Takes back all tokens after the first `num_tokens`, of which there is at least one. A draft model appends its
+        drafts in order to draw the next one, then takes them back.
+        """
         state = self.sequences[sequence_id]
         state.num_tokens = num_tokens
         self._last_tokens[state.row] = state.tokens[num_tokens - 1]
@@ -249,7 +255,7 @@ class SamplingState:
         row["repetition_penalty"] = params.repetition_penalty
         row["presence_penalty"] = params.presence_penalty
         row["frequency_penalty"] = params.frequency_penalty
-        if state.processors is not None:  # what comes before them is done before the kernel sees the row
+        if state.processors is not None:  # steps that come before them are done before the kernel sees the row
             for name in ("num_allowed_ids", "num_bad_words", "num_biases", "min_tokens"):
                 row[name] = 0
             row["repetition_penalty"], row["presence_penalty"], row["frequency_penalty"] = 1, 0, 0

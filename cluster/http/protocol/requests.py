@@ -220,7 +220,7 @@ class ChatCompletionRequest(_SamplingFields, kw_only=True):
         return [template_message(message, f"messages[{index}]") for index, message in enumerate(self.messages)]
 
     def template_kwargs(self) -> dict[str, Any]:
-        """What the chat template gets beside messages and tools."""
+        """What the chat template gets in addition to messages and tools."""
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return effort | (self.chat_template_kwargs or {})
 
@@ -294,7 +294,7 @@ def _only(request: msgspec.Struct, name: str, allowed: Any, message: str) -> Non
 
 
 def checked_token_ids(token_ids: list[Any], param: str) -> list[int]:
-    """Refuses ids that no vocabulary has. The upper bound is the model's; whoever knows the model checks it."""
+    """Refuses ids that no vocabulary has. The model's own bound is checked later, where the model is known."""
     for index, token_id in enumerate(token_ids):
         if not 0 <= token_id < 2**31:
             refuse(f"{param}[{index}]", f"{param}[{index}]: token id {token_id} is outside every vocabulary")

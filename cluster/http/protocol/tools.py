@@ -51,7 +51,7 @@ _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}\Z")
 
 
 def check_tools(tools: list[Tool], choice: ToolChoice | None) -> None:
-    """Raises `ApiError` for names that nobody could call and a choice that no tool fits."""
+    """Raises `ApiError` for names that no model could call, and for a choice that no tool fits."""
     names: set[str] = set()
     for index, tool in enumerate(tools):
         path = f"tools[{index}].function"

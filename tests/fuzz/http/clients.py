@@ -54,7 +54,7 @@ class World:
         self.document: Document
 
     async def prepare(self) -> None:
-        """Asks everything alone. Raises `AssertionError` where the server does not answer that."""
+        """Asks everything alone. Raises `AssertionError` if the server does not answer that."""
         connection = await connect(self.port, [])
         await connection.send(request("/openapi.json", b"", "GET"))
         self.document = Document(json.loads((await connection.answer()).body))

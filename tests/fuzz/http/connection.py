@@ -40,7 +40,7 @@ class Connection:
         self._transcript = transcript
 
     async def send(self, data: bytes) -> None:
-        """Raises `Closed` where the server no longer reads."""
+        """Raises `Closed` if the server no longer reads."""
         self._note(">", data)
         try:
             self._writer.write(data)
@@ -61,7 +61,7 @@ class Connection:
         self._writer.write_eof()
 
     async def answer(self, pause_s: float = 0.0) -> Answer:
-        """The next one, with a pause before each piece of it. Raises `Closed`, and `TimeoutError` where none comes."""
+        """The next one, with a pause before each piece of it. Raises `Closed`, and `TimeoutError` if none comes."""
         received = bytearray()
         try:
             async with asyncio.timeout(ANSWER_S):

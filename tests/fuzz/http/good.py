@@ -1,6 +1,6 @@
 """Requests that must be answered, each always alike: the catalogue, and what of an answer may not change.
 
-Every one is greedy or seeded, so that its answer is a function of the request in float32, whoever else is served.
+Every one is greedy or seeded, so that its answer is a function of the request in float32, whatever else is served.
 """
 
 from __future__ import annotations

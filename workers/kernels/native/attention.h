@@ -1,9 +1,10 @@
 // Paged causal attention with online softmax (FlashAttention, Dao et al., 2022), long contexts split over threads
 // (FlashDecoding, Dao et al., 2023). Called by cpu.cpp only.
 //
-// The rows of a task are the (token, query head) pairs that share a KV head, so that grouped-query attention reads each
-// key and value once. Keys are handled in blocks of KEY_BLOCK: packed, multiplied, exponentiated, times packed values.
-// Splits and blocks lie at fixed positions of a sequence, so that a row's result does not depend on its batchmates.
+// The rows of a task are the (token, query head) pairs that share a KV head, so grouped-query attention reads each key
+// and value once. For each block of KEY_BLOCK keys: pack the keys, multiply them with the queries, exponentiate the
+// scores, multiply with the packed values. Splits and blocks begin at fixed positions of a sequence, so a row's result
+// does not depend on the rest of the batch.
 #pragma once
 
 #include <algorithm>
@@ -14,10 +15,10 @@
 #include "attention_plan.h"
 #include "parallel.h"
 
-constexpr int64_t PARALLEL_COST = 3'000'000;  // row-key-dimension products below which one thread is faster
+constexpr int64_t PARALLEL_COST = 3'000'000;  // with fewer row-key-dimension products one thread is faster
 constexpr int ROW_BLOCK = 96;  // rows multiplied at a time: their scores and probabilities stay in the L1 cache
-constexpr float LOWEST = -1e30f;  // a maximum before any key: finite, so that differences are never NaN
-constexpr float SLACK = 8.0f;  // by so many powers of two may a score exceed what probabilities are relative to
+constexpr float LOWEST = -1e30f;  // the maximum before any key: finite, so that differences are never NaN
+constexpr float SLACK = 8.0f;  // a score may exceed the row's running maximum by this many powers of two
 
 struct KeyRange {
     int first;
@@ -50,9 +51,9 @@ class Scratch {
     size_t capacity_ = 0;
 };
 
-// One row of softmax over `vectors` * LANES scores, of which [low, high) are visible: turns scores into probabilities
-// relative to the row's maximum, and rescales what the row has gathered where that maximum grows. It need not be exact:
-// a score that exceeds it by a little costs no precision, and so the maximum of most blocks need not be known.
+// One row of softmax over `vectors` * LANES scores, of which [low, high) are visible. Turns scores into probabilities
+// relative to the row's running maximum. If that maximum grows, rescales what the row has gathered. It need not be the
+// exact maximum: a score that exceeds it by less than SLACK costs no precision, so most blocks need not change it.
 template <bool MASKED, class E>
 MANTA_INLINE void softmax_row(
     const float* scores, E* probabilities, int vectors, int low, int high, float factor, float& running_max,
@@ -101,7 +102,7 @@ class AttentionWorker {
           group_(call.num_heads / call.num_kv_heads),
           width_(width_of(call.head_dim)) {}
 
-    // Runs a unit; asks for the first keys of the unit that comes after it, where there is one
+    // Runs a unit, and prefetches the first keys of the next unit, if there is one
     void run(const Unit& unit, const Unit* next, Scratch& scratch, Scratch& member_scratch) {
         Task& task = plan_.tasks[unit.task];
         const Task* next_task = next ? &plan_.tasks[next->task] : nullptr;
@@ -122,7 +123,8 @@ class AttentionWorker {
         return round_up(head_dim, GRANULE);
     }
 
-    // Around the units of one thread: other code in the process configures the tiles for itself
+    // Called before and after the units of one thread, because other code in the process configures the tiles for
+    // itself
     void begin() {
 #if MANTA_AMX
         if (PAIRS && tiles_granted()) configure_tiles();
@@ -139,7 +141,7 @@ class AttentionWorker {
     static constexpr bool PAIRS = !std::is_same<E, float>::value;
     static constexpr int GRANULE = PAIRS ? 32 : LANES;  // head_dim and keys are padded to a multiple
 
-    // The shared keys for the rows of all members, then each member's first own split from where its rows stand
+    // Computes the shared keys for the rows of all members, then continues each member's rows with its first own split
     void run_members(const Task& task, const Task* next_task, int next_split, Scratch& member_scratch) {
         const Task* first_own = &plan_.member_task(task.sequence, task.first_head);
         for (int split = 0; split < task.num_splits; split++) {
@@ -271,7 +273,7 @@ class AttentionWorker {
         return {std::max(task.first_key, first), std::min(task.end_key, first + SPLIT_KEYS)};
     }
 
-    // The rows of a block's keys, then of its values, to be asked for over `num_heads` rounds of packing
+    // Prefetches the rows of a block's keys, then those of its values, spread over `num_heads` rounds of packing
     Prefetcher prefetcher_of(const Task& task, const KeyBlock& block, const char** rows, int num_heads) const {
         const size_t base = size_t(task.first_head) * call_.head_dim;
         for (int i = 0; i < block.num_keys; i++) {
@@ -283,7 +285,7 @@ class AttentionWorker {
         return {rows, num_rows, int(task.num_heads * call_.head_dim * sizeof(T)), num_rows / 3 / packs + 1};
     }
 
-    // Where the keys [key, key + KEY_BLOCK) lie, as far as they come before `end`
+    // Finds where the keys [key, key + KEY_BLOCK) before `end` lie
     void locate(const Task& task, int key, int end, KeyBlock& block) const {
         const int32_t* table = call_.block_tables + size_t(task.sequence) * call_.max_blocks;
         const size_t slot_size = size_t(call_.num_kv_heads) * call_.head_dim;
@@ -297,7 +299,7 @@ class AttentionWorker {
         }
     }
 
-    // The first `span` rows of a block, zeros past its last key
+    // Pointers to the first `span` rows of a block; after its last key, to zeros
     void point(const T* cache, const KeyBlock& block, int span, const T** rows) const {
         for (int i = 0; i < block.num_keys; i++) rows[i] = cache + block.offsets[i];
         for (int i = block.num_keys; i < span; i++) rows[i] = zeros_;
@@ -344,13 +346,13 @@ class AttentionWorker {
         multiply_rows(a, lda, b, depth, c, ldc, rows, panels);
     }
 
-    // Rows [first_row, first_row + num_rows) of a head, whose scores begin at the first of `scores_`
+    // Rows [first_row, first_row + num_rows) of a head; `scores_` begins with the scores of `first_row`
     void softmax(
         const Task& task, int head, int first_row, int num_rows, int key, int span, Prefetcher& prefetcher
     ) {
         const int length = call_.query_start[task.sequence + 1] - call_.query_start[task.sequence];
         const int first_position = call_.context_lens[task.sequence] - length + task.first_token;
-        const bool all_visible = task.num_members != 0;  // a shared prefix, whole key blocks of it
+        const bool all_visible = task.num_members != 0;  // a shared prefix consists of whole key blocks
         const float factor = call_.scale * LOG2_E;
         constexpr int full = KEY_BLOCK / LANES;
         for (int row = first_row; row < first_row + num_rows; row++) {
@@ -417,7 +419,7 @@ class AttentionWorker {
         }
     }
 
-    // The last one to finish merges; what it has gathered itself need not go through memory
+    // The thread that finishes the last split merges; its own results need not go through memory
     void finish_split(Task& task, int split) {
         if (task.num_splits == 1) return store_output(task);
         const int own = task.shared_splits + split;
@@ -429,7 +431,7 @@ class AttentionWorker {
         if (__atomic_sub_fetch(&task.remaining, 1, __ATOMIC_ACQ_REL) == 0) merge(task, -1);
     }
 
-    // Combines the splits of a task, in their order; that of `own` is this thread's rows, not in memory
+    // Combines the splits of a task, in their order; split `own` is in this thread's rows, not in `results_`
     void merge(const Task& task, int own) {
         const int rows = task.num_tokens * group_;
         const size_t stride = partial_size(task);
@@ -465,33 +467,33 @@ class AttentionWorker {
 
     const Attention<T>& call_;
     Plan& plan_;
-    float* results_;  // of splits, at the places that the plan gives
+    float* results_;  // of splits, at the offsets that the plan gives
     const int group_;  // query heads of a KV head
     const int width_;  // head_dim, padded
     int rows_ = 0;
     int padded_rows_ = 0;
-    bool is_fresh_ = true;  // no key of the split is in `gathered_` yet, which holds anything
+    bool is_fresh_ = true;  // no key of the split was added to `gathered_` yet, whose content is undefined
     E* queries_ = nullptr;  // [heads][padded_rows][width]
     float* scores_ = nullptr;  // [ROW_BLOCK][KEY_BLOCK]
     E* probabilities_ = nullptr;  // [ROW_BLOCK][KEY_BLOCK]
-    E* packed_ = nullptr;  // keys, then values, of one block and head; beside each other where rows need both again
+    E* packed_ = nullptr;  // keys, then values, of one block and head; in separate memory if later rows need both again
     float* gathered_ = nullptr;  // [heads][padded_rows][width]: probabilities times values, still to be divided
     float* sums_ = nullptr;  // [heads][padded_rows][LANES]
     float* maxima_ = nullptr;  // [heads][padded_rows]
     float* merged_ = nullptr;  // [width]: a row of merged splits
-    T* zeros_ = nullptr;  // stands for the keys past the end of a context
+    T* zeros_ = nullptr;  // read instead of keys past the end of a context
 };
 
 template <class T, class E>
 void attend_all(const Attention<T>& call) {
     static thread_local Plan plan_memory;
     static thread_local Scratch result_memory;
-    Plan& plan = plan_memory;  // a thread-local name would mean each worker's own inside the region
+    Plan& plan = plan_memory;  // in the parallel region the thread-local name would mean each thread's own plan
     plan.make(call, AttentionWorker<T, E>::width_of(call.head_dim), max_threads());
     float* results = reinterpret_cast<float*>(result_memory.reserve(plan.floats * sizeof(float)));
     const int num_units = int(plan.units.size());
     const int threads = plan.cost > PARALLEL_COST ? std::min(num_units, max_threads()) : 1;
-    // Each thread has a first unit; were it taken like the rest, the first thread to come would take the second too
+    // Each thread's first unit is fixed. If it were taken like the rest, the first thread to run could take two.
     std::atomic<int> next{threads};
     parallel(threads, [&](int thread) {
         static thread_local Scratch scratch;

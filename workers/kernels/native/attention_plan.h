@@ -1,9 +1,9 @@
 // What one call of the paged attention computes, cut into units of work for the threads. Used by attention.h only.
 //
-// Sequences whose block tables begin alike may form a group: one unit then packs the keys of the shared prefix once for
-// the queries of many members (Hydragen, Juravsky et al., 2024), and goes on with each member's own keys from where its
-// softmax stands. That is the same arithmetic in the same order as without a group, so that the bits are the same, and
-// one thread does it, so that no state travels between cores.
+// Sequences whose block tables begin alike may form a group (Hydragen, Juravsky et al., 2024): one unit then packs the
+// keys of the shared prefix once for the queries of many members, and continues each member's softmax with the member's
+// own keys. The arithmetic and its order are the same as without a group, so the bits are the same. One thread does all
+// of it, so no state moves between cores.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +23,7 @@ struct Attention {
     const int32_t* context_lens;
     const int32_t* block_tables;
     const int32_t* group_start;  // [num_groups + 1] into `members`
-    const int32_t* members;  // sequences; each in one group at most, with a short query
+    const int32_t* members;  // sequences; each is in at most one group and has a short query
     const int32_t* prefix_lens;  // [num_groups]: shared keys, a multiple of KEY_BLOCK, before all members' queries
     int64_t qkv_stride;
     int num_sequences;
@@ -37,12 +37,12 @@ struct Attention {
     float scale;
 };
 
-constexpr int SPLIT_KEYS = 512;  // keys of one unit of work where the query is short
+constexpr int SPLIT_KEYS = 512;  // keys of one unit of work if the query is short
 constexpr int SHORT_QUERY = 8;  // tokens; longer queries have enough tiles to keep all threads busy
 constexpr int TILE_QUERY_ROWS = 96;  // rows of a prefill tile, which share the packing of a key block
 constexpr int SHARED_ROWS = 256;  // rows of a unit over a shared prefix
-constexpr int FEW_SHARED_ROWS = 64;  // rows that hardly repay the packing of a shared prefix
-constexpr int KV_RUN_BYTES = 512;  // heads of one token read together, so that the prefetcher sees runs
+constexpr int FEW_SHARED_ROWS = 64;  // with fewer rows, packing a shared prefix hardly pays
+constexpr int KV_RUN_BYTES = 512;  // of one token's heads that are read together, so that the prefetcher sees runs
 constexpr int PACKING_ROWS = 32;  // packing a key costs about as much as this many rows' products with it
 
 // Query tokens [first_token, first_token + num_tokens) of a sequence's step, for KV heads [first_head, first_head +
@@ -55,13 +55,13 @@ struct Task {
     int num_heads = 1;
     int first_key = 0;
     int end_key = 0;
-    int num_splits = 1;  // with those of a shared prefix, which come first
+    int num_splits = 1;  // including those of a shared prefix, which come first
     int shared_splits = 0;  // whole splits of a shared prefix
-    int remaining = 0;  // own splits not yet done: whoever finishes the last one merges
-    size_t partial = 0;  // of the first split, in floats
-    int first_member = 0;  // of a group's task, in the call's `members`
+    int remaining = 0;  // own splits not yet done: the thread that finishes the last one merges
+    size_t partial = 0;  // offset of the first split's results, in floats
+    int first_member = 0;  // of a group's task: index in the call's `members`
     int num_members = 0;  // 0: a sequence's own task
-    bool goes_on = false;  // one unit for the shared keys and then each member's first own split
+    bool goes_on = false;  // one unit computes the shared keys, then each member's first own split
 };
 
 struct Unit {
@@ -110,7 +110,7 @@ class Plan {
                 apart_[call.members[j]] = shapes_[i].apart;
             }
         }
-        // Heads of a token lie together and are best read together, unless that leaves threads without work
+        // A token's heads lie together and are best read together, unless that leaves threads without work
         int64_t num_splits = 0;
         for (int i = 0; i < call.num_sequences; i++) num_splits += splits_of(prefixes_[i], call.context_lens[i]);
         const int run_heads = std::max(1, KV_RUN_BYTES / int(call.head_dim * sizeof(T)));
@@ -169,12 +169,12 @@ class Plan {
     struct GroupShape {
         int rows;
         int wide_tiles;
-        int tiles;  // of the units that go on with the members' own keys
+        int tiles;  // of the units that continue with the members' own keys
         int apart;  // whole splits of the prefix that are units of their own, for wide tiles
     };
 
-    // Units that go on take the whole prefix with them where that keeps all threads busy with many rows each: what they
-    // have gathered stays in one core. Where the rows are too few for the threads, the prefix is split over them too.
+    // If the rows suffice to keep all threads busy with many rows each, a unit computes the whole prefix and continues
+    // with the members' own keys, so that its sums stay in one core. If they do not, the prefix is split over threads.
     template <class T>
     GroupShape shape_of(const Attention<T>& call, int index, int threads) const {
         GroupShape shape = {0, 0, 0, 0};
@@ -241,6 +241,6 @@ class Plan {
     int heads_together_ = 1;
     std::vector<GroupShape> shapes_;  // of each group
     std::vector<int> prefixes_;  // of each sequence: keys that it shares
-    std::vector<int> apart_;  // of each sequence: its group's splits apart
+    std::vector<int> apart_;  // of each sequence: its group's `apart`
     std::vector<int> first_tasks_;  // of each sequence
 };

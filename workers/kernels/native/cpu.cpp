@@ -1,6 +1,6 @@
-// The kernels of a decoder layer on the CPU, called by cpu.py through ctypes; reference.py says what they mean.
-// Normalisation, activation and rotary embedding are here, attention is in attention.h. Parallel where the work repays
-// waking threads.
+// The kernels of a decoder layer on the CPU, called by cpu.py through ctypes; reference.py defines what they compute.
+// Normalisation, activation and rotary embedding are here, attention is in attention.h. Threads are used only if there
+// is enough work to pay for waking them.
 
 #include <cmath>
 
@@ -10,7 +10,7 @@
 namespace {
 
 constexpr int64_t PARALLEL_ELEMENTS = 32768;
-constexpr int HEAD_DIM_MULTIPLE = 16;  // of the head sizes that attention takes
+constexpr int HEAD_DIM_MULTIPLE = 16;  // head sizes that attention supports are multiples of it
 
 enum DType { FLOAT32 = 0, BFLOAT16 = 1 };
 
@@ -66,7 +66,7 @@ struct RopeShape {
     float eps;
 };
 
-// One head: RMS norm where there is a weight, then the rotation of its two halves
+// One head: RMS norm if there is a weight, then the rotation of its two halves
 template <class T>
 MANTA_INLINE void rotate_head(const T* from, T* to, const float* cos, const T* weight, int head_dim, float eps) {
     const int half = head_dim / 2;
@@ -164,7 +164,7 @@ void manta_rope_and_cache(
     }
 }
 
-// head_dim must be a multiple of HEAD_DIM_MULTIPLE; a window of INT32_MAX is none. `Attention` explains the groups
+// head_dim must be a multiple of HEAD_DIM_MULTIPLE; a window of INT32_MAX means none. `Attention` explains the groups
 void manta_paged_attention(
     int dtype, const void* qkv, int64_t qkv_stride, const void* k_cache, const void* v_cache, void* output,
     const int32_t* query_start, const int32_t* context_lens, const int32_t* block_tables, const int32_t* group_start,

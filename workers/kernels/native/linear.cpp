@@ -3,12 +3,12 @@
 #include "linear_tiles.h"
 #include "linear_vectors.h"
 
-constexpr int FEW_ROWS_OF_TILES = 3;  // from which a tile, however empty, beats dot products
-constexpr int SHARED_ROWS_OF_TILES = 256;  // of each thread, from which they share out the rows, and each reads its own
-constexpr int64_t SERIAL_PRODUCTS = 32 * 1024;  // below, waking the other threads costs more than it saves
+constexpr int FEW_ROWS_OF_TILES = 3;  // from so many rows on, a tile, however empty, beats dot products
+constexpr int SHARED_ROWS_OF_TILES = 256;  // from so many rows a thread on, threads split the rows, not the outputs
+constexpr int64_t SERIAL_PRODUCTS = 32 * 1024;  // below this, waking the other threads costs more than it saves
 
-// LANES rows' units from byte `first` on, turned: unit i of each at to + i * STRIP. Null rows and what is behind the
-// `bytes` of a row are zero.
+// Transposes units of LANES rows, from byte `first` on: unit i of all rows goes to `to + i * STRIP`. Null rows, and
+// units after the `bytes` of a row, are zero.
 static void pack_square(const char* const* rows, int64_t first, int64_t bytes, int32_t* to) {
     Ints square[LANES];
     for (int i = 0; i < LANES; i++) {
@@ -20,8 +20,8 @@ static void pack_square(const char* const* rows, int64_t first, int64_t bytes, i
     for (int i = 0; i < LANES; i++) memcpy(to + i * STRIP, &square[i], sizeof(Ints));
 }
 
-// weight [out_features] rows of `bytes` -> strips of [units][32], a unit being a float or a pair of bfloat16. Gated, 16
-// rows of its first half and 16 of its second take turns.
+// weight [out_features] rows of `bytes` -> strips of [units][32], a unit being a float or a pair of bfloat16. If gated,
+// 16 rows of the first half and 16 of the second alternate.
 static void pack(const char* weight, int32_t* packed, int out_features, int64_t bytes, int64_t units, bool gated) {
     const int panels = (out_features + PANEL - 1) / PANEL;
     ask_for_huge_pages(packed, panels * PANEL * units * 4);  // fewer page faults now, fewer TLB misses later
@@ -89,7 +89,7 @@ static void multiply(const Product<T>& product) {
     multiply_by_vectors(product, threads, shares);
 }
 
-// Rows filled up with zeros to a multiple of STEP, in memory of the caller's thread.
+// The rows, padded with zeros to a multiple of STEP, in memory of the caller's thread.
 template <class T>
 static const T* padded_rows(const T* x, int num_rows, int in_features, int padded) {
     T* const rows = of_thread<T, 1>((int64_t)num_rows * padded);
@@ -108,7 +108,7 @@ static void linear(const T* x, const T* packed, const T* bias, T* y, int num_row
     multiply(Product<T>{x, packed, bias, y, num_rows, padded, out_features, gated != 0});
 }
 
-// A packed linear for the one call of all layers (decoder.cpp); mirrored in cpu_linear.py.
+// A packed linear, for decoder.cpp, which runs all layers in one call; mirrored in cpu_linear.py.
 struct PackedLinear {
     const void *packed, *bias;
     int dtype, in_features, out_features, gated;
@@ -118,16 +118,16 @@ extern "C" int manta_linear_layout(int which) {
     return which == 0 ? (int)sizeof(PackedLinear) : which == 1 ? PANEL : which == 2 ? STEP : STRIP / 2;
 }
 
-// dtype 0: float32, 1: bfloat16. packed [out_features rounded up to PANEL][in_features rounded up to STEP]; gated, half
-// of out_features is divisible by 16.
+// dtype 0: float32, 1: bfloat16. packed [out_features rounded up to PANEL][in_features rounded up to STEP]. If gated,
+// half of out_features must be divisible by 16.
 extern "C" void manta_pack_linear(int dtype, const void* weight, void* packed, int out_features, int in_features,
                                   int gated) {
     const int64_t padded = (in_features + STEP - 1) / STEP * STEP, size = dtype == 0 ? 4 : 2;
     pack((const char*)weight, (int32_t*)packed, out_features, in_features * size, padded * size / 4, gated != 0);
 }
 
-// x [num_rows, in_features], bias [out_features], in the order of packing, or null -> y [num_rows, out_features], or half
-// as wide where gated.
+// x [num_rows, in_features] -> y [num_rows, out_features], or half as wide if gated. bias [out_features] is in the
+// order of packing, or null.
 extern "C" void manta_linear(int dtype, const void* x, const void* packed, const void* bias, void* y, int num_rows,
                              int in_features, int out_features, int gated) {
     if (dtype == 0)
@@ -138,7 +138,7 @@ extern "C" void manta_linear(int dtype, const void* x, const void* packed, const
                gated);
 }
 
-// `manta_linear` in the form that decoder.cpp calls every linear in; `linear` is a PackedLinear.
+// `manta_linear` with the signature by which decoder.cpp calls every linear; `linear` is a PackedLinear.
 extern "C" void manta_run_packed_linear(const void* linear, const void* x, void* y, int num_rows) {
     const PackedLinear& l = *(const PackedLinear*)linear;
     manta_linear(l.dtype, x, l.packed, l.bias, y, num_rows, l.in_features, l.out_features, l.gated);

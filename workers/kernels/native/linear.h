@@ -1,11 +1,12 @@
-// A product of activations with weights packed once: y = x @ weight.T + bias, summed in float32; or gated, where the
-// weight's halves are those of a gate and of what it lets through: y = silu(gate) * up (SwiGLU, Shazeer, 2020).
-// Here is what every form shares: how weights lie, and what becomes of finished sums. linear_vectors.h and
-// linear_tiles.h multiply; linear.cpp packs and chooses.
+// A product of activations with weights that are packed once: y = x @ weight.T + bias, summed in float32. If gated, the
+// weight's halves give `gate` and `up`, and y = silu(gate) * up (SwiGLU, Shazeer, 2020). This file has what all forms
+// share: how weights lie, and how finished sums are written. linear_vectors.h and linear_tiles.h multiply; linear.cpp
+// packs and chooses.
 //
-// Weights lie in strips of 32 outputs: of bfloat16 [in / 2][32][2], pairs of inputs together, which AVX-512's and NEON's
-// dot products and AMX's tiles take as they are, and from which other processors widen a vector by one instruction;
-// of float [in][32]. bfloat16 stays so in memory, for few rows wait for memory.
+// Weights lie in strips of 32 outputs. Of bfloat16 a strip is [in / 2][32][2], with pairs of inputs together: AVX-512's
+// and NEON's dot products and AMX's tiles read that as it is, and other processors widen a vector of it by one
+// instruction. Of float a strip is [in][32]. bfloat16 is not widened in memory, because with few rows the speed is that
+// of reading it.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +22,7 @@
 #include "simd.h"
 
 constexpr int STRIP = 32;   // outputs that lie together
-constexpr int PANEL = 64;   // outputs of two strips: the unit that threads share out
+constexpr int PANEL = 64;   // outputs of two strips: the unit that is shared out among threads
 constexpr int STEP = 32;    // in_features are padded to a multiple of it
 constexpr int64_t HUGE_PAGE = 2 << 20;
 
@@ -39,7 +40,7 @@ static inline void ask_for_huge_pages(void* memory, int64_t bytes) {
 #endif
 }
 
-// Memory that a thread keeps for its next call, [count], on its own huge pages where it is large; one for each USE.
+// Memory [count] that a thread keeps for its next call, on huge pages if the system grants them; one for each USE.
 template <typename T, int USE = 0>
 static inline T* of_thread(int64_t count) {
     static thread_local std::unique_ptr<void, decltype(&free)> memory(nullptr, free);
@@ -62,13 +63,13 @@ struct Product {
     const T *x, *packed, *bias;
     T* y;
     int num_rows, in_features, out_features;
-    bool gated;  // a strip is 16 gates and then what these 16 let through; y is half as wide as the sums
+    bool gated;  // a strip holds 16 outputs of `gate`, then the 16 of `up`; y is half as wide as the sums
 
     const T* panel(int p) const { return packed + p * panel_size(in_features); }
     const T* strip(int s) const { return packed + (int64_t)s * in_features * STRIP; }
     const T* input(int row) const { return x + (int64_t)row * in_features; }
 
-    // Writes what a row's sums of a strip come to.
+    // Writes the outputs of a row and a strip, given their sums.
     MANTA_INLINE void write(int row, int strip, Sums& sums) const {
         const int column = strip * STRIP, left = out_features - column;
         if (bias)
@@ -100,7 +101,7 @@ struct Product {
         write(row, strip, sums);
     }
 
-    // Rows [first, last).
+    // The same product, of rows [first, last) only.
     Product of_rows(int first, int last) const {
         Product part = *this;
         part.x = input(first);

@@ -1,4 +1,4 @@
-// Products of bfloat16 by AMX's tiles, where there are rows enough to fill one. Used by linear.cpp.
+// Products of bfloat16 by AMX's tiles, for calls with enough rows to fill one. Used by linear.cpp.
 #pragma once
 
 #include <algorithm>
@@ -8,30 +8,30 @@
 
 #if MANTA_AMX
 constexpr int TILES_ROWS = 32;  // rows of two tiles
-constexpr int64_t BLOCK_BYTES = 1 << 20;  // of inputs that stay in the second-level cache while the weights pass
-constexpr int CHUNK_STEPS = 8;  // of a strip that stay in the first-level cache, 16 KiB, while a block of rows passes
-constexpr int PACKED_CHUNK_STEPS = 14;  // where the rows are packed, which then leave it more room
-constexpr int FEW_TILES_CHUNK_STEPS = 28;  // of 2 or 3 TILES_ROWS: a longer chunk overtakes what is fetched ahead
+constexpr int64_t BLOCK_BYTES = 1 << 20;  // of inputs, which stay in the second-level cache while the weights pass
+constexpr int CHUNK_STEPS = 8;  // of a strip: 16 KiB, which stay in the first-level cache while a block of rows passes
+constexpr int PACKED_CHUNK_STEPS = 14;  // the same if the rows are packed, which leaves more room in that cache
+constexpr int FEW_TILES_CHUNK_STEPS = 28;  // the same for 2 or 3 TILES_ROWS: a longer chunk overtakes the fetches
 constexpr int AHEAD_STEPS = 24;  // from the weights in use to those that are fetched
-constexpr int FEW_AHEAD_STEPS = 12;  // the same where rows fill one tile at most
-constexpr int BLOCK_TILES = 8;  // TILES_ROWS that repay the loading of a chunk
-constexpr int ROWS_BESIDE = 2;  // of finished sums that are written while a step of tiles multiplies
-constexpr int PACKED_TILES = 4;  // TILES_ROWS from which packing them pays
+constexpr int FEW_AHEAD_STEPS = 12;  // the same if the rows fill at most one tile
+constexpr int BLOCK_TILES = 8;  // from so many TILES_ROWS on, loading a chunk pays
+constexpr int ROWS_BESIDE = 2;  // rows of finished sums that are written while a step of tiles multiplies
+constexpr int PACKED_TILES = 4;  // from so many TILES_ROWS on, packing them pays
 constexpr int STRIP_STRIDE = STRIP * 4;  // bytes from one pair of inputs of a strip to the next
 constexpr int TILE = 256;  // sums of a tile
 
-// Where tiles of inputs lie: in rows of x, or packed, each tile's rows behind one another.
+// Where tiles of inputs lie: in rows of x; or packed, a tile's rows one after another.
 struct Inputs {
     const bf16* tile;  // of the first 16 rows and inputs
     int64_t stride;    // bytes from row to row
     int64_t second;    // elements to the tile of the next 16 rows
     int64_t step;      // elements to the tile of the next inputs
-    bool passes;       // not wanted in the first-level cache, where a chunk of weights is to stay
+    bool passes;       // keep out of the first-level cache, where a chunk of weights must stay
 };
 
-// sums [ROW_TILES][2][16][16] of 16 * ROW_TILES rows of x and a part of a strip, added to what is there or not.
-// `beside(step)` is work for the vector units while the tiles multiply; it may not touch `sums`. What limits it stands in
-// benchmarks/results/2026-11-21.md, "Linears that pack their inputs".
+// sums [ROW_TILES][2][16][16] of 16 * ROW_TILES rows of x and a part of a strip; `adds`: added to the sums that are
+// there. `beside(step)` is work for the vector units while the tiles multiply; it may not touch `sums`. What limits the
+// speed is told in benchmarks/results/2026-11-21.md, "Linears that pack their inputs".
 template <int ROW_TILES, typename Beside>
 static MANTA_INLINE void tiles_times_strip(Inputs x, const bf16* strip, int steps, float* sums, bool adds,
                                            Beside beside) {
@@ -77,8 +77,8 @@ static MANTA_INLINE void tiles_times_strip(Inputs x, const bf16* strip, int step
     asm volatile("" ::: "memory");
 }
 
-// sums [4][16][16] of up to 16 rows of x, as many as tiles have, and both strips of a panel. Weights are fetched ahead,
-// behind the panel's end those of the next.
+// sums [4][16][16] of up to 16 rows of x (as many as the tiles are configured for) and both strips of a panel. Weights
+// are fetched ahead; near the panel's end, those of the next panel.
 static void tile_times_panel(const bf16* x, int64_t in_features, const bf16* panel, float* sums) {
     const bf16* const second = panel + in_features * STRIP;
     asm volatile("" ::: "memory");
@@ -112,13 +112,14 @@ static void tile_times_panel(const bf16* x, int64_t in_features, const bf16* pan
 struct TileProduct : Product<bf16> {
     explicit TileProduct(const Product<bf16>& product) : Product<bf16>(product) {}
 
-    // Sums of rows [row, end) and a strip, from those of a tile.
+    // Finished sums that are not written yet: of rows [row, end) of a tile, and of a strip.
     struct Finished {
         const float* sums = nullptr;
         int row = 0, end = 0, strip = 0;
     };
 
-    // Tiles of rows [first_tile, end_tile) and of inputs [first_step, end_step), which pass by every strip of weights.
+    // One pass over every strip of weights, with tiles of rows [first_tile, end_tile) and inputs [first_step,
+    // end_step).
     struct Pass {
         int first_tile, end_tile, first_step, end_step;
         int chunk_steps;
@@ -126,7 +127,7 @@ struct TileProduct : Product<bf16> {
         const bf16* inputs;  // packed, or the padded last rows
     };
 
-    // Of 16 rows at most, which wait for memory only.
+    // For at most 16 rows, whose speed is limited by memory alone.
     void by_row_of_tiles(Share share) const {
         TileConfig config;
         std::fill_n(config.rows, 5, num_rows);  // the sums' and the inputs'
@@ -142,22 +143,22 @@ struct TileProduct : Product<bf16> {
         _tile_release();
     }
 
-    // Inputs of a block of rows stay in the second-level cache while all strips pass, and of each strip a chunk stays in
-    // the first-level cache while the block's rows pass; the weights that come next are fetched meanwhile. A step of
-    // 2 x 2 tiles then takes 2 KiB from the second-level cache instead of 4. Where a row is so long that the block would
-    // have few rows, its inputs pass in parts, and sums wait in memory from part to part.
+    // The inputs of a block of rows stay in the second-level cache while all strips pass. A chunk of each strip stays
+    // in the first-level cache while the block's rows pass; the next weights are fetched meanwhile. A step of 2 x 2
+    // tiles then takes 2 KiB from the second-level cache instead of 4. If rows are so long that a block would have few
+    // of them, their inputs pass in parts, and the sums stay in memory between the parts.
     void by_tiles(Share share, bool owns_rows) const {
         const int steps = in_features / STEP, tiles = (num_rows + TILES_ROWS - 1) / TILES_ROWS;  // of TILES_ROWS rows
         const int64_t step_bytes = TILES_ROWS * STEP * sizeof(bf16);
         const int parts = 1 + std::min(tiles, BLOCK_TILES) * steps * step_bytes / (BLOCK_BYTES + 1);
         const int part_steps = (steps + parts - 1) / parts;
         const int blocks = 1 + (tiles - 1) / std::max<int64_t>(1, BLOCK_BYTES / (part_steps * step_bytes));
-        // Where rows pass once only, a thread's panels need not be the same ones throughout.
+        // If there is a single pass over the rows, a thread may take other threads' panels.
         const bool helps = parts == 1 && blocks == 1 && !owns_rows;
         if (!(helps ? share.take(1) : share.take_own())) return;
         const TileConfig config;
         _tile_loadconfig(&config);
-        // Long rows that every thread packs for itself would take longer to pack than they save.
+        // If every thread had to pack long rows for itself, that would take longer than it saves.
         const bool packs = tiles >= PACKED_TILES && (parts == 1 || owns_rows);
         const int chunk_steps = packs                  ? PACKED_CHUNK_STEPS
                                 : tiles == 1           ? part_steps
@@ -179,7 +180,7 @@ struct TileProduct : Product<bf16> {
                     }
                 } while (helps && share.take(1));
             }
-        write_rows(finished, TILES_ROWS);  // the last
+        write_rows(finished, TILES_ROWS);  // the last ones
         if (!packs) free(buffer);
         _tile_release();
     }
@@ -210,8 +211,8 @@ struct TileProduct : Product<bf16> {
         }
     }
 
-    // Of steps [first_step, end_step) of a strip and a tile of rows. Meanwhile the weights at `ahead` are fetched, `lines`
-    // cache lines a step, and the sums finished before are written. Returns what is to be fetched next.
+    // Multiplies steps [first_step, end_step) of a strip and a tile of rows. Meanwhile fetches the weights at `ahead`,
+    // `lines` cache lines in each step, and writes the sums that were finished before. Returns what to fetch next.
     const bf16* rows_times_chunk(Inputs x, int tile, int strip, int first_step, int end_step, float* sums,
                                  const bf16* ahead, int lines, Finished& finished) const {
         const int steps = end_step - first_step;
@@ -234,8 +235,8 @@ struct TileProduct : Product<bf16> {
         return {rows + step * STEP, in_features * (int64_t)sizeof(bf16), (int64_t)16 * in_features, STEP, passes};
     }
 
-    // The inputs of a pass, [tiles][steps][2][16][STEP]; rows that are not there are zero. A tile whose rows are apart
-    // takes longer to load, for its cache lines lie in many pages and in few sets.
+    // Packs the inputs of a pass, [tiles][steps][2][16][STEP]; missing rows are zero. Without packing a tile takes
+    // longer to load, because its cache lines lie in many pages and in few sets.
     void pack_inputs(const Pass& pass, bf16* to) const {
         const int64_t size = TILES_ROWS * STEP;
         for (int tile = pass.first_tile; tile < pass.end_tile; tile++, to += (pass.end_step - pass.first_step) * size)
@@ -258,7 +259,7 @@ struct TileProduct : Product<bf16> {
         return packed + ((int64_t)strip * in_features + step * STEP) * STRIP;
     }
 
-    // The last rows, filled up to whole tiles; null where they are whole.
+    // The last rows, padded to whole tiles; null if they fill whole tiles.
     bf16* padded_rows() const {
         const int rest = num_rows % TILES_ROWS;
         if (rest == 0 || rest == 16) return nullptr;

@@ -1,7 +1,7 @@
-// Products by vectors, of any width and on any processor: one text for AVX-512, AVX2, SSE and NEON, in bfloat16 and
-// float32. Where the processor multiplies pairs of bfloat16 (AVX-512 BF16, NEON's) it does; else they are widened in
-// registers where rows are few, and once for a block of rows where they are many. A row's sums run over its inputs in
-// order, so that its result does not depend on the rows beside it.
+// Products by vectors, of any width and on any processor: the same source for AVX-512, AVX2, SSE and NEON, in bfloat16
+// and float32. If the processor can multiply pairs of bfloat16 (AVX-512 BF16, NEON's BF16), that is used. Else weights
+// are widened to float: in registers if there are few rows, once for a block of rows if there are many. A row's sums
+// run over its inputs in order, so its result does not depend on the other rows.
 #pragma once
 
 #include <algorithm>
@@ -16,16 +16,16 @@ constexpr bool HAS_PAIRS = true;
 constexpr bool HAS_PAIRS = false;
 #endif
 constexpr int ACCUMULATORS = TILE_ROWS == 8 ? 24 : 12;  // vectors of sums: three quarters of the registers
-constexpr int FEW_ROWS = 6;  // of a block whose weights come from memory into registers
-constexpr int FEW_CHUNK = 128;  // inputs; with twice as many, what is fetched drives out what is used
-constexpr int MAX_FEW_ROWS = 12;  // from more on, weights are widened once for all rows
+constexpr int FEW_ROWS = 6;  // most rows of a block whose weights go from memory straight into registers
+constexpr int FEW_CHUNK = 128;  // inputs; with twice as many, fetched weights evict those in use from the cache
+constexpr int MAX_FEW_ROWS = 12;  // with more rows, weights are widened once for all of them
 constexpr int64_t CHUNK_BYTES = 16 << 10;  // of widened weights, which stay in the first-level cache
-constexpr int64_t BLOCK_BYTES_OF_ROWS = 512 << 10;  // of rows that pass by every strip; they stay near
-constexpr int MIN_BLOCK_ROWS = 96;  // however long: widening then costs a fiftieth of multiplying
-constexpr int SHARED_ROWS_OF_VECTORS = 192;  // of each thread, from which they share out the rows, not the outputs
-constexpr int64_t PADDING_BYTES = 64;  // between rows, so that they do not meet in few sets of the cache
+constexpr int64_t BLOCK_BYTES_OF_ROWS = 512 << 10;  // of a block of rows, which stays in a near cache for all strips
+constexpr int MIN_BLOCK_ROWS = 96;  // however long the rows are: widening then costs a fiftieth of multiplying
+constexpr int SHARED_ROWS_OF_VECTORS = 192;  // from so many rows a thread on, threads split the rows, not the outputs
+constexpr int64_t PADDING_BYTES = 64;  // between rows, so that they do not all fall into a few sets of the cache
 
-// As many vectors of outputs at a time as their sums leave registers for.
+// How many vectors of outputs are computed at a time: as many as there are registers for their sums.
 template <int ROWS>
 constexpr int vectors_of() {
     int vectors = PANEL / LANES;
@@ -33,7 +33,7 @@ constexpr int vectors_of() {
     return vectors;
 }
 
-// What the rows are multiplied as: pairs as they are, all else as float.
+// The form in which rows are multiplied: pairs of bfloat16 if the processor can, else float.
 template <class T>
 struct VectorProduct : Product<T> {
     using Base = Product<T>;
@@ -45,8 +45,9 @@ struct VectorProduct : Product<T> {
 
     // ---- few rows: weights stream from memory
 
-    // Adds to the sums of ROWS rows and some vectors of a panel, from `vector` on, over inputs [first, end). `ahead`: the
-    // weights that are fetched meanwhile: lying as those in use, or in a row where these are less than a strip.
+    // Adds the products over inputs [first, end) to the sums of ROWS rows and some vectors of a panel, from `vector`
+    // on. Meanwhile the weights at `ahead` are fetched. They lie as those in use do; if these are less than a strip,
+    // they lie one after another.
     template <int ROWS, bool ADDS>
     MANTA_INLINE void rows_times_vectors(const Input* rows, int64_t stride, int p, int vector, int first, int end,
                                          const T* ahead, float (*to)[PANEL]) const {
@@ -56,8 +57,8 @@ struct VectorProduct : Product<T> {
         Floats sums[ROWS][COUNT];
         for (int row = 0; row < ROWS; row++)
             for (int c = 0; c < COUNT; c++) sums[row][c] = ADDS ? load(to[row] + (vector + c) * LANES) : splat(0);
-        // Beside each load, for all at once take the places that loads wait for (1.07 x with one row); inline, for GCC leaves
-        // out a call that does nothing else
+        // One after each load, because all fetches at once take the buffers that loads need (1.07 x with one row).
+        // Inline, because GCC drops a call that does nothing else.
         const auto fetch = [&](int c, int64_t k, const T* from) __attribute__((always_inline)) {
             if (!ahead) return;
             if constexpr (COUNT >= VECTORS) {
@@ -103,7 +104,7 @@ struct VectorProduct : Product<T> {
             for (int c = 0; c < COUNT; c++) store(to[row] + (vector + c) * LANES, sums[row][c]);
     }
 
-    // The even or the odd input's weights of those at `from`.
+    // Of the weights at `from`, those of the even or of the odd input.
     static MANTA_INLINE Floats column(const T* from, int odd) {
         if constexpr (PAIR == 2)
             return odd ? odd_of(load_ints(from)) : even_of(load_ints(from));
@@ -111,8 +112,8 @@ struct VectorProduct : Product<T> {
             return load(from + odd * STRIP);
     }
 
-    // Where the registers hold no sums of a whole strip, its vectors pass in turn over a chunk that stays in the
-    // first-level cache, and each of them fetches its share of the next chunk.
+    // If the registers cannot hold the sums of a whole strip, its vectors pass one by one over a chunk that stays in
+    // the first-level cache, and each of them fetches its share of the next chunk.
     template <int ROWS>
     void rows_times_panel(const Input* rows, int64_t stride, int first_row, int p, int64_t ahead) const {
         constexpr int COUNT = vectors_of<ROWS>();
@@ -157,14 +158,15 @@ struct VectorProduct : Product<T> {
             if (!rows) rows = inputs(0, num_rows, stride);
             for (int b = 0; b < blocks; b++) {
                 const int row = (int64_t)num_rows * b / blocks, end = (int64_t)num_rows * (b + 1) / blocks;
-                // The first block reads on in this panel, the last fetches the next; a hint, also behind the last panel
+                // The first block fetches ahead in this panel, the last block the next panel. Fetches are hints, so one
+                // after the last panel does no harm.
                 const int64_t ahead = b == 0 ? 64 * STEP : b == blocks - 1 ? panel_size(in_features) : 0;
                 rows_times_panel(end - row, rows + row * stride, stride, row, share.first, ahead);
             }
         }
     }
 
-    // Rows [first, last) as they are multiplied: in place where nothing is to be widened.
+    // Rows [first, last) in the form in which they are multiplied: in place if nothing must be widened.
     const Input* inputs(int first, int last, int64_t& stride) const {
         if constexpr (std::is_same_v<Input, T>) {
             stride = in_features;
@@ -181,13 +183,13 @@ struct VectorProduct : Product<T> {
 
     int64_t padded_stride() const { return in_features + PADDING_BYTES / (int64_t)sizeof(Input); }
 
-    // Blocks of rows pass by every strip; of a strip, a chunk at a time is widened and meets all rows of the block.
+    // Each block of rows is multiplied by every strip; a strip is widened chunk by chunk, for all rows of the block.
     void by_blocks(Share share, bool owns_rows) const {
         const int64_t stride = padded_stride();
         const int64_t fitting = std::max<int64_t>(MIN_BLOCK_ROWS, BLOCK_BYTES_OF_ROWS / (stride * sizeof(Input)));
         const int blocks = (num_rows + fitting - 1) / fitting;
         const int most = (num_rows + blocks - 1) / blocks + 1;
-        // Where rows pass once only, a thread's panels need not be the same ones throughout.
+        // If there is a single pass over the rows, a thread may take other threads' panels.
         const bool helps = blocks == 1 && !owns_rows;
         if (!(helps ? share.take(1) : share.take_own())) return;
         float* const chunk = of_thread<float>(CHUNK_BYTES / sizeof(float) + most * (STRIP + stride));
@@ -213,7 +215,7 @@ struct VectorProduct : Product<T> {
             const int steps = std::min(MOST, in_features - k);
             for (int column = 0; column < STRIP; column += WIDTH) {
                 const T* const from = this->strip(strip) + (int64_t)k * STRIP + column * PAIR;
-                // Of the next chunk as much as these outputs are of the strip
+                // The share of the next chunk that these outputs have in the strip
                 const T* const next = this->strip(strip) + (int64_t)(k + steps) * STRIP + column * steps;
                 const Fetch fetch = {(const char*)next, WIDTH * (int64_t)sizeof(T) / tiles};
                 const auto multiply = [&](const Input* weights, Columns at) {

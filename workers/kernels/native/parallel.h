@@ -1,5 +1,5 @@
-// Runs a function on several threads at once: on OpenMP's where the compiler has it, so that torch and these kernels
-// share one pool, else (Apple's clang, a compiler from pip) on a few threads of our own. Included by every kernel.
+// Runs a function on several threads at once. If the compiler has OpenMP, they are OpenMP's, so that torch and these
+// kernels share one pool; else (Apple's clang, a compiler from pip) they are our own. Included by every kernel.
 #pragma once
 
 #include <algorithm>
@@ -28,15 +28,16 @@ inline int max_threads() {
 }
 
 #if !defined(_OPENMP)
-// Threads that wait for work, a moment of it awake: the next call mostly comes within microseconds.
+// Threads that wait for work. They stay awake for a moment first, because the next call mostly comes within
+// microseconds.
 class Pool {
   public:
     static Pool& get() {
-        static Pool* const pool = new Pool;  // never ended: its threads may outlive other static objects
+        static Pool* const pool = new Pool;  // never deleted: its threads may outlive other static objects
         return *pool;
     }
 
-    // call(argument, thread) for each thread; on the caller alone where another one is being served.
+    // call(argument, thread) for each thread; all on the caller's thread if the pool is busy with another caller.
     void run(int threads, void (*call)(const void*, int), const void* argument) {
         std::unique_lock<std::mutex> serving(serving_, std::try_to_lock);
         if (!serving || threads == 1) {
@@ -59,7 +60,7 @@ class Pool {
     }
 
   private:
-    static constexpr int AWAKE = 2000;  // looks for work before a thread sleeps
+    static constexpr int AWAKE = 2000;  // how often a thread looks for work before it sleeps
 
     void work(int thread, uint64_t seen) {
         for (;;) {
@@ -85,7 +86,7 @@ class Pool {
 };
 #endif
 
-// body(thread) for each thread in [0, threads), at once where there are as many; 1 stays on the caller.
+// body(thread) for each thread in [0, threads), at once if there are so many; a single one runs on the caller's thread.
 template <class Body>
 inline void parallel(int threads, const Body& body) {
     if (threads <= 1) return body(0);
@@ -99,7 +100,7 @@ inline void parallel(int threads, const Body& body) {
 #endif
 }
 
-// body(i) for each i in [0, count), in equal parts a thread.
+// body(i) for each i in [0, count), split evenly among the threads.
 template <class Body>
 inline void parallel_for(int64_t count, bool serial, const Body& body) {
     const int threads = serial ? 1 : (int)std::min<int64_t>(count, max_threads());
@@ -109,7 +110,7 @@ inline void parallel_for(int64_t count, bool serial, const Body& body) {
     });
 }
 
-// The same where parts differ: a thread takes the next i when it is done with one.
+// The same for i that take unequal time: a thread takes the next i when it is done with one.
 template <class Body>
 inline void parallel_each(int64_t count, const Body& body) {
     std::atomic<int64_t> next{0};

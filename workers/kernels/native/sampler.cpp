@@ -1,8 +1,9 @@
-// Draws tokens from logits on the CPU: one pass for greedy and for plain temperature sampling, a few passes for
-// top-k, top-p and min-p; the vocabulary is never sorted. Also log-probabilities with ranks and best alternatives.
-// A grammar's mask and adjustments are applied on the way in: one pass copies the row, leaves -inf where the mask forbids,
-// and meets every NaN. Called through workers/kernels/cpu_sampler.py; same results as workers/kernels/torch_sampler.py, its reference.
-// Noise is the function of (seed, position, token id) that workers/sampling/noise.py documents.
+// Draws tokens from logits on the CPU: one pass for greedy and for plain temperature sampling, a few passes for top-k,
+// top-p and min-p; the vocabulary is never sorted. Also reports log-probabilities with ranks and best alternatives.
+// A grammar's mask and adjustments are applied first: one pass copies the row, writes -inf for tokens that the mask
+// forbids, and finds every NaN. Called through workers/kernels/cpu_sampler.py; the results are those of its reference,
+// workers/kernels/torch_sampler.py. Noise is the function of (seed, position, token id) that workers/sampling/noise.py
+// documents.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -44,7 +45,7 @@ struct Row {
     float frequency_penalty;
 };
 
-// What a grammar says about one row: workers/sampling/sampler.py, CONSTRAINT
+// Mask and adjustments of one row: workers/kernels/cpu_sampler.py, CONSTRAINT
 struct Constraint {
     const uint32_t* mask;  // bit t % 32 of word t / 32 allows token t; null: no mask
     const int32_t* adjusted_ids;
@@ -92,7 +93,7 @@ MANTA_INLINE uint32_t invalid(Floats a) {
 #endif
 }
 
-// Writes the lanes of `mask` one behind the other; up to LANES elements at `to` are overwritten
+// Writes the lanes of `mask` one after another and returns their number; up to LANES elements may be overwritten
 MANTA_INLINE int compress(uint32_t mask, Floats values, Ints ids, float* values_to, int32_t* ids_to) {
 #if MANTA_LANES == 16
     // Into a register, then a plain store: compressing stores are microcoded on some processors
@@ -209,7 +210,7 @@ struct Drawn {
     bool is_invalid;
 };
 
-// Not inlined: most vectors never get here, and its locals would be stored for each
+// Not inlined: most vectors never come here, and if it were inlined each of them would store its locals
 __attribute__((noinline)) void draw_exactly(uint32_t mask, Floats logits, Floats scaled, Ints ids, Words words,
                                               Drawn& best) {
     for (; mask; mask &= mask - 1) {
@@ -223,14 +224,15 @@ __attribute__((noinline)) void draw_exactly(uint32_t mask, Floats logits, Floats
     }
 }
 
-// Gumbel-max over the tokens whose scaled logit is at least `floor`. Most tokens cost a hash and an upper bound of
-// their noise: -log(-log1p(-v)) < -log(v), and the bits of a float, as an integer, are a lower bound of its logarithm
-// that is at most 0.06 off. Only the few that could still win (about a dozen in a row) get logarithms.
+// Gumbel-max over the tokens whose scaled logit is at least `floor`. For most tokens only a hash and an upper bound of
+// the noise are computed: -log(-log1p(-v)) < -log(v), and the bits of a float, read as an integer, are a lower bound of
+// its logarithm that is at most 0.06 off. Logarithms are computed only for the few tokens that could still win (about a
+// dozen in a row).
 template <class Tokens>
 Drawn draw(const Tokens& tokens, float scale, float floor, uint64_t key) {
     Drawn best = {-INF, -INF, -1, false};
-    Floats threshold = splat(-INF);  // bounds above it may win
-    Floats hopeless = splat(-INF);   // scaled logits up to it lose with any noise
+    Floats threshold = splat(-INF);  // a token whose bound is above it may win
+    Floats hopeless = splat(-INF);   // a token whose scaled logit is not above it loses with any noise
     uint32_t bad = 0;
     const float slope = -LN2 * 0x1p-23f;
     const float offset = LN2 * (127 + 32);
@@ -245,7 +247,7 @@ Drawn draw(const Tokens& tokens, float scale, float floor, uint64_t key) {
         uint32_t mask = greater(bound, threshold) & at_least(scaled, splat(floor));
         if (__builtin_expect(mask == 0, 1)) return;
         draw_exactly(mask, logits, scaled, ids, words, best);
-        float reach = best.score - (1e-4f + 1e-6f * std::fabs(best.score));  // less the bound's rounding
+        float reach = best.score - (1e-4f + 1e-6f * std::fabs(best.score));  // minus the bound's rounding error
         threshold = splat(reach);
         hopeless = splat(reach - LARGEST_NOISE);
     });
@@ -276,10 +278,10 @@ struct Scratch {
 struct Before {
     int count;     // tokens ordered before the given one; with KEEP they are in the scratch
     double mass;   // sum of exp((logit - shift) * scale) over them
-    double total;  // and over all tokens
+    double total;  // the same sum over all tokens
 };
 
-// What is ordered before the token (logit, id). May read the scratch it writes to: writing never overtakes reading.
+// What is ordered before the token (logit, id). `tokens` may lie in the scratch: writing never overtakes reading.
 template <bool KEEP, class Tokens>
 Before before(const Tokens& tokens, float logit, int32_t id, float scale, float shift, Scratch& scratch) {
     Before result = {0, 0, 0};
@@ -299,7 +301,7 @@ Before before(const Tokens& tokens, float logit, int32_t id, float scale, float 
             if (KEEP) compress(mask, logits, ids, values_to, ids_to);
             result.count += __builtin_popcount(mask);
         }
-        if ((i & 4095) == 0) {  // float sums stay short, so that their rounding stays near 1e-7
+        if ((i & 4095) == 0) {  // keeps the float sums short, so that their rounding error stays near 1e-7
             result.mass += reduce_add(mass);
             result.total += reduce_add(total);
             mass = splat(0);
@@ -319,7 +321,7 @@ uint64_t sort_key(float logit, int32_t id) {
     return uint64_t(word) << 32 | uint32_t(~id);
 }
 
-// A value that at least k logits reach and few more: the k-th largest of the maxima of disjoint groups
+// A value that at least k logits reach, and not many more do: the k-th largest of the maxima of disjoint groups
 template <class T>
 float reached_by(const Dense<T>& tokens, int k, Scratch& scratch) {
     int num_vectors = tokens.size / LANES;
@@ -337,7 +339,7 @@ float reached_by(const Dense<T>& tokens, int k, Scratch& scratch) {
     return maxima[k - 1];
 }
 
-// The k tokens that come first in the order, unordered, in the scratch
+// The k tokens that come first in the order; in the scratch, unsorted
 template <class T>
 Listed first_tokens(const Dense<T>& tokens, int k, Scratch& scratch) {
     float enough = reached_by(tokens, k, scratch);
@@ -363,8 +365,9 @@ Listed first_tokens(const Dense<T>& tokens, int k, Scratch& scratch) {
     return result;
 }
 
-// Draws from the top-p prefix without finding it: a token is in it when the mass before it is less than top_p of all.
-// The unfiltered winner nearly always is; else what comes before it contains the prefix, and the draw repeats there.
+// Draws from the top-p prefix without computing it: a token is in it if the mass before it is less than top_p of all.
+// The winner among all tokens nearly always is. If it is not, the tokens before it contain the prefix, and the draw is
+// repeated among them.
 template <class Tokens>
 int32_t draw_top_p(const Tokens& tokens, const Row& row, float largest, float floor, uint64_t key, Scratch& scratch) {
     const float scale = row.inverse_temperature;
@@ -415,7 +418,8 @@ bool has_penalties(const Row& row) {
 }
 
 bool is_edited(const Row& row, int64_t position, const Constraint* constraint) {
-    return (constraint && (constraint->mask || constraint->num_adjusted)) || row.num_allowed_ids || row.num_bad_words || row.num_biases || has_penalties(row) ||
+    return (constraint && (constraint->mask || constraint->num_adjusted)) || row.num_allowed_ids || row.num_bad_words ||
+           row.num_biases || has_penalties(row) ||
            (row.num_stop_ids && position - row.num_prompt_tokens < row.min_tokens);
 }
 
@@ -431,8 +435,8 @@ void mask_bad_words(const Row& row, int64_t position, float* logits) {
     }
 }
 
-// Counts the tokens in `seen` (1 + occurrences in the output), then visits each once and clears its count. About a
-// nanosecond a token: cheaper than counts kept beside the tokens, and right for any position.
+// Counts the tokens in `seen` (1 + occurrences in the output), then visits each once and clears its count. That takes
+// about a nanosecond a token: less than keeping counts from step to step, and it is right for any position.
 void apply_penalties(const Row& row, int64_t position, int vocab_size, float* logits, int32_t* seen) {
     const int64_t first = row.repetition_penalty == 1 ? row.num_prompt_tokens : 0;
     for (int64_t i = first; i < position; i++) {
@@ -452,7 +456,8 @@ void apply_penalties(const Row& row, int64_t position, int vocab_size, float* lo
     }
 }
 
-// A float copy of what the mask allows, -inf elsewhere; whether any logit, allowed or not, is NaN or +inf
+// Writes a float copy of the logits that the mask allows, and -inf for the others. Returns whether any logit, allowed
+// or not, is NaN or +inf.
 template <class T>
 bool copy_allowed(const Dense<T>& raw, const uint32_t* mask, float* logits) {
     uint32_t bad = 0;
@@ -470,7 +475,7 @@ bool copy_allowed(const Dense<T>& raw, const uint32_t* mask, float* logits) {
     return bad != 0;
 }
 
-// Everything before the temperature, on a float copy
+// Applies all that comes before the temperature, on a float copy
 template <class T>
 Dense<float> edit(const Dense<T>& raw, const Row& row, int64_t position, const Constraint* constraint,
                   Scratch& scratch) {
@@ -497,7 +502,7 @@ Dense<float> edit(const Dense<T>& raw, const Row& row, int64_t position, const C
     return {logits, raw.size};
 }
 
-// With a mask this makes the copy that `edit` goes on with
+// Whether any logit is NaN or +inf. With a mask this also makes the copy that `edit` works on.
 template <class T>
 bool is_any_invalid(const Dense<T>& raw, const Constraint* constraint, Scratch& scratch) {
     if (constraint && constraint->mask) return copy_allowed(raw, constraint->mask, scratch.edited.data());
@@ -520,7 +525,7 @@ void sample(const T* logits, int64_t stride, int num_rows, int vocab_size, const
             status[i] = LATE;
         } else if (!is_edited(row, positions[i], constraint)) {
             status[i] = draw_row(raw, row, positions[i], scratch, token_ids + i);
-        } else if (is_any_invalid(raw, constraint, scratch)) {  // a NaN must not hide behind a mask
+        } else if (is_any_invalid(raw, constraint, scratch)) {  // a mask must not hide a NaN
             status[i] = why_invalid(raw);
         } else {
             Dense<float> edited = edit(raw, row, positions[i], constraint, scratch);
@@ -548,7 +553,7 @@ void logprobs(const T* logits, int64_t stride, int num_rows, int vocab_size, con
         keys.resize(best.size);
         for (int j = 0; j < best.size; j++) keys[j] = sort_key(best.logits[j], best.token_ids[j]);
         std::sort(keys.begin(), keys.end(), std::greater<uint64_t>());
-        std::fill_n(top_ids + i * num_top, num_top, 0);  // NaN logits are in no order: a row of them has less to list
+        std::fill_n(top_ids + i * num_top, num_top, 0);  // NaN logits have no order, so a row with them may list fewer
         std::fill_n(top + i * num_top, num_top, NAN);
         for (int j = 0; j < best.size; j++) {
             int32_t id = ~uint32_t(keys[j]);

@@ -1,7 +1,7 @@
-// How the pieces of one call are shared out among its threads. Each has a range of its own and takes from its front, in
-// order, which the processor's prefetchers like; who has finished takes from the back of whoever has most left. A thread
-// that another process holds up, or a neighbour on the same machine, then costs the piece in its hands and not its whole
-// share of every call. Called by linear.cpp only.
+// How the pieces of one call are shared out among its threads. Each thread has its own range and takes pieces from its
+// front, in order, which suits the processor's prefetchers. A thread that has finished takes pieces from the back of
+// the range with most left. If another process, or a neighbour on the same machine, holds up a thread, the call then
+// waits for the one piece in its hands, not for its whole range. Called by linear.cpp only.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@ class Shares {
             ranges_[i].bounds.store(pack(int64_t(pieces) * i / count_, int64_t(pieces) * (i + 1) / count_), RELAXED);
     }
 
-    // Takes up to `count` pieces from the front of a thread's own range: [first, last). False where none is left.
+    // Takes up to `count` pieces from the front of a thread's own range: [first, last). False if none is left.
     bool take_own(int thread, int count, int& first, int& last) {
         return thread < count_ && take(ranges_[thread], count, true, first, last);
     }
@@ -32,10 +32,10 @@ class Shares {
 
   private:
     static constexpr int MAX = 64;
-    static constexpr auto RELAXED = std::memory_order_relaxed;  // what is computed is ordered by the region's barrier
+    static constexpr auto RELAXED = std::memory_order_relaxed;  // the parallel region's barrier orders the results
 
     struct alignas(64) Range {
-        std::atomic<uint64_t> bounds;  // the first piece and the one behind the last
+        std::atomic<uint64_t> bounds;  // the first piece and the one after the last
     };
 
     static uint64_t pack(uint64_t first, uint64_t last) { return first << 32 | last; }
@@ -66,16 +66,16 @@ class Shares {
     Range ranges_[MAX];
 };
 
-// What one thread takes: [first, last).
+// The pieces [first, last) that one thread has taken.
 struct Share {
     Shares& shares;
     int thread;
     int first = 0, last = 0;
 
-    // A thread's next pieces, its own or another's.
+    // Takes the thread's next pieces, from its own range or another's.
     bool take(int count) {
         return shares.take_own(thread, count, first, last) || shares.take_from_others(count, first, last);
     }
-    // All of its own at once, which nobody else takes then.
+    // Takes the thread's whole range at once, so that no other thread gets pieces of it.
     bool take_own() { return shares.take_own(thread, INT32_MAX, first, last); }
 };

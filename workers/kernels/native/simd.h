@@ -1,6 +1,6 @@
 // Vectors of the processor's natural width, conversions between bfloat16 and float, and exp2.
-// Written in the vector extensions of GCC and Clang, so that the same text serves AVX-512, AVX2 and NEON; intrinsics
-// only where those do badly. Knows nothing of models; included by every CPU kernel.
+// Written in the vector extensions of GCC and Clang, so that the same source serves AVX-512, AVX2 and NEON; intrinsics
+// are used only if the extensions do badly. Knows nothing of models; included by every CPU kernel.
 #pragma once
 
 #include <cstdint>
@@ -98,7 +98,7 @@ MANTA_INLINE void store_two(bf16* to, Floats first, Floats second) {
 #endif
 }
 
-// Pairs of neighbouring bfloat16, one pair a lane: widened, the even ones and the odd ones
+// Lanes hold pairs of neighbouring bfloat16: the even elements, or the odd ones, widened to float
 MANTA_INLINE Floats even_of(Ints pairs) {
     return (Floats)(pairs << 16);
 }
@@ -113,7 +113,7 @@ MANTA_INLINE Ints load_ints(const void* from) {
     return value;
 }
 
-// sum + a * b; of pairs, sum + even * even + odd * odd in one instruction
+// sum + a * b; for pairs, sum + even * even + odd * odd in one instruction
 MANTA_INLINE Floats add_product(Floats sum, Floats a, Floats b) {
     return sum + a * b;
 }
@@ -130,7 +130,7 @@ MANTA_INLINE Floats add_product(Floats sum, Ints a, Ints b) {
 }
 #endif
 
-// The first `count` < LANES elements; the others are zero, or left alone
+// The first `count` < LANES elements. On loading the others are zero; on storing they are not written.
 template <class T>
 MANTA_INLINE Floats load_part(const T* from, int count) {
     T padded[LANES] = {};
@@ -170,7 +170,7 @@ MANTA_INLINE float to_float(bf16 value) {
     return result;
 }
 
-// b where either is NaN
+// In each lane the larger of a and b; b if either is NaN
 MANTA_INLINE Floats maximum(Floats a, Floats b) {
 #if MANTA_LANES == 16
     return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
@@ -199,7 +199,7 @@ MANTA_INLINE float reduce_max(Floats value) {
 #endif
 }
 
-// False where either is NaN
+// Whether a > b in any lane; a NaN is never greater, nor is anything greater than a NaN
 MANTA_INLINE bool any_greater(Floats a, Floats b) {
 #if MANTA_LANES == 16
     return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GT_OQ) != 0;
@@ -208,12 +208,13 @@ MANTA_INLINE bool any_greater(Floats a, Floats b) {
 #endif
 }
 
-// 2^x for x <= 127, to a relative error of 8e-5 (coarse: below bfloat16's 4e-3) or 1e-7. Below -126 the result may be
-// 2^-126 where it should be smaller; NaN stays NaN. A minimax polynomial of the fraction, scaled by the power of two.
+// 2^x for x <= 127, to a relative error of 8e-5 (coarse: below bfloat16's 4e-3) or 1e-7. For x below -126 the result
+// may be 2^-126 although it should be smaller; NaN stays NaN. A minimax polynomial of the fraction, times the power of
+// two.
 template <bool COARSE>
 MANTA_INLINE Floats exp2_of(Floats x) {
 #if defined(__AVX512DQ__)
-    // The processor splits x into floor and fraction, and scales: two instructions for the six below
+    // The processor splits x into floor and fraction, and scales: two instructions instead of the six below
     Floats fraction = (Floats)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
     Floats result;
     if (COARSE) {
@@ -254,7 +255,7 @@ MANTA_INLINE Floats exp2_of(Floats x) {
 #endif
 }
 
-// COARSE as `exp2_of`
+// x * sigmoid(x); COARSE as in `exp2_of`
 template <bool COARSE>
 MANTA_INLINE Floats silu_of(Floats x) {
     const Floats exponent = maximum(splat(-126.0f), x * LOG2_E);  // so that 2^-x stays finite; a NaN passes

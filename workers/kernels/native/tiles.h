@@ -1,6 +1,6 @@
 // Small matrix products over packed operands: the two products of attention, for a few rows and a block of keys.
 // One interface in three forms: float (any processor), bfloat16 pairs (AVX-512 BF16), bfloat16 tiles (AMX). Called by
-// attention.h; the linears share the tiles of registers.
+// attention.h; the linears use its tiles of registers too.
 //
 // A packed operand is a row of panels. In the float form a panel is [depth][LANES]; in the bfloat16 forms it is
 // [depth / 2][16][2], where the two elements of a pair are neighbours in depth (the layout that AMX calls VNNI).
@@ -17,14 +17,14 @@
 #define MANTA_DOT 1  // attention packs pairs
 #endif
 
-// Rows to be asked for while others are computed. KV blocks are scattered, so that the processor's own prefetchers stop
-// at each of them, and a burst of requests would stall the loads that are due now: packing asks for a few at a time
+// Rows to prefetch while others are computed. KV blocks are scattered, so the processor's own prefetchers stop at the
+// end of each. A burst of prefetches would stall the loads that are due now, so packing asks for a few rows at a time
 // (with both, decode attention of 32 x 1024 reads 8 GB/s a thread instead of 6; `benchmarks/kernels.py`).
 struct Prefetcher {
     const char* const* rows;
     int remaining;
     int row_bytes;
-    int per_pack;  // rows asked for at each point of `pack_keys` and `pack_values`
+    int per_pack;  // rows to ask for at each step of `pack_keys`
 
     MANTA_INLINE void ask(int count) {
         for (; count > 0 && remaining > 0; count--, remaining--, rows++) {
@@ -42,7 +42,7 @@ constexpr int TILE_ROWS = 8;  // 32 vector registers
 
 // ------------------------------------------------------------------------------------------------- tiles of registers
 
-// How packed columns lie: elements from one input (of all outputs) to the next, and from a panel to the next.
+// How packed columns lie: the number of elements from one input (of all outputs) to the next, and from panel to panel.
 struct Columns {
     int64_t input;
     int64_t panel;
@@ -63,7 +63,7 @@ MANTA_INLINE Ints splat_input(const bf16* from) {
     return splat_int(pair);
 }
 
-// What is done beside each step over depth: nothing, or what comes later is fetched.
+// What is done in each step over depth besides multiplying: nothing, or fetching data for later.
 struct Nothing {
     MANTA_INLINE void operator()(int) const {}
     MANTA_INLINE Nothing after(int) const { return {}; }
@@ -76,7 +76,7 @@ struct Fetch {
     MANTA_INLINE Fetch after(int depth) const { return {from + depth * advance, advance}; }
 };
 
-// C [ROWS][PANELS * LANES] = or += A [ROWS][depth] times packed B; of bfloat16 in pairs, where the processor has them
+// C [ROWS][PANELS * LANES] = or += A [ROWS][depth] times packed B; bfloat16 in pairs, if the processor multiplies those
 template <int ROWS, int PANELS, bool ACCUMULATE, class E, class Beside>
 MANTA_INLINE void multiply_tile(
     const E* a, int lda, const E* b, Columns at, int depth, float* c, int ldc, Beside beside
@@ -133,7 +133,7 @@ MANTA_INLINE void pack_query(const T* query, int head_dim, float* row) {
     for (int dim = 0; dim < head_dim; dim += LANES) store(row + dim, load(query + dim));
 }
 
-// LANES output columns from `dim`, from a row of sums over values packed by `pack_values` as elements E
+// LANES output columns from `dim` on, of a row of sums over values that `pack_values` packed as elements E
 template <class E>
 MANTA_INLINE Floats output_columns(const float* sums, int dim) {
     return load(sums + dim);
@@ -142,7 +142,7 @@ MANTA_INLINE Floats output_columns(const float* sums, int dim) {
 // ------------------------------------------------------------------------------------------------------ bfloat16 forms
 
 #if MANTA_DOT
-// The last 32-element group of a head whose size is no multiple of 32 is padded with zeros
+// 32 elements of a head; if its size is no multiple of 32, the last group is padded with zeros
 MANTA_INLINE __m512i load_group(const bf16* from, int dim, int head_dim) {
     if (dim + 32 <= head_dim) return _mm512_loadu_si512(from + dim);
     return _mm512_zextsi256_si512(_mm256_loadu_si256((const __m256i*)(from + dim)));
@@ -160,7 +160,8 @@ MANTA_INLINE void pack_keys(const bf16* const* keys, int head_dim, bf16* panel, 
 }
 
 // Interleaves neighbouring keys' values into panels [head_dim / 16][num_keys / 2][16][2]. One unpack for each vector
-// leaves the columns of every 32 in the order that `output_columns` undoes once a row: cheaper than a full permute.
+// leaves each 32 columns in another order, which `output_columns` undoes once for each row: cheaper than a full
+// permute.
 MANTA_INLINE void pack_values(
     const bf16* const* values, int num_keys, int head_dim, bf16* packed, Prefetcher& prefetcher
 ) {
@@ -189,8 +190,8 @@ MANTA_INLINE Floats output_columns<bf16>(const float* sums, int dim) {
 }
 #endif
 
-// C [rows][panels * LANES] = or += A [rows][depth] times packed B, with each row's sum over depth in the same order
-// whatever the other rows are
+// C [rows][panels * LANES] = or += A [rows][depth] times packed B. Each row's sum runs over depth in the same order,
+// whatever the other rows are.
 template <bool ACCUMULATE, int PANELS, class E, class Beside = Nothing>
 MANTA_INLINE void multiply_panels(
     const E* a, int lda, const E* b, Columns at, int depth, float* c, int ldc, int rows, Beside beside = {}
@@ -230,7 +231,7 @@ inline void multiply(const E* a, int lda, const E* b, int depth, float* c, int l
 // ------------------------------------------------------------------------------------------------------------ AMX form
 
 #if MANTA_AMX
-// Linux grants the tile registers to a process on request; where it does not, the pairs form serves
+// Linux grants the tile registers to a process on request; if it does not, the form with pairs is used
 inline bool tiles_granted() {
     constexpr int ARCH_REQ_XCOMP_PERM = 0x1023;
     constexpr int XFEATURE_XTILEDATA = 18;

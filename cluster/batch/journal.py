@@ -1,0 +1,139 @@
+"""The files of a batch: lines are read as they are needed, results appended as they come.
+
+The output is its own journal: each result names its line (`LineKey`), so that a batch that was killed goes on after
+what it has written, and neither repeats a line nor loses one.
+"""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import os
+import pathlib
+from collections.abc import Iterator
+from types import TracebackType
+from typing import BinaryIO, NamedTuple
+
+import msgspec
+
+from cluster.batch.lines import BatchResult, LineKey, encode
+
+_BLOCK_BYTES = 1 << 20
+
+
+class BatchRefused(ValueError):
+    """The files do not go together, or cannot be used. The message names the file and the remedy."""
+
+
+class Line(NamedTuple):
+    key: LineKey
+    text: bytes | None
+    """None if the line is longer than the limit."""
+
+
+def read_lines(source: BinaryIO, max_bytes: int) -> Iterator[Line]:
+    """The lines that are not blank. No more than `max_bytes` of one are held in memory."""
+    number = 0
+    while text := source.readline(max_bytes + 1):
+        key = LineKey.of(number, text)
+        if len(text) > max_bytes and not text.endswith(b"\n"):
+            _skip_line(source, max_bytes)
+            yield Line(key, None)
+        elif text.strip():
+            yield Line(key, text)
+        number += 1
+
+
+def _skip_line(source: BinaryIO, max_bytes: int) -> None:
+    while (rest := source.readline(max_bytes)) and not rest.endswith(b"\n"):
+        pass
+
+
+def count_lines(path: pathlib.Path) -> int:
+    """Lines that are not blank, for the progress bar: at a gigabyte a second or so."""
+    with path.open("rb") as source:
+        return sum(1 for line in source if not line.isspace())
+
+
+class _Id(msgspec.Struct):
+    id: str
+
+
+class Journal:
+    """The output file, locked. Raises `BatchRefused` if another batch writes it or it holds something else.
+
+    A last line without its end is what a killed batch was writing; it is cut off and its request runs again.
+    """
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self.path = path
+        try:
+            path.touch()
+            self._file = path.open("r+b")
+        except OSError as error:
+            raise BatchRefused(f"cannot write {path}: {error.strerror}") from error
+        self._checksums = array.array("I")
+        """By line of the input; 0 if it has no result yet. Four bytes a line, so that the input may be large."""
+        self.num_done = 0
+        try:
+            self._lock()
+            self._read()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise BatchRefused(f"another batch is writing {self.path}; wait for it, or choose another file") from error
+
+    def _read(self) -> None:
+        decoder = msgspec.json.Decoder(_Id)
+        end = 0
+        for line in self._file:
+            if not line.endswith(b"\n"):
+                break
+            try:
+                key = LineKey.from_id(decoder.decode(line).id)
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                key = None
+            if key is None:
+                raise BatchRefused(f"{self.path} holds something that is no batch's output; choose another file")
+            self._note(key)
+            end += len(line)
+        self._file.truncate(end)
+        self._file.seek(end)
+
+    def _note(self, key: LineKey) -> None:
+        missing = key.number + 1 - len(self._checksums)
+        if missing > 0:
+            self._checksums.frombytes(bytes(missing * self._checksums.itemsize))
+        self._checksums[key.number] = key.checksum
+        self.num_done += 1
+
+    def has(self, key: LineKey) -> bool:
+        """Raises `BatchRefused` if the line has a result, but of another text."""
+        known = self._checksums[key.number] if key.number < len(self._checksums) else 0
+        if known not in (0, key.checksum):
+            raise BatchRefused(
+                f"{self.path} holds the answers to another input: its line {key.number + 1} was different; "
+                "choose another output file"
+            )
+        return known != 0
+
+    def write(self, key: LineKey, result: BatchResult) -> None:
+        """Hands the line to the system at once: it survives the death of this process."""
+        self._file.write(encode(result))
+        self._file.flush()
+        self._note(key)
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Waits until the disk has it."""
+        os.fsync(self._file.fileno())
+        self._file.close()

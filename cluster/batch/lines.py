@@ -1,0 +1,126 @@
+"""The lines of a batch: OpenAI's batch format, one request a line in and one answer a line out.
+
+Source: https://platform.openai.com/docs/api-reference/batch (request input and output objects). Knows neither files nor
+engines.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from typing import Any, NamedTuple
+
+import msgspec
+
+URLS = ("/v1/chat/completions", "/v1/completions")
+"""What a line may ask."""
+SORTED_BYTES = 4096
+"""Of a body, by which lines are put beside others that begin alike."""
+
+_ID = re.compile(r"batch_req_(\d+)_([0-9a-f]{8})")
+
+
+class BadLine(ValueError):
+    """A line that is no request. The message says what is wrong with it."""
+
+    def __init__(self, message: str, custom_id: str | None = None) -> None:
+        super().__init__(message)
+        self.custom_id = custom_id
+
+
+class BatchRequest(msgspec.Struct):
+    """One line of the input."""
+
+    custom_id: str
+    """The caller's name for the line; it comes back with the answer."""
+    url: str
+    body: msgspec.Raw
+    method: str = "POST"
+
+    @property
+    def sort_key(self) -> tuple[str, bytes]:
+        """Lines that begin alike stand together: their common prefix is computed once."""
+        return self.url, bytes(self.body)[:SORTED_BYTES]
+
+
+class BatchResponse(msgspec.Struct):
+    status_code: int
+    request_id: str
+    body: msgspec.Raw
+
+
+class BatchError(msgspec.Struct):
+    code: str
+    message: str
+
+
+class BatchResult(msgspec.Struct):
+    """One line of the output: `response` is the endpoint's answer, be it an error; `error` says why there is none."""
+
+    id: str
+    custom_id: str | None
+    response: BatchResponse | None = None
+    error: BatchError | None = None
+
+
+class LineKey(NamedTuple):
+    """Which line of the input a result belongs to. It is written into the result's id, so that the output alone tells
+    what is done, and of which input.
+    """
+
+    number: int
+    """From 0."""
+    checksum: int
+    """CRC-32 of the line, never 0."""
+
+    @classmethod
+    def of(cls, number: int, line: bytes) -> LineKey:
+        return cls(number, zlib.crc32(line.strip()) or 1)
+
+    @classmethod
+    def from_id(cls, name: str) -> LineKey | None:
+        """None for an id that is not ours."""
+        found = _ID.fullmatch(name)
+        return None if found is None else cls(int(found[1]), int(found[2], 16))
+
+    @property
+    def id(self) -> str:
+        return f"batch_req_{self.number}_{self.checksum:08x}"
+
+
+_decoder = msgspec.json.Decoder(BatchRequest)
+_encoder = msgspec.json.Encoder()
+
+
+class _Named(msgspec.Struct):
+    custom_id: Any = None
+
+
+def parse(line: bytes) -> BatchRequest:
+    """Raises `BadLine` for what is no request of a batch; whether the body is one is the endpoint's to say."""
+    try:
+        request = _decoder.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadLine(f"the line is no batch request: {error}", _custom_id(line)) from error
+    if request.method != "POST":
+        raise BadLine(f"method {request.method!r} is not served in a batch; POST is", request.custom_id)
+    if request.url not in URLS:
+        raise BadLine(f"url {request.url!r} is not served in a batch; {' and '.join(URLS)} are", request.custom_id)
+    return request
+
+
+def _custom_id(line: bytes) -> str | None:
+    try:
+        found = msgspec.json.decode(line, type=_Named).custom_id
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return found if isinstance(found, str) else None
+
+
+def encode(result: BatchResult) -> bytes:
+    """With its newline."""
+    return _encoder.encode(result) + b"\n"
+
+
+def refused(key: LineKey, error: BadLine) -> BatchResult:
+    return BatchResult(key.id, error.custom_id, error=BatchError("invalid_line", str(error)))
