@@ -34,7 +34,7 @@ class ConstraintService:
         """None until the first constraint, or `start`."""
 
     def resolve(self, spec: ConstraintSpec, client: str = "") -> Future[Resolved]:
-        """Compiles a constraint for a client. The future raises `RequestRefused` if it cannot be served and `QueueFull` if
+        """Compiles a constraint for a client. The future raises `RequestRefused` if it cannot be served, `QueueFull` if
         too many wait. If it is cancelled, and nobody else waits for the same constraint, nothing is compiled.
         """
         future: Future[Resolved] = Future()
