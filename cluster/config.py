@@ -146,6 +146,10 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     refused (HTTP 403).
     """
     max_body_bytes: Bytes = 8 * 2**20
+    max_bodies_bytes: Bytes = 256 * 2**20
+    """Of all bodies that are being received; beyond them a request is refused (HTTP 503). Else slow senders could fill
+    the memory.
+    """
     max_prompts_per_request: Count = 1024
     """Prompts in one `/v1/completions` body."""
     max_choices_per_request: Count = 2048

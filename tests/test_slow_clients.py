@@ -191,6 +191,29 @@ def test_a_body_that_comes_too_slowly_is_refused(monkeypatch: pytest.MonkeyPatch
     asyncio.run(run())
 
 
+def test_bodies_of_slow_senders_together_have_a_bound() -> None:
+    async def run() -> None:
+        async with local_server(max_bodies_bytes=10_000) as server:
+            whole = post(server.body(max_tokens=2, user="x" * 4000))
+            held = [await server.connect() for _ in range(2)]
+            for _, writer in held:
+                writer.write(whole[:-1])
+            room = server.ingress._app._room
+            await until(lambda: room.num_bytes > 8000)
+            reader, writer = await server.connect()
+            writer.write(whole)
+            status, body = await answer(reader, writer)
+            assert (status, json.loads(body)["error"]["code"]) == (503, "too_many_bodies")
+            assert "the limit is 10000 (max_bodies_bytes)" in json.loads(body)["error"]["message"]
+            for reader, writer in held:
+                writer.write(whole[-1:])
+                assert (await answer(reader, writer))[0] == 200
+            assert room.num_bytes == 0
+            assert (await server.post(max_tokens=2))[0] == 200
+
+    asyncio.run(run())
+
+
 def test_a_body_byte_by_byte_is_served_and_one_without_end_is_refused() -> None:
     async def run() -> None:
         async with local_server(max_body_bytes=1000, client_timeout_s=5) as server:

@@ -20,7 +20,7 @@ from cluster.http.access.origins import Origins
 from cluster.http.codec import decode, encode
 from cluster.http.engines import Engines
 from cluster.http.errors import ApiError
-from cluster.http.exchange import ClientGone, Exchange, Receive, Scope, Send
+from cluster.http.exchange import BodyRoom, ClientGone, Exchange, Receive, Scope, Send
 from cluster.http.metrics import Metrics
 from cluster.http.openapi import openapi_document
 from cluster.http.routes import ROUTES
@@ -52,6 +52,7 @@ class HttpApp:
         self._config = config
         self._state = AppState(config, tokenizer, engines, metrics, other_metrics, openapi_document(routes))
         self._router = Router(routes)
+        self._room = BodyRoom(config.max_bodies_bytes)
         self._origins = Origins(config)
         self._keys = ApiKeys(config.api_keys or ())
         self._returns_request_id = returns_request_id
@@ -62,7 +63,7 @@ class HttpApp:
         if scope["type"] == "lifespan":
             await _lifespan(receive, send)
         elif scope["type"] == "http":
-            await self._answer(Exchange(scope, receive, send, self._config, self._returns_request_id))
+            await self._answer(Exchange(scope, receive, send, self._config, self._room, self._returns_request_id))
 
     async def _answer(self, exchange: Exchange) -> None:
         route: Route | None = None

@@ -78,10 +78,34 @@ class StreamBuffer:
         return taken
 
 
+class BodyRoom:
+    """Memory for bodies that are being received, of all requests together."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self.num_bytes = 0
+
+    def take(self, num_bytes: int) -> None:
+        """Raises `ApiError` 503 if there is no room; it counts all the same, and is given back as well."""
+        self.num_bytes += num_bytes
+        if self.num_bytes > self._max_bytes:
+            raise ApiError(
+                503,
+                f"{self.num_bytes} bytes of bodies are being received and the limit is {self._max_bytes} "
+                "(max_bodies_bytes); retry later",
+                code="too_many_bodies",
+            )
+
+    def give_back(self, num_bytes: int) -> None:
+        self.num_bytes -= num_bytes
+
+
 class Exchange:
     """`returns_id` says whether the answer has an x-request-id; if not, Serve's proxy sets it."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, config: ServeConfig, returns_id: bool) -> None:
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, config: ServeConfig, room: BodyRoom, returns_id: bool
+    ) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"].rstrip("/") or "/"
         self.headers = {key.decode("latin-1").lower(): value.decode("latin-1") for key, value in scope["headers"]}
@@ -100,6 +124,7 @@ class Exchange:
         """Headers that a good answer gets in addition to its own."""
         self._id_header = [(b"x-request-id", self.request_id.encode("latin-1"))] if returns_id else []
         self._config = config
+        self._room = room
         self._receive = receive
         self._send = send
         self._begun = time.perf_counter()
@@ -114,7 +139,8 @@ class Exchange:
 
     async def body(self) -> bytes:
         """The whole body. Raises `ApiError` 413 if it exceeds `max_body_bytes` (no more bytes than those are kept) and
-        408 if it takes longer than `client_timeout_s`, or comes more slowly than `min_body_bytes_per_s`.
+        408 if it takes longer than `client_timeout_s`, or comes more slowly than `min_body_bytes_per_s`, and 503 if
+        too much is being received.
         """
         received, begun = bytearray(), asyncio.get_running_loop().time()
         try:
@@ -131,6 +157,8 @@ class Exchange:
                 type="timeout_error",
                 code="client_too_slow",
             ) from error
+        finally:
+            self._room.give_back(len(received))
         return bytes(received)
 
     async def _read_body(self, received: bytearray, deadline: asyncio.Timeout, begun: float) -> None:
@@ -147,6 +175,7 @@ class Exchange:
             more = message.get("more_body", False)
             if num_bytes <= limit:
                 received += message["body"]
+                self._room.take(len(message["body"]))
         if num_bytes > limit:
             raise ApiError(
                 413,
@@ -221,7 +250,7 @@ class Exchange:
 
     async def fail(self, error: ApiError) -> None:
         headers = [(b"retry-after", b"1")] if error.status in RETRIED_STATUSES else []
-        if error.code == "client_too_slow":
+        if error.code in ("client_too_slow", "too_many_bodies"):
             headers.append((b"connection", b"close"))  # nobody knows where the next request would begin
         with contextlib.suppress(Exception):  # the client may be gone
             await self.send_body(error.body(), "application/json", error.status, headers)

@@ -21,7 +21,7 @@ _ERRORS = {
     413: "The body is too long",
     429: "Too many requests are waiting; retry later",
     500: "An internal error, which the server has logged",
-    503: "No engine answers, or none makes progress",
+    503: "No engine answers, none makes progress, or too many bodies are being received",
 }
 """Every status above 399 that the application answers."""
 
@@ -68,7 +68,7 @@ def _error_statuses(route: Route) -> list[int]:
     if not route.public:
         found.add(401)
     if route.body is not None:
-        found |= {400, 408, 413}
+        found |= {400, 408, 413, 503}
     return sorted(found)
 
 

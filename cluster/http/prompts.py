@@ -16,7 +16,7 @@ from cluster.text.tokenizer import LONG_TEXT, TemplateError, TextError, Tokenize
 CHARACTERS_A_TOKEN = 8
 """A text with more than so many for each token that fits is looked at in pieces first; English has four or five."""
 NICENESS = 10
-"""Of the thread that tokenises long texts: with several cores it yields to the engine and the event loop."""
+"""Of the thread that tokenises long texts."""
 
 Result = TypeVar("Result")
 
@@ -68,7 +68,7 @@ async def encode_all(
             if isinstance(texts[0], str):
                 if len(texts[0]) > CHARACTERS_A_TOKEN * max_tokens:
                     await _check_length(tokenizer, texts[0], max_tokens, param)
-                found += await aside(tokenizer.encode_batch, texts, add_special_tokens)
+                found += await _tokenised(tokenizer, texts, add_special_tokens)
             else:
                 found += texts
         return found
@@ -77,27 +77,36 @@ async def encode_all(
 
 
 async def aside(function: Callable[..., Result], *arguments: Any) -> Result:
-    """Calls it in the thread for texts. Whoever asks again and again gets a turn with the others."""
-    return await asyncio.get_running_loop().run_in_executor(_texts, function, *arguments)
+    """Calls it in another thread, one at a time. Whoever asks again and again gets a turn with the others."""
+    return await asyncio.get_running_loop().run_in_executor(_aside, function, *arguments)
 
 
-def _start_thread() -> None:
+async def _tokenised(tokenizer: Tokenizer, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+    """As `aside`, in a thread that yields to the engine and the event loop. It holds no lock that they wait for."""
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(_tokenising, tokenizer.encode_batch, texts, add_special_tokens)
+
+
+def _yield_to_others() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads would have our priority, not this one's
     if sys.platform == "linux":  # elsewhere a thread has no priority of its own
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
-_texts = ThreadPoolExecutor(1, "texts", _start_thread)
+_aside = ThreadPoolExecutor(1, "aside")
+_tokenising = ThreadPoolExecutor(1, "tokenising", _yield_to_others)
 
 
 def _batches(prompts: Sequence[Any]) -> Iterator[list[Any]]:
     """Prompts in their order: of one type, and of `LONG_TEXT` characters or a single one."""
     batch: list[Any] = []
+    length = 0
     for prompt in prompts:
-        if batch and (type(prompt) is not type(batch[0]) or sum(map(len, batch)) + len(prompt) > LONG_TEXT):
+        if batch and (type(prompt) is not type(batch[0]) or length + len(prompt) > LONG_TEXT):
             yield batch
-            batch = []
+            batch, length = [], 0
         batch.append(prompt)
+        length += len(prompt)
     if batch:
         yield batch
 
@@ -106,7 +115,7 @@ async def _check_length(tokenizer: Tokenizer, text: str, max_tokens: int, param:
     """Tokenises pieces until they come to twice `max_tokens`: where a cut goes through a word it makes few of them."""
     num_tokens = 0
     for begin in range(0, len(text), LONG_TEXT):
-        (token_ids,) = await aside(tokenizer.encode_batch, [text[begin : begin + LONG_TEXT]], False)
+        (token_ids,) = await _tokenised(tokenizer, [text[begin : begin + LONG_TEXT]], False)
         num_tokens += len(token_ids)
         if num_tokens > 2 * max_tokens:
             message = f"{param}: a text of {len(text)} characters has more than {num_tokens // 2} tokens"
