@@ -69,13 +69,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class ListenerLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the ingress's own listener takes of a connection before a request is read. Where Serve's proxies take the
-    connections (several ingresses, or a cluster that was joined) these bounds are for a proxy in front of them.
+    """What the ingress's own listener takes of a connection before a request is read. If Serve's proxies take the
+    connections (several ingresses, or a cluster that was joined), these bounds are for a proxy in front of them.
     """
 
     max_connections: Count = 4096
     """In all, and at most half of the files that the process may open. At the bound the connection closes that has
-    waited longest for a request; where none waits the new one is refused (HTTP 503).
+    waited longest for a request; if none waits the new one is refused (HTTP 503).
     """
     max_connections_per_address: Count = 1024
     """Of one IPv4 address, or one IPv6 network of 64 bits. A proxy in front is one address."""
@@ -157,8 +157,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     request_timeout_s: Seconds = 600.0
     """A request still running after this long is aborted."""
     client_timeout_s: Seconds = 60.0
-    """Within which a client must send a request's body whole, and take more of what it is sent. Where it does not its
-    connection is closed, and what it asked for is aborted.
+    """Within which a client must send a request's body whole, and take more of what it is sent. If it does not, its
+    connection is closed and what it asked for is aborted.
     """
     min_body_bytes_per_s: Bytes = 1000
     """Of a request's body must have come since its head, after 10 s in which it may be slower; else it is refused

@@ -112,7 +112,7 @@ def _batches(prompts: Sequence[Any]) -> Iterator[list[Any]]:
 
 
 async def _check_length(tokenizer: Tokenizer, text: str, max_tokens: int, param: str) -> None:
-    """Tokenises pieces until they come to twice `max_tokens`: where a cut goes through a word it makes few of them."""
+    """Tokenises pieces until they come to twice `max_tokens`: a cut through a word adds a few."""
     num_tokens = 0
     for begin in range(0, len(text), LONG_TEXT):
         (token_ids,) = await _tokenised(tokenizer, [text[begin : begin + LONG_TEXT]], False)

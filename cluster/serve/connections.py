@@ -1,8 +1,8 @@
 """How many connections there are, in all and from one address, and which of them gives way to a new one.
 
 Half-sent requests cost their sender nothing and the ingress a file descriptor each. So at a bound the connection that
-has rested longest goes: one that waits for the head of a request, or for the next request. Where none rests the new one
-is refused. Kept by `cluster/serve/listener.py`; knows no HTTP.
+has rested longest goes: one that waits for the head of a request, or for the next request. If none rests the new one is
+refused. Kept by `cluster/serve/listener.py`; knows no HTTP.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Guest(Protocol):
     """Of the client."""
 
     def give_way(self) -> bool:
-        """Closes the connection; False where it has not taken all of its last answer yet, and stays."""
+        """Closes the connection; False if its client has not taken all of the last answer; then it stays."""
         ...
 
 

@@ -86,8 +86,8 @@ class Connection(HttpToolsProtocol):
         return True
 
     def _refuse(self, status: int, message: str) -> None:
-        """The connection ends. Where another answer is under way it ends at once: the client would take this one for
-        the rest of that.
+        """Ends the connection. If another answer is under way it ends at once: the client would take this one for the
+        rest of that.
         """
         self._refused = True
         self._others.work(self)

@@ -70,7 +70,7 @@ def with_api_keys(config: ServeConfig) -> ServeConfig:
 
 
 def openness(config: ServeConfig) -> str | None:
-    """A warning where others than this machine's users may use the server without a key."""
+    """A warning if others than this machine's users may use the server without a key."""
     if config.api_keys or is_loopback(config.host):
         return None
     return (

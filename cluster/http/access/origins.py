@@ -1,7 +1,7 @@
 """Which names and web pages may reach the server: the checks of Host, Origin and Sec-Fetch-Site, and CORS.
 
 A browser sends what any page asks it to, to loopback addresses too, where nobody needs a key. So a loopback address
-answers to loopback names only (a page's own name may be pointed at it), and other origins only where `cors_origins`
+answers to loopback names only (a page's own name may be pointed at it), and to other origins only if `cors_origins`
 names them. Who is no browser sends none of these headers but Host. `cluster/http/app.py` asks before it looks for a
 route.
 """
@@ -59,7 +59,7 @@ class Origins:
         return found
 
     def preflight(self, headers: Headers, methods: list[str]) -> list[tuple[bytes, bytes]]:
-        """The answer's headers where a browser asks what a page's program may send: `methods` are the path's."""
+        """The answer's headers if a browser asks what a page's program may send: `methods` are the path's."""
         listed = ", ".join(methods).encode()
         found = [(b"allow", listed)]
         if "access-control-request-method" not in headers or not self._allows(headers.get("origin", "")):

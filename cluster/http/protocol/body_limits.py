@@ -91,7 +91,7 @@ def check_echo(config: ServeConfig, given: Sequence[str | list[int]], n: int) ->
 def check_num_logprobs(
     limits: BodyLimits, params: SamplingParams, prompts: Sequence[Collection[int]], max_model_len: int, stream: bool
 ) -> None:
-    """What an answer holds until it is whole: of each choice's prompt, and of its output where that is not streamed."""
+    """What an answer holds until it is whole: of each choice's prompt, and of its output unless that is streamed."""
     num_prompt = num_output = 0
     for prompt in prompts:
         room = max(0, max_model_len - len(prompt))
