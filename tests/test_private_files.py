@@ -83,10 +83,19 @@ def test_what_a_killed_process_left_is_removed_and_what_is_used_is_not(
     assert used.path.is_dir()
     assert tmp_path.is_dir()
     for folder in (used, other):
-        folder.remove()
+        folder.close()
         assert not folder.path.exists()
     (short / f"{PREFIX}link").unlink()
     short.rmdir()
+
+
+def test_logs_that_somebody_was_told_of_stay_until_the_next_start() -> None:
+    failed = PrivateFolder()
+    failed.is_kept = True
+    failed.close()
+    assert failed.path.is_dir()
+    PrivateFolder().close()
+    assert not failed.path.exists()
 
 
 def test_a_long_path_for_files_of_a_while_is_not_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
@@ -95,7 +104,7 @@ def test_a_long_path_for_files_of_a_while_is_not_taken(monkeypatch: pytest.Monke
     monkeypatch.setattr(tempfile, "tempdir", str(long))
     folder = PrivateFolder()
     assert folder.path.parent == pathlib.Path("/tmp")
-    folder.remove()
+    folder.close()
 
 
 @pytest.fixture

@@ -6,9 +6,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -66,12 +68,8 @@ def start(config: ServeConfig) -> ModelInfo:
     If `RAY_ADDRESS` names a cluster (as in a Ray job) the application runs there; else on a Ray of its own, never on
     one that happens to run on this machine. Raises `StartFailed` if it cannot be joined or a replica cannot start.
     """
-    try:
+    with _told_on_failure():
         return _start(config)
-    except StartFailed:
-        raise
-    except Exception as error:  # of Ray and Serve, which raise what they like
-        raise unexpected(error) from error
 
 
 def start_engines(config: ServeConfig, name: str) -> tuple[Any, str]:
@@ -80,14 +78,22 @@ def start_engines(config: ServeConfig, name: str) -> tuple[Any, str]:
 
     If the application `name` runs already on a joined cluster, its engines are taken. Raises as `start` does.
     """
-    try:
+    with _told_on_failure():
         _connect()
         serve.start(ProxyLocation.Disabled, logging_config=_LOGGING)
         _run(_engines(config), name, None)
         return serve.get_deployment_handle("engine", name), ray.util.get_node_ip_address()
-    except StartFailed:
-        raise
+
+
+@contextlib.contextmanager
+def _told_on_failure() -> Iterator[None]:
+    """Whatever ends the start becomes a `StartFailed`, and the logs that it names stay."""
+    try:
+        yield
     except Exception as error:  # of Ray and Serve, which raise what they like
+        own_ray.keep_logs()
+        if isinstance(error, StartFailed):
+            raise
         raise unexpected(error) from error
 
 

@@ -78,7 +78,7 @@ def start() -> None:
         with _without_extras(), _for_nobody_else():
             _start(_folders[-1].path / "ray")
     except BaseException:
-        _remove_folders()
+        _close_folders()
         raise
 
 
@@ -94,8 +94,14 @@ def _start(folder: pathlib.Path) -> None:
     )
 
 
+def keep_logs() -> None:
+    """Its folder stays until the next start."""
+    for folder in _folders:
+        folder.is_kept = True
+
+
 def stop() -> None:
-    """None of its processes outlives it."""
+    """None of its processes outlives it, and none of its files but logs that are kept."""
     started = psutil.Process().children(recursive=True)
     # Ray ends its processes politely. One that does not listen would hold up the shutdown, so patience has an end.
     impatience = threading.Timer(STOP_PATIENCE_S, _kill, [started])
@@ -104,12 +110,12 @@ def stop() -> None:
     ray.shutdown()
     impatience.cancel()
     _kill(psutil.wait_procs(started, timeout=STOP_PATIENCE_S)[1])
-    _remove_folders()
+    _close_folders()
 
 
-def _remove_folders() -> None:
+def _close_folders() -> None:
     while _folders:
-        _folders.pop().remove()
+        _folders.pop().close()
 
 
 @contextlib.contextmanager

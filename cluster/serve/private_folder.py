@@ -1,4 +1,5 @@
 """The folder of a Ray of our own: this user's alone, with a path short enough for sockets, and gone with its process.
+Only after a failed start it stays, for its logs, until the next start.
 
 Ray makes its session folders writable for everybody, so that users of one machine can share a cluster: another user
 could move the sockets away, and read logs. Here they are in a folder that nobody else may enter.
@@ -24,6 +25,9 @@ _LOCK = "lock"
 class PrivateFolder:
     """Made at once; folders that processes left which were killed are removed on the way."""
 
+    is_kept = False
+    """Somebody was told what to read there."""
+
     def __init__(self) -> None:
         parent = pathlib.Path(tempfile.gettempdir())
         if len(os.fsencode(parent)) + len(f"/{PREFIX}12345678") > MAX_PATH_BYTES:
@@ -33,8 +37,10 @@ class PrivateFolder:
         self._lock = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
 
-    def remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+    def close(self) -> None:
+        """Removes it, or leaves it to the next one that is made."""
+        if not self.is_kept:
+            shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 
 
