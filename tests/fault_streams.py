@@ -21,7 +21,7 @@ from ray.serve.context import _get_global_client as get_client
 from ray.serve.schema import ServeDeploySchema
 
 from benchmarks.processes import free_port
-from cluster.serve import own_ray
+from cluster import own_ray
 from tests.checkpoints import checkpoint
 
 APP = "manta"

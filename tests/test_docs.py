@@ -19,7 +19,9 @@ import tomllib
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import msgspec
 import pytest
+import yaml
 from ray.scripts import scripts as ray_commands
 
 from benchmarks import soak
@@ -44,6 +46,7 @@ PRINTS = {
     "docs/constrain.md": ["customer='Paul Stein' city='Rome'", "minutes=20"],
     "docs/speculate.md": ["Manta serves"],
     "docs/extend.md": [],
+    "docs/security.md": [],
 }
 """What a page's Python shows, among other things."""
 
@@ -454,5 +457,19 @@ def test_the_python_of_a_page_runs(page: str, manual: Manual, capsys: pytest.Cap
         assert text in printed
 
 
+def test_a_configuration_on_a_page_is_one() -> None:
+    found = [block.text for page in PAGES for block in blocks(page) if block.language == "yaml"]
+    assert found
+    for text in found:
+        assert msgspec.convert(yaml.safe_load(text), ServeConfig) != ServeConfig()
+
+
 def test_every_block_is_of_a_kind_that_is_looked_at() -> None:
-    assert {block.language for page in PAGES for block in blocks(page)} == {"", "bash", "python", "toml"}
+    assert {block.language for page in PAGES for block in blocks(page)} == {
+        "",
+        "bash",
+        "json",
+        "python",
+        "toml",
+        "yaml",
+    }

@@ -8,6 +8,7 @@ that the user can mend.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -58,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     chat = commands.add_parser("chat", help="talk to a running server in the terminal")
     chat.add_argument("--url", default=DEFAULT_URL, help=f"where the server listens (default: {DEFAULT_URL})")
     chat.add_argument("--model", help="name as in /v1/models (default: the server's first)")
-    chat.add_argument("--api-key", help="bearer token, if the server asks for one")
+    chat.add_argument("--api-key", help="bearer token, if the server asks for one (default: $MANTA_API_KEY)")
     chat.set_defaults(run=_chat)
 
     batch = commands.add_parser("batch", help="answer the requests of a file in OpenAI's batch format")
@@ -117,7 +118,7 @@ def _serve(options: argparse.Namespace) -> int:
 def _chat(options: argparse.Namespace) -> int:
     from cluster.cli.chat import run_chat
 
-    return run_chat(options.url, options.model, options.api_key)
+    return run_chat(options.url, options.model, options.api_key or os.environ.get("MANTA_API_KEY"))
 
 
 def _batch(options: argparse.Namespace) -> int:

@@ -11,11 +11,13 @@ import io
 import logging
 import os
 import signal
+import sys
 from typing import Any
 
 from cluster.cli.check import check_quickly
 from cluster.cli.refusal import NotStarted, Refusal
 from cluster.config import ServeConfig, load_config, ray_address
+from cluster.http.access.keys import VARIABLE, openness, with_api_keys
 from cluster.serve.listener import bound
 from workers.checkpoints.model_config import ModelError
 from workers.model_info import ModelInfo
@@ -24,12 +26,17 @@ from workers.model_info import ModelInfo
 def run_serve(config_path: str | None, overrides: dict[str, Any]) -> int:
     """Serves until Ctrl-C or SIGTERM. Raises `Refusal` for what the user can mend, before Ray is started."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if "api_keys" in overrides:
+        message = "--set api_keys shows the keys to whoever lists this machine's processes; put them into"
+        raise Refusal(f"{message} {VARIABLE}, or into a file that api_keys_file names")
     try:
-        config = load_config(config_path, overrides)
+        config = with_api_keys(load_config(config_path, overrides))
     except ValueError as error:
         raise Refusal(str(error)) from error
     if ray_address() is None:  # a cluster's Serve may hold the port already, and takes this application too
         _check_port(config.host, config.port)
+    if (warning := openness(config)) is not None:
+        print(f"manta: warning: {warning}", file=sys.stderr, flush=True)
     try:
         check_quickly(config.engine)
     except ModelError as error:

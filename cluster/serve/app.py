@@ -23,6 +23,7 @@ from ray.serve.context import _get_global_client as get_client
 from cluster import own_ray
 from cluster.config import DEMO_MODEL, ServeConfig, ray_address
 from cluster.engine.ranks.claims import CannotPlace, check_room, node_cpus, num_claimed, threads_each
+from cluster.http.access.keys import with_api_keys
 from cluster.serve import joined_ray
 from cluster.serve.engine_deployment import engine_deployment
 from cluster.serve.ingress import ingress_deployment
@@ -36,11 +37,11 @@ _LOGGING = {"enable_access_log": False}
 
 def application(config: ServeConfig, nodes: list[int], listens: bool = False) -> serve.Application:
     """The bound application. `nodes` are the cores of each node, which say how many threads an engine has if the
-    configuration does not.
+    configuration does not. Raises `ValueError` for API keys that are too weak.
 
     With `listens` its only ingress takes the connections; else Serve's proxies do.
     """
-    config = _for_nodes(config, nodes)
+    config = with_api_keys(_for_nodes(config, nodes))
     standby = None
     if config.num_standby_replicas:
         standby = engine_deployment(config.engine, config.num_standby_replicas, "standby").bind(config.engine)
@@ -66,8 +67,10 @@ def _for_nodes(config: ServeConfig, nodes: list[int]) -> ServeConfig:
 
 def build(options: dict[str, Any]) -> serve.Application:
     """For Serve's configuration files: `import_path: cluster.serve.app:build` with the options under `args`."""
+    config = msgspec.convert(options, ServeConfig)
     nodes = node_cpus() if ray.is_initialized() else [num_cores()]
-    return application(msgspec.convert(options, ServeConfig), nodes)
+    # Where Serve listens its own options say, and `host` here says nothing of it.
+    return application(msgspec.structs.replace(config, allowed_hosts=config.allowed_hosts or ("*",)), nodes)
 
 
 def start(config: ServeConfig) -> ModelInfo:
@@ -76,7 +79,7 @@ def start(config: ServeConfig) -> ModelInfo:
     If `RAY_ADDRESS` names a cluster (as in a Ray job) the application runs there; else on a Ray of its own, never on
     one that happens to run on this machine. Raises `StartFailed` if it cannot be joined or a replica cannot start.
     """
-    with _failing_in_words():
+    with _told_on_failure():
         return _start(config)
 
 
@@ -86,7 +89,7 @@ def start_engines(config: ServeConfig, name: str) -> tuple[Any, str]:
 
     If the application `name` runs already on a joined cluster, its engines are taken. Raises as `start` does.
     """
-    with _failing_in_words():
+    with _told_on_failure():
         nodes = _connect(config)
         serve.start(ProxyLocation.Disabled, logging_config=_LOGGING)
         _run(_engines(_for_nodes(config, nodes)), name, None)
@@ -94,14 +97,16 @@ def start_engines(config: ServeConfig, name: str) -> tuple[Any, str]:
 
 
 @contextlib.contextmanager
-def _failing_in_words() -> Iterator[None]:
+def _told_on_failure() -> Iterator[None]:
+    """Whatever ends the start becomes a `StartFailed`, and the logs that it names stay."""
     try:
         yield
-    except StartFailed:
-        raise
-    except CannotPlace as error:
-        raise StartFailed(str(error)) from error
     except Exception as error:  # of Ray and Serve, which raise what they like
+        own_ray.keep_logs()
+        if isinstance(error, StartFailed):
+            raise
+        if isinstance(error, CannotPlace):
+            raise StartFailed(str(error)) from error
         raise unexpected(error) from error
 
 

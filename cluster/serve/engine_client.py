@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
-from cluster.engine.request import EngineRequest, RequestRefused, SequenceOutput
+from cluster.engine.request import EngineRequest, QueueFull, RequestRefused, SequenceOutput
 from cluster.engine.stats import EngineStats
 from cluster.http.errors import ApiError
 from cluster.http.metrics import Metrics
@@ -63,10 +63,11 @@ class EngineClient:
         chat: bool,
         priority: int,
         timeout_s: float,
+        client: str = "",
         shown_ids: frozenset[int] = frozenset(),
     ) -> Submission:
         submission = Submission(self, prompts, params, chat, shown_ids)
-        submission.start(request_id, priority, timeout_s)
+        submission.start(request_id, priority, timeout_s, client)
         return submission
 
     async def check_reachable(self) -> None:
@@ -116,10 +117,18 @@ class EngineClient:
             response.cancel()
             raise
 
-    async def resolve(self, spec: ConstraintSpec) -> tuple[ConstraintSpec, list[str]]:
-        """The constraint with its backend, and the keywords that this one does not enforce. Raises `ApiError` 400."""
+    async def resolve(self, spec: ConstraintSpec, client: str = "") -> tuple[ConstraintSpec, list[str]]:
+        """The constraint with its backend, and the keywords that this one does not enforce. Raises `ApiError` 400, or
+        429 if too many wait.
+        """
+        response = self._engine.resolve.remote(spec, client)
         try:
-            return await self._engine.resolve.remote(spec)
+            return await response
+        except asyncio.CancelledError:
+            response.cancel()
+            raise
+        except QueueFull as error:
+            raise ApiError(429, str(getattr(error, "cause", error)), code="queue_full") from error
         except RequestRefused as error:
             refusal = getattr(error, "cause", error)  # what Ray raises is a copy whose text is a whole traceback
             raise ApiError(400, str(refusal), param=refusal.param) from error

@@ -136,7 +136,10 @@ class PromptRun:
             else:
                 self._on_error(error)
             return
-        self._fail(result)
+        if result.queue_full is not None and self._num_attempts:  # it was admitted once
+            self.go_on(RETRY_PAUSE_S)
+        else:
+            self._fail(result)
 
     def _on_error(self, error: Exception) -> None:
         cause = getattr(error, "cause", None) or error  # Ray raises a copy of what the engine raised

@@ -104,7 +104,7 @@ class Submission:
         """One for each prompt that has output."""
         return [usage for prompt in self._prompts if (usage := prompt.usage) is not None]
 
-    def start(self, name: str, priority: int, deadline_s: float) -> None:
+    def start(self, name: str, priority: int, deadline_s: float, client: str = "") -> None:
         """Sends every prompt to an engine."""
         for number, prompt in enumerate(self._prompts):
             request = EngineRequest(
@@ -113,6 +113,7 @@ class Submission:
                 params=self._params,
                 priority=priority,
                 deadline_s=deadline_s,
+                client=client,
             )
             prompt.run = PromptRun(self._client, request, functools.partial(self._tell, prompt))
             prompt.run.start()
