@@ -1,4 +1,4 @@
-"""What a rank's process of `tests/rank_processes.py` runs: functions that are called in it by name."""
+"""What runs in a rank's process of `tests/rank_processes.py`: functions, called by name, of what the process holds."""
 
 from __future__ import annotations
 
