@@ -19,6 +19,7 @@ from ray.serve.config import HTTPOptions, ProxyLocation
 from ray.serve.context import _get_global_client as get_client
 
 from cluster.config import DEMO_MODEL, ServeConfig, ray_address
+from cluster.options import read_options
 from cluster.serve import joined_ray, own_ray
 from cluster.serve.engine_deployment import engine_deployment
 from cluster.serve.ingress import ingress_deployment
@@ -52,7 +53,7 @@ def _with_absolute_paths(config: ServeConfig) -> ServeConfig:
 
 def build(options: dict[str, Any]) -> serve.Application:
     """For Serve's configuration files: `import_path: cluster.serve.app:build` with the options under `args`."""
-    return application(msgspec.convert(options, ServeConfig))
+    return application(read_options(options, ServeConfig))
 
 
 def start(config: ServeConfig) -> ModelInfo:
