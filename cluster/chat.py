@@ -23,6 +23,17 @@ from workers.sampling_params import SamplingParams
 
 Message = dict[str, Any]
 
+OPTIONS = (
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "response_format",
+    "reasoning_effort",
+    "add_generation_prompt",
+    "chat_template_kwargs",
+)
+"""Fields of a chat body that are no sampling parameters."""
+
 
 class Chat(msgspec.Struct, frozen=True, kw_only=True):
     """One conversation as the engine gets it."""
@@ -42,7 +53,11 @@ class Chat(msgspec.Struct, frozen=True, kw_only=True):
 def plan_offline(
     messages: Sequence[Message], params: SamplingParams, tokenizer: Tokenizer, options: dict[str, Any]
 ) -> Chat:
-    """`options` are other fields of a chat body, such as `tools`. Raises `RequestRefused` naming the field at fault."""
+    """`options` are some of `OPTIONS`. Raises `RequestRefused` naming the field at fault."""
+    for name in options:
+        if name not in OPTIONS:
+            remedy = "sampling parameters go into SamplingParams, and the options are"
+            raise RequestRefused(f"a chat has no option {name}; {remedy} {', '.join(OPTIONS)}", name)
     given = {name: value for name, value in options.items() if value is not None}
     try:
         request = msgspec.convert({"model": "", "messages": list(messages), **given}, ChatCompletionRequest)

@@ -205,10 +205,10 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answers a conversation, or each of several, through the model's chat template.
 
-        `messages` are OpenAI's. `options` are the fields of a chat body that are no sampling parameters, as in vLLM:
-        `tools`, `tool_choice`, `parallel_tool_calls`, `response_format`, `add_generation_prompt`,
-        `chat_template_kwargs`. The answer is in `outputs[0].message`, as text in `outputs[0].text`. Raises
-        `RequestRefused` naming the message or option at fault, else as `generate` does.
+        `messages` are OpenAI's. `options` are the fields of a chat body that are no sampling parameters: `tools`,
+        `tool_choice`, `parallel_tool_calls`, `response_format`, `reasoning_effort`, `add_generation_prompt`,
+        `chat_template_kwargs`. The answer is in `outputs[0].message`, and as the model wrote it in `outputs[0].text`.
+        Raises `RequestRefused` naming the message or option at fault, else as `generate` does.
         """
         batch = _as_conversations(messages)
         each = _for_each(params, len(batch), "conversation")
