@@ -144,6 +144,7 @@ INSIDE: dict[str, tuple[str, ...]] = {
         "cluster.http.answers",
         "cluster.http.exchange",
         "cluster.http.state",
+        "cluster.http.example",
         "cluster.http.endpoints",
         "cluster.http.routing",
         "cluster.http.routes",

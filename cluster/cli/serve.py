@@ -20,6 +20,7 @@ from cluster.cli.invocation import program, under_make
 from cluster.cli.refusal import NotStarted, Refusal
 from cluster.cli.request_lines import follow
 from cluster.config import ServeConfig, load_config, ray_address
+from cluster.http.example import curl
 from cluster.serve.listener import bound
 from cluster.text.tokenizer import has_chat_template
 from workers.checkpoints.model_config import ModelError, resolve_model_folder
@@ -130,34 +131,30 @@ def ready_message(config: ServeConfig, has_chat: bool = True) -> str:
     host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
     url = f"http://{f'[{host}]' if ':' in host else host}:{config.port}"
     name = config.model_name
-    key = config.api_keys[0] if config.api_keys else None
-    authorization = " -H 'Authorization: Bearer YOUR-KEY'" if key else ""
+    key = "YOUR-KEY" if config.api_keys else "none"
     chat_flags = "" if url == "http://127.0.0.1:8000" else f" --url {url}"
     if host == "127.0.0.1" and chat_flags:
         chat_flags = f" --port {config.port}"
     if has_chat:
-        path, question = "chat/completions", '"messages": [{"role": "user", "content": "What is Manta?"}]'
         method, text = "chat.completions", "message.content"
+        argument = 'messages=[{"role": "user", "content": "What is Manta?"}]'
         chat = f"or in another terminal: {program()} chat{chat_flags}"
     else:
-        path, question = "completions", '"prompt": "A manta ray is"'
-        method, text = "completions", "text"
+        method, text, argument = "completions", "text", 'prompt="A manta ray is"'
         chat = "The model has no chat template, so it completes texts and does not chat."
-    python_question = question.replace('"messages": ', "messages=").replace('"prompt": ', "prompt=")
     return f"""
 Manta is ready: {name} at {url}
 
 Ask it something:
 
-  curl {url}/v1/{path}{authorization} -H 'Content-Type: application/json' \\
-    -d '{{"model": "{name}", {question}, "max_tokens": 100}}'
+  {curl(url, name, chats=has_chat, needs_key=bool(config.api_keys))}
 
 or in Python (pip install openai):
 
   from openai import OpenAI
-  client = OpenAI(base_url="{url}/v1", api_key="{"YOUR-KEY" if key else "none"}")
+  client = OpenAI(base_url="{url}/v1", api_key="{key}")
   reply = client.{method}.create(
-      model="{name}", {python_question}, max_tokens=100
+      model="{name}", {argument}, max_tokens=100
   )
   print(reply.choices[0].{text})
 

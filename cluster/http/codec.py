@@ -18,7 +18,11 @@ _encoder = msgspec.json.Encoder()
 
 
 class Body(Protocol):
-    """What a request's body is decoded to: a msgspec struct with a check of its own."""
+    """What a request's body is decoded to: a msgspec struct with a check of its own. It may have `fields_elsewhere`:
+    names that belong to other bodies, and what to do about each.
+    """
+
+    __struct_fields__: tuple[str, ...]
 
     def check(self) -> None:
         """Checks what the types of the fields do not say. Raises `ApiError` 400 naming the field."""
@@ -36,7 +40,8 @@ def decode(kind: type[AnyBody], body: bytes) -> AnyBody:
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the body is not valid UTF-8: byte {error.start} is {body[error.start]:#04x}") from error
     except msgspec.ValidationError as error:
-        raise shape_error(str(error)) from error
+        elsewhere = getattr(kind, "fields_elsewhere", None)
+        raise shape_error(str(error), kind.__struct_fields__, elsewhere) from error
     except msgspec.DecodeError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}") from error
     except RecursionError as error:
