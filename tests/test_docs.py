@@ -254,7 +254,7 @@ def starts_a_server(command: str, manual: Manual) -> None:
     configs: list[ServeConfig] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(serve, "_check_port", lambda host, port: None)  # somebody's own may be there
-        patch.setattr(serve, "_serve_until_signal", configs.append)
+        patch.setattr(serve, "_serve_until_signal", lambda config, quiet: configs.append(config))
         patch.setattr(
             check, "resolve_model_folder", lambda name: DEMO if name == HUB_ID else resolve_model_folder(name)
         )
@@ -283,11 +283,11 @@ def checks_a_model(command: str, manual: Manual) -> None:
 
 def is_named(command: str, manual: Manual) -> None:
     """Without a model of its own: there is such a command."""
-    command_line._parser().parse_args(manual.manta(command))
+    command_line._parser()[0].parse_args(manual.manta(command))
 
 
 def is_named_with_files(command: str, manual: Manual) -> None:
-    command_line._parser().parse_args([*manual.manta(command), "in", "out"])
+    command_line._parser()[0].parse_args([*manual.manta(command), "in", "out"])
 
 
 def takes_its_flags(command: str, main: Callable[[list[str]], object], words: list[str]) -> None:

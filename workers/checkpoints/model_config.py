@@ -192,11 +192,12 @@ def _native_config(raw: dict[str, Any], architecture: str, eos_token_ids: tuple[
     if activation not in ("silu", "swish"):
         raise ModelError(f"activation {activation!r} of {architecture} is not supported; only silu is")
     num_heads = _positive(raw, "num_attention_heads")
-    num_kv_heads = raw.get("num_key_value_heads") or num_heads
+    num_kv_heads = _positive_or(raw, "num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise ModelError(f"{num_heads} attention heads cannot share {num_kv_heads} KV heads evenly")
     hidden_size = _positive(raw, "hidden_size")
-    head_dim = raw.get("head_dim") or (128 if architecture == "Qwen3ForCausalLM" else hidden_size // num_heads)
+    usual_head_dim = 128 if architecture == "Qwen3ForCausalLM" else hidden_size // num_heads
+    head_dim = _positive_or(raw, "head_dim", usual_head_dim)
     num_layers = _positive(raw, "num_hidden_layers")
     attention_bias = raw.get("attention_bias", False) and architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM")
     rope = _rope_config(raw, architecture)
@@ -334,6 +335,10 @@ def _positive(raw: dict[str, Any], name: str) -> int:
     if not isinstance(value, int) or value < 1:
         raise ModelError(f"config.json: {name} must be a positive integer, not {value!r}")
     return value
+
+
+def _positive_or(raw: dict[str, Any], name: str, default: int) -> int:
+    return _positive(raw, name) if raw.get(name) else default
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
