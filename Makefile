@@ -25,6 +25,9 @@ export RAY_USAGE_STATS_ENABLED := 0
 .PHONY: serve test lint bench prove fuzz soak check clean install
 .DEFAULT_GOAL := serve
 
+# What these two print is to be pasted, so they are told how they were called.
+serve check: export MANTA_UNDER_MAKE := 1
+
 serve: $(STAMP)
 	@exec $(BIN)/manta serve $(if $(MODEL),--model '$(MODEL)') $(if $(PORT),--port '$(PORT)') $(if $(CONFIG),--config '$(CONFIG)') $(ARGS)
 

@@ -14,6 +14,7 @@ import msgspec
 import yaml
 from msgspec import Meta
 
+from cluster.options import read_options
 from specdecode.config import SpeculativeConfig
 from structured.config import PoolConfig
 from structured.constraint import ConstraintLimits
@@ -198,24 +199,17 @@ def ray_address() -> str | None:
 def load_config(path: str | pathlib.Path | None, overrides: dict[str, Any] | None = None) -> ServeConfig:
     """Reads a YAML file into a `ServeConfig` and applies dotted `overrides` such as `{"engine.model": "..."}`.
 
-    Raises `ValueError` naming the key and the bound for an unknown key, a wrong type or a value out of range.
+    Raises `ValueError` naming the key and the bound for an unknown key, a wrong type or a value out of range; for what
+    is no YAML, the line with a mark below the place.
     """
-    data: dict[str, Any] = {}
-    if path is not None:
-        try:
-            loaded = yaml.safe_load(pathlib.Path(path).read_text())
-        except OSError as error:
-            raise ValueError(f"cannot read the configuration {path}: {error.strerror}") from error
-        except yaml.YAMLError as error:
-            raise ValueError(f"{path} is not valid YAML: {error}") from error
-        if loaded is not None and not isinstance(loaded, dict):
-            raise ValueError(f"{path} must hold a mapping of options, not a {type(loaded).__name__}")
-        data = loaded or {}
+    data = {} if path is None else _read_yaml(pathlib.Path(path))
     for key, value in (overrides or {}).items():
         target = data
         *parents, last = key.split(".")
         for parent in parents:
-            target = target.setdefault(parent, {})
+            if target.get(parent) is None:
+                target[parent] = {}
+            target = target[parent]
             if not isinstance(target, dict):
                 raise ValueError(f"configuration: {key} cannot be set: {parent} is a value, no group of options")
         target[last] = value
@@ -224,6 +218,31 @@ def load_config(path: str | pathlib.Path | None, overrides: dict[str, Any] | Non
             f"configuration{f' {path}' if path else ''}: api_keys is empty; leave it out, or list the keys"
         )
     try:
-        return msgspec.convert(data, ServeConfig)
-    except msgspec.ValidationError as error:
+        return read_options(data, ServeConfig)
+    except ValueError as error:
         raise ValueError(f"configuration{f' {path}' if path else ''}: {error}") from error
+
+
+def _read_yaml(path: pathlib.Path) -> dict[str, Any]:
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeError) as error:
+        raise ValueError(f"cannot read the configuration {path}: {getattr(error, 'strerror', error)}") from error
+    try:
+        loaded = yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        mark, lines = error.problem_mark, [*text.splitlines(), ""]
+        place = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
+        shown = "" if mark is None else f"\n{lines[min(mark.line, len(lines) - 1)]}\n{' ' * mark.column}^"
+        raise ValueError(f"{path} is not valid YAML{place}: {error.problem or error.context}{shown}") from error
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not valid YAML: {error}") from error
+    if loaded is not None and not isinstance(loaded, dict):
+        raise ValueError(f"{path} must hold a mapping of options, not a {type(loaded).__name__}")
+    data = loaded or {}
+    if "applications" in data or "import_path" in data:
+        raise ValueError(
+            f"{path} is a configuration of Ray Serve: 'serve deploy {path}' takes it. For --config give a file with "
+            "the options that stand under its args"
+        )
+    return data

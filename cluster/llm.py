@@ -1,7 +1,8 @@
 """The offline face: the same engine as the server's, without HTTP, and without Ray unless it has several ranks.
 
-`LLM(model).generate(prompts, params)` is what most callers need; `add_request` / `step` / `abort` drive the loop by
-hand and `stream` serves an asyncio program. What these two show of a request under way is `SamplingParams.output_kind`.
+`LLM(model).chat(messages, params)` and `generate(prompts, params)` are what most callers need; `add_request` / `step` /
+`abort` drive the loop by hand, and `stream` and `stream_chat` serve an asyncio program. What these three show of a
+request under way is `SamplingParams.output_kind`.
 """
 
 from __future__ import annotations
@@ -13,15 +14,17 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import msgspec
 from tqdm import tqdm
 
+from cluster.chat import Chat, Message, plan_offline
 from cluster.config import DEMO_MODEL, EngineConfig
 from cluster.engine.beam_search import BeamSearchParams, BeamSequence, beam_search
 from cluster.engine.interrupts import uninterrupted, uninterrupted_steps
 from cluster.engine.request import EngineRequest, FinishStatus, RequestRefused, SequenceOutput, Usage
+from cluster.options import read_options
 from cluster.text.detokenizer import SequenceText
 from cluster.text.tokenizer import TextError, Tokenizer
 from structured.constraint import ConstraintSpec, Resolved
@@ -54,6 +57,10 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     finish_reason: FinishStatus | None = None
     stop_reason: str | int | None = None
     """The stop string or stop token id that ended the text; None for end-of-sequence and length."""
+    message: Message | None = None
+    """The answer of a chat, when it has ended, in OpenAI's form: `content`, `reasoning_content` and `tool_calls`. It
+    may be appended to the conversation.
+    """
     error: str | None = None
     """Why this choice ended with `FINISHED_INTERNAL_ERROR`; the others go on."""
 
@@ -73,13 +80,38 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     """When `finished`: the prompt once, the output tokens of all choices."""
 
 
+class _Asked(NamedTuple):
+    """A request before it is submitted; of a chat with how its answer is read."""
+
+    prompt: Prompt
+    params: SamplingParams
+    chat: Chat | None = None
+
+
 class _Tracked:
     """A request under way: its output so far, the text of each choice's tokens, and what its reader has seen."""
 
-    def __init__(self, output: RequestOutput, tokenizer: Tokenizer, params: SamplingParams, kind: OutputKind) -> None:
+    def __init__(
+        self,
+        output: RequestOutput,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        kind: OutputKind,
+        chat: Chat | None = None,
+    ) -> None:
         self.output = output
         self.kind = kind
-        self.texts = [SequenceText(tokenizer, params, kind is OutputKind.FINAL_ONLY) for _ in range(params.n)]
+        self._chat = chat
+        self.texts = [
+            SequenceText(
+                tokenizer,
+                params,
+                kind is OutputKind.FINAL_ONLY,
+                continues_prompt=chat is None,
+                shown_ids=frozenset() if chat is None else chat.plan.shown_ids,
+            )
+            for _ in range(params.n)
+        ]
         self.usages = [Usage(len(output.prompt_token_ids), 0, 0) for _ in range(params.n)]
         """The latest of each choice."""
         self._shown = [(0, 0) for _ in range(params.n)]
@@ -94,6 +126,10 @@ class _Tracked:
             usage.num_output_tokens = sum(len(choice.token_ids) for choice in output.outputs)
             output.usage = usage
             output.finished = True
+        if self._chat is not None:
+            for choice in output.outputs:
+                if choice.finish_reason is not None and choice.message is None:
+                    choice.message = self._chat.message(choice.text)
 
     def news(self) -> RequestOutput | None:
         """What the reader is told now."""
@@ -129,10 +165,7 @@ class LLM:
     """
 
     def __init__(self, model: str = DEMO_MODEL, **options: Any) -> None:
-        try:
-            self.config = msgspec.convert({"model": model, **options}, EngineConfig)
-        except msgspec.ValidationError as error:
-            raise ValueError(str(error)) from error
+        self.config = read_options({"model": model, **options}, EngineConfig)
         # Read when torch loads its OpenMP: threads that spin for long keep a core from all other threads.
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
         from cluster.engine.engine import Engine  # imports torch
@@ -160,17 +193,39 @@ class LLM:
         anything runs. If it raises, also on Ctrl-C, nothing of the call stays in the engine.
         """
         batch: list[Prompt] = _as_batch(prompts)
-        if params is None:
-            params = SamplingParams()
-        each = [params] * len(batch) if isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(batch):
-            raise ValueError(f"{len(each)} sampling parameters for {len(batch)} prompts; give one, or one a prompt")
+        each = _for_each(params, len(batch), "prompt")
+        return self._run([_Asked(prompt, one) for prompt, one in zip(batch, each, strict=True)], use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Answers a conversation, or each of several, through the model's chat template.
+
+        `messages` are OpenAI's. `options` are the fields of a chat body that are no sampling parameters: `tools`,
+        `tool_choice`, `parallel_tool_calls`, `response_format`, `reasoning_effort`, `add_generation_prompt`,
+        `chat_template_kwargs`. The answer is in `outputs[0].message`, and as the model wrote it in `outputs[0].text`.
+        Raises `RequestRefused` naming the message or option at fault, else as `generate` does.
+        """
+        batch = _as_conversations(messages)
+        each = _for_each(params, len(batch), "conversation")
+        asked = [self._planned(one, its, options) for one, its in zip(batch, each, strict=True)]
+        return self._run(asked, use_tqdm)
+
+    def _planned(self, messages: Sequence[Message], params: SamplingParams, options: dict[str, Any]) -> _Asked:
+        chat = plan_offline(messages, params, self.tokenizer, options)
+        return _Asked(chat.prompt, chat.plan.params, chat)
+
+    def _run(self, batch: list[_Asked], use_tqdm: bool) -> list[RequestOutput]:
         request_ids = [f"generate-{next(self._ids)}" for _ in batch]
-        constraints = [self._resolve(one) for one in each]  # all at once: they compile in parallel
+        constraints = [self._resolve(asked.params) for asked in batch]  # all at once: they compile in parallel
         try:
-            for request_id, prompt, one, constraint in zip(request_ids, batch, each, constraints, strict=True):
+            for request_id, asked, constraint in zip(request_ids, batch, constraints, strict=True):
                 self._submit(
-                    request_id, prompt, one, constraint=constraint, kind=OutputKind.FINAL_ONLY, queue_is_bounded=False
+                    request_id, asked, constraint=constraint, kind=OutputKind.FINAL_ONLY, queue_is_bounded=False
                 )
             outputs = {request_id: self._tracked[request_id].output for request_id in request_ids}
             self._run_until_finished(outputs, use_tqdm)
@@ -212,7 +267,7 @@ class LLM:
     ) -> None:
         """Queues a request for `step`. Raises `RequestRefused` if it can never be served."""
         params = params or SamplingParams()
-        self._submit(request_id, prompt, params, priority, self._resolve(params))
+        self._submit(request_id, _Asked(prompt, params), priority, self._resolve(params))
 
     def step(self) -> list[RequestOutput]:
         """Runs one step; returns the requests that it changed, each once and with what its `output_kind` shows."""
@@ -255,8 +310,7 @@ class LLM:
     def _submit(
         self,
         request_id: str,
-        prompt: Prompt,
-        params: SamplingParams,
+        asked: _Asked,
         priority: int = 0,
         constraint: Future[Resolved] | None = None,
         kind: OutputKind | None = None,
@@ -265,16 +319,18 @@ class LLM:
         """`kind` stands for the parameters' own."""
         if request_id in self._tracked:
             raise RequestRefused(f"request id {request_id!r} is already running; choose another", "request_id")
-        text = prompt if isinstance(prompt, str) else None
+        prompt, chat = asked.prompt, asked.chat
+        text = chat.plan.prompt if chat is not None else prompt if isinstance(prompt, str) else None
         token_ids = self._token_ids(prompt)
-        params = self.tokenizer.resolve_bad_words(params)
+        params = self.tokenizer.resolve_bad_words(asked.params)
         request = EngineRequest(request_id=request_id, prompt_token_ids=token_ids, params=params, priority=priority)
         resolved = None if constraint is None else constraint.result()
         with uninterrupted():
             self.engine.add_request(request, resolved, queue_is_bounded)
             choices = [CompletionOutput(index=index) for index in range(params.n)]
             output = RequestOutput(request_id=request_id, prompt=text, prompt_token_ids=token_ids, outputs=choices)
-            self._tracked[request_id] = _Tracked(output, self.tokenizer, params, kind or params.output_kind)
+            tracked = _Tracked(output, self.tokenizer, params, kind or params.output_kind, chat)
+            self._tracked[request_id] = tracked
 
     def _apply(self, delta: SequenceOutput, tracked: _Tracked) -> bool:
         """Adds one step's tokens to a choice; ends it if its text reached a stop string. False if it had ended
@@ -314,7 +370,7 @@ class LLM:
 
     # ---- asyncio -----------------------------------------------------------------------------------------------
 
-    async def stream(
+    def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, priority: int = 0
     ) -> AsyncIterator[RequestOutput]:
         """Yields what `output_kind` shows after each step that changed it; leaving the loop early aborts the request.
@@ -322,15 +378,23 @@ class LLM:
         What is wrong with a request is raised in its own stream alone, an engine that died in all of them. Any number
         of streams may run in one event loop; don't mix them with `generate` or `step` at the same time.
         """
+        return self._stream(_Asked(prompt, params or SamplingParams()), priority)
+
+    def stream_chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None, priority: int = 0, **options: Any
+    ) -> AsyncIterator[RequestOutput]:
+        """`stream` for a conversation, with the `options` of `chat`. The last output of a choice has its `message`."""
+        return self._stream(self._planned(messages, params or SamplingParams(), options), priority)
+
+    async def _stream(self, asked: _Asked, priority: int) -> AsyncIterator[RequestOutput]:
         self._leave_other_loop(asyncio.get_running_loop())
         request_id = f"stream-{next(self._ids)}"
-        params = params or SamplingParams()
-        constraint = self._resolve(params)
+        constraint = self._resolve(asked.params)
         if constraint is not None:
             await asyncio.wrap_future(constraint)
         queue = self._streams[request_id] = asyncio.Queue()
         try:
-            await self._when_free(lambda: self._submit(request_id, prompt, params, priority, constraint))
+            await self._when_free(lambda: self._submit(request_id, asked, priority, constraint))
             finished = False
             while not finished:
                 output = await queue.get()
@@ -422,3 +486,21 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if prompts and isinstance(prompts[0], int):
         return [cast(Sequence[int], prompts)]
     return list(cast(Sequence[Prompt], prompts))
+
+
+def _as_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Sequence[Message]]:
+    """One conversation is a batch of one."""
+    if not messages or isinstance(messages[0], dict):
+        return [cast(Sequence[Message], messages)]
+    return list(cast(Sequence[Sequence[Message]], messages))
+
+
+def _for_each(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int, what: str
+) -> Sequence[SamplingParams]:
+    """One for all, or one for each."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise ValueError(f"{len(params)} sampling parameters for {count} {what}s; give one, or one a {what}")
+    return params

@@ -29,7 +29,7 @@ class Server:
         self.port = free_port()
         self.model = self.folder.name
         self.url = f"http://127.0.0.1:{self.port}"
-        command = [sys.executable, "-m", "cluster.cli", "serve", "--model", str(self.folder), "--port", str(self.port)]
+        command = [sys.executable, "-m", "cluster.cli", "serve", "--quiet", str(self.folder), "--port", str(self.port)]
         for setting in ("engine.dtype=float32", "engine.kv_cache_bytes=8388608", "engine.num_threads=1", *settings):
             command += ["--set", setting]
         paths = [os.environ.get("PYTHONPATH", ""), str(pathlib.Path(__file__).parent / "plugin")]

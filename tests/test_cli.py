@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks.processes import free_port
 from cluster.cli.__main__ import main
+from cluster.cli.invocation import program
 from cluster.cli.serve import ready_message
 from cluster.config import EngineConfig, ServeConfig
 from tests.checkpoints import checkpoint
@@ -188,4 +189,4 @@ def test_the_ready_message_has_the_real_name_and_port() -> None:
     assert "http://127.0.0.1:8123/v1/chat/completions" in message
     assert '"model": "qwen"' in message
     assert 'base_url="http://127.0.0.1:8123/v1"' in message
-    assert "manta chat --url http://127.0.0.1:8123" in message
+    assert f"{program()} chat --port 8123" in message

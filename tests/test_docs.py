@@ -28,7 +28,7 @@ from benchmarks import soak
 from benchmarks.bench import ALL
 from cluster.batch.lines import parse
 from cluster.cli import __main__ as command_line
-from cluster.cli import batch, check, serve
+from cluster.cli import batch, chat, check, serve
 from cluster.config import ServeConfig
 from tests.fuzz.__main__ import main as fuzz
 from tests.server import Server
@@ -40,15 +40,16 @@ PAGES = ("README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in
 MAX_LINES = {"README.md": 120, "CONTRIBUTING.md": 60}
 
 PRINTS = {
-    "README.md": ["Manta serves"],
+    "README.md": [],
+    "docs/first-five-minutes.md": [],
     "docs/serve.md": ["0 ", "1 ", "2 ", "Manta serves"],
     "docs/batch.md": [],
-    "docs/constrain.md": ["customer='Paul Stein' city='Rome'", "minutes=20"],
+    "docs/constrain.md": ["customer='Paul Stein' city='Rome'", "minutes=20", 'set_timer {"minutes": 20}'],
     "docs/speculate.md": ["Manta serves"],
     "docs/extend.md": [],
     "docs/security.md": [],
 }
-"""What a page's Python shows, among other things."""
+"""What a page's Python shows, among other things. A `text` block is all that the Python before it prints."""
 
 PROVE = os.environ.get("MANTA_PROVE") == "1"
 
@@ -136,6 +137,13 @@ def test_files_that_a_page_names_are_there(page: str) -> None:
         assert any(path.exists() for path in places[: 1 if name.startswith(rooms) else 3]), f"{page} names {name}"
 
 
+def test_the_recording_shows_what_is_printed_today(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "program", lambda: ".venv/bin/manta")
+    recorded = (ROOT / "docs" / "first-five-minutes.md").read_text()
+    assert serve.ready_message(ServeConfig()).strip("\n") in recorded
+    assert chat.HELP in recorded
+
+
 def test_every_page_of_the_manual_says_what_its_python_prints() -> None:
     assert set(PRINTS) == set(PAGES) - {"CONTRIBUTING.md"}
 
@@ -145,7 +153,8 @@ def test_a_page_stays_short(page: str) -> None:
     assert len((ROOT / page).read_text().splitlines()) <= MAX_LINES[page]
 
 
-def test_the_manual_shows_what_serve_prints() -> None:
+def test_the_manual_shows_what_serve_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "program", lambda: "manta")
     shown = [block.text for block in blocks("docs/serve.md") if not block.language]
     assert shown == [serve.ready_message(ServeConfig()).lstrip("\n")]
 
@@ -248,7 +257,8 @@ def asks_the_server(command: str, manual: Manual) -> None:
 def talks(command: str, manual: Manual) -> None:
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
         patch.setattr("sys.stdin", io.StringIO("What is Manta?\n/exit\n"))
-        assert command_line.main([*manual.manta(command), "--url", manual.server().url]) == 0
+        words = manual.manta(command.replace("8000", str(manual.server().port)))
+        assert command_line.main(words if "--port" in words else [*words, "--url", manual.server().url]) == 0
     assert "Talking to demo" in printed.getvalue()
     assert "the server answered" not in printed.getvalue()
 
@@ -258,7 +268,7 @@ def starts_a_server(command: str, manual: Manual) -> None:
     configs: list[ServeConfig] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(serve, "_check_port", lambda host, port: None)  # somebody's own may be there
-        patch.setattr(serve, "_serve_until_signal", configs.append)
+        patch.setattr(serve, "_serve_until_signal", lambda config, quiet: configs.append(config))
         patch.setattr(
             check, "resolve_model_folder", lambda name: DEMO if name == HUB_ID else resolve_model_folder(name)
         )
@@ -294,11 +304,17 @@ def checks_a_model(command: str, manual: Manual) -> None:
 
 def is_named(command: str, manual: Manual) -> None:
     """Without a model of its own: there is such a command."""
-    command_line._parser().parse_args(manual.manta(command))
+    command_line._parser()[0].parse_args(manual.manta(command))
 
 
 def is_named_with_files(command: str, manual: Manual) -> None:
-    command_line._parser().parse_args([*manual.manta(command), "in", "out"])
+    command_line._parser()[0].parse_args([*manual.manta(command), "in", "out"])
+
+
+def tells_its_version(command: str, manual: Manual) -> None:
+    with contextlib.redirect_stdout(io.StringIO()) as printed, pytest.raises(SystemExit):
+        command_line.main(manual.manta(command))
+    assert printed.getvalue().startswith("manta ")
 
 
 def takes_its_flags(command: str, main: Callable[[list[str]], object], words: list[str]) -> None:
@@ -383,7 +399,6 @@ COMMANDS: dict[str, Callable[[str, Manual], None]] = {
     "make serve MODEL=Qwen/Qwen2.5-0.5B-Instruct": starts_a_server,
     "make serve PORT=8080 CONFIG=configs/engine.yaml": starts_a_server,
     "manta serve": starts_a_server,
-    "manta serve --set engine.max_num_sequences=64": starts_a_server,
     "manta serve --set engine.tensor_parallel_size=2": starts_a_server,
     (
         "RAY_ADDRESS=HEAD:6379 manta serve --set engine.tensor_parallel_size=2 "
@@ -391,6 +406,9 @@ COMMANDS: dict[str, Callable[[str, Manual], None]] = {
     ): starts_a_server,
     "ray start --head --port=6379": starts_a_node,
     "ray start --address=HEAD:6379": starts_a_node,
+    "manta serve demo --set engine.kv_cache_bytes=1GB": starts_a_server,
+    "manta serve --quiet": is_named,
+    "manta --version": tells_its_version,
     "manta serve --set 'engine.logits_processors={never-twice: null}'": starts_a_server,
     "manta serve --set 'engine.speculative={proposers: [forced, ngram]}'": starts_a_server,
     "manta serve --set 'engine.speculative={proposers: [forced, ngram, draft], draft_model: configs/demo/draft}'": (
@@ -405,7 +423,7 @@ COMMANDS: dict[str, Callable[[str, Manual], None]] = {
     "manta check": is_named,
     "manta check --set engine.tensor_parallel_size=2": checks_a_model,
     "manta check ~/models/Qwen2.5-0.5B-Instruct": checks_a_model,
-    "manta chat": talks,
+    "manta chat --port 8000": talks,
     "make bench": measures_a_little,
     'make bench ARGS="--workloads a,b --json out.jsonl"': measures,
     'make bench ARGS="--workloads a,b,g --compare manta --peer-checkout PATH"': measures,
@@ -445,14 +463,18 @@ def test_each_row_of_the_table_stands_in_a_document() -> None:
 @pytest.mark.parametrize("page", PRINTS)
 def test_the_python_of_a_page_runs(page: str, manual: Manual, capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, object] = {"__name__": "page"}
+    printed, last = "", ""
     for block in blocks(page):
+        if block.language == "text":
+            assert last == block.text, f"{page} line {block.line}: the block before prints something else"
         if block.language != "python":
             continue
         text = block.text
         if "localhost:8000" in text:
             text = text.replace("localhost:8000", f"127.0.0.1:{manual.server().port}")
         exec(compile("\n" * (block.line - 1) + text, str(ROOT / page), "exec", dont_inherit=True), names)
-    printed = capsys.readouterr().out
+        last = capsys.readouterr().out
+        printed += last
     for text in PRINTS[page]:
         assert text in printed
 
@@ -465,11 +487,5 @@ def test_a_configuration_on_a_page_is_one() -> None:
 
 
 def test_every_block_is_of_a_kind_that_is_looked_at() -> None:
-    assert {block.language for page in PAGES for block in blocks(page)} == {
-        "",
-        "bash",
-        "json",
-        "python",
-        "toml",
-        "yaml",
-    }
+    found = {block.language for page in PAGES for block in blocks(page)}
+    assert found == {"", "bash", "console", "json", "python", "text", "toml", "yaml"}

@@ -26,6 +26,8 @@ from tests.checkpoints import checkpoint
 
 pytestmark = pytest.mark.timeout(180)
 
+REQUEST_LINE = r"^\d\d:\d\d:\d\d  200  /v1/chat/completions  [\d,]+ \+ [\d,]+ tokens in [\d.]+ s, [\d,]+ tokens/s$"
+
 
 class Serve:
     """A `manta serve` process and everything that it printed."""
@@ -46,11 +48,18 @@ class Serve:
         self.printed = ""
 
     def wait_for(self, text: str) -> None:
-        assert self.process.stdout is not None
         while text not in self.printed:
-            line = self.process.stdout.readline()
-            assert line, f"manta serve ended without {text!r}: {self.printed}"
-            self.printed += line
+            self.wait_for_more()
+
+    def wait_for_lines(self, pattern: str, count: int) -> None:
+        while len(re.findall(pattern, self.printed, re.MULTILINE)) < count:
+            self.wait_for_more()
+
+    def wait_for_more(self) -> None:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"manta serve ended: {self.printed}"
+        self.printed += line
 
     def started(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
@@ -122,6 +131,8 @@ def test_what_serve_prints_can_be_pasted_and_ctrl_c_leaves_nothing(serve: Serve)
     assert unknown.returncode == 2
     assert "does not serve 'gpt-9'" in " ".join(unknown.stderr.split())
 
+    serve.wait_for_lines(REQUEST_LINE, 4)  # curl, Python, and two messages of the chat
+
     titles = [title for _, title in serve.titles()]
     assert sum("ray::ServeReplica" in title for title in titles) == 2
     for needless in ("ProxyActor", "log_monitor", "autoscaler", "dashboard.py"):
@@ -131,7 +142,10 @@ def test_what_serve_prints_can_be_pasted_and_ctrl_c_leaves_nothing(serve: Serve)
     assert serve.process.returncode == 0
     assert serve.printed.rstrip().endswith("Stopped.")
     assert "Traceback" not in serve.printed
-    assert "ray" not in serve.printed.replace("Starting Ray", ""), "Ray's own messages tell a newcomer nothing"
+    logs = re.search(r"^Logs: (.+)$", serve.printed, re.MULTILINE)
+    assert logs is not None
+    told = serve.printed.replace("Starting Ray", "").replace(logs[1], "")
+    assert "ray" not in told, "Ray's own messages tell a newcomer nothing"
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(("127.0.0.1", int(url.group().rsplit(":", 1)[1])))

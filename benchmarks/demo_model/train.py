@@ -34,7 +34,10 @@ CHAT_TEMPLATE = (
     "{{- messages[0].content + '\\n' }}{%- endif %}{{- 'Tools:' }}"
     "{%- for tool in tools %}{{- '\\n' + (tool.function | tojson) }}{%- endfor %}{{- '<|im_end|>\\n' }}{%- endif %}"
     "{%- for message in messages %}{%- if not (tools and loop.first and message.role == 'system') %}"
-    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{%- endif %}{%- endfor %}"
+    "{{- '<|im_start|>' + message.role + '\\n' + (message.content or '') }}"
+    "{%- for call in message.tool_calls or [] %}{{- '<tool_call>{\"name\": ' + (call.function.name | tojson) }}"
+    "{{- ', \"arguments\": ' + (call.function.arguments | tojson) + '}</tool_call>' }}{%- endfor %}"
+    "{{- '<|im_end|>\\n' }}{%- endif %}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
 TARGET = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4}

@@ -10,16 +10,18 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import textwrap
 from collections.abc import Sequence
 from typing import Any
 
 import yaml
 
-from cluster.cli.refusal import Refusal
+from cluster.cli.parser import CommandParser, check_command
+from cluster.cli.refusal import Refusal, paragraphs
 from cluster.config import DEMO_MODEL
+from cluster.version import version
 
 DEFAULT_URL = "http://127.0.0.1:8000"
+MODEL_HELP = f"folder or hub id (default: the configuration's, else {DEMO_MODEL}, the model that Manta brings)"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,35 +31,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from cluster.cli.bench import run_bench
 
         return _guarded(lambda: run_bench(argv[1:]))
-    options = _parser().parse_args(argv)
-    return _guarded(lambda: options.run(options))
+    return _guarded(lambda: _run(argv))
+
+
+def _run(argv: list[str]) -> int:
+    parser, commands = _parser()
+    check_command(argv, commands)
+    options = parser.parse_args(argv)
+    return int(options.run(options))
 
 
 def _guarded(run: Any) -> int:
     try:
         return int(run())
     except Refusal as error:
-        # Paths stay in one piece, so that they can be pasted.
-        paragraph = textwrap.fill(f"manta: {error}", width=100, break_long_words=False, break_on_hyphens=False)
-        print(paragraph, file=sys.stderr)
+        print(paragraphs(f"manta: {error}"), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
+    """The parser, and the names of its subcommands."""
     parser = argparse.ArgumentParser(prog="manta", description="Serves language models on a Ray cluster.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parser.add_argument("--version", action="version", version=f"manta {version()}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=CommandParser)
 
     serve = commands.add_parser("serve", help="serve a model over HTTP with OpenAI's API")
-    serve.add_argument("--model", help=f"folder or hub id (default: {DEMO_MODEL}, the model that Manta brings)")
+    _add_model(serve)
     serve.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
     serve.add_argument("--port", type=int, help="port to listen on (default: 8000)")
+    serve.add_argument("--quiet", action="store_true", help="print no line for each request")
     _add_config_flags(serve)
     serve.set_defaults(run=_serve)
 
     chat = commands.add_parser("chat", help="talk to a running server in the terminal")
-    chat.add_argument("--url", default=DEFAULT_URL, help=f"where the server listens (default: {DEFAULT_URL})")
+    where = chat.add_mutually_exclusive_group()
+    where.add_argument("--url", default=DEFAULT_URL, help=f"where the server listens (default: {DEFAULT_URL})")
+    where.add_argument("--port", type=int, help="its port, if it listens on this machine")
     chat.add_argument("--model", help="name as in /v1/models (default: the server's first)")
     chat.add_argument("--api-key", help="bearer token, if the server asks for one (default: $MANTA_API_KEY)")
     chat.set_defaults(run=_chat)
@@ -65,17 +76,30 @@ def _parser() -> argparse.ArgumentParser:
     batch = commands.add_parser("batch", help="answer the requests of a file in OpenAI's batch format")
     batch.add_argument("input", metavar="IN.jsonl", help="one request a line: custom_id, method, url, body")
     batch.add_argument("output", metavar="OUT.jsonl", help="one answer a line, as they come; what it has is not redone")
-    batch.add_argument("--model", help=f"folder or hub id (default: {DEMO_MODEL}, the model that Manta brings)")
+    batch.add_argument("--model", help=MODEL_HELP)
     _add_config_flags(batch)
     batch.set_defaults(run=_batch)
 
     check = commands.add_parser("check", help="say whether a model and a configuration can be served here")
-    check.add_argument("model", nargs="?", help=f"folder or hub id (default: the configuration's, else {DEMO_MODEL})")
+    _add_model(check)
     _add_config_flags(check)
     check.set_defaults(run=_check)
 
     commands.add_parser("bench", help="measure speed, start-up and memory (manta bench --help)", add_help=False)
-    return parser
+    return parser, list(commands.choices)
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    """With or without its flag."""
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("--model", dest="model_flag", metavar="MODEL", help="the same")
+
+
+def _model(options: argparse.Namespace) -> None:
+    """Makes one option of the two. Raises `Refusal` if they differ."""
+    if options.model is not None and options.model_flag not in (None, options.model):
+        raise Refusal(f"there are two models, {options.model} and --model {options.model_flag}; give one")
+    options.model = options.model or options.model_flag
 
 
 def _add_config_flags(parser: argparse.ArgumentParser) -> None:
@@ -111,14 +135,16 @@ def _overrides(options: argparse.Namespace, flags: dict[str, str]) -> dict[str, 
 def _serve(options: argparse.Namespace) -> int:
     from cluster.cli.serve import run_serve
 
+    _model(options)
     flags = {"model": "engine.model", "host": "host", "port": "port"}
-    return run_serve(options.config, _overrides(options, flags))
+    return run_serve(options.config, _overrides(options, flags), options.quiet)
 
 
 def _chat(options: argparse.Namespace) -> int:
     from cluster.cli.chat import run_chat
 
-    return run_chat(options.url, options.model, options.api_key or os.environ.get("MANTA_API_KEY"))
+    url = options.url if options.port is None else f"http://127.0.0.1:{options.port}"
+    return run_chat(url, options.model, options.api_key or os.environ.get("MANTA_API_KEY"))
 
 
 def _batch(options: argparse.Namespace) -> int:
@@ -130,6 +156,7 @@ def _batch(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> int:
     from cluster.cli.check import run_check
 
+    _model(options)
     return run_check(options.config, _overrides(options, {"model": "engine.model"}))
 
 

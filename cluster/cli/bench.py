@@ -10,9 +10,18 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
+from cluster.cli.parser import nearest
 from cluster.cli.refusal import Refusal
 
-SUITES = ("cluster", "structured", "faults", "forms", "prefix-attention", "speculative")
+SUITES = {
+    "cluster": "what ranks, and streams that outlive their engine, cost",
+    "structured": "what constraints cost",
+    "faults": "what others feel when a constraint goes wrong beside them",
+    "forms": "a lesser processor's kernels, and what the hardware allows",
+    "prefix-attention": "decode attention that reads a shared prefix once",
+    "speculative": "what drafts save",
+}
+"""Parts with a command line of their own, and what each measures."""
 
 
 def run_bench(arguments: Sequence[str]) -> int:
@@ -28,6 +37,13 @@ def run_bench(arguments: Sequence[str]) -> int:
     if str(root) not in sys.path:
         sys.path.insert(0, str(root))
     name, rest = "bench", list(arguments)
+    if rest and not rest[0].startswith("-") and rest[0] not in SUITES:
+        raise Refusal(
+            f"there is no part {rest[0]!r}{nearest(rest[0], list(SUITES))}; the parts are {', '.join(SUITES)}"
+        )
+    if rest[:1] in (["-h"], ["--help"]):
+        print("manta bench measures speed, start-up, memory and HTTP. Its parts have flags of their own:\n")
+        print("".join(f"  manta bench {part:<18}{what}\n" for part, what in SUITES.items()), flush=True)
     if rest and rest[0] in SUITES:
         name, rest = rest[0].replace("-", "_"), rest[1:]
     return int(importlib.import_module(f"benchmarks.{name}").main(rest))

@@ -1,20 +1,38 @@
 """`manta chat`: a terminal conversation over the HTTP API, streamed, with the history kept on this side.
 
 It knows nothing of the engine: any server with OpenAI's chat completions will do. Ctrl-C closes the connection in the
-middle of a reply, which makes the server abort it.
+middle of a reply, which makes the server abort it. What the user types is read in `cluster/cli/chat_input.py`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
+import sys
 from collections.abc import Generator
+from typing import NamedTuple
 
 import httpx
 
+from cluster.cli.chat_input import read_message
+from cluster.cli.invocation import program
 from cluster.cli.refusal import Refusal
 
-HELP = "/reset forgets the conversation, /system TEXT sets the system message, /exit leaves; Ctrl-C stops a reply."
+HELP = (
+    "/reset forgets the conversation, /system TEXT sets the system message, /exit leaves; Ctrl-C stops a reply. "
+    'A \\ at a line\'s end, or """ around several lines, continues a message.'
+)
+_DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
+
+
+class Piece(NamedTuple):
+    """A part of a reply."""
+
+    text: str
+    is_reasoning: bool = False
+
+
+class ContextFull(Refusal):
+    """The conversation leaves no room for a reply."""
 
 
 class Conversation:
@@ -25,34 +43,40 @@ class Conversation:
         self.model = model
         self.system: str | None = None
         self.messages: list[dict[str, str]] = []
+        self.is_cut = False
+        """Whether the last reply ended because there was no room for more."""
 
     def reset(self) -> None:
         self.messages.clear()
 
-    def reply(self, text: str) -> Generator[str, None, None]:
-        """Yields the pieces of the reply to `text`; both become part of the history, a cut reply as far as it came.
+    def reply(self, text: str) -> Generator[Piece, None, None]:
+        """Yields the pieces of the reply to `text`; both become part of the history, a cut reply as far as it came,
+        and no reasoning.
 
         Raises `Refusal` with the server's own words if it refuses; the message is then taken back.
         """
         self.messages.append({"role": "user", "content": text})
         received: list[str] = []
+        self.is_cut, begun = False, False
         try:
             for piece in self._stream():
-                received.append(piece)
+                begun = True
+                if not piece.is_reasoning:
+                    received.append(piece.text)
                 yield piece
         finally:
-            if received:
+            if begun:
                 self.messages.append({"role": "assistant", "content": "".join(received)})
             else:
                 self.messages.pop()
 
-    def _stream(self) -> Generator[str, None, None]:
+    def _stream(self) -> Generator[Piece, None, None]:
         system = [{"role": "system", "content": self.system}] if self.system else []
         body = {"model": self.model, "messages": system + self.messages, "stream": True}
         with self.client.stream("POST", "/v1/chat/completions", json=body) as response:
             if response.status_code != 200:
                 response.read()
-                raise Refusal(_error_text(response))
+                raise _refusal(response)
             for line in response.iter_lines():
                 if not line.startswith("data: ") or line == "data: [DONE]":
                     continue
@@ -60,15 +84,16 @@ class Conversation:
                 if "error" in event:
                     raise Refusal(f"the server ended the reply: {event['error'].get('message')}")
                 for choice in event.get("choices", []):
-                    piece = choice["delta"].get("content")
-                    if piece:
-                        yield piece
+                    self.is_cut = self.is_cut or choice.get("finish_reason") == "length"
+                    for key in ("reasoning_content", "content"):
+                        if text := choice["delta"].get(key):
+                            yield Piece(text, key == "reasoning_content")
 
 
 def run_chat(url: str, model: str | None, api_key: str | None) -> int:
     """Talks until /exit or end of input. Raises `Refusal` if no server answers or it does not know the model."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    base = url.rstrip("/").removesuffix("/v1")
+    base = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
     timeout = httpx.Timeout(10.0, read=None)  # a reply may wait in the server's queue for long
     try:
         client = httpx.Client(base_url=base, headers=headers, timeout=timeout, trust_env=False)
@@ -76,45 +101,45 @@ def run_chat(url: str, model: str | None, api_key: str | None) -> int:
         raise Refusal(f"--url {url!r} is not a URL: {error}") from error
     with client:
         conversation = Conversation(client, _choose_model(client, base, model))
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401 - gives input() line editing and history
         print(f"Talking to {conversation.model} at {base}. {HELP}")
         while True:
             try:
-                line = input("> ").strip()
+                message = read_message()
             except EOFError:
                 print()
                 return 0
             except KeyboardInterrupt:
                 print("\n(/exit leaves)")
                 continue
-            if line == "/exit":
+            if message == "/exit":
                 return 0
-            _handle(conversation, line, base)
+            _handle(conversation, message, base)
 
 
-def _handle(conversation: Conversation, line: str, base: str) -> None:
-    command, _, rest = line.partition(" ")
+def _handle(conversation: Conversation, message: str, base: str) -> None:
+    command, _, rest = message.partition(" ")
     if command == "/reset":
         conversation.reset()
         print("(the conversation is forgotten)")
     elif command == "/system":
         conversation.system = rest.strip() or None
         print("(system message set)" if conversation.system else "(system message removed)")
-    elif line.startswith("/"):
+    elif message.startswith("/"):
         print(f"({command} is unknown. {HELP})")
-    elif line:
-        _print_reply(conversation, line, base)
+    elif message:
+        _print_reply(conversation, message, base)
 
 
-def _print_reply(conversation: Conversation, line: str, base: str) -> None:
-    reply = conversation.reply(line)
+def _print_reply(conversation: Conversation, message: str, base: str) -> None:
+    reply = conversation.reply(message)
     try:
-        for piece in reply:
-            print(piece, end="", flush=True)
-        print()
+        _print_pieces(reply)
+        if conversation.is_cut:
+            print("(cut here: the conversation fills the model's context; /reset starts again)")
     except KeyboardInterrupt:
         print(" (stopped)")
+    except ContextFull:
+        print("(the conversation is longer than the model's context; /reset starts again)")
     except Refusal as error:
         print(f"({error})")
     except httpx.HTTPError as error:
@@ -123,16 +148,32 @@ def _print_reply(conversation: Conversation, line: str, base: str) -> None:
         reply.close()
 
 
+def _print_pieces(reply: Generator[Piece, None, None]) -> None:
+    """Reasoning is dim where there are colours, and ends with an empty line."""
+    dim, plain = (_DIM, _PLAIN) if sys.stdout.isatty() else ("", "")
+    was_reasoning = False
+    try:
+        for piece in reply:
+            if piece.is_reasoning != was_reasoning:
+                print(dim if piece.is_reasoning else f"{plain}\n\n", end="")
+            was_reasoning = piece.is_reasoning
+            print(piece.text, end="", flush=True)
+    finally:
+        if was_reasoning:
+            print(plain, end="")
+    print()
+
+
 def _choose_model(client: httpx.Client, base: str, model: str | None) -> str:
     try:
         response = client.get("/v1/models", timeout=10.0)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise Refusal(
-            f"no server answers at {base} ({error or type(error).__name__}); start one with 'manta serve', or say "
-            "where it listens with --url"
+            f"no server answers at {base} ({error or type(error).__name__}); start one with '{program()} serve', or "
+            "say where it listens with --url or --port"
         ) from error
     if response.status_code != 200:
-        raise Refusal(_error_text(response))
+        raise _refusal(response)
     try:
         names = [entry["id"] for entry in response.json()["data"]]
     except (ValueError, KeyError, TypeError) as error:
@@ -144,9 +185,12 @@ def _choose_model(client: httpx.Client, base: str, model: str | None) -> str:
     return model or names[0]
 
 
-def _error_text(response: httpx.Response) -> str:
+def _refusal(response: httpx.Response) -> Refusal:
+    """In the server's own words."""
     try:
-        message = response.json()["error"]["message"]
+        error = response.json()["error"]
+        message = error["message"]
     except (ValueError, KeyError, TypeError):
-        message = response.text[:200].strip()
-    return f"the server answered {response.status_code}: {message}"
+        return Refusal(f"the server answered {response.status_code}: {response.text[:200].strip()}")
+    kind = ContextFull if error.get("code") == "context_length_exceeded" else Refusal
+    return kind(f"the server answered {response.status_code}: {message}")

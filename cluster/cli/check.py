@@ -7,12 +7,16 @@ starts anything.
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import sys
+import traceback
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
+from cluster.cli.invocation import serve_command
 from cluster.cli.refusal import Refusal
 from cluster.config import EngineConfig, load_config
 from cluster.text.tokenizer import Tokenizer, TokenizerError
@@ -44,6 +48,7 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_bytes: int
     kv_bytes_per_token: int
     kv_cache_tokens: int
+    has_chat_template: bool
     max_model_len: int
     model_positions: int
     free_bytes: int
@@ -60,14 +65,27 @@ def run_check(config_path: str | None, overrides: dict[str, Any]) -> int:
     except ValueError as error:
         raise Refusal(str(error)) from error
     try:
-        report = check_model(config.engine)
+        with in_one_sentence():
+            report = check_model(config.engine)
     except ModelError as error:
         print(f"{config.engine.model} cannot be served: {error}", file=sys.stderr)
         return 1
     print(_render(report))
-    source = f" --config {config_path}" if config_path else ""
-    print(f"\nIt can be served: manta serve --model {config.engine.model}{source}")
+    print(f"\nIt can be served: {serve_command(config.engine.model, config_path)}")
     return 0
+
+
+@contextlib.contextmanager
+def in_one_sentence() -> Iterator[None]:
+    """Whatever is raised inside becomes a `ModelError` that says what it is and where."""
+    try:
+        yield
+    except (ModelError, MemoryError):
+        raise
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ModelError(f"{text} (unexpected, in {frame.filename} line {frame.lineno})") from error
 
 
 def check_quickly(engine: EngineConfig) -> None:
@@ -75,6 +93,11 @@ def check_quickly(engine: EngineConfig) -> None:
 
     Raises `ModelError`.
     """
+    with in_one_sentence():
+        _check_quickly(engine)
+
+
+def _check_quickly(engine: EngineConfig) -> None:
     folder = resolve_model_folder(engine.model)
     model = load_model_config(folder)
     _check_ranks(engine, model)
@@ -92,11 +115,14 @@ def _check_ranks(engine: EngineConfig, model: ModelConfig) -> None:
         check_num_ranks(model, engine.tensor_parallel_size)
 
 
-def _check_tokenizer(engine: EngineConfig, folder: pathlib.Path) -> None:
+def _check_tokenizer(engine: EngineConfig, folder: pathlib.Path) -> Tokenizer:
+    source = engine.tokenizer or folder
     try:
-        Tokenizer(engine.tokenizer or folder)
-    except TokenizerError as error:
+        return Tokenizer(source)
+    except (ModelError, TokenizerError) as error:
         raise ModelError(str(error)) from error
+    except Exception as error:  # whatever an unexpected type of value leads to
+        raise ModelError(f"the tokenizer of {source} cannot be read: {type(error).__name__}: {error}") from error
 
 
 def check_model(engine: EngineConfig) -> CheckReport:
@@ -112,7 +138,7 @@ def check_model(engine: EngineConfig) -> CheckReport:
     _check_ranks(engine, model)
     parameters = num_parameters(folder)
     draft, draft_parameters = _draft(engine)
-    _check_tokenizer(engine, folder)
+    tokenizer = _check_tokenizer(engine, folder)
     if model.native:
         check_tensors(folder, model)
     try:
@@ -163,6 +189,7 @@ def check_model(engine: EngineConfig) -> CheckReport:
         kv_cache_bytes=kv_bytes,
         kv_bytes_per_token=kv_bytes // capacity,
         kv_cache_tokens=capacity,
+        has_chat_template=tokenizer.has_chat_template,
         max_model_len=max_model_len,
         model_positions=model.max_position_embeddings,
         free_bytes=free,
@@ -212,6 +239,8 @@ def _render(report: CheckReport) -> str:
         "step": f"ran one layer and the head in {report.step_seconds * 1000:.3g} ms (kernels: {report.kernels})",
         "longest": f"{report.max_model_len:,} tokens a sequence (the model allows {report.model_positions:,})",
     }
+    if not report.has_chat_template:
+        rows["no chat"] = "its tokenizer brings no chat template: it serves /v1/completions only"
     if report.advice:
         rows["slower"] = f"than need be: {report.advice}"
     return "\n".join(f"{name:<13} {text}" for name, text in rows.items())

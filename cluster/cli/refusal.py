@@ -1,5 +1,7 @@
 """The subcommands of `manta`, one module each; `cluster/cli/__main__.py` is the only caller."""
 
+import textwrap
+
 
 class Refusal(Exception):
     """Something that the user can mend. The message is one paragraph with the value, the bound and the remedy."""
@@ -11,3 +13,11 @@ class NotStarted(Refusal):
     """The command passed every check and failed while it started."""
 
     exit_code = 1
+
+
+def paragraphs(text: str) -> str:
+    """Text for a terminal. Paths stay in one piece, so that they can be pasted, and indented lines as they are."""
+    lines = text.splitlines()
+    if len(lines) > 1:  # YAML's caret stands below a column
+        return text
+    return textwrap.fill(text, width=100, break_long_words=False, break_on_hyphens=False)

@@ -7,24 +7,33 @@ Everything that it started is stopped when it ends, by Ctrl-C, SIGTERM or a fail
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import logging
 import os
+import pathlib
 import signal
 import sys
 from typing import Any
 
 from cluster.cli.check import check_quickly
+from cluster.cli.invocation import program, under_make
 from cluster.cli.refusal import NotStarted, Refusal
+from cluster.cli.request_lines import follow
 from cluster.config import ServeConfig, load_config, ray_address
 from cluster.http.access.keys import VARIABLE, openness, with_api_keys
+from cluster.http.example import curl
 from cluster.serve.listener import bound
-from workers.checkpoints.model_config import ModelError
+from cluster.text.tokenizer import has_chat_template
+from workers.checkpoints.model_config import ModelError, resolve_model_folder
 from workers.model_info import ModelInfo
 
 
-def run_serve(config_path: str | None, overrides: dict[str, Any]) -> int:
-    """Serves until Ctrl-C or SIGTERM. Raises `Refusal` for what the user can mend, before Ray is started."""
+def run_serve(config_path: str | None, overrides: dict[str, Any], quiet: bool = False) -> int:
+    """Serves until Ctrl-C or SIGTERM, with a line for each request unless it is `quiet`.
+
+    Raises `Refusal` for what the user can mend, before Ray is started.
+    """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if "api_keys" in overrides:
         message = "--set api_keys shows the keys to whoever lists this machine's processes; put them into"
@@ -43,15 +52,15 @@ def run_serve(config_path: str | None, overrides: dict[str, Any]) -> int:
         raise Refusal(f"{config.engine.model} cannot be served: {error}") from error
     with stopped_by_sigterm():
         try:
-            _serve_until_signal(config)
+            _serve_until_signal(config, quiet)
         except (KeyboardInterrupt, SystemExit):
             return 0  # stopped while starting
     return 0
 
 
-def _serve_until_signal(config: ServeConfig) -> None:
+def _serve_until_signal(config: ServeConfig, quiet: bool) -> None:
     print(f"Starting Ray and loading {config.engine.model} ...", flush=True)
-    from cluster.serve import app  # imports Ray, which takes seconds
+    from cluster.serve import app, start_failure  # these import Ray, which takes seconds
 
     # Ray protects the cluster that it starts by a token and says so at length; the endpoint works without knowing it.
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
@@ -59,7 +68,11 @@ def _serve_until_signal(config: ServeConfig) -> None:
         model = app.start(config)
         # Ray puts a handler of its own in place while it starts.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        print(f"{model_message(model)}\n{ready_message(config)}", flush=True)
+        logs = start_failure.logs_folder()
+        print(model_message(model), f"Logs: {logs or 'on the nodes of the cluster'}", sep="\n\n")
+        print(ready_message(config, has_chat=_has_chat(config)), flush=True)
+        if logs is not None and not quiet:
+            _print_requests(logs)
         while True:
             signal.pause()
     except app.StartFailed as error:
@@ -72,6 +85,13 @@ def _serve_until_signal(config: ServeConfig) -> None:
         with contextlib.redirect_stdout(io.StringIO()):
             app.stop()
         print("Stopped.", flush=True)
+
+
+def _print_requests(logs: pathlib.Path) -> None:
+    """Until nobody reads them any more."""
+    with contextlib.suppress(BrokenPipeError):
+        for line in follow(logs):
+            print(line, flush=True)
 
 
 @contextlib.contextmanager
@@ -90,7 +110,14 @@ def _check_port(host: str, port: int) -> None:
     try:
         bound(host, port).close()
     except OSError as error:
-        raise Refusal(error.strerror) from error
+        message = error.strerror or str(error)
+        if error.errno == errno.EADDRINUSE and under_make():
+            message = message.replace("with --port", f"with PORT=: make serve PORT={port % 65535 + 1}")
+        raise Refusal(message) from error
+
+
+def _has_chat(config: ServeConfig) -> bool:
+    return has_chat_template(resolve_model_folder(config.engine.tokenizer or config.engine.model))
 
 
 def model_message(model: ModelInfo) -> str:
@@ -104,32 +131,41 @@ def model_message(model: ModelInfo) -> str:
     return f"{text}\n\nSlower than need be: {model.advice}" if model.advice else text
 
 
-def ready_message(config: ServeConfig) -> str:
-    """What a newcomer reads when the server is up: two things to paste and how to stop."""
+def ready_message(config: ServeConfig, has_chat: bool = True) -> str:
+    """What a newcomer reads when the server is up: things to paste and how to stop. A model that does not chat is asked
+    to complete.
+    """
     host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
     url = f"http://{f'[{host}]' if ':' in host else host}:{config.port}"
     name = config.model_name
-    key = config.api_keys[0] if config.api_keys else None
-    authorization = " -H 'Authorization: Bearer YOUR-KEY'" if key else ""
+    key = "YOUR-KEY" if config.api_keys else "none"
     chat_flags = "" if url == "http://127.0.0.1:8000" else f" --url {url}"
+    if host == "127.0.0.1" and chat_flags:
+        chat_flags = f" --port {config.port}"
+    if has_chat:
+        method, text = "chat.completions", "message.content"
+        argument = 'messages=[{"role": "user", "content": "What is Manta?"}]'
+        chat = f"or in another terminal: {program()} chat{chat_flags}"
+    else:
+        method, text, argument = "completions", "text", 'prompt="A manta ray is"'
+        chat = "The model has no chat template, so it completes texts and does not chat."
     return f"""
 Manta is ready: {name} at {url}
 
 Ask it something:
 
-  curl {url}/v1/chat/completions{authorization} -H 'Content-Type: application/json' \\
-    -d '{{"model": "{name}", "messages": [{{"role": "user", "content": "What is Manta?"}}], "max_tokens": 100}}'
+  {curl(url, name, chats=has_chat, needs_key=bool(config.api_keys))}
 
 or in Python (pip install openai):
 
   from openai import OpenAI
-  client = OpenAI(base_url="{url}/v1", api_key="{"YOUR-KEY" if key else "none"}")
-  reply = client.chat.completions.create(
-      model="{name}", messages=[{{"role": "user", "content": "What is Manta?"}}], max_tokens=100
+  client = OpenAI(base_url="{url}/v1", api_key="{key}")
+  reply = client.{method}.create(
+      model="{name}", {argument}, max_tokens=100
   )
-  print(reply.choices[0].message.content)
+  print(reply.choices[0].{text})
 
-or in another terminal: manta chat{chat_flags}
+{chat}
 
 Ctrl-C stops it.
 """

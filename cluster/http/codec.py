@@ -6,7 +6,7 @@ Decoding turns each mistake into an `ApiError` 400 that names the field, whateve
 from __future__ import annotations
 
 import functools
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import msgspec
 
@@ -21,7 +21,11 @@ _encoder = msgspec.json.Encoder()
 
 
 class Body(Protocol):
-    """What a request's body is decoded to: a msgspec struct with a check of its own."""
+    """What a request's body is decoded to: a msgspec struct with a check of its own. It may have `fields_elsewhere`:
+    names that belong to other bodies, and what to do about each.
+    """
+
+    __struct_fields__: ClassVar[tuple[str, ...]]
 
     def check(self) -> None:
         """Checks what the types of the fields do not say. Raises `ApiError` 400 naming the field."""
@@ -40,7 +44,8 @@ def decode(kind: type[AnyBody], body: bytes, limits: BodyLimits = _LIMITS) -> An
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the body is not valid UTF-8: byte {error.start} is {body[error.start]:#04x}") from error
     except msgspec.ValidationError as error:
-        raise shape_error(str(error)) from error
+        elsewhere = getattr(kind, "fields_elsewhere", None)
+        raise shape_error(str(error), kind.__struct_fields__, elsewhere) from error
     except msgspec.DecodeError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}") from error
     except RecursionError as error:

@@ -6,7 +6,9 @@ never raises it.
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 import msgspec
@@ -64,8 +66,11 @@ _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 _MISSING_FIELD = re.compile(r"Object missing required field `(.*)`", re.DOTALL)
 
 
-def shape_error(message: str) -> ApiError:
-    """msgspec's `Expected ..., got ... - at `$.path`` as an error that names the field."""
+def shape_error(message: str, known: Sequence[str] = (), elsewhere: Mapping[str, str] | None = None) -> ApiError:
+    """msgspec's `Expected ..., got ... - at `$.path`` as an error that names the field.
+
+    `known` are the fields of the body, and `elsewhere` what to do about fields of other bodies.
+    """
     text, _, place = message.partition(" - at ")
     path = place.removeprefix("`key` in ").strip("`").removeprefix("$").removeprefix(".").replace("[...]", "")
     for pattern, code, what in (
@@ -75,9 +80,16 @@ def shape_error(message: str) -> ApiError:
         match = pattern.fullmatch(text)
         if match:
             param = f"{path}.{match[1]}" if path else match[1]
+            if pattern is _UNKNOWN_FIELD and not path:
+                what = (elsewhere or {}).get(param) or _meant(param, known) or what
             return ApiError(400, f"{param} {what}", param=param, code=code)
     prefix = f"{path}: " if path else "the body: "
     return ApiError(400, f"{prefix}{text[:1].lower()}{text[1:]}", param=path or None, code="invalid_type")
+
+
+def _meant(name: str, known: Sequence[str]) -> str | None:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+    return f"is unknown; did you mean {near[0]}?" if near else None
 
 
 def bound_error(message: str, names: dict[str, str]) -> ApiError:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import msgspec
 
 from cluster.http.errors import RETRIED_STATUSES, ErrorBody
 from cluster.http.routing import Route
+from cluster.version import version
 
 _ERRORS = {
     400: "The body is wrong or cannot be served; `param` names the field",
@@ -40,7 +40,7 @@ def openapi_document(routes: Iterable[Route]) -> dict[str, Any]:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, schema_of)
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Manta", "version": _version()},
+        "info": {"title": "Manta", "version": version()},
         "paths": paths,
         "components": {"schemas": components},
     }
@@ -81,10 +81,3 @@ def _success(route: Route, schema_of: dict[Any, Any]) -> dict[str, Any]:
 
 def _json(schema: Any) -> dict[str, Any]:
     return {"application/json": {"schema": schema}}
-
-
-def _version() -> str:
-    try:
-        return version("manta")
-    except PackageNotFoundError:
-        return "0"

@@ -5,12 +5,13 @@ A new endpoint is a row here and a file in `cluster/http/endpoints/` with its ha
 
 from __future__ import annotations
 
-from cluster.http.endpoints import generation, models, status, tokens
+from cluster.http.endpoints import generation, models, pages, status, tokens
 from cluster.http.protocol.requests import ChatCompletionRequest, CompletionRequest
 from cluster.http.protocol.responses import ChatCompletion, Completion
 from cluster.http.routing import Route
 
 EVENTS = "text/event-stream"
+HTML = "text/html"
 GENERATION_ERRORS = (404, 408, 429, 503)
 
 ROUTES = (
@@ -67,4 +68,6 @@ ROUTES = (
     ),
     Route("GET", "/metrics", status.metrics, "Prometheus metrics", media_type="text/plain", errors=(503,), public=True),
     Route("GET", "/openapi.json", status.openapi, "This document", answer=dict, public=True),
+    Route("GET", "/", pages.home, "What is served here", answer=pages.Home, media_type=HTML, public=True),
+    Route("GET", "/docs", pages.docs, "The endpoints and their fields, to read", media_type=HTML, public=True),
 )

@@ -55,6 +55,8 @@ class Router:
         self._exact: dict[str, dict[str, Route]] = {}
         self._by_prefix: dict[str, dict[str, Route]] = {}
         """Those with a parameter, by what stands before it."""
+        routes = tuple(routes)
+        self._served = ", ".join(f"{route.method} {route.path}" for route in routes)
         for route in routes:
             if route.parameter is None:
                 self._exact.setdefault(route.path, {})[route.method] = route
@@ -82,7 +84,7 @@ class Router:
         if methods is None:
             methods, value = self._find_by_prefix(path)
         if not methods:
-            raise ApiError(404, f"there is nothing at {path}; see /openapi.json", code="unknown_url")
+            raise ApiError(404, f"there is nothing at {path}; what is served: {self._served}", code="unknown_url")
         return methods, value
 
     def _find_by_prefix(self, path: str) -> tuple[dict[str, Route], str]:

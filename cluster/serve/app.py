@@ -24,6 +24,7 @@ from cluster import own_ray
 from cluster.config import DEMO_MODEL, ServeConfig, ray_address
 from cluster.engine.ranks.claims import CannotPlace, check_room, node_cpus, num_claimed, threads_each
 from cluster.http.access.keys import with_api_keys
+from cluster.options import read_options
 from cluster.serve import joined_ray
 from cluster.serve.engine_deployment import engine_deployment
 from cluster.serve.ingress import ingress_deployment
@@ -67,7 +68,7 @@ def _for_nodes(config: ServeConfig, nodes: list[int]) -> ServeConfig:
 
 def build(options: dict[str, Any]) -> serve.Application:
     """For Serve's configuration files: `import_path: cluster.serve.app:build` with the options under `args`."""
-    config = msgspec.convert(options, ServeConfig)
+    config = read_options(options, ServeConfig)
     nodes = node_cpus() if ray.is_initialized() else [num_cores()]
     # Where Serve listens its own options say, and `host` here says nothing of it.
     return application(msgspec.structs.replace(config, allowed_hosts=config.allowed_hosts or ("*",)), nodes)

@@ -84,7 +84,7 @@ class Tokenizer:
         self._tables: dict[frozenset[int], _PieceTable] = {}
         """Piece tables for `skip_special_tokens`, by the special tokens that are shown all the same."""
         self._texts: dict[int, str] = {}
-        self._template_sources = self._read_templates()
+        self._template_sources = _read_templates(self.folder, self._config)
         self._templates = self._compile_templates()
 
     # ---- loading -----------------------------------------------------------------------------------------------
@@ -270,31 +270,39 @@ class Tokenizer:
         except Exception as error:  # a template is a program and may raise anything
             raise TemplateError(str(error) or type(error).__name__) from error
 
-    def _read_templates(self) -> dict[str, str]:
-        """Sources by name, from `chat_template.jinja`, `chat_template.json` or the configuration, in that order."""
-        sources: dict[str, str] = {}
-        file = self.folder / "chat_template.jinja"
-        if file.is_file():
-            sources["default"] = file.read_text(encoding="utf-8")
-            for other in sorted((self.folder / "additional_chat_templates").glob("*.jinja")):
-                sources[other.stem] = other.read_text(encoding="utf-8")
-        else:
-            found = _read_json(self.folder / "chat_template.json").get("chat_template")
-            found = found or self._config.get("chat_template")
-            if isinstance(found, str):
-                sources["default"] = found
-            elif isinstance(found, list):
-                sources = {entry["name"]: entry["template"] for entry in found}
-            elif isinstance(found, dict):
-                sources = dict(found)
-        return sources
-
     def _compile_templates(self) -> dict[str, jinja2.Template]:
         environment = _template_environment()
         try:
             return {name: environment.from_string(source) for name, source in self._template_sources.items()}
         except jinja2.TemplateError as error:
             raise TokenizerError(f"the chat template of {self.folder} is no valid Jinja: {error}") from error
+
+
+# ---- chat templates ------------------------------------------------------------------------------------------------
+
+
+def has_chat_template(folder: pathlib.Path) -> bool:
+    """Whether the model of a folder chats; reads nothing large."""
+    return bool(_read_templates(folder, _read_json(folder / "tokenizer_config.json")))
+
+
+def _read_templates(folder: pathlib.Path, config: dict[str, Any]) -> dict[str, str]:
+    """Sources by name, from `chat_template.jinja`, `chat_template.json` or the configuration, in that order."""
+    sources: dict[str, str] = {}
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        sources["default"] = file.read_text(encoding="utf-8")
+        for other in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+            sources[other.stem] = other.read_text(encoding="utf-8")
+        return sources
+    found = _read_json(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
+    if isinstance(found, str):
+        sources["default"] = found
+    elif isinstance(found, list):
+        sources = {entry["name"]: entry["template"] for entry in found}
+    elif isinstance(found, dict):
+        sources = dict(found)
+    return sources
 
 
 # ---- from tokens to bytes ------------------------------------------------------------------------------------------

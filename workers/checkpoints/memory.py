@@ -10,6 +10,7 @@ import json
 import math
 import pathlib
 
+from workers.checkpoints.folder_kinds import lfs_pointer, why_no_weights
 from workers.checkpoints.model_config import DTYPE_BYTES, ModelConfig, ModelError
 
 WEIGHTS_MULTIPLE = 4
@@ -111,10 +112,12 @@ def weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
     else:
         files = [folder / "model.safetensors"]
         if not files[0].is_file():
-            raise ModelError(f"{folder} holds no model.safetensors; other weight formats must be converted first")
+            raise ModelError(why_no_weights(folder))
     for path in files:
         if not path.is_file():
             raise ModelError(f"{path} is missing, and {index.name} says that weights are in it; copy it there")
+        if (pointer := lfs_pointer(path)) is not None:
+            raise ModelError(pointer)
     return files
 
 

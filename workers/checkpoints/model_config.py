@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from workers.checkpoints.folder_kinds import lfs_pointer, why_no_checkpoint, why_no_folder
+
 UNQUANTIZED = "unquantized"
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -111,8 +113,10 @@ def resolve_model_folder(name: str) -> pathlib.Path:
     folder = _DEMO_FOLDER if name == "demo" else pathlib.Path(name).expanduser()
     if name == "demo" or folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise ModelError(f"{folder} holds no config.json; give a folder in Hugging Face format")
+            raise ModelError(why_no_checkpoint(folder))
         return folder
+    if (reason := why_no_folder(folder)) is not None:
+        raise ModelError(reason)
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:
         raise ModelError(f"there is no folder {name}")
     return _download(name)
@@ -146,14 +150,37 @@ def load_model_config(folder: str | pathlib.Path) -> ModelConfig:
     Raises `ModelError` naming what is unsupported: architecture, activation, rope type, quantisation.
     """
     folder = pathlib.Path(folder)
-    raw = _read_json(folder / "config.json")
+    raw = _Read(_read_json(folder / "config.json"))
+    try:
+        return _read_config(folder, raw)
+    except ModelError:
+        raise
+    except Exception as error:  # whatever an unexpected type of value leads to
+        value = json.dumps(raw.get(raw.last_key))[:80]
+        raise ModelError(
+            f"{folder / 'config.json'}: {raw.last_key!r} cannot be {value} ({type(error).__name__}: {error})"
+        ) from error
+
+
+class _Read(dict[str, Any]):
+    """A JSON object that knows which of its keys was looked at last: the one at fault if its value is unexpected."""
+
+    last_key = ""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.last_key = key
+        return super().get(key, default)
+
+
+def _read_config(folder: pathlib.Path, raw: dict[str, Any]) -> ModelConfig:
     generation = folder / "generation_config.json"
     eos_token_ids = _eos_token_ids(raw, _read_json(generation) if generation.is_file() else {})
     architecture = (raw.get("architectures") or [None])[0]
     if architecture is None:
         raise ModelError(f"{folder / 'config.json'} names no architecture; add its `architectures` entry")
-    if "quantization_config" in raw:
-        method = raw["quantization_config"].get("quant_method", "unnamed")
+    quantization = raw.get("quantization_config")
+    if quantization:  # null and {} are written by tools that never quantised
+        method = quantization.get("quant_method", "unnamed")
         raise ModelError(f"{method} quantisation is not supported; use a bfloat16, float16 or float32 checkpoint")
     if architecture not in NATIVE_ARCHITECTURES:
         return _transformers_config(folder, architecture, eos_token_ids)
@@ -165,11 +192,12 @@ def _native_config(raw: dict[str, Any], architecture: str, eos_token_ids: tuple[
     if activation not in ("silu", "swish"):
         raise ModelError(f"activation {activation!r} of {architecture} is not supported; only silu is")
     num_heads = _positive(raw, "num_attention_heads")
-    num_kv_heads = raw.get("num_key_value_heads") or num_heads
+    num_kv_heads = _positive_or(raw, "num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise ModelError(f"{num_heads} attention heads cannot share {num_kv_heads} KV heads evenly")
     hidden_size = _positive(raw, "hidden_size")
-    head_dim = raw.get("head_dim") or (128 if architecture == "Qwen3ForCausalLM" else hidden_size // num_heads)
+    usual_head_dim = 128 if architecture == "Qwen3ForCausalLM" else hidden_size // num_heads
+    head_dim = _positive_or(raw, "head_dim", usual_head_dim)
     num_layers = _positive(raw, "num_hidden_layers")
     attention_bias = raw.get("attention_bias", False) and architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM")
     rope = _rope_config(raw, architecture)
@@ -309,12 +337,18 @@ def _positive(raw: dict[str, Any], name: str) -> int:
     return value
 
 
+def _positive_or(raw: dict[str, Any], name: str, default: int) -> int:
+    return _positive(raw, name) if raw.get(name) else default
+
+
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
     try:
         loaded = json.loads(path.read_text())
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
+        if (pointer := lfs_pointer(path)) is not None:
+            raise ModelError(pointer) from error
         raise ModelError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(loaded, dict):
         raise ModelError(f"{path} must hold a JSON object, not a {type(loaded).__name__}")

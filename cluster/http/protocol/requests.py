@@ -6,7 +6,7 @@ body asks for becomes one `SamplingParams`. Knows neither the tokenizer nor the 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -141,6 +141,10 @@ _SAMPLING_FIELDS = (
 class ChatCompletionRequest(_SamplingFields, kw_only=True):
     """`POST /v1/chat/completions`."""
 
+    fields_elsewhere: ClassVar[dict[str, str]] = {
+        "prompt": 'belongs to /v1/completions; a chat has messages: [{"role": "user", "content": ...}]'
+    }
+
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
     """Newer name of `max_tokens`; it wins if both are given."""
@@ -238,6 +242,10 @@ class ChatCompletionRequest(_SamplingFields, kw_only=True):
 
 class CompletionRequest(_SamplingFields, kw_only=True):
     """`POST /v1/completions`."""
+
+    fields_elsewhere: ClassVar[dict[str, str]] = {
+        "messages": "belong to /v1/chat/completions; here the text to continue is the prompt"
+    }
 
     prompt: str | list[str | int | list[int]]
     echo: bool | None = None

@@ -1,0 +1,79 @@
+"""Chats without a server: OpenAI's messages as the prompt of an offline request, and its text as the next message.
+
+The parts of a chat body, its template, constraint, tools and reasoning, are those of `cluster/http/`, so that
+`cluster.llm.LLM.chat` and `/v1/chat/completions` answer alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from cluster.engine.request import RequestRefused
+from cluster.http.chat_output import ChatPlan, ChatReader, MessageBuilder, plan_chat
+from cluster.http.errors import ApiError, shape_error
+from cluster.http.prompts import render
+from cluster.http.protocol.constraints import requested_constraint
+from cluster.http.protocol.requests import ChatCompletionRequest
+from cluster.http.protocol.tools import template_tools
+from cluster.text.tokenizer import TextError, Tokenizer
+from workers.sampling_params import SamplingParams
+
+Message = dict[str, Any]
+
+OPTIONS = (
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "response_format",
+    "reasoning_effort",
+    "add_generation_prompt",
+    "chat_template_kwargs",
+)
+"""Fields of a chat body that are no sampling parameters."""
+
+
+class Chat(msgspec.Struct, frozen=True, kw_only=True):
+    """One conversation as the engine gets it."""
+
+    prompt: list[int]
+    plan: ChatPlan
+    """Has the prompt as text, and the sampling parameters with the constraint."""
+
+    def message(self, text: str) -> Message:
+        """The answer `text` as an assistant message, which may be appended to the conversation."""
+        reader, builder = ChatReader(self.plan), MessageBuilder()
+        builder.add(reader.feed(text, final=True))
+        message = msgspec.to_builtins(builder.message())
+        return {key: value for key, value in message.items() if key != "refusal"}
+
+
+def plan_offline(
+    messages: Sequence[Message], params: SamplingParams, tokenizer: Tokenizer, options: dict[str, Any]
+) -> Chat:
+    """`options` are some of `OPTIONS`. Raises `RequestRefused` naming the field at fault."""
+    for name in options:
+        if name not in OPTIONS:
+            remedy = "sampling parameters go into SamplingParams, and the options are"
+            raise RequestRefused(f"a chat has no option {name}; {remedy} {', '.join(OPTIONS)}", name)
+    given = {name: value for name, value in options.items() if value is not None}
+    try:
+        request = msgspec.convert({"model": "", "messages": list(messages), **given}, ChatCompletionRequest)
+        request.check()
+        if request.response_format is not None:
+            if params.constraint is not None:
+                raise RequestRefused("response_format and the parameters' constraint exclude each other", "constraint")
+            constraint, _ = requested_constraint(request.response_format, None)
+            params = msgspec.structs.replace(params, constraint=constraint)
+        text = render(tokenizer, request, template_tools(request.callable_tools()))
+        plan = plan_chat(request, params, tokenizer, text)
+        return Chat(prompt=tokenizer.encode(plan.prompt, add_special_tokens=False), plan=plan)
+    except msgspec.ValidationError as error:
+        refused = shape_error(str(error))
+        raise RequestRefused(refused.message, refused.param) from error
+    except ApiError as error:
+        raise RequestRefused(error.message, error.param) from error
+    except TextError as error:
+        raise RequestRefused(f"messages: {error}", "messages") from error

@@ -1,0 +1,37 @@
+"""One message of `manta chat` as it is typed or pasted, over several lines if need be."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import sys
+
+PASTE_S = 0.05
+"""Lines that come within so long of each other were pasted: nobody types so fast."""
+QUOTES = '"""'
+
+
+def read_message() -> str:
+    """A line; with a `\\` at its end also the next one; several between two lines of `\"\"\"`; or all that were pasted
+    into a terminal together. Raises `EOFError` at the end of input.
+    """
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 - gives input() line editing and history
+    text = input("> ")
+    if text.lstrip().startswith(QUOTES):
+        return _quoted(text.lstrip().removeprefix(QUOTES))
+    while (pasted := _is_pasted()) or text.endswith("\\"):
+        text = f"{text if pasted else text[:-1]}\n{input('. ')}"
+    return text.strip()
+
+
+def _quoted(text: str) -> str:
+    """Up to the quotes that end it."""
+    while not text.rstrip().endswith(QUOTES):
+        text = f"{text}\n{input('. ')}"
+    return text.rstrip().removesuffix(QUOTES).strip("\n")
+
+
+def _is_pasted() -> bool:
+    """Whether more is there already. Of a pipe each line is a message, however fast it comes."""
+    return sys.stdin.isatty() and bool(select.select([sys.stdin], [], [], PASTE_S)[0])

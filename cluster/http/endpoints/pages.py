@@ -1,0 +1,106 @@
+"""`GET /` and `GET /docs`: what a browser, or whoever tries the bare address, is shown first.
+
+Both are derived from the route table and the OpenAPI document, and load nothing from elsewhere.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from cluster.http.example import curl
+from cluster.http.exchange import Exchange
+from cluster.http.state import AppState
+from cluster.version import version
+
+_STYLE = "body{font:16px/1.5 sans-serif;max-width:50em;margin:2em auto;padding:0 1em}pre{overflow:auto}"
+
+
+class Home(msgspec.Struct, kw_only=True):
+    """What is served here, and where to read on."""
+
+    name: str = "Manta"
+    version: str
+    model: str | None
+    """None if keys are asked for, because this page asks for none."""
+    endpoints: list[str]
+    example: str
+    docs: str = "/docs"
+    openapi: str = "/openapi.json"
+
+
+async def home(state: AppState, exchange: Exchange, _: None) -> Home | None:
+    """JSON, or a page for whoever accepts HTML."""
+    page = _home(state, exchange.headers.get("host", ""))
+    if "text/html" not in exchange.headers.get("accept", ""):
+        return page
+    what = f"serves <b>{html.escape(page.model)}</b>" if page.model else "is running; it asks for an API key"
+    links = "".join(f'<li><a href="{path}">{path}</a>' for path in ("/docs", "/openapi.json", "/health", "/metrics"))
+    body = f"<p>Manta {html.escape(page.version)} {what}.</p><pre>{html.escape(page.example)}</pre><ul>{links}</ul>"
+    await _send_page(exchange, "Manta", body)
+    return None
+
+
+async def docs(state: AppState, exchange: Exchange, _: None) -> None:
+    body = "".join(_operations(state.document))
+    await _send_page(
+        exchange, "Manta's endpoints", f'{body}<p>All of it: <a href="/openapi.json">/openapi.json</a></p>'
+    )
+
+
+def _home(state: AppState, host: str) -> Home:
+    needs_key = bool(state.config.api_keys)
+    name = None if needs_key else state.config.model_name
+    url = f"http://{host or f'{state.config.host}:{state.config.port}'}"
+    return Home(
+        version=version(),
+        model=name,
+        endpoints=[
+            f"{method.upper()} {path}" for path, methods in state.document["paths"].items() for method in methods
+        ],
+        example=curl(url, name or "YOUR-MODEL", chats=state.tokenizer.has_chat_template, needs_key=needs_key),
+    )
+
+
+def _operations(document: dict[str, Any]) -> Iterator[str]:
+    """A heading for each endpoint, and the fields of its body."""
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            yield f"<h3>{method.upper()} {html.escape(path)}</h3><p>{html.escape(operation['summary'])}</p>"
+            if "requestBody" in operation:
+                schema = operation["requestBody"]["content"]["application/json"]["schema"]
+                yield f"<pre>{html.escape(_fields(schema, document['components']['schemas']))}</pre>"
+
+
+def _fields(schema: dict[str, Any], components: dict[str, Any]) -> str:
+    """A line for each field: its name, its type, and whether it must be there."""
+    body = components[schema["$ref"].rpartition("/")[2]]
+    required = set(body.get("required", ()))
+    lines = (
+        f"{name}: {_type(field)}{' (required)' if name in required else ''}"
+        for name, field in body["properties"].items()
+    )
+    return "\n".join(lines)
+
+
+def _type(schema: dict[str, Any]) -> str:
+    if "anyOf" in schema:
+        return " or ".join(_type(each) for each in schema["anyOf"])
+    if "enum" in schema:
+        return ", ".join(map(repr, schema["enum"]))
+    if "$ref" in schema:
+        return str(schema["$ref"].rpartition("/")[2])
+    if schema.get("type") == "array" and isinstance(schema.get("items"), dict):
+        return f"list of {_type(schema['items'])}"
+    return str(schema.get("type", "anything"))
+
+
+async def _send_page(exchange: Exchange, title: str, body: str) -> None:
+    page = (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
+        f"<h1>{title}</h1>{body}</html>"
+    )
+    await exchange.send_body(page.encode(), "text/html; charset=utf-8")

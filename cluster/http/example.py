@@ -1,0 +1,16 @@
+"""A first request to paste: `manta serve` prints it when it is ready, and the page at `/` shows it."""
+
+from __future__ import annotations
+
+
+def curl(url: str, model: str, *, chats: bool, needs_key: bool) -> str:
+    """Two lines. A model that does not chat is asked to complete."""
+    if chats:
+        path, field = "chat/completions", '"messages": [{"role": "user", "content": "What is Manta?"}]'
+    else:
+        path, field = "completions", '"prompt": "A manta ray is"'
+    authorization = " -H 'Authorization: Bearer YOUR-KEY'" if needs_key else ""
+    return (
+        f"curl {url}/v1/{path}{authorization} -H 'Content-Type: application/json' \\\n"
+        f'    -d \'{{"model": "{model}", {field}, "max_tokens": 100}}\''
+    )

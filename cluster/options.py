@@ -1,0 +1,125 @@
+"""Options as people write them, read into configuration structs: sizes with units, what is left empty, and mistakes
+that are answered with what was probably meant.
+
+Knows no option by name but the endings of those in bytes; the structs stand in `cluster/config.py`, and msgspec checks
+types and bounds.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import msgspec
+
+AnyOptions = TypeVar("AnyOptions", bound=msgspec.Struct)
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B", re.ASCII)
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+def read_options(data: Any, kind: type[AnyOptions]) -> AnyOptions:
+    """`data`, as YAML gives it, as a `kind`. What is left empty keeps its default, and an option whose name ends in
+    `_bytes` may be `512MiB` or `1GB`. Raises `ValueError` naming the option, the bound or the choices.
+    """
+    try:
+        return msgspec.convert(_prepared(data, kind, kind, ""), kind)
+    except msgspec.ValidationError as error:
+        raise ValueError(str(error).replace("`$.", "`")) from error
+
+
+def _prepared(data: Any, kind: Any, root: type, path: str) -> Any:
+    """`data` with what msgspec would not take put in its form."""
+    kinds = [each for each in _alternatives(kind) if each is not type(None)]
+    (first,) = kinds[:1]
+    if _is_struct(first):
+        return _prepared_struct(data, first, root, path)
+    if typing.get_origin(first) is tuple and isinstance(data, list | tuple):
+        return [_prepared(value, typing.get_args(first)[0], root, f"{path}[{n}]") for n, value in enumerate(data)]
+    if typing.get_origin(first) is typing.Literal and data is not None:
+        return _checked_choice(data, typing.get_args(first), path)
+    if path.endswith("_bytes") and isinstance(data, str):
+        return _num_bytes(data, path)
+    return data
+
+
+def _prepared_struct(data: Any, kind: type, root: type, path: str) -> Any:
+    if not isinstance(data, dict):
+        return data
+    fields = _fields(kind)
+    for key in data:
+        if key not in fields:
+            raise ValueError(f"there is no option `{_dotted(path, key)}`{_meant(str(key), kind, root, path)}")
+    return {
+        key: _prepared(value, fields[key], root, _dotted(path, key))
+        for key, value in data.items()
+        if value is not None or type(None) in _alternatives(fields[key])
+    }
+
+
+def _checked_choice(value: Any, choices: tuple[Any, ...], path: str) -> Any:
+    if value not in choices:
+        raise ValueError(f"`{path}` cannot be {value!r}; it is one of {', '.join(map(str, choices))}")
+    return value
+
+
+def _num_bytes(text: str, path: str) -> int:
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(f"`{path}` cannot be {text!r}; write bytes, or a size such as 512MiB (2^20) or 1GB (10^9)")
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** _POWERS[found[2].upper()])
+
+
+# ---- what was meant ----------------------------------------------------------------------------------------------
+
+
+def _meant(key: str, kind: type, root: type, path: str) -> str:
+    """The same name in another section, else the nearest in this one or in another."""
+    everywhere = list(_places(root, ""))
+    same = [place for place in everywhere if place.rpartition(".")[2] == key]
+    here = [_dotted(path, name) for name in _fields(kind)]
+    for places in (same, _near(key, here), _near(key, everywhere)):
+        if places:
+            return f"; did you mean `{places[0]}`?"
+    return f"; the options {f'of `{path}`' if path else 'here'} are {', '.join(_fields(kind))}"
+
+
+def _near(key: str, places: list[str]) -> list[str]:
+    names = [place.rpartition(".")[2] for place in places]
+    return [places[names.index(name)] for name in difflib.get_close_matches(key, names, n=1, cutoff=0.7)]
+
+
+def _places(kind: type, path: str) -> Iterator[str]:
+    """Every option, with its sections."""
+    for name, of_field in _fields(kind).items():
+        yield _dotted(path, name)
+        for each in _alternatives(of_field):
+            if _is_struct(each):
+                yield from _places(each, _dotted(path, name))
+
+
+# ---- types -------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _fields(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+def _alternatives(kind: Any) -> tuple[Any, ...]:
+    """What a union is of; any other type alone."""
+    is_union = typing.get_origin(kind) in (typing.Union, types.UnionType)
+    return typing.get_args(kind) if is_union else (kind,)
+
+
+def _is_struct(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+
+
+def _dotted(path: str, name: Any) -> str:
+    return f"{path}.{name}" if path else str(name)

@@ -1,0 +1,117 @@
+"""`LLM.chat`: the model's template, tools, `response_format`, streams, and mistakes named by their field."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+import transformers
+
+from benchmarks.demo_model.data import TASKS, held_out
+from cluster.engine.request import RequestRefused
+from cluster.llm import LLM, OutputKind, RequestOutput, SamplingParams
+from workers.checkpoints.model_config import resolve_model_folder
+
+GREEDY = SamplingParams(temperature=0, max_tokens=80)
+QUESTIONS = ("What is Manta?", "What can you do?")
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM("demo", dtype="float32", kv_cache_bytes="64MiB", max_num_sequences=8)
+
+
+def asked(text: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": text}]
+
+
+def test_a_chat_is_the_template_and_its_answer_the_next_message(llm: LLM) -> None:
+    (output,) = llm.chat(asked(QUESTIONS[0]), GREEDY, use_tqdm=False)
+    assert output.prompt_token_ids == llm.tokenizer.apply_chat_template(asked(QUESTIONS[0]))
+    (plain,) = llm.generate(output.prompt_token_ids, GREEDY, use_tqdm=False)
+    assert output.outputs[0].text == plain.outputs[0].text
+    assert output.outputs[0].message == {"role": "assistant", "content": plain.outputs[0].text}
+    assert plain.outputs[0].message is None
+
+
+def test_several_conversations_are_one_batch(llm: LLM) -> None:
+    together = llm.chat([asked(question) for question in QUESTIONS], GREEDY, use_tqdm=False)
+    alone = [llm.chat(asked(question), GREEDY, use_tqdm=False)[0] for question in QUESTIONS]
+    assert [each.outputs[0].text for each in together] == [each.outputs[0].text for each in alone]
+    with pytest.raises(ValueError, match="1 sampling parameters for 2 conversations"):
+        llm.chat([asked(question) for question in QUESTIONS], [GREEDY], use_tqdm=False)
+
+
+def test_a_response_format_holds(llm: LLM) -> None:
+    schema: dict[str, Any] = {"type": "object", "properties": {"minutes": {"type": "integer"}}, "required": ["minutes"]}
+    form = {
+        "type": "json_schema",
+        "json_schema": {"name": "timer", "schema": {**schema, "additionalProperties": False}},
+    }
+    (output,) = llm.chat(asked("Twenty minutes, please."), GREEDY, use_tqdm=False, response_format=form)
+    assert set(json.loads(output.outputs[0].message["content"])) == {"minutes"}
+
+
+def test_a_tool_is_called_and_the_model_is_shown_its_call_and_its_result(llm: LLM) -> None:
+    (sample,) = held_out("tool_call", 1)
+    messages = list(sample.messages)
+    (output,) = llm.chat(messages, GREEDY, use_tqdm=False, tools=sample.tools)
+    assert output.outputs[0].text == sample.answer
+    message = output.outputs[0].message
+    (call,) = message["tool_calls"]
+    assert message["content"] is None
+    messages += [message, {"role": "tool", "tool_call_id": call["id"], "content": "It is done."}]
+    (output,) = llm.chat(messages, GREEDY, use_tqdm=False, tools=sample.tools)
+    end = f"<|im_start|>assistant\n{sample.answer}<|im_end|>\n<|im_start|>tool\nIt is done.<|im_end|>\n"
+    assert output.prompt.endswith(f"{end}<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize("name", ["target", "draft"])
+def test_the_templates_of_the_demo_models_render_alike_in_transformers(llm: LLM, name: str) -> None:
+    reference = transformers.AutoTokenizer.from_pretrained(resolve_model_folder("demo").parent / name)
+    for task in TASKS:
+        (sample,) = held_out(task, 1)
+        expected = reference.apply_chat_template(
+            sample.messages, tools=sample.tools, add_generation_prompt=True, tokenize=False
+        )
+        assert llm.tokenizer.render_chat_template(list(sample.messages), tools=sample.tools) == expected
+
+
+def test_a_chat_may_be_streamed(llm: LLM) -> None:
+    async def stream() -> list[RequestOutput]:
+        params = SamplingParams(temperature=0, max_tokens=80, output_kind=OutputKind.DELTA)
+        return [output async for output in llm.stream_chat(asked(QUESTIONS[0]), params)]
+
+    outputs = asyncio.run(stream())
+    (whole,) = llm.chat(asked(QUESTIONS[0]), GREEDY, use_tqdm=False)
+    assert len(outputs) > 5
+    assert "".join(output.outputs[0].text for output in outputs) == whole.outputs[0].text
+    assert [output.outputs[0].message for output in outputs[:-1]] == [None] * (len(outputs) - 1)
+    assert outputs[-1].outputs[0].message == whole.outputs[0].message
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "param", "words"),
+    [
+        ([], {}, "messages", "at least one message"),
+        ([{"role": "usr", "content": "x"}], {}, "messages[0].role", "'usr' is unknown; use one of system"),
+        ([{"role": "user", "text": "x"}], {}, "messages[0].text", "is unknown"),
+        (asked("x"), {"temperature": 0}, "temperature", "SamplingParams"),
+        (asked("x"), {"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "is required"),
+        (asked("x"), {"tool_choice": "required"}, "tool_choice", "needs tools"),
+        (asked("x"), {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages", "own field"),
+    ],
+)
+def test_a_mistake_is_named_by_its_field(
+    llm: LLM, messages: list[dict[str, Any]], options: dict[str, Any], param: str, words: str
+) -> None:
+    with pytest.raises(RequestRefused, match=words) as refused:
+        llm.chat(messages, GREEDY, use_tqdm=False, **options)
+    assert refused.value.param == param
+
+
+def test_options_of_the_engine_are_read_as_in_a_configuration() -> None:
+    with pytest.raises(ValueError, match=r"`max_num_sequence`; did you mean `max_num_sequences`\?"):
+        LLM("demo", max_num_sequence=8)

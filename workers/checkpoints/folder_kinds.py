@@ -1,0 +1,75 @@
+"""What a path is that was given for a model and is none: its kind in words, and what to give instead.
+
+Reads names, and the first bytes of files. Called by `workers/checkpoints/model_config.py` before it reads a
+configuration, and by `workers/checkpoints/memory.py` before it reads weights.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+_OTHER_WEIGHTS = {"*.bin": "PyTorch's own format", "*.gguf": "GGUF, llama.cpp's format", "*.onnx": "ONNX"}
+_GGUF = (
+    "GGUF is llama.cpp's format and is not served; give the folder of the original, with config.json and safetensors"
+)
+
+
+def why_no_folder(path: pathlib.Path) -> str | None:
+    """What a file is that was given instead of a folder; None if there is no file."""
+    if not path.is_file():
+        return None
+    if path.suffix == ".gguf":
+        return f"{path} is a GGUF file. {_GGUF}"
+    if path.name == "config.json" or path.suffix in (".safetensors", ".json"):
+        return f"{path} is one file of a model; give its folder, {path.parent}"
+    return f"{path} is a file; give a folder with config.json and safetensors"
+
+
+def why_no_checkpoint(folder: pathlib.Path) -> str:
+    """What a folder without `config.json` is."""
+    adapter = folder / "adapter_config.json"
+    if adapter.is_file():
+        return (
+            f"{folder} is a LoRA adapter{_of_base(adapter)}, and adapters are not served; merge it into its base model "
+            "(peft: merge_and_unload, then save_pretrained) and give that folder"
+        )
+    snapshots = _with_config(folder / "snapshots")
+    if snapshots:
+        return f"{folder} is a folder of the hub's cache; give its snapshot, {snapshots[-1]}"
+    if any(folder.glob("*.gguf")):
+        return f"{folder} holds only GGUF files. {_GGUF}"
+    models = _with_config(folder)
+    if models:
+        return f"{folder} holds no config.json, and {len(models)} of its folders do; give one, such as {models[0]}"
+    return f"{folder} holds no config.json; give a folder in Hugging Face format"
+
+
+def why_no_weights(folder: pathlib.Path) -> str:
+    """What a folder without `model.safetensors` holds instead."""
+    for pattern, name in _OTHER_WEIGHTS.items():
+        if any(folder.glob(pattern)):
+            return f"{folder} holds no model.safetensors, and weights in {name} only; save them as safetensors"
+    return f"{folder} holds no model.safetensors; download the weights too"
+
+
+def lfs_pointer(path: pathlib.Path) -> str | None:
+    """What to do if a file is not here but in Git LFS; None if it is here."""
+    with path.open("rb") as file:
+        if file.read(len(_LFS_POINTER)) != _LFS_POINTER:
+            return None
+    return f"{path} is a Git LFS pointer and not the file itself; run 'git lfs pull' in {path.parent}"
+
+
+def _with_config(folder: pathlib.Path) -> list[pathlib.Path]:
+    """Its folders that hold a model, the newest last."""
+    found = [path.parent for path in folder.glob("*/config.json")]
+    return sorted(found, key=lambda path: (path.stat().st_mtime, path))
+
+
+def _of_base(adapter: pathlib.Path) -> str:
+    try:
+        return f" for {json.loads(adapter.read_text())['base_model_name_or_path']}"
+    except (ValueError, KeyError, TypeError, OSError):
+        return ""
