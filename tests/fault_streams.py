@@ -176,6 +176,7 @@ class Application:
                     "dtype": "float32",
                     "kv_cache_bytes": 8 << 20,
                     "num_threads": 1,
+                    "logits_processors": {"poison": "tests.poison:Poison"},
                 },
             },
             "deployments": [{"name": "engine", "num_replicas": num_replicas, "ray_actor_options": options}],

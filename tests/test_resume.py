@@ -140,3 +140,17 @@ def test_every_stream_ends_as_if_nothing_had_happened_where(
 
 def num_continued(application: Application) -> float:
     return application.metrics()["manta:continuations_total"]
+
+
+@pytest.mark.prove
+def test_a_request_that_kills_engines_fails_alone(application: Application, undisturbed: list[Stream]) -> None:
+    """It begins last, so that every engine's death happens beside streams."""
+    application.deploy(2)
+    streams = _begun(application)
+    path, body = application.requests[1]
+    poison = Stream()
+    poison.read(application.url + path, {**body, "logits_processors": [{"name": "poison", "arguments": {"at": 3}}]})
+    assert "3 engine processes died while they ran this request, which may be why" in (poison.error or "")
+    assert [stream.error for stream in streams.join()] == [None] * len(undisturbed)
+    assert all(stream.equals(other) for stream, other in zip(streams.streams, undisturbed, strict=True))
+    application.until_nothing_is_left()

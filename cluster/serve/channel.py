@@ -27,6 +27,9 @@ MAX_HELLO_BYTES = 1024
 """Nothing longer is read from a connection that has not shown the secret."""
 CONNECT_TIMEOUT_S = 10.0
 """For a connection to be made, and for its secret to be shown."""
+LINK_TIMEOUT_S = 60.0
+"""A link may stand still for so long. Then an engine gives up an ingress whose machine is gone, and what it ran for it.
+"""
 BEAT_S = 0.15
 """Between two signs of life of an engine that runs requests."""
 
@@ -92,6 +95,8 @@ class Connection:
         connection = writer.get_extra_info("socket")
         if connection is not None:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if hasattr(socket, "TCP_USER_TIMEOUT"):  # of Linux
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(LINK_TIMEOUT_S * 1000))
 
     def send(self, message: object) -> None:
         """Queues a frame; it leaves at once if the socket takes it. Only the reader notices a broken connection."""

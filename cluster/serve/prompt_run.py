@@ -32,7 +32,7 @@ SUSPECT_DEATHS = 2
 before it has gained something; if an engine dies over that, the one suspect fails.
 """
 MAX_DEATHS = 6
-"""Nobody is so unlucky."""
+"""At most, whatever it gained in between."""
 RETRY_PAUSE_S = 0.1
 """Before a call is repeated that reached no engine: Serve's router learns within about a second who is dead."""
 LAST_FRAME_TIMEOUT_S = 30.0
