@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from uvicorn.protocols.http.httptools_impl import HEADER_VALUE_RE
 
+from cluster.cli import chat
 from cluster.cli.__main__ import main
 from cluster.config import ServeConfig, load_config
 from cluster.http.access.keys import ApiKeys, openness, with_api_keys
@@ -158,6 +159,14 @@ def test_a_key_on_the_command_line_is_refused(capsys: pytest.CaptureFixture[str]
     printed = capsys.readouterr().err
     assert "MANTA_API_KEYS" in printed
     assert "a-secret-of-the-test" not in printed
+
+
+def test_chat_takes_its_key_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str | None, str | None]] = []
+    monkeypatch.setattr(chat, "run_chat", lambda *arguments: asked.append(arguments) or 0)
+    monkeypatch.setenv("MANTA_API_KEY", "a-secret-of-the-test")
+    assert main(["chat", "--url", "u"]) == main(["chat", "--url", "u", "--api-key", "other"]) == 0
+    assert asked == [("u", None, "a-secret-of-the-test"), ("u", None, "other")]
 
 
 def test_an_open_server_on_a_public_address_is_warned_of() -> None:

@@ -112,12 +112,13 @@ class Target:
         return sender
 
     def num_bytes(self) -> int:
-        """Of all processes of the server; memory that they share counts once for each."""
+        """Of all processes of the server, without what they share: Ray's store of objects has a size of its own."""
         total = 0
         for process in psutil.Process(self.server.process.pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 if "compile_process" not in " ".join(process.cmdline()):  # forked and ended as constraints come
-                    total += process.memory_info().rss
+                    memory = process.memory_info()
+                    total += memory.rss - getattr(memory, "shared", 0)
         return total
 
     def flood(self, first: bytes, piece: bytes, num_bytes: int) -> bytes:

@@ -33,6 +33,10 @@ TICK_S = 1.0
 """How often the date of the answers is set, and slow clients and the end are looked for."""
 MAX_SENT_AHEAD = 32
 """Requests that a client may send before the first of them is answered: each costs some kilobytes."""
+BACKLOG = 256
+"""Connections that wait to be accepted. As many are accepted in one turn of the event loop, at 0.1 ms each, and no
+stream goes on meanwhile.
+"""
 LINGER_S = 1.0
 """So long what a refused client still sends is read and dropped, for a reset would take the answer from it."""
 
@@ -229,6 +233,7 @@ class Listener(uvicorn.Server):
                 interface="asgi3",
                 http=functools.partial(Connection, limits, others),  # type: ignore[arg-type]
                 ws="none",
+                backlog=BACKLOG,
                 lifespan="off",
                 access_log=False,
                 log_config=None,
