@@ -103,7 +103,7 @@ def _check_port(host: str, port: int) -> None:
     try:
         bound(host, port).close()
     except OSError as error:
-        message = error.strerror
+        message = error.strerror or str(error)
         if error.errno == errno.EADDRINUSE and under_make():
             message = message.replace("with --port", f"with PORT=: make serve PORT={port % 65535 + 1}")
         raise Refusal(message) from error

@@ -22,8 +22,6 @@ class Body(Protocol):
     names that belong to other bodies, and what to do about each.
     """
 
-    __struct_fields__: tuple[str, ...]
-
     def check(self) -> None:
         """Checks what the types of the fields do not say. Raises `ApiError` 400 naming the field."""
         ...
@@ -40,8 +38,8 @@ def decode(kind: type[AnyBody], body: bytes) -> AnyBody:
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the body is not valid UTF-8: byte {error.start} is {body[error.start]:#04x}") from error
     except msgspec.ValidationError as error:
-        elsewhere = getattr(kind, "fields_elsewhere", None)
-        raise shape_error(str(error), kind.__struct_fields__, elsewhere) from error
+        known, elsewhere = getattr(kind, "__struct_fields__", ()), getattr(kind, "fields_elsewhere", None)
+        raise shape_error(str(error), known, elsewhere) from error
     except msgspec.DecodeError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}") from error
     except RecursionError as error:
