@@ -126,8 +126,9 @@ class GrammarPool:
         """Sessions whose wanted row was not ready when the pool last looked."""
         self._given_up: list[_Worker] = []
         """Replaced workers that are not known to be dead: they may still write to their slots."""
-        self.workers = [self._start_worker() for _ in range(config.num_workers)]
+        self.workers: list[_Worker] = []
         self._spare = self._start_worker() if actors else None
+        self._start_missing()
 
     # ---- sessions ------------------------------------------------------------------------------------------------
 
@@ -312,6 +313,10 @@ class GrammarPool:
         start = None
         if session.worker is None:
             is_new = True
+            if not self.workers and not self._has_workers_again():
+                session.error = f"all {MAX_WORKERS} grammar workers hang; simplify the constraints that are in use"
+                self._waiting.pop(session.session_id, None)
+                return
             if not self._enter(session, target or min(self.workers, key=self._load)):
                 self._waiting[session.session_id] = session
                 return  # no slot is free yet: `supervise` asks again
@@ -435,10 +440,10 @@ class GrammarPool:
         best = min(others, key=self._load, default=None)
         if best is not None and self._load(best)[:2] == (False, False):
             return best
-        if len(self.workers) < 2 * self.config.num_workers and self._free_indices:
-            self.workers.append(self._next_worker())
-            return self.workers[-1]
-        return None
+        added = self._next_worker() if len(self.workers) < 2 * self.config.num_workers else None
+        if added is not None:
+            self.workers.append(added)
+        return added
 
     def _replace(self, worker: _Worker) -> None:
         """Gives a worker up. Other workers rebuild its sessions; a session fails if `MAX_ATTEMPTS` workers died over
@@ -447,7 +452,8 @@ class GrammarPool:
         logger.warning("grammar worker %d is replaced; %d sessions move", worker.index, len(worker.sessions))
         worker.transport.kill()
         self.num_replaced += 1
-        self.workers[self.workers.index(worker)] = self._next_worker()
+        position, replacement = self.workers.index(worker), self._next_worker()
+        self.workers[position : position + 1] = [] if replacement is None else [replacement]
         self._given_up.append(worker)
         sessions, worker.sessions = list(worker.sessions.values()), {}
         # Looks again: the worker may have written the wanted row and then died over a draft.
@@ -475,15 +481,26 @@ class GrammarPool:
 
     # ---- workers and slots ---------------------------------------------------------------------------------------
 
-    def _next_worker(self) -> _Worker:
+    def _start_missing(self) -> None:
+        """Fills the pool up, also after workers that hung kept it short."""
+        while len(self.workers) < self.config.num_workers and (worker := self._next_worker()) is not None:
+            self.workers.append(worker)
+
+    def _has_workers_again(self) -> bool:
+        """Called if every worker hangs: some may have come to their end since."""
+        self._collect_slots()
+        return bool(self.workers)
+
+    def _next_worker(self) -> _Worker | None:
+        """None if `MAX_WORKERS` are there, most of which hang."""
         if self._spare is None:
             return self._start_worker()
         worker, self._spare = self._spare, self._start_worker()
         return worker
 
-    def _start_worker(self) -> _Worker:
+    def _start_worker(self) -> _Worker | None:
         if not self._free_indices:
-            raise RuntimeError(f"{MAX_WORKERS} grammar workers hang at the same time")
+            return None
         index = self._free_indices.pop()
         self.buffer.current[index] = self.buffer.acknowledged[index] = 0
         make: type[ActorTransport] | type[ThreadTransport] = ActorTransport if self.uses_actors else ThreadTransport
@@ -525,6 +542,7 @@ class GrammarPool:
             self._given_up.remove(worker)
             self._free(slot for _, slot, _ in worker.retired)
             self._free_indices.insert(0, worker.index)
+        self._start_missing()
 
     def _free(self, slots: Iterable[int]) -> None:
         for slot in slots:
@@ -535,6 +553,7 @@ class GrammarPool:
         for worker in [*self.workers, *([self._spare] if self._spare else [])]:
             worker.transport.kill()
         self.workers, self._spare = [], None
+        self._free_indices = []  # and none is started in its place
         self.buffer.close()
 
 

@@ -250,6 +250,32 @@ def test_a_thread_that_hangs_keeps_the_slot_of_its_session_alone(vocabulary: Voc
     assert [allowed(pool, session_id) for session_id in others] == [[5, 6, 7]] * 3
 
 
+def test_when_every_worker_hangs_sessions_fail_until_one_has_ended(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads that hang cannot be ended. The pool goes on with those that it has left, be it none."""
+    monkeypatch.setattr("structured.pool.MAX_WORKERS", 3)
+    pool = GrammarPool(PoolConfig(num_workers=1, mask_seconds=0.2), vocabulary, 4, actors=False)
+    for hanging in range(3):
+        pool.start(hanging, example(at={"0": 5.0}))
+        pool.prepare([(hanging, [])])
+        finish(pool, [hanging])
+        assert "was not there after 0.2 s" in (pool.error(hanging) or "")
+        pool.end(hanging)
+    assert (pool.num_given_up, pool.workers) == (3, [])
+    pool.start(7, example())
+    pool.prepare([(7, [])])
+    assert pool.error(7) == "all 3 grammar workers hang; simplify the constraints that are in use"
+    pool.end(7)
+    wait_until(lambda: not any(worker.transport.is_alive() for worker in pool._given_up))
+    pool.start(8, example())
+    pool.prepare([(8, [])])
+    finish(pool, [8])
+    assert allowed(pool, 8) == [5, 6, 7]
+    pool.end(8)
+    assert (pool.num_given_up, pool.num_lost_slots) == (0, 0)
+
+
 def test_a_killed_actor_is_replaced_and_its_sessions_are_replayed(local_ray: None, vocabulary: Vocabulary) -> None:
     pool = GrammarPool(PoolConfig(), vocabulary, 16, actors=True)
     try:

@@ -30,8 +30,20 @@ additions in float32 makes of these models' logits.
 NUM_PERTURBED = 6
 
 
-@functools.cache
+MAX_HANGING_THREADS = 8
+"""Grammar threads that hang stay for as long as the process. An engine that has so many gives way to another."""
+
+_engines: dict[tuple[str, float], LLM] = {}
+
+
 def plain(family: str, mask_seconds: float) -> LLM:
+    llm = _engines.get((family, mask_seconds))
+    if llm is None or llm.engine.stats().grammar_pool.num_hanging_workers >= MAX_HANGING_THREADS:
+        llm = _engines[family, mask_seconds] = _make_plain(family, mask_seconds)
+    return llm
+
+
+def _make_plain(family: str, mask_seconds: float) -> LLM:
     llm = LLM(
         str(checkpoint(family, dtype="float32")),
         dtype="float32",
