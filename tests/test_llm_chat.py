@@ -12,6 +12,7 @@ import transformers
 from benchmarks.demo_model.data import TASKS, held_out
 from cluster.engine.request import RequestRefused
 from cluster.llm import LLM, OutputKind, RequestOutput, SamplingParams
+from tests.checkpoints import checkpoint
 from workers.checkpoints.model_config import resolve_model_folder
 
 GREEDY = SamplingParams(temperature=0, max_tokens=80)
@@ -115,3 +116,17 @@ def test_a_mistake_is_named_by_its_field(
 def test_options_of_the_engine_are_read_as_in_a_configuration() -> None:
     with pytest.raises(ValueError, match=r"`max_num_sequence`; did you mean `max_num_sequences`\?"):
         LLM("demo", max_num_sequence=8)
+
+
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        ({}, "shorten the prompt"),
+        ({"max_model_len": 64}, "shorten the prompt, or raise max_model_len"),
+        ({"kv_cache_bytes": 2**16}, r"shorten the prompt, or enlarge the KV cache \(kv_cache_bytes\)"),
+    ],
+)
+def test_what_is_too_long_gets_a_remedy_that_there_is(options: dict[str, Any], remedy: str) -> None:
+    llm = LLM(str(checkpoint("llama")), **{"kv_cache_bytes": 2**22, **options})
+    with pytest.raises(RequestRefused, match=f"{remedy}$"):
+        llm.generate([[5] * 600], use_tqdm=False)

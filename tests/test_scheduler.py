@@ -476,9 +476,9 @@ def test_only_a_passed_deadline_is_called_one() -> None:
 
 def test_a_refusal_names_the_limit_that_is_short() -> None:
     params = SamplingParams()
-    with pytest.raises(RequestRefused, match="max_model_len"):
+    with pytest.raises(RequestRefused, match=r"both share 64 tokens; shorten the prompt$"):
         Harness(num_blocks=100, budget=8, slots=1).scheduler.add(Sequence(0, "a", [1] * 64, params, 0))
-    with pytest.raises(RequestRefused, match="KV"):
+    with pytest.raises(RequestRefused, match=r"both share 16 tokens; shorten the prompt$"):
         Harness(num_blocks=4, budget=8, slots=1).scheduler.add(Sequence(0, "a", [1] * 16, params, 0))
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from cluster.cli.parser import CommandParser, check_command
-from cluster.cli.refusal import Refusal, paragraphs
+from cluster.cli.refusal import Refusal, paragraph
 from cluster.config import DEMO_MODEL
 from cluster.version import version
 
@@ -45,7 +45,7 @@ def _guarded(run: Any) -> int:
     try:
         return int(run())
     except Refusal as error:
-        print(paragraphs(f"manta: {error}"), file=sys.stderr)
+        print(paragraph(f"manta: {error}"), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 130

@@ -80,7 +80,7 @@ def in_one_sentence() -> Iterator[None]:
     """Whatever is raised inside becomes a `ModelError` that says what it is and where."""
     try:
         yield
-    except (ModelError, MemoryError):
+    except ModelError:
         raise
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]

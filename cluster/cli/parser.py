@@ -13,9 +13,7 @@ from cluster.cli.refusal import Refusal
 class CommandParser(argparse.ArgumentParser):
     """Of one subcommand. argparse leaves what it does not know to the parser above, whose usage has no flags."""
 
-    def parse_known_args(  # type: ignore[override]  # the stub's overloads cannot be written again here
-        self, args: Any = None, namespace: Any = None
-    ) -> tuple[argparse.Namespace, list[str]]:
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         options, unknown = super().parse_known_args(args, namespace)
         if unknown:
             flag = unknown[0].partition("=")[0]

@@ -15,9 +15,8 @@ class NotStarted(Refusal):
     exit_code = 1
 
 
-def paragraphs(text: str) -> str:
-    """Text for a terminal. Paths stay in one piece, so that they can be pasted, and indented lines as they are."""
-    lines = text.splitlines()
-    if len(lines) > 1:  # YAML's caret stands below a column
+def paragraph(text: str) -> str:
+    """Text for a terminal. Paths stay in one piece, so that they can be pasted."""
+    if "\n" in text:  # YAML's caret stands below a column
         return text
     return textwrap.fill(text, width=100, break_long_words=False, break_on_hyphens=False)

@@ -142,6 +142,8 @@ def ready_message(config: ServeConfig, has_chat: bool = True) -> str:
     chat_flags = "" if url == "http://127.0.0.1:8000" else f" --url {url}"
     if host == "127.0.0.1" and chat_flags:
         chat_flags = f" --port {config.port}"
+    if config.api_keys:
+        chat_flags += " --api-key YOUR-KEY"
     if has_chat:
         method, text = "chat.completions", "message.content"
         argument = 'messages=[{"role": "user", "content": "What is Manta?"}]'

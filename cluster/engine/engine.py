@@ -64,6 +64,7 @@ class Engine:
             max_model_len=self.max_model_len,
             blocks=KVBlocks(self.model.num_blocks, config.block_size, config.enable_prefix_caching),
             num_lookahead_tokens=config.speculative.num_lookahead_tokens if config.speculative else 0,
+            length_remedy=_length_remedy(config, self.model),
         )
         self.constraints = ConstraintService(config, self.model)
         self.masks = Masks(self.constraints, self.scheduler, _make_forced_proposer(config, self.model))
@@ -339,6 +340,13 @@ class Engine:
             drafts=scheduler.drafts,
             constraints=self.constraints.stats(),
         )
+
+
+def _length_remedy(config: EngineConfig, model: ModelInfo) -> str:
+    """What would let longer sequences in, to stand behind another remedy; nothing if the model itself is at its end."""
+    if model.max_model_len == model.num_blocks * config.block_size:
+        return ", or enlarge the KV cache (kv_cache_bytes)"
+    return "" if config.max_model_len is None else ", or raise max_model_len"
 
 
 def _make_forced_proposer(config: EngineConfig, model: ModelInfo) -> ForcedProposer | None:

@@ -41,10 +41,11 @@ class Scheduler:
         max_model_len: int,
         blocks: KVBlocks,
         num_lookahead_tokens: int = 0,
+        length_remedy: str = "",
     ) -> None:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_sequences = max_num_sequences
-        self.max_model_len = max_model_len
+        self.max_model_len, self._length_remedy = max_model_len, length_remedy
         self.blocks = blocks
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
@@ -107,19 +108,18 @@ class Scheduler:
                 "n",
             )
         limit = min(self.max_model_len, self._cache.num_tokens)
-        remedy = "raise max_model_len" if self.max_model_len == limit else "enlarge the KV cache (kv_cache_bytes)"
         room = limit - sequence.num_prompt_tokens
         if room < 1:
             raise RequestRefused(
                 f"the prompt has {sequence.num_prompt_tokens} tokens and leaves no room for output: both share {limit} "
-                f"tokens; shorten the prompt or {remedy}",
+                f"tokens; shorten the prompt{self._length_remedy}",
                 "prompt",
             )
         max_tokens = sequence.params.max_tokens
         if max_tokens is not None and max_tokens > room:
             raise RequestRefused(
                 f"max_tokens {max_tokens} exceeds the {room} left after a {sequence.num_prompt_tokens}-token prompt; "
-                f"lower it, shorten the prompt or {remedy}",
+                f"lower it, or shorten the prompt{self._length_remedy}",
                 "max_tokens",
             )
         sequence.max_length = sequence.num_prompt_tokens + (max_tokens or room)

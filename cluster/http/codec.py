@@ -6,7 +6,7 @@ Decoding turns each mistake into an `ApiError` 400 that names the field, whateve
 from __future__ import annotations
 
 import functools
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -25,8 +25,6 @@ class Body(Protocol):
     names that belong to other bodies, and what to do about each.
     """
 
-    __struct_fields__: ClassVar[tuple[str, ...]]
-
     def check(self) -> None:
         """Checks what the types of the fields do not say. Raises `ApiError` 400 naming the field."""
         ...
@@ -44,8 +42,8 @@ def decode(kind: type[AnyBody], body: bytes, limits: BodyLimits = _LIMITS) -> An
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the body is not valid UTF-8: byte {error.start} is {body[error.start]:#04x}") from error
     except msgspec.ValidationError as error:
-        elsewhere = getattr(kind, "fields_elsewhere", None)
-        raise shape_error(str(error), kind.__struct_fields__, elsewhere) from error
+        known, elsewhere = getattr(kind, "__struct_fields__", ()), getattr(kind, "fields_elsewhere", None)
+        raise shape_error(str(error), known, elsewhere) from error
     except msgspec.DecodeError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}") from error
     except RecursionError as error:

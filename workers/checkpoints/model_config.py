@@ -174,7 +174,8 @@ class _Read(dict[str, Any]):
 
 def _read_config(folder: pathlib.Path, raw: dict[str, Any]) -> ModelConfig:
     generation = folder / "generation_config.json"
-    eos_token_ids = _eos_token_ids(raw, _read_json(generation) if generation.is_file() else {})
+    given = {"config.json": raw, generation.name: _read_json(generation) if generation.is_file() else {}}
+    eos_token_ids = _eos_token_ids(given)
     architecture = (raw.get("architectures") or [None])[0]
     if architecture is None:
         raise ModelError(f"{folder / 'config.json'} names no architecture; add its `architectures` entry")
@@ -320,11 +321,14 @@ def _sliding_windows(raw: dict[str, Any], architecture: str, num_layers: int) ->
     return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
 
 
-def _eos_token_ids(*configs: dict[str, Any]) -> tuple[int, ...]:
+def _eos_token_ids(configs: dict[str, dict[str, Any]]) -> tuple[int, ...]:
+    """Of all files, by their names."""
     ids: dict[int, None] = {}
-    for config in configs:
+    for name, config in configs.items():
         value = config.get("eos_token_id")
         for token_id in value if isinstance(value, list) else [value]:
+            if not isinstance(token_id, int | None):
+                raise ModelError(f"{name}: eos_token_id must be token ids, not {value!r}")
             if token_id is not None:
                 ids[token_id] = None
     return tuple(ids)
