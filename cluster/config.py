@@ -55,7 +55,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_num_sequences: Annotated[int, Meta(ge=1, le=4096)] = 256
     """Sequences running at a time."""
     max_num_waiting: Annotated[int, Meta(ge=0)] = 2048
-    """Requests waiting beyond those running; one more is refused (HTTP 429)."""
+    """Requests waiting beyond those running; one more is refused (HTTP 429), unless none of its client's waits."""
     enable_prefix_caching: bool = True
     constraints: ConstraintLimits = ConstraintLimits()
     """What one constraint may cost."""
@@ -69,19 +69,88 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """
 
 
+class ListenerLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the ingress's own listener takes of a connection before a request is read. If Serve's proxies take the
+    connections (several ingresses, or a cluster that was joined), these bounds are for a proxy in front of them.
+    """
+
+    max_connections: Count = 4096
+    """In all, and at most half of the files that the process may open. At the bound the connection closes that has
+    waited longest for a request; if none waits the new one is refused (HTTP 503).
+    """
+    max_connections_per_address: Count = 1024
+    """Of one IPv4 address, or one IPv6 network of 64 bits. A proxy in front is one address."""
+    max_url_bytes: Bytes = 8192
+    """Of a request's line; a longer one is refused (HTTP 414)."""
+    max_header_bytes: Bytes = 32 * 2**10
+    """Of a request's headers and trailers together; more are refused (HTTP 431)."""
+    max_headers: Count = 100
+    """Lines of headers and trailers of one request; more are refused (HTTP 431)."""
+    header_timeout_s: Seconds = 20.0
+    """Within which the head of a request must have come whole, from its first byte or that of the connection; else the
+    connection closes (HTTP 408).
+    """
+
+
+class BodyLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one request's body may ask for; more is refused (HTTP 400)."""
+
+    max_values: Count = 2**20
+    """JSON values; its commas and opening brackets are counted, those in texts too."""
+    max_messages: Count = 4096
+    """Messages of a conversation, their parts and calls included."""
+    max_tools: Count = 128
+    """OpenAI's bound. If their grammar is refused, each tool is compiled by itself to find the one at fault."""
+    max_stop_characters: Count = 4096
+    """Of all stop strings together: they are looked for at every token."""
+    max_bad_words: Count = 1024
+    max_bad_word_characters: Count = 20_000
+    """Of all `bad_words` together: they are tokenised, and looked for at every token."""
+    max_token_ids: Count = 2**20
+    """Entries of `allowed_token_ids`, `logit_bias` or `stop_token_ids` times the prompts: each prompt is an engine
+    request of its own, which carries them.
+    """
+    max_logprobs: Count = 2**18
+    """Log-probabilities that one answer may hold, alternatives included, about 70 bytes each. A stream sends those of
+    its output as they come, and they do not count.
+    """
+
+
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The Ray Serve application: HTTP limits, names and replica counts."""
 
     engine: EngineConfig = EngineConfig()
+    listener: ListenerLimits = ListenerLimits()
+    body: BodyLimits = BodyLimits()
     host: str = "127.0.0.1"
     port: Annotated[int, Meta(ge=1, le=65535)] = 8000
     served_model_name: str | None = None
     """Name in `/v1/models`; None takes the last part of `engine.model`."""
     num_engine_replicas: Count = 1
     num_ingress_replicas: Count = 1
-    api_keys: tuple[str, ...] = ()
-    """Accepted bearer tokens; empty accepts every request."""
+    api_keys: tuple[str, ...] | None = None
+    """Accepted bearer tokens of at least 16 characters, as `KEY` or `NAME:KEY`; names go into log and metrics. Those of
+    `api_keys_file` and of the environment's `MANTA_API_KEYS` count too. None accepts every request.
+    """
+    api_keys_file: str | None = None
+    """A file with such entries, one a line; what follows a # is a remark."""
+    priority_clients: tuple[str, ...] = ()
+    """Names of API keys whose requests may go before others' (a `priority` below 0); `*` is everybody. A priority above
+    0 lets others go first, and anybody may ask for it.
+    """
+    allowed_hosts: tuple[str, ...] = ()
+    """Names in a request's Host header that this server answers to, beside its own and, on a loopback address, those of
+    loopback addresses. `*` is any. Empty on another address, or under Serve's own configuration, answers to any.
+    """
+    cors_origins: tuple[str, ...] = ()
+    """Origins (`https://chat.example`) of web pages that may use this server; `*` is any. Those of other pages are
+    refused (HTTP 403).
+    """
     max_body_bytes: Bytes = 8 * 2**20
+    max_bodies_bytes: Bytes = 256 * 2**20
+    """Of all bodies that are being received; beyond them a request is refused (HTTP 503). Else slow senders could fill
+    the memory.
+    """
     max_prompts_per_request: Count = 1024
     """Prompts in one `/v1/completions` body."""
     max_choices_per_request: Count = 2048
@@ -89,8 +158,12 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     request_timeout_s: Seconds = 600.0
     """A request still running after this long is aborted."""
     client_timeout_s: Seconds = 60.0
-    """Within which a client must send a request whole, and take more of what it is sent. Where it does not its
-    connection is closed, and what it asked for is aborted.
+    """Within which a client must send a request's body whole, and take more of what it is sent. If it does not, its
+    connection is closed and what it asked for is aborted.
+    """
+    min_body_bytes_per_s: Bytes = 1000
+    """Of a request's body must have come since its head, after 10 s in which it may be slower; else it is refused
+    (HTTP 408).
     """
     client_buffer_bytes: Bytes = 4 * 2**20
     """Of a stream that wait for a client who reads too slowly; beyond them its request is aborted."""
@@ -128,6 +201,10 @@ def load_config(path: str | pathlib.Path | None, overrides: dict[str, Any] | Non
             if not isinstance(target, dict):
                 raise ValueError(f"configuration: {key} cannot be set: {parent} is a value, no group of options")
         target[last] = value
+    if "api_keys" in data and data["api_keys"] is None:  # a variable that was to hold them and is not set
+        raise ValueError(
+            f"configuration{f' {path}' if path else ''}: api_keys is empty; leave it out, or list the keys"
+        )
     try:
         return read_options(data, ServeConfig)
     except ValueError as error:

@@ -1,4 +1,5 @@
-"""Compiles constraints before their requests are admitted: in processes of lowest priority, within a budget.
+"""Compiles constraints before their requests are admitted: in processes of lowest priority, within a budget, and for
+clients in turns.
 
 Requests that wait for equal constraints share one compilation. Any thread may call `Compiler.resolve`. Compiled
 grammars stay in an LRU cache with a bound in bytes; refusals stay for a while.
@@ -7,9 +8,9 @@ grammars stay in an LRU cache with a bound in bytes; refusals stay for a while.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
-import queue
 import select
 import signal
 import socket
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import NamedTuple
 
@@ -24,6 +26,7 @@ import msgspec
 
 from structured.compile_process import WALL_FACTOR, Answer, Setup, Started, needs_too_much_memory
 from structured.constraint import ConstraintError, ConstraintLimits, ConstraintSpec, Resolved, check_form, check_size
+from structured.fair_queue import FairQueue, QueueFullError
 from structured.frames import read_frame, write_frame
 from structured.lru import ByteLRU
 from structured.vocabulary import Vocabulary
@@ -32,10 +35,10 @@ logger = logging.getLogger(__name__)
 
 CACHE_BYTES = 64 * 2**20
 """Most bytes of compiled constraints that are kept."""
-REFUSAL_BYTES = 16 * 2**20
-"""Most bytes of refusals that are remembered, including the refused constraints."""
+REFUSAL_BYTES = 4 * 2**20
+"""Most bytes of refusals that are remembered; that is room for 7,000."""
 ENTRY_BYTES = 600
-"""What an entry of either cache holds besides its texts: structs, lengths, hash tables."""
+"""What an entry of either cache holds besides its texts: structs, digests, lengths, hash tables."""
 REFUSAL_SECONDS = 60.0
 """How long a refusal is remembered."""
 IDLE_SECONDS = 0.2
@@ -48,8 +51,14 @@ RETRY_SECONDS = 10.0
 """If a process did not start, another start is tried after this time, even if no constraint asks for it."""
 LEAST_WAIT_SECONDS = 0.01
 """Least time between two looks at how long a process has computed."""
+WANTED_LOOK_SECONDS = 0.25
+"""How often a seat looks whether somebody still waits for what it compiles."""
 MEMORY_LOOK_SECONDS = 0.05
 """If the system does not limit a process's memory, the memory is measured this often."""
+
+
+class CompilerBusy(RuntimeError):
+    """Too many constraints wait for a process; a later try may do better."""
 
 
 class CompilerFailed(RuntimeError):
@@ -135,6 +144,10 @@ def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
     process.wait()
 
 
+class _Unwanted(Exception):
+    """Nobody waits for the answer."""
+
+
 class _Process:
     """One compile process; used by one thread. Raises `OSError` if it does not start."""
 
@@ -154,12 +167,15 @@ class _Process:
         # If the process stops while it reads a constraint or writes an answer, that counts as over budget too.
         self._connection.settimeout(limits.compile_seconds)
 
-    def compile(self, spec: ConstraintSpec) -> Answer:
+    def compile(self, spec: ConstraintSpec, is_wanted: Callable[[], bool]) -> Answer | None:
         """Compiles one constraint. If a budget is over the process is killed; if it is killed or dies, the answer is an
-        error.
+        error. If nobody wants the answer any more, the process is killed too, and the answer is None.
         """
         try:
-            return self._ask(msgspec.msgpack.encode(spec), self._limits.compile_seconds)
+            return self._ask(msgspec.msgpack.encode(spec), self._limits.compile_seconds, is_wanted)
+        except _Unwanted:
+            self.kill()
+            return None
         except TimeoutError:
             seconds = self._limits.compile_seconds
             error = f"{spec.kind}: compiling took longer than {seconds:g} s; simplify the constraint"
@@ -171,27 +187,29 @@ class _Process:
         self.kill()
         return Answer(error=error)
 
-    def _ask(self, frame: bytes, seconds: float) -> Answer:
+    def _ask(self, frame: bytes, seconds: float, is_wanted: Callable[[], bool]) -> Answer:
         """Raises `TimeoutError` if no answer came in time, `MemoryError` if the process has grown too much, and
-        `EOFError` or `OSError` if it is gone.
+        `EOFError` or `OSError` if it is gone, or `_Unwanted`.
         """
         write_frame(self._stream, frame)
         if not self._answers_within(min(IDLE_SECONDS, seconds)):
             self._set_policy("SCHED_OTHER")
-            self._await_busy(seconds)
+            self._await_busy(seconds, is_wanted)
             self._set_policy("SCHED_IDLE")
         answer = read_frame(self._stream)
         if answer is None:
             raise EOFError
         return self._decoder.decode(answer)
 
-    def _await_busy(self, seconds: float) -> None:
+    def _await_busy(self, seconds: float, is_wanted: Callable[[], bool]) -> None:
         """Waits for an answer until the process has used `seconds` of processor time, or `WALL_FACTOR` times as many by
         the clock. Time that a busy machine gave to other processes does not count against the former.
         """
         begun, used = time.monotonic(), _cpu_seconds(self.pid)
         left = seconds
-        while left > 0.0 and not self._answers_within(max(left, LEAST_WAIT_SECONDS)):
+        while left > 0.0 and not self._answers_within(min(max(left, LEAST_WAIT_SECONDS), WANTED_LOOK_SECONDS)):
+            if not is_wanted():
+                raise _Unwanted
             left = min(seconds - (_cpu_seconds(self.pid) - used), WALL_FACTOR * seconds - (time.monotonic() - begun))
         if left <= 0.0:
             raise TimeoutError
@@ -305,12 +323,12 @@ class _Seat:
             self._source.close()  # the server may hang: the next start makes a new one
         self.has_failed = self._process is None
 
-    def compile(self, spec: ConstraintSpec) -> Answer:
-        """Raises `CompilerFailed` if no process starts."""
+    def compile(self, spec: ConstraintSpec, is_wanted: Callable[[], bool]) -> Answer | None:
+        """None if nobody wants the answer any more. Raises `CompilerFailed` if no process starts."""
         self.fill()
         if self._process is None:
             raise CompilerFailed("the grammar compiler does not start; the server's log says why")
-        return self._process.compile(spec)
+        return self._process.compile(spec, is_wanted)
 
     def empty(self) -> None:
         """Kills the process."""
@@ -319,17 +337,39 @@ class _Seat:
             process.kill()
 
 
+class _Job:
+    """A constraint that is to be compiled, and the futures of those who wait for it."""
+
+    def __init__(self, spec: ConstraintSpec) -> None:
+        self.spec = spec
+        self.waiters: list[Future[Resolved]] = []
+
+    def is_wanted(self) -> bool:
+        """Whether somebody still waits."""
+        return any(not waiter.cancelled() for waiter in self.waiters)
+
+    def end(self, result: Resolved | Exception) -> None:
+        for waiter in self.waiters:
+            if not waiter.set_running_or_notify_cancel():
+                continue
+            if isinstance(result, Exception):
+                waiter.set_exception(result)
+            else:
+                waiter.set_result(result)
+
+
 class Compiler:
-    """Compiles up to `num_processes` constraints at a time; others wait in a queue until a process is free."""
+    """Compiles up to `num_processes` constraints at a time; others wait in a queue that clients share fairly."""
 
     def __init__(self, vocabulary: Vocabulary, limits: ConstraintLimits, num_processes: int = 2) -> None:
         self._limits = limits
         self._source = _Source(vocabulary, limits)
         self._lock = threading.Lock()
-        self._queue: queue.SimpleQueue[ConstraintSpec | None] = queue.SimpleQueue()
-        self._pending: dict[ConstraintSpec, Future[Resolved]] = {}
-        self.cache: ByteLRU[ConstraintSpec, Resolved] = ByteLRU(CACHE_BYTES)
-        self._refusals: ByteLRU[ConstraintSpec, _Refusal] = ByteLRU(REFUSAL_BYTES)
+        self._queue: FairQueue[_Job] = FairQueue(num_processes, limits.max_waiting)
+        self._jobs: dict[bytes, _Job] = {}
+        """Those that wait or are being compiled, by `_key`, as everything here."""
+        self.cache: ByteLRU[bytes, Resolved] = ByteLRU(CACHE_BYTES)
+        self._refusals: ByteLRU[bytes, _Refusal] = ByteLRU(REFUSAL_BYTES)
         self.num_compiled = 0
         self._seats = [_Seat(self._source, limits) for _ in range(num_processes)]
         self._threads = [
@@ -349,9 +389,10 @@ class Compiler:
         """Compile processes whose last start has not failed."""
         return sum(not seat.has_failed for seat in self._seats)
 
-    def resolve(self, spec: ConstraintSpec) -> Future[Resolved]:
-        """Resolves to the compiled constraint. The future raises `ConstraintError` if the constraint is refused, and
-        `CompilerFailed` if it could not be compiled for another reason.
+    def resolve(self, spec: ConstraintSpec, client: str = "") -> Future[Resolved]:
+        """Resolves to the compiled constraint, for `client`. The future raises `ConstraintError` if the constraint is
+        refused, `CompilerBusy` if too many wait, and `CompilerFailed` if it could not be compiled for another reason.
+        If all futures of a constraint are cancelled, it is not compiled, or no longer.
         """
         future: Future[Resolved] = Future()
         try:
@@ -360,71 +401,89 @@ class Compiler:
         except ConstraintError as error:
             future.set_exception(error)
             return future
+        key = _key(spec)
         with self._lock:
-            known = self.cache.get(spec)
+            known = self.cache.get(key)
             if known is not None:
                 future.set_result(known)
                 return future
-            refusal = self._refusals.get(spec)
+            refusal = self._refusals.get(key)
             if refusal is not None and refusal.until > time.monotonic():
                 future.set_exception(ConstraintError(refusal.error))
                 return future
-            pending = self._pending.get(spec)
-            if pending is None:
-                pending = self._pending[spec] = Future()
-                self._queue.put(spec)
-            # Each waiter has its own future, so that one that gives up cancels only its own.
-            pending.add_done_callback(lambda done: _copy(done, future))
+            job = self._jobs.get(key)
+            if job is not None:
+                # Each waiter has its own future, so that one that gives up cancels only its own.
+                job.waiters.append(future)
+                return future
+            job = _Job(spec)
+            job.waiters.append(future)
+            try:
+                self._queue.put(client, job)
+            except QueueFullError as error:
+                remedy = "retry later, or raise constraints.max_waiting"
+                future.set_exception(CompilerBusy(f"too many constraints are to be compiled: {error}; {remedy}"))
+            else:
+                self._jobs[key] = job
         return future
 
     def _serve(self, seat: _Seat) -> None:
-        seat.fill()  # so that the backends are loaded before the first constraint comes
-        while (spec := self._next(seat)) is not None:
+        seat.fill()  # the backends are loaded before anybody asks
+        while (taken := self._next(seat)) is not None:
+            client, job = taken
             try:
-                self._settle(spec, seat.compile(spec))
-            except Exception as error:  # only this constraint fails: later ones need this thread
+                while not self._skips(job):
+                    answer = seat.compile(job.spec, job.is_wanted)
+                    if answer is not None:
+                        self._settle(job, answer)
+                        break
+            except Exception as error:  # whatever it is costs this constraint alone: later ones need this thread
                 if not isinstance(error, CompilerFailed):
                     logger.exception("the grammar compiler failed")
                     seat.empty()
-                self._fail(spec, error)
+                self._fail(job, error)
+            self._queue.done(client)
         seat.empty()
         self._source.close()
 
-    def _next(self, seat: _Seat) -> ConstraintSpec | None:
+    def _next(self, seat: _Seat) -> tuple[str, _Job] | None:
         """The next constraint; None at the end. If the last start failed, tries again while no constraint comes."""
         while True:
             try:
-                return self._queue.get(timeout=RETRY_SECONDS if seat.has_failed else None)
-            except queue.Empty:
+                return self._queue.take(RETRY_SECONDS if seat.has_failed else None)
+            except TimeoutError:
                 seat.fill()
 
-    def _settle(self, spec: ConstraintSpec, answer: Answer) -> None:
+    def _skips(self, job: _Job) -> bool:
+        """Forgets what nobody waits for any more."""
         with self._lock:
-            pending = self._pending.pop(spec)
+            wanted = job.is_wanted()
+            if not wanted:
+                del self._jobs[_key(job.spec)]
+        return not wanted
+
+    def _settle(self, job: _Job, answer: Answer) -> None:
+        key, error = _key(job.spec), answer.error or ""
+        with self._lock:
+            del self._jobs[key]
             self.num_compiled += 1
             if answer.resolved is not None:
-                self.cache.put(spec, answer.resolved, _num_bytes(spec, answer.resolved))
+                self.cache.put(key, answer.resolved, _num_bytes(answer.resolved))
             else:
-                error = answer.error or ""
                 refusal = _Refusal(time.monotonic() + REFUSAL_SECONDS, error)
-                self._refusals.put(spec, refusal, ENTRY_BYTES + sys.getsizeof(spec.text) + sys.getsizeof(error))
-        if answer.resolved is not None:
-            pending.set_result(answer.resolved)
-        else:
-            pending.set_exception(ConstraintError(answer.error or ""))
+                self._refusals.put(key, refusal, ENTRY_BYTES + sys.getsizeof(error))
+        job.end(ConstraintError(error) if answer.resolved is None else answer.resolved)
 
-    def _fail(self, spec: ConstraintSpec, error: Exception) -> None:
-        """Hands the error to the waiters. It is not remembered, because the next try may succeed."""
+    def _fail(self, job: _Job, error: Exception) -> None:
+        """Not remembered: another try may do better."""
         with self._lock:
-            pending = self._pending.pop(spec, None)
-        if pending is not None:
-            failure = CompilerFailed(f"the grammar compiler failed: {type(error).__name__}: {error}")
-            pending.set_exception(error if isinstance(error, CompilerFailed) else failure)
+            self._jobs.pop(_key(job.spec), None)
+        failure = CompilerFailed(f"the grammar compiler failed: {type(error).__name__}: {error}")
+        job.end(error if isinstance(error, CompilerFailed) else failure)
 
     def close(self) -> None:
-        """Ends the processes as soon as they have compiled what is queued."""
-        for _ in self._threads:
-            self._queue.put(None)
+        """Ends the processes once what they compile is done."""
+        self._queue.close()
 
 
 class _Refusal(NamedTuple):
@@ -433,17 +492,11 @@ class _Refusal(NamedTuple):
     error: str
 
 
-def _num_bytes(spec: ConstraintSpec, resolved: Resolved) -> int:
-    """Bytes of memory that an entry of the cache holds."""
-    texts = (spec.text, resolved.spec.text, resolved.compiled, *resolved.not_enforced)
-    return ENTRY_BYTES + sum(map(sys.getsizeof, texts))
+def _key(spec: ConstraintSpec) -> bytes:
+    """Stands for a constraint, whose text may have a megabyte, where it is remembered."""
+    return hashlib.sha256(msgspec.msgpack.encode(spec)).digest()
 
 
-def _copy(done: Future[Resolved], target: Future[Resolved]) -> None:
-    if not target.set_running_or_notify_cancel():
-        return
-    error = done.exception()
-    if error is not None:
-        target.set_exception(error)
-    else:
-        target.set_result(done.result())
+def _num_bytes(resolved: Resolved) -> int:
+    """What an entry of the cache holds."""
+    return ENTRY_BYTES + sum(map(sys.getsizeof, (resolved.spec.text, resolved.compiled, *resolved.not_enforced)))

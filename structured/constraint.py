@@ -7,6 +7,7 @@ which backend serves it. Imports neither torch nor a backend.
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, Literal
 
 import msgspec
@@ -55,11 +56,17 @@ class ConstraintLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Levels of JSON objects and arrays, or of brackets in a regex or grammar."""
     max_alternatives: int = 10_000
     """Entries of one `enum`, `anyOf`, `oneOf`, `allOf`, `properties`, or of a choice."""
+    max_rules: int = 1000
+    """Of one Lark or EBNF grammar: parsers go through them one inside the other, on the stack."""
     compile_seconds: float = 10.0
     """Processor time of one compilation; three times as long by the clock. The process is killed when either is over.
     """
     compile_memory_bytes: int = 2**31
     """Address space that one compilation may add."""
+    max_waiting: int = 128
+    """Constraints of HTTP requests that wait to be compiled, half of them of one client; one more is refused (HTTP
+    429).
+    """
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,6 +104,13 @@ def _half_a_pair(error: UnicodeEncodeError) -> ConstraintError:
     return ConstraintError(f"the constraint holds {character!a}, half of a surrogate pair; write the whole pair")
 
 
+_RULE = {
+    "lark": re.compile(r"^[ \t]*[?!]?\w[\w.]*(?:\[[^\]\n]*\]|\{[^}\n]*\})?[ \t]*:", re.MULTILINE),
+    "ebnf": re.compile("::="),
+}
+"""How a rule begins."""
+
+
 def check_limits(spec: ConstraintSpec, limits: ConstraintLimits) -> None:
     """Raises `ConstraintError` if any other bound of `limits` is exceeded or JSON is malformed. Takes time linear in
     the length of the text.
@@ -105,6 +119,11 @@ def check_limits(spec: ConstraintSpec, limits: ConstraintLimits) -> None:
     if depth > limits.max_nesting:
         raise ConstraintError(
             f"{spec.kind}: nested {depth} deep, the limit is {limits.max_nesting}; flatten it or raise max_nesting"
+        )
+    num_rules = len(_RULE[spec.kind].findall(spec.text)) if spec.kind in _RULE else 0
+    if num_rules > limits.max_rules:
+        raise ConstraintError(
+            f"{spec.kind}: {num_rules} rules exceed the limit of {limits.max_rules}; use fewer or raise max_rules"
         )
     if spec.kind in ("json_schema", "choice", "structural_tag"):
         _check_json(spec, limits)

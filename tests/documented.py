@@ -23,6 +23,9 @@ class Document:
 
     def check(self, path: str, status: int, content_type: str, body: bytes) -> None:
         """Raises `AssertionError` or `jsonschema.ValidationError`; `path` is one of the document."""
+        if status == 204:  # OPTIONS, which every path takes and no document lists
+            assert not body
+            return
         (operation,) = self.content["paths"][path].values()
         assert str(status) in operation["responses"], f"{path} answers {status}, which is not documented"
         content = operation["responses"][str(status)]["content"]

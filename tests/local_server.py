@@ -81,7 +81,7 @@ class LocalServer:
 
     async def get(self, path: str) -> tuple[int, bytes]:
         reader, writer = await self.connect()
-        writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
         return await answer(reader, writer)
 
     async def post(self, **fields: Any) -> tuple[int, bytes]:
@@ -125,7 +125,12 @@ async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
 def post(body: dict[str, Any], connection: str = "close") -> bytes:
     """A whole request for a completion."""
     data = json.dumps(body).encode()
-    lines = ["POST /v1/completions HTTP/1.1", "Host: x", f"Content-Length: {len(data)}", f"Connection: {connection}"]
+    lines = [
+        "POST /v1/completions HTTP/1.1",
+        "Host: localhost",
+        f"Content-Length: {len(data)}",
+        f"Connection: {connection}",
+    ]
     return "\r\n".join([*lines, "", ""]).encode() + data
 
 

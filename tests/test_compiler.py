@@ -15,8 +15,9 @@ from typing import Any
 import psutil
 import pytest
 
-from structured.compiler import Compiler, CompilerFailed, _forks_well
+from structured.compiler import Compiler, CompilerBusy, CompilerFailed, _forks_well
 from structured.constraint import ConstraintError, ConstraintLimits, ConstraintSpec, Kind
+from structured.fair_queue import FairQueue
 from structured.frames import frame, read_frame
 from structured.vocabulary import Vocabulary
 from tests.grammar_pools import wait_until
@@ -270,5 +271,99 @@ def test_refusals_are_remembered_within_a_bound(demo_vocabulary: Vocabulary, mon
                 compile_regex(compiler, "a" * 40_000 + str(index) + "(")
             assert len(str(caught.value)) <= 2000
         assert 0 < compiler._refusals.num_bytes <= 100_000
+    finally:
+        compiler.close()
+
+
+# ---- clients that share it -------------------------------------------------------------------------------------------
+
+
+def slow(number: int) -> ConstraintSpec:
+    """Takes as long as it may."""
+    return ConstraintSpec(
+        kind="regex", text=json.dumps({"at": {"compile": "hang"}, "number": number}), backend="example"
+    )
+
+
+def test_what_nobody_waits_for_is_not_compiled_any_longer(plugin: None, demo_vocabulary: Vocabulary) -> None:
+    """Neither what waits nor what is under way: those would take a minute here."""
+    compiler = Compiler(demo_vocabulary, ConstraintLimits(compile_seconds=20.0), num_processes=1)
+    try:
+        compile_regex(compiler, "a")
+        left = [compiler.resolve(slow(number)) for number in range(3)]
+        time.sleep(0.5)  # the first is under way
+        assert all(future.cancel() for future in left)
+        begun = time.monotonic()
+        compile_regex(compiler, "b")
+        assert time.monotonic() - begun < 15.0
+        assert compiler.num_compiled == 2
+        assert not compiler._jobs
+    finally:
+        compiler.close()
+
+
+def test_who_leaves_takes_nothing_from_who_waits_for_the_same(plugin: None, demo_vocabulary: Vocabulary) -> None:
+    compiler = Compiler(demo_vocabulary, ConstraintLimits(compile_seconds=1.0), num_processes=1)
+    try:
+        leaving, staying = compiler.resolve(slow(0)), compiler.resolve(slow(0))
+        assert leaving.cancel()
+        with pytest.raises(ConstraintError, match="took longer than 1 s"):
+            staying.result(timeout=PATIENCE_S)
+    finally:
+        compiler.close()
+
+
+def test_one_client_neither_holds_every_process_nor_fills_the_queue(plugin: None, demo_vocabulary: Vocabulary) -> None:
+    compiler = Compiler(demo_vocabulary, ConstraintLimits(compile_seconds=30.0, max_waiting=8), num_processes=2)
+    try:
+        crowd = [compiler.resolve(slow(number), "crowd") for number in range(7)]
+        time.sleep(0.5)
+        refused = [future for future in crowd if future.done()]
+        assert len(refused) >= 2, "one is compiled and four may wait"
+        with pytest.raises(CompilerBusy, match=r"4 of this client wait.* constraints\.max_waiting"):
+            refused[0].result()
+        quick = ConstraintSpec(kind="regex", text="a")
+        begun = time.monotonic()
+        assert compiler.resolve(quick, "other").result(timeout=PATIENCE_S).compiled
+        assert time.monotonic() - begun < 20.0
+        for future in crowd:
+            future.cancel()
+    finally:
+        compiler.close()
+
+
+def test_clients_take_turns_and_each_keeps_its_order() -> None:
+    queue: FairQueue[int] = FairQueue(num_takers=2, max_waiting=100)
+    for number in range(3):
+        queue.put("a", number)
+    queue.put("b", 10)
+    assert queue.take() == ("a", 0)
+    assert queue.take() == ("b", 10)
+    with pytest.raises(TimeoutError):  # the second process stays for others
+        queue.take(timeout_s=0.01)
+    queue.put("", 20)
+    queue.put("", 21)
+    assert [queue.take(), queue.take()] == [("", 20), ("", 21)], "who shares with nobody is not held back"
+    queue.done("a")
+    assert queue.take() == ("a", 1)
+    queue.close()
+    queue.done("a")
+    assert queue.take() == ("a", 2)
+    queue.done("a")
+    assert queue.take() is None
+
+
+def test_refusals_of_long_constraints_take_little_memory(demo_vocabulary: Vocabulary) -> None:
+    """What is remembered is bounded: neither their texts nor messages that repeat them."""
+    compiler = Compiler(demo_vocabulary, ConstraintLimits(), num_processes=1)
+    try:
+        for number in range(5):
+            text = "(" + "a" * 500_000 + str(number)
+            with pytest.raises(ConstraintError) as caught:
+                compiler.resolve(ConstraintSpec(kind="regex", text=text)).result(timeout=PATIENCE_S)
+            assert len(str(caught.value)) <= 2000
+        assert len(compiler._refusals) == 5
+        assert compiler._refusals.num_bytes < 5 * 4000
+        assert not [key for key in compiler._refusals._entries if len(key) > 32]
     finally:
         compiler.close()

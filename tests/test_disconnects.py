@@ -29,7 +29,9 @@ async def send(server: Server, number: int, leave_after: float | None) -> None:
         }
     ).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
     writer.write(head.encode() + body)
     try:
         answer = await asyncio.wait_for(reader.read(-1), leave_after)

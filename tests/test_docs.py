@@ -19,7 +19,9 @@ import tomllib
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import msgspec
 import pytest
+import yaml
 
 from benchmarks import soak
 from benchmarks.bench import ALL
@@ -44,6 +46,7 @@ PRINTS = {
     "docs/constrain.md": ["customer='Paul Stein' city='Rome'", "minutes=20", 'set_timer {"minutes": 20}'],
     "docs/speculate.md": ["Manta serves"],
     "docs/extend.md": [],
+    "docs/security.md": [],
 }
 """What a page's Python shows, among other things. A `text` block is all that the Python before it prints."""
 
@@ -404,6 +407,7 @@ COMMANDS: dict[str, Callable[[str, Manual], None]] = {
     ),
     "manta check": is_named,
     "manta check ~/models/Qwen2.5-0.5B-Instruct": checks_a_model,
+    "manta chat": talks,
     "manta chat --port 8000": talks,
     "make bench": measures_a_little,
     'make bench ARGS="--workloads a,b --json out.jsonl"': measures,
@@ -460,6 +464,13 @@ def test_the_python_of_a_page_runs(page: str, manual: Manual, capsys: pytest.Cap
         assert text in printed
 
 
+def test_a_configuration_on_a_page_is_one() -> None:
+    found = [block.text for page in PAGES for block in blocks(page) if block.language == "yaml"]
+    assert found
+    for text in found:
+        assert msgspec.convert(yaml.safe_load(text), ServeConfig) != ServeConfig()
+
+
 def test_every_block_is_of_a_kind_that_is_looked_at() -> None:
     found = {block.language for page in PAGES for block in blocks(page)}
-    assert found == {"", "bash", "console", "json", "python", "text", "toml"}
+    assert found == {"", "bash", "console", "json", "python", "text", "toml", "yaml"}

@@ -21,6 +21,7 @@ INSIDE: dict[str, tuple[str, ...]] = {
     "structured": (
         # Plain data
         "structured.lru",
+        "structured.fair_queue",
         "structured.heap",
         "structured.config",
         "structured.constraint",
@@ -58,6 +59,7 @@ INSIDE: dict[str, tuple[str, ...]] = {
         # Who computes what: plain Python
         "cluster.engine.kv_blocks",
         "cluster.engine.sequence",
+        "cluster.engine.turns",
         "cluster.engine.kv_cache_manager",
         "cluster.engine.plan",
         "cluster.engine.outcome",
@@ -127,9 +129,10 @@ INSIDE: dict[str, tuple[str, ...]] = {
         "cluster.text",
         "cluster.http",
         "cluster.http.errors",
+        "cluster.http.access",
+        "cluster.http.protocol.body_limits",
         "cluster.http.codec",
         "cluster.http.protocol",
-        "cluster.http.protocol.body_limits",
         "cluster.http.protocol.chat_messages",
         "cluster.http.protocol.constraints",
         "cluster.http.protocol.tools",
@@ -158,8 +161,10 @@ INSIDE: dict[str, tuple[str, ...]] = {
         "cluster.batch.job",
         "cluster.serve",
         "cluster.serve.burst",
+        "cluster.serve.connections",
         "cluster.serve.listener",
         "cluster.serve.start_failure",
+        "cluster.serve.private_folder",
         "cluster.serve.own_ray",
         "cluster.serve.joined_ray",
         "cluster.serve.channel",

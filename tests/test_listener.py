@@ -1,15 +1,24 @@
-"""The ingress's own HTTP connections: a port is taken again at once, and an end is noticed."""
+"""The ingress's own HTTP connections: a port is taken again at once, an end is noticed, and there are bounds for what a
+client may send before its request is known.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import socket
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
 
+from benchmarks.processes import free_port
+from cluster.config import ListenerLimits, ServeConfig
+from cluster.serve import listener as listener_module
+from cluster.serve.connections import Connections
 from cluster.serve.listener import Listener
 
 
@@ -34,7 +43,7 @@ async def listening(port: int) -> Listener:
     """Tried for seconds: what another thread forks in this moment may hold the first listener until it execs."""
     deadline = time.monotonic() + 5
     while True:
-        listener = Listener(app, "127.0.0.1", port, client_timeout_s=60)
+        listener = Listener(app, ServeConfig(port=port))
         try:
             await listener.ensure_listening()
             return listener
@@ -66,7 +75,7 @@ def test_a_port_of_another_is_refused_and_an_end_is_noticed() -> None:
         port = port_with_a_connection_that_its_server_closed()
         listener = await listening(port)
         with pytest.raises(OSError, match="in use"):
-            await Listener(app, "127.0.0.1", port, client_timeout_s=60).ensure_listening()
+            await Listener(app, ServeConfig(port=port)).ensure_listening()
         listener.should_exit = True
         assert listener._serving is not None
         await listener._serving
@@ -74,3 +83,162 @@ def test_a_port_of_another_is_refused_and_an_end_is_noticed() -> None:
             await listener.ensure_listening()
 
     asyncio.run(run())
+
+
+# ---- what a client may send ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def short_lingering(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener_module, "LINGER_S", 0.5)
+
+
+LIMITS = ListenerLimits(max_url_bytes=100, max_header_bytes=1000, max_headers=10, header_timeout_s=0.3)
+HEAD = b"POST /here HTTP/1.1\r\nHost: localhost\r\n"
+
+
+@contextlib.asynccontextmanager
+async def limited(limits: ListenerLimits = LIMITS) -> AsyncIterator[int]:
+    """The port of a listener."""
+    listener = Listener(app, ServeConfig(port=free_port(), listener=limits))
+    await listener.ensure_listening()
+    yield listener.config.port
+    listener.should_exit = True
+    assert listener._serving is not None
+    await asyncio.wait_for(listener._serving, 10)
+
+
+async def sent(port: int, *pieces: bytes) -> bytes:
+    """What comes back until the server closes the connection, while the pieces are sent one by one."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    received = asyncio.ensure_future(reader.read(-1))
+    for piece in pieces:
+        if received.done():
+            break
+        writer.write(piece)
+        with contextlib.suppress(ConnectionError):
+            await writer.drain()
+        await asyncio.sleep(0.005)
+    try:
+        return await asyncio.wait_for(received, 5)
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
+
+
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\nx\r\n"
+TOO_MUCH = {
+    "lines without end": (b"431", "listener.max_headers", [HEAD, *[b"a: b\r\n"] * 20]),
+    "many bytes of headers": (b"431", "listener.max_header_bytes", [HEAD, *[b"a: " + b"b" * 200 + b"\r\n"] * 8]),
+    "a line without end": (b"431", "listener.max_header_bytes", [HEAD, b"a: ", *[b"b" * 200] * 20]),
+    "a name without end": (b"431", "listener.max_header_bytes", [HEAD, *[b"b" * 200] * 20]),
+    "a URL without end": (b"414", "listener.max_url_bytes", [b"GET /", *[b"x" * 50] * 10]),
+    "a URL at once": (
+        b"414",
+        "listener.max_url_bytes",
+        [b"GET /" + b"x" * 5000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n"],
+    ),
+    "half a head": (b"408", "listener.header_timeout_s", [HEAD]),
+}
+
+
+@pytest.mark.parametrize("case", TOO_MUCH)
+def test_a_head_has_bounds(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener_module, "TICK_S", 0.05)
+    status, option, pieces = TOO_MUCH[case]
+
+    async def run() -> None:
+        async with limited() as port:
+            received = await sent(port, *pieces)
+            assert received.startswith(b"HTTP/1.1 " + status), received
+            message = json.loads(received.partition(b"\r\n\r\n")[2])["error"]["message"]
+            assert option in message
+            assert await answer(port) == "/here"
+
+    asyncio.run(run())
+
+
+TRAILERS = ([b"0\r\n", *[b"a: b\r\n"] * 100], [b"0\r\na: ", *[b"b" * 200] * 100], [b"0", *[b";x=" + b"y" * 100] * 100])
+
+
+@pytest.mark.parametrize("trailers", TRAILERS, ids=["lines", "a line", "extensions of a chunk's size"])
+def test_what_follows_a_body_has_bounds(trailers: list[bytes]) -> None:
+    async def run() -> None:
+        async with limited() as port:
+            assert b"HTTP/1.1 431" in await sent(port, CHUNKED, *trailers)
+            assert await answer(port) == "/here"
+
+    asyncio.run(run())
+
+
+def test_requests_sent_ahead_have_a_bound() -> None:
+    asked = b"GET /here HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+    async def run() -> None:
+        async with limited() as port:
+            received = await sent(port, asked * 5000)
+            assert received.count(b"HTTP/1.1 200") < 100
+
+    asyncio.run(run())
+
+
+# ---- how many connections there are --------------------------------------------------------------------------------
+
+
+def test_half_sent_requests_give_way_and_nobody_is_shut_out() -> None:
+    async def run() -> None:
+        async with limited(ListenerLimits(max_connections=20, max_connections_per_address=10)) as port:
+            held = []
+            for _ in range(60):
+                held.append(await asyncio.open_connection("127.0.0.1", port))
+                held[-1][1].write(HEAD)
+                await held[-1][1].drain()
+            await asyncio.sleep(0.1)
+            assert await answer(port) == "/here"
+            ended = [reader for reader, _ in held if reader.at_eof() or reader.exception()]
+            assert len(ended) >= 50
+            for _, writer in held:
+                writer.close()
+
+    asyncio.run(run())
+
+
+class Guest:
+    def __init__(self, address: str, has_all: bool = True) -> None:
+        self.address = address
+        self.has_all = has_all
+        self.gone = False
+
+    def give_way(self) -> bool:
+        self.gone = self.has_all
+        return self.has_all
+
+
+def test_the_one_that_rested_longest_gives_way() -> None:
+    connections = Connections(max_all=4, max_per_address=2)
+    working, resting, reading = Guest("10.0.0.1"), Guest("10.0.0.1"), Guest("10.0.0.2", has_all=False)
+    assert all(map(connections.enter, (working, resting, reading)))
+    connections.work(working)
+    later = Guest("10.0.0.1")
+    assert connections.enter(later)
+    assert (working.gone, resting.gone, reading.gone) == (False, True, False)
+    connections.work(later)
+    assert not connections.enter(Guest("10.0.0.1")), "both of this address are at work"
+    assert connections.enter(Guest("10.0.0.3"))
+    assert connections.enter(Guest("10.0.0.4")), "the one of the third address gives way, for the second still reads"
+    assert not reading.gone
+    assert len(connections) == 4
+    for guest in (working, later, reading):
+        connections.leave(guest)
+    assert len(connections) == 1
+
+
+def test_who_has_a_network_of_addresses_counts_once() -> None:
+    connections = Connections(max_all=100, max_per_address=2)
+    guests = [Guest(f"2001:db8::{index:x}") for index in range(3)]
+    for guest in guests[:2]:
+        assert connections.enter(guest)
+        connections.work(guest)
+    assert not connections.enter(guests[2])
+    assert connections.enter(Guest("2001:db8:0:1::1"))

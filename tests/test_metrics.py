@@ -89,7 +89,7 @@ def test_each_of_several_ingresses_answers_for_all(stats: EngineStats) -> None:
 
 
 def test_every_number_of_the_configuration_is_shown_and_no_secret() -> None:
-    config = ServeConfig(api_keys=("hidden",), client_timeout_s=7)
+    config = ServeConfig(api_keys=("hidden-from-everybody",), client_timeout_s=7)
     found = dict(numbers(config))
     assert found["client_timeout_s"] == 7
     assert found["client_buffer_bytes"] == config.client_buffer_bytes

@@ -88,8 +88,8 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Documented]:
     (folder / "processors_of_the_test.py").write_text(PROCESSORS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(folder))
+        patch.setenv("MANTA_API_KEYS", "a-secret-of-the-test")
         server = Server(
-            "api_keys=[secret]",
             "request_timeout_s=1",
             "max_body_bytes=10000",
             "health_bound_s=0.000001",
@@ -97,7 +97,7 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Documented]:
             "engine.max_num_waiting=0",
             "engine.logits_processors={failing: processors_of_the_test:Failing, slow: processors_of_the_test:Slow}",
         )
-    yield Documented(server, authorization="Bearer secret")
+    yield Documented(server, authorization="Bearer a-secret-of-the-test")
     server.stop()
 
 

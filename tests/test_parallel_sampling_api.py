@@ -387,7 +387,7 @@ def test_a_client_that_leaves_ends_all_its_choices(server: Server) -> None:
         before = totals(server)
         data = json.dumps({**body, "stream": stream}).encode()
         with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
             connection.sendall(head.encode() + data)
             if stream:
                 assert connection.recv(1)

@@ -69,7 +69,7 @@ class RepeatingEngines:
     def submit(self, request_id: str, prompts: list[list[int]], params: SamplingParams, **options: Any) -> Repeating:
         return Repeating(prompts, "abc")
 
-    async def resolve(self, spec: ConstraintSpec) -> tuple[ConstraintSpec, list[str]]:
+    async def resolve(self, spec: ConstraintSpec, client: str = "") -> tuple[ConstraintSpec, list[str]]:
         return spec, []
 
     async def model(self) -> ModelInfo:
@@ -111,7 +111,7 @@ COUNT = Route(
     errors=(404,),
     logged=True,
 )
-KEY = {"authorization": "Bearer secret"}
+KEY = {"authorization": "Bearer a-secret-of-the-test"}
 ERROR = {"message": "wrong", "type": "not_found_error", "param": None, "code": None}
 
 
@@ -126,7 +126,7 @@ class App:
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> httpx.Response:
         async def send() -> httpx.Response:
             transport = httpx.ASGITransport(self.app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://x", trust_env=False) as client:
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost", trust_env=False) as client:
                 content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
                 return await client.request(method, path, content=content, headers=headers)
 
@@ -167,7 +167,7 @@ def test_it_is_documented() -> None:
     document = App().ask("GET", "/openapi.json").json()
     operation = document["paths"]["/v1/count/{name}"]["post"]
     assert operation["summary"] == COUNT.summary
-    assert set(operation["responses"]) == {"200", "400", "401", "404", "405", "408", "413", "500"}
+    assert set(operation["responses"]) == {"200", "400", "401", "403", "404", "405", "408", "413", "500", "503"}
     assert [parameter["name"] for parameter in operation["parameters"]] == ["name"]
     for content, value in (
         (operation["requestBody"]["content"], {"text": "a"}),
@@ -179,7 +179,7 @@ def test_it_is_documented() -> None:
 
 
 def test_it_asks_for_the_key_and_public_routes_do_not() -> None:
-    app = App(api_keys=("secret",))
+    app = App(api_keys=("team:a-secret-of-the-test",))
     assert app.ask("POST", "/v1/count/x", {"text": "a"}).status_code == 401
     assert app.ask("POST", "/v1/count/x", {"text": "a"}, **KEY).status_code == 200
     assert app.ask("GET", "/health").status_code == 503  # no engine answers

@@ -176,7 +176,13 @@ class Harness:
         """Sequences whose row was made to fail."""
 
     def add(
-        self, prompt: list[int], params: SamplingParams, priority: int = 0, n: int = 1, masks: bool = False
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        priority: int = 0,
+        n: int = 1,
+        masks: bool = False,
+        client: str = "",
     ) -> bool:
         """Adds a request of `n` choices; with `masks` they may be late."""
         number = len(self.sequences)
@@ -188,6 +194,7 @@ class Harness:
             seed=0,
             unforked=range(1, n),
             priority=priority,
+            client=client,
             eos_token_ids=(0,),
             constraint=Resolved(spec=ConstraintSpec(kind="regex", text="a"), compiled=b"") if masks else None,
         )
@@ -257,12 +264,13 @@ prompts = st.builds(
     st.lists(st.integers(1, 2), min_size=1, max_size=6),
 )
 requests = st.builds(
-    lambda prompt, max_tokens, ignore_eos, priority, n, masks: (
+    lambda prompt, max_tokens, ignore_eos, priority, n, masks, client: (
         prompt,
         SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos and not masks),
         priority,
         n,
         masks,
+        client,
     ),
     prompts,
     st.integers(1, 20),
@@ -270,6 +278,7 @@ requests = st.builds(
     st.integers(-1, 1),
     st.sampled_from([1, 1, 2, 3, 5]),
     st.booleans(),
+    st.sampled_from(["", "a", "b"]),
 )
 actions = st.lists(
     st.one_of(

@@ -243,16 +243,16 @@ def test_a_request_id_is_returned(server) -> None:
     assert ids[0] != ids[1]
 
 
-def test_limits_that_the_operator_sets() -> None:
+def test_limits_that_the_operator_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys, the queue's limit and the deadline, on a server of its own."""
+    monkeypatch.setenv("MANTA_API_KEYS", "team:a-secret-of-the-test")
     server = Server(
-        "api_keys=[secret]",
         "engine.max_num_sequences=1",
         "engine.max_num_waiting=20",
         "request_timeout_s=2",
     )
     try:
-        key = {"Authorization": "Bearer secret"}
+        key = {"Authorization": "Bearer a-secret-of-the-test"}
         long = {"model": server.model, "prompt": "Hello", "max_tokens": 500, "ignore_eos": True}
         assert server.post("/v1/completions", long)[0] == 401
         assert server.post("/v1/completions", long, {"Authorization": "Bearer wrong"})[0] == 401

@@ -7,10 +7,13 @@ import json
 
 import pytest
 
+from cluster.config import ListenerLimits
+from cluster.http import exchange
 from cluster.serve import listener, submission
 from tests.local_server import LocalServer, answer, local_server, post, until
 
 pytestmark = pytest.mark.timeout(60)
+QUICK_HEADS = ListenerLimits(header_timeout_s=0.5)
 PROMPTS = [[5, 9, 17, 30], [6, 7], [40, 41, 42]]
 
 
@@ -127,7 +130,7 @@ def test_a_client_that_reads_steadily_is_not_too_slow() -> None:
 
 def test_a_request_that_does_not_come_whole_in_time_is_ended() -> None:
     async def run() -> None:
-        async with local_server(client_timeout_s=0.5) as server:
+        async with local_server(client_timeout_s=0.5, listener=QUICK_HEADS) as server:
             whole = post(server.body(max_tokens=2))
             head = whole.index(b"\r\n\r\n") + 4
             reader, writer = await server.connect()
@@ -135,11 +138,15 @@ def test_a_request_that_does_not_come_whole_in_time_is_ended() -> None:
             status, body = await answer(reader, writer)
             assert (status, json.loads(body)["error"]["code"]) == (408, "client_too_slow")
             assert "3 bytes of the body came within 0.5 s" in json.loads(body)["error"]["message"]
-            for part in (b"", whole[:1], whole[: head - 1]):
+            reader, writer = await server.connect()
+            assert await asyncio.wait_for(reader.read(-1), 10) == b""
+            writer.close()
+            for part in (whole[:1], whole[: head - 1]):
                 reader, writer = await server.connect()
                 writer.write(part)
-                assert await asyncio.wait_for(reader.read(-1), 10) == b""
-                writer.close()
+                status, body = await answer(reader, writer)
+                assert status == 408
+                assert "within 0.5 s (listener.header_timeout_s)" in json.loads(body)["error"]["message"]
             await until(lambda: server.num_connections == 0)
 
     asyncio.run(run())
@@ -147,7 +154,7 @@ def test_a_request_that_does_not_come_whole_in_time_is_ended() -> None:
 
 def test_a_head_that_never_ends_does_not_gain_time_by_every_byte() -> None:
     async def run() -> None:
-        async with local_server(client_timeout_s=0.5) as server:
+        async with local_server(listener=QUICK_HEADS) as server:
             reader, writer = await server.connect()
             writer.write(post(server.body(max_tokens=2), connection="keep-alive"))
             assert b" 200 " in await reader.readuntil(b"\r\n\r\n")  # it may rest now, but not begin and never end
@@ -161,6 +168,52 @@ def test_a_head_that_never_ends_does_not_gain_time_by_every_byte() -> None:
     asyncio.run(asyncio.wait_for(run(), 20))
 
 
+def test_a_body_that_comes_too_slowly_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "SLOW_START_S", 0.3)
+
+    async def run() -> None:
+        async with local_server(min_body_bytes_per_s=100) as server:
+            whole = post(server.body(max_tokens=2, user="x" * 400))
+            head = whole.index(b"\r\n\r\n") + 4
+            for num_bytes, expected in ((60, 200), (2, 408)):  # each tenth of a second
+                reader, writer = await server.connect()
+                writer.write(whole[:head])
+                received = asyncio.ensure_future(answer(reader, writer))
+                for begin in range(head, len(whole), num_bytes):
+                    writer.write(whole[begin : begin + num_bytes])
+                    await asyncio.sleep(0.1)
+                    if received.done():
+                        break
+                status, body = await received
+                assert status == expected
+            assert "lower min_body_bytes_per_s, which is 100" in json.loads(body)["error"]["message"]
+
+    asyncio.run(run())
+
+
+def test_bodies_of_slow_senders_together_have_a_bound() -> None:
+    async def run() -> None:
+        async with local_server(max_bodies_bytes=10_000) as server:
+            whole = post(server.body(max_tokens=2, user="x" * 4000))
+            held = [await server.connect() for _ in range(2)]
+            for _, writer in held:
+                writer.write(whole[:-1])
+            room = server.ingress._app._room
+            await until(lambda: room.num_bytes > 8000)
+            reader, writer = await server.connect()
+            writer.write(whole)
+            status, body = await answer(reader, writer)
+            assert (status, json.loads(body)["error"]["code"]) == (503, "too_many_bodies")
+            assert "the limit is 10000 (max_bodies_bytes)" in json.loads(body)["error"]["message"]
+            for reader, writer in held:
+                writer.write(whole[-1:])
+                assert (await answer(reader, writer))[0] == 200
+            assert room.num_bytes == 0
+            assert (await server.post(max_tokens=2))[0] == 200
+
+    asyncio.run(run())
+
+
 def test_a_body_byte_by_byte_is_served_and_one_without_end_is_refused() -> None:
     async def run() -> None:
         async with local_server(max_body_bytes=1000, client_timeout_s=5) as server:
@@ -171,7 +224,7 @@ def test_a_body_byte_by_byte_is_served_and_one_without_end_is_refused() -> None:
             assert (await answer(reader, writer))[0] == 200
 
             reader, writer = await server.connect()
-            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
             sent = 0
             while not reader._buffer and sent < 100:  # type: ignore[attr-defined]
                 writer.write(b"200\r\n" + b" " * 512 + b"\r\n")

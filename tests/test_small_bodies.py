@@ -7,15 +7,17 @@ import collections
 import json
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from cluster.config import ServeConfig
+from cluster.config import BodyLimits, ServeConfig
 from cluster.engine.request import EngineRequest
 from cluster.http.codec import decode
 from cluster.http.errors import ApiError
 from cluster.http.metrics import Metrics
+from cluster.http.prompts import encode, encode_all
 from cluster.http.protocol.requests import ChatCompletionRequest, CompletionRequest
 from cluster.serve.channel import Address, RequestResult
 from cluster.serve.engine_deployment import EngineReplica
@@ -24,6 +26,7 @@ from cluster.text.tokenizer import Tokenizer
 from tests.checkpoints import checkpoint
 from tests.server import shared_server
 from tests.test_engine_deployment import new_replica, until_idle
+from tests.test_routes import App
 from workers.sampling_params import SamplingParams
 
 
@@ -43,6 +46,8 @@ TOO_MUCH = [
     (completion(prompt=[[5]] * 1024, logit_bias=dict.fromkeys(range(1025), 1)), "logit_bias", "1025 entries"),
     (chat(tools=[{"type": "function", "function": {"name": f"f{i}"}} for i in range(129)]), "tools", "129 entries"),
     (chat(n=129), "n", "128"),
+    (chat(stop=["a" * 2000, "b" * 2000, "c" * 97]), "stop", "4097 characters"),
+    (chat(messages=[{"role": "user", "content": [{"type": "text"}] * 4096}]), "messages", "4097 messages, parts"),
 ]
 
 
@@ -115,11 +120,84 @@ def test_a_body_of_many_prompts_leaves_the_event_loop_to_others_between_its_call
 def test_other_threads_run_while_a_long_text_is_tokenised() -> None:
     tokenizer = Tokenizer("demo")
     text = "a " * 200_000
-    encoding = threading.Thread(target=tokenizer.encode, args=(text,))
+    encoding = threading.Thread(target=tokenizer.encode_batch, args=([text],))
     num_turns = 0
     encoding.start()
     while encoding.is_alive():
         time.sleep(0.001)
         num_turns += 1
     assert num_turns > 10
-    assert tokenizer.encode("a " * 20_000)[:100] == tokenizer.encode("a " * 100)[:100]
+    assert tokenizer.encode_batch(["a " * 20_000])[0][:100] == tokenizer.encode("a " * 100)[:100]
+
+
+class Counting(Tokenizer):
+    """Counts the characters that it tokenises."""
+
+    num_characters = 0
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        self.num_characters += sum(map(len, texts))
+        return super().encode_batch(texts, add_special_tokens)
+
+
+def test_a_text_that_is_far_too_long_is_refused_before_it_is_tokenised() -> None:
+    tokenizer = Counting("demo")
+    with pytest.raises(ApiError, match="a text of 4000000 characters has more than") as caught:
+        asyncio.run(encode(tokenizer, "some " * 800_000, False, 1000, "messages"))
+    assert (caught.value.param, caught.value.code) == ("messages", "context_length_exceeded")
+    assert tokenizer.num_characters < 100_000
+    dense = " " * 30_000  # few tokens of many characters fit
+    num_tokens = len(tokenizer.encode(dense))
+    assert len(asyncio.run(encode(tokenizer, dense, False, num_tokens, "prompt"))) == num_tokens
+
+
+def test_texts_of_two_bodies_are_tokenised_in_turns() -> None:
+    order: list[str] = []
+
+    class Ordered(Tokenizer):
+        def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+            order.append(texts[0][0])
+            return super().encode_batch(texts, add_special_tokens)
+
+    async def run() -> None:
+        tokenizer = Ordered("demo")
+        bodies = [[letter * 15_000] * 6 for letter in "ab"]
+        found = await asyncio.gather(*(encode_all(tokenizer, body, False, 10**6, "prompt") for body in bodies))
+        assert [len(each) for each in found] == [6, 6]
+
+    asyncio.run(run())
+    assert order == list("ab" * 6)
+
+
+def test_the_values_of_a_body_are_counted_before_it_is_decoded() -> None:
+    body = json.dumps(completion(metadata={"a": [[]] * 100})).encode()
+    with pytest.raises(ApiError, match="the limit is 100 "):
+        decode(CompletionRequest, body, BodyLimits(max_values=100))
+    assert decode(CompletionRequest, body, BodyLimits(max_values=300)).metadata == {"a": [[]] * 100}
+
+
+PRODUCTS: tuple[tuple[dict, str, str], ...] = (
+    (completion(prompt=[[5] * 100] * 40, prompt_logprobs=64, max_tokens=1), "prompt_logprobs", "260000"),
+    (completion(prompt=[[5] * 100] * 4, n=128, prompt_logprobs=5, max_tokens=1), "prompt_logprobs", "307200"),
+    (completion(prompt=[[5]] * 16, n=128, logprobs=4, max_tokens=27), "logprobs", "276480"),
+    (completion(prompt=["ab" * 5000] * 10, n=128, echo=True), "echo", "12800000 characters"),
+)
+
+
+@pytest.mark.parametrize(("body", "field", "value"), PRODUCTS, ids=[f"{each[1]}-{each[2]}" for each in PRODUCTS])
+def test_products_of_bounded_numbers_are_bounded_before_anything_is_submitted(
+    body: dict, field: str, value: str
+) -> None:
+    app = App(body=BodyLimits(max_logprobs=250_000))
+    answer = app.ask("POST", "/v1/completions", body | {"model": "demo"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, field), error
+    assert value in error["message"]
+    assert "or raise" in error["message"]
+
+
+def test_a_stream_sends_what_a_whole_answer_may_not_hold() -> None:
+    body = completion(prompt=[[5]] * 16, n=128, logprobs=4, max_tokens=27, model="demo")
+    app = App(body=BodyLimits(max_logprobs=250_000))
+    assert app.ask("POST", "/v1/completions", body).status_code == 400
+    assert app.ask("POST", "/v1/completions", body | {"stream": True}).status_code == 200

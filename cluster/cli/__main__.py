@@ -8,6 +8,7 @@ that the user can mend.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -69,7 +70,7 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     where.add_argument("--url", default=DEFAULT_URL, help=f"where the server listens (default: {DEFAULT_URL})")
     where.add_argument("--port", type=int, help="its port, if it listens on this machine")
     chat.add_argument("--model", help="name as in /v1/models (default: the server's first)")
-    chat.add_argument("--api-key", help="bearer token, if the server asks for one")
+    chat.add_argument("--api-key", help="bearer token, if the server asks for one (default: $MANTA_API_KEY)")
     chat.set_defaults(run=_chat)
 
     batch = commands.add_parser("batch", help="answer the requests of a file in OpenAI's batch format")
@@ -143,7 +144,7 @@ def _chat(options: argparse.Namespace) -> int:
     from cluster.cli.chat import run_chat
 
     url = options.url if options.port is None else f"http://127.0.0.1:{options.port}"
-    return run_chat(url, options.model, options.api_key)
+    return run_chat(url, options.model, options.api_key or os.environ.get("MANTA_API_KEY"))
 
 
 def _batch(options: argparse.Namespace) -> int:

@@ -81,7 +81,8 @@ async def _answer_all(
     metrics = Metrics(config.model_name)
     client = EngineClient(engine, tokenizer, host, metrics)
     # Whoever may start a batch may ask; and a line each in a log would be the output again.
-    application = HttpApp(msgspec.structs.replace(config, api_keys=(), log_requests=False), tokenizer, client, metrics)
+    config = msgspec.structs.replace(config, api_keys=None, priority_clients=("*",), log_requests=False)
+    application = HttpApp(config, tokenizer, client, metrics)
     num_places = config.num_engine_replicas * config.engine.max_num_sequences
     try:
         await run(

@@ -13,6 +13,7 @@ import logging
 import os
 import pathlib
 import signal
+import sys
 from typing import Any
 
 from cluster.cli.check import check_quickly
@@ -20,6 +21,7 @@ from cluster.cli.invocation import program, under_make
 from cluster.cli.refusal import NotStarted, Refusal
 from cluster.cli.request_lines import follow
 from cluster.config import ServeConfig, load_config, ray_address
+from cluster.http.access.keys import VARIABLE, openness, with_api_keys
 from cluster.http.example import curl
 from cluster.serve.listener import bound
 from cluster.text.tokenizer import has_chat_template
@@ -33,12 +35,17 @@ def run_serve(config_path: str | None, overrides: dict[str, Any], quiet: bool = 
     Raises `Refusal` for what the user can mend, before Ray is started.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if "api_keys" in overrides:
+        message = "--set api_keys shows the keys to whoever lists this machine's processes; put them into"
+        raise Refusal(f"{message} {VARIABLE}, or into a file that api_keys_file names")
     try:
-        config = load_config(config_path, overrides)
+        config = with_api_keys(load_config(config_path, overrides))
     except ValueError as error:
         raise Refusal(str(error)) from error
     if ray_address() is None:  # a cluster's Serve may hold the port already, and takes this application too
         _check_port(config.host, config.port)
+    if (warning := openness(config)) is not None:
+        print(f"manta: warning: {warning}", file=sys.stderr, flush=True)
     try:
         check_quickly(config.engine)
     except ModelError as error:
@@ -135,12 +142,11 @@ def ready_message(config: ServeConfig, has_chat: bool = True) -> str:
     chat_flags = "" if url == "http://127.0.0.1:8000" else f" --url {url}"
     if host == "127.0.0.1" and chat_flags:
         chat_flags = f" --port {config.port}"
-    if config.api_keys:
-        chat_flags += " --api-key YOUR-KEY"
+    chat_key = "MANTA_API_KEY=YOUR-KEY " if config.api_keys else ""
     if has_chat:
         method, text = "chat.completions", "message.content"
         argument = 'messages=[{"role": "user", "content": "What is Manta?"}]'
-        chat = f"or in another terminal: {program()} chat{chat_flags}"
+        chat = f"or in another terminal: {chat_key}{program()} chat{chat_flags}"
     else:
         method, text, argument = "completions", "text", 'prompt="A manta ray is"'
         chat = "The model has no chat template, so it completes texts and does not chat."

@@ -11,9 +11,9 @@ import weakref
 from concurrent.futures import Future
 
 from cluster.config import EngineConfig
-from cluster.engine.request import RequestRefused
+from cluster.engine.request import QueueFull, RequestRefused
 from cluster.engine.stats import ConstraintStats, GrammarPoolStats
-from structured.compiler import Compiler
+from structured.compiler import Compiler, CompilerBusy
 from structured.constraint import ConstraintError, ConstraintSpec, Resolved
 from structured.grammar_worker import GRAMMAR_CACHE_BYTES
 from structured.masks import MAX_FORCED
@@ -33,8 +33,10 @@ class ConstraintService:
         self.pool: GrammarPool | None = None
         """None until the first constraint, or `start`."""
 
-    def resolve(self, spec: ConstraintSpec) -> Future[Resolved]:
-        """Compiles a constraint. The future raises `RequestRefused` if it cannot be served."""
+    def resolve(self, spec: ConstraintSpec, client: str = "") -> Future[Resolved]:
+        """Compiles a constraint for a client. The future raises `RequestRefused` if it cannot be served, `QueueFull` if
+        too many wait. If it is cancelled, and nobody else waits for the same constraint, nothing is compiled.
+        """
         future: Future[Resolved] = Future()
         try:
             compiler = self.start()
@@ -48,12 +50,16 @@ class ConstraintService:
             error = done.exception()
             if isinstance(error, ConstraintError):
                 future.set_exception(RequestRefused(str(error), "constraint"))
+            elif isinstance(error, CompilerBusy):
+                future.set_exception(QueueFull(str(error)))
             elif error is not None:
                 future.set_exception(error)
             else:
                 future.set_result(done.result())
 
-        compiler.resolve(spec).add_done_callback(settle)
+        compiled = compiler.resolve(spec, client)
+        compiled.add_done_callback(settle)
+        future.add_done_callback(lambda done: done.cancelled() and compiled.cancel())
         return future
 
     def start(self) -> Compiler:

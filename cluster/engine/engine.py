@@ -165,12 +165,12 @@ class Engine:
 
     # ---- requests ------------------------------------------------------------------------------------------------
 
-    def resolve(self, spec: ConstraintSpec) -> Future[Resolved]:
-        """Proves a constraint, in a process of its own; callable from any thread.
+    def resolve(self, spec: ConstraintSpec, client: str = "") -> Future[Resolved]:
+        """Proves a constraint for a client, in a process of its own; callable from any thread.
 
-        The future raises `RequestRefused` where the constraint cannot be served.
+        The future raises `RequestRefused` where the constraint cannot be served, `QueueFull` where too many wait.
         """
-        return self.constraints.resolve(spec)
+        return self.constraints.resolve(spec, client)
 
     def warm_up(self) -> None:
         """Starts in the background what the first constraint would wait for.
@@ -196,7 +196,8 @@ class Engine:
         """
         if not self.alive:
             raise EngineDead("the engine has failed; restart it")
-        if queue_is_bounded and self.scheduler.num_waiting >= self.config.max_num_waiting + self._free_slots():
+        is_full = self.scheduler.num_waiting >= self.config.max_num_waiting + self._free_slots()
+        if queue_is_bounded and is_full and not self._has_room_for(request.client):
             raise QueueFull(
                 f"{self.scheduler.num_waiting} requests are waiting and the limit is {self.config.max_num_waiting}; "
                 "retry later or raise max_num_waiting"
@@ -219,6 +220,7 @@ class Engine:
             seed=seed,
             unforked=range(1, params.n),
             priority=request.priority,
+            client=request.client,
             eos_token_ids=self.model.eos_token_ids,
             constraint=constraint,
             deadline=deadline,
@@ -238,6 +240,10 @@ class Engine:
             pairs.append((parent, parent.continued(self._next_sequence_id, index, branch.token_id)))
             self._next_sequence_id += 1
         self.scheduler.branch(request_id, pairs)
+
+    def _has_room_for(self, client: str) -> bool:
+        """In a full queue whoever has nobody waiting gets a place all the same: others may have filled it."""
+        return client != "" and all(sequence.client != client for sequence in self.scheduler.waiting)
 
     def _free_slots(self) -> int:
         return max(0, self.config.max_num_sequences - self.scheduler.num_running)

@@ -34,11 +34,13 @@ class EngineRequest(msgspec.Struct, kw_only=True, array_like=True):
     prompt_token_ids: list[int]
     params: SamplingParams
     priority: int = 0
-    """Lower runs first; equal priorities in order of arrival (vLLM's convention)."""
+    """Lower runs first; equal priorities by turns of their clients."""
     deadline_s: float | None = None
     """Seconds from admission after which the request is aborted; None for no deadline."""
     num_branches: int = 0
     """If the caller chooses the tokens (`Engine.branch`): the most sequences that it will have at a time. Else 0."""
+    client: str = ""
+    """Whose it is: clients take turns. Empty is a caller who shares with nobody."""
 
 
 class Branch(NamedTuple):

@@ -20,13 +20,14 @@ from cluster.engine.plan import StepPlan
 from cluster.engine.request import FinishStatus, RequestRefused, SequenceOutput
 from cluster.engine.sequence import Sequence
 from cluster.engine.stats import DraftCounts
+from cluster.engine.turns import Turns
 from workers.step import RowError, StepInput, StepOutput
 
 _ORDER = operator.attrgetter("order")
 
 
 class Scheduler:
-    """Running sequences go first, then waiting ones, each group by priority and arrival.
+    """Running sequences go first, then waiting ones, each group by priority, turn and arrival.
 
     Progress is certain: the first running sequence may take the blocks of all that follow it, and no admitted sequence
     can outgrow the KV cache.
@@ -59,7 +60,7 @@ class Scheduler:
         """The next step, as far as it is known."""
         self._by_id: dict[int, Sequence] = {}
         self._by_request: dict[str, list[Sequence]] = {}
-        self._num_arrivals = 0
+        self._turns = Turns()
         self._num_deadlines = 0
 
     # ---- what is there -----------------------------------------------------------------------------------------
@@ -122,9 +123,8 @@ class Scheduler:
                 "max_tokens",
             )
         sequence.max_length = sequence.num_prompt_tokens + (max_tokens or room)
-        sequence.arrival = self._num_arrivals
+        self._turns.give(sequence)
         self._register(sequence)
-        self._num_arrivals += 1
         bisect.insort(self.waiting, sequence, key=_ORDER)
 
     def _register(self, sequence: Sequence) -> None:
@@ -193,6 +193,7 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence, prefix: list[int]) -> None:
         self._cache.start_on(sequence, prefix)
+        self._turns.reach(sequence)
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = sequence.num_computed_tokens
             if sequence.params.prompt_logprobs is None:

@@ -37,11 +37,15 @@ class Sequence:
     makes them forks of this sequence; until then they cost nothing.
     """
     priority: int = 0
+    client: str = ""
+    """Whose it is."""
+    turn: int = 0
+    """Set by the scheduler: order among equal priorities; see `turns.py`."""
     eos_token_ids: tuple[int, ...] = ()
     deadline: float | None = None
     """On `time.monotonic`'s clock."""
     arrival: int = 0
-    """Set by the scheduler: order among equal priorities."""
+    """Set by the scheduler: order among equal turns."""
     max_length: int = 0
     """Set by the scheduler: prompt and output end here."""
     num_prompt_tokens: int = 0
@@ -82,9 +86,9 @@ class Sequence:
             self.stop_ids = frozenset(self.eos_token_ids) | frozenset(self.params.stop_token_ids)
 
     @property
-    def order(self) -> tuple[int, int, int]:
+    def order(self) -> tuple[int, int, int, int]:
         """Sort key: who runs first."""
-        return self.priority, self.arrival, self.index
+        return self.priority, self.turn, self.arrival, self.index
 
     @property
     def noise_seed(self) -> int:

@@ -6,8 +6,8 @@ An answer knows one body's options (echo, logprobs, usage) and nothing of socket
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
-from typing import Protocol
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Protocol, TypeVar
 
 from msgspec import UNSET
 
@@ -15,9 +15,10 @@ from cluster.http.chat_output import ChatPlan, ChatReader, MessageBuilder
 from cluster.http.codec import SSE_DONE, encode, sse_event
 from cluster.http.engines import Event, Generation
 from cluster.http.logprobs import CompletionLogprobText, chat_logprobs, prompt_logprobs
+from cluster.http.prompts import aside
 from cluster.http.protocol import responses
 from cluster.http.protocol.requests import ChatCompletionRequest, CompletionRequest
-from cluster.http.protocol.usage import usage_info
+from cluster.http.protocol.usage import UsageInfo, usage_info
 from cluster.text.tokenizer import Tokenizer
 from workers.step import TokenLogprobs
 
@@ -30,6 +31,21 @@ class Answer(Protocol):
     def stream(self, generation: Generation) -> AsyncIterator[bytes]:
         """Server-sent events, the last of them `[DONE]`."""
         ...
+
+
+MANY_LOGPROBS = 2000
+"""So many are written in another thread: each takes about a microsecond, in which no stream goes on."""
+
+Result = TypeVar("Result")
+
+
+def _num_logprobs(event: Event) -> int:
+    """Alternatives included."""
+    return sum(len(each.top_token_ids) + 1 for each in (*(event.prompt_logprobs or ()), *(event.logprobs or ())))
+
+
+async def _perhaps_aside(num_logprobs: int, function: Callable[..., Result], *arguments: Any) -> Result:
+    return function(*arguments) if num_logprobs < MANY_LOGPROBS else await aside(function, *arguments)
 
 
 class ChatAnswer:
@@ -54,8 +70,10 @@ class ChatAnswer:
         messages = [MessageBuilder() for _ in self._readers]
         logprobs = [responses.ChatLogprobs([]) for _ in self._readers]
         endings: dict[int, Event] = {}
-        prompt_entries = []
+        prompt_entries: list[TokenLogprobs] = []
+        num_logprobs = 0
         async for event in generation:
+            num_logprobs += _num_logprobs(event)
             messages[event.index].add(self._readers[event.index].feed(event.text, event.finish is not None))
             if event.logprobs:
                 logprobs[event.index].content += chat_logprobs(self._tokenizer, event.logprobs).content
@@ -72,13 +90,19 @@ class ChatAnswer:
             )
             for index in range(len(messages))
         ]
+        usage = usage_info(generation.usages)
+        return await _perhaps_aside(num_logprobs, self._body, choices, usage, prompt_entries)
+
+    def _body(
+        self, choices: list[responses.ChatChoice], usage: UsageInfo, prompt_entries: list[TokenLogprobs]
+    ) -> bytes:
         return encode(
             responses.ChatCompletion(
                 id=self._id,
                 created=self._created,
                 model=self._model,
                 choices=choices,
-                usage=usage_info(generation.usages),
+                usage=usage,
                 prompt_logprobs=(
                     UNSET if self._request.prompt_logprobs is None else prompt_logprobs(self._tokenizer, prompt_entries)
                 ),
@@ -180,24 +204,29 @@ class CompletionAnswer:
             responses.CompletionChoice(index=index, text="", logprobs=self._no_logprobs())
             for index in range(len(self._begun))
         ]
+        num_logprobs = 0
         async for event in generation:
             choice = choices[event.index]
             choice.text += self._text(event)
-            logprobs = self._logprobs(event)
+            num_logprobs += _num_logprobs(event)
+            logprobs = await _perhaps_aside(_num_logprobs(event), self._logprobs, event)
             if choice.logprobs is not None and logprobs is not None:
                 choice.logprobs.extend(logprobs)
             if event.finish is not None:
                 choice.finish_reason, choice.stop_reason = event.finish.value, event.stop_reason
+        return await _perhaps_aside(num_logprobs, self._body, choices, usage_info(generation.usages))
+
+    def _body(self, choices: list[responses.CompletionChoice], usage: UsageInfo) -> bytes:
         if self._request.prompt_logprobs is not None:
             shown = [prompt_logprobs(self._tokenizer, entries) for entries in self._prompt_entries]
             for choice in choices:
                 choice.prompt_logprobs = shown[self._prompt_of(choice.index)]
-        return encode(self._completion(choices, usage_info(generation.usages)))
+        return encode(self._completion(choices, usage))
 
     async def stream(self, generation: Generation) -> AsyncIterator[bytes]:
         usage = None if self._request.include_usage else UNSET
         async for event in generation:
-            text, logprobs = self._text(event), self._logprobs(event)
+            text, logprobs = self._text(event), await _perhaps_aside(_num_logprobs(event), self._logprobs, event)
             if text or logprobs or event.finish is not None:
                 choice = responses.CompletionChoice(
                     index=event.index,

@@ -1,13 +1,13 @@
 """The HTTP endpoint as a plain ASGI application that speaks OpenAI's API; it imports neither torch nor Ray.
 
-It finds the route of a request, checks the key, decodes the body, calls the handler and sends what that returns.
-Whatever a client sends, it gets an answer in OpenAI's shape; a client that leaves ends the work for it.
+It checks where a request comes from, finds its route, checks the key, decodes the body, calls the handler and sends
+what that returns. Whatever a client sends, it gets an answer in OpenAI's shape; a client that leaves ends the work for
+it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import sys
 from collections.abc import Iterable
@@ -15,10 +15,12 @@ from collections.abc import Iterable
 from prometheus_client.metrics_core import Metric
 
 from cluster.config import ServeConfig
+from cluster.http.access.keys import ApiKeys
+from cluster.http.access.origins import Origins
 from cluster.http.codec import decode, encode
 from cluster.http.engines import Engines
 from cluster.http.errors import ApiError
-from cluster.http.exchange import ClientGone, Exchange, Receive, Scope, Send
+from cluster.http.exchange import BodyRoom, ClientGone, Exchange, Receive, Scope, Send
 from cluster.http.metrics import Metrics
 from cluster.http.openapi import openapi_document
 from cluster.http.routes import ROUTES
@@ -50,6 +52,9 @@ class HttpApp:
         self._config = config
         self._state = AppState(config, tokenizer, engines, metrics, other_metrics, openapi_document(routes))
         self._router = Router(routes)
+        self._room = BodyRoom(config.max_bodies_bytes)
+        self._origins = Origins(config)
+        self._keys = ApiKeys(config.api_keys or ())
         self._returns_request_id = returns_request_id
         self._log = _request_logger() if config.log_requests else None
 
@@ -58,11 +63,18 @@ class HttpApp:
         if scope["type"] == "lifespan":
             await _lifespan(receive, send)
         elif scope["type"] == "http":
-            await self._answer(Exchange(scope, receive, send, self._config, self._returns_request_id))
+            await self._answer(Exchange(scope, receive, send, self._config, self._room, self._returns_request_id))
 
     async def _answer(self, exchange: Exchange) -> None:
         route: Route | None = None
         try:
+            exchange.headers_always += self._origins.headers(exchange.headers)
+            self._origins.check(exchange.headers)
+            if exchange.method == "OPTIONS":
+                await exchange.send_empty(
+                    self._origins.preflight(exchange.headers, self._router.methods(exchange.path))
+                )
+                return
             route, exchange.path_parameter = self._router.find(exchange.method, exchange.path)
             await self._handle(route, exchange)
         except ApiError as error:
@@ -81,7 +93,7 @@ class HttpApp:
     async def _handle(self, route: Route, exchange: Exchange) -> None:
         if not route.public:
             self._check_key(exchange)
-        body = None if route.body is None else decode(route.body, await exchange.body())
+        body = None if route.body is None else decode(route.body, await exchange.body(), self._config.body)
         answer = await route.handler(self._state, exchange, body)
         if answer is not None:
             await exchange.send_json(encode(answer))
@@ -90,9 +102,11 @@ class HttpApp:
         if not self._config.api_keys:
             return
         scheme, _, given = exchange.headers.get("authorization", "").partition(" ")
-        known = [hmac.compare_digest(given.encode(), key.encode()) for key in self._config.api_keys]
-        if scheme.lower() != "bearer" or not any(known):
+        name = self._keys.name_of(given) if scheme.lower() == "bearer" else None
+        if name is None:
             raise ApiError(401, "a valid API key is required: Authorization: Bearer KEY", code="invalid_api_key")
+        exchange.client = name
+        self._state.metrics.request_of(name)
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:

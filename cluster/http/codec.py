@@ -10,10 +10,13 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from cluster.config import BodyLimits
 from cluster.http.errors import ApiError, shape_error
+from cluster.http.protocol.body_limits import check_lists, check_num_values
 
 SSE_DONE = b"data: [DONE]\n\n"
 
+_LIMITS = BodyLimits()
 _encoder = msgspec.json.Encoder()
 
 
@@ -30,8 +33,9 @@ class Body(Protocol):
 AnyBody = TypeVar("AnyBody", bound=Body)
 
 
-def decode(kind: type[AnyBody], body: bytes) -> AnyBody:
+def decode(kind: type[AnyBody], body: bytes, limits: BodyLimits = _LIMITS) -> AnyBody:
     """A checked body of type `kind`. Raises `ApiError` 400 naming the field of the first mistake."""
+    check_num_values(body, limits)
     try:
         body.decode()
         request = _decoder(kind).decode(body)
@@ -44,6 +48,7 @@ def decode(kind: type[AnyBody], body: bytes) -> AnyBody:
         raise ApiError(400, f"the body is not valid JSON: {error}") from error
     except RecursionError as error:
         raise ApiError(400, "the body's JSON is nested too deeply") from error
+    check_lists(request, limits)
     request.check()
     return request
 

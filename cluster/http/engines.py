@@ -64,18 +64,19 @@ class Engines(Protocol):
         chat: bool,
         priority: int,
         timeout_s: float,
+        client: str = "",
         shown_ids: frozenset[int] = frozenset(),
     ) -> Generation:
         """Sends every prompt to an engine; each has `params.n` choices and `timeout_s` seconds.
 
-        `chat` drops the space that some tokenizers put in front of an answer's first word. Special tokens of
-        `shown_ids` stay in the text.
+        `client` is whose they are, and clients take turns. `chat` drops the space that some tokenizers put in front of
+        an answer's first word. Special tokens of `shown_ids` stay in the text.
         """
         ...
 
-    async def resolve(self, spec: ConstraintSpec) -> tuple[ConstraintSpec, list[str]]:
+    async def resolve(self, spec: ConstraintSpec, client: str = "") -> tuple[ConstraintSpec, list[str]]:
         """The constraint with its backend, and the keywords that this backend does not enforce. Raises `ApiError` 400
-        if none can enforce it.
+        if none can enforce it, 429 if too many wait.
         """
         ...
 

@@ -21,6 +21,8 @@ from cluster.http.errors import RETRIED_STATUSES, ApiError
 
 DRAINED_BODIES = 16
 """Of a body that exceeds the limit, this many times the limit is read before the connection is given up."""
+SLOW_START_S = 10.0
+"""For so long a body may come more slowly than `min_body_bytes_per_s`."""
 SEND_BYTES = 65536
 """An answer goes to its connection in pieces of this size, each after most of the last was taken."""
 
@@ -76,10 +78,34 @@ class StreamBuffer:
         return taken
 
 
+class BodyRoom:
+    """Memory for bodies that are being received, of all requests together."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self.num_bytes = 0
+
+    def take(self, num_bytes: int) -> None:
+        """Raises `ApiError` 503 if there is no room; it counts all the same, and is given back as well."""
+        self.num_bytes += num_bytes
+        if self.num_bytes > self._max_bytes:
+            raise ApiError(
+                503,
+                f"{self.num_bytes} bytes of bodies are being received and the limit is {self._max_bytes} "
+                "(max_bodies_bytes); retry later",
+                code="too_many_bodies",
+            )
+
+    def give_back(self, num_bytes: int) -> None:
+        self.num_bytes -= num_bytes
+
+
 class Exchange:
     """`returns_id` says whether the answer has an x-request-id; if not, Serve's proxy sets it."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, config: ServeConfig, returns_id: bool) -> None:
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, config: ServeConfig, room: BodyRoom, returns_id: bool
+    ) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"].rstrip("/") or "/"
         self.headers = {key.decode("latin-1").lower(): value.decode("latin-1") for key, value in scope["headers"]}
@@ -87,41 +113,61 @@ class Exchange:
         self.request_id = given if 0 < len(given) <= 128 and given.isprintable() else f"req-{secrets.token_hex(8)}"
         self.path_parameter = ""
         """The value of the parameter in the path of its route, if that has one."""
+        self.client = ""
+        """The name of the API key that the request brought."""
+        self.address: str = (scope.get("client") or ("",))[0]
+        """Of the client, or of a proxy in front."""
         self.status = 0
+        self.headers_always: list[tuple[bytes, bytes]] = []
+        """Sent with every answer."""
         self.headers_out: list[tuple[bytes, bytes]] = []
         """Headers that a good answer gets in addition to its own."""
         self._id_header = [(b"x-request-id", self.request_id.encode("latin-1"))] if returns_id else []
         self._config = config
+        self._room = room
         self._receive = receive
         self._send = send
         self._begun = time.perf_counter()
         self._notes: dict[str, Any] = {}
 
+    @property
+    def sharer(self) -> str:
+        """Who takes turns with others: the name of a key, else an address."""
+        return self.client or self.address
+
     # ---- the request ---------------------------------------------------------------------------------------------
 
     async def body(self) -> bytes:
         """The whole body. Raises `ApiError` 413 if it exceeds `max_body_bytes` (no more bytes than those are kept) and
-        408 if it takes longer than `client_timeout_s`.
+        408 if it takes longer than `client_timeout_s`, or comes more slowly than `min_body_bytes_per_s`, and 503 if
+        too much is being received.
         """
-        received, seconds = bytearray(), self._config.client_timeout_s
+        received, begun = bytearray(), asyncio.get_running_loop().time()
         try:
-            async with asyncio.timeout(seconds):
-                await self._read_body(received)
+            async with asyncio.timeout(None) as deadline:
+                await self._read_body(received, deadline, begun)
         except TimeoutError as error:
+            seconds = asyncio.get_running_loop().time() - begun
+            option = "client_timeout_s" if seconds >= self._config.client_timeout_s else "min_body_bytes_per_s"
+            change = "raise" if option == "client_timeout_s" else "lower"
             raise ApiError(
                 408,
-                f"{len(received)} bytes of the body came within {seconds:g} s and not its end; send it faster, or "
-                "raise client_timeout_s",
+                f"{len(received)} bytes of the body came within {seconds:.1f} s and not its end; send it faster, or "
+                f"{change} {option}, which is {getattr(self._config, option):g}",
                 type="timeout_error",
                 code="client_too_slow",
             ) from error
+        finally:
+            self._room.give_back(len(received))
         return bytes(received)
 
-    async def _read_body(self, received: bytearray) -> None:
+    async def _read_body(self, received: bytearray, deadline: asyncio.Timeout, begun: float) -> None:
         limit = self._config.max_body_bytes
         num_bytes, more = 0, True
         # A body that is too long is read and dropped for a while: a client that is still sending would miss the answer.
         while more and num_bytes <= DRAINED_BODIES * limit:
+            paid_s = SLOW_START_S + num_bytes / self._config.min_body_bytes_per_s
+            deadline.reschedule(begun + min(paid_s, self._config.client_timeout_s))
             message = await self._receive()
             if message["type"] == "http.disconnect":
                 raise ClientGone
@@ -129,6 +175,7 @@ class Exchange:
             more = message.get("more_body", False)
             if num_bytes <= limit:
                 received += message["body"]
+                self._room.take(len(message["body"]))
         if num_bytes > limit:
             raise ApiError(
                 413,
@@ -194,9 +241,16 @@ class Exchange:
             message = {"type": "http.response.body", "body": body[begin:end], "more_body": end < len(body)}
             await self._send(message)
 
+    async def send_empty(self, headers: list[tuple[bytes, bytes]]) -> None:
+        """An answer without a body."""
+        self.status = 204
+        headers = [*self._id_header, *self.headers_always, *headers]
+        await self._send({"type": "http.response.start", "status": 204, "headers": headers})
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
     async def fail(self, error: ApiError) -> None:
         headers = [(b"retry-after", b"1")] if error.status in RETRIED_STATUSES else []
-        if error.code == "client_too_slow":
+        if error.code in ("client_too_slow", "too_many_bodies"):
             headers.append((b"connection", b"close"))  # nobody knows where the next request would begin
         with contextlib.suppress(Exception):  # the client may be gone
             await self.send_body(error.body(), "application/json", error.status, headers)
@@ -204,6 +258,7 @@ class Exchange:
     async def _start(self, status: int, content_type: str, headers: list[tuple[bytes, bytes]]) -> None:
         self.status = status
         fixed = [(b"content-type", content_type.encode()), *self._id_header]
+        fixed += self.headers_always
         await self._send({"type": "http.response.start", "status": status, "headers": [*fixed, *headers]})
 
     # ---- the request log -----------------------------------------------------------------------------------------
@@ -222,6 +277,7 @@ class Exchange:
         entry = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "request_id": self.request_id,
+            **({"client": self.client} if self.client else {}),
             "path": self.path,
             "status": self.status,
             "seconds": round(seconds, 4),

@@ -89,6 +89,12 @@ class Metrics:
                 ("sequences", "Choices of requests that ended, by reason."),
             )
         )
+        self._by_client = Counter(
+            "manta:client_requests",
+            "Requests by the name of their API key.",
+            ["model_name", *replica_label, "client"],
+            registry=self._own,
+        )
         self._kv_usage = labelled(Gauge, "kv_cache_usage_perc", "Share of KV blocks in use; 1 is all.")
         self._standstill = labelled(
             Gauge, "seconds_since_progress", "Since an engine with work made progress; of several engines, the longest."
@@ -140,6 +146,10 @@ class Metrics:
 
     def _labels(self, replica: str | None) -> tuple[str, ...]:
         return (self._model,) if replica is None else (self._model, replica)
+
+    def request_of(self, client: str) -> None:
+        """Of whom a request is: one of the names of the configured keys."""
+        self._by_client.labels(*self._labels(self.replica), client).inc()
 
     def request_ended(self, reason: FinishStatus) -> None:
         self._requests.labels(*self._labels(self.replica), reason.value).inc()

@@ -14,13 +14,14 @@ from cluster.version import version
 _ERRORS = {
     400: "The body is wrong or cannot be served; `param` names the field",
     401: "An API key is required",
+    403: "The Host, or the page that asks, is not allowed here",
     404: "No such model is served here",
     405: "The path takes another method",
     408: "A time limit has passed: of the request, or of a client that sends or reads too slowly",
     413: "The body is too long",
     429: "Too many requests are waiting; retry later",
     500: "An internal error, which the server has logged",
-    503: "No engine answers, or none makes progress",
+    503: "No engine answers, none makes progress, or too many bodies are being received",
 }
 """Every status above 399 that the application answers."""
 
@@ -63,11 +64,11 @@ def _operation(route: Route, schema_of: dict[Any, Any]) -> dict[str, Any]:
 
 def _error_statuses(route: Route) -> list[int]:
     """The errors of its handler, and those that the application finds before it calls the handler."""
-    found = {405, 500, *route.errors}
+    found = {403, 405, 500, *route.errors}
     if not route.public:
         found.add(401)
     if route.body is not None:
-        found |= {400, 408, 413}
+        found |= {400, 408, 413, 503}
     return sorted(found)
 
 

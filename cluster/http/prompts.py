@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any, Protocol
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar
 
 from cluster.http.errors import ApiError
 from cluster.text.tokenizer import LONG_TEXT, TemplateError, TextError, Tokenizer
+
+CHARACTERS_A_TOKEN = 8
+"""A text with more than so many for each token that fits is looked at in pieces first; English has four or five."""
+NICENESS = 10
+"""Of the thread that tokenises long texts."""
+
+Result = TypeVar("Result")
 
 
 class Conversation(Protocol):
@@ -33,24 +44,80 @@ def render(tokenizer: Tokenizer, conversation: Conversation, tools: list[dict[st
         raise ApiError(400, f"messages: {error}", param="messages") from error
 
 
-async def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
-    (token_ids,) = await encode_all(tokenizer, [text], add_special_tokens)
+async def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool, max_tokens: int, param: str) -> list[int]:
+    (token_ids,) = await encode_all(tokenizer, [text], add_special_tokens, max_tokens, param)
     return token_ids
 
 
 async def encode_all(
-    tokenizer: Tokenizer, prompts: Sequence[str | list[int]], add_special_tokens: bool
+    tokenizer: Tokenizer, prompts: Sequence[str | list[int]], add_special_tokens: bool, max_tokens: int, param: str
 ) -> list[list[int]]:
-    """The token ids of each prompt. Long texts are tokenised in a thread, so that streams go on meanwhile."""
+    """The token ids of each prompt. Many texts are tokenised in a thread, so that streams go on meanwhile.
 
-    def encode_now() -> list[list[int]]:
-        return [
-            tokenizer.encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt for prompt in prompts
-        ]
-
+    Raises `ApiError` 400 about the field `param` for a text that comes to far more than `max_tokens`, before all of it
+    is tokenised.
+    """
     try:
         if sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) < LONG_TEXT:
-            return encode_now()
-        return await asyncio.to_thread(encode_now)
+            return [
+                tokenizer.encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
+                for prompt in prompts
+            ]
+        found: list[list[int]] = []
+        for texts in _batches(prompts):
+            if isinstance(texts[0], str):
+                if len(texts[0]) > CHARACTERS_A_TOKEN * max_tokens:
+                    await _check_length(tokenizer, texts[0], max_tokens, param)
+                found += await _tokenised(tokenizer, texts, add_special_tokens)
+            else:
+                found += texts
+        return found
     except TextError as error:  # JSON is Unicode, but the JSON inside a call's arguments may escape what is not
-        raise ApiError(400, f"messages: {error}", param="messages") from error
+        raise ApiError(400, f"{param}: {error}", param=param) from error
+
+
+async def aside(function: Callable[..., Result], *arguments: Any) -> Result:
+    """Calls it in another thread, one at a time. Whoever asks again and again gets a turn with the others."""
+    return await asyncio.get_running_loop().run_in_executor(_aside, function, *arguments)
+
+
+async def _tokenised(tokenizer: Tokenizer, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+    """As `aside`, in a thread that yields to the engine and the event loop. It holds no lock that they wait for."""
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(_tokenising, tokenizer.encode_batch, texts, add_special_tokens)
+
+
+def _yield_to_others() -> None:
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads would have our priority, not this one's
+    if sys.platform == "linux":  # elsewhere a thread has no priority of its own
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+
+
+_aside = ThreadPoolExecutor(1, "aside")
+_tokenising = ThreadPoolExecutor(1, "tokenising", _yield_to_others)
+
+
+def _batches(prompts: Sequence[Any]) -> Iterator[list[Any]]:
+    """Prompts in their order: of one type, and of `LONG_TEXT` characters or a single one."""
+    batch: list[Any] = []
+    length = 0
+    for prompt in prompts:
+        if batch and (type(prompt) is not type(batch[0]) or length + len(prompt) > LONG_TEXT):
+            yield batch
+            batch, length = [], 0
+        batch.append(prompt)
+        length += len(prompt)
+    if batch:
+        yield batch
+
+
+async def _check_length(tokenizer: Tokenizer, text: str, max_tokens: int, param: str) -> None:
+    """Tokenises pieces until they come to twice `max_tokens`: a cut through a word adds a few."""
+    num_tokens = 0
+    for begin in range(0, len(text), LONG_TEXT):
+        (token_ids,) = await _tokenised(tokenizer, [text[begin : begin + LONG_TEXT]], False)
+        num_tokens += len(token_ids)
+        if num_tokens > 2 * max_tokens:
+            message = f"{param}: a text of {len(text)} characters has more than {num_tokens // 2} tokens"
+            remedy = f"the longest sequence here has {max_tokens}; shorten it"
+            raise ApiError(400, f"{message}, and {remedy}", param=param, code="context_length_exceeded")

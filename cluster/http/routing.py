@@ -64,16 +64,28 @@ class Router:
                 self._by_prefix.setdefault(route.path.partition("{")[0], {})[route.method] = route
 
     def find(self, method: str, path: str) -> tuple[Route, str]:
-        """The route, and the value of its parameter. Raises `ApiError` 404 or 405 if there is none."""
+        """The route, and the value of its parameter; HEAD is GET without a body in the answer. Raises `ApiError` 404 or
+        405 if there is none.
+        """
+        methods, value = self._methods(path)
+        wanted = "GET" if method == "HEAD" else method
+        if wanted not in methods:
+            allowed = ", ".join(self.methods(path))
+            raise ApiError(405, f"{path} takes {allowed}, not {method}", code="method_not_allowed")
+        return methods[wanted], value
+
+    def methods(self, path: str) -> list[str]:
+        """What a path takes. Raises `ApiError` 404."""
+        methods, _ = self._methods(path)
+        return [*methods, *(["HEAD"] if "GET" in methods else []), "OPTIONS"]
+
+    def _methods(self, path: str) -> tuple[dict[str, Route], str]:
         methods, value = self._exact.get(path), ""
         if methods is None:
             methods, value = self._find_by_prefix(path)
         if not methods:
             raise ApiError(404, f"there is nothing at {path}; what is served: {self._served}", code="unknown_url")
-        if method not in methods:
-            allowed = ", ".join(methods)
-            raise ApiError(405, f"{path} takes {allowed}, not {method}", code="method_not_allowed")
-        return methods[method], value
+        return methods, value
 
     def _find_by_prefix(self, path: str) -> tuple[dict[str, Route], str]:
         for prefix, methods in self._by_prefix.items():

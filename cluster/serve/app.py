@@ -6,9 +6,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -19,6 +21,7 @@ from ray.serve.config import HTTPOptions, ProxyLocation
 from ray.serve.context import _get_global_client as get_client
 
 from cluster.config import DEMO_MODEL, ServeConfig, ray_address
+from cluster.http.access.keys import with_api_keys
 from cluster.options import read_options
 from cluster.serve import joined_ray, own_ray
 from cluster.serve.engine_deployment import engine_deployment
@@ -32,8 +35,10 @@ _LOGGING = {"enable_access_log": False}
 
 
 def application(config: ServeConfig, listens: bool = False) -> serve.Application:
-    """The bound application. With `listens` its only ingress takes the connections; else Serve's proxies do."""
-    config = _with_absolute_paths(config)
+    """The bound application. With `listens` its only ingress takes the connections; else Serve's proxies do. Raises
+    `ValueError` for API keys that are too weak.
+    """
+    config = with_api_keys(_with_absolute_paths(config))
     return ingress_deployment(config, listens).bind(config, _engines(config))
 
 
@@ -53,7 +58,9 @@ def _with_absolute_paths(config: ServeConfig) -> ServeConfig:
 
 def build(options: dict[str, Any]) -> serve.Application:
     """For Serve's configuration files: `import_path: cluster.serve.app:build` with the options under `args`."""
-    return application(read_options(options, ServeConfig))
+    config = read_options(options, ServeConfig)
+    # Where Serve listens its own options say, and `host` here says nothing of it.
+    return application(msgspec.structs.replace(config, allowed_hosts=config.allowed_hosts or ("*",)))
 
 
 def start(config: ServeConfig) -> ModelInfo:
@@ -62,12 +69,8 @@ def start(config: ServeConfig) -> ModelInfo:
     If `RAY_ADDRESS` names a cluster (as in a Ray job) the application runs there; else on a Ray of its own, never on
     one that happens to run on this machine. Raises `StartFailed` if it cannot be joined or a replica cannot start.
     """
-    try:
+    with _told_on_failure():
         return _start(config)
-    except StartFailed:
-        raise
-    except Exception as error:  # of Ray and Serve, which raise what they like
-        raise unexpected(error) from error
 
 
 def start_engines(config: ServeConfig, name: str) -> tuple[Any, str]:
@@ -76,14 +79,22 @@ def start_engines(config: ServeConfig, name: str) -> tuple[Any, str]:
 
     If the application `name` runs already on a joined cluster, its engines are taken. Raises as `start` does.
     """
-    try:
+    with _told_on_failure():
         _connect()
         serve.start(ProxyLocation.Disabled, logging_config=_LOGGING)
         _run(_engines(config), name, None)
         return serve.get_deployment_handle("engine", name), ray.util.get_node_ip_address()
-    except StartFailed:
-        raise
+
+
+@contextlib.contextmanager
+def _told_on_failure() -> Iterator[None]:
+    """Whatever ends the start becomes a `StartFailed`, and the logs that it names stay."""
+    try:
+        yield
     except Exception as error:  # of Ray and Serve, which raise what they like
+        own_ray.keep_logs()
+        if isinstance(error, StartFailed):
+            raise
         raise unexpected(error) from error
 
 

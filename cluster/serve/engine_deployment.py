@@ -77,9 +77,11 @@ class EngineReplica:
         constraint = None
         if request.params.constraint is not None:
             try:
-                constraint = await asyncio.wrap_future(self.engine.resolve(request.params.constraint))
+                constraint = await asyncio.wrap_future(self.engine.resolve(request.params.constraint, request.client))
             except RequestRefused as error:
                 return RequestResult(refused=str(error), param=error.param)
+            except QueueFull as error:
+                return RequestResult(queue_full=str(error))
         await self._sender.connect(address)
         result: asyncio.Future[RequestResult] = self._loop.create_future()
         self._inbox.put(lambda: self._add(request, constraint, _Running(address, result, request.params.n)))
@@ -89,9 +91,11 @@ class EngineReplica:
             self._inbox.put(lambda: self._abort(request.request_id))
             raise
 
-    async def resolve(self, spec: ConstraintSpec) -> tuple[ConstraintSpec, list[str]]:
-        """The constraint with its backend, and the keywords that it does not enforce. Raises `RequestRefused`."""
-        resolved = await asyncio.wrap_future(self.engine.resolve(spec))
+    async def resolve(self, spec: ConstraintSpec, client: str = "") -> tuple[ConstraintSpec, list[str]]:
+        """The constraint with its backend, and the keywords that it does not enforce. Raises `RequestRefused` and
+        `QueueFull`.
+        """
+        resolved = await asyncio.wrap_future(self.engine.resolve(spec, client))
         return resolved.spec, resolved.not_enforced
 
     async def model(self) -> ModelInfo:

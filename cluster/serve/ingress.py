@@ -17,6 +17,7 @@ from prometheus_client.metrics_core import Metric
 from ray import serve
 
 from cluster.config import ServeConfig
+from cluster.http.access.keys import openness
 from cluster.http.app import HttpApp
 from cluster.http.exchange import Receive, Scope, Send
 from cluster.http.metrics import Metrics
@@ -39,6 +40,8 @@ class Ingress:
 
     def _start(self, config: ServeConfig, engine: Any) -> None:
         tokenizer = Tokenizer(config.engine.tokenizer or str(resolve_model_folder(config.engine.model)))
+        if (warning := openness(config)) is not None:
+            logging.getLogger(__name__).warning(warning)
         self._metrics = Metrics(config.model_name, _replica_id() if config.num_ingress_replicas > 1 else None)
         self._metrics.show_options(config)
         self._client = EngineClient(engine, tokenizer, ray.util.get_node_ip_address(), self._metrics)
@@ -89,7 +92,7 @@ class ListeningIngress(Ingress):
 
     def __init__(self, config: ServeConfig, engine: Any) -> None:
         super().__init__(config, engine)
-        self._listener = Listener(self._answer, config.host, config.port, config.client_timeout_s)
+        self._listener = Listener(self._answer, config)
 
     async def check_health(self) -> None:
         await super().check_health()

@@ -3,19 +3,27 @@
 The proxy pulls every streamed event over as a Ray object of its own: at 20 steps a second that costs 0.8 ms of CPU an
 event in the two processes, half a core at 32 streams, against 0.1 ms without it; and it is a process that wakes 160
 times a second when there is nothing to do. `cluster/serve/app.py` decides when.
+
+What a client may send before its request is known is bounded here (`ListenerLimits`): connections, the bytes of a head
+and the time for it. A refusal is an answer in OpenAI's shape.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 import logging
 import socket
 import time
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from cluster.config import ListenerLimits, ServeConfig
+from cluster.http.errors import ApiError
+from cluster.serve.connections import Connections, within_file_limit
 
 KEEP_ALIVE_S = 90
 """An idle connection is kept for so long; what Serve's proxy does."""
@@ -23,30 +31,156 @@ PATIENCE_S = 2.0
 """How long a port that is taken is tried again."""
 TICK_S = 1.0
 """How often the date of the answers is set, and slow clients and the end are looked for."""
+MAX_SENT_AHEAD = 32
+"""Requests that a client may send before the first of them is answered: each costs some kilobytes."""
+BACKLOG = 256
+"""Connections that wait to be accepted. As many are accepted in one turn of the event loop, at 0.1 ms each, and no
+stream goes on meanwhile.
+"""
+LINGER_S = 1.0
+"""So long what a refused client still sends is read and dropped, for a reset would take the answer from it."""
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's, which also ends if its client holds it up."""
+    """uvicorn's, within `limits`, and which also ends if its client holds it up."""
 
     _num_unsent = 0
     """Bytes that the client had not taken when it was looked at last."""
     _answered: RequestResponseCycle | None = None
     """The request whose turn it is."""
+    _num_headers = 0
+    """Of the request that is read; trailers are among them."""
+    _num_header_bytes = 0
+    _num_unread = 0
+    """Bytes that came since the parser last found the end of a head, a piece of a body or the end of one. It keeps an
+    unfinished line without a bound of its own.
+    """
+    _found = False
+    """Whether it found one of them in the bytes that came last."""
+    _in_head = True
+    """Not in the trailers behind a body."""
+    _refused = False
+
+    def __init__(self, limits: ListenerLimits, others: Connections, **options: Any) -> None:
+        super().__init__(**options)
+        self._limits = limits
+        self._others = others
+
+    # ---- coming and going --------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast(asyncio.Transport, transport))
         self._moved = time.monotonic()
+        self.address = self.client[0] if self.client else ""
+        if not self._others.enter(self):
+            self._refuse(503, f"{len(self._others)} connections are open and all are at work; retry later")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """uvicorn tells the request that was read last, and others may have been sent before the first was answered."""
+        self._others.leave(self)
+        if self._answered is not None:
+            self._answered.disconnected = True
+            self._answered.message_event.set()
+        super().connection_lost(exc)
+
+    def give_way(self) -> bool:
+        if self.transport.get_write_buffer_size():
+            return False
+        self.transport.abort()
+        return True
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Ends the connection. If another answer is under way it ends at once: the client would take this one for the
+        rest of that.
+        """
+        self._refused = True
+        self._others.work(self)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.transport.abort()
+            return
+        body = ApiError(status, message).body()
+        head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+        self.transport.write(STATUS_LINE[status] + head + body)
+        if status == 503:  # there are too many already
+            self.transport.close()
+            return
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.loop.call_later(LINGER_S, self.transport.abort)
+
+    # ---- reading ---------------------------------------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
+        self._found = False
+        super().data_received(data)
+        self._num_unread = 0 if self._found else self._num_unread + len(data)
+        if self._num_unread > self._limits.max_url_bytes + self._limits.max_header_bytes and not self._refused:
+            self._refuse(431, self._too_much(f"an unfinished head of {self._num_unread} bytes"))
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._num_headers = self._num_header_bytes = 0
+        self._in_head = True
+
+    def on_url(self, url: bytes) -> None:
+        num_bytes = len(self.url) + len(url)
+        if num_bytes > self._limits.max_url_bytes:
+            bound = f"the limit is {self._limits.max_url_bytes} (listener.max_url_bytes)"
+            self._stop(414, f"the URL has {num_bytes} bytes or more and {bound}")
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._num_headers += 1
+        self._num_header_bytes += len(name) + len(value)
+        if self._num_headers > self._limits.max_headers:
+            self._stop(431, self._too_much(f"{self._num_headers} headers"))
+        if self._num_header_bytes > self._limits.max_header_bytes:
+            self._stop(431, self._too_much(f"{self._num_header_bytes} bytes of headers"))
+        if self._in_head:  # nobody reads trailers
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._found, self._in_head = True, False
+        self._others.work(self)
+        if len(self.pipeline) >= MAX_SENT_AHEAD:
+            self._stop(429, f"more than {MAX_SENT_AHEAD} requests were sent ahead")
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._found = True
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._found = True
+        super().on_message_complete()
+
+    def _too_much(self, what: str) -> str:
+        limits = self._limits
+        bounds = f"{limits.max_header_bytes} bytes (listener.max_header_bytes) and {limits.max_headers} headers"
+        return f"{what}: the limits are {bounds} (listener.max_headers)"
+
+    def _stop(self, status: int, message: str) -> NoReturn:
+        """Out of one of the parser's callbacks; what raises there ends the parsing."""
+        self._refuse(status, message)
+        raise _Stopped
+
+    def send_400_response(self, msg: str) -> None:
+        """uvicorn calls it for whatever ended the parsing."""
+        if not self._refused:
+            self._refuse(400, msg)
+
+    # ---- answering -------------------------------------------------------------------------------------------------
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answered = cycle
         super()._start_asgi_task(cycle, app)
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        """uvicorn tells the request that was read last, and others may have been sent before the first was answered."""
-        if self._answered is not None:
-            self._answered.disconnected = True
-            self._answered.message_event.set()
-        super().connection_lost(exc)
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle.response_complete:
+            self._others.rest(self)
 
     def resume_writing(self) -> None:
         """What was written has been taken, however much was written since."""
@@ -54,37 +188,59 @@ class Connection(HttpToolsProtocol):
         self._moved = time.monotonic()
 
     def look(self, timeout_s: float) -> None:
-        """Called now and then. Aborts if for `timeout_s` the client has taken nothing of what was written, or has
-        not sent the head of a request whole; how long a connection rests between two requests is uvicorn's to bound.
+        """Called now and then. Aborts if for `timeout_s` the client has taken nothing of what was written, and refuses
+        a head that is not whole in its own time; how long a connection rests between two requests is uvicorn's to
+        bound.
         """
         num_unsent = self.transport.get_write_buffer_size()
         answers = self.cycle is not None and not self.cycle.response_complete
-        held_up = num_unsent >= self._num_unsent > 0 or not (answers or self.timeout_keep_alive_task)
+        takes_nothing = num_unsent >= self._num_unsent > 0
+        in_head = not (answers or self.timeout_keep_alive_task)
         self._num_unsent = num_unsent
-        if not held_up:
+        seconds = time.monotonic() - self._moved
+        if self._refused:
+            return
+        if not (takes_nothing or in_head):
             self._moved = time.monotonic()
-        elif time.monotonic() - self._moved > timeout_s:
+        elif takes_nothing and seconds > timeout_s:
             self.transport.abort()
+        elif in_head and seconds > self._limits.header_timeout_s:
+            self._end_head()
+
+    def _end_head(self) -> None:
+        if not self._num_unread:  # a client that connected ahead of time
+            self.transport.close()
+            return
+        bound = f"{self._limits.header_timeout_s:g} s (listener.header_timeout_s)"
+        self._refuse(408, f"the head of the request did not come whole within {bound}")
+
+
+class _Stopped(Exception):
+    """The connection is refused."""
 
 
 class Listener(uvicorn.Server):
-    """Serves an ASGI application in the running event loop. `client_timeout_s` is the configuration's."""
+    """Serves an ASGI application in the running event loop."""
 
-    def __init__(self, app: Any, host: str, port: int, client_timeout_s: float) -> None:
+    def __init__(self, app: Any, config: ServeConfig) -> None:
+        limits = config.listener
+        others = Connections(within_file_limit(limits.max_connections), limits.max_connections_per_address)
         super().__init__(
             uvicorn.Config(
                 app,
-                host=host,
-                port=port,
+                host=config.host,
+                port=config.port,
                 interface="asgi3",
-                http=Connection,
+                http=functools.partial(Connection, limits, others),  # type: ignore[arg-type]
+                ws="none",
+                backlog=BACKLOG,
                 lifespan="off",
                 access_log=False,
                 log_config=None,
                 timeout_keep_alive=KEEP_ALIVE_S,
             )
         )
-        self._client_timeout_s = client_timeout_s
+        self._client_timeout_s = config.client_timeout_s
         self._serving: asyncio.Task[None] | None = None
 
     async def ensure_listening(self) -> None:

@@ -2,7 +2,8 @@
 
 Each wake of one of Ray's processes holds up a step, whose threads wait for each other. Beside an idle server that was
 already told to report less often, an engine lost 9, 4 and 0% in three runs; its 1,060 wakes a second are 783 without
-what is left out here (benchmarks/results/2026-11-22.md).
+what is left out here (benchmarks/results/2026-11-22.md). Other users of the machine have no part in it: its files are
+in a folder that they may not enter, and what it listens on is the loopback address.
 """
 
 from __future__ import annotations
@@ -10,17 +11,21 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import pathlib
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import psutil
 import ray
-from ray._private import ray_constants
+from ray._private import ray_constants, services
 from ray._private.node import Node
+
+from cluster.serve.private_folder import PrivateFolder
 
 STOP_PATIENCE_S = 15.0
 """How long processes that were asked to end may take; then they are killed."""
+LOOPBACK = "127.0.0.1"
 _OBJECT_STORE_BYTES = 128 * 2**20
 """Manta keeps nothing there: requests and outputs are small."""
 
@@ -60,22 +65,43 @@ switches for the first two, which `ray.init` does not pass on.
 """
 
 
+_folders: list[PrivateFolder] = []
+"""Of the Ray that runs."""
+
+
 def start() -> None:
     """Raises what `ray.init` raises."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    with _without_extras():
-        ray.init(
-            address="local",
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            object_store_memory=_OBJECT_STORE_BYTES,
-        )
+    _folders.append(PrivateFolder())
+    try:
+        with _without_extras(), _for_nobody_else():
+            _start(_folders[-1].path / "ray")
+    except BaseException:
+        _close_folders()
+        raise
+
+
+def _start(folder: pathlib.Path) -> None:
+    ray.init(
+        address="local",
+        _temp_dir=str(folder),
+        _node_ip_address=LOOPBACK,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        object_store_memory=_OBJECT_STORE_BYTES,
+    )
+
+
+def keep_logs() -> None:
+    """Its folder stays until the next start."""
+    for folder in _folders:
+        folder.is_kept = True
 
 
 def stop() -> None:
-    """None of its processes outlives it."""
+    """None of its processes outlives it, and none of its files but logs that are kept."""
     started = psutil.Process().children(recursive=True)
     # Ray ends its processes politely. One that does not listen would hold up the shutdown, so patience has an end.
     impatience = threading.Timer(STOP_PATIENCE_S, _kill, [started])
@@ -84,16 +110,39 @@ def stop() -> None:
     ray.shutdown()
     impatience.cancel()
     _kill(psutil.wait_procs(started, timeout=STOP_PATIENCE_S)[1])
+    _close_folders()
+
+
+def _close_folders() -> None:
+    while _folders:
+        _folders.pop().close()
+
+
+@contextlib.contextmanager
+def _for_nobody_else() -> Iterator[None]:
+    """What is written meanwhile, and by the processes that are started, is this user's alone: logs, and the token by
+    which Ray knows its own, which older files of it may show to all.
+    """
+    with contextlib.suppress(OSError):  # there is none yet
+        (pathlib.Path.home() / ".ray" / "auth_token").chmod(0o600)
+    previous = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(previous)
 
 
 @contextlib.contextmanager
 def _without_extras() -> Iterator[None]:
     methods = {name: getattr(Node, name) for name in _INSTEAD}
+    resolve = services.resolve_ip_for_localhost
     try:
+        services.resolve_ip_for_localhost = lambda host: host  # it would listen on every address for other machines
         for name, replacement in _INSTEAD.items():
             setattr(Node, name, replacement)
         yield
     finally:
+        services.resolve_ip_for_localhost = resolve
         for name, method in methods.items():
             setattr(Node, name, method)
 

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from ray.exceptions import RayActorError
 
-from cluster.engine.request import EngineRequest, FinishStatus, RequestRefused, SequenceOutput, Usage
+from cluster.engine.request import EngineRequest, FinishStatus, QueueFull, RequestRefused, SequenceOutput, Usage
 from cluster.engine.stats import EngineStats
 from cluster.http.engines import Event
 from cluster.http.errors import ApiError
@@ -129,7 +129,7 @@ class Submission:
         """One for each prompt that has output."""
         return [usage for prompt in self._prompts if (usage := prompt.usage) is not None]
 
-    def start(self, name: str, priority: int, deadline_s: float) -> None:
+    def start(self, name: str, priority: int, deadline_s: float, client: str = "") -> None:
         """Sends every prompt to an engine."""
         for number, prompt in enumerate(self._prompts):
             request_id = f"{name}-{number}"
@@ -141,6 +141,7 @@ class Submission:
                 params=self._params,
                 priority=priority,
                 deadline_s=deadline_s,
+                client=client,
             )
             prompt.call = asyncio.ensure_future(self._call(request, prompt))
 
@@ -327,10 +328,11 @@ class EngineClient:
         chat: bool,
         priority: int,
         timeout_s: float,
+        client: str = "",
         shown_ids: frozenset[int] = frozenset(),
     ) -> Submission:
         submission = Submission(self, prompts, params, chat, shown_ids)
-        submission.start(request_id, priority, timeout_s)
+        submission.start(request_id, priority, timeout_s, client)
         return submission
 
     async def check_reachable(self) -> None:
@@ -359,10 +361,18 @@ class EngineClient:
             response.cancel()
             raise
 
-    async def resolve(self, spec: ConstraintSpec) -> tuple[ConstraintSpec, list[str]]:
-        """The constraint with its backend, and the keywords that this one does not enforce. Raises `ApiError` 400."""
+    async def resolve(self, spec: ConstraintSpec, client: str = "") -> tuple[ConstraintSpec, list[str]]:
+        """The constraint with its backend, and the keywords that this one does not enforce. Raises `ApiError` 400, or
+        429 if too many wait.
+        """
+        response = self._engine.resolve.remote(spec, client)
         try:
-            return await self._engine.resolve.remote(spec)
+            return await response
+        except asyncio.CancelledError:
+            response.cancel()
+            raise
+        except QueueFull as error:
+            raise ApiError(429, str(getattr(error, "cause", error)), code="queue_full") from error
         except RequestRefused as error:
             refusal = getattr(error, "cause", error)  # what Ray raises is a copy whose text is a whole traceback
             raise ApiError(400, str(refusal), param=refusal.param) from error

@@ -103,7 +103,7 @@ class Tokenizer:
         import transformers
 
         try:
-            loaded = transformers.AutoTokenizer.from_pretrained(self.folder, use_fast=True)
+            loaded = transformers.AutoTokenizer.from_pretrained(self.folder, use_fast=True, trust_remote_code=False)
             fast = loaded.backend_tokenizer
         except Exception as error:
             raise TokenizerError(
@@ -155,12 +155,18 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The text's token ids. Raises `TextError` if `text` holds half of a surrogate pair, which is no character."""
         try:
-            if len(text) < LONG_TEXT:
-                return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
-            # Only the method for batches lets other Python threads run meanwhile; a megabyte takes more than a second.
-            return self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+            return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError as error:
             _check_unicode(text)
+            raise error
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """`encode` of each; other threads of Python run meanwhile."""
+        try:
+            return [each.ids for each in self._fast.encode_batch_fast(texts, add_special_tokens=add_special_tokens)]
+        except TypeError as error:
+            for text in texts:
+                _check_unicode(text)
             raise error
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:

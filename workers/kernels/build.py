@@ -17,6 +17,7 @@ import os
 import pathlib
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -32,6 +33,13 @@ their own threads (parallel.h).
 
 REMEDY = f"install one: apt install g++, or {shlex.quote(sys.executable)} -m pip install ziglang"
 SOURCES = pathlib.Path(__file__).parent / "native"
+
+
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+class UntrustedCache(RuntimeError):
+    """What another user may have put there is not loaded."""
 
 
 def cache_folder() -> pathlib.Path:
@@ -79,6 +87,8 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
     for form in processor.lower_forms(processor.form()):
         try:
             return ctypes.CDLL(str(library_for(form, compiler))), None
+        except UntrustedCache as error:
+            return None, f"{error}; until then torch alone serves, several times slower"
         except (OSError, subprocess.CalledProcessError) as error:
             lines = str(getattr(error, "stderr", None) or error).strip().splitlines()
             failure = failure or next((line for line in lines if "error" in line), lines[0])
@@ -97,7 +107,8 @@ def form_in_use() -> str:
 def library_for(form: processor.Form, compiler: tuple[str, ...], extra: tuple[str, ...] = ()) -> pathlib.Path:
     """The library's file, compiled if it is not in the cache.
 
-    Raises `OSError` or `CalledProcessError` if it compiles neither with OpenMP nor without.
+    Raises `OSError` or `CalledProcessError` if it compiles neither with OpenMP nor without, and `UntrustedCache` if the
+    cache's folder belongs to another user.
     """
     flags = (*FLAGS, *form.flags, *extra)
     sources = sorted(path for pattern in ("*.cpp", "*.h") for path in SOURCES.glob(pattern))
@@ -105,13 +116,33 @@ def library_for(form: processor.Form, compiler: tuple[str, ...], extra: tuple[st
     parts = [*(path.read_bytes() for path in sources), version, " ".join((*compiler, *flags)).encode()]
     key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
     library = cache_folder() / "kernels" / f"{form.name}-{key}.so"
-    if not library.exists():
-        library.parent.mkdir(parents=True, exist_ok=True)
+    _make_private(library.parent)
+    if not _is_ours(library):  # missing, or others could have changed it
         try:
             _compile((*compiler, *flags), OPENMP[0], library)
         except subprocess.CalledProcessError:
             _compile((*compiler, *flags), OPENMP[1], library)
     return library
+
+
+def _make_private(folder: pathlib.Path) -> None:
+    """A folder in which nobody else can put a file. Raises `UntrustedCache`."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.stat()
+    if status.st_uid not in (os.getuid(), 0):
+        raise UntrustedCache(f"the cache {folder} belongs to user {status.st_uid}; name another one with MANTA_CACHE")
+    if status.st_mode & OTHERS_WRITE and status.st_uid == os.getuid():
+        folder.chmod(status.st_mode & 0o777 & ~OTHERS_WRITE)
+
+
+def _is_ours(library: pathlib.Path) -> bool:
+    """Whether it is there and only this user, or root, could have written it: loading it runs it."""
+    try:
+        status = library.lstat()
+    except FileNotFoundError:
+        return False
+    trusted = stat.S_ISREG(status.st_mode) and status.st_uid in (os.getuid(), 0)
+    return trusted and not status.st_mode & OTHERS_WRITE
 
 
 def _compile(command: tuple[str, ...], openmp: tuple[tuple[str, ...], tuple[str, ...]], library: pathlib.Path) -> None:
@@ -130,4 +161,5 @@ def _compile(command: tuple[str, ...], openmp: tuple[tuple[str, ...], tuple[str,
                 job.result()
         partial = f"{folder}/{library.name}"
         run(*openmp[1], "-shared", *objects, "-o", partial)
+        os.chmod(partial, 0o755)
         os.replace(partial, library)  # atomic: several ranks may compile at once

@@ -83,7 +83,11 @@ class TransformersModel:
         transformers.utils.logging.disable_progress_bar()
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             folder,
-            config=_first_layers(transformers.AutoConfig.from_pretrained(folder), self.config.num_layers),
+            config=_first_layers(
+                transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False), self.config.num_layers
+            ),
+            trust_remote_code=False,
+            use_safetensors=True,  # a pickle runs what its author likes
             dtype=dtype,
             attn_implementation=_ATTENTION_NAME,
             output_loading_info=True,

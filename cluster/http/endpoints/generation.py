@@ -14,36 +14,55 @@ from cluster.http.answers import Answer, ChatAnswer, CompletionAnswer
 from cluster.http.chat_output import plan_chat
 from cluster.http.errors import ApiError, refuse
 from cluster.http.exchange import Exchange
-from cluster.http.prompts import encode, encode_all, render
-from cluster.http.protocol.body_limits import check_counts
+from cluster.http.prompts import aside, encode, encode_all, render
+from cluster.http.protocol.body_limits import check_counts, check_echo, check_num_logprobs
 from cluster.http.protocol.requests import ChatCompletionRequest, CompletionRequest
 from cluster.http.protocol.tools import template_tools
 from cluster.http.state import AppState
 from workers.sampling_params import SamplingParams
 
+MAX_HEADER_CHARACTERS = 4000
+"""Of one header's value: many clients refuse 8 KiB of all headers."""
+
 
 async def chat(state: AppState, exchange: Exchange, request: ChatCompletionRequest) -> None:
     state.check_model(request.model)
+    _check_priority(state, exchange, request.priority)
     check_counts(state.config, 1, request.num_choices)
-    params = _sampling_params(state, request)
+    params = await _sampling_params(state, request)
     conversation = render(state.tokenizer, request, template_tools(request.callable_tools()))
     plan = plan_chat(request, params, state.tokenizer, conversation)
-    prompt = await encode(state.tokenizer, plan.prompt, add_special_tokens=False)
+    model = await state.model_info()
+    prompt = await encode(state.tokenizer, plan.prompt, False, model.max_model_len, "messages")
+    check_num_logprobs(state.config.body, plan.params, [prompt], model.max_model_len, bool(request.stream))
     answer = ChatAnswer(request, _new_id("chatcmpl"), state.config.model_name, state.tokenizer, plan)
     await _generate(state, exchange, [prompt], plan.params, request, answer, plan.shown_ids)
 
 
 async def completions(state: AppState, exchange: Exchange, request: CompletionRequest) -> None:
     state.check_model(request.model)
+    _check_priority(state, exchange, request.priority)
     given = request.prompts()
     check_counts(state.config, len(given), request.num_choices)
-    params = _sampling_params(state, request)
-    prompts = await encode_all(state.tokenizer, given, request.add_special_tokens)
+    if request.echo:
+        check_echo(state.config, given, request.num_choices)
+    params = await _sampling_params(state, request)
+    model = await state.model_info()
+    prompts = await encode_all(state.tokenizer, given, request.add_special_tokens, model.max_model_len, "prompt")
+    check_num_logprobs(state.config.body, params, prompts, model.max_model_len, bool(request.stream))
     answer = CompletionAnswer(request, _new_id("cmpl"), state.config.model_name, state.tokenizer, given, prompts)
     await _generate(state, exchange, prompts, params, request, answer)
 
 
-def _sampling_params(state: AppState, request: ChatCompletionRequest | CompletionRequest) -> SamplingParams:
+def _check_priority(state: AppState, exchange: Exchange, priority: int) -> None:
+    """Raises `ApiError` 400 for whoever may not go before others."""
+    allowed = state.config.priority_clients
+    if priority < 0 and "*" not in allowed and not (exchange.client and exchange.client in allowed):
+        message = f"priority {priority} goes before others' requests, which the operator did not allow"
+        refuse("priority", f"{message} (priority_clients); leave it out, or send 0 or more")
+
+
+async def _sampling_params(state: AppState, request: ChatCompletionRequest | CompletionRequest) -> SamplingParams:
     """What the body asks for. Raises `ApiError` 400 for a logits processor that the operator did not register."""
     params = request.sampling_params()
     registered = state.config.engine.logits_processors
@@ -52,7 +71,7 @@ def _sampling_params(state: AppState, request: ChatCompletionRequest | Completio
             field = f"logits_processors[{index}].name"
             known = f"use one of: {', '.join(registered)}" if registered else "this server has none"
             refuse(field, f"{field}: {spec.name!r} is not registered here; {known}")
-    return state.tokenizer.resolve_bad_words(params)
+    return await aside(state.tokenizer.resolve_bad_words, params) if params.bad_words else params
 
 
 async def _generate(
@@ -74,6 +93,7 @@ async def _generate(
             chat=isinstance(request, ChatCompletionRequest),
             priority=request.priority,
             timeout_s=state.config.request_timeout_s,
+            client=exchange.sharer,
             shown_ids=shown_ids,
         )
         try:
@@ -87,7 +107,7 @@ async def _generate(
     except ApiError as error:
         if error.param is None:
             raise
-        field, error = await _field_at_fault(state, request, error)
+        field, error = await _field_at_fault(state, exchange, request, error)
         if field == error.param:
             raise
         message = error.message.removeprefix(error.param or "")
@@ -96,13 +116,13 @@ async def _generate(
 
 
 async def _field_at_fault(
-    state: AppState, request: ChatCompletionRequest | CompletionRequest, error: ApiError
+    state: AppState, exchange: Exchange, request: ChatCompletionRequest | CompletionRequest, error: ApiError
 ) -> tuple[str, ApiError]:
     """The body's field that a refusal is about; of several tools the one whose schema alone is refused too."""
     assert error.param is not None
     for field, spec in request.tool_constraints() if error.param == "constraint" else []:
         try:
-            await state.engines.resolve(spec)
+            await exchange.unless_gone(state.engines.resolve(spec, exchange.sharer))
         except ApiError as of_tool:
             return field, of_tool
     return request.field_of(error.param), error
@@ -112,15 +132,16 @@ async def _enforceable(state: AppState, exchange: Exchange, params: SamplingPara
     """`params` with a loose constraint resolved; a header of the answer says what is not enforced."""
     if params.constraint is None or not params.constraint.loose:
         return params
-    spec, not_enforced = await state.engines.resolve(params.constraint)
+    spec, not_enforced = await exchange.unless_gone(state.engines.resolve(params.constraint, exchange.sharer))
     if not_enforced:
         exchange.headers_out.append((b"x-manta-not-enforced", _header_value(not_enforced)))
     return msgspec.structs.replace(params, constraint=spec)
 
 
 def _header_value(names: list[str]) -> bytes:
-    """A list as a header may carry it: ASCII, without line breaks."""
-    return ", ".join(name.encode("ascii", "backslashreplace").decode() for name in names).replace("\n", " ").encode()
+    """A list as a header may carry it: ASCII without control characters, and no longer than clients take."""
+    value = ", ".join(name.encode("unicode_escape").decode() for name in names)
+    return (value if len(value) <= MAX_HEADER_CHARACTERS else f"{value[:MAX_HEADER_CHARACTERS]} ...").encode()
 
 
 def _new_id(prefix: str) -> str:

@@ -66,19 +66,22 @@ class DetokenizeResponse(msgspec.Struct):
 
 async def tokenize(state: AppState, exchange: Exchange, request: TokenizeRequest) -> TokenizeResponse:
     state.check_model(request.model or state.config.model_name)
-    tokenizer = state.tokenizer
+    tokenizer, info = state.tokenizer, await state.model_info()
     if request.messages is not None:
-        tokens = await encode(tokenizer, render(tokenizer, request), add_special_tokens=False)
+        tokens = await encode(tokenizer, render(tokenizer, request), False, info.max_model_len, "messages")
     else:
-        tokens = await encode(tokenizer, request.prompt or "", request.add_special_tokens)
+        text = request.prompt or ""
+        tokens = await encode(tokenizer, text, request.add_special_tokens, info.max_model_len, "prompt")
     texts = [tokenizer.token_text(token) for token in tokens] if request.return_token_strs else None
-    info = await state.model_info()
     return TokenizeResponse(len(tokens), info.max_model_len, tokens, texts)
 
 
 async def detokenize(state: AppState, exchange: Exchange, request: DetokenizeRequest) -> DetokenizeResponse:
     state.check_model(request.model or state.config.model_name)
     info = await state.model_info()
+    if len(request.tokens) > info.max_model_len:
+        message = f"tokens has {len(request.tokens)} entries and the longest sequence has {info.max_model_len}"
+        refuse("tokens", f"{message}; send fewer")
     for token in request.tokens:
         if not 0 <= token < info.vocab_size:
             refuse("tokens", f"tokens: token id {token} is outside the vocabulary [0, {info.vocab_size})")

@@ -1,28 +1,65 @@
 """How much one request body may ask for, checked before any work that grows with it.
 
-Without these bounds a body of a few kilobytes could stop the ingress for seconds, and every stream with it. Called by
-the `check` of a body and by the endpoints; each refusal is an `ApiError` 400 that names value, bound and remedy.
+Without these bounds a body of a few kilobytes could stop the ingress for seconds, and every stream with it. Called when
+a body is decoded and by the endpoints; each refusal is an `ApiError` 400 that names value, bound and remedy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
-from cluster.config import ServeConfig
+from cluster.config import BodyLimits, ServeConfig
 from cluster.http.errors import refuse
+from workers.sampling_params import SamplingParams
 
 MAX_CHOICES = 128
 """OpenAI's bound of `n`; an engine that runs fewer sequences at a time refuses earlier."""
 
-MAX_BAD_WORDS = 1024
-MAX_BAD_WORD_CHARACTERS = 20_000
-"""Of all `bad_words` together: they are tokenised at once, and looked for at every token."""
+_TOKEN_ID_LISTS = ("logit_bias", "allowed_token_ids", "stop_token_ids")
 
-MAX_LISTED_TOKEN_IDS = 2**20
-"""Entries of one list of token ids in all engine requests of a body: there is one a prompt, and each carries it."""
 
-MAX_TOOLS = 128
-"""OpenAI's bound. If their grammar is refused, each tool is compiled by itself to find the one at fault."""
+def check_num_values(body: bytes, limits: BodyLimits) -> None:
+    """Of JSON that is not decoded yet: each value of a list or an object follows a comma or an opening bracket."""
+    num_values = body.count(b",") + body.count(b"[") + body.count(b"{")
+    if num_values > limits.max_values:
+        message = f"the body holds up to {num_values} values and the limit is {limits.max_values}"
+        refuse(None, f"{message} (commas and opening brackets count); send less, or raise body.max_values")
+
+
+def check_lists(body: Any, limits: BodyLimits) -> None:
+    """Every list of a decoded body, by the name of its field."""
+    for field, what, size, option in _sizes(body):
+        limit = getattr(limits, option)
+        if size > limit:
+            refuse(field, f"{field} has {size} {what} and the limit is {limit}; leave some out, or raise body.{option}")
+    num_prompts = _num_prompts(getattr(body, "prompt", None))
+    for field in _TOKEN_ID_LISTS:
+        count = len(getattr(body, field, None) or ())
+        if num_prompts * count > limits.max_token_ids:
+            message = f"{field} has {count} entries for each of {num_prompts} prompts, and the limit is"
+            remedy = "shorten it, send fewer prompts, or raise body.max_token_ids"
+            refuse(field, f"{message} {limits.max_token_ids} in all; {remedy}")
+
+
+def _sizes(body: Any) -> Iterator[tuple[str, str, int, str]]:
+    """Field, what is counted, how many there are, and the option that bounds them."""
+    words = getattr(body, "bad_words", None) or ()
+    stop = getattr(body, "stop", None) or ()
+    yield "messages", "messages, parts and calls", _num_parts(getattr(body, "messages", None) or ()), "max_messages"
+    yield "tools", "entries", len(getattr(body, "tools", None) or ()), "max_tools"
+    yield "stop", "characters", len(stop) if isinstance(stop, str) else sum(map(len, stop)), "max_stop_characters"
+    yield "bad_words", "entries", len(words), "max_bad_words"
+    yield "bad_words", "characters", sum(map(len, words)), "max_bad_word_characters"
+
+
+def _num_parts(messages: Sequence[Any]) -> int:
+    parts = (message.content for message in messages if isinstance(message.content, list))
+    return len(messages) + sum(map(len, parts)) + sum(len(message.tool_calls or ()) for message in messages)
+
+
+def _num_prompts(prompt: Any) -> int:
+    return len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
 
 
 def check_n(n: int) -> None:
@@ -43,24 +80,28 @@ def check_counts(config: ServeConfig, num_prompts: int, n: int) -> None:
         refuse("n", f"{message}; lower it, send fewer prompts or raise max_choices_per_request")
 
 
-def check_bad_words(words: Sequence[str]) -> None:
-    if len(words) > MAX_BAD_WORDS:
-        refuse("bad_words", f"bad_words has {len(words)} entries and the limit is {MAX_BAD_WORDS}; leave some out")
-    num_characters = sum(map(len, words))
-    if num_characters > MAX_BAD_WORD_CHARACTERS:
-        message = f"bad_words has {num_characters} characters and the limit is {MAX_BAD_WORD_CHARACTERS}"
-        refuse("bad_words", f"{message}; leave some out")
+def check_echo(config: ServeConfig, given: Sequence[str | list[int]], n: int) -> None:
+    """Every choice repeats its prompt. Token ids count as many characters as they may stand for, on the whole."""
+    num_characters = n * sum(len(prompt) if isinstance(prompt, str) else 8 * len(prompt) for prompt in given)
+    if num_characters > config.max_body_bytes:
+        message = f"echo repeats {num_characters} characters of prompts, and the limit is {config.max_body_bytes}"
+        refuse("echo", f"{message}; leave it out, lower n, or raise max_body_bytes")
 
 
-def check_token_ids(lists: Mapping[str, Collection[int] | None], num_prompts: int) -> None:
-    """`lists` by the name of their field."""
-    for name, ids in lists.items():
-        count = len(ids or ())
-        if num_prompts * count > MAX_LISTED_TOKEN_IDS:
-            message = f"{name} has {count} entries for each of {num_prompts} prompts"
-            refuse(name, f"{message}, and the limit is {MAX_LISTED_TOKEN_IDS} in all; shorten it or send fewer prompts")
-
-
-def check_num_tools(num_tools: int) -> None:
-    if num_tools > MAX_TOOLS:
-        refuse("tools", f"tools has {num_tools} entries and the limit is {MAX_TOOLS}; leave some out")
+def check_num_logprobs(
+    limits: BodyLimits, params: SamplingParams, prompts: Sequence[Collection[int]], max_model_len: int, stream: bool
+) -> None:
+    """What an answer holds until it is whole: of each choice's prompt, and of its output unless that is streamed."""
+    num_prompt = num_output = 0
+    for prompt in prompts:
+        room = max(0, max_model_len - len(prompt))
+        if params.prompt_logprobs is not None:
+            num_prompt += params.n * len(prompt) * (params.prompt_logprobs + 1)
+        if params.logprobs is not None and not stream:
+            num_output += params.n * min(params.max_tokens or room, room) * (params.logprobs + 1)
+    if num_prompt + num_output <= limits.max_logprobs:
+        return
+    field = "prompt_logprobs" if num_prompt > num_output else "logprobs"
+    message = f"{field}: the answer may hold {num_prompt + num_output} log-probabilities"
+    remedy = "lower it, n or max_tokens, send fewer or shorter prompts, or raise body.max_logprobs"
+    refuse(field, f"{message} and the limit is {limits.max_logprobs}; {remedy}")

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from cluster.http.errors import bound_error, refuse
-from cluster.http.protocol.body_limits import check_bad_words, check_n, check_token_ids
+from cluster.http.protocol.body_limits import check_n
 from cluster.http.protocol.chat_messages import ChatMessage, check_template_kwargs, template_message
 from cluster.http.protocol.constraints import ResponseFormat, StructuredOutputs, requested_constraint
 from cluster.http.protocol.tools import Tool, ToolChoice, arguments_constraint, check_tools
@@ -90,7 +90,6 @@ class _SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             refuse("prompt_logprobs", "prompt_logprobs is not available with stream = true; leave one of them out")
         if not -(2**31) <= self.priority < 2**31:
             refuse("priority", f"priority {self.priority} does not fit in 32 signed bits")
-        check_bad_words(self.bad_words or ())
 
     def _sampling_params(self, names: dict[str, str] | None = None, **more: Any) -> SamplingParams:
         """The fields of the same name, and `more`. `names` maps a parameter to the body's field it came from."""
@@ -264,8 +263,7 @@ class CompletionRequest(_SamplingFields, kw_only=True):
             refuse("best_of", f"{message}; leave it out")
         if self.suffix:
             refuse("suffix", "suffix is not supported; leave it out")
-        names = ("logit_bias", "allowed_token_ids", "stop_token_ids")
-        check_token_ids({name: getattr(self, name) for name in names}, len(self.prompts()))
+        self.prompts()
 
     def prompts(self) -> list[str | list[int]]:
         """Every prompt, as text or as token ids."""

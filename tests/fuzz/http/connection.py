@@ -138,7 +138,7 @@ def encoded(body: Any) -> bytes:
 
 def request(path: str, body: bytes, method: str = "POST", **headers: Any) -> bytes:
     """A whole one, with the body's length unless `headers` have another."""
-    fields = {"host": "x", "content-type": "application/json", "content-length": len(body)}
+    fields = {"host": "localhost", "content-type": "application/json", "content-length": len(body)}
     fields |= {name.replace("_", "-"): value for name, value in headers.items()}
     lines = [f"{name}: {value}" for name, value in fields.items() if value is not None]
     return "\r\n".join([f"{method} {path} HTTP/1.1", *lines, "", ""]).encode() + body

@@ -60,7 +60,7 @@ CATALOGUE: tuple[Good, ...] = (
     _completion(),
     _completion(max_tokens=120),
     _completion(prompt=[5, 9, 17, 30, 31, 40], max_tokens=1),
-    _completion(prompt=" ".join([_FOX] * 20), max_tokens=40, priority=-1),
+    _completion(prompt=" ".join([_FOX] * 20), max_tokens=40, priority=1),
     _completion(prompt=" ".join([_FOX] * 20) + " jumps", priority=3),
     _completion(prompt=[_FOX, "Größe, 東京, 🙂"], n=2, temperature=1, seed=7),
     _completion(n=8, temperature=1.2, seed=1, top_p=0.9, top_k=40, min_p=0.01),

@@ -1,0 +1,112 @@
+"""API keys: where they come from, which are too weak, and whose key a request brings.
+
+A key has a name, which goes into the request log and the metrics; the key itself goes nowhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import pathlib
+import re
+from collections.abc import Sequence
+
+import msgspec
+
+from cluster.config import ServeConfig
+from cluster.http.access.origins import is_loopback
+
+VARIABLE = "MANTA_API_KEYS"
+"""The environment's: entries as in `api_keys`, between commas or line breaks."""
+MIN_CHARACTERS = 16
+"""Of a key. Drawn from letters and digits these are 95 bits, which nobody guesses; a word is shorter."""
+_ENTRY = re.compile(r"(?:(?P<name>[A-Za-z0-9_.-]{1,64}):)?(?P<key>[!-9;-~]*)")
+
+
+class ApiKeys:
+    """Keys by name. Raises `ValueError` for entries that are no keys; the message never holds one."""
+
+    def __init__(self, entries: Sequence[str]) -> None:
+        self.by_name: dict[str, str] = {}
+        for number, entry in enumerate(entries, 1):
+            name, key = _parsed(entry, number)
+            if name is None:
+                if key in self.by_name.values():
+                    continue
+                name = f"key-{number}"
+            if self.by_name.setdefault(name, key) != key:
+                raise ValueError(f"api_keys: two keys have the name {name!r}; give each a name of its own")
+        self._digests = [(name, _digest(key)) for name, key in self.by_name.items()]
+
+    @property
+    def entries(self) -> tuple[str, ...]:
+        """What makes the same keys again."""
+        return tuple(f"{name}:{key}" for name, key in self.by_name.items())
+
+    def name_of(self, given: str) -> str | None:
+        """Whose key this is; None for nobody's. Takes as long for every key."""
+        digest = _digest(given)
+        found = [name for name, known in self._digests if hmac.compare_digest(known, digest)]
+        return found[0] if found else None
+
+
+def with_api_keys(config: ServeConfig) -> ServeConfig:
+    """`config` with the keys of `api_keys_file` and of the environment in `api_keys`, each with its name.
+
+    Raises `ValueError` for a source without keys, for it was meant to hold some, and for a key that is too weak.
+    """
+    sources = {
+        "api_keys": config.api_keys,
+        "api_keys_file": _of_file(config.api_keys_file),
+        VARIABLE: _of_text(os.environ.get(VARIABLE)),
+    }
+    entries: list[str] = []
+    for source, found in sources.items():
+        if found is not None and not found:
+            raise ValueError(f"{source} holds no key, which would let everybody in; leave it out to serve without keys")
+        entries += found or ()
+    return msgspec.structs.replace(config, api_keys=ApiKeys(entries).entries or None, api_keys_file=None)
+
+
+def openness(config: ServeConfig) -> str | None:
+    """A warning if others than this machine's users may use the server without a key."""
+    if config.api_keys or is_loopback(config.host):
+        return None
+    return (
+        f"whoever reaches {config.host} port {config.port} may use this server, for it has no API keys; set "
+        f"{VARIABLE} or api_keys_file"
+    )
+
+
+def _of_file(path: str | None) -> list[str] | None:
+    if path is None:
+        return None
+    try:
+        return _of_text(pathlib.Path(path).expanduser().read_text())
+    except OSError as error:
+        raise ValueError(f"cannot read api_keys_file {path}: {error.strerror}") from error
+
+
+def _of_text(text: str | None) -> list[str] | None:
+    """Entries between commas or line breaks; what follows a # is a remark."""
+    if text is None:
+        return None
+    lines = (line.partition("#")[0] for line in text.splitlines())
+    return [entry.strip() for line in lines for entry in line.split(",") if entry.strip()]
+
+
+def _parsed(entry: str, number: int) -> tuple[str | None, str]:
+    match = _ENTRY.fullmatch(entry)
+    where = f"api_keys: entry {number}"
+    if match is None:
+        form = "printable ASCII without spaces, commas or a second colon"
+        raise ValueError(f"{where} is neither NAME:KEY nor KEY; a name is of letters, digits, _, . and -, a key {form}")
+    if len(match["key"]) < MIN_CHARACTERS:
+        length = len(match["key"])
+        raise ValueError(f"{where} has {length} characters and must have {MIN_CHARACTERS}: openssl rand -hex 16")
+    return match["name"], match["key"]
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

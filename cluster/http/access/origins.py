@@ -1,0 +1,105 @@
+"""Which names and web pages may reach the server: the checks of Host, Origin and Sec-Fetch-Site, and CORS.
+
+A browser sends what any page asks it to, to loopback addresses too, where nobody needs a key. So a loopback address
+answers to loopback names only (a page's own name may be pointed at it), and to other origins only if `cors_origins`
+names them. Who is no browser sends none of these headers but Host. `cluster/http/app.py` asks before it looks for a
+route.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from urllib.parse import urlsplit
+
+from cluster.config import ServeConfig
+from cluster.http.errors import ApiError
+
+ANY = "*"
+PREFLIGHT_SECONDS = 600
+"""How long a browser may remember the answer to a preflight."""
+_EXPOSED = b"x-request-id, x-manta-not-enforced, retry-after"
+"""Headers of answers that a page's program may read."""
+
+Headers = dict[str, str]
+"""A request's, by name in lower case."""
+
+
+class Origins:
+    """What the configuration's `host`, `allowed_hosts` and `cors_origins` allow."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        self._allowed_hosts = frozenset(host.lower() for host in config.allowed_hosts)
+        self._is_loopback = is_loopback(config.host)
+        self._any_host = ANY in config.allowed_hosts or not (self._is_loopback or config.allowed_hosts)
+        self._host = config.host.lower()
+        self._origins = frozenset(origin.rstrip("/").lower() for origin in config.cors_origins)
+
+    def check(self, headers: Headers) -> None:
+        """Raises `ApiError` 403 for a Host that is not this server's, and for a page that may not use it."""
+        host = headers.get("host", "")
+        if host and not self._answers_to(hostname(host)):
+            raise _forbidden(f"this server does not answer to the Host {host[:100]!a}; name it in allowed_hosts")
+        origin = headers.get("origin")
+        if origin is None:
+            if headers.get("sec-fetch-site") == "cross-site" and ANY not in self._origins:
+                raise _forbidden("a page of another site may not use this server; name its origin in cors_origins")
+        elif not self._allows(origin) and urlsplit(origin).netloc.lower() != host.lower():
+            raise _forbidden(f"a page of {origin[:100]!a} may not use this server; name its origin in cors_origins")
+
+    def headers(self, headers: Headers) -> list[tuple[bytes, bytes]]:
+        """What every answer says about who may read it."""
+        if not self._origins:
+            return []
+        origin = headers.get("origin", "")
+        found = [] if ANY in self._origins else [(b"vary", b"origin")]
+        if self._allows(origin):
+            allowed = b"*" if ANY in self._origins else origin.encode("latin-1")
+            found += [(b"access-control-allow-origin", allowed), (b"access-control-expose-headers", _EXPOSED)]
+        return found
+
+    def preflight(self, headers: Headers, methods: list[str]) -> list[tuple[bytes, bytes]]:
+        """The answer's headers if a browser asks what a page's program may send: `methods` are the path's."""
+        listed = ", ".join(methods).encode()
+        found = [(b"allow", listed)]
+        if "access-control-request-method" not in headers or not self._allows(headers.get("origin", "")):
+            return found
+        names = re.findall(r"[\w-]+", headers.get("access-control-request-headers", ""), re.ASCII)
+        found += [
+            (b"access-control-allow-methods", listed),
+            (b"access-control-allow-headers", ", ".join(names).encode()),
+            (b"access-control-max-age", str(PREFLIGHT_SECONDS).encode()),
+        ]
+        if headers.get("access-control-request-private-network") == "true":
+            found.append((b"access-control-allow-private-network", b"true"))
+        return found
+
+    def _answers_to(self, name: str) -> bool:
+        if self._any_host or name in self._allowed_hosts or name == self._host:
+            return True
+        return self._is_loopback and is_loopback(name)
+
+    def _allows(self, origin: str) -> bool:
+        return bool(origin) and (ANY in self._origins or origin.lower() in self._origins)
+
+
+def hostname(host: str) -> str:
+    """A Host header without its port, in lower case."""
+    host = host.strip().lower()
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0].removesuffix(".")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or an address is that of this machine, for itself only."""
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _forbidden(message: str) -> ApiError:
+    return ApiError(403, message, code="forbidden_origin")

@@ -1,0 +1,152 @@
+"""Files that other users of the machine must not change or read: Ray's folder, its token, compiled kernels."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import stat
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+import pytest
+
+from cluster.serve.private_folder import PREFIX, PrivateFolder
+from workers.kernels import build, processor
+
+STARTS_AND_LOOKS = """
+import os, pathlib, stat
+import psutil
+from cluster.serve import own_ray
+
+own_ray.start()
+import ray
+
+folder = own_ray._folders[-1].path
+@ray.remote
+def worker():
+    return os.getpid()
+
+pids = {os.getpid(), ray.get(worker.remote()), *(each.pid for each in psutil.Process().children(recursive=True))}
+heard = {each.laddr.ip for each in psutil.net_connections("tcp") if each.status == "LISTEN" and each.pid in pids}
+token = pathlib.Path.home() / ".ray" / "auth_token"
+session = ray._private.worker._global_node.get_session_dir_path()
+print(stat.S_IMODE(folder.stat().st_mode) == 0o700, session.startswith(str(folder)))
+print(all(address.removeprefix("::ffff:") in ("127.0.0.1", "::1") for address in heard), heard)
+print(stat.S_IMODE(token.stat().st_mode) == 0o600)
+logs = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
+print(bool(logs) and not any(path.stat().st_mode & 0o077 for path in logs))
+own_ray.stop()
+print(not folder.exists(), stat.S_IMODE(os.umask(0o022)) == 0o022)
+"""
+
+
+@pytest.mark.timeout(120)
+def test_a_ray_of_our_own_is_this_users_alone(tmp_path: pathlib.Path) -> None:
+    """Its folder, what it listens on, its token and its logs; nothing is left of it."""
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("0" * 64)
+    (tmp_path / ".ray" / "auth_token").chmod(0o644)
+    environment = {**os.environ, "HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", f"import os; os.umask(0o022)\n{STARTS_AND_LOOKS}"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "False" not in done.stdout, done.stdout
+    assert len(done.stdout.splitlines()) == 5
+
+
+def test_what_a_killed_process_left_is_removed_and_what_is_used_is_not(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = pathlib.Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
+    monkeypatch.setattr(tempfile, "tempdir", str(short))
+    code = "import os; from cluster.serve.private_folder import PrivateFolder; print(PrivateFolder().path, flush=True)"
+    killed = subprocess.run(
+        [sys.executable, "-c", f"{code}; os._exit(1)"],
+        env={**os.environ, "TMPDIR": str(short), "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+    )
+    left = pathlib.Path(killed.stdout.strip())
+    assert left.is_dir(), killed.stderr
+    (short / f"{PREFIX}link").symlink_to(tmp_path)
+    used = PrivateFolder()
+    other = PrivateFolder()
+    assert used.path.parent == short
+    assert not left.exists()
+    assert used.path.is_dir()
+    assert tmp_path.is_dir()
+    for folder in (used, other):
+        folder.close()
+        assert not folder.path.exists()
+    (short / f"{PREFIX}link").unlink()
+    short.rmdir()
+
+
+def test_logs_that_somebody_was_told_of_stay_until_the_next_start() -> None:
+    failed = PrivateFolder()
+    failed.is_kept = True
+    failed.close()
+    assert failed.path.is_dir()
+    PrivateFolder().close()
+    assert not failed.path.exists()
+
+
+def test_a_long_path_for_files_of_a_while_is_not_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    long = tmp_path / ("x" * 60)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    folder = PrivateFolder()
+    assert folder.path.parent == pathlib.Path("/tmp")
+    folder.close()
+
+
+@pytest.fixture
+def compiled(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> list[pathlib.Path]:
+    """Where kernels would be compiled to, each time; what is compiled is a text."""
+    made: list[pathlib.Path] = []
+
+    def write(command: Any, openmp: Any, library: pathlib.Path) -> None:
+        made.append(library)
+        library.unlink(missing_ok=True)
+        library.write_text("compiled")
+        library.chmod(0o755)
+
+    monkeypatch.setenv("MANTA_CACHE", str(tmp_path))
+    monkeypatch.setattr(build, "_compile", write)
+    return made
+
+
+def library() -> pathlib.Path:
+    return build.library_for(processor.form(), ("true",))
+
+
+def test_a_library_that_others_could_have_written_is_compiled_again(compiled: list[pathlib.Path]) -> None:
+    path = library()
+    assert (library(), len(compiled)) == (path, 1), "it is found in the cache"
+    path.write_text("of somebody else")
+    path.chmod(0o777)
+    assert (library().read_text(), len(compiled)) == ("compiled", 2)
+    path.rename(path.with_suffix(".other"))
+    path.symlink_to(path.with_suffix(".other"))
+    assert (library().read_text(), len(compiled)) == ("compiled", 3)
+    path.parent.chmod(0o777)
+    library()
+    assert not path.parent.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="gives files to another user")
+def test_a_library_and_a_folder_of_another_user_are_not_loaded(compiled: list[pathlib.Path]) -> None:
+    path = library()
+    os.chown(path, 12345, 12345)
+    library()
+    assert len(compiled) == 2
+    os.chown(path.parent, 12345, 12345)
+    with pytest.raises(build.UntrustedCache, match="belongs to user 12345; name another one with MANTA_CACHE"):
+        library()
