@@ -23,6 +23,7 @@ DEMO_MODEL = "demo"
 """The name that stands for the model embedded in `configs/demo/`."""
 
 Bytes = Annotated[int, Meta(ge=1)]
+"""An option whose name ends in `_bytes` may also be a size, such as `512MiB` (2^20) or `1GB` (10^9)."""
 Seconds = Annotated[float, Meta(gt=0)]
 Count = Annotated[int, Meta(ge=1)]
 

@@ -423,6 +423,7 @@ COMMANDS: dict[str, Callable[[str, Manual], None]] = {
     "manta check": is_named,
     "manta check --set engine.tensor_parallel_size=2": checks_a_model,
     "manta check ~/models/Qwen2.5-0.5B-Instruct": checks_a_model,
+    "manta chat": talks,
     "manta chat --port 8000": talks,
     "make bench": measures_a_little,
     'make bench ARGS="--workloads a,b --json out.jsonl"': measures,

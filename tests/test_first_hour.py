@@ -4,7 +4,6 @@ sentence that says what is meant or what to do.
 
 from __future__ import annotations
 
-import contextlib
 import http.server
 import json
 import os
@@ -27,7 +26,8 @@ import pytest
 
 from benchmarks.processes import free_port
 from cluster.cli.__main__ import main
-from cluster.cli.serve import ready_message
+from cluster.cli.request_lines import POLL_S
+from cluster.cli.serve import _has_chat, ready_message
 from cluster.config import EngineConfig, ServeConfig, load_config
 from cluster.llm import LLM
 from tests.checkpoints import checkpoint
@@ -291,6 +291,7 @@ def test_a_base_model_without_a_chat_template_is_offered_for_completions(
     assert code == 0
     assert out.rstrip().endswith(f" serve {folder}")
     assert re.search(r"^no chat +.*/v1/completions only", out, re.MULTILINE)
+    assert not _has_chat(ServeConfig(engine=EngineConfig(model=str(folder))))
     banner = ready_message(ServeConfig(), has_chat=False)
     assert "/v1/completions -H" in banner
     assert "client.completions.create(" in banner
@@ -357,6 +358,18 @@ def test_a_field_of_another_body_is_told_where_it_belongs(path: str, body: dict[
         assert word in answer["error"]["message"]
 
 
+def test_a_quiet_server_prints_no_line_for_a_request() -> None:
+    """`tests/test_serve_command.py` has one that is not quiet."""
+    server = shared_server()
+    server.post("/v1/completions", {"model": server.model, "prompt": "x", "max_tokens": 1})
+    time.sleep(3 * POLL_S)
+    assert server.process.stdout is not None
+    printed, file = b"", server.process.stdout.fileno()
+    while select.select([file], [], [], 0)[0]:
+        printed += os.read(file, 65536)
+    assert b"/v1/completions" not in printed, printed
+
+
 # ---- manta chat --------------------------------------------------------------------------------------------------
 
 
@@ -403,9 +416,10 @@ class Terminal:
 
     def __init__(self, port: int) -> None:
         self.printed = ""
-        self.pid, self._terminal = pty.fork()
-        if self.pid == 0:
-            os.execv(sys.executable, [sys.executable, "-m", "cluster.cli", "chat", "--port", str(port)])
+        self._terminal, theirs = pty.openpty()
+        command = [sys.executable, "-m", "cluster.cli", "chat", "--port", str(port)]
+        self.process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+        os.close(theirs)
 
     def type(self, text: str) -> None:
         os.write(self._terminal, text.encode())
@@ -421,10 +435,7 @@ class Terminal:
 
     def end(self) -> None:
         self.type("/exit\n")
-        with contextlib.suppress(OSError):  # the terminal goes with its process
-            while os.read(self._terminal, 65536):
-                pass
-        os.waitpid(self.pid, 0)
+        assert self.process.wait(30) == 0
         os.close(self._terminal)
 
 

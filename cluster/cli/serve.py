@@ -117,7 +117,10 @@ def _check_port(host: str, port: int) -> None:
 
 
 def _has_chat(config: ServeConfig) -> bool:
-    return has_chat_template(resolve_model_folder(config.engine.tokenizer or config.engine.model))
+    tokenizer = config.engine.tokenizer
+    if tokenizer is not None and pathlib.Path(tokenizer).is_dir():  # it need not hold a model
+        return has_chat_template(pathlib.Path(tokenizer))
+    return has_chat_template(resolve_model_folder(tokenizer or config.engine.model))
 
 
 def model_message(model: ModelInfo) -> str:
@@ -142,12 +145,11 @@ def ready_message(config: ServeConfig, has_chat: bool = True) -> str:
     chat_flags = "" if url == "http://127.0.0.1:8000" else f" --url {url}"
     if host == "127.0.0.1" and chat_flags:
         chat_flags = f" --port {config.port}"
-    if config.api_keys:
-        chat_flags += " --api-key YOUR-KEY"
+    chat_key = "MANTA_API_KEY=YOUR-KEY " if config.api_keys else ""
     if has_chat:
         method, text = "chat.completions", "message.content"
         argument = 'messages=[{"role": "user", "content": "What is Manta?"}]'
-        chat = f"or in another terminal: {program()} chat{chat_flags}"
+        chat = f"or in another terminal: {chat_key}{program()} chat{chat_flags}"
     else:
         method, text, argument = "completions", "text", 'prompt="A manta ray is"'
         chat = "The model has no chat template, so it completes texts and does not chat."

@@ -68,7 +68,7 @@ class World:
         """Whether an answer may come from that path at all. Raises `AssertionError` or `jsonschema.ValidationError`."""
         self.counts[f"answers {answer.status}"] += 1
         assert answer.status < 500, f"{path} answers {answer.status}: {answer.body[:500]!r}"
-        name = self.document.path_of(path.partition("?")[0].rstrip("/"))
+        name = self.document.path_of(path.partition("?")[0].rstrip("/") or "/")
         if name is not None:
             self.document.check(name, answer.status, answer.content_type, answer.body)
         else:
