@@ -117,7 +117,7 @@ def fill_compiler() -> Iterator[tuple[int, int]]:
         for spec in map(MAKE[kind], range(number)):
             answer = Resolved(spec=spec, compiled=spec.text.encode(), not_enforced=["a"])
             resolved = decode(msgspec.msgpack.encode(answer))
-            cache.put(spec, resolved, _num_bytes(spec, resolved))
+            cache.put(spec, resolved, _num_bytes(resolved))
         yield cache.num_bytes, resident_bytes() - before
 
 

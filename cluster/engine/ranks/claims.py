@@ -12,9 +12,9 @@ class CannotPlace(ValueError):
 
 
 def node_cpus() -> list[int]:
-    """CPUs of each node of the cluster that has some, as Ray counts them."""
+    """CPUs of each node of the cluster that has some, as Ray counts them, the largest first."""
     cpus = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
-    return [count for count in cpus if count > 0]
+    return sorted((count for count in cpus if count > 0), reverse=True)
 
 
 def threads_each(config: EngineConfig, num_engines: int, nodes: list[int]) -> int:
