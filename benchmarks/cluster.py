@@ -25,7 +25,7 @@ from ray.dag import InputNode, MultiOutputNode
 
 from benchmarks.checkpoints import benchmark_checkpoint
 from benchmarks.report import machine
-from benchmarks.tensor_parallel import measure_steps, measure_sums, rows
+from benchmarks.tensor_parallel import measure_steps, measure_sums, step_table, sum_table
 from cluster import own_ray
 from cluster.config import EngineConfig
 from cluster.engine import engine
@@ -110,10 +110,10 @@ TRANSPORTS: dict[str, Callable[[EngineConfig], Executor]] = {
 
 
 def tensor_parallel(num_rounds: int, num_tokens: int) -> None:
-    """Prints the rows of `benchmarks/tensor_parallel.py`, whose steps have a length of their own."""
+    """Prints the tables of `benchmarks/tensor_parallel.py`, whose steps have a length of their own."""
     model = str(benchmark_checkpoint("qwen2.5-0.5b"))
-    for row in rows(measure_sums(num_rounds), measure_steps(model, num_rounds)):
-        print(row, flush=True)
+    print(sum_table(measure_sums(num_rounds)), flush=True)
+    print(step_table(measure_steps(model, num_rounds)), flush=True)
 
 
 def transport(num_rounds: int, num_tokens: int) -> None:

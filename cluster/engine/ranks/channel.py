@@ -1,8 +1,8 @@
 """Frames over TCP between an engine and its ranks: the engine listens, each rank connects back and shows a secret.
 
 The engine's end is driven by the thread that steps, with a selector: no other thread wakes for a step. A connection
-that ends says that its rank has died. Measured against Ray's calls and compiled graphs by
-`manta bench cluster --parts transport`.
+that ends says that its rank has died. To a step of the tiny model frames add 0.1 ms, a compiled graph of Ray 0.3 ms and
+calls of Ray's actors 0.9 ms (`manta bench cluster --parts transport`).
 """
 
 from __future__ import annotations
