@@ -24,7 +24,8 @@ from benchmarks.processes import free_port
 from cluster import own_ray
 from tests.checkpoints import checkpoint
 
-APP = "manta"
+APP = "faults"
+"""Not that of the servers of other tests, whose engines run under this process too."""
 START_S = 120.0
 STREAM_S = 40.0
 WORDS = {"type": "array", "items": {"enum": ["ab", "cde", "f"]}, "minItems": 60, "maxItems": 70}
