@@ -1,9 +1,10 @@
-"""`manta bench cluster`: what it costs that a model's ranks are processes of their own.
+"""`manta bench cluster`: what it costs that ranks are processes of their own, and that streams outlive their engine.
 
     transport   a decode step of the tiny model, by what carries it to its ranks: frames over TCP (what Manta does),
                 calls of Ray's actors, a compiled graph of Ray; over the same step in the engine's own process. One rank
                 shows what the transport costs, two what it costs beside their sums over shared memory
     tp          forward pass and draw of one rank against two, and their sums (`benchmarks/tensor_parallel.py`)
+    resume      what streams that can go on elsewhere cost while nothing fails (`benchmarks/resume.py`)
 
 Blocks of each transport take turns in one process, one thread a rank. Frames are what the fault tests run on
 (`tests/test_ray_executor.py`); the others live here alone.
@@ -25,6 +26,7 @@ from ray.dag import InputNode, MultiOutputNode
 
 from benchmarks.checkpoints import benchmark_checkpoint
 from benchmarks.report import machine
+from benchmarks.resume import STEP_S, table
 from benchmarks.tensor_parallel import measure_steps, measure_sums, step_table, sum_table
 from cluster import own_ray
 from cluster.config import EngineConfig
@@ -42,7 +44,7 @@ from workers.step import StepInput, StepOutput
 RANKS = (1, 2)
 ROWS = (1, 8, 32)
 PROMPT, WARM_UP_STEPS = 16, 8
-PARTS = ("transport", "tp")
+PARTS = ("transport", "tp", "resume")
 
 
 class CalledRank(RankActor):
@@ -171,9 +173,14 @@ def _block(llm: LLM, num_rows: int, num_tokens: int) -> list[float]:
     return seconds[WARM_UP_STEPS:-1]
 
 
+def resume(_rounds: int, _tokens: int) -> None:
+    print(*table(STEP_S), sep="\n")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="manta bench cluster", description="What ranks in processes of their own cost."
+        prog="manta bench cluster",
+        description="What ranks in processes of their own cost, and streams that outlive their engine.",
     )
     parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {', '.join(PARTS)}")
     parser.add_argument("--rounds", type=int, default=10, help="blocks of each transport (default: 10)")
@@ -183,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for part in options.parts.split(","):
         if part not in PARTS:
             parser.error(f"--parts {part}: use some of {', '.join(PARTS)}")
-        {"transport": transport, "tp": tensor_parallel}[part](options.rounds, options.tokens)
+        {"transport": transport, "tp": tensor_parallel, "resume": resume}[part](options.rounds, options.tokens)
     return 0
 
 
