@@ -16,7 +16,7 @@ import tempfile
 
 PREFIX = "manta-"
 MAX_PATH_BYTES = 107 - 72
-"""Of a socket's path (104 on macOS, where the system's folder is long and is not taken), less what Ray puts behind the
+"""Of a socket's path (104 on macOS, where the system's folder is long and is not taken), less what Ray puts after the
 folder: `/ray/session_2026-11-22_12-00-00_000000_1234567/sockets/plasma_store`.
 """
 _LOCK = "lock"

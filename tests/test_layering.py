@@ -67,7 +67,7 @@ INSIDE: dict[str, tuple[str, ...]] = {
         # Under which masks, and where
         "cluster.engine.constraints",
         "cluster.engine.masks",
-        "cluster.engine.workers",
+        "cluster.engine.ranks.worker",
         "cluster.engine.ranks",
         "cluster.engine.ranks.messages",
         "cluster.engine.ranks.deadline",

@@ -120,7 +120,7 @@ class ModelRunner:
         return self._num_blocks[self._rows[sequence_id]]
 
     def block_tables(self, sequence_ids: Sequence[int]) -> np.ndarray:
-        """int32 [n, most blocks of one]; a copy. Entries behind a sequence's last block mean nothing."""
+        """int32 [n, most blocks of one]; a copy. Entries after a sequence's last block mean nothing."""
         rows = [self._rows[sequence_id] for sequence_id in sequence_ids]
         return self._block_tables[rows, : max(self._num_blocks[row] for row in rows)]
 
@@ -156,10 +156,10 @@ class ModelRunner:
         return output
 
     def _draw(self, step: StepInput, hidden: torch.Tensor, output: StepOutput, masks: MaskBatch | None) -> None:
-        """Draws at every point, those behind drafts as if the drafts were there, and keeps a sequence's tokens up to
-        the first that is no draft: each is then drawn behind tokens that are the sequence's own.
+        """Draws at every point, those after drafts as if the drafts were there, and keeps a sequence's tokens up to
+        the first that is no draft: each is then drawn after tokens that are the sequence's own.
 
-        A point behind kept tokens that is late or fails leaves them standing, and comes again with the next step.
+        A point after kept tokens that is late or fails leaves them standing, and comes again with the next step.
         """
         points = step.sample_points
         drafts = {item.sequence_id: item.draft_token_ids for item in step.scheduled if item.draft_token_ids}
@@ -206,7 +206,7 @@ class ModelRunner:
         return logits[torch.tensor([index[row] for row in rows], device=logits.device)]
 
     def _prompt_logprobs(self, step: StepInput, hidden: torch.Tensor, output: StepOutput) -> None:
-        """Row `i` of a prompt's chunk predicts the prompt token behind it."""
+        """Row `i` of a prompt's chunk predicts the prompt token after it."""
         first_row = 0
         for item in step.scheduled:
             num_top = self.state.prompt_logprobs(item.sequence_id)

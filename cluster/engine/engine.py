@@ -343,7 +343,7 @@ class Engine:
 
 
 def _length_remedy(config: EngineConfig, model: ModelInfo) -> str:
-    """What would let longer sequences in, to stand behind another remedy; nothing if the model itself is at its end."""
+    """What would let longer sequences in, to stand after another remedy; nothing if the model itself is at its end."""
     if model.max_model_len == model.num_blocks * config.block_size:
         return ", or enlarge the KV cache (kv_cache_bytes)"
     return "" if config.max_model_len is None else ", or raise max_model_len"

@@ -1,7 +1,7 @@
 """Whose request is next among those of equal priority: clients take turns, whoever asked first and however often.
 
 Start-time fair queueing (Goyal, Vin and Cheng, 1996): a client's requests are numbered from the turn that is reached
-now, or behind its own last one, and the lowest number goes first. So a client with a thousand requests waiting has as
+now, or after its own last one, and the lowest number goes first. So a client with a thousand requests waiting has as
 many numbers, and another one's only request goes before all but the next of them. One client's run in their order.
 """
 
@@ -20,7 +20,7 @@ class Turns:
         self._reached = 0
         """The highest turn of a sequence that has run."""
         self._next: dict[str, int] = {}
-        """By client: the turn behind its last request."""
+        """By client: the turn after its last request."""
         self._num_arrivals = 0
 
     def give(self, sequence: Sequence) -> None:

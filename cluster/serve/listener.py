@@ -58,7 +58,7 @@ class Connection(HttpToolsProtocol):
     _found = False
     """Whether it found one of them in the bytes that came last."""
     _in_head = True
-    """Not in the trailers behind a body."""
+    """Not in the trailers after a body."""
     _refused = False
 
     def __init__(self, limits: ListenerLimits, others: Connections, **options: Any) -> None:

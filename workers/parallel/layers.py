@@ -1,7 +1,7 @@
 """Applies tensor parallelism to a finished decoder's weights, from outside: `workers/models/decoder.py` and the kernels
 run a rank's share as they run a whole model.
 
-Two sums over ranks a layer, behind `attention_output` and `down` (Shoeybi et al., 2019, "Megatron-LM"), one behind the
+Two sums over ranks a layer, after `attention_output` and `down` (Shoeybi et al., 2019, "Megatron-LM"), one after the
 embedding; logits are gathered on rank 0. Called by the loader.
 """
 

@@ -32,7 +32,7 @@ class RankActor:
         # Both are read when torch loads its OpenMP. Threads that spin for long take the core from everybody else's.
         os.environ["OMP_NUM_THREADS"] = str(num_threads)
         os.environ["GOMP_SPINCOUNT"] = "1000"
-        import cluster.engine.workers  # noqa: F401  # takes seconds, while there is nothing to load yet
+        import cluster.engine.ranks.worker  # noqa: F401  # takes seconds, while there is nothing to load yet
 
         self._store: Any = None
         self._rank = 0
@@ -49,7 +49,7 @@ class RankActor:
 
     def load(self, config: EngineConfig, rank: int, group_address: str) -> ModelInfo:
         """Raises what `make_worker` raises."""
-        from cluster.engine.workers import make_worker
+        from cluster.engine.ranks.worker import make_worker
 
         self._rank = rank
         self._worker = make_worker(config, rank, group_address)

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 CONNECT_S = 30.0
 """For all ranks to connect."""
 HELLO_S = 2.0
-"""For whoever has connected to show the secret: a stranger who says nothing holds up the ranks behind him."""
+"""For whoever has connected to show the secret: a stranger who says nothing holds up the ranks that come after him."""
 FAILED_PATIENCE_S = 1.0
 """After one rank has failed in a step, the others may wait for it in vain; those that go on answer within this."""
 _MAX_HELLO_BYTES = 1024

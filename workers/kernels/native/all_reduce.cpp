@@ -1,6 +1,6 @@
 // Sums and gathers between the ranks of one machine, through memory that they share: each copies its part into a slot
 // of its own, says so, and reads the slots of all when all have said so. Sums run in the order of ranks, in float32,
-// and are rounded once, so that every rank has the same bits. Called by cpu_all_reduce.py and, behind a row-parallel
+// and are rounded once, so that every rank has the same bits. Called by cpu_all_reduce.py and, after a row-parallel
 // linear, by decoder.cpp.
 #include <algorithm>
 #include <atomic>
@@ -174,7 +174,7 @@ extern "C" void manta_all_reduce(SharedGroup* group, int dtype, void* x, int64_t
         all_reduce(*group, (bf16*)x, count);
 }
 
-// Every rank's `x` [num_bytes] one behind the other to rank 0's `to`; the others' is null.
+// Every rank's `x` [num_bytes] one after the other to rank 0's `to`; the others' is null.
 extern "C" void manta_gather(SharedGroup* group, const char* x, char* to, int64_t num_bytes) {
     for (int64_t first = 0; first < num_bytes && !group->is_over(); first += SLOT_BYTES) {
         const int64_t size = std::min(SLOT_BYTES, num_bytes - first);
