@@ -68,6 +68,8 @@ switches for the first two, which `ray.init` does not pass on.
 
 _folders: list[PrivateFolder] = []
 """Of the Ray that runs."""
+_roots: list[psutil.Process] = []
+"""The processes that it began with: this process may have other children."""
 
 
 def start(num_cpus: int = 0) -> None:
@@ -77,12 +79,14 @@ def start(num_cpus: int = 0) -> None:
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     _folders.append(PrivateFolder())
+    others = set(psutil.Process().children())
     try:
         with _without_extras(), _for_nobody_else():
             _start(_folders[-1].path / "ray", max(num_cpus, num_cores()))
     except BaseException:
         _close_folders()
         raise
+    _roots[:] = set(psutil.Process().children()) - others
 
 
 def _start(folder: pathlib.Path, num_cpus: int) -> None:
@@ -106,7 +110,7 @@ def keep_logs() -> None:
 
 def stop() -> None:
     """None of its processes outlives it, and none of its files but logs that are kept."""
-    started = psutil.Process().children(recursive=True)
+    started = _processes()
     # Ray ends its processes politely. One that does not listen would hold up the shutdown, so patience has an end.
     impatience = threading.Timer(STOP_PATIENCE_S, _kill, [started])
     impatience.daemon = True
@@ -134,6 +138,14 @@ def _for_nobody_else() -> Iterator[None]:
         yield
     finally:
         os.umask(previous)
+
+
+def _processes() -> list[psutil.Process]:
+    found = []
+    for root in _roots:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += [root, *root.children(recursive=True)]
+    return found
 
 
 @contextlib.contextmanager

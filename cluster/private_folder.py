@@ -33,9 +33,11 @@ class PrivateFolder:
         if len(os.fsencode(parent)) + len(f"/{PREFIX}12345678") > MAX_PATH_BYTES:
             parent = pathlib.Path("/tmp")
         _remove_left(parent)
-        self.path = pathlib.Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))  # mode 0700
-        self._lock = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+        unlocked = pathlib.Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=parent))  # mode 0700
+        self._lock = os.open(unlocked / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
+        # Under this name others would take one without a lock for one that was left
+        self.path = unlocked.rename(parent / unlocked.name.removeprefix("."))
 
     def close(self) -> None:
         """Removes it, or leaves it to the next one that is made."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import statistics
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -30,9 +31,12 @@ NUM_EVENTS = 5
 
 @pytest.fixture(scope="module")
 def application() -> Iterator[Application]:
-    application = Application()
-    yield application
-    application.stop()
+    with subprocess.Popen(["sleep", "600"]) as other:
+        application = Application()
+        yield application
+        application.stop()
+        assert other.poll() is None, "a Ray of our own took another child of this process with it"
+        other.kill()
 
 
 @pytest.fixture(scope="module")
