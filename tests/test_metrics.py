@@ -132,7 +132,7 @@ def test_limits_and_sizes_over_http_while_many_ask_at_once() -> None:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    server = Server("num_ingress_replicas=2")
+    server = Server("num_ingress_replicas=2", "http_server=proxy")
     yield server
     server.stop()
 
