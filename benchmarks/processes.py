@@ -19,7 +19,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -250,9 +250,11 @@ class ServerProcess(Child):
     idle_share = 0.15
     """What Ray's processes use for looking around a few times a second, more or less."""
 
-    def __init__(self, engine: str, model: str, setup: Setup, port: int) -> None:
+    def __init__(self, engine: str, model: str, setup: Setup, port: int, settings: Sequence[str] = ()) -> None:
+        """`settings` are options of Manta's, `KEY=VALUE`."""
         self.engine, self.port, self.model_name = engine, port, "bench"
         command = (_vllm_server if engine == "vllm" else _manta_server)(model, setup, port)
+        command += [part for setting in settings for part in ("--set", setting)]
         super().__init__(command, environment_of(engine, setup))
         try:
             self._wait_until_healthy()

@@ -158,7 +158,7 @@ PROMPT = list(range(5, 25))
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    server = Server("num_ingress_replicas=2", "num_engine_replicas=2")
+    server = Server("num_ingress_replicas=2", "num_engine_replicas=2", "http_server=proxy")
     yield server
     server.stop()
 

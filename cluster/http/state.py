@@ -37,6 +37,8 @@ class AppState:
         self.metrics = metrics
         self.other_metrics = other_metrics
         self.document = document
+        self.drains = False
+        """Serve told this replica to go; it takes what still comes."""
         self.created = int(time.time())
         """Seconds since 1970: when the model began to be served."""
         self._model: ModelInfo | None = None

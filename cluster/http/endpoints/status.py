@@ -1,4 +1,4 @@
-"""`GET /health`, `/metrics` and `/openapi.json`: how the server is, what it counted and what it offers."""
+"""`GET /health`, `/-/healthz`, `/metrics` and `/openapi.json`: how the server is, what it counted, what it offers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ class Health(msgspec.Struct, omit_defaults=True, kw_only=True):
 
 
 async def health(state: AppState, exchange: Exchange, _: None) -> Health:
-    """200 while an engine is healthy and can send tokens here."""
+    """200 while an engine is healthy and can send tokens here, and this replica is to stay."""
+    if state.drains:
+        raise ApiError(503, "this replica was told to go; ask another one")
     await state.engines.check_reachable()
     return health_of(await state.engines.stats(), state.config.health_bound_s)
 
@@ -40,6 +42,12 @@ def health_of(engines: list[EngineStats], bound_s: float) -> Health:
         return Health(status="ok")
     reason = "no grammar compiler starts, so requests with a constraint fail; the log says why"
     return Health(status="degraded", reason=reason)
+
+
+async def ready(state: AppState, exchange: Exchange, _: None) -> None:
+    """What Serve's proxies answer here, for load balancers that were set up for those."""
+    status, text = (503, b"This node is being drained.") if state.drains else (200, b"success")
+    await exchange.send_body(text, "text/plain; charset=utf-8", status)
 
 
 async def metrics(state: AppState, exchange: Exchange, _: None) -> None:
