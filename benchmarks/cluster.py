@@ -4,6 +4,7 @@
                 calls of Ray's actors, a compiled graph of Ray; over the same step in the engine's own process. One rank
                 shows what the transport costs, two what it costs beside their sums over shared memory
     tp          forward pass and draw of one rank against two, and their sums (`benchmarks/tensor_parallel.py`)
+    autoscaling engines that come and go with the load, none to three and back (`benchmarks/autoscaling.py`)
     resume      what streams that can go on elsewhere cost while nothing fails (`benchmarks/resume.py`)
 
 Blocks of each transport take turns in one process, one thread a rank. Frames are what the fault tests run on
@@ -24,6 +25,7 @@ import msgspec
 import ray
 from ray.dag import InputNode, MultiOutputNode
 
+from benchmarks.autoscaling import autoscaling
 from benchmarks.checkpoints import benchmark_checkpoint
 from benchmarks.report import machine
 from benchmarks.resume import STEP_S, table
@@ -44,7 +46,7 @@ from workers.step import StepInput, StepOutput
 RANKS = (1, 2)
 ROWS = (1, 8, 32)
 PROMPT, WARM_UP_STEPS = 16, 8
-PARTS = ("transport", "tp", "resume")
+PARTS = ("transport", "tp", "resume", "autoscaling")
 
 
 class CalledRank(RankActor):
@@ -177,6 +179,14 @@ def resume(_rounds: int, _tokens: int) -> None:
     print(*table(STEP_S), sep="\n")
 
 
+PART_FUNCTIONS: dict[str, Callable[[int, int], None]] = {
+    "transport": transport,
+    "tp": tensor_parallel,
+    "resume": resume,
+    "autoscaling": autoscaling,
+}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="manta bench cluster",
@@ -190,7 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for part in options.parts.split(","):
         if part not in PARTS:
             parser.error(f"--parts {part}: use some of {', '.join(PARTS)}")
-        {"transport": transport, "tp": tensor_parallel, "resume": resume}[part](options.rounds, options.tokens)
+        PART_FUNCTIONS[part](options.rounds, options.tokens)
     return 0
 
 

@@ -50,7 +50,8 @@ def application(config: ServeConfig, nodes: list[int], listens: bool = False) ->
 
 
 def _engines(config: ServeConfig) -> serve.Application:
-    return engine_deployment(config.engine, config.num_engine_replicas).bind(config.engine)
+    deployment = engine_deployment(config.engine, config.num_engine_replicas, autoscaling=config.autoscaling)
+    return deployment.bind(config.engine)
 
 
 def _for_nodes(config: ServeConfig, nodes: list[int]) -> ServeConfig:
@@ -61,7 +62,7 @@ def _for_nodes(config: ServeConfig, nodes: list[int]) -> ServeConfig:
         config.engine,
         model=_absolute(config.engine.model),
         tokenizer=_absolute(config.engine.tokenizer),
-        num_threads=threads_each(config.engine, config.num_engine_replicas, nodes),
+        num_threads=threads_each(config.engine, config.max_engines, nodes),
     )
     return msgspec.structs.replace(config, engine=engine, served_model_name=config.model_name)
 
@@ -148,11 +149,11 @@ def _connect(config: ServeConfig) -> list[int]:
     address = ray_address()
     if address is None:
         nodes = [num_cores()]
-        own_ray.start(num_claimed(config.engine, config.num_engine_replicas, nodes))
+        own_ray.start(num_claimed(config.engine, config.max_engines, nodes))
     else:
         joined_ray.start(address)
         nodes = node_cpus()
-        check_room(config.engine, config.num_engine_replicas, nodes)
+        check_room(_for_nodes(config, nodes).engine, config.num_initial_engines, nodes)
     return nodes
 
 
