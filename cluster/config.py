@@ -127,6 +127,48 @@ class BodyLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """
 
 
+class AutoscalingOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How many engines there are: as many as keep every target below, and no fewer than would still keep it. Loads are
+    means over `look_back_s`.
+    """
+
+    min_replicas: Annotated[int, Meta(ge=0)] = 1
+    """0 stops the last engine when nothing was asked for `to_zero_delay_s`. The next request waits for one to start, at
+    most `request_timeout_s`. One engine starts with the application all the same: so a model that cannot be served is
+    found out then, and how long a start takes is known.
+    """
+    max_replicas: Count = 4
+    target_ongoing_requests: Count | None = None
+    """Requests that run or wait, for each engine; None takes `engine.max_num_sequences`."""
+    target_kv_usage: Annotated[float, Meta(gt=0, le=1)] = 0.8
+    """Share of an engine's KV blocks that running sequences hold."""
+    target_waiting_tokens: Count | None = None
+    """Prompt tokens of requests without a first token, for each engine; None takes 4 times
+    `engine.max_num_batched_tokens`.
+    """
+    target_ttft_s: Seconds = 2.0
+    """From a request's arrival at an engine to its first token; nine of ten requests should have it by then."""
+    look_back_s: Annotated[float, Meta(ge=2)] = 10.0
+    upscale_delay_s: Annotated[float, Meta(ge=0)] = 10.0
+    """For so long more engines must be needed before they start. If there is none, one starts at once."""
+    downscale_delay_s: Annotated[float, Meta(ge=0)] = 300.0
+    """For so long fewer engines must do before one is stopped. What it runs goes on elsewhere."""
+    to_zero_delay_s: Annotated[float, Meta(ge=0)] = 600.0
+    """The same for the last engine."""
+
+    def __post_init__(self) -> None:
+        if self.max_replicas < self.min_replicas:
+            raise ValueError(
+                f"max_replicas {self.max_replicas} is less than min_replicas {self.min_replicas}; raise the one or "
+                "lower the other"
+            )
+
+    @property
+    def num_initial(self) -> int:
+        """Engines that start with the application."""
+        return max(1, self.min_replicas)
+
+
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The Ray Serve application: HTTP limits, names and replica counts."""
 
@@ -138,6 +180,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     served_model_name: str | None = None
     """Name in `/v1/models`; None takes the last part of `engine.model`."""
     num_engine_replicas: Count = 1
+    autoscaling: AutoscalingOptions | None = None
+    """As many engines as the load needs; None for always `num_engine_replicas`."""
     num_standby_replicas: Annotated[int, Meta(ge=0)] = 0
     """Engines that are loaded and warm, and get requests only while none of the others can take any."""
     http_server: Literal["auto", "listener", "proxy"] = "auto"
@@ -198,6 +242,30 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """`/health` fails when work is pending and for this long no step brought a token, an end or a computed position."""
     log_requests: bool = True
     """One structured log line a finished request, with its id."""
+
+    def __post_init__(self) -> None:
+        if self.autoscaling is None:
+            return
+        if self.num_engine_replicas != 1:
+            raise ValueError(
+                f"num_engine_replicas {self.num_engine_replicas} is a fixed number, and with autoscaling there is "
+                "none; set autoscaling.min_replicas and autoscaling.max_replicas"
+            )
+        if self.num_standby_replicas and self.autoscaling.min_replicas == 0:
+            raise ValueError(
+                f"num_standby_replicas {self.num_standby_replicas} would serve whenever no other engine runs; with it "
+                "autoscaling.min_replicas must be at least 1"
+            )
+
+    @property
+    def num_initial_engines(self) -> int:
+        """That start with the application, without standbys."""
+        return self.num_engine_replicas if self.autoscaling is None else self.autoscaling.num_initial
+
+    @property
+    def max_engines(self) -> int:
+        """That there may be at a time, without standbys."""
+        return self.num_engine_replicas if self.autoscaling is None else self.autoscaling.max_replicas
 
     @property
     def model_name(self) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import pathlib
 import re
@@ -317,6 +318,16 @@ def tells_its_version(command: str, manual: Manual) -> None:
     assert printed.getvalue().startswith("manta ")
 
 
+def tells_its_status(command: str, manual: Manual) -> None:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert command_line.main([*manual.manta(command), "--url", manual.server().url]) == 0
+    if "--json" in command:
+        (engine,) = json.loads(printed.getvalue())["engines"]
+        assert engine["start_seconds"]["weights"] > 0
+    else:
+        assert "1 running" in printed.getvalue()
+
+
 def takes_its_flags(command: str, main: Callable[[list[str]], object], words: list[str]) -> None:
     """Whether `main` reads the words up to a `--help` at their end, which names every flag of the command."""
     with contextlib.redirect_stdout(io.StringIO()) as printed, pytest.raises(SystemExit) as ended:
@@ -426,6 +437,9 @@ COMMANDS: dict[str, Callable[[str, Manual], None]] = {
     "manta check ~/models/Qwen2.5-0.5B-Instruct": checks_a_model,
     "manta chat": talks,
     "manta chat --port 8000": talks,
+    "manta status": tells_its_status,
+    "manta status --json": tells_its_status,
+    "manta serve --set 'autoscaling={min_replicas: 1, max_replicas: 4}'": starts_a_server,
     "make bench": measures_a_little,
     'make bench ARGS="--workloads a,b --json out.jsonl"': measures,
     'make bench ARGS="--workloads a,b,g --compare manta --peer-checkout PATH"': measures,

@@ -27,8 +27,8 @@ BODIES: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": "hello"},
     "/detokenize": {"tokens": [1, 2]},
 }
-GETS = ("/v1/models", "/v1/models/{model}", "/health", "/metrics", "/openapi.json")
-OPEN = ("/health", "/metrics", "/openapi.json")
+GETS = ("/v1/models", "/v1/models/{model}", "/health", "/status", "/metrics", "/openapi.json")
+OPEN = ("/health", "/status", "/metrics", "/openapi.json")
 GENERATING = ("/v1/chat/completions", "/v1/completions")
 
 PROCESSORS = """

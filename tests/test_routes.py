@@ -75,6 +75,8 @@ class RepeatingEngines:
     async def model(self) -> ModelInfo:
         return MODEL
 
+    num_held = 0
+
     async def stats(self) -> list[EngineStats]:
         raise ApiError(503, "no engine answers: there is none")
 

@@ -20,6 +20,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     kernels: str
     """The form of the CPU kernels (`workers/kernels/processor.py`), or `torch` without a compiler."""
     load_seconds: float
+    load_phases: dict[str, float] = {}
+    """Seconds of each part of `load_seconds`, in order."""
     advice: str | None = None
     """One line: what keeps the device from its full speed, and the remedy."""
     step_costs: tuple[tuple[int, float], ...] = ()

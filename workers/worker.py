@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import pathlib
-import time
 from collections.abc import Mapping
 
 import msgspec
@@ -22,6 +21,7 @@ from workers.model_runner import ModelRunner
 from workers.parallel.group import Group, OneRank
 from workers.parallel.runner import FollowerRunner, RankRunner
 from workers.parallel.shard import shard_config
+from workers.phases import Phases
 from workers.platforms import Platform, choose_platform
 from workers.step import StepInput, StepOutput
 
@@ -55,7 +55,7 @@ class Worker:
     """
 
     def __init__(self, config: WorkerConfig, draft: ModelConfig | None = None) -> None:
-        started = time.perf_counter()
+        phases = Phases()
         self.processors = LogitsProcessorRegistry(config.logits_processors if config.rank == 0 else {})
         platform = choose_platform(config.device, config.num_threads)
         folder = resolve_model_folder(config.model)
@@ -63,9 +63,11 @@ class Worker:
         share = shard_config(model_config, config.num_ranks)
         dtype = platform.resolve_dtype(config.dtype, model_config.dtype)
         self.group = _open_group(config, platform)
+        phases.end("config")
         dtype = _COMMON_DTYPES[self.group.least(_COMMON_DTYPES.index(dtype))]
         model = load_model(folder, model_config, dtype, platform, group=self.group)
         self.group.least(0)  # all have their weights: what is free now is free for the KV cache
+        phases.end("weights")
         kv_bytes, num_blocks = plan_kv_cache(
             share,
             dtype,
@@ -82,6 +84,7 @@ class Worker:
         num_blocks = self.group.least(num_blocks)
         max_model_len = plan_max_model_len(model_config, config.max_model_len, num_blocks * config.block_size)
         kv_cache = platform.allocate_kv(share, num_blocks, config.block_size, platform.torch_dtype(dtype))
+        phases.end("kv_cache")
         make_runner = ModelRunner if config.num_ranks == 1 else RankRunner if config.rank == 0 else FollowerRunner
         self.runner = make_runner(
             model,
@@ -93,6 +96,7 @@ class Worker:
             max_model_len,
             self.processors,
         )
+        phases.end("runner")
         self.info = ModelInfo(
             folder=str(folder),
             vocab_size=model_config.vocab_size,
@@ -104,7 +108,8 @@ class Worker:
             dtype=dtype,
             platform=platform.name,
             kernels=platform.kernel_form,
-            load_seconds=time.perf_counter() - started,
+            load_seconds=sum(phases.seconds.values()),
+            load_phases=phases.seconds,
             advice=platform.advice,
         )
         logger.info(

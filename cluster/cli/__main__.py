@@ -66,12 +66,15 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     serve.set_defaults(run=_serve)
 
     chat = commands.add_parser("chat", help="talk to a running server in the terminal")
-    where = chat.add_mutually_exclusive_group()
-    where.add_argument("--url", default=DEFAULT_URL, help=f"where the server listens (default: {DEFAULT_URL})")
-    where.add_argument("--port", type=int, help="its port, if it listens on this machine")
+    _add_where(chat)
     chat.add_argument("--model", help="name as in /v1/models (default: the server's first)")
     chat.add_argument("--api-key", help="bearer token, if the server asks for one (default: $MANTA_API_KEY)")
     chat.set_defaults(run=_chat)
+
+    status = commands.add_parser("status", help="say what a running server's engines do, and what is starting")
+    _add_where(status)
+    status.add_argument("--json", action="store_true", dest="as_json", help="print the answer of /status as it is")
+    status.set_defaults(run=_status)
 
     batch = commands.add_parser("batch", help="answer the requests of a file in OpenAI's batch format")
     batch.add_argument("input", metavar="IN.jsonl", help="one request a line: custom_id, method, url, body")
@@ -87,6 +90,16 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
 
     commands.add_parser("bench", help="measure speed, start-up and memory (manta bench --help)", add_help=False)
     return parser, list(commands.choices)
+
+
+def _add_where(parser: argparse.ArgumentParser) -> None:
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--url", default=DEFAULT_URL, help=f"where the server listens (default: {DEFAULT_URL})")
+    where.add_argument("--port", type=int, help="its port, if it listens on this machine")
+
+
+def _url(options: argparse.Namespace) -> str:
+    return options.url if options.port is None else f"http://127.0.0.1:{options.port}"
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
@@ -143,8 +156,13 @@ def _serve(options: argparse.Namespace) -> int:
 def _chat(options: argparse.Namespace) -> int:
     from cluster.cli.chat import run_chat
 
-    url = options.url if options.port is None else f"http://127.0.0.1:{options.port}"
-    return run_chat(url, options.model, options.api_key or os.environ.get("MANTA_API_KEY"))
+    return run_chat(_url(options), options.model, options.api_key or os.environ.get("MANTA_API_KEY"))
+
+
+def _status(options: argparse.Namespace) -> int:
+    from cluster.cli.status import run_status
+
+    return run_status(_url(options), options.as_json)
 
 
 def _batch(options: argparse.Namespace) -> int:

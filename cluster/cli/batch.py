@@ -83,7 +83,7 @@ async def _answer_all(
     # Whoever may start a batch may ask; and a line each in a log would be the output again.
     config = msgspec.structs.replace(config, api_keys=None, priority_clients=("*",), log_requests=False)
     application = HttpApp(config, tokenizer, client, metrics)
-    num_places = config.num_engine_replicas * config.engine.max_num_sequences
+    num_places = config.max_engines * config.engine.max_num_sequences
     try:
         await run(
             application,

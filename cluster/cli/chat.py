@@ -14,8 +14,8 @@ from typing import NamedTuple
 import httpx
 
 from cluster.cli.chat_input import read_message
-from cluster.cli.invocation import program
 from cluster.cli.refusal import Refusal
+from cluster.cli.server import connect, no_server
 
 HELP = (
     "/reset forgets the conversation, /system TEXT sets the system message, /exit leaves; Ctrl-C stops a reply. "
@@ -92,13 +92,7 @@ class Conversation:
 
 def run_chat(url: str, model: str | None, api_key: str | None) -> int:
     """Talks until /exit or end of input. Raises `Refusal` if no server answers or it does not know the model."""
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    base = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
-    timeout = httpx.Timeout(10.0, read=None)  # a reply may wait in the server's queue for long
-    try:
-        client = httpx.Client(base_url=base, headers=headers, timeout=timeout, trust_env=False)
-    except (httpx.InvalidURL, ValueError) as error:
-        raise Refusal(f"--url {url!r} is not a URL: {error}") from error
+    client, base = connect(url, api_key)  # without a limit: a reply may wait in the server's queue for long
     with client:
         conversation = Conversation(client, _choose_model(client, base, model))
         print(f"Talking to {conversation.model} at {base}. {HELP}")
@@ -168,10 +162,7 @@ def _choose_model(client: httpx.Client, base: str, model: str | None) -> str:
     try:
         response = client.get("/v1/models", timeout=10.0)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise Refusal(
-            f"no server answers at {base} ({error or type(error).__name__}); start one with '{program()} serve', or "
-            "say where it listens with --url or --port"
-        ) from error
+        raise no_server(base, error) from error
     if response.status_code != 200:
         raise _refusal(response)
     try:

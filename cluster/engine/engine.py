@@ -87,6 +87,11 @@ class Engine:
     def has_unfinished(self) -> bool:
         return self.scheduler.has_unfinished
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a place in the batch."""
+        return self.scheduler.num_waiting
+
     # ---- the step loop -------------------------------------------------------------------------------------------
 
     def step(self) -> list[SequenceOutput]:

@@ -58,6 +58,25 @@ class ConstraintStats(msgspec.Struct, array_like=True, kw_only=True):
         return self.num_compilers == 0 or self.num_compilers_alive > 0
 
 
+class ServiceStats(msgspec.Struct, array_like=True, kw_only=True):
+    """What the process around an engine knows of it, as a replica of the endpoint's engines."""
+
+    replica: str
+    """Its name in Serve."""
+    node: str
+    """Address of its machine."""
+    start_seconds: dict[str, float]
+    """Of each phase of its start, in order; from the start of its process to the first time that it said it was
+    healthy.
+    """
+    waiting_tokens: int
+    """Prompt tokens of requests that have no first token yet."""
+    ttft_s: float
+    """Within which nine of ten requests got their first token lately, or what the oldest has waited."""
+    requests_per_s: float
+    """That ended, over the last minute."""
+
+
 class EngineStats(msgspec.Struct, array_like=True):
     """A snapshot for `/metrics` and `/health`. Counters only grow; gauges describe this moment."""
 
@@ -97,3 +116,5 @@ class EngineStats(msgspec.Struct, array_like=True):
     drafts: DraftCounts
     grammar_pool: GrammarPoolStats
     constraints: ConstraintStats
+    service: ServiceStats | None = None
+    """None where the engine serves no HTTP endpoint."""

@@ -25,13 +25,18 @@ from cluster.http.metrics import Metrics
 from cluster.http.openapi import openapi_document
 from cluster.http.routes import ROUTES
 from cluster.http.routing import Route, Router
-from cluster.http.state import AppState, OtherMetrics
+from cluster.http.state import AppState, ClusterState, DeploymentState, NodeState, OtherMetrics
 from cluster.text.tokenizer import Tokenizer
 
 
 async def no_other_metrics() -> list[list[Metric]]:
     """For the only replica of the endpoint."""
     return []
+
+
+async def no_cluster() -> tuple[list[DeploymentState], list[NodeState]]:
+    """For an application that Serve does not run."""
+    return [], []
 
 
 class HttpApp:
@@ -45,12 +50,13 @@ class HttpApp:
         metrics: Metrics,
         *,
         other_metrics: OtherMetrics = no_other_metrics,
+        cluster: ClusterState = no_cluster,
         routes: Iterable[Route] = ROUTES,
         returns_request_id: bool = True,
     ) -> None:
         routes = tuple(routes)
         self._config = config
-        self._state = AppState(config, tokenizer, engines, metrics, other_metrics, openapi_document(routes))
+        self._state = AppState(config, tokenizer, engines, metrics, other_metrics, cluster, openapi_document(routes))
         self._router = Router(routes)
         self._room = BodyRoom(config.max_bodies_bytes)
         self._origins = Origins(config)

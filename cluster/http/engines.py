@@ -83,7 +83,12 @@ class Engines(Protocol):
     async def model(self) -> ModelInfo: ...
 
     async def stats(self) -> list[EngineStats]:
-        """Of every replica that answers. Raises `ApiError` 503 if none does."""
+        """Of every replica that answers, of none if none runs. Raises `ApiError` 503 if none answers."""
+        ...
+
+    @property
+    def num_held(self) -> int:
+        """Requests that wait for an engine to start."""
         ...
 
     async def check_reachable(self) -> None:

@@ -35,7 +35,9 @@ class ErrorBody(msgspec.Struct):
 
 
 class ApiError(Exception):
-    """An answer other than 200, in OpenAI's shape. `param` is the field at fault, `code` OpenAI's short name."""
+    """An answer other than 200, in OpenAI's shape. `param` is the field at fault, `code` OpenAI's short name.
+    `retry_after_s` says when to try again if the status is one of `RETRIED_STATUSES`; None is as soon as one likes.
+    """
 
     def __init__(
         self,
@@ -44,6 +46,7 @@ class ApiError(Exception):
         type: str | None = None,
         param: str | None = None,
         code: str | None = None,
+        retry_after_s: float | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -51,6 +54,7 @@ class ApiError(Exception):
         self.type = type or _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
         self.param = param
         self.code = code
+        self.retry_after_s = retry_after_s
 
     def body(self) -> bytes:
         """An `ErrorBody`."""

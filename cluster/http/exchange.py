@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -250,7 +251,9 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def fail(self, error: ApiError) -> None:
-        headers = [(b"retry-after", b"1")] if error.status in RETRIED_STATUSES else []
+        headers = []
+        if error.status in RETRIED_STATUSES:
+            headers.append((b"retry-after", str(max(1, math.ceil(error.retry_after_s or 0))).encode()))
         if error.code in ("client_too_slow", "too_many_bodies"):
             headers.append((b"connection", b"close"))  # nobody knows where the next request would begin
         with contextlib.suppress(Exception):  # the client may be gone

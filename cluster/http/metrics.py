@@ -138,6 +138,12 @@ class Metrics:
             )
             for kind, text in (("draft", "Tokens proposed and verified"), ("accepted", "Proposed tokens accepted"))
         }
+        self._start_seconds = Gauge(
+            "manta:start_seconds",
+            "Of each phase of an engine's start.",
+            ["model_name", "engine", "phase"],
+            registry=self._of_engines,
+        )
         self._counted: dict[str, dict[tuple[Counter, tuple[str, ...]], int]] = defaultdict(dict)
         """By engine: what each counter was seen at, with the labels that follow the engine's."""
         self._options = Gauge(
@@ -173,8 +179,16 @@ class Metrics:
         self._standstill.set(max((stats.seconds_since_progress for stats in engines), default=0.0))
         for field, gauge in self._sums.items():
             gauge.set(sum(map(operator.attrgetter(field), engines)))
+        self._show_starts(engines)
         self._add_up(engines)
         return generate_latest(_Merged([self.own(), *others, self._of_engines.collect()]))
+
+    def _show_starts(self, engines: Sequence[EngineStats]) -> None:
+        """Of those that run."""
+        self._start_seconds.clear()
+        for stats in engines:
+            for phase, seconds in stats.service.start_seconds.items() if stats.service is not None else ():
+                self._start_seconds.labels(self._model, stats.engine_id, phase).set(seconds)
 
     def _add_up(self, engines: Sequence[EngineStats]) -> None:
         """Sets the engines' counters. A restarted engine has another id and begins at 0."""

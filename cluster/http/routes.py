@@ -75,6 +75,7 @@ ROUTES = (
         errors=(503,),
         public=True,
     ),
+    Route("GET", "/status", status.status, "Engines, deployments and nodes", answer=status.Status, public=True),
     Route("GET", "/metrics", status.metrics, "Prometheus metrics", media_type="text/plain", errors=(503,), public=True),
     Route("GET", "/openapi.json", status.openapi, "This document", answer=dict, public=True),
     Route("GET", "/", pages.home, "What is served here", answer=pages.Home, media_type=HTML, public=True),

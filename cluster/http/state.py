@@ -6,6 +6,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
 from prometheus_client.metrics_core import Metric
 
 from cluster.config import ServeConfig
@@ -19,6 +20,31 @@ OtherMetrics = Callable[[], Awaitable[list[list[Metric]]]]
 """What the other replicas of the endpoint counted, of those that answer."""
 
 
+class DeploymentState(msgspec.Struct, kw_only=True):
+    """What Serve says of the engines, the ingress or the standbys."""
+
+    name: str
+    status: str
+    """Serve's word, such as HEALTHY or UPSCALING."""
+    replicas: dict[str, int]
+    """How many are in which state, such as RUNNING or STARTING."""
+    note: str | None = None
+    """What it waits for, or why something does not start."""
+
+
+class NodeState(msgspec.Struct, kw_only=True):
+    """A machine of the cluster."""
+
+    address: str
+    alive: bool
+    resources: dict[str, float]
+    """What Ray may place there: CPUs, GPUs, bytes of memory."""
+
+
+ClusterState = Callable[[], Awaitable[tuple[list[DeploymentState], list[NodeState]]]]
+"""What there is beside the engines that answer."""
+
+
 class AppState:
     """`document` is the OpenAPI document of all routes."""
 
@@ -29,6 +55,7 @@ class AppState:
         engines: Engines,
         metrics: Metrics,
         other_metrics: OtherMetrics,
+        cluster: ClusterState,
         document: dict[str, Any],
     ) -> None:
         self.config = config
@@ -36,6 +63,7 @@ class AppState:
         self.engines = engines
         self.metrics = metrics
         self.other_metrics = other_metrics
+        self.cluster = cluster
         self.document = document
         self.drains = False
         """Serve told this replica to go; it takes what still comes."""

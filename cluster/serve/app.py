@@ -52,7 +52,8 @@ def application(config: ServeConfig, nodes: list[int], shares_port: bool = True)
 
 
 def _engines(config: ServeConfig) -> serve.Application:
-    return engine_deployment(config.engine, config.num_engine_replicas).bind(config.engine)
+    deployment = engine_deployment(config.engine, config.num_engine_replicas, autoscaling=config.autoscaling)
+    return deployment.bind(config.engine)
 
 
 def _for_nodes(config: ServeConfig, nodes: list[int], num_nodes: int = 1) -> ServeConfig:
@@ -63,7 +64,7 @@ def _for_nodes(config: ServeConfig, nodes: list[int], num_nodes: int = 1) -> Ser
         config.engine,
         model=_absolute(config.engine.model),
         tokenizer=_absolute(config.engine.tokenizer),
-        num_threads=threads_each(config.engine, config.num_engine_replicas, nodes),
+        num_threads=threads_each(config.engine, config.max_engines, nodes),
     )
     num_ingresses = config.num_ingress_replicas or (num_nodes if config.http_server == "listener" else 1)
     return msgspec.structs.replace(
@@ -157,11 +158,11 @@ def _connect(config: ServeConfig) -> list[int]:
     address = ray_address()
     if address is None:
         nodes = [num_cores()]
-        own_ray.start(num_claimed(config.engine, config.num_engine_replicas, nodes))
+        own_ray.start(num_claimed(config.engine, config.max_engines, nodes))
     else:
         joined_ray.start(address)
         nodes = node_cpus()
-        check_room(config.engine, config.num_engine_replicas, nodes)
+        check_room(_for_nodes(config, nodes).engine, config.num_initial_engines, nodes)
     return nodes
 
 

@@ -70,6 +70,8 @@ class RequestResult(msgspec.Struct, kw_only=True):
     param: str | None = None
     queue_full: str | None = None
     """Why it cannot be served now (HTTP 429)."""
+    retry_after_s: float | None = None
+    """With `queue_full`: when to try again, as far as the engine can tell."""
 
 
 class EngineFailed(RuntimeError):

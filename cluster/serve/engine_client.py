@@ -7,10 +7,14 @@ then goes on elsewhere (`prompt_run.py`). Implements `cluster.http.engines.Engin
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
+
+from cluster.config import EngineConfig
 from cluster.engine.request import EngineRequest, QueueFull, RequestRefused, SequenceOutput
 from cluster.engine.stats import EngineStats
 from cluster.http.errors import ApiError
@@ -18,6 +22,7 @@ from cluster.http.metrics import Metrics
 from cluster.serve import replicas
 from cluster.serve.channel import BEAT_S, Address, Connection, OutputReceiver, RequestResult
 from cluster.serve.prompt_run import PromptRun
+from cluster.serve.scaling.waking import Waker
 from cluster.serve.start_failure import in_words
 from cluster.serve.submission import Submission
 from cluster.text.tokenizer import Tokenizer
@@ -38,10 +43,19 @@ class EngineClient:
     """Owns the output channel of one ingress and knows who waits for which request.
 
     `engine` is the handle of the engine deployment, `host` the address of this machine at which engines reach it.
-    `standby` is the handle of engines that serve while no other one can.
+    `standby` is the handle of engines that serve while no other one can. Of requests that find no engine, `max_held`
+    wait for one to start.
     """
 
-    def __init__(self, engine: Any, tokenizer: Tokenizer, host: str, metrics: Metrics, standby: Any = None) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        tokenizer: Tokenizer,
+        host: str,
+        metrics: Metrics,
+        standby: Any = None,
+        max_held: int = EngineConfig().max_num_waiting,
+    ) -> None:
         self._handles = {ENGINE: engine} if standby is None else {ENGINE: engine, STANDBY: standby}
         self._greeting: asyncio.Task[None] | None = None
         self.tokenizer = tokenizer
@@ -53,6 +67,7 @@ class EngineClient:
         self._call_lock = asyncio.Lock()
         self.suspects = asyncio.Lock()
         self._watching: asyncio.Task[None] | None = None
+        self._waker = Waker(self._is_asleep, lambda: self._engine.start_seconds.remote(), max_held)
 
     def submit(
         self,
@@ -79,15 +94,27 @@ class EngineClient:
         """Ends the connections with the engines, after the calls of what has ended; for a process that goes on."""
         if self._ending:
             await asyncio.wait(self._ending)
+        await self._waker.close()
         await self._receiver.close()
 
     async def _greet(self) -> None:
-        """Serve tells of the standby's replicas once it was called."""
+        """Serve tells of a deployment's replicas once they were called; engines tell how long their start took."""
+        with contextlib.suppress(ApiError):  # none runs yet
+            await self.stats()
         if STANDBY in self._handles:
             try:
                 await self._handles[STANDBY].model.remote()
             except Exception as error:  # whatever it is, the standby's first call meets it again
                 logger.warning("the standby does not answer: %s", in_words(error))
+
+    def _greet_again(self) -> None:
+        """If no engine ran when this ingress started: now one does."""
+        if not self._waker.is_measured and self._greeting is not None and self._greeting.done():
+            self._greeting = asyncio.ensure_future(self._greet())
+
+    def _is_asleep(self) -> bool:
+        """Whether no engine runs, as far as Serve has told."""
+        return ENGINE in self._replicas.running and not any(self._replicas.running.values())
 
     @property
     def _engine(self) -> Any:
@@ -104,12 +131,19 @@ class EngineClient:
             raise ApiError(503, f"the ingress cannot listen for engines: {in_words(error)}; retry") from error
 
     async def generate(self, request: EngineRequest) -> RequestResult:
-        """One Serve call that stays open as long as the request runs; Serve asks `EngineRouter` for the replica."""
+        """One Serve call that stays open as long as the request runs; Serve asks `EngineRouter` for the replica.
+
+        Raises `ApiError` 503 if no engine is there in time.
+        """
         address = await self._listen()
+        assert request.deadline_s is not None
+        left_s = await self._waker.wait(request.deadline_s, is_new=request.continued is None)
+        request = msgspec.structs.replace(request, deadline_s=left_s)
         async with self._call_lock:  # one a turn of the event loop: 1,000 at once hold it for half a second
             await asyncio.sleep(0)
         if self._watching is None:
             self._watching = asyncio.ensure_future(self._watch())
+            self._greet_again()
         response = self._engine.generate.remote(request, address)
         try:
             return await response
@@ -137,13 +171,18 @@ class EngineClient:
         return await self._engine.model.remote()
 
     async def stats(self) -> list[EngineStats]:
-        """Of every engine replica that answers. Raises `ApiError` 503 if none does."""
+        """Of every engine replica that answers; of none if Serve runs none. Raises `ApiError` 503 if none answers."""
+        if self._is_asleep():
+            return []
         answers = await asyncio.gather(*map(self._stats_of, self._handles.values()))
         found = [answer for answers_of_one in answers for answer in answers_of_one]
         stats = [each for each in found if isinstance(each, EngineStats)]
         if not stats:
             reasons = sorted({type(error).__name__ for error in found})
             raise ApiError(503, f"no engine answers: {', '.join(reasons) or 'there is none'}")
+        starts = [sum(each.service.start_seconds.values()) for each in stats if each.service is not None]
+        if starts:
+            self._waker.measured(max(starts))
         return stats
 
     async def _stats_of(self, handle: Any) -> list[Any]:
@@ -152,6 +191,11 @@ class EngineClient:
             return await asyncio.to_thread(answers.results, timeout_s=ANSWER_TIMEOUT_S, return_exceptions=True)
         except Exception as error:
             return [error]
+
+    @property
+    def num_held(self) -> int:
+        """Requests that wait here for an engine to start."""
+        return self._waker.num_held
 
     def cancel_later(self, call: asyncio.Task[None]) -> None:
         self._ending.add(call)

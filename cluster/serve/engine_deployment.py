@@ -19,22 +19,33 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
+import psutil
+import ray
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
-from cluster.config import EngineConfig
+from cluster.config import AutoscalingOptions, EngineConfig
 from cluster.engine.ranks.claims import own_cpus
 from cluster.engine.request import EngineRequest, QueueFull, RequestRefused, SequenceOutput, Usage
-from cluster.engine.stats import EngineStats
+from cluster.engine.stats import EngineStats, ServiceStats
 from cluster.serve.burst import Burst
 from cluster.serve.channel import BEAT_S, Address, Control, EngineFailed, OutputSender, RequestResult
 from cluster.serve.replicas import own_name
 from cluster.serve.request_router import EngineRouter
+from cluster.serve.scaling.autoscaling import autoscaling_config
+from cluster.serve.scaling.meter import LoadMeter
 from cluster.serve.start_failure import told_in_words
 from structured.constraint import ConstraintSpec, Resolved
 from workers.model_info import ModelInfo
+from workers.phases import Phases
 
 logger = logging.getLogger(__name__)
+
+
+IMPORTS, ENGINE, WARM_UP, FIRST_HEALTH = "imports", "engine", "warm_up", "first_health"
+"""Phases of a start, after `process` (Python and Ray's worker) and beside those of `ModelInfo`: torch; of the engine
+what loading the model is not, such as the start of ranks; compilers; until Serve knows.
+"""
 
 
 class _Running(msgspec.Struct):
@@ -54,14 +65,20 @@ class EngineReplica:
             self._start(config)
 
     def _start(self, config: EngineConfig) -> None:
+        self._phases = Phases(process=time.time() - psutil.Process().create_time())
         from cluster.engine.engine import Engine  # imports torch, which whoever only deploys this class needs not
 
+        self._phases.end(IMPORTS)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.engine = Engine(config, has_messages=lambda: not self._inbox.empty())
+        self._phases.end(ENGINE)
+        self._phases.split(ENGINE, self.engine.model.load_phases)
+        self._meter = LoadMeter()
         self._running: dict[str, _Running] = {}
         """Read and changed by the step thread only."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._sender = OutputSender(own_name(), self._on_control, self._on_lost_ingress)
+        self._node = ray.util.get_node_ip_address()
         self._num_calls = 0
         """Of `generate`, open."""
         self._beating: asyncio.Task[None] | None = None
@@ -75,6 +92,7 @@ class EngineReplica:
         except RequestRefused as error:  # a model without a tokenizer.json serves everything else
             logger.warning("%s", error)
         gc.freeze()  # what stays for life need not be looked through again, while a step waits
+        self._phases.end(WARM_UP)
 
     # ---- remote calls --------------------------------------------------------------------------------------------
 
@@ -110,7 +128,7 @@ class EngineReplica:
             except RequestRefused as error:
                 return RequestResult(refused=str(error), param=error.param)
             except QueueFull as error:
-                return RequestResult(queue_full=str(error))
+                return self._full(error)
         result: asyncio.Future[RequestResult] = asyncio.get_running_loop().create_future()
         num_open = len(request.continued or ()) or request.params.n
         self._inbox.put(lambda: self._add(request, constraint, _Running(address, result, num_open)))
@@ -131,13 +149,38 @@ class EngineReplica:
         return self.engine.model
 
     async def stats(self) -> EngineStats:
-        stats = self.engine.stats()
+        service = ServiceStats(
+            replica=own_name(),
+            node=self._node,
+            start_seconds=self._phases.seconds,
+            waiting_tokens=self._meter.waiting_tokens,
+            ttft_s=self._meter.ttft_s,
+            requests_per_s=self._meter.requests_per_s,
+        )
+        stats = msgspec.structs.replace(self.engine.stats(), service=service)
         return stats if self._failure is None else msgspec.structs.replace(stats, alive=False)
+
+    async def start_seconds(self) -> float:
+        """That its start took, from its process's first moment."""
+        return sum(self._phases.seconds.values())
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Called by Serve; read by `cluster/serve/scaling/decision.py`."""
+        stats = self.engine.stats()
+        return {
+            "num_sequences": stats.num_running + stats.num_waiting,
+            "kv_usage": stats.kv_usage,
+            "waiting_tokens": self._meter.waiting_tokens,
+            "ttft_s": self._meter.ttft_s,
+        }
 
     async def check_health(self) -> None:
         """Called by Serve, which replaces a replica that raises here."""
         if self._failure is not None:
             raise RuntimeError(self._failure)
+        if FIRST_HEALTH not in self._phases.seconds:
+            self._phases.end(FIRST_HEALTH)
+            print(start_line(self._phases.seconds), flush=True)
 
     def _on_control(self, control: Control) -> None:
         if control.index is None:
@@ -186,9 +229,13 @@ class EngineReplica:
         except RequestRefused as error:
             self._reply(running, RequestResult(refused=str(error), param=error.param))
         except QueueFull as error:
-            self._reply(running, RequestResult(queue_full=str(error)))
+            self._reply(running, self._full(error))
         else:
             self._running[request.request_id] = running
+            self._meter.arrived(request.request_id, len(request.prompt_token_ids))
+
+    def _full(self, error: QueueFull) -> RequestResult:
+        return RequestResult(queue_full=str(error), retry_after_s=self._meter.retry_after_s(self.engine.num_waiting))
 
     def _finish(self, control: Control) -> None:
         assert control.index is not None
@@ -204,6 +251,8 @@ class EngineReplica:
         frames: dict[Address, list[SequenceOutput]] = {}
         for output in outputs:
             frames.setdefault(self._running[output.request_id].address, []).append(output)
+            if output.token_ids:
+                self._meter.has_first_token(output.request_id)
         loop = self._loop
         assert loop is not None
         loop.call_soon_threadsafe(self._send, frames)
@@ -224,6 +273,7 @@ class EngineReplica:
             running.usages.append(usage)
             if not running.num_open:
                 del self._running[output.request_id]
+                self._meter.ended(output.request_id)
                 usage = Usage.of_choices(usage.num_prompt_tokens, running.usages)
                 self._reply(running, RequestResult(finish=output.finish, usage=usage))
 
@@ -254,12 +304,23 @@ class EngineReplica:
                 self._inbox.get()()
 
 
-def engine_deployment(config: EngineConfig, num_replicas: int, name: str = "engine") -> Any:
-    """The Serve deployment; bind it with the configuration, which says how many threads the model has."""
+def start_line(seconds: dict[str, float]) -> str:
+    """How long a start took, and which part of it what."""
+    parts = ", ".join(f"{name} {each:.2f}" for name, each in seconds.items())
+    return f"the engine started in {sum(seconds.values()):.2f} s: {parts}"
+
+
+def engine_deployment(
+    config: EngineConfig, num_replicas: int, name: str = "engine", autoscaling: AutoscalingOptions | None = None
+) -> Any:
+    """The Serve deployment; bind it with the configuration, which says how many threads the model has. With
+    `autoscaling` there are as many replicas as that says.
+    """
     return serve.deployment(
         EngineReplica,
         name=name,
-        num_replicas=num_replicas,
+        num_replicas=num_replicas if autoscaling is None else None,
+        autoscaling_config=None if autoscaling is None else autoscaling_config(autoscaling, config),
         # The engine's own queue limit refuses (429): Serve must not hold requests back before it sees them.
         max_ongoing_requests=config.max_num_sequences + config.max_num_waiting + 1024,
         health_check_period_s=1,  # Serve learns so of a death, and starts another replica

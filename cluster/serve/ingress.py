@@ -26,6 +26,7 @@ from cluster.http.exchange import Receive, Scope, Send
 from cluster.http.metrics import Metrics
 from cluster.serve.engine_client import ANSWER_TIMEOUT_S, EngineClient
 from cluster.serve.listening.listener import Listener
+from cluster.serve.scaling.cluster_state import cluster_state
 from cluster.serve.start_failure import told_in_words
 from cluster.text.tokenizer import Tokenizer
 from workers.checkpoints.model_config import resolve_model_folder
@@ -54,13 +55,21 @@ class Ingress:
             logging.getLogger(__name__).warning(warning)
         self._metrics = Metrics(config.model_name, _replica_id() if (config.num_ingress_replicas or 1) > 1 else None)
         self._metrics.show_options(config)
-        self._client = EngineClient(engine, tokenizer, ray.util.get_node_ip_address(), self._metrics, standby)
+        self._client = EngineClient(
+            engine,
+            tokenizer,
+            ray.util.get_node_ip_address(),
+            self._metrics,
+            standby,
+            max_held=config.engine.max_num_waiting,
+        )
         self._app = HttpApp(
             config,
             tokenizer,
             self._client,
             self._metrics,
             other_metrics=self._other_metrics,
+            cluster=lambda: asyncio.to_thread(cluster_state),
             returns_request_id=self.returns_request_id,
         )
         gc.freeze()  # what stays for life need not be looked through again, while streams wait

@@ -161,9 +161,13 @@ def _failed_deployment(application: ApplicationStatusOverview) -> tuple[str, str
     return ("application", application.message) if application.status == "DEPLOY_FAILED" else None
 
 
-def waiting_for_room(application: ApplicationStatusOverview) -> str | None:
-    """That a deployment claims more than the cluster has free now, and the remedy; None where none waits for that."""
+def waiting_for_room(application: ApplicationStatusOverview, which: str | None = None) -> str | None:
+    """That a deployment, or that one of them, claims more than the cluster has free now, and the remedy; None where
+    none waits for that.
+    """
     for name, deployment in application.deployments.items():
+        if which not in (None, name):
+            continue
         match = _NO_ROOM.search(deployment.message)
         if match is not None:
             return (

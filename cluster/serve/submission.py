@@ -214,6 +214,6 @@ class Submission:
 
 def _refusal(result: RequestResult) -> ApiError:
     if result.queue_full is not None:
-        return ApiError(429, result.queue_full, code="queue_full")
+        return ApiError(429, result.queue_full, code="queue_full", retry_after_s=result.retry_after_s)
     code = "context_length_exceeded" if "tokens" in (result.refused or "") and result.param == "prompt" else None
     return ApiError(400, result.refused or "", param=result.param, code=code)

@@ -1,29 +1,43 @@
-"""`GET /health`, `/-/healthz`, `/metrics` and `/openapi.json`: how the server is, what it counted, what it offers."""
+"""`GET /health`, `/-/healthz`, `/status`, `/metrics` and `/openapi.json`: how the server is, what runs where, what it
+counted and what it offers.
+"""
 
 from __future__ import annotations
 
+import time
 from typing import Any, Literal
 
 import msgspec
 
+from cluster.config import ServeConfig
 from cluster.engine.stats import EngineStats
 from cluster.http.errors import ApiError
 from cluster.http.exchange import Exchange
-from cluster.http.state import AppState
+from cluster.http.state import AppState, DeploymentState, NodeState
+from cluster.version import version
 
 
 class Health(msgspec.Struct, omit_defaults=True, kw_only=True):
     status: Literal["ok", "degraded"]
     reason: str | None = None
-    """Why it is degraded."""
+    """Why it is degraded, or ok with no engine."""
 
 
 async def health(state: AppState, exchange: Exchange, _: None) -> Health:
-    """200 while an engine is healthy and can send tokens here, and this replica is to stay."""
+    """200 while this replica is to stay and an engine is healthy and can send tokens here, or while all engines are
+    stopped for want of work.
+    """
     if state.drains:
         raise ApiError(503, "this replica was told to go; ask another one")
     await state.engines.check_reachable()
-    return health_of(await state.engines.stats(), state.config.health_bound_s)
+    engines = await state.engines.stats()
+    if not engines and may_stop_all(state.config):
+        return Health(status="ok", reason="no engine runs; the next request starts one")
+    return health_of(engines, state.config.health_bound_s)
+
+
+def may_stop_all(config: ServeConfig) -> bool:
+    return config.autoscaling is not None and config.autoscaling.min_replicas == 0
 
 
 def health_of(engines: list[EngineStats], bound_s: float) -> Health:
@@ -48,6 +62,88 @@ async def ready(state: AppState, exchange: Exchange, _: None) -> None:
     """What Serve's proxies answer here, for load balancers that were set up for those."""
     status, text = (503, b"This node is being drained.") if state.drains else (200, b"success")
     await exchange.send_body(text, "text/plain; charset=utf-8", status)
+
+
+class EngineState(msgspec.Struct, kw_only=True):
+    """One engine that answers."""
+
+    replica: str
+    """The last part of its name in Serve."""
+    node: str
+    state: Literal["idle", "running", "stands still", "failed"]
+    num_running: int
+    """Sequences in its batch."""
+    num_waiting: int
+    waiting_tokens: int
+    """Prompt tokens of requests without a first token."""
+    kv_usage: float
+    """Share of its KV blocks that running sequences hold."""
+    cache_hit_rate: float | None
+    """Share of all prompt tokens so far that the prefix cache had; None before the first."""
+    ttft_s: float
+    requests_per_s: float
+    start_seconds: dict[str, float]
+    """Of each phase of its start, in order."""
+
+
+class Status(msgspec.Struct, kw_only=True):
+    """All that `manta status` shows."""
+
+    version: str
+    uptime_s: float
+    """Of the ingress that answers."""
+    num_held: int
+    """Requests that wait at this ingress for an engine to start."""
+    engines: list[EngineState]
+    deployments: list[DeploymentState]
+    nodes: list[NodeState]
+    problem: str | None = None
+    """Why the engines do not answer."""
+
+
+async def status(state: AppState, exchange: Exchange, _: None) -> Status:
+    """Answered whatever the engines do."""
+    problem, stats = None, []
+    try:
+        stats = await state.engines.stats()
+    except ApiError as error:
+        problem = error.message
+    deployments, nodes = await state.cluster()
+    return Status(
+        version=version(),
+        uptime_s=time.time() - state.created,
+        num_held=state.engines.num_held,
+        engines=[_engine_state(each, state.config.health_bound_s) for each in stats],
+        deployments=deployments,
+        nodes=nodes,
+        problem=problem,
+    )
+
+
+def _engine_state(stats: EngineStats, bound_s: float) -> EngineState:
+    service = stats.service
+    assert service is not None, "replicas say it"
+    return EngineState(
+        replica=service.replica.rpartition("#")[2],
+        node=service.node,
+        state=_word(stats, bound_s),
+        num_running=stats.num_running,
+        num_waiting=stats.num_waiting,
+        waiting_tokens=service.waiting_tokens,
+        kv_usage=stats.kv_usage,
+        cache_hit_rate=stats.prefix_cache_hits / stats.prefix_cache_queries if stats.prefix_cache_queries else None,
+        ttft_s=service.ttft_s,
+        requests_per_s=service.requests_per_s,
+        start_seconds=service.start_seconds,
+    )
+
+
+def _word(stats: EngineStats, bound_s: float) -> Literal["idle", "running", "stands still", "failed"]:
+    if not stats.alive:
+        return "failed"
+    if stats.seconds_since_progress > bound_s:
+        return "stands still"
+    return "running" if stats.num_running + stats.num_waiting else "idle"
 
 
 async def metrics(state: AppState, exchange: Exchange, _: None) -> None:

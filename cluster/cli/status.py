@@ -1,0 +1,108 @@
+"""`manta status`: what a running server says of its engines, of what Serve starts or stops, and of its nodes.
+
+It asks `GET /status` of the endpoint, which needs no key; `--json` prints the answer as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import httpx
+import msgspec
+
+from cluster.cli.refusal import Refusal
+from cluster.cli.server import connect, no_server
+from cluster.http.endpoints.status import EngineState, Status
+from cluster.http.state import DeploymentState, NodeState
+
+ANSWER_S = 30.0
+"""The server waits 3 s for its engines."""
+ENGINES = ("engine", "node", "state", "running", "waiting", "KV", "cache hits", "first token", "requests/s", "start")
+NUM_PHASES = 3
+"""Of a start, the longest ones are shown."""
+
+
+def run_status(url: str, as_json: bool) -> int:
+    """Prints it. Raises `Refusal` if no server answers, or what answers is no Manta."""
+    client, base = connect(url, read_timeout_s=ANSWER_S)
+    with client:
+        try:
+            response = client.get("/status")
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise no_server(base, error) from error
+    try:
+        status = msgspec.json.decode(response.content, type=Status)
+    except msgspec.DecodeError as error:
+        raise Refusal(
+            f"what answers at {base} (HTTP {response.status_code}) is no Manta that knows /status; say with --url "
+            "where it listens"
+        ) from error
+    print(response.text if as_json else "\n".join(lines(status, base)))
+    return 0
+
+
+def lines(status: Status, base: str) -> Iterator[str]:
+    """For people."""
+    yield f"Manta {status.version} at {base}, for {_duration(status.uptime_s)}"
+    if status.num_held:
+        yield f"{status.num_held} requests wait here for an engine to start"
+    yield ""
+    if status.problem is not None:
+        yield f"The engines do not answer: {status.problem}"
+    elif not status.engines:
+        yield "No engine runs; a request starts one."
+    else:
+        yield from table([ENGINES, *map(_engine, status.engines)])
+    if status.deployments:
+        yield ""
+        yield from table([("deployment", "status", "replicas"), *map(_deployment, status.deployments)])
+        yield from (f"{each.name}: {each.note}" for each in status.deployments if each.note)
+    if status.nodes:
+        yield ""
+        yield from table([("node", "", "resources"), *map(_node, status.nodes)])
+
+
+def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _engine(engine: EngineState) -> tuple[str, ...]:
+    return (
+        engine.replica,
+        engine.node,
+        engine.state,
+        str(engine.num_running),
+        f"{engine.num_waiting} ({engine.waiting_tokens} tokens)" if engine.waiting_tokens else str(engine.num_waiting),
+        f"{engine.kv_usage:.0%}",
+        "-" if engine.cache_hit_rate is None else f"{engine.cache_hit_rate:.0%}",
+        f"{engine.ttft_s:.2f} s" if engine.ttft_s else "-",
+        f"{engine.requests_per_s:.1f}",
+        _start(engine.start_seconds),
+    )
+
+
+def _start(seconds: dict[str, float]) -> str:
+    longest = sorted(seconds.items(), key=lambda each: -each[1])[:NUM_PHASES]
+    return f"{sum(seconds.values()):.1f} s ({', '.join(f'{name} {each:.1f}' for name, each in longest)})"
+
+
+def _deployment(deployment: DeploymentState) -> tuple[str, ...]:
+    replicas = ", ".join(f"{number} {state.lower()}" for state, number in deployment.replicas.items())
+    return deployment.name, deployment.status.lower(), replicas or "none"
+
+
+def _node(node: NodeState) -> tuple[str, ...]:
+    resources = (
+        f"{amount / 2**30:.1f} GiB memory" if name == "memory" else f"{amount:g} {name}"
+        for name, amount in sorted(node.resources.items())
+    )
+    return node.address, "alive" if node.alive else "gone", ", ".join(resources)
+
+
+def _duration(seconds: float) -> str:
+    minutes = int(seconds) // 60
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes} min {int(seconds) % 60} s" if minutes else f"{seconds:.0f} s"

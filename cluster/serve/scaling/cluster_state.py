@@ -1,0 +1,75 @@
+"""What Serve and Ray say of this application: its deployments, what of them is starting and why something is not, and
+the nodes. Read by `/status`; Serve's messages are put in words.
+"""
+
+from __future__ import annotations
+
+import re
+
+import ray
+from ray import serve
+from ray.serve.exceptions import RayServeException
+from ray.serve.schema import ApplicationStatusOverview, DeploymentStatusOverview
+
+from cluster.http.state import DeploymentState, NodeState
+from cluster.serve.start_failure import in_words, last_exception, waiting_for_room
+
+_SLOW_START = re.compile(r"has (\d+) replicas that have taken more than (\d+)s to initialize")
+
+
+def cluster_state() -> tuple[list[DeploymentState], list[NodeState]]:
+    """Of the application to which this process belongs. Blocks for a call to Serve's controller."""
+    return _deployments(), _nodes()
+
+
+def _deployments() -> list[DeploymentState]:
+    try:
+        name = serve.get_replica_context().app_name
+    except RayServeException:  # no replica: a batch job, or a test
+        return []
+    try:
+        application = serve.status().applications.get(name)
+    except Exception as error:  # the controller may be gone, and whatever Ray raises then has many names
+        note = f"Serve's controller does not answer: {in_words(error)}"
+        return [DeploymentState(name="Serve", status="UNKNOWN", replicas={}, note=note)]
+    if application is None:
+        return []
+    return [deployment_state(application, each) for each in application.deployments]
+
+
+def deployment_state(application: ApplicationStatusOverview, name: str) -> DeploymentState:
+    overview = application.deployments[name]
+    return DeploymentState(
+        name=name,
+        status=overview.status.value,
+        replicas={str(state): number for state, number in overview.replica_states.items() if number},
+        note=waiting_for_room(application, name) or _note(overview),
+    )
+
+
+def _note(overview: DeploymentStatusOverview) -> str | None:
+    """Serve's message in one line; of a failed start what the replica said."""
+    message = overview.message.strip()
+    if not message:
+        return None
+    slow = _SLOW_START.search(message)
+    if slow is not None:
+        return f"{slow[1]} have been starting for more than {slow[2]} s; their logs say what they do"
+    return last_exception(message) if "Traceback" in message else " ".join(message.split())
+
+
+def _nodes() -> list[NodeState]:
+    if not ray.is_initialized():
+        return []
+    return [
+        NodeState(
+            address=node["NodeManagerAddress"],
+            alive=node["Alive"],
+            resources={
+                name: amount
+                for name, amount in node["Resources"].items()
+                if not name.startswith(("node:", "object_store_memory", "accelerator_type:"))
+            },
+        )
+        for node in ray.nodes()
+    ]
