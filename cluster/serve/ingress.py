@@ -24,6 +24,7 @@ from cluster.http.metrics import Metrics
 from cluster.serve.engine_client import ANSWER_TIMEOUT_S, EngineClient
 from cluster.serve.listener import Listener
 from cluster.serve.start_failure import told_in_words
+from cluster.telemetry.server_span import open_server_spans
 from cluster.text.tokenizer import Tokenizer
 from workers.checkpoints.model_config import resolve_model_folder
 
@@ -54,6 +55,7 @@ class Ingress:
             self._metrics,
             other_metrics=self._other_metrics,
             returns_request_id=self.returns_request_id,
+            spans=open_server_spans(),
         )
         gc.freeze()  # what stays for life need not be looked through again, while streams wait
 
