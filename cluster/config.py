@@ -241,7 +241,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     health_bound_s: Seconds = 30.0
     """`/health` fails when work is pending and for this long no step brought a token, an end or a computed position."""
     log_requests: bool = True
-    """One structured log line a finished request, with its id."""
+    """One structured log line a finished request, with its id, and one where it went on on another engine. Engines log
+    in any case what they aborted, preempted, continued or failed at.
+    """
 
     def __post_init__(self) -> None:
         if self.autoscaling is None:

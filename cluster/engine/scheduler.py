@@ -43,15 +43,13 @@ class Scheduler:
         num_lookahead_tokens: int = 0,
         length_remedy: str = "",
     ) -> None:
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.max_num_sequences = max_num_sequences
+        self.max_num_batched_tokens, self.max_num_sequences = max_num_batched_tokens, max_num_sequences
         self.max_model_len, self._length_remedy = max_model_len, length_remedy
         self.blocks = blocks
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
-        self.prefix_cache_queries = 0
-        self.prefix_cache_hits = 0
-        self.num_preemptions = 0
+        self.preempted: list[Sequence] = []  # since the last step was planned
+        self.prefix_cache_queries = self.prefix_cache_hits = self.num_preemptions = 0
         self.has_advanced = False
         """Whether the last step brought a token, an end or a position that stays computed."""
         self.drafts = DraftCounts()
@@ -137,6 +135,7 @@ class Scheduler:
     def schedule(self) -> StepInput:
         """Plans the next step."""
         plan = self._plan
+        self.preempted.clear()
         self._make_way_for_priority()
         self._schedule_running(plan)
         plan.start_branches()
@@ -280,6 +279,7 @@ class Scheduler:
         self.running.remove(sequence)
         self._release(sequence)
         bisect.insort(self.waiting, sequence, key=_ORDER)
+        self.preempted.append(sequence)
         self.num_preemptions += 1
 
     def _release(self, sequence: Sequence) -> None:
