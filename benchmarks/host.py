@@ -5,6 +5,8 @@ returns the same tensors whatever it is asked, and the vocabulary is so small th
 
     step        a decode step by number of rows: microseconds a sequence by who spends them, and milliseconds a step
     admission   the same for arrivals: `add_request`, then steps until all of them run
+    loops       the plain step loop against the overlapped one, in turns: with a device of its own that takes
+                `DEVICE_S` for each step (`PacedDevice`), and with the tiny model on this machine's cores
 
 The *floor* is what plain Python takes for the objects alone: a `ScheduledSequence`, a `SamplePoint` and a
 `SequenceOutput` a sequence, a token appended to its list and to its array. Times are medians over steps; collections of
@@ -21,7 +23,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,9 +32,14 @@ from benchmarks.checkpoints import benchmark_checkpoint
 from benchmarks.report import machine
 from cluster.config import EngineConfig
 from cluster.engine.engine import Engine
+from cluster.engine.executor import InProcessExecutor
+from cluster.engine.overlap.engine import OverlappedEngine
+from cluster.engine.overlap.stream import DeviceStream, Drawn, ThreadStream
 from cluster.engine.request import EngineRequest, SequenceOutput
+from structured.constraint import ConstraintSpec
+from structured.masks import MaskBatch
 from workers.sampling_params import SamplingParams
-from workers.step import SamplePoint, ScheduledSequence, StepInput
+from workers.step import SamplePoint, ScheduledSequence, StepInput, StepOutput
 
 ROWS = (1, 32, 256, 1024, 4096)
 ARRIVALS = (256, 1024, 4096)
@@ -41,7 +48,10 @@ WARM_UP_STEPS = 4
 PHASES = ("schedule", "masks", "execute", "sample", "update")
 """Of a step, in their order; `execute` and `sample` are the runner's."""
 BAR_ROWS, BAR_MS = 256, 1.5
-PARTS = ("step", "admission")
+DEVICE_S = 0.005
+LOOP_ROWS = (1, 32, 256)
+LOOP_ROUNDS = 9
+PARTS = ("step", "admission", "loops")
 
 
 class FreeModel:
@@ -59,24 +69,63 @@ class FreeModel:
         return self._logits[: len(hidden)]
 
 
+class FreeExecutor(InProcessExecutor):
+    """The free model in a worker of its own."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        max_rows = max(config.max_num_sequences, config.max_num_batched_tokens)
+        self._worker.runner.model = FreeModel(max_rows, self.model.vocab_size)  # type: ignore[attr-defined]
+
+
+class PacedDevice(FreeExecutor):
+    """As a device that works by itself: a call launches a step and returns, each step begins when the one before it is
+    done and takes `DEVICE_S`, and its tokens are there when it is done.
+    """
+
+    _done_at = 0.0
+
+    def execute(self, step: StepInput) -> None:
+        super().execute(step)
+        if step.scheduled:
+            self._done_at = max(self._done_at, time.perf_counter()) + DEVICE_S
+
+    def draw(self, masks: MaskBatch | None = None) -> PacedDraw:  # type: ignore[override]
+        return PacedDraw(super().draw(masks), self._done_at)
+
+    def sample(self, masks: MaskBatch | None = None) -> StepOutput:
+        return self.draw(masks).result()
+
+    def is_computing(self) -> bool:
+        return time.perf_counter() < self._done_at
+
+
+class PacedDraw(NamedTuple):
+    drawn: Drawn
+    done_at: float
+
+    def result(self) -> StepOutput:
+        time.sleep(max(0.0, self.done_at - time.perf_counter()))
+        return self.drawn.result()
+
+
 def make_engine(max_rows: int) -> Engine:
-    """An engine that costs nothing on the device, its grammar pool started as a server's is."""
-    config = EngineConfig(
-        model=str(benchmark_checkpoint("one-layer-llama")),
+    """With the free model, and its grammar pool started as a server's is."""
+    config = config_of("one-layer-llama", max_rows)
+    engine = Engine(config, executor=FreeExecutor(config))
+    engine.resolve(ConstraintSpec(kind="regex", text="a")).result()  # what starts in the background is there now
+    return engine
+
+
+def config_of(checkpoint: str, max_rows: int) -> EngineConfig:
+    return EngineConfig(
+        model=str(benchmark_checkpoint(checkpoint)),
         max_num_sequences=max_rows,
+        max_num_batched_tokens=max(2048, max_rows),
         max_num_waiting=max(ARRIVALS),
         kv_cache_bytes=2**28,
         max_model_len=1024,
-        num_threads=1,
     )
-    engine = Engine(config)
-    worker = engine.executor._worker  # type: ignore[attr-defined]
-    worker.runner.model = FreeModel(max(max_rows, config.max_num_batched_tokens), engine.vocab_size)
-    engine.warm_up()
-    pool = engine.masks.pool
-    while pool is not None and not all(worker.transport.is_ready() for worker in pool.workers):
-        time.sleep(0.01)
-    return engine
 
 
 def add_requests(engine: Engine, count: int, max_tokens: int) -> None:
@@ -121,7 +170,8 @@ class Stopwatch:
 
 def run_all(engine: Engine, count: int, num_steps: int) -> None:
     """Brings `count` requests to where all decode."""
-    add_requests(engine, count, WARM_UP_STEPS + num_steps + 2 + -(-count * PROMPT // engine.config.max_num_batched_tokens))
+    num_prefills = -(-count * PROMPT // engine.config.max_num_batched_tokens)
+    add_requests(engine, count, num_prefills + WARM_UP_STEPS + num_steps + 2)
     while engine.scheduler.num_waiting:
         engine.step()
     for _ in range(WARM_UP_STEPS):
@@ -189,7 +239,7 @@ def step_part(rows: Sequence[int], num_steps: int) -> None:
         print(f"{most} rows cost {whole_us[most] / whole_us[BAR_ROWS]:.2f} times as much a sequence as {BAR_ROWS}")
 
 
-def admission_part(arrivals: Sequence[int], num_steps: int) -> None:
+def admission_part(arrivals: Sequence[int]) -> None:
     """Prints a row for each number of arrivals."""
     print("\n| arrivals | add_request, us each | steps until all run, us each | together, s |")
     print("| --- | --- | --- | --- |")
@@ -201,8 +251,49 @@ def admission_part(arrivals: Sequence[int], num_steps: int) -> None:
         while engine.scheduler.num_waiting:
             engine.step()
         whole = time.perf_counter() - started
-        print(f"| {count} | {added / count * 1e6:.1f} | {(whole - added) / count * 1e6:.1f} | {whole:.3f} |", flush=True)
+        print(
+            f"| {count} | {added / count * 1e6:.1f} | {(whole - added) / count * 1e6:.1f} | {whole:.3f} |", flush=True
+        )
         finish(engine, count)
+
+
+def loops_part(rows: Sequence[int], num_steps: int) -> None:
+    """Prints a row for each device and number of rows."""
+    print(f"\n| device | rows | plain, ms a step | overlapped, ms | plain over overlapped (median of {LOOP_ROUNDS}) |")
+    print("| --- | --- | --- | --- | --- |")
+    paced, tiny = config_of("one-layer-llama", max(rows)), config_of("tiny-llama", max(rows))
+    devices: dict[str, Callable[[], tuple[Engine, Engine]]] = {
+        f"its own, {DEVICE_S * 1e3:g} ms": lambda: (
+            Engine(paced, executor=PacedDevice(paced)),
+            OverlappedEngine(paced, lambda: False, DeviceStream(PacedDevice(paced))),
+        ),
+        "these cores, tiny-llama": lambda: (
+            Engine(tiny),
+            OverlappedEngine(tiny, lambda: False, ThreadStream(InProcessExecutor(tiny))),
+        ),
+    }
+    for device, make in devices.items():
+        engines = make()
+        for count in rows:
+            pairs = []
+            for number in range(LOOP_ROUNDS + 1):
+                pair = [step_seconds(engine, count, num_steps) for engine in engines]
+                if number:  # the first pair warms up
+                    pairs.append(pair)
+            plain, overlapped = (statistics.median(column) * 1e3 for column in zip(*pairs, strict=True))
+            ratio = statistics.median(pair[0] / pair[1] for pair in pairs)
+            print(f"| {device} | {count} | {plain:.3f} | {overlapped:.3f} | {ratio:.3f} |", flush=True)
+
+
+def step_seconds(engine: Engine, count: int, num_steps: int) -> float:
+    """Seconds of a decode step, from the first tokens of `num_steps` steps to the last."""
+    run_all(engine, count, num_steps)
+    started = time.perf_counter()
+    for _ in range(num_steps):
+        engine.step()
+    seconds = (time.perf_counter() - started) / num_steps
+    finish(engine, count)
+    return seconds
 
 
 def profile(count: int, num_steps: int) -> None:
@@ -238,7 +329,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "step" in parts:
         step_part([int(count) for count in options.rows.split(",")], options.steps)
     if "admission" in parts:
-        admission_part([int(count) for count in options.arrivals.split(",")], options.steps)
+        admission_part([int(count) for count in options.arrivals.split(",")])
+    if "loops" in parts:
+        loops_part(LOOP_ROWS, options.steps)
     return 0
 
 

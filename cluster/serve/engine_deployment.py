@@ -54,10 +54,11 @@ class EngineReplica:
             self._start(config)
 
     def _start(self, config: EngineConfig) -> None:
-        from cluster.engine.engine import Engine  # imports torch, which whoever only deploys this class needs not
+        # Imports torch, which whoever only deploys this class needs not.
+        from cluster.engine.overlap.engine import make_engine
 
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self.engine = Engine(config, has_messages=lambda: not self._inbox.empty())
+        self.engine = make_engine(config, has_messages=lambda: not self._inbox.empty())
         self._running: dict[str, _Running] = {}
         """Read and changed by the step thread only."""
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -65,6 +65,11 @@ class Processed:
     checks: list[tuple[int, str, torch.Tensor]]
     """Point index, name of a processor, and whether its logits are neither NaN nor +inf."""
 
+    def to_cpu(self) -> Processed:
+        """See `Sampled.to_cpu`."""
+        checks = [(index, name, _to_cpu(check)) for index, name, check in self.checks]
+        return dataclasses.replace(self, status=_to_cpu(self.status), checks=checks)
+
     def failures(self) -> dict[int, str]:
         """Point index to how a processor failed, for points whose logits were valid before. Waits for the device."""
         found = dict(self.raised)
@@ -90,6 +95,20 @@ class Sampled:
     """(point index, number of alternatives) of the points whose logprobs are reported."""
     logprobs: LogprobTensors | None
     processed: Processed | None = None
+
+    def to_cpu(self) -> Sampled:
+        """The same in the host's memory, but not before the device has done what it was told so far."""
+        logprobs = self.logprobs
+        if logprobs is not None:
+            logprobs = _to_cpu(logprobs[0]), _to_cpu(logprobs[1]), _to_cpu(logprobs[2]), _to_cpu(logprobs[3])
+        processed = None if self.processed is None else self.processed.to_cpu()
+        return dataclasses.replace(
+            self,
+            token_ids=_to_cpu(self.token_ids),
+            status=_to_cpu(self.status),
+            logprobs=logprobs,
+            processed=processed,
+        )
 
     def to_host(self) -> HostSample:
         """Waits for the device."""
@@ -129,6 +148,10 @@ class Sampled:
             f"every token is masked at position {position}: allowed_token_ids, bad_words, min_tokens{processors} and "
             "the constraint leave none; loosen one of them"
         )
+
+
+def _to_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to("cpu", non_blocking=True)
 
 
 def sample(
