@@ -117,20 +117,21 @@ def make_engine(max_rows: int) -> Engine:
     return engine
 
 
-def config_of(checkpoint: str, max_rows: int) -> EngineConfig:
+def config_of(checkpoint: str, max_rows: int, num_threads: int | None = 1) -> EngineConfig:
     return EngineConfig(
         model=str(benchmark_checkpoint(checkpoint)),
         max_num_sequences=max_rows,
-        max_num_batched_tokens=max(2048, max_rows),
+        max_num_batched_tokens=max(2048, 2 * max_rows),  # so that prompts go in beside rows that decode
         max_num_waiting=max(ARRIVALS),
         kv_cache_bytes=2**28,
         max_model_len=1024,
+        num_threads=num_threads,
     )
 
 
-def add_requests(engine: Engine, count: int, max_tokens: int) -> None:
-    """Greedy ones of `PROMPT` tokens, no two alike in their first block."""
-    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+def add_requests(engine: Engine, count: int) -> None:
+    """Greedy ones of `PROMPT` tokens, no two alike in their first block; they run until `finish`."""
+    params = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True)
     for number in range(count):
         prompt = [5 + number % 500, 5 + number // 500, *[7] * (PROMPT - 2)]
         engine.add_request(EngineRequest(request_id=str(number), prompt_token_ids=prompt, params=params))
@@ -168,10 +169,9 @@ class Stopwatch:
         return taken
 
 
-def run_all(engine: Engine, count: int, num_steps: int) -> None:
+def run_all(engine: Engine, count: int) -> None:
     """Brings `count` requests to where all decode."""
-    num_prefills = -(-count * PROMPT // engine.config.max_num_batched_tokens)
-    add_requests(engine, count, num_prefills + WARM_UP_STEPS + num_steps + 2)
+    add_requests(engine, count)
     while engine.scheduler.num_waiting:
         engine.step()
     for _ in range(WARM_UP_STEPS):
@@ -186,7 +186,7 @@ def finish(engine: Engine, count: int) -> None:
 
 def measure_step(engine: Engine, watch: Stopwatch, count: int, num_steps: int) -> tuple[list[float], float]:
     """Median seconds of each phase, and of the whole step."""
-    run_all(engine, count, num_steps)
+    run_all(engine, count)
     watch.take()
     phases, whole = [], []
     for _ in range(num_steps):
@@ -246,7 +246,7 @@ def admission_part(arrivals: Sequence[int]) -> None:
     engine = make_engine(max(arrivals))
     for count in arrivals:
         started = time.perf_counter()
-        add_requests(engine, count, 900)
+        add_requests(engine, count)
         added = time.perf_counter() - started
         while engine.scheduler.num_waiting:
             engine.step()
@@ -261,7 +261,7 @@ def loops_part(rows: Sequence[int], num_steps: int) -> None:
     """Prints a row for each device and number of rows."""
     print(f"\n| device | rows | plain, ms a step | overlapped, ms | plain over overlapped (median of {LOOP_ROUNDS}) |")
     print("| --- | --- | --- | --- | --- |")
-    paced, tiny = config_of("one-layer-llama", max(rows)), config_of("tiny-llama", max(rows))
+    paced, tiny = config_of("one-layer-llama", max(rows)), config_of("tiny-llama", max(rows), None)
     devices: dict[str, Callable[[], tuple[Engine, Engine]]] = {
         f"its own, {DEVICE_S * 1e3:g} ms": lambda: (
             Engine(paced, executor=PacedDevice(paced)),
@@ -287,7 +287,7 @@ def loops_part(rows: Sequence[int], num_steps: int) -> None:
 
 def step_seconds(engine: Engine, count: int, num_steps: int) -> float:
     """Seconds of a decode step, from the first tokens of `num_steps` steps to the last."""
-    run_all(engine, count, num_steps)
+    run_all(engine, count)
     started = time.perf_counter()
     for _ in range(num_steps):
         engine.step()
@@ -299,7 +299,7 @@ def step_seconds(engine: Engine, count: int, num_steps: int) -> float:
 def profile(count: int, num_steps: int) -> None:
     """Prints where the time of decode steps goes, by function."""
     engine = make_engine(count)
-    run_all(engine, count, num_steps)
+    run_all(engine, count)
     profiler = cProfile.Profile()
     profiler.enable()
     for _ in range(num_steps):

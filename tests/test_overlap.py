@@ -15,8 +15,9 @@ from hypothesis import given, settings
 
 from cluster.config import EngineConfig
 from cluster.engine.engine import Engine, EngineDead
+from cluster.engine.overlap import engine as loops
 from cluster.engine.overlap.engine import OverlappedEngine, make_engine
-from cluster.engine.overlap.stream import DeviceStream
+from cluster.engine.overlap.stream import DeviceStream, ThreadStream
 from cluster.engine.request import ContinuedChoice, EngineRequest, FinishStatus, SequenceOutput, Usage
 from specdecode.config import SpeculativeConfig
 from structured.constraint import ConstraintLimits, ConstraintSpec, Resolved
@@ -52,10 +53,9 @@ def engine(num_blocks: int, overlap: str) -> Engine:
     overlapped loop as on a device that works by itself: the host hears of tokens only when it asks.
     """
     if overlap == "device":
-        threaded = engine.__wrapped__(num_blocks, "on")
-        one: Engine = OverlappedEngine(threaded.config, lambda: False, DeviceStream(device_of(threaded)))
-        one.warm_up()
-        return one
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loops, "SYNCHRONOUS_PLATFORMS", ())
+            return engine.__wrapped__(num_blocks, "on")
     folder = checkpoint("llama", dtype="float32")
     one = make_engine(
         EngineConfig(
@@ -329,5 +329,8 @@ def test_what_the_overlapped_loop_cannot_do_is_refused_in_words(options: dict[st
 
 
 def test_the_loop_is_the_plain_one_unless_it_is_asked_for_or_the_device_gains() -> None:
-    assert isinstance(engine(ROOMY, "on"), OverlappedEngine)
+    for overlap, stream in (("on", ThreadStream), ("device", DeviceStream)):
+        one = engine(ROOMY, overlap)
+        assert isinstance(one, OverlappedEngine)
+        assert isinstance(one.executor, stream)
     assert type(engine(ROOMY, "auto")) is Engine, "on a CPU"

@@ -88,7 +88,7 @@ def engine_options(settings: Settings) -> dict[str, Any]:
             "mask_seconds": settings.mask_seconds,
         },
         "speculative": speculative,
-        "overlap": "on" if settings.overlap else "off",
+        "overlap": "off" if settings.overlap == "off" else "on",
     }
 
 
@@ -277,7 +277,8 @@ class Run:
         stats = self.llm.engine.stats()
         self.counts["requests"] += len(self.case.requests)
         self.counts["steps"] += self.num_steps
-        self.counts["overlapped steps"] += self.num_steps * self.case.settings.overlap
+        if self.case.settings.overlap != "off":
+            self.counts[f"steps overlapped by a {self.case.settings.overlap}"] += self.num_steps
         self.counts["tokens"] += sum(len(c.token_ids) for each in self.outcomes.values() for c in each.choices)
         self.counts["preemptions"] += stats.num_preemptions
         self.counts["prefix cache hits"] += stats.prefix_cache_hits
@@ -330,6 +331,8 @@ def _surroundings(run: Run) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for loop in (cluster.engine.engine, cluster.engine.overlap.engine):
             patch.setattr(loop, "time", _StepClock(run))
+        if run.case.settings.overlap == "device":
+            patch.setattr(cluster.engine.overlap.engine, "SYNCHRONOUS_PLATFORMS", ())
         if run.case.settings.cheap_groups:
             patch.setattr("workers.shared_prefixes.MEMBER_COST_KEYS", 16)
         yield

@@ -200,7 +200,7 @@ def sample(
             token_ids, status = drawn, drawn_status
         else:  # drawing all, and these again, is cheaper than copying the logits of the others
             token_ids, status = kernels.draw(logits, sequences, positions, state, masks)
-            rows = torch.tensor(chosen).to(logits.device)
+            rows = torch.tensor(chosen).to(logits.device, non_blocking=True)
             token_ids[rows], status[rows] = drawn, drawn_status
     reported: list[tuple[int, int]] = []
     if state.num_wanting_logprobs:
@@ -210,7 +210,7 @@ def sample(
         return Sampled(token_ids, status, points, reported, None, processed)
     targets = token_ids
     if len(reported) < len(points):
-        rows = torch.tensor([index for index, _ in reported]).to(logits.device)
+        rows = torch.tensor([index for index, _ in reported]).to(logits.device, non_blocking=True)
         logits, targets = logits[rows], token_ids[rows]
     num_top = max(num_top for _, num_top in reported)
     reports = kernels.logprobs(logits[:, : state.vocab_size], targets, num_top)
@@ -233,7 +233,7 @@ def _processed(
     if not chosen:
         return None
     indices = [index for index, _, _ in chosen]
-    rows = logits[torch.tensor(indices).to(logits.device), : state.vocab_size].float()
+    rows = logits[torch.tensor(indices).to(logits.device, non_blocking=True), : state.vocab_size].float()
     names = {index: processors.names for index, _, processors in chosen}
     result = Processed(names, rows, torch_sampler.invalid(rows), {}, [])
     for row, (index, sequence, processors) in zip(rows, chosen, strict=True):
