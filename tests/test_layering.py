@@ -79,6 +79,9 @@ INSIDE: dict[str, tuple[str, ...]] = {
         "cluster.engine.executor",
         # The step loop
         "cluster.engine.engine",
+        "cluster.engine.overlap.stream",
+        "cluster.engine.overlap",
+        "cluster.engine.overlap.engine",
         "cluster.engine.beam_search",
     ),
     "workers": (
@@ -132,6 +135,7 @@ INSIDE: dict[str, tuple[str, ...]] = {
         "workers.parallel.layers",
         "workers.loader",
         "workers.sampling.sampler",
+        "workers.pending_draw",
         "workers.model_runner",
         "workers.parallel.runner",
         "workers.rank_worker",

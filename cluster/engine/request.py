@@ -93,7 +93,7 @@ class Branch(NamedTuple):
     token_id: int
 
 
-class SequenceOutput(msgspec.Struct, array_like=True):
+class SequenceOutput(msgspec.Struct, array_like=True, gc=False):
     """What one step added to one choice of one request."""
 
     request_id: str

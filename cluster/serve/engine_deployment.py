@@ -69,11 +69,12 @@ class EngineReplica:
 
     def _start(self, config: EngineConfig) -> None:
         self._phases = Phases(process=time.time() - psutil.Process().create_time())
-        from cluster.engine.engine import Engine  # imports torch, which whoever only deploys this class needs not
+        # Imports torch, which whoever only deploys this class needs not.
+        from cluster.engine.overlap.engine import make_engine
 
         self._phases.end(IMPORTS)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self.engine = Engine(config, has_messages=lambda: not self._inbox.empty())
+        self.engine = make_engine(config, has_messages=lambda: not self._inbox.empty())
         self._phases.end(ENGINE)
         self._phases.split(ENGINE, self.engine.model.load_phases)
         self._meter = LoadMeter()
