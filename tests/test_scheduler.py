@@ -329,7 +329,7 @@ def test_every_request_gets_its_tokens_whatever_happens_to_the_others(
                 # Before the fork there is no text yet to stop.
                 harness.collect(harness.scheduler.finish(choice.request_id, choice.index, num_kept))
         else:
-            harness.scheduler.recompute_all()
+            harness.scheduler.recompute(harness.scheduler.running[:])
             harness.model = FakeModel()
         harness.scheduler.check_integrity()
     harness.drain()

@@ -20,6 +20,7 @@ from cluster.engine.constraints import ConstraintService
 from cluster.engine.executor import make_executor
 from cluster.engine.kv_blocks import KVBlocks
 from cluster.engine.masks import Masks, StepMasks
+from cluster.engine.outcome import giving_way
 from cluster.engine.request import Branch, ContinuedChoice, EngineRequest, QueueFull, RequestRefused, SequenceOutput
 from cluster.engine.scheduler import Scheduler
 from cluster.engine.sequence import Sequence
@@ -30,7 +31,7 @@ from structured.constraint import ConstraintSpec, Resolved
 from structured.logits_processors import LogitsProcessorFactory, LogitsProcessorRegistry
 from workers.model_info import ModelInfo
 from workers.sampling_params import SamplingParams
-from workers.step import StepInput, StepOutput
+from workers.step import StepInput, StepOutOfMemory, StepOutput
 
 logger = logging.getLogger(__name__)
 
@@ -121,12 +122,15 @@ class Engine:
         """The failure of a row is a value in the output; an exception here is a failure of the engine itself.
 
         Then every running sequence is recomputed from its tokens on rebuilt workers, once: a second failure in a row is
-        fatal.
+        fatal. If there was too little memory, some sequences give way and the others go on.
         """
         try:
             self.executor.execute(step)
             output = self.executor.sample(None if masks is None else masks.collect())
         except Exception as error:
+            if isinstance(error, StepOutOfMemory) and step.num_tokens > 1:
+                self._give_way(step)
+                return StepOutput(step.step_id)
             logger.exception("step %d failed with %d sequences", step.step_id, len(step.scheduled))
             if self._recovering:
                 self.alive = False
@@ -147,7 +151,23 @@ class Engine:
         except Exception as error:
             self.alive = False
             raise EngineDead(f"the ranks could not be rebuilt: {type(error).__name__}: {error}") from error
-        self.scheduler.recompute_all()
+        self.scheduler.recompute(self.scheduler.running[:])
+
+    def _give_way(self, step: StepInput) -> None:
+        """Nothing of the step was computed, for lack of memory: fewer rows go on, in steps of half as many tokens."""
+        scheduler = self.scheduler
+        scheduler.max_num_batched_tokens = max(1, step.num_tokens // 2)
+        scheduler.recompute(giving_way(step, scheduler.running))
+        logger.warning(
+            "step %d had too little memory for %d tokens of %d sequences; %d of them go on, with %d tokens a step. "
+            "Lower max_num_batched_tokens, max_num_sequences or kv_cache_fraction",
+            step.step_id,
+            step.num_tokens,
+            len(step.scheduled),
+            scheduler.num_running,
+            scheduler.max_num_batched_tokens,
+        )
+        step.scheduled, step.forked = [], []
 
     def _count_step(self, made_progress: bool) -> None:
         self._num_steps += 1

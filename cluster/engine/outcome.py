@@ -27,6 +27,17 @@ class Computed(msgspec.Struct, gc=False):
     """The sequence was forked in this step: it computed nothing, and drew from the last row of its parent's prompt."""
 
 
+def giving_way(step: StepInput, running: list[Sequence]) -> list[Sequence]:
+    """Who goes back to the queue if the device had no memory for a step: who came or was forked in it, for what they
+    share with others may be uncomputed; who has drafts; and of the rest the later half.
+    """
+    lost = {start.sequence_id for start in step.started} | {fork.sequence_id for fork in step.forked}
+    lost |= {item.sequence_id for item in step.scheduled if item.draft_token_ids}
+    rest = [sequence for sequence in running if sequence.sequence_id not in lost]
+    kept = {sequence.sequence_id for sequence in rest[: -(-len(rest) // 2)]}
+    return [sequence for sequence in running if sequence.sequence_id not in kept]
+
+
 def computed_by(step: StepInput, sequences: Mapping[int, Sequence]) -> list[Computed]:
     """What the step computed, forks last. Forks that have ended, and so are not in `sequences` (by id), are left
     out.

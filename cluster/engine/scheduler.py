@@ -49,8 +49,7 @@ class Scheduler:
         self.blocks = blocks
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
-        self.prefix_cache_queries = 0
-        self.prefix_cache_hits = 0
+        self.prefix_cache_queries = self.prefix_cache_hits = 0
         self.num_preemptions = 0
         self.has_advanced = False
         """Whether the last step brought a token, an end or a position that stays computed."""
@@ -137,6 +136,7 @@ class Scheduler:
     def schedule(self) -> StepInput:
         """Plans the next step."""
         plan = self._plan
+        plan.budget = min(plan.budget, self.max_num_batched_tokens)  # which may have shrunk since
         self._make_way_for_priority()
         self._schedule_running(plan)
         plan.start_branches()
@@ -288,9 +288,9 @@ class Scheduler:
         sequence.waits_for_mask = False
         self._plan.finish(sequence)
 
-    def recompute_all(self) -> None:
-        """Sends every running sequence back to the queue and trusts no cached block: the ranks lost their memory."""
-        for sequence in reversed(self.running[:]):
+    def recompute(self, sequences: list[Sequence]) -> None:
+        """Sends running sequences back to the queue and trusts no cached block: a step was lost."""
+        for sequence in reversed(sequences):
             self._preempt(sequence)
         self.blocks.clear_cache()
 
