@@ -23,7 +23,7 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 
 from cluster.config import EngineConfig
-from cluster.engine.ranks.claims import own_cpus
+from cluster.engine.ranks.claims import gpus_each, own_cpus
 from cluster.engine.request import EngineRequest, QueueFull, RequestRefused, SequenceOutput, Usage
 from cluster.engine.stats import EngineStats
 from cluster.serve.burst import Burst
@@ -270,6 +270,7 @@ def engine_deployment(config: EngineConfig, num_replicas: int, name: str = "engi
         ),
         ray_actor_options={
             "num_cpus": own_cpus(config) if name == "engine" else 0,  # a standby takes over another one's cores
+            "num_gpus": gpus_each(config) if config.tensor_parallel_size == 1 else 0,
             "runtime_env": {
                 "env_vars": {
                     # Ray gives an actor one OpenMP thread unless told otherwise, and torch reads this when it loads.
