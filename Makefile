@@ -4,6 +4,7 @@
 #   make test  [ARGS="tests/test_cli.py -k check"]
 #   make check [MODEL=...] [CONFIG=...]     can this model be served here?
 #   make bench [ARGS="--workloads a,b"]     speed, start-up and memory
+#   make gpu-check                          kernels, engine and speed on a CUDA GPU; needs no Ray
 #   make prove                              the long tests too; interrupted, it goes on where it stopped
 #   make fuzz [MINUTES=10] [SEED=1]         random cases against the plain engine; CASE=file runs one again
 #   make fuzz ARGS=--http [MINUTES=10]     clients of all kinds, good and hostile, against a live server
@@ -22,7 +23,7 @@ LOG := .venv/install.log
 
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: serve test lint bench prove fuzz soak check clean install
+.PHONY: serve test lint bench gpu-check prove fuzz soak check clean install
 .DEFAULT_GOAL := serve
 
 # What these two print is to be pasted, so they are told how they were called.
@@ -44,6 +45,10 @@ check: $(STAMP)
 
 bench: $(STAMP)
 	@$(BIN)/manta bench $(ARGS)
+
+# With GPU_PYTHON, an interpreter that has torch with CUDA and Manta's libraries, nothing is installed.
+gpu-check: $(if $(GPU_PYTHON),,$(STAMP))
+	@$(or $(GPU_PYTHON),$(BIN)/python) -m benchmarks.gpu_check $(ARGS)
 
 prove: $(STAMP)
 	MANTA_PROVE=1 $(BIN)/python -m pytest --timeout 1800 $(ARGS)

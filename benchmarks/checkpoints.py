@@ -39,6 +39,28 @@ SHAPES: dict[str, tuple[str, int, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "llama-3.1-8b": (
+        "Llama",
+        128_000,
+        {
+            "vocab_size": 128_256,
+            "hidden_size": 4096,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "intermediate_size": 14_336,
+            "max_position_embeddings": 131_072,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 5e5,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+            "tie_word_embeddings": False,
+        },
+    ),
     "tiny-llama": (
         "Llama",
         32_000,
@@ -74,7 +96,7 @@ SHAPES: dict[str, tuple[str, int, dict[str, Any]]] = {
 
 
 def benchmark_checkpoint(name: str) -> pathlib.Path:
-    """The folder of one of `SHAPES`, made where it does not exist yet (1 GB and under a minute for the large one)."""
+    """The folder of one of `SHAPES`, made if it does not exist yet (1 GB and under a minute for the half billion)."""
     folder = cache_folder() / "benchmarks" / name
     if not (folder / "config.json").is_file():
         print(f"making the benchmark checkpoint {name} in {folder} (once) ...", file=sys.stderr, flush=True)
@@ -106,6 +128,8 @@ def _make(name: str, folder: pathlib.Path) -> None:
     for parameter_name, parameter in model.named_parameters():
         if parameter_name.endswith("norm.weight"):
             parameter.data.fill_(1.0)
+        elif torch.cuda.is_available():  # 8 G of them take minutes on a CPU
+            parameter.data.copy_(torch.randn(parameter.shape, dtype=torch.bfloat16, device="cuda") * 0.02)
         else:
             parameter.data.normal_(0.0, 0.02, generator=generator)
     model.generation_config.eos_token_id = 2

@@ -38,6 +38,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """`auto` takes the checkpoint's dtype (float16 becomes bfloat16)."""
     device: Literal["auto", "cpu", "cuda", "tpu"] = "auto"
+    """`auto` takes a CUDA GPU if the engine's process sees one, else the CPU. Ray shows one to an engine, or to each of
+    its ranks, only if this is `cuda`.
+    """
     num_threads: Count | None = None
     """CPU threads of the model, of each rank where there are several. They are claimed from Ray as CPUs. None takes
     every core this process may use, shared with the other ranks and engines of its node.

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from tests.grammar_pools import MakePool
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+# The suite runs on the CPU, Triton's kernels in their interpreter; `make gpu-check` runs them on a GPU. Triton and
+# torch read this when they are first imported.
+if os.environ.setdefault("TRITON_INTERPRET", "1") == "1":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # Threads that spin for long starve whatever else runs, such as a second test run.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 

@@ -26,7 +26,7 @@ import yaml
 from ray.scripts import scripts as ray_commands
 from ray.serve import scripts as serve_commands
 
-from benchmarks import soak
+from benchmarks import gpu_check, soak
 from benchmarks.bench import ALL
 from cluster.batch.lines import parse
 from cluster.cli import __main__ as command_line
@@ -414,6 +414,13 @@ def runs_tests(command: str, manual: Manual) -> None:
         assert " passed" in manual.run(f"MANTA_PROVE=0 {line}")
 
 
+def checks_a_gpu(command: str, manual: Manual) -> None:
+    """Where there is none, as far as saying so."""
+    line = manual.recipe(command)[-1]
+    assert " -m benchmarks.gpu_check" in line
+    takes_its_flags(command, gpu_check.main, line.split(" -m benchmarks.gpu_check")[1].split())
+
+
 def lints(command: str, manual: Manual) -> None:
     """In `make prove`; otherwise what would."""
     lines = manual.recipe(command)[-3:]
@@ -506,6 +513,7 @@ COMMANDS: dict[str, Callable[[str, Manual], None]] = {
     'make test ARGS="tests/test_cli.py -k check"': runs_tests,
     "make prove": runs_tests,
     "make lint": lints,
+    "make gpu-check": checks_a_gpu,
     "make fuzz": fuzzes,
     "make fuzz MINUTES=10 SEED=1": fuzzes,
     "make fuzz CASE=.fuzz/case.json": fuzzes,

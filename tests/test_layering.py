@@ -122,6 +122,18 @@ INSIDE: dict[str, tuple[str, ...]] = {
         "workers.kernels.cpu_sampler",
         "workers.kernels.cpu_kv_cache",
         "workers.kernels.cpu_all_reduce",
+        "workers.kernels.triton",
+        "workers.kernels.triton.launch",
+        "workers.kernels.triton.rows",
+        "workers.kernels.triton.rope",
+        "workers.kernels.triton.metadata",
+        "workers.kernels.triton.attention",
+        "workers.kernels.triton.layers",
+        "workers.kernels.triton.graphs",
+        "workers.kernels.triton.noise",
+        "workers.kernels.triton.sampler",
+        "workers.platforms.cuda_group",
+        "workers.platforms.cuda",
         "workers.platforms.cpu_group",
         "workers.platforms.cpu_linears",
         "workers.platforms.cpu",
@@ -217,6 +229,8 @@ have no place of their own.
 OWNED: dict[str, tuple[str, ...]] = {
     "workers.kernels.cpu": ("workers.kernels", "workers.platforms.cpu"),
     "workers.platforms.cpu": ("workers.platforms",),
+    "workers.kernels.triton": ("workers.kernels.triton", "workers.platforms.cuda"),
+    "workers.platforms.cuda": ("workers.platforms",),
 }
 """Beginnings of names: who alone may import the modules. A device's kernels are used through its platform only."""
 

@@ -25,6 +25,12 @@ import msgspec
 from workers.sampling_params import SamplingParams
 
 
+class StepOutOfMemory(RuntimeError):
+    """The device had too little memory for a step: nothing of it counts as computed. Its changes to sequences and block
+    tables are made; of sequences with drafts the rank's own tokens are no longer certain.
+    """
+
+
 class SequenceStart(msgspec.Struct, array_like=True):
     """All that a rank needs to know, or to rebuild, of one sequence: its state is a function of its tokens.
 

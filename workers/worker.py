@@ -5,11 +5,15 @@ The executor constructs it, in its own process or as an actor, and calls `execut
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import msgspec
+import numpy as np
+import torch
 
 from structured.logits_processors import LogitsProcessorFactory, LogitsProcessorRegistry
 from structured.masks import MaskBatch
@@ -18,13 +22,14 @@ from workers.checkpoints.model_config import ModelConfig, ModelError, load_model
 from workers.loader import load_model
 from workers.model_info import ModelInfo
 from workers.model_runner import ModelRunner
+from workers.models.protocol import Model
 from workers.parallel.group import Group, OneRank
 from workers.parallel.runner import FollowerRunner, RankRunner
 from workers.parallel.shard import shard_config
 from workers.pending_draw import PendingDraw
 from workers.phases import Phases
 from workers.platforms import Platform, choose_platform
-from workers.step import StepInput, StepOutput
+from workers.step import StepInput, StepOutOfMemory, StepOutput
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +46,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_bytes: int | None
     kv_cache_fraction: float | None
     max_num_sequences: int
+    max_num_batched_tokens: int = 2048
     logits_processors: dict[str, str | None] = {}
     rank: int = 0
     num_ranks: int = 1
@@ -75,11 +81,13 @@ class Worker:
             block_size=config.block_size,
             kv_cache_bytes=config.kv_cache_bytes,
             kv_cache_fraction=config.kv_cache_fraction,
-            free_bytes=platform.free_memory() // self.group.num_sharing_memory,
+            free_bytes=platform.free_memory(functools.partial(_run_largest_step, model, platform, share, dtype, config))
+            // self.group.num_sharing_memory,
             weight_bytes=_weight_bytes(folder, dtype) // config.num_ranks,
             max_num_sequences=config.max_num_sequences,
             max_model_len=config.max_model_len,
             draft=draft,
+            most_of_free=platform.kv_share,
         )
         block_bytes = kv_bytes // num_blocks
         num_blocks = self.group.least(num_blocks)
@@ -96,6 +104,13 @@ class Worker:
             config.max_num_sequences,
             max_model_len,
             self.processors,
+        )
+        kv_layers = self.runner.kv_layers
+        platform.record_decodes(
+            lambda token_ids, metadata: model.forward(token_ids, metadata, kv_layers),
+            config.max_num_sequences,
+            max_model_len,
+            config.block_size,
         )
         phases.end("runner")
         self.info = ModelInfo(
@@ -135,7 +150,9 @@ class Worker:
         self.processors.register(name, factory)
 
     def execute(self, step: StepInput) -> None:
-        self.runner.execute(step)
+        """Raises `StepOutOfMemory`, as does `sample`."""
+        with _named_memory_errors():
+            self.runner.execute(step)
 
     def adopt(self, token_ids: Mapping[int, list[int]]) -> None:
         """What rank 0 drew in the last step, by sequence. Told to the other ranks before their next `execute`."""
@@ -143,7 +160,8 @@ class Worker:
         self.runner.adopt(token_ids)
 
     def sample(self, masks: MaskBatch | None = None) -> StepOutput:
-        return self.runner.sample(masks)
+        with _named_memory_errors():
+            return self.runner.sample(masks)
 
     def draw(self, masks: MaskBatch | None = None) -> PendingDraw:
         """`sample` in two parts, for whoever lets the device run ahead of the host."""
@@ -156,6 +174,15 @@ class Worker:
         self.runner.reset()
 
 
+@contextlib.contextmanager
+def _named_memory_errors() -> Iterator[None]:
+    """Who answers them knows no torch."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise StepOutOfMemory(str(error)) from error
+
+
 _COMMON_DTYPES = ("float32", "bfloat16")
 """Where ranks would take different ones, all take the first: a processor without bfloat16 has nothing else."""
 
@@ -166,6 +193,22 @@ def _open_group(config: WorkerConfig, platform: Platform) -> Group:
     if config.group_address is None:
         raise ValueError(f"rank {config.rank} of {config.num_ranks} needs group_address, that of rank 0's store")
     return platform.open_group(config.rank, config.num_ranks, config.group_address)
+
+
+@torch.inference_mode()
+def _run_largest_step(
+    model: Model, platform: Platform, share: ModelConfig, dtype: str, config: WorkerConfig
+) -> torch.Tensor:
+    """One step of as many tokens and as many rows of logits as there can be, over blocks of its own."""
+    num_tokens = min(config.max_num_batched_tokens, share.max_position_embeddings)
+    num_blocks = -(-num_tokens // config.block_size)
+    kv_cache = platform.allocate_kv(share, num_blocks, config.block_size, platform.torch_dtype(dtype))
+    tables = np.arange(num_blocks, dtype=np.int32)[None]
+    metadata = platform.build_metadata(np.array([0]), np.array([num_tokens]), tables, config.block_size)
+    token_ids = platform.place(np.zeros(num_tokens, dtype=np.int64))
+    hidden = model.forward(token_ids, metadata, [(layer[0], layer[1]) for layer in kv_cache])
+    # Filters and log-probabilities read logits in float32
+    return model.compute_logits(hidden[: config.max_num_sequences]).float()
 
 
 def _weight_bytes(folder: pathlib.Path, dtype: str) -> int:

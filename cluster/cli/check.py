@@ -146,7 +146,7 @@ def check_model(engine: EngineConfig) -> CheckReport:
         dtype = platform.resolve_dtype(engine.dtype, model.dtype)
     except ValueError as error:
         raise ModelError(str(error)) from error
-    weights, free = (parameters + draft_parameters) * DTYPE_BYTES[dtype], platform.free_memory()
+    weights, free = (parameters + draft_parameters) * DTYPE_BYTES[dtype], platform.free_memory(lambda: None)
     if weights >= free:
         raise ModelError(
             f"its weights take {_gib(weights)} in {dtype}, and {_gib(free)} of memory is free; "
@@ -163,6 +163,7 @@ def check_model(engine: EngineConfig) -> CheckReport:
         max_num_sequences=engine.max_num_sequences,
         max_model_len=engine.max_model_len,
         draft=draft,
+        most_of_free=platform.kv_share,
     )
     if weights + kv_bytes > free:
         raise ModelError(

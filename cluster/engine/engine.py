@@ -31,7 +31,7 @@ from structured.constraint import ConstraintSpec, Resolved
 from structured.logits_processors import LogitsProcessorFactory, LogitsProcessorRegistry
 from workers.model_info import ModelInfo
 from workers.sampling_params import SamplingParams
-from workers.step import StepInput, StepOutput
+from workers.step import StepInput, StepOutOfMemory, StepOutput
 
 logger = logging.getLogger(__name__)
 
@@ -145,13 +145,29 @@ class Engine:
 
     def _recover(self, step: StepInput, error: Exception) -> None:
         """After a failed step every running sequence is recomputed from its tokens on rebuilt workers, once: a second
-        failure in a row is fatal.
+        failure in a row is fatal. If the device had too little memory, the steps become smaller until it has enough.
         """
+        if isinstance(error, StepOutOfMemory) and step.num_tokens > 1:
+            self._take_smaller_steps(step)
+            return
         logger.error("step %d failed with %d sequences", step.step_id, len(step.scheduled), exc_info=error)
         if self._recovering:
             self.alive = False
             raise EngineDead(f"two steps in a row failed, last with {type(error).__name__}: {error}") from error
         self._recovering = True
+        self._rebuild_ranks()
+
+    def _take_smaller_steps(self, step: StepInput) -> None:
+        """Of half as many tokens, and so of fewer sequences at a time; the others wait in the queue."""
+        self.scheduler.max_num_batched_tokens = max(1, step.num_tokens // 2)
+        logger.warning(
+            "step %d had too little memory for %d tokens of %d sequences; steps have at most %d tokens from now on. "
+            "Lower max_num_batched_tokens, max_num_sequences or kv_cache_fraction",
+            step.step_id,
+            step.num_tokens,
+            len(step.scheduled),
+            self.scheduler.max_num_batched_tokens,
+        )
         self._rebuild_ranks()
 
     def _rebuild_ranks(self) -> None:

@@ -131,6 +131,7 @@ class Scheduler:
         """Plans the next step."""
         plan = self._plan
         self.preempted.clear()
+        plan.budget = min(plan.budget, self.max_num_batched_tokens)  # which may have shrunk since
         self._make_way_for_priority()
         self._schedule_running(plan)
         plan.start_branches()

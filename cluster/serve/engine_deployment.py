@@ -25,7 +25,7 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 
 from cluster.config import AutoscalingOptions, EngineConfig
-from cluster.engine.ranks.claims import own_cpus
+from cluster.engine.ranks.claims import gpus_each, own_cpus
 from cluster.engine.request import EngineRequest, QueueFull, RequestRefused, SequenceOutput, Usage
 from cluster.engine.stats import EngineStats, ServiceStats
 from cluster.serve.burst import Burst
@@ -341,6 +341,7 @@ def engine_deployment(
         ),
         ray_actor_options={
             "num_cpus": own_cpus(config) if name == "engine" else 0,  # a standby takes over another one's cores
+            "num_gpus": gpus_each(config) if config.tensor_parallel_size == 1 else 0,
             "runtime_env": {
                 "env_vars": {
                     # Ray gives an actor one OpenMP thread unless told otherwise, and torch reads this when it loads.

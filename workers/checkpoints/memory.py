@@ -25,7 +25,8 @@ LEAST_WHOLE_SEQUENCES = 2
 MOST_WHOLE_SEQUENCES = 4
 """It takes less if `max_num_sequences` sequences of the longest possible length fit this many times."""
 MOST_OF_FREE = 0.4
-"""It never takes more than this share of the free memory, because other programs and other engines need some."""
+"""On a CPU it never takes more than this share of the free memory, because other programs and other engines need some.
+"""
 
 
 def plan_kv_cache(
@@ -40,12 +41,14 @@ def plan_kv_cache(
     max_num_sequences: int,
     max_model_len: int | None,
     draft: ModelConfig | None = None,
+    most_of_free: float = MOST_OF_FREE,
 ) -> tuple[int, int]:
     """(bytes, blocks) of the KV cache.
 
     Its size is `kv_cache_bytes`, if given; else `kv_cache_fraction` of `free_bytes` (what is free after the weights are
-    loaded), if given; else what the constants above say for a model of `weight_bytes`. A draft model's keys and values
-    lie in blocks with the same ids, so a block's bytes are the sum of both models'.
+    loaded), if given; else what the constants above say for a model of `weight_bytes`, and no more than `most_of_free`
+    of what is free. A draft model's keys and values lie in blocks with the same ids, so a block's bytes are the sum of
+    both models'.
 
     Raises `ModelError` if it would not hold a single block.
     """
@@ -58,7 +61,7 @@ def plan_kv_cache(
         whole = -(-(max_model_len or model.max_position_embeddings) // block_size) * block_bytes
         short = min(whole, -(-LEAST_SEQUENCE_TOKENS // block_size) * block_bytes)
         enough = max(WEIGHTS_MULTIPLE * weight_bytes, max_num_sequences * short, LEAST_WHOLE_SEQUENCES * whole)
-        budget = min(enough, MOST_WHOLE_SEQUENCES * max_num_sequences * whole, int(MOST_OF_FREE * free_bytes))
+        budget = min(enough, MOST_WHOLE_SEQUENCES * max_num_sequences * whole, int(most_of_free * free_bytes))
     num_blocks = budget // block_bytes
     if num_blocks < 1:
         raise ModelError(

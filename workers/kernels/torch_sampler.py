@@ -43,7 +43,7 @@ def draw(
     infinite = (processed == torch.inf).any(1)
     invalid = processed.isnan().any(1)
     plain = [index for index, sequence in enumerate(sequences) if sequence.processors is None]
-    if any(_edits(sequences[index], positions[index]) for index in plain):
+    if any(edits(sequences[index], positions[index]) for index in plain):
         processed = processed.clone()
         for index in plain:
             edit(processed[index], sequences[index], positions[index])
@@ -88,7 +88,7 @@ def invalid(logits: torch.Tensor) -> torch.Tensor:
     return torch.where(largest.isnan(), NAN, status).to(torch.uint8)
 
 
-def _edits(sequence: SequenceState, position: int) -> bool:
+def edits(sequence: SequenceState, position: int) -> bool:
     params = sequence.params
     return bool(
         params.allowed_token_ids

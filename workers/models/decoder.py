@@ -32,7 +32,7 @@ class Decoder:
         next_norms = [*(layer.input_norm for layer in weights.layers[1:]), weights.final_norm]
         self._layers = list(zip(weights.layers, config.sliding_windows, next_norms, strict=True))
         self._mlp_rows = max_mlp_rows(config, weights.dtype)
-        self._compiled = platform.compile_decoder(weights, config)
+        self._compiled = platform.compile_decoder(weights, config, self._run_layers)
         self._cos_sin = torch.empty(0)
 
     @torch.inference_mode()

@@ -87,30 +87,25 @@ class OneRank:
         return contextlib.nullcontext()
 
 
-class GlooGroup:
-    """Over torch.distributed's gloo: TCP between any machines."""
+class CollectiveGroup:
+    """Over a process group of torch.distributed, whichever it is; its tensors are on `device`."""
 
-    def __init__(self, rank: int, num_ranks: int, address: str) -> None:
+    def __init__(self, rank: int, num_ranks: int, store: distributed.Store, backend: Any, device: torch.device) -> None:
         self.rank = rank
         self.num_ranks = num_ranks
-        hostname, port = address.rsplit(":", 1)
-        self.store = distributed.TCPStore(hostname, int(port), timeout=LONGEST_WAIT, wait_for_workers=False)
-        gloo: Any = distributed.ProcessGroupGloo  # torch's type stubs know little of it
-        options = gloo._Options()
-        # Not the address that this host's name stands for, which is often a loopback one, or none
-        options._devices = [gloo.create_device(hostname=_own_address(hostname, int(port)))]
-        options._timeout = LONGEST_WAIT
-        self._gloo = gloo(self.store, rank, num_ranks, options)
+        self.store = store
+        self._backend = backend
+        self._device = device
         self._is_alone = False
-        self.num_sharing_memory = self._all(host.identity()).count(host.identity())
+        self.num_sharing_memory = 1
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """In a ring, which sums each part on one rank, so that all have its bits; of more than two ranks it rounds at
-        each hop. Gathering all parts to sum them here in float32 took two to three times as long.
+        each hop. Over gloo, gathering all parts to sum them here in float32 took two to three times as long.
         """
         if not self._is_alone:
             x = x.contiguous()
-            self._gloo.allreduce([x]).wait()
+            self._backend.allreduce([x]).wait()
         return x
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor] | None:
@@ -118,7 +113,7 @@ class GlooGroup:
             return [x] * self.num_ranks
         x = x.contiguous()
         parts = [torch.empty_like(x) for _ in range(self.num_ranks)] if self.rank == 0 else None
-        self._gloo.gather([] if parts is None else [parts], [x], _to_rank_0()).wait()
+        self._backend.gather([] if parts is None else [parts], [x], _to_rank_0()).wait()
         return parts
 
     def least(self, value: int) -> int:
@@ -136,9 +131,34 @@ class GlooGroup:
             self._is_alone = False
 
     def _all(self, value: int) -> list[int]:
-        parts = [torch.empty(1, dtype=torch.int64) for _ in range(self.num_ranks)]
-        self._gloo.allgather([parts], [torch.tensor([value])]).wait()
+        parts = [torch.empty(1, dtype=torch.int64, device=self._device) for _ in range(self.num_ranks)]
+        self._backend.allgather([parts], [torch.tensor([value], device=self._device)]).wait()
         return [int(part) for part in parts]
+
+
+class GlooGroup(CollectiveGroup):
+    """Over torch.distributed's gloo: TCP between any machines."""
+
+    def __init__(self, rank: int, num_ranks: int, address: str) -> None:
+        store = join_store(address)
+        gloo: Any = distributed.ProcessGroupGloo  # torch's type stubs know little of it
+        options = gloo._Options()
+        # Not the address that this host's name stands for, which is often a loopback one, or none
+        options._devices = [gloo.create_device(hostname=_own_address(*_host_and_port(address)))]
+        options._timeout = LONGEST_WAIT
+        super().__init__(rank, num_ranks, store, gloo(store, rank, num_ranks, options), torch.device("cpu"))
+        self.num_sharing_memory = self._all(host.identity()).count(host.identity())
+
+
+def join_store(address: str) -> distributed.TCPStore:
+    """Rank 0's store, from any rank; `address` is "host:port"."""
+    hostname, port = _host_and_port(address)
+    return distributed.TCPStore(hostname, port, timeout=LONGEST_WAIT, wait_for_workers=False)
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    hostname, port = address.rsplit(":", 1)
+    return hostname, int(port)
 
 
 def _to_rank_0() -> distributed.GatherOptions:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from workers.checkpoints.model_config import ModelError
@@ -28,6 +29,8 @@ class Platform(Protocol):
     """The device of all tensors."""
     kernel_form: str
     """The form of the kernels in use, for people to read."""
+    kv_share: float
+    """The KV cache takes no more than this share of the free memory, unless it is configured."""
 
     @property
     def advice(self) -> str | None:
@@ -44,8 +47,22 @@ class Platform(Protocol):
         """A linear with this weight, perhaps repacked. Raises `ModelError` if the device has none for its scheme."""
         ...
 
-    def compile_decoder(self, weights: DecoderWeights, config: ModelConfig) -> Forward | None:
-        """A function that runs all layers in one call; None if kernels and linears are to be called one by one."""
+    def compile_decoder(self, weights: DecoderWeights, config: ModelConfig, run_layers: Forward) -> Forward | None:
+        """A function that runs all layers in one call, perhaps one that it records of `run_layers`, which calls kernels
+        and linears one by one; None if that is to be called.
+        """
+        ...
+
+    def record_decodes(
+        self,
+        forward: Callable[[torch.Tensor, AttentionMetadata], object],
+        max_num_sequences: int,
+        max_model_len: int,
+        block_size: int,
+    ) -> None:
+        """Called once the KV cache is there, before the first step: time for what makes decode steps faster. `forward`
+        runs the model on token ids, int64 [num_tokens].
+        """
         ...
 
     def resolve_dtype(self, requested: str, checkpoint: str) -> str:
@@ -85,8 +102,10 @@ class Platform(Protocol):
         """
         ...
 
-    def free_memory(self) -> int:
-        """Bytes that are free for the KV cache; called after the weights are loaded."""
+    def free_memory(self, largest_step: Callable[[], object]) -> int:
+        """Bytes free for the KV cache; called after the weights are loaded. If a step's own tensors come out of
+        the same memory, `largest_step`, which makes as many as a step can, is run, and they do not count as free.
+        """
         ...
 
     def open_group(self, rank: int, num_ranks: int, address: str) -> Group:
@@ -95,9 +114,33 @@ class Platform(Protocol):
 
 
 def choose_platform(device: str, num_threads: int | None) -> Platform:
-    """The platform for `auto`, `cpu`, `cuda` or `tpu`. Raises `ModelError` for one that does not exist."""
-    if device in ("auto", "cpu"):
-        from workers.platforms.cpu import CpuPlatform
+    """The platform for `auto`, `cpu`, `cuda` or `tpu`; `auto` is a CUDA GPU if there is one, else the CPU.
 
-        return CpuPlatform(num_threads)
-    raise ModelError(f"device {device!r} is not supported yet: Manta runs on CPUs only; set device to cpu or auto")
+    Raises `ModelError` for one that is not there.
+    """
+    if device == "tpu":
+        raise ModelError(
+            "device 'tpu' is not supported yet: Manta runs on CPUs and CUDA GPUs; set device to cpu or auto"
+        )
+    import torch
+
+    if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
+        _check_cuda()
+        from workers.platforms.cuda import CudaPlatform
+
+        return CudaPlatform(torch.device("cuda", torch.cuda.current_device()))
+    from workers.platforms.cpu import CpuPlatform
+
+    return CpuPlatform(num_threads)
+
+
+def _check_cuda() -> None:
+    import importlib.util
+
+    import torch
+
+    if not torch.cuda.is_available():
+        build = "is built without CUDA" if torch.version.cuda is None else "finds no GPU that it can use"
+        raise ModelError(f"device 'cuda' is not there: torch {torch.__version__} {build}; set device to cpu or auto")
+    if importlib.util.find_spec("triton") is None:
+        raise ModelError("device 'cuda' needs triton, which is not installed: pip install triton, or set device to cpu")

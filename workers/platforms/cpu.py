@@ -8,11 +8,12 @@ import torch
 
 from workers import host
 from workers.attention import AttentionMetadata
+from workers.checkpoints.memory import MOST_OF_FREE
 from workers.checkpoints.model_config import UNQUANTIZED, ModelConfig, ModelError
-from workers.checkpoints.weights import Linear, LinearWeight
+from workers.checkpoints.weights import DecoderWeights, Linear, LinearWeight
 from workers.kernels import build, cpu, cpu_decoder, cpu_sampler, processor
 from workers.kernels.cpu_kv_cache import allocate_kv
-from workers.kernels.protocol import Kernels, SamplerKernels
+from workers.kernels.protocol import Forward, Kernels, SamplerKernels
 from workers.platforms.cpu_group import CpuGroup
 from workers.platforms.cpu_linears import make_unquantized_linear
 
@@ -23,9 +24,9 @@ class CpuPlatform:
     sampler: SamplerKernels = cpu_sampler
     linears: Mapping[str, Callable[[LinearWeight], Linear]] = {UNQUANTIZED: make_unquantized_linear}
     """For each scheme of weights, the function that makes a linear."""
-    compile_decoder = staticmethod(cpu_decoder.compile_decoder)
     build_metadata = staticmethod(AttentionMetadata.build)
     place = staticmethod(torch.from_numpy)
+    kv_share = MOST_OF_FREE
 
     def __init__(self, num_threads: int | None) -> None:
         self.device = torch.device("cpu")
@@ -43,6 +44,18 @@ class CpuPlatform:
         if make is None:
             raise ModelError(f"{weight.name} is stored as {weight.scheme}, and the CPU has no linear for that")
         return make(weight)
+
+    def compile_decoder(self, weights: DecoderWeights, config: ModelConfig, run_layers: Forward) -> Forward | None:
+        return cpu_decoder.compile_decoder(weights, config)
+
+    def record_decodes(
+        self,
+        forward: Callable[[torch.Tensor, AttentionMetadata], object],
+        max_num_sequences: int,
+        max_model_len: int,
+        block_size: int,
+    ) -> None:
+        """There is nothing to save here."""
 
     def resolve_dtype(self, requested: str, checkpoint: str) -> str:
         if requested != "auto":
@@ -66,7 +79,7 @@ class CpuPlatform:
     def allocate_kv(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype) -> torch.Tensor:
         return allocate_kv(config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim, dtype)
 
-    def free_memory(self) -> int:
+    def free_memory(self, largest_step: Callable[[], object]) -> int:
         return host.free_memory()
 
     def open_group(self, rank: int, num_ranks: int, address: str) -> CpuGroup:

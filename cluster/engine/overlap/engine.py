@@ -93,7 +93,7 @@ class OverlappedEngine(engine.Engine):
             self._stream.execute(step)
             output = last.drawn.result()
         except Exception as error:
-            self._recover(step, error)
+            self._recover(step if step.num_tokens else last.step, error)
             return None
         if last.step.scheduled:
             self._recovering = False

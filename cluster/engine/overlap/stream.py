@@ -93,9 +93,18 @@ class ThreadStream(_Around):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="manta-stream")
         self._forward: Future[None] = Future()
         """Of the last step that was executed."""
+        self._drawn: Future[StepOutput] | None = None
+        """Of the last step that was drawn since the ranks were rebuilt."""
 
     def execute(self, step: StepInput) -> None:
-        self._forward = self._thread.submit(self.inner.execute, step)
+        drawn = self._drawn
+
+        def execute_after_draw() -> None:
+            if drawn is not None:
+                drawn.result()  # the step reads these tokens: where there are none it fails too
+            self.inner.execute(step)
+
+        self._forward = self._thread.submit(execute_after_draw)
 
     def draw(self, masks: MaskBatch | None = None) -> Drawn:
         forward = self._forward
@@ -104,7 +113,8 @@ class ThreadStream(_Around):
             forward.result()
             return self.inner.sample(masks)
 
-        return self._thread.submit(draw_after_forward)
+        self._drawn = self._thread.submit(draw_after_forward)
+        return self._drawn
 
     def sample(self, masks: MaskBatch | None = None) -> StepOutput:
         return self.draw(masks).result()
@@ -114,4 +124,5 @@ class ThreadStream(_Around):
 
     def rebuild(self) -> None:
         """Comes after all that was asked for before, whatever that comes to."""
+        self._drawn = None
         self._thread.submit(self.inner.rebuild).result()

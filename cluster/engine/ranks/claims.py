@@ -1,4 +1,6 @@
-"""How many CPUs engines and their ranks claim: one a thread, so that Ray puts no two of them on the same cores."""
+"""What engines and their ranks claim: a CPU for each thread, so that Ray puts no two of them on the same cores, and a
+GPU each if the model is to run there.
+"""
 
 from __future__ import annotations
 
@@ -39,6 +41,11 @@ def num_claimed(config: EngineConfig, num_engines: int, nodes: list[int]) -> int
 def own_cpus(config: EngineConfig) -> int:
     """What the process of an engine claims itself, where `num_threads` is given: nothing if its ranks do."""
     return (config.num_threads or 1) if config.tensor_parallel_size == 1 else 0
+
+
+def gpus_each(config: EngineConfig) -> int:
+    """GPUs of the process that runs the model, or of each rank if there are several. Ray hides them from all others."""
+    return int(config.device == "cuda")
 
 
 def check_room(config: EngineConfig, num_engines: int, nodes: list[int]) -> None:

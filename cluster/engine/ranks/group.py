@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from cluster.config import EngineConfig
 from cluster.engine.ranks.actor import RankActor
 from cluster.engine.ranks.channel import Listener, RankChannel, RankLost
-from cluster.engine.ranks.claims import CannotPlace, listed, node_cpus
+from cluster.engine.ranks.claims import CannotPlace, gpus_each, listed, node_cpus
 from workers.model_info import ModelInfo
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,8 @@ class RankGroup:
     def _start_actor(self, placement: PlacementGroup, rank: int) -> Any:
         """The placement group has claimed what it uses."""
         place = PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=rank)
-        actor_class: Any = ray.remote(num_cpus=0, max_restarts=0)(RankActor)
+        # It sees only the GPUs that it claims itself
+        actor_class: Any = ray.remote(num_cpus=0, num_gpus=gpus_each(self._config), max_restarts=0)(RankActor)
         return actor_class.options(scheduling_strategy=place).remote(self._config.num_threads)
 
     def _place(self, seconds: float) -> PlacementGroup:
@@ -83,7 +84,10 @@ class RankGroup:
         if self._placement is not None and placement_group_table(self._placement)["state"] == "CREATED":
             return self._placement
         self._remove_placement()
-        claims = [{"CPU": float(self._config.num_threads or 1)}] * self._num_ranks
+        claim = {"CPU": float(self._config.num_threads or 1)}
+        if num_gpus := gpus_each(self._config):
+            claim["GPU"] = float(num_gpus)
+        claims = [claim] * self._num_ranks
         self._placement = placement = placement_group(claims, strategy=self._config.placement_strategy)
         if not placement.wait(seconds):
             self._remove_placement()

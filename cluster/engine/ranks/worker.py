@@ -22,6 +22,7 @@ def make_worker(config: EngineConfig, rank: int = 0, group_address: str | None =
         kv_cache_bytes=config.kv_cache_bytes,
         kv_cache_fraction=config.kv_cache_fraction,
         max_num_sequences=config.max_num_sequences,
+        max_num_batched_tokens=config.max_num_batched_tokens,
         logits_processors=config.logits_processors,
         rank=rank,
         num_ranks=config.tensor_parallel_size,

@@ -1,0 +1,79 @@
+"""A step for which the device has too little memory costs time and no request, and all tokens stay the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from cluster.engine.engine import EngineDead
+from cluster.llm import LLM, SamplingParams
+from tests.checkpoints import checkpoint
+from workers.model_runner import ModelRunner
+
+PROMPTS = [list(range(3, 3 + length)) for length in (40, 9, 9, 23, 70, 5)]
+PARAMS = [
+    SamplingParams(seed=index, max_tokens=12, ignore_eos=True, n=2 if index == 3 else 1)
+    for index in range(len(PROMPTS))
+]
+
+
+def make_llm(**options) -> LLM:
+    return LLM(str(checkpoint("llama")), kv_cache_bytes=1 << 22, max_num_batched_tokens=64, **options)
+
+
+def answers(llm: LLM) -> list[list[list[int]]]:
+    outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    assert all(choice.error is None for output in outputs for choice in output.outputs)
+    return [[choice.token_ids for choice in output.outputs] for output in outputs]
+
+
+def fail_at(monkeypatch: pytest.MonkeyPatch, method: str, steps: set[int]) -> list[int]:
+    """`method` of the runner raises what torch raises, when it is called for these times; returns the times so far."""
+    calls: list[int] = []
+    original = getattr(ModelRunner, method)
+
+    def limited(self: ModelRunner, *arguments):
+        calls.append(len(calls))
+        result = original(self, *arguments) if method == "_forward" else None
+        if len(calls) - 1 in steps:  # as late as can be: keys and block tables are written
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return original(self, *arguments) if result is None else result
+
+    monkeypatch.setattr(ModelRunner, method, limited)
+    return calls
+
+
+@pytest.mark.parametrize("method", ["_forward", "_logits"])
+@pytest.mark.parametrize("steps", [{0}, {1, 2, 3}, {4}, {9}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"speculative": {"proposers": ["ngram"], "adaptive": False}}, {"overlap": "on"}],
+    ids=["plain", "drafts", "overlap"],
+)
+def test_every_token_stays_the_same(
+    method: str, steps: set[int], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = answers(make_llm())
+    llm = make_llm(**options)
+    calls = fail_at(monkeypatch, method, steps)
+    assert answers(llm) == expected
+    assert len(calls) > max(steps)
+    assert llm.engine.alive
+    llm.engine.check_integrity()
+
+
+def test_steps_become_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make_llm(max_num_sequences=4)
+    fail_at(monkeypatch, "_forward", {6})
+    answers(llm)
+    assert llm.engine.stats().num_preemptions > 0
+    assert llm.engine.scheduler.max_num_batched_tokens < 64
+
+
+def test_a_step_of_one_token_that_has_no_memory_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make_llm()
+    fail_at(monkeypatch, "_forward", set(range(100)))
+    with pytest.raises(EngineDead, match="StepOutOfMemory"):
+        llm.generate([5, 6, 7], SamplingParams(max_tokens=2), use_tqdm=False)

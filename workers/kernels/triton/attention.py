@@ -1,0 +1,494 @@
+"""Paged attention in Triton: one kernel for prefill chunks, decodes and mixes of both, split over keys where rows are
+few; shared prefixes are read once for their group, and merged by log-sum-exp.
+
+`reference.paged_attention` says what it computes. The softmax is that of FlashAttention-2 (Dao, 2023) in powers of two,
+splits and their merge those of Flash-Decoding (Dao et al., 2023), the shared prefix that of Hydragen (Juravsky et al.,
+2024). The query heads of one KV head are rows of one tile (GQA packed), so that its keys are read once for all.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from workers.attention import AttentionMetadata
+from workers.checkpoints.model_config import HeadShape
+from workers.kernels.triton.launch import needs_wide_dot, num_processors, padded_size
+from workers.kernels.triton.metadata import DeviceMetadata, PrefixRows
+
+LEAST_DOT = 16
+"""No side of a product in Triton may be shorter."""
+SHORT_ROWS = 64
+"""If the query tokens of a sequence, times the heads that read one KV head, are at most so many, one tile holds them:
+decodes, and those that verify drafts.
+"""
+PREFILL_ROWS = 64
+"""Rows of a tile otherwise, if so many heads read a KV head at most."""
+TILE_BYTES = 16384
+"""Of keys, and of values, that a tile of keys holds: three stages of both fit any GPU's shared memory."""
+MOST_TILE_KEYS = 128
+PROGRAMS_PER_PROCESSOR = 2
+"""Splits are added until there are so many programs for each multiprocessor."""
+MOST_SPLITS = 32
+MOST_PREFIX_SPLITS = 8
+
+
+def paged_attention(
+    qkv: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    metadata: AttentionMetadata,
+    heads: HeadShape,
+    sliding_window: int | None = None,
+) -> torch.Tensor:
+    num_heads, num_kv_heads, head_dim, scale = heads
+    group = num_heads // num_kv_heads
+    output = qkv.new_empty((qkv.shape[0], num_heads * head_dim))
+    tile_tokens = padded_size(metadata.max_query_len)  # else each number of drafts would be a kernel of its own
+    is_short = tile_tokens * group <= SHORT_ROWS or metadata.max_query_len == 1
+    if is_short:
+        num_tiles = metadata.num_sequences
+    else:
+        tile_tokens = max(1, PREFILL_ROWS // group)
+        num_tiles = metadata.num_tokens // tile_tokens + metadata.num_sequences
+    num_splits = _num_splits(num_tiles * num_kv_heads, MOST_SPLITS, qkv.device)
+    constants = {
+        "NUM_KV_HEADS": num_kv_heads,
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "PADDED_DIM": padded_size(head_dim, LEAST_DOT),
+        "BLOCK_SIZE": metadata.block_size,
+        "TILE_KEYS": _tile_keys(head_dim, k_cache.dtype),
+        "WIDE": needs_wide_dot(qkv.dtype),
+    }
+    rows = metadata.prefix_rows if isinstance(metadata, DeviceMetadata) and sliding_window is None else None
+    caches = (qkv, k_cache, v_cache)
+    scale_log2 = scale * math.log2(math.e)
+    prefix, num_prefix_splits = output, 0
+    prefix_lens = first_rows = metadata.context_lens
+    prefix_sums = output
+    if rows is not None:
+        prefix, prefix_sums = _attend_prefixes(caches, metadata, rows, scale_log2, constants)
+        prefix_lens, first_rows, num_prefix_splits = rows.prefix_lens, rows.first_rows, prefix.shape[0]
+    if num_splits == 1:
+        partials = log_sums = output
+    else:
+        partials, log_sums = _partials(num_splits, qkv.shape[0], num_heads, head_dim, qkv.device)
+    _attend[(num_tiles, num_kv_heads, num_splits)](
+        *caches,
+        output,
+        partials,
+        log_sums,
+        prefix,
+        prefix_sums,
+        metadata.query_start,
+        metadata.context_lens,
+        metadata.block_tables,
+        prefix_lens,
+        first_rows,
+        metadata.num_sequences,
+        qkv.shape[0],
+        prefix.shape[1],
+        qkv.stride(0),
+        metadata.block_tables.stride(0),
+        0 if sliding_window is None else sliding_window,
+        scale_log2,
+        **constants,
+        TILE_TOKENS=tile_tokens,
+        TILE_ROWS=padded_size(tile_tokens * group, LEAST_DOT),
+        NUM_SPLITS=num_splits,
+        NUM_PREFIX_SPLITS=num_prefix_splits,
+        IS_SHORT=is_short,
+        HAS_WINDOW=sliding_window is not None,
+        num_warps=4,
+        num_stages=_num_stages(qkv.dtype),
+    )
+    if num_splits > 1:
+        _merge[(qkv.shape[0], num_heads)](
+            output,
+            partials,
+            log_sums,
+            qkv.shape[0],
+            NUM_HEADS=num_heads,
+            HEAD_DIM=head_dim,
+            PADDED_DIM=constants["PADDED_DIM"],
+            NUM_SPLITS=num_splits,
+            num_warps=4,
+        )
+    return output
+
+
+def _attend_prefixes(
+    caches: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    metadata: AttentionMetadata,
+    rows: PrefixRows,
+    scale_log2: float,
+    constants: dict[str, int | bool],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What every row of a group sees of its shared keys: float32 [splits, num_rows, num_heads, head_dim], and the
+    logarithms (base 2) of the sums, [splits, num_rows, num_heads].
+    """
+    qkv = caches[0]
+    group, num_kv_heads, head_dim = constants["GROUP"], constants["NUM_KV_HEADS"], constants["HEAD_DIM"]
+    tile_tokens = max(1, min(padded_size(rows.num_rows), PREFILL_ROWS // group))
+    num_tiles = rows.num_rows // tile_tokens + rows.num_groups
+    # Of the most groups possible few tiles have rows, so that their number says little of the programs at work
+    num_splits = _num_splits(triton.cdiv(rows.num_rows, tile_tokens) * num_kv_heads, MOST_PREFIX_SPLITS, qkv.device)
+    partials, log_sums = _partials(num_splits, rows.num_rows, group * num_kv_heads, head_dim, qkv.device)
+    _attend_prefix[(num_tiles, num_kv_heads, num_splits)](
+        *caches,
+        partials,
+        log_sums,
+        rows.row_start,
+        rows.tokens,
+        rows.leaders,
+        rows.group_lens,
+        metadata.block_tables,
+        rows.num_groups,
+        rows.num_rows,
+        qkv.stride(0),
+        metadata.block_tables.stride(0),
+        scale_log2,
+        **constants,
+        TILE_TOKENS=tile_tokens,
+        TILE_ROWS=padded_size(tile_tokens * group, LEAST_DOT),
+        NUM_SPLITS=num_splits,
+        num_warps=4,
+        num_stages=_num_stages(qkv.dtype),
+    )
+    return partials, log_sums
+
+
+def _partials(
+    num_splits: int, num_rows: int, num_heads: int, head_dim: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (num_splits, num_rows, num_heads)
+    return torch.empty((*shape, head_dim), device=device), torch.empty(shape, device=device)
+
+
+def _num_splits(num_programs: int, most: int, device: torch.device) -> int:
+    """A power of two, for each is a kernel of its own. It does not depend on the length of the context: a captured
+    graph runs for every length.
+    """
+    wanted = PROGRAMS_PER_PROCESSOR * num_processors(device)
+    return min(most, padded_size(wanted // max(1, num_programs)))
+
+
+def _tile_keys(head_dim: int, dtype: torch.dtype) -> int:
+    fitting = TILE_BYTES // (padded_size(head_dim, LEAST_DOT) * dtype.itemsize)
+    return max(LEAST_DOT, min(MOST_TILE_KEYS, fitting))
+
+
+def _num_stages(dtype: torch.dtype) -> int:
+    return 3 if dtype.itemsize == 2 else 2
+
+
+@triton.jit
+def _find(starts, num_items, tile, TILE_TOKENS: tl.constexpr):
+    """The item whose tile this is: item `i` begins at token `starts[i]`, and at tile `starts[i] // TILE_TOKENS + i`."""
+    left: tl.int32 = 0
+    right = num_items
+    while left < right:
+        middle = (left + right) // 2
+        first_tile = tl.load(starts + middle) // TILE_TOKENS + middle
+        if first_tile <= tile:
+            left = middle + 1
+        else:
+            right = middle
+    return left - 1
+
+
+@triton.jit
+def _dot(a, b, WIDE: tl.constexpr):
+    if WIDE:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def _over_keys(
+    query,
+    position,
+    k_cache,
+    v_cache,
+    table,
+    kv_head,
+    begin,
+    end,
+    window,
+    scale_log2,
+    largest,
+    total,
+    attended,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Goes on with the softmax of `query` [rows, dim] over the keys `[begin, end)` that its rows see.
+
+    `largest` and `total` [rows], the largest score and the sum of powers of two relative to it, and `attended`
+    [rows, dim], not yet divided by the sum, are returned as they are after these keys.
+    """
+    dim = tl.arange(0, PADDED_DIM)
+    is_dim = dim < HEAD_DIM
+    for first in range(begin, end, TILE_KEYS):
+        key = first + tl.arange(0, TILE_KEYS)
+        in_range = key < end
+        block = tl.load(table + key // BLOCK_SIZE, mask=in_range, other=0).to(tl.int64)
+        offset = ((block * BLOCK_SIZE + key % BLOCK_SIZE) * NUM_KV_HEADS + kv_head) * HEAD_DIM
+        keys = tl.load(k_cache + offset[None, :] + dim[:, None], mask=in_range[None, :] & is_dim[:, None], other=0.0)
+        scores = _dot(query, keys, WIDE) * scale_log2
+        visible = in_range[None, :] & (key[None, :] <= position[:, None])
+        if HAS_WINDOW:
+            visible = visible & (position[:, None] - key[None, :] < window)
+        scores = tl.where(visible, scores, float("-inf"))
+        new_largest = tl.maximum(largest, tl.max(scores, axis=1))
+        shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+        weights = tl.exp2(scores - shift[:, None])
+        decay = tl.exp2(largest - shift)
+        values = tl.load(v_cache + offset[:, None] + dim[None, :], mask=in_range[:, None] & is_dim[None, :], other=0.0)
+        total = total * decay + tl.sum(weights, axis=1)
+        attended = attended * decay[:, None] + _dot(weights.to(values.dtype), values, WIDE)
+        largest = new_largest
+    return largest, total, attended
+
+
+@triton.jit(do_not_specialize=["num_sequences", "num_tokens", "num_prefix_rows", "table_stride", "window"])
+def _attend(
+    qkv,
+    k_cache,
+    v_cache,
+    output,
+    partials,
+    log_sums,
+    prefix,
+    prefix_sums,
+    query_start,
+    context_lens,
+    block_tables,
+    prefix_lens,
+    first_rows,
+    num_sequences,
+    num_tokens,
+    num_prefix_rows,
+    qkv_stride,
+    table_stride,
+    window,
+    scale_log2,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    WIDE: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    NUM_PREFIX_SPLITS: tl.constexpr,
+    IS_SHORT: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):
+    """A tile of a sequence's query tokens, one KV head and one split of the keys a program. What a group has read of a
+    shared prefix is where the first split begins.
+    """
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    if IS_SHORT:
+        sequence = tile
+        first_token = 0
+    else:
+        sequence = _find(query_start, num_sequences, tile, TILE_TOKENS)
+        first_token = (tile - tl.load(query_start + sequence) // TILE_TOKENS - sequence) * TILE_TOKENS
+    first_flat = tl.load(query_start + sequence)
+    query_len = tl.load(query_start + sequence + 1) - first_flat
+    if first_token >= query_len:
+        return
+    context_len = tl.load(context_lens + sequence)
+    num_computed = context_len - query_len
+
+    row = tl.arange(0, TILE_ROWS)
+    dim = tl.arange(0, PADDED_DIM)
+    token = first_token + row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    exists = (row < TILE_TOKENS * GROUP) & (token < query_len)
+    mask = exists[:, None] & (dim < HEAD_DIM)[None, :]
+    flat = (first_flat + token).to(tl.int64)
+    query = tl.load(qkv + flat[:, None] * qkv_stride + head[:, None] * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
+    position = num_computed + token
+
+    end = num_computed + tl.minimum(first_token + TILE_TOKENS, query_len)
+    begin = 0
+    if HAS_WINDOW:
+        begin = tl.maximum(num_computed + first_token - window + 1, 0)
+    if NUM_PREFIX_SPLITS > 0:
+        begin = tl.load(prefix_lens + sequence)
+    split_keys = tl.cdiv(tl.cdiv(end - begin, TILE_KEYS), NUM_SPLITS) * TILE_KEYS
+    first_key = begin + split * split_keys
+    last_key = tl.minimum(end, first_key + split_keys)
+
+    NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
+    largest = tl.full([TILE_ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([TILE_ROWS], tl.float32)
+    attended = tl.zeros([TILE_ROWS, PADDED_DIM], tl.float32)
+    if NUM_PREFIX_SPLITS > 0:
+        first_row = tl.load(first_rows + sequence)
+        in_group = exists & (token < tl.where((first_row >= 0) & (split == 0), query_len, 0))
+        for part in tl.static_range(NUM_PREFIX_SPLITS):
+            place = (part * num_prefix_rows + first_row + token).to(tl.int64) * NUM_HEADS + head
+            log_sum = tl.load(prefix_sums + place, mask=in_group, other=float("-inf"))
+            seen = tl.load(prefix + place[:, None] * HEAD_DIM + dim[None, :], mask=in_group[:, None] & mask, other=0.0)
+            new_largest = tl.maximum(largest, log_sum)
+            shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+            decay = tl.exp2(largest - shift)
+            weight = tl.exp2(log_sum - shift)
+            total = total * decay + weight
+            attended = attended * decay[:, None] + seen * weight[:, None]
+            largest = new_largest
+    largest, total, attended = _over_keys(
+        query,
+        position,
+        k_cache,
+        v_cache,
+        block_tables + sequence.to(tl.int64) * table_stride,
+        kv_head,
+        first_key,
+        last_key,
+        window,
+        scale_log2,
+        largest,
+        total,
+        attended,
+        NUM_KV_HEADS,
+        HEAD_DIM,
+        PADDED_DIM,
+        BLOCK_SIZE,
+        TILE_KEYS,
+        HAS_WINDOW,
+        WIDE,
+    )
+    sees_nothing = total == 0.0
+    result = attended / tl.where(sees_nothing, 1.0, total)[:, None]
+    if NUM_SPLITS == 1:
+        place = (flat * NUM_HEADS + head)[:, None] * HEAD_DIM + dim[None, :]
+        tl.store(output + place, result.to(output.dtype.element_ty), mask=mask)
+    else:
+        place = (split.to(tl.int64) * num_tokens + flat) * NUM_HEADS + head
+        tl.store(partials + place[:, None] * HEAD_DIM + dim[None, :], result, mask=mask)
+        log_sum = tl.where(sees_nothing, float("-inf"), largest + tl.log2(total))
+        tl.store(log_sums + place, log_sum, mask=exists)
+
+
+@triton.jit(do_not_specialize=["num_groups", "num_rows", "table_stride"])
+def _attend_prefix(
+    qkv,
+    k_cache,
+    v_cache,
+    partials,
+    log_sums,
+    row_start,
+    tokens,
+    leaders,
+    group_lens,
+    block_tables,
+    num_groups,
+    num_rows,
+    qkv_stride,
+    table_stride,
+    scale_log2,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    WIDE: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+):
+    """A tile of a group's query tokens, one KV head and one split of the shared keys a program. All rows see all."""
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    group = _find(row_start, num_groups, tile, TILE_TOKENS)
+    group_row = tl.load(row_start + group)
+    count = tl.load(row_start + group + 1) - group_row
+    first = (tile - group_row // TILE_TOKENS - group) * TILE_TOKENS
+    if first >= count:
+        return
+    row = tl.arange(0, TILE_ROWS)
+    dim = tl.arange(0, PADDED_DIM)
+    token = first + row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    exists = (row < TILE_TOKENS * GROUP) & (token < count)
+    mask = exists[:, None] & (dim < HEAD_DIM)[None, :]
+    flat = tl.load(tokens + group_row + token, mask=exists, other=0).to(tl.int64)
+    query = tl.load(qkv + flat[:, None] * qkv_stride + head[:, None] * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
+
+    prefix_len = tl.load(group_lens + group)
+    split_keys = tl.cdiv(tl.cdiv(prefix_len, TILE_KEYS), NUM_SPLITS) * TILE_KEYS
+    first_key = split * split_keys
+    last_key = tl.minimum(prefix_len, first_key + split_keys)
+    NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
+    largest, total, attended = _over_keys(
+        query,
+        tl.zeros([TILE_ROWS], tl.int32) + prefix_len,
+        k_cache,
+        v_cache,
+        block_tables + tl.load(leaders + group).to(tl.int64) * table_stride,
+        kv_head,
+        first_key,
+        last_key,
+        0,
+        scale_log2,
+        tl.full([TILE_ROWS], float("-inf"), tl.float32),
+        tl.zeros([TILE_ROWS], tl.float32),
+        tl.zeros([TILE_ROWS, PADDED_DIM], tl.float32),
+        NUM_KV_HEADS,
+        HEAD_DIM,
+        PADDED_DIM,
+        BLOCK_SIZE,
+        TILE_KEYS,
+        False,
+        WIDE,
+    )
+    sees_nothing = total == 0.0
+    place = (split.to(tl.int64) * num_rows + group_row + token) * NUM_HEADS + head
+    result = attended / tl.where(sees_nothing, 1.0, total)[:, None]
+    tl.store(partials + place[:, None] * HEAD_DIM + dim[None, :], result, mask=mask)
+    tl.store(log_sums + place, tl.where(sees_nothing, float("-inf"), largest + tl.log2(total)), mask=exists)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _merge(
+    output,
+    partials,
+    log_sums,
+    num_tokens,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+):
+    """The splits of one query head of one token: their mean, weighted by the sums that they stand for."""
+    place = tl.program_id(0).to(tl.int64) * NUM_HEADS + tl.program_id(1)
+    split = tl.arange(0, NUM_SPLITS)
+    dim = tl.arange(0, PADDED_DIM)
+    places = split.to(tl.int64) * num_tokens * NUM_HEADS + place
+    log_sum = tl.load(log_sums + places)
+    largest = tl.max(log_sum, axis=0)
+    weight = tl.exp2(log_sum - tl.where(largest == float("-inf"), 0.0, largest))
+    parts = tl.load(partials + places[:, None] * HEAD_DIM + dim[None, :], mask=(dim < HEAD_DIM)[None, :], other=0.0)
+    total = tl.sum(weight, axis=0)
+    result = tl.sum(parts * weight[:, None], axis=0) / tl.where(total == 0.0, 1.0, total)
+    tl.store(output + place * HEAD_DIM + dim, result.to(output.dtype.element_ty), mask=dim < HEAD_DIM)

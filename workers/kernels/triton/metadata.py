@@ -1,0 +1,192 @@
+"""A step's attention metadata on an accelerator: one copy from the host, and of shared prefixes what the kernels read.
+
+Every array lies in one buffer of int32, so that a step waits for one transfer instead of a dozen. A decode step may be
+padded: its buffer then has the layout of a larger batch, from which a captured graph reads it
+(`workers/kernels/triton/graphs.py`). Built once a step by `workers/platforms/cuda.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import numpy as np
+import torch
+
+from workers.attention import AttentionMetadata
+from workers.kernels.triton.launch import place
+from workers.shared_prefixes import SharedPrefixes
+
+
+@dataclasses.dataclass(slots=True)
+class PrefixRows:
+    """The query tokens whose group reads its shared keys once, as rows, group by group.
+
+    Group `g` has the rows `[row_start[g], row_start[g + 1])`; row `r` is the flat token `tokens[r]`.
+    """
+
+    row_start: torch.Tensor
+    """int32 [num_groups + 1]."""
+    tokens: torch.Tensor
+    """int32 [num_rows]."""
+    leaders: torch.Tensor
+    """int32 [num_groups]: a sequence of the group, whose block table is read."""
+    group_lens: torch.Tensor
+    """int32 [num_groups]: keys that the group shares."""
+    prefix_lens: torch.Tensor
+    """int32 [num_sequences]: keys that a sequence shares with its group; 0 without one."""
+    first_rows: torch.Tensor
+    """int32 [num_sequences]: row of its first query token; -1 without a group."""
+
+    @property
+    def num_rows(self) -> int:
+        return self.tokens.shape[0]
+
+    @property
+    def num_groups(self) -> int:
+        return self.leaders.shape[0]
+
+
+@dataclasses.dataclass(slots=True)
+class DeviceMetadata(AttentionMetadata):
+    """`AttentionMetadata` on a device. `shared_prefixes` is None: `prefix_rows` says the same for these kernels."""
+
+    prefix_rows: PrefixRows | None = None
+    packed: torch.Tensor | None = None
+    """All arrays but the block tables, int32: in the layout of `num_padded` sequences. None if they lie apart."""
+    num_padded: int = 0
+    """Sequences of the layout, if this is a decode step that a graph may run; else 0."""
+
+
+def build_metadata(
+    starts: np.ndarray,
+    query_lens: np.ndarray,
+    block_tables: np.ndarray,
+    block_size: int,
+    device: torch.device,
+    share_prefixes: bool = True,
+    num_padded: int = 0,
+) -> DeviceMetadata:
+    """Arguments as those of `AttentionMetadata.build`. With `num_padded` sequences, at least as many as there are, the
+    buffer has that layout; every query must then be one token.
+    """
+    host = AttentionMetadata.build(starts, query_lens, block_tables, block_size, share_prefixes)
+    tables = host.block_tables.numpy()
+    arrays = _padded(host, num_padded) if num_padded else _arrays(host)
+    buffer = place(
+        np.concatenate([*(array.view(np.int32).ravel() for array in arrays.values()), tables.ravel()]), device
+    )
+    views = _views(buffer, {name: len(array.view(np.int32)) for name, array in arrays.items()})
+    num_tokens, num_sequences = host.num_tokens, host.num_sequences
+    return DeviceMetadata(
+        positions=views["positions"].view(torch.int64)[:num_tokens],
+        slot_mapping=views["slot_mapping"].view(torch.int64)[:num_tokens],
+        query_start=views["query_start"][: num_sequences + 1],
+        context_lens=views["context_lens"][:num_sequences],
+        block_tables=buffer[len(buffer) - tables.size :].view(tables.shape),
+        block_size=block_size,
+        max_query_len=host.max_query_len,
+        max_context_len=host.max_context_len,
+        total_context_len=host.total_context_len,
+        prefix_rows=prefix_rows_of(views) if host.shared_prefixes is not None else None,
+        packed=buffer[: len(buffer) - tables.size] if num_padded else None,
+        num_padded=num_padded,
+    )
+
+
+def _views(buffer: torch.Tensor, sizes: dict[str, int]) -> dict[str, torch.Tensor]:
+    """The arrays of a buffer that begins with them."""
+    ends = itertools.accumulate(sizes.values())
+    return {name: buffer[end - size : end] for (name, size), end in zip(sizes.items(), ends, strict=True)}
+
+
+def prefix_rows_of(views: dict[str, torch.Tensor]) -> PrefixRows:
+    return PrefixRows(**{field.name: views[field.name] for field in dataclasses.fields(PrefixRows)})
+
+
+def padded_sizes(num_padded: int, has_groups: bool) -> dict[str, int]:
+    """int32 words of each array in the layout of so many sequences of one token. 64-bit arrays come first, so that
+    every one of them is aligned.
+    """
+    sizes = {
+        "positions": 2 * num_padded,
+        "slot_mapping": 2 * num_padded,
+        "query_start": num_padded + 1,
+        "context_lens": num_padded,
+    }
+    if has_groups:
+        most_groups = max(1, num_padded // 2)
+        sizes |= {
+            "row_start": most_groups + 1,
+            "tokens": num_padded,
+            "leaders": most_groups,
+            "group_lens": most_groups,
+            "prefix_lens": num_padded,
+            "first_rows": num_padded,
+        }
+    return sizes
+
+
+_PADDING = {"slot_mapping": -1, "first_rows": -1}
+"""What pads an array; 0 pads the others. A row that pads has no context, writes no key, and its output is 0."""
+
+
+def padding(num_padded: int, has_groups: bool) -> torch.Tensor:
+    """The buffer, int32 on the CPU, of a step without sequences in the layout of `num_padded`."""
+    pieces = []
+    for name, words in padded_sizes(num_padded, has_groups).items():
+        value = _PADDING.get(name, 0)  # -1 is all ones in 64 bits too
+        pieces.append(torch.arange(words) if name == "query_start" else torch.full((words,), value))
+    return torch.cat(pieces).to(torch.int32)
+
+
+def padded_views(buffer: torch.Tensor, num_padded: int, has_groups: bool) -> dict[str, torch.Tensor]:
+    """The arrays of a buffer in that layout, int32."""
+    return _views(buffer, padded_sizes(num_padded, has_groups))
+
+
+def _arrays(host: AttentionMetadata) -> dict[str, np.ndarray]:
+    arrays = {
+        name: getattr(host, name).numpy() for name in ("positions", "slot_mapping", "query_start", "context_lens")
+    }
+    if host.shared_prefixes is not None:
+        arrays |= _group_arrays(host.shared_prefixes, arrays["query_start"])
+    return arrays
+
+
+def _padded(host: AttentionMetadata, num_padded: int) -> dict[str, np.ndarray]:
+    """The arrays, filled up to the layout of `num_padded` sequences."""
+    arrays = _arrays(host)
+    padded = {}
+    for name, words in padded_sizes(num_padded, host.shared_prefixes is not None).items():
+        array = arrays[name]
+        size = words * 4 // array.itemsize
+        padded[name] = np.full(size, _PADDING.get(name, 0), dtype=array.dtype)
+        padded[name][: len(array)] = array
+        if name == "row_start":  # groups that are not there have no rows
+            padded[name][len(array) :] = array[-1]
+        if name == "query_start":
+            padded[name] = np.arange(size, dtype=array.dtype)
+    return padded
+
+
+def _group_arrays(groups: SharedPrefixes, query_start: np.ndarray) -> dict[str, np.ndarray]:
+    """The fields of `PrefixRows`."""
+    group_start, members = groups.group_start.numpy(), groups.members.numpy()
+    counts = (query_start[1:] - query_start[:-1])[members]
+    member_rows = np.zeros(len(members) + 1, dtype=np.int32)
+    np.cumsum(counts, out=member_rows[1:])
+    tokens = np.arange(member_rows[-1], dtype=np.int32) + np.repeat(query_start[members] - member_rows[:-1], counts)
+    num_sequences = len(query_start) - 1
+    prefix_lens = np.zeros(num_sequences, dtype=np.int32)
+    prefix_lens[members] = np.repeat(groups.prefix_lens.numpy(), np.diff(group_start))
+    first_rows = np.full(num_sequences, -1, dtype=np.int32)
+    first_rows[members] = member_rows[:-1]
+    return {
+        "row_start": member_rows[group_start],
+        "tokens": tokens.astype(np.int32),
+        "leaders": members[group_start[:-1]],
+        "group_lens": groups.prefix_lens.numpy(),
+        "prefix_lens": prefix_lens,
+        "first_rows": first_rows,
+    }

@@ -1,0 +1,118 @@
+"""One Triton kernel after the qkv linear: q/k norm, rotation, and the write of keys and values to their KV slots.
+
+`reference.rope_and_cache` says what it computes. A token whose slot is negative is a row that pads a captured graph: it
+writes no key and no value.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from workers.attention import AttentionMetadata
+from workers.checkpoints.model_config import HeadShape
+from workers.kernels.triton.launch import padded_size
+
+_TILE_ELEMENTS = 1024
+"""Of one half of the heads that a program rotates."""
+
+
+def rope_and_cache(
+    qkv: torch.Tensor,
+    cos_sin: torch.Tensor,
+    metadata: AttentionMetadata,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    heads: HeadShape,
+    q_norm_weight: torch.Tensor | None = None,
+    k_norm_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+) -> None:
+    num_heads, num_kv_heads, head_dim, _ = heads
+    half = padded_size(head_dim // 2)
+    all_heads = num_heads + 2 * num_kv_heads
+    tile_heads = min(padded_size(all_heads), max(1, _TILE_ELEMENTS // half))
+    has_norm = q_norm_weight is not None
+    _rope_and_cache[(qkv.shape[0], triton.cdiv(all_heads, tile_heads))](
+        qkv,
+        cos_sin,
+        metadata.positions,
+        metadata.slot_mapping,
+        k_cache,
+        v_cache,
+        q_norm_weight if has_norm else qkv,
+        k_norm_weight if has_norm else qkv,
+        qkv.stride(0),
+        eps,
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        HALF=half,
+        TILE_HEADS=tile_heads,
+        HAS_NORM=has_norm,
+    )
+
+
+@triton.jit
+def _rope_and_cache(
+    qkv,
+    cos_sin,
+    positions,
+    slot_mapping,
+    k_cache,
+    v_cache,
+    q_norm,
+    k_norm,
+    qkv_stride,
+    eps,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    TILE_HEADS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
+    """A token and `TILE_HEADS` of its heads a program: [TILE_HEADS, HALF] of each half of them."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * TILE_HEADS + tl.arange(0, TILE_HEADS)[:, None]
+    dim = tl.arange(0, HALF)[None, :]
+    exists = (head < NUM_HEADS + 2 * NUM_KV_HEADS) & (dim < HEAD_DIM // 2)
+    is_query = head < NUM_HEADS
+    is_key = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
+    source = qkv + token * qkv_stride + head * HEAD_DIM + dim
+    low = tl.load(source, mask=exists, other=0.0).to(tl.float32)
+    high = tl.load(source + HEAD_DIM // 2, mask=exists, other=0.0).to(tl.float32)
+    is_value = head >= NUM_HEADS + NUM_KV_HEADS
+    plain_low = low
+    plain_high = high
+    if HAS_NORM:
+        mean_square = (tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)) / HEAD_DIM
+        scale = (1.0 / tl.sqrt(mean_square + eps))[:, None]
+        q_mask = exists & is_query
+        k_mask = exists & is_key
+        q_low = tl.load(q_norm + dim + head * 0, mask=q_mask, other=0.0).to(tl.float32)
+        q_high = tl.load(q_norm + HEAD_DIM // 2 + dim + head * 0, mask=q_mask, other=0.0).to(tl.float32)
+        k_low = tl.load(k_norm + dim + head * 0, mask=k_mask, other=0.0).to(tl.float32)
+        k_high = tl.load(k_norm + HEAD_DIM // 2 + dim + head * 0, mask=k_mask, other=0.0).to(tl.float32)
+        low = low * scale * (q_low + k_low)
+        high = high * scale * (q_high + k_high)
+    position = tl.load(positions + token)
+    angle = cos_sin + position * HEAD_DIM + dim
+    in_half = dim < HEAD_DIM // 2
+    cos = tl.load(angle, mask=in_half, other=0.0)
+    sin = tl.load(angle + HEAD_DIM // 2, mask=in_half, other=0.0)
+    turned_low = tl.where(is_value, plain_low, low * cos - high * sin)
+    turned_high = tl.where(is_value, plain_high, high * cos + low * sin)
+    result_low = turned_low.to(qkv.dtype.element_ty)
+    result_high = turned_high.to(qkv.dtype.element_ty)
+    tl.store(source, result_low, mask=exists & is_query)
+    tl.store(source + HEAD_DIM // 2, result_high, mask=exists & is_query)
+    slot = tl.load(slot_mapping + token)
+    kv_head = tl.where(is_key, head - NUM_HEADS, head - NUM_HEADS - NUM_KV_HEADS)
+    offset = (slot * NUM_KV_HEADS + kv_head) * HEAD_DIM + dim
+    has_slot = exists & (dim < tl.where(slot >= 0, HALF, 0))
+    tl.store(k_cache + offset, result_low, mask=has_slot & is_key)
+    tl.store(k_cache + offset + HEAD_DIM // 2, result_high, mask=has_slot & is_key)
+    tl.store(v_cache + offset, result_low, mask=has_slot & is_value)
+    tl.store(v_cache + offset + HEAD_DIM // 2, result_high, mask=has_slot & is_value)

@@ -1,0 +1,84 @@
+"""Triton kernels that see each row by itself: RMSNorm, alone and with the residual, and SiLU-and-mul.
+
+`workers/kernels/reference.py` says what they compute. Called by the decoder through `workers/kernels/triton/layers.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from workers.kernels.triton.launch import padded_size
+
+_SILU_COLUMNS = 1024
+"""Columns of one program."""
+
+
+def _num_warps(columns: int) -> int:
+    """About 16 elements a thread."""
+    return min(16, max(1, columns // 512))
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    x = x.contiguous()
+    hidden = weight.shape[0]
+    output = torch.empty_like(x)
+    columns = padded_size(hidden)
+    _rms_norm[(x.numel() // hidden,)](
+        x, x, weight, output, hidden, hidden, eps, ADD=False, COLUMNS=columns, num_warps=_num_warps(columns)
+    )
+    return output
+
+
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    x = x.contiguous()
+    rows, hidden = x.shape
+    output = torch.empty_like(x)
+    columns = padded_size(hidden)
+    _rms_norm[(rows,)](
+        x, residual, weight, output, hidden, residual.stride(0), eps, ADD=True, COLUMNS=columns,
+        num_warps=_num_warps(columns),
+    )  # fmt: skip
+    return output
+
+
+@triton.jit
+def _rms_norm(
+    x, residual, weight, output, hidden, residual_stride, eps, ADD: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """One row a program. With `ADD`, x is added to the residual in place, and the sum is rounded before its norm."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, COLUMNS)
+    mask = column < hidden
+    values = tl.load(x + row * hidden + column, mask=mask, other=0.0).to(tl.float32)
+    if ADD:
+        place = residual + row * residual_stride + column
+        rounded = (values + tl.load(place, mask=mask, other=0.0).to(tl.float32)).to(residual.dtype.element_ty)
+        tl.store(place, rounded, mask=mask)
+        values = rounded.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(values * values, axis=0) / hidden + eps)
+    scaled = values * scale * tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(output + row * hidden + column, scaled.to(output.dtype.element_ty), mask=mask)
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    gate_up = gate_up.contiguous()
+    rows, width = gate_up.shape
+    intermediate = width // 2
+    output = gate_up.new_empty((rows, intermediate))
+    columns = min(_SILU_COLUMNS, padded_size(intermediate))
+    grid = (rows, triton.cdiv(intermediate, columns))
+    _silu_and_mul[grid](gate_up, output, intermediate, COLUMNS=columns, num_warps=min(4, _num_warps(columns)))
+    return output
+
+
+@triton.jit
+def _silu_and_mul(gate_up, output, intermediate, COLUMNS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = column < intermediate
+    gate = tl.load(gate_up + row * 2 * intermediate + column, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * intermediate + intermediate + column, mask=mask, other=0.0).to(tl.float32)
+    gated = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(output + row * intermediate + column, gated.to(output.dtype.element_ty), mask=mask)

@@ -1,0 +1,431 @@
+"""The sampler of an accelerator: masks, temperature, filters and Gumbel-max in Triton, over logits that stay there.
+
+`workers/kernels/torch_sampler.py` says what is computed, and serves what is rare: edits of single rows before the
+constraint (penalties, biases, bad words) and log-probabilities. Nothing here waits for the device. A row's vocabulary
+is cut into chunks, so that one row keeps a whole GPU busy.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from structured.masks import LATE as LATE_SLOT
+from structured.masks import NO_MASK, MaskBatch
+from workers.kernels import torch_sampler
+from workers.kernels.protocol import INFINITE, LATE, MASKED, NAN, OK
+from workers.kernels.torch_sampler import logprobs
+from workers.kernels.triton.launch import padded_size, place
+from workers.kernels.triton.noise import gumbel_noise
+from workers.sampling.noise import noise_keys
+from workers.sampling.sampling_state import SamplingState, SequenceState
+
+__all__ = ["draw", "logprobs"]
+
+CHUNK = 4096
+"""Tokens of one program."""
+
+_NUM_COLUMNS = tl.constexpr(8)
+_KEY_LOW, _KEY_HIGH, _INVERSE_TEMPERATURE, _SLOT = (tl.constexpr(column) for column in range(4))
+_EDITED, _TOP_K, _TOP_P, _LOG_MIN_P = (tl.constexpr(column) for column in range(4, 8))
+"""Columns of the table of sample points, int32; three hold the bits of a float32."""
+
+_HAS_NAN, _HAS_INFINITE, _HAS_TOKEN = (tl.constexpr(1 << bit) for bit in range(3))
+_OK, _NAN, _INFINITE, _MASKED, _LATE = (tl.constexpr(code) for code in (OK, NAN, INFINITE, MASKED, LATE))
+_LATE_SLOT = tl.constexpr(LATE_SLOT)
+_LEAST_KEY = tl.constexpr(-(2**31))
+_GREATEST_KEY = tl.constexpr(2**31 - 1)
+_NO_TOKEN = tl.constexpr(2**31 - 1)
+
+
+def draw(
+    logits: torch.Tensor,
+    sequences: list[SequenceState],
+    positions: list[int],
+    state: SamplingState,
+    masks: MaskBatch | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `torch_sampler.draw`."""
+    device, vocab_size = logits.device, state.vocab_size
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    count = len(sequences)
+    table = _table(sequences, positions, state)
+    edited_points = _edited_points(sequences, positions, masks)
+    table[edited_points, _EDITED.value] = np.arange(len(edited_points))
+    words = logits
+    if masks is not None:
+        packed = masks.packed()
+        table[:, _SLOT.value] = packed.slots
+        if len(packed.rows):
+            words = place(packed.rows, device)
+    edited = _edit(logits, edited_points, sequences, positions, state, masks) if edited_points else logits
+    points = place(table.ravel(), device)
+    num_chunks = triton.cdiv(vocab_size, CHUNK)
+    best = torch.empty((count, num_chunks), dtype=torch.float32, device=device)
+    best_ids = torch.empty((count, num_chunks), dtype=torch.int32, device=device)
+    flags = torch.empty((count, num_chunks), dtype=torch.int32, device=device)
+    rows = (logits, edited, words, points, logits.stride(0), vocab_size, words.stride(0))
+    constants = {"HAS_EDITED": bool(edited_points), "HAS_MASKS": words is not logits}
+    chunk = min(CHUNK, padded_size(vocab_size, 128))
+    thresholds = points
+    has_filters = bool(_is_filtered(table).any())
+    if has_filters:
+        thresholds = torch.empty((count, 3), dtype=torch.int32, device=device)
+        _find_thresholds[(count,)](*rows, thresholds, **constants, CHUNK=chunk, num_warps=16)
+    _find_best[(count, num_chunks)](
+        *rows, thresholds, best, best_ids, flags, **constants, HAS_FILTERS=has_filters, CHUNK=chunk, num_warps=8
+    )
+    token_ids = torch.empty(count, dtype=torch.int64, device=device)
+    status = torch.empty(count, dtype=torch.uint8, device=device)
+    _choose[(count,)](
+        points, best, best_ids, flags, token_ids, status, num_chunks, CHUNKS=padded_size(num_chunks), num_warps=1
+    )
+    return token_ids, status
+
+
+def _table(sequences: list[SequenceState], positions: list[int], state: SamplingState) -> np.ndarray:
+    """int32 [P, 8]: what the kernels need of each sample point. A greedy row has no filters."""
+    rows = state.table[[sequence.row for sequence in sequences]]
+    is_random = rows["inverse_temperature"] > 0
+    table = np.empty((len(sequences), _NUM_COLUMNS.value), dtype=np.int32)
+    table[:, : _KEY_HIGH.value + 1] = noise_keys(rows["seed"], np.array(positions, dtype=np.int64)).view(np.int32)
+    table[:, _INVERSE_TEMPERATURE.value] = rows["inverse_temperature"].view(np.int32)
+    table[:, _SLOT.value] = NO_MASK
+    table[:, _EDITED.value] = -1
+    table[:, _TOP_K.value] = np.where(is_random, rows["top_k"], 0)
+    table[:, _TOP_P.value] = np.where(is_random, rows["top_p"], np.float32(1)).view(np.int32)
+    table[:, _LOG_MIN_P.value] = np.where(is_random, rows["log_min_p"], np.float32(-np.inf)).view(np.int32)
+    return table
+
+
+def _is_filtered(table: np.ndarray) -> np.ndarray:
+    top_p, log_min_p = (table[:, column.value].view(np.float32) for column in (_TOP_P, _LOG_MIN_P))
+    return (table[:, _TOP_K.value] > 0) | (top_p < 1) | (log_min_p > -np.inf)
+
+
+def _edited_points(sequences: list[SequenceState], positions: list[int], masks: MaskBatch | None) -> list[int]:
+    """Sample points whose logits change before the mask, which single rows do: they are copied."""
+    adjusted = masks.adjustments if masks is not None else {}
+    return [
+        index
+        for index, (sequence, position) in enumerate(zip(sequences, positions, strict=True))
+        if index in adjusted or (sequence.processors is None and torch_sampler.edits(sequence, position))
+    ]
+
+
+def _edit(
+    logits: torch.Tensor,
+    points: list[int],
+    sequences: list[SequenceState],
+    positions: list[int],
+    state: SamplingState,
+    masks: MaskBatch | None,
+) -> torch.Tensor:
+    """float32 [len(points), V]: the rows as they are before the mask."""
+    chosen = place(np.array(points, dtype=np.int64), logits.device)
+    edited = logits[chosen, : state.vocab_size].float()
+    for row, index in zip(edited, points, strict=True):
+        if sequences[index].processors is None:
+            torch_sampler.edit(row, sequences[index], positions[index])
+        if masks is not None and index in masks.adjustments:
+            ids, values = masks.adjustments[index]
+            row[place(ids.astype(np.int64), logits.device)] += place(values.copy(), logits.device)
+    return edited
+
+
+@triton.jit
+def _float(points, row, COLUMN: tl.constexpr):
+    return tl.load(points + row * _NUM_COLUMNS + COLUMN).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _processed(
+    logits,
+    edited,
+    words,
+    points,
+    row,
+    token,
+    exists,
+    vocab_size,
+    num_words,
+    raw,
+    HAS_EDITED: tl.constexpr,
+    HAS_MASKS: tl.constexpr,
+):
+    """The `raw` logits of a row's tokens with its edits and under its mask; -inf for a token that does not exist."""
+    values = raw
+    if HAS_EDITED:
+        place = tl.load(points + row * _NUM_COLUMNS + _EDITED)
+        is_own = exists & (token < tl.where(place >= 0, vocab_size, 0))
+        own = tl.load(edited + place.to(tl.int64) * vocab_size + token, mask=is_own, other=float("-inf")).to(tl.float32)
+        values = tl.where(place >= 0, own, values)
+    if HAS_MASKS:
+        slot = tl.load(points + row * _NUM_COLUMNS + _SLOT)
+        is_masked = exists & (token < tl.where(slot >= 0, vocab_size, 0))
+        word = tl.load(words + slot.to(tl.int64) * num_words + token // 32, mask=is_masked, other=-1)
+        values = tl.where(((word >> (token % 32)) & 1) == 1, values, float("-inf"))
+    return values
+
+
+@triton.jit
+def _sort_key(values):
+    """int32 in the order of float32 values; zeros of either sign are equal."""
+    bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def _measure(
+    logits,
+    edited,
+    words,
+    points,
+    row,
+    logits_stride,
+    vocab_size,
+    num_words,
+    above,
+    largest,
+    inverse_temperature,
+    HAS_EDITED: tl.constexpr,
+    HAS_MASKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """(number, mass, least key) of the tokens whose key is greater than `above`, and the greatest key of the others.
+    Masses are relative to the largest logit's.
+    """
+    number = tl.zeros([CHUNK], tl.int32)
+    mass = tl.zeros([CHUNK], tl.float32)
+    least = tl.full([CHUNK], _GREATEST_KEY, tl.int32)
+    greatest_other = tl.full([CHUNK], _LEAST_KEY, tl.int32)
+    for first in range(0, vocab_size, CHUNK):
+        token = first + tl.arange(0, CHUNK)
+        exists = token < vocab_size
+        raw = tl.load(logits + row * logits_stride + token, mask=exists, other=float("-inf")).to(tl.float32)
+        values = _processed(
+            logits, edited, words, points, row, token, exists, vocab_size, num_words, raw, HAS_EDITED, HAS_MASKS
+        )
+        key = _sort_key(values)
+        is_above = exists & (key > above)
+        number += is_above.to(tl.int32)
+        mass += tl.where(is_above, tl.exp((values - largest) * inverse_temperature), 0.0)
+        least = tl.minimum(least, tl.where(is_above, key, _GREATEST_KEY))
+        greatest_other = tl.maximum(greatest_other, tl.where(exists & (key <= above), key, _LEAST_KEY))
+    return tl.sum(number, axis=0), tl.sum(mass, axis=0), tl.min(least, axis=0), tl.max(greatest_other, axis=0)
+
+
+@triton.jit
+def _search(
+    logits,
+    edited,
+    words,
+    points,
+    row,
+    logits_stride,
+    vocab_size,
+    num_words,
+    low,
+    high,
+    largest,
+    inverse_temperature,
+    limit,
+    HAS_EDITED: tl.constexpr,
+    HAS_MASKS: tl.constexpr,
+    BY_MASS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """The least key in [low, high] of which the tokens above it are fewer than `limit`, or weigh less; how many tokens
+    of this key are kept; and the mass of all that is kept.
+
+    After each look the bounds are keys that tokens have: of bfloat16 logits there are few, and a dozen looks suffice.
+    """
+    while low < high:
+        middle = low + (high - low) // 2
+        number, mass, above, below = _measure(
+            logits, edited, words, points, row, logits_stride, vocab_size, num_words, middle.to(tl.int32), largest,
+            inverse_temperature, HAS_EDITED, HAS_MASKS, CHUNK,
+        )  # fmt: skip
+        measured = number.to(tl.float32)
+        if BY_MASS:
+            measured = mass
+        if measured < limit:
+            high = tl.maximum(below.to(tl.int64), low)
+        else:
+            low = above.to(tl.int64)
+    number, mass, above, below = _measure(
+        logits, edited, words, points, row, logits_stride, vocab_size, num_words, low.to(tl.int32), largest,
+        inverse_temperature, HAS_EDITED, HAS_MASKS, CHUNK,
+    )  # fmt: skip
+    weight = tl.exp((_value_of(low.to(tl.int32)) - largest) * inverse_temperature)
+    kept = limit - number.to(tl.float32)
+    if BY_MASS:
+        kept = tl.ceil((limit - mass) / tl.where(weight > 0.0, weight, 1.0))
+    kept = tl.minimum(tl.maximum(kept, 1.0), 1.0e9)
+    return low, kept.to(tl.int64), mass + kept * weight
+
+
+@triton.jit(do_not_specialize=["vocab_size", "num_words"])
+def _find_thresholds(
+    logits,
+    edited,
+    words,
+    points,
+    logits_stride,
+    vocab_size,
+    num_words,
+    thresholds,
+    HAS_EDITED: tl.constexpr,
+    HAS_MASKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """What top_k, then top_p, then min_p keep of a row a program: all three keep a prefix of its tokens in order of
+    logit, equal ones in order of id.
+
+    So they keep the tokens whose key is greater than a threshold, and those equal to it up to some id; of these, those
+    whose scaled logit is not below a floor. Instead of sorting, the key is found by bisection.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    top_k = tl.load(points + row * _NUM_COLUMNS + _TOP_K)
+    top_p = _float(points, row, _TOP_P)
+    log_min_p = _float(points, row, _LOG_MIN_P)
+    inverse_temperature = _float(points, row, _INVERSE_TEMPERATURE)
+    if (top_k <= 0) & (top_p >= 1.0) & (log_min_p == float("-inf")):
+        tl.store(thresholds + row * 3, _LEAST_KEY)
+        tl.store(thresholds + row * 3 + 1, _NO_TOKEN)
+        tl.store(thresholds + row * 3 + 2, log_min_p.to(tl.int32, bitcast=True))
+        return
+
+    best = tl.full([CHUNK], float("-inf"), tl.float32)
+    for first in range(0, vocab_size, CHUNK):
+        token = first + tl.arange(0, CHUNK)
+        exists = token < vocab_size
+        raw = tl.load(logits + row * logits_stride + token, mask=exists, other=float("-inf")).to(tl.float32)
+        values = _processed(
+            logits, edited, words, points, row, token, exists, vocab_size, num_words, raw, HAS_EDITED, HAS_MASKS
+        )
+        best = tl.maximum(best, values)
+    largest = tl.max(best, axis=0)
+    highest = _sort_key(largest).to(tl.int64)
+
+    threshold = highest * 0 + _LEAST_KEY
+    num_equal = highest * 0 + _NO_TOKEN  # tokens equal to the threshold that are kept
+    if top_k > 0:
+        threshold, num_equal, total = _search(
+            logits, edited, words, points, row, logits_stride, vocab_size, num_words, threshold, highest, largest,
+            inverse_temperature, top_k.to(tl.float32), HAS_EDITED, HAS_MASKS, False, CHUNK,
+        )  # fmt: skip
+    else:
+        _, total, _, _ = _measure(
+            logits, edited, words, points, row, logits_stride, vocab_size, num_words, _LEAST_KEY, largest,
+            inverse_temperature, HAS_EDITED, HAS_MASKS, CHUNK,
+        )  # fmt: skip
+    if top_p < 1.0:
+        of_mass, num_of_mass, _ = _search(
+            logits, edited, words, points, row, logits_stride, vocab_size, num_words, threshold, highest, largest,
+            inverse_temperature, top_p * total, HAS_EDITED, HAS_MASKS, True, CHUNK,
+        )  # fmt: skip
+        num_equal = tl.where(of_mass == threshold, tl.minimum(num_equal, num_of_mass), num_of_mass)
+        threshold = of_mass
+
+    last_equal = tl.zeros([CHUNK], tl.int32) + _NO_TOKEN
+    before = num_equal * 0
+    for first in range(0, vocab_size, CHUNK):
+        token = first + tl.arange(0, CHUNK)
+        exists = token < vocab_size
+        raw = tl.load(logits + row * logits_stride + token, mask=exists, other=float("-inf")).to(tl.float32)
+        values = _processed(
+            logits, edited, words, points, row, token, exists, vocab_size, num_words, raw, HAS_EDITED, HAS_MASKS
+        )
+        equal = (exists & (_sort_key(values) == threshold.to(tl.int32))).to(tl.int32)
+        rank = before + tl.cumsum(equal, axis=0)
+        last_equal = tl.where((equal == 1) & (rank == num_equal), token, last_equal)
+        before += tl.sum(equal, axis=0)
+    tl.store(thresholds + row * 3, threshold.to(tl.int32))
+    tl.store(thresholds + row * 3 + 1, tl.min(last_equal, axis=0))
+    floor = largest * inverse_temperature + log_min_p
+    tl.store(thresholds + row * 3 + 2, floor.to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def _value_of(key):
+    """The float32 of a key of `_sort_key`."""
+    return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["vocab_size", "num_words"])
+def _find_best(
+    logits,
+    edited,
+    words,
+    points,
+    logits_stride,
+    vocab_size,
+    num_words,
+    thresholds,
+    best,
+    best_ids,
+    flags,
+    HAS_EDITED: tl.constexpr,
+    HAS_MASKS: tl.constexpr,
+    HAS_FILTERS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Mask, temperature, filters and noise of a chunk of a row in one pass: its best token, and what is wrong there."""
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    exists = token < vocab_size
+    raw = tl.load(logits + row * logits_stride + token, mask=exists, other=float("-inf")).to(tl.float32)
+    has_nan = tl.max((raw != raw).to(tl.int32), axis=0)
+    values = _processed(
+        logits, edited, words, points, row, token, exists, vocab_size, num_words, raw, HAS_EDITED, HAS_MASKS
+    )
+    is_infinite = (raw == float("inf")) | (values == float("inf"))
+    has_infinite = tl.max(is_infinite.to(tl.int32), axis=0)
+    has_token = tl.max((values > float("-inf")).to(tl.int32), axis=0)
+
+    inverse_temperature = _float(points, row, _INVERSE_TEMPERATURE)
+    scaled = values * inverse_temperature
+    key_low = tl.load(points + row * _NUM_COLUMNS + _KEY_LOW)
+    key_high = tl.load(points + row * _NUM_COLUMNS + _KEY_HIGH)
+    score = tl.where(inverse_temperature > 0.0, scaled + gumbel_noise(token, key_low, key_high), values)
+    kept = exists & (values == values)
+    if HAS_FILTERS:
+        threshold = tl.load(thresholds + row * 3)
+        last_equal = tl.load(thresholds + row * 3 + 1)
+        floor = tl.load(thresholds + row * 3 + 2).to(tl.float32, bitcast=True)
+        key = _sort_key(values)
+        kept = kept & ((key > threshold) | ((key == threshold) & (token <= last_equal))) & (scaled >= floor)
+    score = tl.where(kept, score, float("-inf"))
+    largest = tl.max(score, axis=0)
+    place = row * tl.num_programs(1) + chunk
+    tl.store(best + place, largest)
+    tl.store(best_ids + place, tl.min(tl.where(score == largest, token, _NO_TOKEN), axis=0))
+    tl.store(flags + place, has_nan * _HAS_NAN + has_infinite * _HAS_INFINITE + has_token * _HAS_TOKEN)
+
+
+@triton.jit(do_not_specialize=["num_chunks"])
+def _choose(points, best, best_ids, flags, token_ids, status, num_chunks, CHUNKS: tl.constexpr):
+    """The best token of a row's chunks, the lowest id among equals, and the row's status."""
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.arange(0, CHUNKS)
+    exists = chunk < num_chunks
+    place = row * num_chunks + chunk
+    score = tl.load(best + place, mask=exists, other=float("-inf"))
+    ids = tl.load(best_ids + place, mask=exists, other=_NO_TOKEN)
+    flag = tl.load(flags + place, mask=exists, other=0)
+    has_nan = tl.max(flag & _HAS_NAN, axis=0) > 0
+    has_infinite = tl.max(flag & _HAS_INFINITE, axis=0) > 0
+    has_token = tl.max(flag & _HAS_TOKEN, axis=0) > 0
+    code = tl.where(has_token, _OK, _MASKED)
+    code = tl.where(has_infinite, _INFINITE, code)
+    code = tl.where(has_nan, _NAN, code)
+    code = tl.where(tl.load(points + row * _NUM_COLUMNS + _SLOT) == _LATE_SLOT, _LATE, code)
+    largest = tl.max(score, axis=0)
+    token = tl.min(tl.where(score == largest, ids, _NO_TOKEN), axis=0)
+    tl.store(token_ids + row, tl.where(code == _OK, token, 0).to(tl.int64))
+    tl.store(status + row, code.to(tl.uint8))

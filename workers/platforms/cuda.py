@@ -1,0 +1,119 @@
+"""A CUDA GPU: torch's linears (cuBLAS) and the Triton kernels of `workers/kernels/triton/`.
+
+Weights go to the device one by one as they are read, so that the host never holds the model. Nothing here waits for the
+device but `free_memory`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import triton
+
+from workers.attention import AttentionMetadata
+from workers.checkpoints.model_config import UNQUANTIZED, ModelConfig, ModelError
+from workers.checkpoints.weights import DecoderWeights, Linear, LinearWeight
+from workers.kernels.protocol import Forward, Kernels, SamplerKernels
+from workers.kernels.triton import launch, layers, sampler
+from workers.kernels.triton.graphs import GraphedLayers, graph_sizes, padded_to, record
+from workers.kernels.triton.metadata import build_metadata
+from workers.platforms.cuda_group import NcclGroup
+
+logger = logging.getLogger(__name__)
+
+
+class CudaPlatform:
+    name = "cuda"
+    kernels: Kernels = layers
+    sampler: SamplerKernels = sampler
+    kv_share = 0.9
+    """The rest is for what a step's tensors lose to fragments."""
+
+    def __init__(self, device: torch.device) -> None:
+        """`device` is a CUDA GPU, or the CPU where Triton's interpreter runs the kernels."""
+        self.device = device
+        self.kernel_form = f"triton {triton.__version__}"
+        self.advice = None
+        self.linears: Mapping[str, Callable[[LinearWeight], Linear]] = {UNQUANTIZED: self._make_unquantized_linear}
+        """For each scheme of weights, the function that makes a linear."""
+        self._has_group = False
+        self._graphed: GraphedLayers | None = None
+        """The layers of the model that was loaded last."""
+        self._sizes: tuple[int, ...] = ()
+        """Batch sizes of which decode steps are captured."""
+
+    def make_linear(self, weight: LinearWeight) -> Linear:
+        make = self.linears.get(weight.scheme)
+        if make is None:
+            raise ModelError(f"{weight.name} is stored as {weight.scheme}, and CUDA has no linear for that")
+        return make(weight)
+
+    def _make_unquantized_linear(self, weight: LinearWeight) -> Linear:
+        own, bias = self.place_weight(weight.weight, weight.dtype), weight.bias
+        if weight.gated:
+            return lambda x: layers.silu_and_mul(F.linear(x, own, bias))
+        return lambda x: F.linear(x, own, bias)
+
+    def compile_decoder(self, weights: DecoderWeights, config: ModelConfig, run_layers: Forward) -> Forward | None:
+        """None where ranks share the model: their sums would have to be captured on all of them together."""
+        if self._has_group:
+            return None
+        self._graphed = GraphedLayers(run_layers)
+        return self._graphed
+
+    def record_decodes(
+        self,
+        forward: Callable[[torch.Tensor, AttentionMetadata], object],
+        max_num_sequences: int,
+        max_model_len: int,
+        block_size: int,
+    ) -> None:
+        if self._graphed is None:
+            return
+        sizes, before = graph_sizes(max_num_sequences), launch.used_memory(self.device)
+        count, seconds = record(self._graphed, forward, sizes, block_size, max_model_len, self.device)
+        num_bytes = launch.used_memory(self.device) - before
+        logger.info("captured %d graphs of decode steps in %.1f s, %.2f GiB", count, seconds, num_bytes / 2**30)
+        self._sizes = sizes
+
+    def resolve_dtype(self, requested: str, checkpoint: str) -> str:
+        if requested != "auto":
+            return requested
+        return "float32" if checkpoint == "float32" else "bfloat16"
+
+    def torch_dtype(self, dtype: str) -> torch.dtype:
+        return {"bfloat16": torch.bfloat16, "float32": torch.float32}[dtype]
+
+    def place(self, array: np.ndarray) -> torch.Tensor:
+        return launch.place(array, self.device)
+
+    def place_weight(self, view: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return view.to(self.device, dtype, copy=True)
+
+    place_embedding = place_weight
+
+    def build_metadata(
+        self,
+        starts: np.ndarray,
+        query_lens: np.ndarray,
+        block_tables: np.ndarray,
+        block_size: int,
+        share_prefixes: bool = True,
+    ) -> AttentionMetadata:
+        num_padded = padded_to(self._sizes, query_lens)
+        return build_metadata(starts, query_lens, block_tables, block_size, self.device, share_prefixes, num_padded)
+
+    def allocate_kv(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype) -> torch.Tensor:
+        shape = (config.num_layers, 2, num_blocks, block_size, config.num_kv_heads, config.head_dim)
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def free_memory(self, largest_step: Callable[[], object]) -> int:
+        return launch.free_memory(self.device, largest_step)
+
+    def open_group(self, rank: int, num_ranks: int, address: str) -> NcclGroup:
+        self._has_group = True
+        return NcclGroup(rank, num_ranks, address, self.device)

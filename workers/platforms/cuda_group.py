@@ -1,0 +1,21 @@
+"""The ranks of a model on CUDA GPUs: NCCL, by the same calls as gloo's. Called by `workers/platforms/cuda.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import distributed
+
+from workers.parallel.group import LONGEST_WAIT, CollectiveGroup, join_store
+
+
+class NcclGroup(CollectiveGroup):
+    """A call returns when it is queued: the device's stream waits for the other ranks, not the host."""
+
+    def __init__(self, rank: int, num_ranks: int, address: str, device: torch.device) -> None:
+        store = join_store(address)
+        nccl: Any = distributed.ProcessGroupNCCL
+        options = nccl.Options()
+        options._timeout = LONGEST_WAIT
+        super().__init__(rank, num_ranks, store, nccl(store, rank, num_ranks, options), device)
