@@ -122,11 +122,13 @@ class Server(ServerProcess):
         return super().processes() + (self._head.processes() if self._head is not None else [])
 
     def stop(self) -> None:
+        head, self._head = self._head, None  # what starts there until the application has gone must end too
         super().stop()
-        if self._head is not None:
-            self._head.stop()
+        if head is not None:
+            head.stop()
 
     def turn(self, prompts: Prompts, num_tokens: int) -> Figures:
+        self.wait_until_healthy()  # HAProxy sends nothing to an ingress that was paused until it has answered again
         load = run_load(self.port, self.model_name, prompts, num_tokens, len(prompts))
         num_events = len(load.ttft) + len(load.gaps)
         return Figures(

@@ -259,7 +259,7 @@ class ServerProcess(Child):
         command += _set(options or {})
         super().__init__(command, environment_of(engine, setup))
         try:
-            self._wait_until_healthy()
+            self.wait_until_healthy()
         except BaseException:
             self.stop()
             raise
@@ -268,9 +268,10 @@ class ServerProcess(Child):
         # Its daemons wake together and a pause of a few seconds misses one health check at most, of five that count.
         self.spins = engine != "vllm"
 
-    def _wait_until_healthy(self) -> None:
+    def wait_until_healthy(self) -> None:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        while time.perf_counter() - self.started < START_TIMEOUT_S:
+        begun = time.perf_counter()
+        while time.perf_counter() - begun < START_TIMEOUT_S:
             if self.process.poll() is not None:
                 raise self.fail(f"the {self.engine} server ended with exit code {self.process.returncode}")
             try:
