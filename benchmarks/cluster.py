@@ -5,6 +5,8 @@
                 shows what the transport costs, two what it costs beside their sums over shared memory
     tp          forward pass and draw of one rank against two, and their sums (`benchmarks/tensor_parallel.py`)
     resume      what streams that can go on elsewhere cost while nothing fails (`benchmarks/resume.py`)
+    routing     which engine gets which chat, in a simulation of a thousand and with four real ones, and what a client
+                waits beside another one's flood (`benchmarks/routing.py`)
 
 Blocks of each transport take turns in one process, one thread a rank. Frames are what the fault tests run on
 (`tests/test_ray_executor.py`); the others live here alone.
@@ -44,7 +46,7 @@ from workers.step import StepInput, StepOutput
 RANKS = (1, 2)
 ROWS = (1, 8, 32)
 PROMPT, WARM_UP_STEPS = 16, 8
-PARTS = ("transport", "tp", "resume")
+PARTS = ("transport", "tp", "resume", "routing")
 
 
 class CalledRank(RankActor):
@@ -177,6 +179,12 @@ def resume(_rounds: int, _tokens: int) -> None:
     print(*table(STEP_S), sep="\n")
 
 
+def routing(num_rounds: int, _tokens: int) -> None:
+    from benchmarks.routing import measure  # Ray's LLM library, which it compares with, takes a second to load
+
+    measure(num_rounds)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="manta bench cluster",
@@ -190,7 +198,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for part in options.parts.split(","):
         if part not in PARTS:
             parser.error(f"--parts {part}: use some of {', '.join(PARTS)}")
-        {"transport": transport, "tp": tensor_parallel, "resume": resume}[part](options.rounds, options.tokens)
+        parts = {"transport": transport, "tp": tensor_parallel, "resume": resume, "routing": routing}
+        parts[part](options.rounds, options.tokens)
     return 0
 
 

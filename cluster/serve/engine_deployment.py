@@ -28,8 +28,9 @@ from cluster.engine.request import EngineRequest, QueueFull, RequestRefused, Seq
 from cluster.engine.stats import EngineStats
 from cluster.serve.burst import Burst
 from cluster.serve.channel import BEAT_S, Address, Control, EngineFailed, OutputSender, RequestResult
-from cluster.serve.replicas import own_name
-from cluster.serve.request_router import EngineRouter
+from cluster.serve.routing.replicas import own_name
+from cluster.serve.routing.reports import CacheReporter
+from cluster.serve.routing.request_router import EngineRouter
 from cluster.serve.start_failure import told_in_words
 from structured.constraint import ConstraintSpec, Resolved
 from workers.model_info import ModelInfo
@@ -61,7 +62,10 @@ class EngineReplica:
         self._running: dict[str, _Running] = {}
         """Read and changed by the step thread only."""
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._sender = OutputSender(own_name(), self._on_control, self._on_lost_ingress)
+        blocks = self.engine.scheduler.blocks
+        self._reporter = CacheReporter(lambda: blocks.num_free * blocks.block_size)
+        blocks.on_change = self._reporter.note
+        self._sender = OutputSender(own_name(), self._on_control, self._on_lost_ingress, self._reporter.take)
         self._num_calls = 0
         """Of `generate`, open."""
         self._beating: asyncio.Task[None] | None = None
@@ -87,6 +91,7 @@ class EngineReplica:
             raise EngineFailed(self._failure)
         await self._sender.connect(address)
         self._sender.send(address, [SequenceOutput(request.request_id, 0, [])])
+        self._reporter.begin(address, request)
         self._num_calls += 1
         if self._beating is None:
             self._beating = asyncio.ensure_future(self._beat())
@@ -94,6 +99,7 @@ class EngineReplica:
             return await self._generate(request, address)
         finally:
             self._num_calls -= 1
+            self._reporter.end(address, request)
 
     async def _beat(self) -> None:
         """Signs of life while something runs."""
@@ -119,6 +125,12 @@ class EngineReplica:
         except asyncio.CancelledError:
             self._inbox.put(lambda: self._abort(request.request_id))
             raise
+
+    async def connect(self, address: Address) -> None:
+        """Tells an ingress of this engine's cache and load before it sends the first request."""
+        self._loop = asyncio.get_running_loop()
+        await self._sender.connect(address)
+        self._sender.send(address, [])
 
     async def resolve(self, spec: ConstraintSpec, client: str = "") -> tuple[ConstraintSpec, list[str]]:
         """The constraint with its backend, and the keywords that it does not enforce. Raises `RequestRefused` and
@@ -146,6 +158,8 @@ class EngineReplica:
             self._inbox.put(lambda: self._finish(control))
 
     def _on_lost_ingress(self, address: Address) -> None:
+        self._reporter.forget(address)
+
         def abort_all() -> None:
             for request_id in [name for name, running in self._running.items() if running.address == address]:
                 self._abort(request_id)
@@ -211,6 +225,7 @@ class EngineReplica:
 
     def _send(self, frames: dict[Address, list[SequenceOutput]]) -> None:
         for address, outputs in frames.items():
+            self._reporter.note_outputs(address, outputs)
             self._sender.send(address, outputs)
 
     def _end_choices(self, ended: Iterable[SequenceOutput]) -> None:
@@ -266,7 +281,10 @@ def engine_deployment(config: EngineConfig, num_replicas: int, name: str = "engi
         health_check_timeout_s=5,  # three times in a row: one that hangs is replaced after 18 s
         request_router_config=RequestRouterConfig(
             request_router_class=EngineRouter,  # type: ignore[arg-type]
-            request_router_kwargs={"deployment": name},
+            request_router_kwargs={
+                "deployment": name,
+                "block_size": config.block_size if config.enable_prefix_caching else 0,
+            },
         ),
         ray_actor_options={
             "num_cpus": own_cpus(config) if name == "engine" else 0,  # a standby takes over another one's cores

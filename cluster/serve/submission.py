@@ -104,7 +104,9 @@ class Submission:
         """One for each prompt that has output."""
         return [usage for prompt in self._prompts if (usage := prompt.usage) is not None]
 
-    def start(self, name: str, priority: int, deadline_s: float, client: str = "") -> None:
+    def start(
+        self, name: str, priority: int, deadline_s: float, client: str = "", weight: float = 1.0, session: str = ""
+    ) -> None:
         """Sends every prompt to an engine."""
         for number, prompt in enumerate(self._prompts):
             request = EngineRequest(
@@ -114,6 +116,8 @@ class Submission:
                 priority=priority,
                 deadline_s=deadline_s,
                 client=client,
+                weight=weight,
+                session=session,
             )
             prompt.run = PromptRun(self._client, request, functools.partial(self._tell, prompt))
             prompt.run.start()
