@@ -49,8 +49,7 @@ class Scheduler:
         self.blocks = blocks
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
-        self.prefix_cache_queries = 0
-        self.prefix_cache_hits = 0
+        self.prefix_cache_queries = self.prefix_cache_hits = 0
         self.num_preemptions = 0
         self.has_advanced = False
         """Whether the last step brought a token, an end or a position that stays computed."""
@@ -137,7 +136,7 @@ class Scheduler:
     def schedule(self) -> StepInput:
         """Plans the next step."""
         plan = self._plan
-        self._make_way_for_priority()
+        self._make_way()
         self._schedule_running(plan)
         plan.start_branches()
         self._admit_waiting(plan)
@@ -267,13 +266,14 @@ class Scheduler:
 
     # ---- preemption --------------------------------------------------------------------------------------------
 
-    def _make_way_for_priority(self) -> None:
-        """The first in the queue takes the place of less urgent ones. It happens before anything is scheduled."""
-        urgent = self._first_waiting()
-        while urgent is not None and self.running and urgent.priority < self.running[-1].priority:
-            if self._has_places(urgent) and self._cache.fits(urgent, self._cache.find_prefix(urgent)):
+    def _make_way(self) -> None:
+        """The first in the queue may take others' places. It happens before anything is scheduled."""
+        first = self._turns.first(self.running, self.waiting)
+        while first is not None and (victim := self._turns.who_gives_way(self.running, first)) is not None:
+            if self._has_places(first) and self._cache.fits(first, self._cache.find_prefix(first)):
                 break
-            self._preempt(self.running[-1])
+            self._turns.put_behind(victim, first)
+            self._preempt(victim)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the queue; its tokens stay, its keys and values are computed again."""
