@@ -109,7 +109,7 @@ class EngineReplica:
         self._beating = None
 
     async def _generate(self, request: EngineRequest, address: Address) -> RequestResult:
-        constraint = None
+        constraint, arrived = None, time.monotonic()
         if request.params.constraint is not None:
             try:
                 constraint = await asyncio.wrap_future(self.engine.resolve(request.params.constraint, request.client))
@@ -119,7 +119,8 @@ class EngineReplica:
                 return RequestResult(queue_full=str(error))
         result: asyncio.Future[RequestResult] = asyncio.get_running_loop().create_future()
         num_open = len(request.continued or ()) or request.params.n
-        self._inbox.put(lambda: self._add(request, constraint, _Running(address, result, num_open)))
+        running = _Running(address, result, num_open)
+        self._inbox.put(lambda: self._add(_with_time_left(request, arrived), constraint, running))
         try:
             return await result
         except asyncio.CancelledError:
@@ -267,6 +268,14 @@ class EngineReplica:
         while True:
             with contextlib.suppress(Exception):  # the engine's own state may be what broke
                 self._inbox.get()()
+
+
+def _with_time_left(request: EngineRequest, arrived: float) -> EngineRequest:
+    """Its deadline counts from its arrival: what its constraint and the step under way took is gone."""
+    if request.deadline_s is None:
+        return request
+    left_s = max(0.0, request.deadline_s - (time.monotonic() - arrived))
+    return msgspec.structs.replace(request, deadline_s=left_s)
 
 
 def engine_deployment(config: EngineConfig, num_replicas: int, name: str = "engine") -> Any:
