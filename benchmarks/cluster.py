@@ -8,6 +8,8 @@
     resume      what streams that can go on elsewhere cost while nothing fails (`benchmarks/resume.py`)
     own-ray     what a Ray of our own saves by leaving processes out (`benchmarks/own_ray.py`)
     http        what lies between clients and engines: listeners or Serve's proxies (`benchmarks/cluster_http.py`)
+    routing     which engine gets which chat, in a simulation of a thousand and with four real ones, and what a client
+                waits beside another one's flood (`benchmarks/routing.py`)
 
 Blocks of each transport take turns in one process, one thread a rank. Frames are what the fault tests run on
 (`tests/test_ray_executor.py`); the others live here alone.
@@ -182,6 +184,12 @@ def resume(_rounds: int, _tokens: int) -> None:
     print(*table(STEP_S), sep="\n")
 
 
+def routing(num_rounds: int) -> None:
+    from benchmarks.routing import measure  # Ray's LLM library, which it compares with, takes a second to load
+
+    measure(num_rounds)
+
+
 PARTS: dict[str, Callable[[argparse.Namespace], None]] = {
     "transport": lambda options: transport(options.rounds, options.tokens),
     "tp": lambda options: tensor_parallel(options.rounds, options.tokens),
@@ -189,6 +197,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], None]] = {
     "own-ray": lambda options: own_ray_extras(options.rounds),
     "http": lambda options: http(options.rounds, options.tokens, [int(count) for count in options.streams.split(",")]),
     "autoscaling": lambda options: autoscaling(options.rounds, options.tokens),
+    "routing": lambda options: routing(options.rounds),
 }
 
 

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any, NamedTuple
 
 from benchmarks.processes import BenchmarkError
@@ -91,14 +91,17 @@ class Response(NamedTuple):
 
 
 @contextlib.asynccontextmanager
-async def posted(port: int, path: str, body: dict[str, Any]) -> AsyncIterator[Response]:
+async def posted(
+    port: int, path: str, body: dict[str, Any], headers: Mapping[str, str] = {}
+) -> AsyncIterator[Response]:
     """Sends a JSON body on a connection of its own, which ends with the context."""
+    more = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
     data = json.dumps(body).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**20)
     try:
         head = (
             f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(data)}\r\nConnection: close\r\n\r\n"
+            f"Content-Length: {len(data)}\r\nConnection: close\r\n{more}\r\n"
         )
         writer.write(head.encode() + data)
         header = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")

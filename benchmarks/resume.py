@@ -15,7 +15,7 @@ from typing import NamedTuple
 from cluster.engine.request import EngineRequest, SequenceOutput
 from cluster.serve.channel import BEAT_S, OutputReceiver, OutputSender
 from cluster.serve.prompt_run import PromptRun
-from cluster.serve.replicas import Replicas
+from cluster.serve.routing.replicas import Replicas
 from workers.sampling_params import SamplingParams
 
 NUM_STREAMS = 32
@@ -39,6 +39,8 @@ class _Caller:
     """In the place of the ingress."""
 
     def forget_sent(self, request_id: str) -> None: ...
+
+    def note_output(self, request_id: str) -> None: ...
 
 
 def measure() -> list[Cost]:

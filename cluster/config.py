@@ -217,6 +217,10 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Names of API keys whose requests may go before others' (a `priority` below 0); `*` is everybody. A priority above
     0 lets others go first, and anybody may ask for it.
     """
+    client_weights: dict[str, Annotated[float, Meta(gt=0, le=1000)]] = {}
+    """Shares of API keys in a full engine, by name: one with 3 has three turns where one with 1 has one. Those that are
+    not named have 1.
+    """
     allowed_hosts: tuple[str, ...] = ()
     """Names in a request's Host header that this server answers to, beside its own and, on a loopback address, those of
     loopback addresses. `*` is any. Empty on another address, or under Serve's own configuration, answers to any.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import pathlib
 import socket
@@ -35,8 +36,9 @@ class Handle:
     def __getattr__(self, name: str) -> Any:
         return _Method(getattr(self._replicas[0], name))
 
-    def broadcast(self, name: str) -> Any:
-        return _Broadcast(asyncio.get_running_loop(), [getattr(replica, name) for replica in self._replicas])
+    def broadcast(self, name: str, *arguments: Any) -> Any:
+        calls = [functools.partial(getattr(replica, name), *arguments) for replica in self._replicas]
+        return _Broadcast(asyncio.get_running_loop(), calls)
 
 
 class _Method:
@@ -57,6 +59,9 @@ class _Broadcast:
             return await asyncio.gather(*(each() for each in self._functions), return_exceptions=return_exceptions)
 
         return asyncio.run_coroutine_threadsafe(answers(), self._loop).result(timeout_s)
+
+    async def results_async(self, timeout_s: float) -> list[Any]:
+        return await asyncio.wait_for(asyncio.gather(*(each() for each in self._functions)), timeout_s)
 
 
 class LocalServer:

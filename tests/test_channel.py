@@ -28,7 +28,7 @@ from cluster.serve.channel import (
     OutputSender,
     RequestResult,
 )
-from cluster.serve.replicas import SILENT_BEATS
+from cluster.serve.routing.replicas import SILENT_BEATS
 from cluster.serve.start_failure import InWords
 from tests.local_server import local_server, post, until
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from cluster.config import EngineConfig
@@ -15,6 +16,7 @@ from cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput
 from cluster.serve import burst
 from cluster.serve.channel import Connection, Control, Hello, OutputReceiver
 from cluster.serve.engine_deployment import EngineReplica
+from structured.constraint import ConstraintSpec
 from tests.checkpoints import checkpoint, reference_greedy
 from workers.sampling_params import SamplingParams
 
@@ -83,6 +85,27 @@ def test_tokens_travel_on_the_channel_and_the_call_answers_with_the_result() -> 
             assert result.finish is FinishStatus.FINISHED_LENGTH
             assert result.usage is not None
             assert result.usage.num_output_tokens == 24
+
+    asyncio.run(scenario())
+
+
+def test_what_a_constraint_takes_is_time_of_its_request(monkeypatch) -> None:
+    async def scenario() -> None:
+        replica, ingress = new_replica(), Ingress()
+        address = await ingress.receiver.start()
+        resolve = replica.engine.resolve
+
+        def slow(*arguments):
+            time.sleep(0.3)
+            return resolve(*arguments)
+
+        monkeypatch.setattr(replica.engine, "resolve", slow)
+        asked = request("late")
+        params = msgspec.structs.replace(asked.params, constraint=ConstraintSpec(kind="regex", text="[a-z]{500}"))
+        result = await replica.generate(msgspec.structs.replace(asked, params=params, deadline_s=0.25), address)
+        assert result.finish is FinishStatus.FINISHED_ABORTED
+        assert result.usage is not None
+        assert result.usage.num_output_tokens == 0
 
     asyncio.run(scenario())
 

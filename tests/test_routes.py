@@ -64,9 +64,12 @@ class Repeating:
 
 
 class RepeatingEngines:
-    """In place of engines: they say one text, and nobody watches them."""
+    """In place of engines: they say one text, and nobody watches them. `options` are those of the last request."""
+
+    options: dict[str, Any]
 
     def submit(self, request_id: str, prompts: list[list[int]], params: SamplingParams, **options: Any) -> Repeating:
+        self.options = options
         return Repeating(prompts, "abc")
 
     async def resolve(self, spec: ConstraintSpec, client: str = "") -> tuple[ConstraintSpec, list[str]]:
@@ -123,7 +126,8 @@ class App:
     def __init__(self, **options: Any) -> None:
         config = ServeConfig(engine=EngineConfig(model="demo"), **options)
         self.tokenizer = Tokenizer("demo")
-        self.app = HttpApp(config, self.tokenizer, RepeatingEngines(), Metrics("demo"), routes=(*ROUTES, COUNT))
+        self.engines = RepeatingEngines()
+        self.app = HttpApp(config, self.tokenizer, self.engines, Metrics("demo"), routes=(*ROUTES, COUNT))
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> httpx.Response:
         async def send() -> httpx.Response:

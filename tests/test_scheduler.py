@@ -188,6 +188,7 @@ class Harness:
         n: int = 1,
         masks: bool = False,
         client: str = "",
+        weight: float = 1.0,
     ) -> bool:
         """Adds a request of `n` choices; with `masks` they may be late."""
         number = len(self.sequences)
@@ -200,6 +201,7 @@ class Harness:
             unforked=range(1, n),
             priority=priority,
             client=client,
+            weight=weight,
             eos_token_ids=(0,),
             constraint=Resolved(spec=ConstraintSpec(kind="regex", text="a"), compiled=b"") if masks else None,
         )

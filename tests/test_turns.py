@@ -84,6 +84,21 @@ def test_a_queue_that_others_filled_takes_one_request_of_whoever_has_none_there(
         engine.step()
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_keys_weight_and_the_session_that_a_client_names_go_with_its_request(path: str) -> None:
+    app = App(client_weights={"boss": 3}, api_keys=("boss:a-secret-of-the-test", "team:another-secret-of-it"))
+    prompt = {"prompt": "a"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
+    body = {"model": "demo", **prompt}
+    assert app.ask("POST", path, body, authorization="Bearer a-secret-of-the-test").status_code == 200
+    assert (app.engines.options["weight"], app.engines.options["session"]) == (3, "")
+    key = "Bearer another-secret-of-it"
+    assert app.ask("POST", path, body, authorization=key, **{"x-session-id": "chat 7"}).status_code == 200
+    assert (app.engines.options["weight"], app.engines.options["session"]) == (1, "chat 7")
+    answer = app.ask("POST", path, body, authorization=key, **{"x-session-id": "x" * 257})
+    assert answer.status_code == 400
+    assert "x-session-id has 257 characters and the limit is 256" in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("options", "priority", "status"),
     [
@@ -103,3 +118,83 @@ def test_only_whom_the_operator_names_goes_before_others(options: dict, priority
     if status == 400:
         assert answer.json()["error"]["param"] == "priority"
         assert "priority_clients" in answer.json()["error"]["message"]
+
+
+def test_clients_begin_in_proportion_to_their_weights() -> None:
+    turns = Turns()
+    sequences = [
+        Sequence(number, name, [1], SHORT, 0, client=name, weight=weight)
+        for name, weight in (("a", 1.0), ("b", 3.0), ("c", 0.5))
+        for number in range(40)
+    ]
+    for sequence in sequences:
+        turns.give(sequence)
+    first = [sequence.client for sequence in sorted(sequences, key=lambda sequence: sequence.order)[:45]]
+    assert [first.count(client) for client in "abc"] == [10, 30, 5]
+
+
+def flooded(num_steps: int, length: int, slots: int, budget: int, prompt_length: int, weight: float = 1.0) -> Harness:
+    """A scheduler in which one client has 500 requests and has had `num_steps` steps."""
+    harness = Harness(num_blocks=slots * 10, budget=budget, slots=slots)
+    for number in range(500):
+        prompt = [3 + number % 50, *range(3, 2 + prompt_length)]
+        assert harness.add(prompt, SamplingParams(max_tokens=length, ignore_eos=True), client="flood", weight=weight)
+    for _ in range(num_steps):
+        harness.step()
+    return harness
+
+
+def steps_to_first_token(harness: Harness) -> int:
+    """Of the one request that another client has; it is read to its end."""
+    prompt = [60, *range(3, 22)]
+    assert harness.add(prompt, SamplingParams(max_tokens=3, ignore_eos=True), client="other")
+    name, num_steps = harness.sequences[-1].request_id, 0
+    while not harness.gained[name]:
+        harness.step()
+        num_steps += 1
+    while name not in harness.ends:
+        harness.step()
+    return num_steps
+
+
+@pytest.mark.parametrize(("slots", "budget"), [(4, 12), (16, 40)])
+@pytest.mark.parametrize("weight", [1.0, 100.0])
+def test_beside_a_flood_a_first_token_takes_twice_as_long_as_alone_and_a_step_at_most(
+    slots: int, budget: int, weight: float
+) -> None:
+    """However long the flood's answers are and whatever its weight: nobody's end is waited for."""
+    alone = steps_to_first_token(Harness(num_blocks=64, budget=budget, slots=slots))
+    harness = flooded(10, length=40, slots=slots, budget=budget, prompt_length=20, weight=weight)
+    found = []
+    for number in range(12):
+        found.append(steps_to_first_token(harness))
+        for _ in range(number):
+            harness.step()
+    assert max(found) <= 2 * alone + 1
+    assert harness.scheduler.num_preemptions > 0
+    assert harness.scheduler.num_waiting > 400
+
+
+def test_whoever_gave_way_goes_on_with_the_same_tokens() -> None:
+    harness, alone = (flooded(10, length=30, slots=4, budget=12, prompt_length=20) for _ in range(2))
+    while len(ended := [name for name in harness.ends if int(name) < 500]) < 6:
+        steps_to_first_token(harness)
+    assert harness.scheduler.num_preemptions > 0
+    while not alone.ends.keys() >= set(ended):
+        alone.step()
+    assert [harness.gained[name] for name in ended] == [alone.gained[name] for name in ended]
+
+
+def test_a_client_gives_way_to_no_more_than_one_request_of_another_and_keeps_a_place() -> None:
+    harness = flooded(20, length=40, slots=4, budget=40, prompt_length=4)
+    for client in "bcdef":
+        assert harness.add([60, 3], SamplingParams(max_tokens=30, ignore_eos=True), client=client)
+    for _ in range(4):
+        harness.step()
+    running = [sequence.client for sequence in harness.scheduler.running]
+    assert sorted(running) == ["b", "c", "d", "flood"]
+    preemptions = harness.scheduler.num_preemptions
+    for _ in range(5):
+        harness.step()
+    assert harness.scheduler.num_preemptions == preemptions, "who comes later waits for an end"
+    harness.scheduler.check_integrity()

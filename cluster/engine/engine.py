@@ -264,6 +264,7 @@ class Engine:
             unforked=range(1, params.n),
             priority=request.priority,
             client=request.client,
+            weight=request.weight,
             eos_token_ids=self.model.eos_token_ids,
             constraint=constraint,
             deadline=deadline,

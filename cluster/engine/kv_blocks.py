@@ -1,13 +1,34 @@
 """The KV cache's blocks: how many sequences hold each, and which contain a prefix that another sequence may read.
 
 Reference-counted pages in the manner of PagedAttention (Kwon et al., 2023) with a hash-chained prefix cache and LRU
-eviction. Knows block ids and hashes, no tensors and no tokens; the scheduler is its only caller.
+eviction. Knows block ids and hashes, no tensors; the scheduler is its only caller. Whoever sends a prompt to an engine
+makes its hashes too (`hash_blocks`): they are equal in every process.
 """
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable
+import hashlib
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+
+HASH_BYTES = 16
+"""With 128 bits of BLAKE2b a collision, which would give one prompt the keys of another, does not happen by chance."""
+
+
+def hash_blocks(token_ids: Sequence[int], count: int, block_size: int, known: Iterable[bytes] = ()) -> list[bytes]:
+    """Hashes of the first `count` full blocks, the first of which are `known`; each covers its block and, through its
+    parent's, all before it.
+    """
+    hashes = list(known)
+    parent = hashes[-1] if hashes else b""
+    first = len(hashes) * block_size
+    tokens = array("i", token_ids[first : count * block_size]).tobytes()
+    size = block_size * array("i").itemsize
+    for start in range(0, len(tokens), size):
+        parent = hashlib.blake2b(parent + tokens[start : start + size], digest_size=HASH_BYTES).digest()
+        hashes.append(parent)
+    return hashes[:count]
 
 
 class IntegrityError(AssertionError):
@@ -28,6 +49,8 @@ class KVBlocks:
         """Free blocks that hold nothing worth reading."""
         self._evictable: collections.OrderedDict[int, None] = collections.OrderedDict()
         """Free blocks that hold a cached prefix, least recently used first."""
+        self.on_change: Callable[[bytes, bool], None] | None = None
+        """Told of each hash when it can be found (True), and when it no longer can (False)."""
 
     @property
     def num_free(self) -> int:
@@ -108,6 +131,8 @@ class KVBlocks:
         if self.enable_prefix_caching and block_hash not in self._cached:
             self._cached[block_hash] = block
             self._hashes[block] = block_hash
+            if self.on_change is not None:
+                self.on_change(block_hash, True)
 
     def discard(self, blocks: Iterable[int]) -> None:
         """Takes blocks out of the prefix cache, so that no new sequence reads them."""
@@ -127,6 +152,8 @@ class KVBlocks:
         if block_hash is not None:
             del self._cached[block_hash]
             self._hashes[block] = None
+            if self.on_change is not None:
+                self.on_change(block_hash, False)
 
     def check_integrity(self, block_tables: Iterable[list[int]]) -> None:
         """Raises `IntegrityError` unless every block is free or counted once for each table that holds it."""

@@ -75,6 +75,12 @@ class EngineRequest(msgspec.Struct, kw_only=True, array_like=True):
     """If the caller chooses the tokens (`Engine.branch`): the most sequences that it will have at a time. Else 0."""
     client: str = ""
     """Whose it is: clients take turns. Empty is a caller who shares with nobody."""
+    weight: float = 1.0
+    """The client's share: with 2 it has two turns where others have one."""
+    session: str = ""
+    """Names a conversation of the client, whose requests should go where the last one went; empty is none."""
+    num_new_tokens: int | None = None
+    """Prompt tokens that the engine probably has to compute, as the router found when it chose it."""
     continued: list[ContinuedChoice] | None = None
     """Of a request that ran on another engine: its choices that have not ended, or none if all are where they began.
     Its params hold the seed.

@@ -131,8 +131,8 @@ class Scheduler:
         """Plans the next step."""
         plan = self._plan
         self.preempted.clear()
-        plan.budget = min(plan.budget, self.max_num_batched_tokens)  # which may have shrunk since
-        self._make_way_for_priority()
+        plan.budget = min(plan.budget, self.max_num_batched_tokens)  # it may have shrunk
+        self._make_way()
         self._schedule_running(plan)
         plan.start_branches()
         self._admit_waiting(plan)
@@ -253,9 +253,7 @@ class Scheduler:
     # ---- drafts and masks --------------------------------------------------------------------------------------
 
     def propose(self, sequence: Sequence, draft_token_ids: list[int], proposer: str) -> None:
-        """Gives a sequence drafts for the next step, instead of those that it has; `proposer` is their proposer's
-        name.
-        """
+        """Gives a sequence drafts for the next step, instead of those it has; `proposer` is their proposer's name."""
         sequence.draft_token_ids, sequence.draft_proposer = draft_token_ids, proposer
 
     def wait_for_mask(self, sequence: Sequence, is_late: bool = True) -> None:
@@ -264,14 +262,15 @@ class Scheduler:
 
     # ---- preemption --------------------------------------------------------------------------------------------
 
-    def _make_way_for_priority(self) -> None:
-        """The first in the queue takes the place of less urgent ones. It happens before anything is scheduled."""
-        urgent = self._first_waiting()
-        while urgent is not None and self.running and urgent.priority < self.running[-1].priority:
-            has_places = self._num_places_taken() + urgent.num_places <= self.max_num_sequences
-            if has_places and self._cache.fits(urgent, self._cache.find_prefix(urgent)):
+    def _make_way(self) -> None:
+        """The first in the queue may take others' places. It happens before anything is scheduled."""
+        first = self._turns.first(self.running, self.waiting)
+        while first is not None and (victim := self._turns.who_gives_way(self.running, first)) is not None:
+            has_places = self._num_places_taken() + first.num_places <= self.max_num_sequences
+            if has_places and self._cache.fits(first, self._cache.find_prefix(first)):
                 break
-            self._preempt(self.running[-1])
+            self._preempt(victim)
+            self._turns.put_behind(self.waiting, victim, first)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the queue; its tokens stay, its keys and values are computed again."""

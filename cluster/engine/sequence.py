@@ -7,12 +7,11 @@ function of it (`start`), so preemption and recovery are the same operation.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-from array import array
 from typing import Any
 
 import msgspec
 
+from cluster.engine.kv_blocks import hash_blocks
 from cluster.engine.request import ContinuedChoice, FinishStatus, Usage
 from structured.constraint import Resolved
 from workers.sampling_params import SamplingParams, child_seed
@@ -39,7 +38,9 @@ class Sequence:
     priority: int = 0
     client: str = ""
     """Whose it is."""
-    turn: int = 0
+    weight: float = 1.0
+    """The client's."""
+    turn: float = 0.0
     """Set by the scheduler: order among equal priorities; see `turns.py`."""
     eos_token_ids: tuple[int, ...] = ()
     deadline: float | None = None
@@ -77,6 +78,8 @@ class Sequence:
     constraint: Resolved | None = None
     num_branches: int = 0
     """If the caller chooses its tokens: the most sequences that will take its place. Else 0."""
+    has_given_way: bool = False
+    """It lost its place to another client's request once, and so takes nobody's."""
     is_paused: bool = False
     """It has reported the log-probabilities of the next token, or a step under way will; it waits for
     `Scheduler.branch`.
@@ -94,7 +97,7 @@ class Sequence:
             self.stop_ids = frozenset(self.eos_token_ids) | frozenset(self.params.stop_token_ids)
 
     @property
-    def order(self) -> tuple[int, int, int, int]:
+    def order(self) -> tuple[int, float, int, int]:
         """Sort key: who runs first."""
         return self.priority, self.turn, self.arrival, self.index
 
@@ -177,14 +180,7 @@ class Sequence:
         )
 
     def hash_blocks(self, count: int, block_size: int) -> list[bytes]:
-        """Hashes of the first `count` full blocks; each covers its block and, through its parent's, all before it.
-
-        With 128 bits of BLAKE2b a collision, which would give one prompt the keys of another, does not happen by
-        chance.
-        """
-        hashes = self.block_hashes
-        for block in range(len(hashes), count):
-            tokens = array("i", self.token_ids[block * block_size : (block + 1) * block_size])
-            parent = hashes[-1] if hashes else b""
-            hashes.append(hashlib.blake2b(parent + tokens.tobytes(), digest_size=16).digest())
-        return hashes[:count]
+        """Hashes of the first `count` full blocks; see `cluster.engine.kv_blocks.hash_blocks`."""
+        if count > len(self.block_hashes):
+            self.block_hashes = hash_blocks(self.token_ids, count, block_size, self.block_hashes)
+        return self.block_hashes[:count]

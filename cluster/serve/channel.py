@@ -18,6 +18,7 @@ from collections.abc import Callable
 import msgspec
 
 from cluster.engine.request import FinishStatus, SequenceOutput, Usage
+from cluster.serve.routing.reports import Report
 from structured.frames import frame, receive_frame
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,13 @@ class Hello(msgspec.Struct, array_like=True):
     """The engine's, as Serve names its actor."""
 
 
+class Frame(msgspec.Struct, array_like=True):
+    """From engine to ingress: one step's deltas, or none."""
+
+    outputs: list[SequenceOutput]
+    report: Report | None = None
+
+
 class Control(msgspec.Struct, array_like=True):
     """From ingress to engine: end a choice at a stop string, or, with `index` None, abort the request."""
 
@@ -79,7 +87,7 @@ class EngineFailed(RuntimeError):
 
 
 _hello_decoder = msgspec.msgpack.Decoder(Hello)
-_outputs_decoder = msgspec.msgpack.Decoder(list[SequenceOutput])
+_frame_decoder = msgspec.msgpack.Decoder(Frame)
 _control_decoder = msgspec.msgpack.Decoder(Control)
 _encoder = msgspec.msgpack.Encoder()
 
@@ -116,16 +124,20 @@ class Connection:
 
 
 class OutputReceiver:
-    """The ingress's end: hands every delta to `on_outputs`, with the connection that it came by."""
+    """The ingress's end: hands every delta to `on_outputs` and every report before it to `on_report`, with the
+    connection that they came by.
+    """
 
     def __init__(
         self,
         host: str,
         on_outputs: Callable[[list[SequenceOutput], Connection], None],
         on_lost: Callable[[Connection], None],
+        on_report: Callable[[Report, Connection], None] = lambda _report, _connection: None,
     ) -> None:
         self._host = host
         self._on_outputs = on_outputs
+        self._on_report = on_report
         self._on_lost = on_lost
         self._secret = secrets.token_hex(16)
         self._server: asyncio.Server | None = None
@@ -154,7 +166,10 @@ class OutputReceiver:
                 raise ValueError("another secret")
             connection.replica = hello.replica
             while True:
-                self._on_outputs(_outputs_decoder.decode(await connection.receive()), connection)
+                message = _frame_decoder.decode(await connection.receive())
+                if message.report is not None:
+                    self._on_report(message.report, connection)
+                self._on_outputs(message.outputs, connection)
         except (asyncio.IncompleteReadError, OSError):
             pass
         except ValueError:  # msgspec's are too
@@ -176,12 +191,21 @@ class OutputReceiver:
 
 
 class OutputSender:
-    """The engine's end: one connection an ingress, made at its first request. `replica` is the engine's name."""
+    """The engine's end: one connection an ingress, made at its first request or before. `replica` is the engine's name;
+    `take_report` gives what an ingress is to be told beside its deltas.
+    """
 
-    def __init__(self, replica: str, on_control: Callable[[Control], None], on_lost: Callable[[Address], None]) -> None:
+    def __init__(
+        self,
+        replica: str,
+        on_control: Callable[[Control], None],
+        on_lost: Callable[[Address], None],
+        take_report: Callable[[Address], Report | None] = lambda _address: None,
+    ) -> None:
         self._replica = replica
         self._on_control = on_control
         self._on_lost = on_lost
+        self._take_report = take_report
         self._connections: dict[Address, asyncio.Task[Connection]] = {}
         self._readers: set[asyncio.Task[None]] = set()
 
@@ -223,15 +247,15 @@ class OutputSender:
         """Sends one step's deltas; those for an ingress that is gone are dropped."""
         task = self._connections.get(address)
         if task is not None and _is_open(task):
-            task.result().send(outputs)
+            task.result().send(Frame(outputs, self._take_report(address)))
 
     def beat(self) -> None:
-        """An empty frame on each connection that had none since the last call."""
-        for task in self._connections.values():
+        """A frame without deltas on each connection that had none since the last call, or that a report is due on."""
+        for address, task in self._connections.items():
             if _is_open(task):
-                connection = task.result()
-                if not connection.has_sent:
-                    connection.send([])
+                connection, report = task.result(), self._take_report(address)
+                if report is not None or not connection.has_sent:
+                    connection.send(Frame([], report))
                 connection.has_sent = False
 
 

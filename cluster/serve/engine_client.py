@@ -19,9 +19,10 @@ from cluster.engine.request import EngineRequest, QueueFull, RequestRefused, Seq
 from cluster.engine.stats import EngineStats
 from cluster.http.errors import ApiError
 from cluster.http.metrics import Metrics
-from cluster.serve import replicas
 from cluster.serve.channel import BEAT_S, Address, Connection, OutputReceiver, RequestResult
 from cluster.serve.prompt_run import PromptRun
+from cluster.serve.routing import replicas
+from cluster.serve.routing.reports import Report
 from cluster.serve.scaling.waking import Waker
 from cluster.serve.start_failure import in_words
 from cluster.serve.submission import Submission
@@ -58,11 +59,13 @@ class EngineClient:
     ) -> None:
         self._handles = {ENGINE: engine} if standby is None else {ENGINE: engine, STANDBY: standby}
         self._greeting: asyncio.Task[None] | None = None
+        self._greeted: dict[str, frozenset[str]] = {}
+        """By deployment, the replicas that were told of this ingress."""
         self.tokenizer = tokenizer
         self.metrics = metrics
         self.runs: dict[str, PromptRun] = {}
         self._replicas = replicas.known_replicas()
-        self._receiver = OutputReceiver(host, self._on_outputs, self._on_lost)
+        self._receiver = OutputReceiver(host, self._on_outputs, self._on_lost, self._on_report)
         self._ending: set[asyncio.Task[None]] = set()
         self._call_lock = asyncio.Lock()
         self.suspects = asyncio.Lock()
@@ -79,17 +82,19 @@ class EngineClient:
         priority: int,
         timeout_s: float,
         client: str = "",
+        weight: float = 1.0,
+        session: str = "",
         shown_ids: frozenset[int] = frozenset(),
         traceparent: str = "",
     ) -> Submission:
         submission = Submission(self, prompts, params, chat, shown_ids)
-        submission.start(request_id, priority, timeout_s, client, traceparent)
+        submission.start(request_id, priority, timeout_s, client, weight, session, traceparent)
         return submission
 
     async def check_reachable(self) -> None:
-        await self._listen()
-        if self._greeting is None:
-            self._greeting = asyncio.ensure_future(self._greet())
+        address = await self._listen()
+        if self._greeting is None or (self._greeting.done() and self._greeted != self._replicas.running):
+            self._greeting = asyncio.ensure_future(self._greet(address))
 
     async def close(self) -> None:
         """Ends the connections with the engines, after the calls of what has ended; for a process that goes on."""
@@ -98,20 +103,19 @@ class EngineClient:
         await self._waker.close()
         await self._receiver.close()
 
-    async def _greet(self) -> None:
-        """Serve tells of a deployment's replicas once they were called; engines tell how long their start took."""
+    async def _greet(self, address: Address) -> None:
+        """Lets every replica connect, and so tell what it has cached, and how long its start took. Serve tells of a
+        deployment's replicas once they were called.
+        """
+        greeted = dict(self._replicas.running)
+        for name, handle in self._handles.items():
+            try:
+                await handle.broadcast("connect", address).results_async(timeout_s=ANSWER_TIMEOUT_S)
+            except Exception as error:  # whatever it is, their first request meets it again
+                logger.info("not every %s answers: %s", name, in_words(error))
         with contextlib.suppress(ApiError):  # none runs yet
             await self.stats()
-        if STANDBY in self._handles:
-            try:
-                await self._handles[STANDBY].model.remote()
-            except Exception as error:  # whatever it is, the standby's first call meets it again
-                logger.warning("the standby does not answer: %s", in_words(error))
-
-    def _greet_again(self) -> None:
-        """If no engine ran when this ingress started: now one does."""
-        if not self._waker.is_measured and self._greeting is not None and self._greeting.done():
-            self._greeting = asyncio.ensure_future(self._greet())
+        self._greeted = greeted
 
     def _is_asleep(self) -> bool:
         """Whether no engine runs, as far as Serve has told."""
@@ -144,7 +148,6 @@ class EngineClient:
             await asyncio.sleep(0)
         if self._watching is None:
             self._watching = asyncio.ensure_future(self._watch())
-            self._greet_again()
         response = self._engine.generate.remote(request, address)
         try:
             return await response
@@ -211,6 +214,12 @@ class EngineClient:
     def forget_sent(self, request_id: str) -> None:
         self._replicas.routed.pop(request_id, None)
 
+    def note_output(self, request_id: str) -> None:
+        self._replicas.placement.has_output(request_id)
+
+    def note_end(self, request_id: str) -> None:
+        self._replicas.placement.end(request_id)
+
     def _on_outputs(self, outputs: list[SequenceOutput], connection: Connection) -> None:
         self._replicas.hear(connection.replica)
         for output in outputs:
@@ -218,8 +227,12 @@ class EngineClient:
             if run is not None:
                 run.receive(output, connection)
 
+    def _on_report(self, report: Report, connection: Connection) -> None:
+        self._replicas.placement.report(connection.replica, report)
+
     def _on_lost(self, connection: Connection) -> None:
         self._replicas.avoid(connection.replica)
+        self._replicas.placement.lose(connection.replica)
         for run in list(self.runs.values()):
             if run.connection is connection:
                 run.lose()

@@ -30,8 +30,9 @@ from cluster.engine.request import EngineRequest, QueueFull, RequestRefused, Seq
 from cluster.engine.stats import EngineStats, ServiceStats
 from cluster.serve.burst import Burst
 from cluster.serve.channel import BEAT_S, Address, Control, EngineFailed, OutputSender, RequestResult
-from cluster.serve.replicas import own_name
-from cluster.serve.request_router import EngineRouter
+from cluster.serve.routing.replicas import own_name
+from cluster.serve.routing.reports import CacheReporter
+from cluster.serve.routing.request_router import EngineRouter
 from cluster.serve.scaling.autoscaling import autoscaling_config
 from cluster.serve.scaling.meter import LoadMeter
 from cluster.serve.start_failure import told_in_words
@@ -81,8 +82,11 @@ class EngineReplica:
         self._running: dict[str, _Running] = {}
         """Read and changed by the step thread only."""
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._sender = OutputSender(own_name(), self._on_control, self._on_lost_ingress)
         self._node = ray.util.get_node_ip_address()
+        blocks = self.engine.scheduler.blocks
+        self._reporter = CacheReporter(lambda: blocks.num_free * blocks.block_size)
+        blocks.on_change = self._reporter.note
+        self._sender = OutputSender(own_name(), self._on_control, self._on_lost_ingress, self._reporter.take)
         self._num_calls = 0
         """Of `generate`, open."""
         self._beating: asyncio.Task[None] | None = None
@@ -110,6 +114,7 @@ class EngineReplica:
             raise EngineFailed(self._failure)
         await self._sender.connect(address)
         self._sender.send(address, [SequenceOutput(request.request_id, 0, [])])
+        self._reporter.begin(address, request)
         self._num_calls += 1
         if self._beating is None:
             self._beating = asyncio.ensure_future(self._beat())
@@ -117,6 +122,7 @@ class EngineReplica:
             return await self._generate(request, address)
         finally:
             self._num_calls -= 1
+            self._reporter.end(address, request)
 
     async def _beat(self) -> None:
         """Signs of life while something runs."""
@@ -126,7 +132,7 @@ class EngineReplica:
         self._beating = None
 
     async def _generate(self, request: EngineRequest, address: Address) -> RequestResult:
-        constraint, called_ns = None, time.time_ns()
+        constraint, arrived, called_ns = None, time.monotonic(), time.time_ns()
         if request.params.constraint is not None:
             try:
                 constraint = await asyncio.wrap_future(self.engine.resolve(request.params.constraint, request.client))
@@ -136,12 +142,19 @@ class EngineReplica:
                 return self._full(error)
         result: asyncio.Future[RequestResult] = asyncio.get_running_loop().create_future()
         num_open = len(request.continued or ()) or request.params.n
-        self._inbox.put(lambda: self._add(request, constraint, _Running(address, result, num_open, called_ns)))
+        running = _Running(address, result, num_open, called_ns)
+        self._inbox.put(lambda: self._add(_with_time_left(request, arrived), constraint, running))
         try:
             return await result
         except asyncio.CancelledError:
             self._inbox.put(lambda: self._abort(request.request_id))
             raise
+
+    async def connect(self, address: Address) -> None:
+        """Tells an ingress of this engine's cache and load before it sends the first request."""
+        self._loop = asyncio.get_running_loop()
+        await self._sender.connect(address)
+        self._sender.send(address, [])
 
     async def resolve(self, spec: ConstraintSpec, client: str = "") -> tuple[ConstraintSpec, list[str]]:
         """The constraint with its backend, and the keywords that it does not enforce. Raises `RequestRefused` and
@@ -194,6 +207,8 @@ class EngineReplica:
             self._inbox.put(lambda: self._finish(control))
 
     def _on_lost_ingress(self, address: Address) -> None:
+        self._reporter.forget(address)
+
         def abort_all() -> None:
             for request_id in [name for name, running in self._running.items() if running.address == address]:
                 self._abort(request_id)
@@ -268,6 +283,7 @@ class EngineReplica:
 
     def _send(self, frames: dict[Address, list[SequenceOutput]]) -> None:
         for address, outputs in frames.items():
+            self._reporter.note_outputs(address, outputs)
             self._sender.send(address, outputs)
 
     def _end_choices(self, ended: Iterable[SequenceOutput]) -> None:
@@ -320,6 +336,14 @@ def start_line(seconds: dict[str, float]) -> str:
     return f"the engine started in {sum(seconds.values()):.2f} s: {parts}"
 
 
+def _with_time_left(request: EngineRequest, arrived: float) -> EngineRequest:
+    """Its deadline counts from its arrival: what its constraint and the step under way took is gone."""
+    if request.deadline_s is None:
+        return request
+    left_s = max(0.0, request.deadline_s - (time.monotonic() - arrived))
+    return msgspec.structs.replace(request, deadline_s=left_s)
+
+
 def engine_deployment(
     config: EngineConfig, num_replicas: int, name: str = "engine", autoscaling: AutoscalingOptions | None = None
 ) -> Any:
@@ -337,7 +361,10 @@ def engine_deployment(
         health_check_timeout_s=5,  # three times in a row: one that hangs is replaced after 18 s
         request_router_config=RequestRouterConfig(
             request_router_class=EngineRouter,  # type: ignore[arg-type]
-            request_router_kwargs={"deployment": name},
+            request_router_kwargs={
+                "deployment": name,
+                "block_size": config.block_size if config.enable_prefix_caching else 0,
+            },
         ),
         ray_actor_options={
             "num_cpus": own_cpus(config) if name == "engine" else 0,  # a standby takes over another one's cores

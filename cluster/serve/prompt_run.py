@@ -59,6 +59,14 @@ class Caller(Protocol):
 
     def forget_sent(self, request_id: str) -> None: ...
 
+    def note_output(self, request_id: str) -> None:
+        """Its prompt is computed."""
+        ...
+
+    def note_end(self, request_id: str) -> None:
+        """It is no longer under way to, or on, the replica that was chosen for it."""
+        ...
+
     suspects: asyncio.Lock
     """Held by the one suspect that goes on, until it has gained something."""
 
@@ -95,6 +103,8 @@ class PromptRun:
         self._num_attempts = 0
         self._num_deaths = 0
         self._holds_suspects = False
+        self._has_output = False
+        """Of the engine that runs it now."""
 
     @property
     def replica(self) -> str | None:
@@ -153,7 +163,7 @@ class PromptRun:
 
     def _fail(self, reason: RequestResult | Exception) -> None:
         self._clear_of_suspicion()
-        self._client.runs.pop(self.request_id, None)
+        self._forget()
         self._tell(reason)
 
     # ---- what comes back -----------------------------------------------------------------------------------------
@@ -163,6 +173,9 @@ class PromptRun:
             self._take(connection)
         if not self._progress.add(output):
             return  # the engine's word that it has the request
+        if not self._has_output and output.token_ids:
+            self._has_output = True
+            self._client.note_output(self.request_id)
         self._clear_of_suspicion()
         self._note_end()
         self._tell(output)
@@ -228,18 +241,23 @@ class PromptRun:
     def leave(self) -> None:
         """Aborts what runs."""
         self._clear_of_suspicion()
-        self._client.runs.pop(self.request_id, None)
+        self._forget()
         self._client.forget_sent(self.request_id)
         self._untold.clear()
+        self._has_output = False
         if self.connection is not None:
             self.connection.send(Control(self.request_id))
             self.connection = None
         if self._call is not None:
             self._call.cancel()  # Serve cancels the remote call, and the engine aborts it
 
+    def _forget(self) -> None:
+        self._client.runs.pop(self.request_id, None)
+        self._client.note_end(self.request_id)
+
     def release(self) -> None:
         """Every choice has ended: the call may run out, which keeps Serve's counts right."""
-        self._client.runs.pop(self.request_id, None)
+        self._forget()
         if self._call is not None:
             self._call.add_done_callback(lambda task: task.cancelled() or task.exception())
             self._client.cancel_later(self._call)

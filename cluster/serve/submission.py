@@ -102,7 +102,16 @@ class Submission:
         """One for each prompt that has output."""
         return [usage for prompt in self._prompts if (usage := prompt.usage) is not None]
 
-    def start(self, name: str, priority: int, deadline_s: float, client: str = "", traceparent: str = "") -> None:
+    def start(
+        self,
+        name: str,
+        priority: int,
+        deadline_s: float,
+        client: str = "",
+        weight: float = 1.0,
+        session: str = "",
+        traceparent: str = "",
+    ) -> None:
         """Sends every prompt to an engine."""
         for number, prompt in enumerate(self._prompts):
             request = EngineRequest(
@@ -113,6 +122,8 @@ class Submission:
                 deadline_s=deadline_s,
                 client=client,
                 traceparent=traceparent,
+                weight=weight,
+                session=session,
             )
             prompt.run = PromptRun(self._client, request, functools.partial(self._tell, prompt))
             prompt.run.start()

@@ -24,6 +24,9 @@ from workers.sampling_params import SamplingParams
 
 MAX_HEADER_CHARACTERS = 4000
 """Of one header's value: many clients refuse 8 KiB of all headers."""
+SESSION_HEADER = "x-session-id"
+"""Names a conversation, whose requests go to one engine where they can; other routers know it by this name too."""
+MAX_SESSION_CHARACTERS = 256
 
 
 async def chat(state: AppState, exchange: Exchange, request: ChatCompletionRequest) -> None:
@@ -99,6 +102,8 @@ async def _generate(
             priority=request.priority,
             timeout_s=state.config.request_timeout_s,
             client=exchange.sharer,
+            weight=state.config.client_weights.get(exchange.client, 1.0),
+            session=_session(exchange),
             shown_ids=shown_ids,
             traceparent=exchange.traceparent,
         )
@@ -142,6 +147,15 @@ async def _enforceable(state: AppState, exchange: Exchange, params: SamplingPara
     if not_enforced:
         exchange.headers_out.append((b"x-manta-not-enforced", _header_value(not_enforced)))
     return msgspec.structs.replace(params, constraint=spec)
+
+
+def _session(exchange: Exchange) -> str:
+    """What the client calls its conversation, empty for nothing. Raises `ApiError` 400 for a name that is too long."""
+    session = exchange.headers.get(SESSION_HEADER, "")
+    if len(session) > MAX_SESSION_CHARACTERS:
+        message = f"{SESSION_HEADER} has {len(session)} characters and the limit is {MAX_SESSION_CHARACTERS}"
+        refuse(SESSION_HEADER, f"{message}; send a shorter name, or a hash of it")
+    return session
 
 
 def _header_value(names: list[str]) -> bytes:

@@ -1,18 +1,25 @@
 """The engine replicas as one ingress knows them: which Serve runs, which live, and which got a request last.
 
-Serve's router (`request_router.py`) tells which replicas run and chooses among them; the channel tells who was heard.
-One `Replicas` stands between both in each process: Serve makes the router where the ingress cannot pass it anything.
-Everything here may be asked from another thread, since Serve's router may run in one.
+Serve's router (`request_router.py`) tells which replicas run and asks which of them gets a request; the channel tells
+who was heard, and what engines report. One `Replicas` stands between both in each process: Serve makes the router where
+the ingress cannot pass it anything. Everything here may be asked from another thread, since Serve's router may run in
+one.
 """
 
 from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Iterable
 
 import ray
 from ray import serve
 from ray.serve.exceptions import RayServeException
+
+from cluster.engine.kv_blocks import hash_blocks
+from cluster.engine.request import EngineRequest
+from cluster.serve.routing.placement import Placement, Prompt
+from cluster.serve.routing.prefix_index import block_keys
 
 SERVE_NAMESPACE = "serve"
 """Where Serve's actors have their names."""
@@ -36,10 +43,13 @@ class Replicas:
         """By deployment, those that Serve runs, less those that it told to go. Deployments of which it has said."""
         self.routed: dict[str, str] = {}
         """Request to the replica that it was sent to, until this has taken it."""
+        self.placement = Placement()
         self._num_missed: dict[str, int] = {}
         """Signs of life, in a row, of replicas that owe some."""
         self._avoided: dict[str, float] = {}
         """Until when, on `time.monotonic`'s clock."""
+
+    # ---- who lives -----------------------------------------------------------------------------------------------
 
     def hear(self, replica: str) -> None:
         """It lives."""
@@ -58,6 +68,11 @@ class Replicas:
     def avoid(self, replica: str) -> None:
         self._avoided[replica] = time.monotonic() + AVOID_S
 
+    def set_running(self, deployment: str, replicas: Iterable[str]) -> None:
+        """Those that Serve runs now."""
+        self.running[deployment] = frozenset(replicas)
+        self.placement.set_running(deployment, self.running[deployment])
+
     def is_good(self, replica: str) -> bool:
         """Whether requests should stay with it: it runs, and nothing speaks against it."""
         if self._avoided.get(replica, 0.0) > time.monotonic():
@@ -68,13 +83,45 @@ class Replicas:
         """True in the one beat in which its patience is over."""
         return self._num_missed.get(replica) == HUNG_BEATS
 
-    def num_routed(self, replica: str) -> int:
-        """Requests that are under way to it."""
-        return sum(chosen == replica for chosen in list(self.routed.values()))
-
     def is_any_good(self, deployment: str) -> bool:
         """Whether some replica of a deployment can take requests."""
         return any(map(self.is_good, self.running.get(deployment, ())))
+
+    # ---- who gets what -------------------------------------------------------------------------------------------
+
+    def place(self, request: EngineRequest, deployment: str, block_size: int) -> str:
+        """The replica of a deployment that gets a request, which learns how much of its prompt is to be computed."""
+        prompt = _prompt(request, block_size)
+        replica, request.num_new_tokens = self.placement.place(prompt, deployment, self._now_avoided())
+        self.routed[request.request_id] = replica
+        return replica
+
+    def pick(self, deployment: str) -> str:
+        """The replica that answers a question which any of them can answer."""
+        return self.placement.pick(deployment, self._now_avoided())
+
+    def _now_avoided(self) -> list[str]:
+        now = time.monotonic()
+        return [replica for replica, until in list(self._avoided.items()) if until > now]
+
+
+def _prompt(request: EngineRequest, block_size: int) -> Prompt:
+    """What is computed first. Of a continued choice that is its output too."""
+    token_ids = request.prompt_token_ids
+    if request.continued:
+        token_ids = token_ids + request.continued[0].token_ids
+    # The last token is computed in any case, and prompts that are reported are not read from the cache.
+    is_cached = block_size > 0 and request.params.prompt_logprobs is None
+    num_blocks = (len(token_ids) - 1) // block_size if is_cached else 0
+    return Prompt(
+        request_id=request.request_id,
+        keys=block_keys(hash_blocks(token_ids, num_blocks, block_size)),
+        num_tokens=len(token_ids),
+        block_size=block_size,
+        num_sequences=request.params.n,
+        client=request.client,
+        session=request.session,
+    )
 
 
 @functools.cache

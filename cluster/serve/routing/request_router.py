@@ -1,0 +1,58 @@
+"""Which engine replica gets a request: Serve asks here, in each process that has a handle of the engines.
+
+`placement.py` decides among those that can be trusted (`replicas.py`). Serve's own router takes the better of two at
+random and knows neither what they have cached, nor a replica that hangs, nor one whose connection broke a moment ago.
+"""
+
+from __future__ import annotations
+
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+
+from cluster.engine.request import EngineRequest
+from cluster.serve.routing.replicas import known_replicas
+
+
+class EngineRouter(RequestRouter):
+    """Made by Serve; `deployment` is the name of the engines' deployment, `block_size` that of their prefix caches, or
+    0 without any.
+    """
+
+    def initialize_state(self, deployment: str, block_size: int) -> None:  # type: ignore[override]
+        self._deployment = deployment
+        self._block_size = block_size
+        self._known = known_replicas()
+        self._listed: list[RunningReplica] = []
+        self._by_name: dict[str, RunningReplica] = {}
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        super().update_replicas(replicas)
+        self._list(replicas)
+
+    def _list(self, replicas: list[RunningReplica]) -> None:
+        self._listed = replicas
+        self._by_name = {replica.replica_id.to_full_id_str(): replica for replica in replicas}
+        self._known.set_running(self._deployment, self._by_name)
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        if candidate_replicas is not self._listed:  # Serve makes another list if one comes or goes
+            self._list(candidate_replicas)
+        request = _request(pending_request)
+        chosen = self._by_name.get(self._choose(request))
+        if chosen is None:  # another handle of this process has learned of a replica before this one
+            self._list(candidate_replicas)
+            chosen = self._by_name[self._choose(request)]
+        return [[chosen]]
+
+    def _choose(self, request: EngineRequest | None) -> str:
+        if request is None:
+            return self._known.pick(self._deployment)
+        return self._known.place(request, self._deployment, self._block_size)
+
+
+def _request(pending: PendingRequest | None) -> EngineRequest | None:
+    """What is to be placed, if its caller still waits and it is no mere question."""
+    if pending is None or pending.future.done() or not pending.args:
+        return None
+    return pending.args[0] if isinstance(pending.args[0], EngineRequest) else None
