@@ -102,23 +102,24 @@ class PrefixIndex:
         """Who of the replicas `among` holds how much of a prompt, as (leading blocks, bits of the replicas that hold so
         many and no more), the most first; replicas that hold none are left out. `expected` counts as held too.
         """
-        holders, expected = self._holders, expected or {}
-        places = [number for number, key in enumerate(keys) if not key & self._skipped] if self._skipped else None
-        found, holding, last = [], among, 0
-        for number in range(len(keys)) if places is None else places:
-            key = keys[number]
-            still = holders.get(key, 0) & holding
+        holders_of, expected = self._holders.get, expected or {}
+        kept = [key for key in keys if not key & self._skipped] if self._skipped else keys
+        found, holding = [], among
+        for number, key in enumerate(kept):
+            still = holders_of(key, 0) & holding
             if still != holding:
                 still |= expected.get(key, 0) & holding
                 if still != holding:
-                    if last:
-                        found.append((last, holding ^ still))
+                    if number:
+                        found.append((number, holding ^ still))
                     holding = still
                     if not still:
                         break
-            last = number + 1
         else:
-            if last:
-                found.append((last, holding))
+            if kept:
+                found.append((len(kept), holding))
+        if self._skipped:
+            places = [number for number, key in enumerate(keys) if not key & self._skipped]
+            found = [(places[number - 1] + 1, bits) for number, bits in found]
         found.reverse()
         return found
