@@ -40,7 +40,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     num_ingresses: int = 4
     num_blocks: int = 2000
     """Of each replica's KV cache."""
-    seconds: float = 40.0
+    seconds: float = 24.0
     """Of simulated time in which chats begin."""
     chats_per_s: float = 1.5
     """For each replica."""

@@ -23,7 +23,12 @@ from tests.test_layering import modules, packages
 from workers.sampling_params import SamplingParams
 
 BLOCK = 16
-KEYS = st.lists(st.integers(0, 40), max_size=8)
+NODES = st.integers(0, 60)
+
+
+def chain(node: int) -> list[int]:
+    """The keys of a prompt, from the first block on: a path down a tree, since a block's key covers all before it."""
+    return [*chain(node - 1 if node % 4 else node - 3), node] if node > 0 else [0]
 
 
 def brute_force(held: dict[int, set[int]], keys: Sequence[int], skipped: int = 0) -> list[tuple[int, int]]:
@@ -52,27 +57,31 @@ class IndexMachine(RuleBasedStateMachine):
         self.index = PrefixIndex(self.max_blocks)
         self.held: dict[int, set[int]] = {slot: set() for slot in range(4)}
 
-    @rule(slot=st.integers(0, 3), keys=KEYS)
-    def add(self, slot: int, keys: list[int]) -> None:
-        self.index.add(slot, keys)
-        self.held[slot] |= set(keys)
+    @rule(slot=st.integers(0, 3), node=NODES)
+    def add(self, slot: int, node: int) -> None:
+        self.index.add(slot, chain(node))
+        self.held[slot] |= set(chain(node))
 
-    @rule(slot=st.integers(0, 3), keys=KEYS)
-    def discard(self, slot: int, keys: list[int]) -> None:
+    @rule(slot=st.integers(0, 3), node=NODES)
+    def evict(self, slot: int, node: int) -> None:
+        """A block goes after all that follow it."""
+        keys = {key for key in range(61) if node in chain(key)}
         self.index.discard(slot, keys)
-        self.held[slot] -= set(keys)
+        self.held[slot] -= keys
 
     @rule(slot=st.integers(0, 3))
     def remove(self, slot: int) -> None:
         self.index.remove(slot)
         self.held[slot] = set()
 
-    @rule(keys=st.lists(st.integers(0, 40), max_size=6, unique=True))
-    def find(self, keys: list[int]) -> None:
+    @rule(node=NODES)
+    def find(self, node: int) -> None:
+        keys = chain(node)
         assert self.index.find(keys, 0b1111) == brute_force(self.held, keys, self.index.granularity - 1)
 
-    @rule(keys=st.lists(st.integers(0, 40), max_size=6, unique=True), slot=st.integers(0, 3))
-    def find_without_one(self, keys: list[int], slot: int) -> None:
+    @rule(node=NODES, slot=st.integers(0, 3))
+    def find_without_one(self, node: int, slot: int) -> None:
+        keys = chain(node)
         others = {other: its for other, its in self.held.items() if other != slot}
         found = self.index.find(keys, 0b1111 ^ 1 << slot)
         assert found == brute_force(others, keys, self.index.granularity - 1)

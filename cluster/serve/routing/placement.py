@@ -9,6 +9,7 @@ torch nor ray. Everything may be called from several threads.
 from __future__ import annotations
 
 import collections
+import math
 import random
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,11 +19,15 @@ import msgspec
 from cluster.serve.routing.prefix_index import PrefixIndex
 from cluster.serve.routing.reports import Report, unpacked
 
-SEQUENCE_TOKENS = 512
+SEQUENCE_TOKENS = 384
 """A choice that runs or waits slows a replica's steps as long as it lasts: it counts as so many prompt tokens."""
-COPY_WEIGHT = 1
-"""A token that one replica has cached and that is computed elsewhere costs so much more; if two have it half of that,
-and so on: what many have is asked for by many, and one more copy of it pays.
+EVEN_SHARE, MAX_OVER_WEIGHT = 1.1, 8
+"""A choice beyond so much of the mean of all replicas, and one, counts so many times as much in addition; but no more
+times than the mean is: in an idle cluster one or two more are not uneven.
+"""
+COPY_WEIGHT = 2
+"""A token that one replica has cached and that is computed elsewhere costs so much more; if two have it a quarter of
+that, if three a ninth: what many have is asked for by many, and one more copy of it pays.
 """
 NO_ROOM_WEIGHT = 8
 """A token for which the KV cache has no room waits until another sequence ends: it counts as so many."""
@@ -97,9 +102,13 @@ class _Load:
         if not self.own_tokens[client]:
             del self.own_tokens[client]
 
-    def cost(self, new_tokens: int, client: str) -> int:
+    @property
+    def num_sequences(self) -> int:
+        return self.sequences + self.other_sequences
+
+    def cost(self, new_tokens: int, client: str, mean: float) -> float:
         """Prompt tokens that are computed before the first one of a prompt is drawn, of which `new_tokens` are its own,
-        and what else makes it wait, in the same unit.
+        and what else makes it wait, in the same unit. `mean` is the number of sequences at a replica.
 
         Clients take turns, so of each other client no more counts than of its own: one that has filled a replica's
         queue keeps no other one's conversation away from there.
@@ -109,7 +118,9 @@ class _Load:
         queued = before + mine + self.other_tokens
         if client:
             before = min(before, mine * (len(self.own_tokens) - (own > 0)))
-        cost = before + mine + self.other_tokens + SEQUENCE_TOKENS * (self.sequences + self.other_sequences)
+        cost: float = before + mine + self.other_tokens + SEQUENCE_TOKENS * self.num_sequences
+        if (num_over := self.num_sequences - EVEN_SHARE * mean - 1) > 0:
+            cost += min(mean, MAX_OVER_WEIGHT) * SEQUENCE_TOKENS * num_over
         if self.free_tokens is not None and queued > self.free_tokens:
             cost += NO_ROOM_WEIGHT * (queued - self.free_tokens)
         return cost
@@ -138,6 +149,8 @@ class Placement:
         self._groups: dict[str, int] = {}
         """Name to bits of its replicas."""
         self._placed: dict[str, _Placed] = {}
+        self._num_sequences = 0
+        """At all replicas."""
         self._expected: dict[int, int] = {}
         """By key: who will have a block soon. As good as having it, since who asks for it there waits for it anyway."""
         self._sessions: collections.OrderedDict[tuple[str, str], str] = collections.OrderedDict()
@@ -172,6 +185,7 @@ class Placement:
             if load is None:
                 return
             self.index.remove(load.slot)
+            self._num_sequences -= load.other_sequences
             load.other_tokens = load.other_sequences = 0
             load.free_tokens = None
             for placed in self._placed.values():
@@ -190,6 +204,7 @@ class Placement:
                 self.index.remove(load.slot)
             self.index.discard(load.slot, removed)
             self.index.add(load.slot, added)
+            self._num_sequences += report.other_sequences - load.other_sequences
             load.other_tokens, load.other_sequences = report.other_tokens, report.other_sequences
             load.free_tokens = report.free_tokens
 
@@ -210,6 +225,7 @@ class Placement:
                 self._expected[key] = self._expected.get(key, 0) | load.bit
             load.begin(prompt.client, new_tokens)
             load.sequences += prompt.num_sequences
+            self._num_sequences += prompt.num_sequences
             if prompt.session:
                 self._remember(prompt, load)
             return load.name, new_tokens
@@ -218,7 +234,7 @@ class Placement:
         """The less busy of two replicas, for what is no prompt. Raises `LookupError` if the group has none."""
         with self._lock:
             some = self._some_of(self._among(group, avoided), NUM_CHOICES)
-            return min(some, key=lambda load: load.cost(0, "")).name
+            return min(some, key=lambda load: load.cost(0, "", 0.0)).name
 
     def _among(self, group: str, avoided: Iterable[str]) -> int:
         running = self._groups.get(group, 0)
@@ -234,13 +250,14 @@ class Placement:
         """A replica, and how many leading blocks it holds or will hold."""
         levels = self.index.find(prompt.keys, among, self._expected)
         last = self._loads.get(self._sessions.get((prompt.client, prompt.session), "")) if prompt.session else None
-        least, chosen, chosen_blocks = 0, None, 0
+        mean = self._num_sequences / among.bit_count()
+        least, chosen, chosen_blocks = math.inf, None, 0
         for load, num_blocks, copied in self._candidates(levels, among, last):
-            cost = load.cost(prompt.num_new_tokens(num_blocks), prompt.client)
-            cost += int(COPY_WEIGHT * prompt.block_size * copied)
+            cost = load.cost(prompt.num_new_tokens(num_blocks), prompt.client, mean)
+            cost += COPY_WEIGHT * prompt.block_size * copied
             if load is last:
                 cost -= SESSION_TOKENS
-            if chosen is None or cost < least:
+            if cost < least:
                 least, chosen, chosen_blocks = cost, load, num_blocks
         assert chosen is not None
         return chosen, chosen_blocks
@@ -249,7 +266,7 @@ class Placement:
         self, levels: list[tuple[int, int]], among: int, last: _Load | None
     ) -> Iterator[tuple[_Load, int, float]]:
         """Each with its number of leading blocks, and with those that others have and it would have to copy, divided by
-        how many have them. Those with most blocks come first: they win ties.
+        the square of how many have them. Those with most blocks come first: they win ties.
         """
         others = list(self._some_of(among, NUM_CHOICES))
         if last is not None and last.bit & among:
@@ -257,7 +274,7 @@ class Placement:
         copied, num_holders = 0.0, 0
         for number, (num_blocks, bits) in enumerate((*levels, (0, among))):
             if number:
-                copied += (levels[number - 1][0] - num_blocks) / num_holders
+                copied += (levels[number - 1][0] - num_blocks) / num_holders**2
             some = self._some_of(bits, NUM_OF_LEVEL) if number < min(NUM_LEVELS, len(levels)) else ()
             for load in (*some, *(load for load in others if load.bit & bits)):
                 yield load, num_blocks, copied
@@ -305,6 +322,7 @@ class Placement:
             placed = self._placed.pop(request_id, None)
             if placed is not None:
                 placed.load.sequences -= placed.prompt.num_sequences
+                self._num_sequences -= placed.prompt.num_sequences
 
     def _expect_no_more(self, placed: _Placed) -> None:
         bit = placed.load.bit

@@ -14,6 +14,8 @@ KEY_BYTES = 8
 """A block's key is the beginning of its hash, as a little-endian number. Two blocks with one key, of 10^6 blocks about
 once in 10^7 times, send a request to the wrong replica and do no other harm.
 """
+STRIDE = 8
+"""Blocks that `find` steps over where it can."""
 MAX_BLOCKS = 2**21
 """Blocks that the index knows of, about 150 bytes each; beyond them it forgets every second one."""
 
@@ -101,24 +103,33 @@ class PrefixIndex:
     def find(self, keys: Sequence[int], among: int, expected: Mapping[int, int] | None = None) -> list[tuple[int, int]]:
         """Who of the replicas `among` holds how much of a prompt, as (leading blocks, bits of the replicas that hold so
         many and no more), the most first; replicas that hold none are left out. `expected` counts as held too.
+
+        Where all hold the block `STRIDE` further on, those between are not looked at: a cache evicts the end of a chain
+        before its beginning.
         """
-        holders, expected = self._holders, expected or {}
-        places = [number for number, key in enumerate(keys) if not key & self._skipped] if self._skipped else None
-        found, holding, last = [], among, 0
-        for number in range(len(keys)) if places is None else places:
-            key = keys[number]
-            still = holders.get(key, 0) & holding
-            if still != holding:
-                still |= expected.get(key, 0) & holding
+        holders_of, expected = self._holders.get, expected or {}
+        kept = [key for key in keys if not key & self._skipped] if self._skipped else keys
+        found, holding, number, count = [], among, 0, len(kept)
+        while number < count and holding:
+            ahead = number + STRIDE
+            if ahead < count and holders_of(kept[ahead], 0) & holding == holding:
+                number = ahead + 1
+                continue
+            for key in kept[number : ahead + 1]:
+                still = holders_of(key, 0) & holding
                 if still != holding:
-                    if last:
-                        found.append((last, holding ^ still))
-                    holding = still
-                    if not still:
-                        break
-            last = number + 1
-        else:
-            if last:
-                found.append((last, holding))
+                    still |= expected.get(key, 0) & holding
+                    if still != holding:
+                        if number:
+                            found.append((number, holding ^ still))
+                        holding = still
+                        if not still:
+                            break
+                number += 1
+        if count and holding:
+            found.append((count, holding))
+        if self._skipped:
+            places = [number for number, key in enumerate(keys) if not key & self._skipped]
+            found = [(places[number - 1] + 1, bits) for number, bits in found]
         found.reverse()
         return found
