@@ -41,9 +41,9 @@ def check_attention(
     window: int | None = None,
     tables: np.ndarray | None = None,
     num_padded: int = 0,
-) -> tuple[torch.Tensor, bool]:
-    """Compares with the reference, NaN lying in every slot that no sequence may read. Returns the kernel's output, and
-    whether groups were found.
+) -> bool:
+    """Compares with the reference, NaN lying in every slot that no sequence may read. Returns whether groups were
+    found.
     """
     torch.manual_seed(0)
     num_heads, num_kv_heads, head_dim = shape
@@ -63,7 +63,7 @@ def check_attention(
     on_device = kv.to(DEVICE)
     actual = layers.paged_attention(qkv.to(DEVICE), on_device[0], on_device[1], placed, heads, window)
     assert_close(actual, expected)
-    return actual, placed.prefix_rows is not None
+    return placed.prefix_rows is not None
 
 
 @DTYPES
@@ -127,14 +127,14 @@ def shared_batch(case: str, block_size: int) -> tuple[list[tuple[int, int]], np.
 @pytest.mark.parametrize("case", SHARED)
 def test_a_shared_prefix_is_read_once_and_merged(case: str, dtype: torch.dtype) -> None:
     lengths, tables = shared_batch(case, 16)
-    assert check_attention(lengths, (4, 2, 64), 16, dtype, tables=tables)[1]
+    assert check_attention(lengths, (4, 2, 64), 16, dtype, tables=tables)
 
 
 def test_a_shared_prefix_goes_with_prefill_chunks() -> None:
     lengths, tables = shared_batch("two groups and others", 16)
     lengths[0] = (lengths[0][0], 70)
     tables = np.concatenate([tables, 500 + np.arange(len(tables) * 6, dtype=np.int32).reshape(-1, 6)], axis=1)
-    assert check_attention(lengths, (2, 1, 64), 16, torch.float32, tables=tables)[1]
+    assert check_attention(lengths, (2, 1, 64), 16, torch.float32, tables=tables)
 
 
 def test_a_window_takes_no_notice_of_shared_prefixes() -> None:
@@ -145,9 +145,7 @@ def test_a_window_takes_no_notice_of_shared_prefixes() -> None:
 @pytest.mark.parametrize("case", ["pair", "two groups and others"] if THOROUGH else ["two groups and others"])
 def test_a_padded_decode_step_gives_the_same_rows(case: str) -> None:
     lengths, tables = shared_batch(case, 16)
-    plain, _ = check_attention(lengths, (2, 1, 64), 16, torch.float32, tables=tables)
-    padded, _ = check_attention(lengths, (2, 1, 64), 16, torch.float32, tables=tables, num_padded=16)
-    assert_close(padded, plain)
+    assert check_attention(lengths, (2, 1, 64), 16, torch.float32, tables=tables, num_padded=16)
 
 
 def test_a_nan_in_one_sequence_stays_in_it() -> None:
