@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import pathlib
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -247,3 +252,14 @@ def test_attention_agrees_on_random_batches(seed: int) -> None:
     tables[members, :shared] = tables[members[:1], :shared]
     window = int(random.integers(1, 400)) if seed % 4 == 3 else None
     check_attention(lengths, shape, block_size, dtype, window, tables)
+
+
+@pytest.mark.prove
+def test_every_kernel_compiles_for_an_h100(tmp_path: pathlib.Path) -> None:
+    """Without one: in the interpreter anything goes that NumPy can do."""
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.triton_compile"], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "forms compiled" in done.stdout
