@@ -46,10 +46,11 @@ def test_a_decode_step_is_padded_to_the_next_size_that_is_captured() -> None:
 def test_tokens_are_those_of_transformers_and_of_the_cpu(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = checkpoint(family) if THOROUGH else checkpoint(family, num_hidden_layers=1)
     generator = np.random.default_rng(0)
-    prompts = [generator.integers(3, VOCAB_SIZE, length).tolist() for length in (5, 37)]
+    prompts = [generator.integers(3, VOCAB_SIZE, length).tolist() for length in (5, 37 if THOROUGH else 20)]
     greedy = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2)
+    filters = {"top_k": 20, "top_p": 0.9} if THOROUGH else {}
     drawn = SamplingParams(
-        seed=1, top_k=20, top_p=0.9, repetition_penalty=1.2, max_tokens=NUM_TOKENS, prompt_logprobs=1, ignore_eos=True
+        seed=1, repetition_penalty=1.2, max_tokens=NUM_TOKENS, prompt_logprobs=1, ignore_eos=True, **filters
     )
     asked = [*prompts, prompts[0]], [greedy, greedy, drawn]
     replayed = []
@@ -92,6 +93,16 @@ def test_the_demo_model_is_greedy_equal_to_the_cpu(monkeypatch: pytest.MonkeyPat
 def test_the_kv_cache_fills_what_a_step_leaves_free(dtype: str) -> None:
     llm = LLM("demo", device="cuda", dtype=dtype, kv_cache_fraction=0.5)
     assert llm.engine.model.kv_cache_bytes > 0.3 * torch.cuda.get_device_properties(0).total_memory
+
+
+def test_an_older_gpu_computes_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    platform = CudaPlatform(DEVICE)
+    assert platform.resolve_dtype("auto", "float16") == "bfloat16"
+    assert platform.resolve_dtype("auto", "float32") == "float32"
+    monkeypatch.setattr(launch, "has_bfloat16", lambda device: False)
+    assert platform.resolve_dtype("auto", "bfloat16") == "float32"
+    with pytest.raises(ValueError, match=r"capability 8\.0 or higher; set dtype to float32"):
+        platform.resolve_dtype("bfloat16", "bfloat16")
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

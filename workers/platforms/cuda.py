@@ -81,9 +81,12 @@ class CudaPlatform:
         self._sizes = sizes
 
     def resolve_dtype(self, requested: str, checkpoint: str) -> str:
+        has_bfloat16 = launch.has_bfloat16(self.device)
+        if requested == "bfloat16" and not has_bfloat16:
+            raise ValueError("dtype bfloat16 needs a GPU of compute capability 8.0 or higher; set dtype to float32")
         if requested != "auto":
             return requested
-        return "float32" if checkpoint == "float32" else "bfloat16"
+        return "bfloat16" if has_bfloat16 and checkpoint != "float32" else "float32"
 
     def torch_dtype(self, dtype: str) -> torch.dtype:
         return {"bfloat16": torch.bfloat16, "float32": torch.float32}[dtype]

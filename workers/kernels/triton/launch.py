@@ -32,6 +32,11 @@ def needs_wide_dot(dtype: torch.dtype) -> bool:
     return INTERPRETED and dtype == torch.bfloat16
 
 
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether the device multiplies bfloat16 matrices."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def place(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """A copy on the device, in the order of its stream. Through pinned memory, so that the host does not wait; torch
     keeps that memory until it has been read.

@@ -1,0 +1,137 @@
+"""Compiles every Triton kernel for an H100, without one: `python -m tests.triton_compile` prints a line for each form.
+
+The host's functions run with tensors on the CPU; in the place of each launch, its kernel is compiled for the arguments.
+A process of its own, because Triton's interpreter must be off when triton is imported.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from structured.masks import MaskBatch, row_words
+from tests.test_sampler import CASES, EOS, state_of
+from workers.checkpoints.model_config import HeadShape
+from workers.kernels.triton import attention, launch, rope, rows, sampler
+from workers.kernels.triton.metadata import build_metadata
+from workers.sampling_params import SamplingParams
+from workers.step import SequenceStart
+
+TARGET = GPUTarget("cuda", 90, 32)
+SHARED_BYTES = 227 << 10
+"""That a program may use on an H100."""
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.uint8: "*u8",
+}
+CPU = torch.device("cpu")
+VOCAB_SIZE = 151_936
+
+
+class Compiled:
+    """Stands for a kernel: what would launch it compiles it, once for each form."""
+
+    forms: set[str] = set()
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return self._compile
+
+    def _compile(self, *arguments: Any, **named: Any) -> None:
+        kernel = self._kernel
+        options = {name: named.pop(name) for name in ("num_warps", "num_stages") if name in named}
+        values = dict(zip(kernel.arg_names, arguments, strict=False)) | named
+        signature: dict[str, str] = {}
+        constants: dict[str, Any] = {}
+        attributes: dict[tuple[int], Any] = {}
+        for index, (parameter, name) in enumerate(zip(kernel.params, kernel.arg_names, strict=True)):
+            value = values[name]
+            is_special = isinstance(value, int) and not parameter.do_not_specialize
+            if parameter.is_constexpr or (is_special and value == 1):
+                signature[name], constants[name] = "constexpr", value
+            elif isinstance(value, torch.Tensor):
+                signature[name] = POINTERS[value.dtype]
+            else:
+                signature[name] = "i32" if isinstance(value, int) else "fp32"
+            if isinstance(value, torch.Tensor) or (is_special and value % 16 == 0 and name not in constants):
+                attributes[(index,)] = [["tt.divisibility", 16]]
+        form = f"{kernel.__name__} {signature} {constants} {options}"
+        if form in self.forms:
+            return
+        self.forms.add(form)
+        started = time.perf_counter()
+        source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+        shared = triton.compile(source, target=TARGET, options=options).metadata.shared
+        assert shared <= SHARED_BYTES, f"{form} needs {shared} bytes of shared memory"
+        print(f"{kernel.__name__}: {shared} bytes shared, {time.perf_counter() - started:.1f} s", flush=True)
+
+
+def stand_in() -> None:
+    """Puts `Compiled` in the place of every kernel that the host launches."""
+    for module in (attention, rope, rows, sampler):
+        for name, value in list(vars(module).items()):
+            if isinstance(value, triton.runtime.jit.JITFunction) and value.__module__ == module.__name__:
+                launched = name.startswith(("_attend", "_merge", "_rope_and", "_rms", "_silu", "_find_", "_choose"))
+                if launched:
+                    setattr(module, name, Compiled(value))
+    attention.num_processors = lambda device: 132  # type: ignore[assignment]
+
+
+def attend(lengths: list[tuple[int, int]], shape: tuple[int, int, int], dtype: torch.dtype, **case: Any) -> None:
+    num_heads, num_kv_heads, head_dim = shape
+    starts, counts = np.array(lengths).T
+    width = -(-int((starts + counts).max()) // 16)
+    tables = np.arange(len(lengths) * width, dtype=np.int32).reshape(len(lengths), width)
+    tables[:, : case.get("shared", 0)] = tables[0, : case.get("shared", 0)]
+    metadata = build_metadata(starts, counts, tables, 16, CPU)
+    kv = torch.zeros(2, 8, 16, num_kv_heads, head_dim, dtype=dtype)
+    qkv = torch.zeros(metadata.num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
+    heads = HeadShape(num_heads, num_kv_heads, head_dim, head_dim**-0.5)
+    attention.paged_attention(qkv, kv[0], kv[1], metadata, heads, case.get("window"))
+    weight = torch.zeros(head_dim, dtype=dtype) if "window" in case else None
+    rope.rope_and_cache(qkv, torch.zeros(16, head_dim), metadata, kv[0], kv[1], heads, weight, weight)
+
+
+def draw(names: list[str], dtype: torch.dtype) -> None:
+    starts = [SequenceStart(i, SamplingParams(**CASES[name]), 5, [1, 2], 1, (EOS,)) for i, name in enumerate(names)]
+    state = state_of(VOCAB_SIZE, starts)
+    sequences = [state.sequences[start.sequence_id] for start in starts]
+    allowed = MaskBatch(0, [0] * len(names), np.zeros((1, row_words(VOCAB_SIZE)), dtype=np.int32), {})
+    for masks in (None, allowed):
+        sampler.draw(torch.zeros(len(names), VOCAB_SIZE, dtype=dtype), sequences, [2] * len(names), state, masks)
+
+
+def main() -> None:
+    assert not launch.INTERPRETED
+    stand_in()
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for shape in ((32, 8, 128), (14, 2, 64), (8, 2, 96), (8, 4, 256)):
+            attend([(100, 1)], shape, dtype)
+            attend([(100, 1)] * 64, shape, dtype)
+            attend([(2000, 1)] * 64, shape, dtype, shared=100)
+            attend([(0, 500), (30, 1)], shape, dtype)
+            attend([(0, 500), (30, 1)], shape, dtype, window=100)
+        x, weight = torch.zeros(3, 4096, dtype=dtype), torch.zeros(4096, dtype=dtype)
+        rows.rms_norm(x, weight, 1e-5)
+        rows.add_rms_norm(x, x.clone(), weight, 1e-5)
+        rows.silu_and_mul(torch.zeros(3, 28_672, dtype=dtype))
+    for dtype in (torch.bfloat16, torch.float32):
+        for names in (["greedy"], ["temperature", "top_p"], ["logit_bias", "top_k_top_p_min_p"]):
+            draw(names, dtype)
+    print(f"{len(Compiled.forms)} forms compiled by triton {triton.__version__}")
+
+
+if __name__ == "__main__":
+    main()
