@@ -458,6 +458,22 @@ def test_what_a_failed_row_wrote_is_read_by_nobody() -> None:
         assert harness.gained[name] == continuation(prompt, sequence.params)
 
 
+def test_answers_to_a_step_before_a_preemption_do_not_count() -> None:
+    """The second one reads what the failed row wrote, also in the step that was launched before the failure was known.
+    It runs again by the time in which that step's answer comes.
+    """
+    harness = Harness(num_blocks=24, budget=100, slots=4, ahead=True)
+    prefix = [1, 2] * 6
+    harness.add([*prefix, 3], SamplingParams(max_tokens=3))
+    harness.add([*prefix, 4], SamplingParams(max_tokens=3))
+    harness.step(failing={0})
+    harness.step()
+    assert harness.ends["0"].error == "NaN"
+    assert harness.under_way[1].errors, "the second one's row fails too"
+    harness.drain()
+    assert harness.gained["1"] == continuation([*prefix, 4], harness.sequences[1].params)
+
+
 def test_what_was_computed_on_a_failed_rows_blocks_is_read_by_nobody() -> None:
     harness = Harness(num_blocks=32, budget=21, slots=4)
     prefix = [1, 2] * 6
