@@ -14,10 +14,12 @@ import pathlib
 import re
 import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Callable
 from typing import Any
 
+import httpx
 import jsonschema
 import pytest
 import yaml
@@ -25,6 +27,8 @@ from ray.autoscaler._private.util import fillout_defaults, validate_config
 from ray.serve._private.build_app import build_app
 from ray.serve.schema import DeploymentSchema, ServeApplicationSchema, ServeDeploySchema
 
+from benchmarks.processes import free_port
+from tests.ray_cluster import BIN, RayCluster, ray_cluster
 from workers.checkpoints.model_config import ModelError
 from workers.platforms import choose_platform
 
@@ -104,6 +108,43 @@ def test_serves_own_options_are_checked() -> None:
     for edit in ({"proxy_location": "EveryNodes"}, {"http_options": {"port": "eighty"}}, {"proxy": "EveryNode"}):
         with pytest.raises(ValueError, match=next(iter(edit))):
             check_serve({**config, **edit})
+
+
+@pytest.mark.prove
+@pytest.mark.timeout(1500)
+def test_serve_deploys_one_file_after_the_other_and_each_serves(tmp_path: pathlib.Path) -> None:
+    """On a cluster whose port 8000 is another one; `multi-node.yaml` needs more nodes."""
+    port = free_port()
+    with ray_cluster(num_cpus=8) as cluster:
+        for path in (path for path in SERVE if path.stem != "multi-node"):
+            config = read(path)
+            config["http_options"]["port"] = port
+            (tmp_path / path.name).write_text(yaml.safe_dump(config))
+            deploy = ("serve", "deploy", "--address", cluster.address, tmp_path / path.name)
+            until(lambda words=deploy: cluster.run(*words).returncode == 0)  # a cluster that starts takes nothing yet
+            (application,) = config["applications"]
+            num_engines = application["args"].get("num_engine_replicas", 1)
+            until(lambda number=num_engines: num_running_engines(cluster) == number)
+            body = {"model": "demo", "prompt": "Manta", "max_tokens": 4}
+            answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60)
+            assert answer.json()["usage"]["completion_tokens"] == 4
+
+
+def num_running_engines(cluster: RayCluster) -> int | None:
+    """None while there are others, or the application is not ready."""
+    status = yaml.safe_load(cluster.run("serve", "status", "--address", cluster.address).stdout)
+    application = status["applications"].get("manta", {})
+    if application.get("status") != "RUNNING":
+        return None
+    states = application["deployments"]["engine"]["replica_states"]
+    return states["RUNNING"] if set(states) == {"RUNNING"} else None
+
+
+def until(condition: Callable[[], bool], seconds: float = 450.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"it did not come true within {seconds:g} s"
+        time.sleep(1)
 
 
 # ---- KubeRay -------------------------------------------------------------------------------------------------------
@@ -246,8 +287,8 @@ DOCKERFILE = (ROOT / "Dockerfile").read_text()
 
 def lint(text: str) -> str:
     """What hadolint says of a Dockerfile; nothing if it is good."""
-    program = pathlib.Path(sys.executable).with_name("hadolint")
-    return subprocess.run([program, "--no-color", "-"], input=text, capture_output=True, text=True, timeout=60).stdout
+    command = [BIN / "hadolint", "--no-color", "-"]
+    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=60).stdout
 
 
 def test_the_dockerfile_is_a_good_one() -> None:
@@ -286,14 +327,18 @@ def test_the_image_asks_its_index_for_torch_alone(tmp_path: pathlib.Path) -> Non
 
 
 @pytest.mark.prove
-def test_what_the_image_has_is_enough_to_run_a_model(tmp_path: pathlib.Path) -> None:
+def test_what_the_image_has_is_enough_to_install_and_to_run_a_model(tmp_path: pathlib.Path) -> None:
+    """As the last lines of the Dockerfile do it, without a container."""
+    tree, installed = tmp_path / "tree", tmp_path / "installed"
     for name in copied():
-        source, target = ROOT / name, tmp_path / name
+        source, target = ROOT / name, tree / name
         target.parent.mkdir(parents=True, exist_ok=True)
         subprocess.run(["cp", "-r", source, target], check=True, timeout=60)
-    command = [sys.executable, "-m", "cluster.cli", "check", "demo"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--prefix", installed]
+    for command in ([*pip, "--editable", "."], [sys.executable, "-m", "cluster.cli", "check", "demo"]):
+        done = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert (installed / "bin" / "manta").is_file()
 
 
 # ---- all of them ---------------------------------------------------------------------------------------------------
