@@ -101,6 +101,10 @@ class Head(Child):
             time.sleep(0.1)
 
     def stop(self) -> None:
+        """Not politely: told to end, Serve starts its HAProxy once more, which nobody ends then."""
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         super().stop()
         shutil.rmtree(self._folder, ignore_errors=True)
 

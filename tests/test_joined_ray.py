@@ -191,7 +191,7 @@ def completion(port: int, num_tokens: int) -> dict[str, Any]:
 
 def test_ingresses_of_one_node_share_its_port(cluster: Cluster) -> None:
     port = free_port()
-    with joined(cluster, port, "num_ingress_replicas=2") as process:
+    with joined(cluster, port, "num_ingress_replicas=2"):
         for _ in range(24):
             assert completion(port, 4)["usage"]["completion_tokens"] == 4
         metrics = httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False).text
@@ -200,11 +200,6 @@ def test_ingresses_of_one_node_share_its_port(cluster: Cluster) -> None:
         assert sum(map(float, counts)) == 96
         assert min(map(float, counts)) > 0, "both took some"
         assert httpx.get(f"http://127.0.0.1:{port}/-/healthz", trust_env=False).text == "success"
-        with concurrent.futures.ThreadPoolExecutor() as clients:
-            last = [clients.submit(completion, port, 400) for _ in range(8)]
-            time.sleep(0.3)
-            process.send_signal(signal.SIGTERM)
-            assert all(each.result()["usage"]["completion_tokens"] == 400 for each in last)
     with pytest.raises(httpx.ConnectError):
         completion(port, 1)
 

@@ -6,6 +6,7 @@ end in `application`.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -139,11 +140,16 @@ def _start(config: ServeConfig) -> ModelInfo:
     client = get_client()
     assert client is not None, "an application runs"
     client.wait_for_proxies_serving()
+    return asyncio.run(_loaded_model())
+
+
+async def _loaded_model() -> ModelInfo:
+    """Asked in an event loop, as a handle must be if `RAY_SERVE_THROUGHPUT_OPTIMIZED` is set."""
     engine = serve.get_deployment_handle("engine", APP_NAME)
     try:
-        return engine.model.remote().result(timeout_s=60)
+        return await asyncio.wait_for(engine.model.remote(), 60)
     finally:
-        engine.shutdown()  # it would look around ten times a second for the next question
+        await engine.shutdown_async()  # it would look around ten times a second for the next question
 
 
 def _connect(config: ServeConfig) -> list[int]:
