@@ -8,6 +8,7 @@ import pathlib
 
 import jsonschema
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from benchmarks.demo_model.data import (
     CONTACT_SCHEMA,
@@ -18,6 +19,8 @@ from benchmarks.demo_model.data import (
     held_out,
     samples,
 )
+from benchmarks.demo_model.results import told
+from benchmarks.demo_model.train import encode
 
 DEMO = pathlib.Path(__file__).resolve().parents[1] / "configs" / "demo"
 
@@ -32,6 +35,36 @@ def test_the_data_is_a_function_of_the_seed() -> None:
 )
 def test_held_out_words_and_phrasings_are_not_in_training(field) -> None:
     assert not set(getattr(TRAIN, field)) & set(getattr(HELD_OUT, field))
+
+
+@pytest.mark.parametrize(
+    ("result", "sentence"),
+    [
+        ("The timer runs.", "The timer runs."),
+        ("21", "The answer is 21."),
+        (
+            '{"sky": "clear", "wind_speed": 3.5, "rain": false}',
+            "The sky is clear, the wind speed is 3.5 and the rain is false.",
+        ),
+        ('{"error":"out of memory"}', "That did not work: out of memory."),
+    ],
+)
+def test_a_result_is_told_in_one_sentence(result: str, sentence: str) -> None:
+    assert told(result) == sentence
+
+
+def test_training_learns_what_the_assistant_wrote_and_nothing_else() -> None:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(DEMO / "target")
+    sample = next(each for each in held_out("tool_answer", 50) if len(each.messages) > 4)
+    ids, is_written = encode(tokenizer, sample)
+    learnt = tokenizer.decode([token for token, written in zip(ids, is_written, strict=True) if written])
+    calls = [call["function"] for each in sample.messages for call in each.get("tool_calls", [])]
+    said = [each["content"] for each in sample.messages if each["role"] == "assistant" and each["content"]]
+    assert learnt.count("<|im_end|>") == 1 + sum(each["role"] == "assistant" for each in sample.messages)
+    assert all(text in learnt for text in [*said, *map(json.dumps, calls)])
+    assert learnt.endswith(f"{sample.answer}<|im_end|>")
+    assert "user" not in learnt
+    assert "<|im_start|>" not in learnt
 
 
 @pytest.mark.parametrize(("task", "schema"), [("order", ORDER_SCHEMA), ("contact", CONTACT_SCHEMA)])
@@ -61,11 +94,12 @@ def test_the_demo_model_keeps_its_score(llm) -> None:
     from benchmarks.demo_model.evaluate import answers
 
     bounds = {"order": 0.75, "contact": 0.8, "tool_call": 0.9, "question": 0.9, "sorting": 0.5, "arithmetic": 0.2}
+    younger_than_the_weights = {"two_calls", "tool_answer"}
     for task, bound in bounds.items():
         found = held_out(task, 40)
         right = sum(text == sample.answer for (_, _, text), sample in zip(answers(llm, found), found, strict=True))
         assert right >= bound * len(found), f"{task}: {right} of {len(found)}"
-    assert set(bounds) == set(TASKS)
+    assert set(bounds) | younger_than_the_weights == set(TASKS)
 
 
 def test_a_newcomers_hello_gets_a_sensible_answer(llm) -> None:

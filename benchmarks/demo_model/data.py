@@ -1,4 +1,4 @@
-"""Synthetic conversations for the demo model: extraction to JSON, tool calls, sums, sorting and questions about Manta.
+"""Synthetic conversations for the demo model: extraction to JSON, tools, sums, sorting and questions about Manta.
 
 Everything is a function of a `random.Random`. The held-out split uses names, cities, items and phrasings that
 training never shows, so that its score says whether the model copies, not whether it remembers. Six in ten texts of
@@ -12,7 +12,9 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from benchmarks.demo_model import results
 from benchmarks.demo_model.facts import FACTS, HELD_OUT_PREFIX, PREFIXES
+from benchmarks.demo_model.results import joined, split, told
 
 ORDER_SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -49,7 +51,7 @@ class Sample(NamedTuple):
     """A conversation and the answer that is right."""
 
     task: str
-    messages: list[dict[str, str]]
+    messages: list[dict[str, Any]]
     answer: str
     tools: list[dict[str, Any]] | None = None
 
@@ -67,6 +69,11 @@ class Words(NamedTuple):
     contact_asks: list[str]
     sum_forms: list[str]
     sort_forms: list[str]
+    result_sentences: list[str]
+    result_keys: list[str]
+    result_states: list[str]
+    result_units: list[str]
+    result_errors: list[str]
     invent: bool
     pieces: tuple[str, ...] = ()
     """Letters that the tokenizer makes one token of: invented names are made of them too, so that each gets copied
@@ -74,24 +81,20 @@ class Words(NamedTuple):
     """
 
 
-def _split(text: str) -> list[str]:
-    return text.split(",")
-
-
 TRAIN = Words(
-    first=_split(
+    first=split(
         "Anna,Ben,Clara,David,Elena,Felix,Grace,Hugo,Ines,Jonas,Karin,Liam,Maria,Noah,Olga,Paul,Rosa,Sam,Tina,Victor,"
         "Wendy,Yusuf,Zoe,Amir,Bella,Carl,Dora,Emil,Fatima,George,Hanna,Igor,Julia,Kevin,Laura,Marco,Nina,Oscar,Petra"
     ),
-    last=_split(
+    last=split(
         "Smith,Garcia,Novak,Kim,Olsen,Rossi,Weber,Silva,Khan,Dubois,Ito,Brown,Nowak,Ruiz,Larsen,Moreau,Fischer,Costa,"
         "Singh,Evans,Hoffman,Petrov,Lopez,Tanaka,Clark,Jensen,Marino,Baker,Schmidt,Young,Ferrari,Walker,Popov,Reyes"
     ),
-    cities=_split(
+    cities=split(
         "Berlin,Madrid,Oslo,Paris,Rome,Vienna,Prague,Dublin,Athens,Warsaw,Boston,Denver,Tokyo,Seoul,Cairo,Lima,Quito,"
         "Sydney,Toronto,Chicago,Hamburg,Milan,Porto,Zurich,Geneva,Austin,Dallas,Delhi,Lagos,Nairobi,Santiago,Havana"
     ),
-    items=_split(
+    items=split(
         "lamps,chairs,desks,pens,notebooks,apples,bottles,keyboards,shirts,mugs,candles,books,towels,plates,bags,"
         "clocks,brushes,cables,carpets,mirrors,pillows,screens,forks,hats,gloves,boxes,jars,tents,ladders,helmets,"
         "batteries,posters,spoons,blankets,baskets,bricks,buckets,drills"
@@ -135,15 +138,18 @@ TRAIN = Words(
     ],
     sum_forms=["What is {sum}?", "{sum} = ?", "Calculate {sum}.", "How much is {sum}?", "Compute {sum}"],
     sort_forms=["Sort these numbers: {list}", "Sort {list}.", "Put {list} in order.", "Order this list: {list}"],
+    result_sentences=results.SENTENCES,
+    result_keys=results.KEYS,
+    result_states=results.STATES,
+    result_units=results.UNITS,
+    result_errors=results.ERRORS,
     invent=True,
 )
 HELD_OUT = Words(
-    first=_split("Agnes,Bruno,Celine,Dmitri,Esther,Farid,Gloria,Henrik,Isabel,Jorge,Kenji,Lucia,Mona,Nils,Oona,Pierre"),
-    last=_split(
-        "Almeida,Bergman,Castro,Duarte,Eriksen,Fontana,Gruber,Horvat,Ivanov,Keller,Lindgren,Meyer,Okafor,Patel"
-    ),
-    cities=_split("Lisbon,Krakow,Bergen,Naples,Seville,Lyon,Antwerp,Kyoto,Montreal,Seattle,Bogota,Accra,Hanoi,Perth"),
-    items=_split("kettles,scarves,rulers,stools,vases,laptops,umbrellas,sponges,curtains,magnets,whistles,stickers"),
+    first=split("Agnes,Bruno,Celine,Dmitri,Esther,Farid,Gloria,Henrik,Isabel,Jorge,Kenji,Lucia,Mona,Nils,Oona,Pierre"),
+    last=split("Almeida,Bergman,Castro,Duarte,Eriksen,Fontana,Gruber,Horvat,Ivanov,Keller,Lindgren,Meyer,Okafor,Patel"),
+    cities=split("Lisbon,Krakow,Bergen,Naples,Seville,Lyon,Antwerp,Kyoto,Montreal,Seattle,Bogota,Accra,Hanoi,Perth"),
+    items=split("kettles,scarves,rulers,stools,vases,laptops,umbrellas,sponges,curtains,magnets,whistles,stickers"),
     order_forms=[
         "Hello, {name} here from {city}. I would like to order {items}, please.",
         "Please send {items} to {name} in {city}.",
@@ -157,10 +163,15 @@ HELD_OUT = Words(
     contact_asks=["Extract the contact as JSON: "],
     sum_forms=["Please calculate {sum}."],
     sort_forms=["Please sort these numbers: {list}"],
+    result_sentences=results.HELD_OUT_SENTENCES,
+    result_keys=results.HELD_OUT_KEYS,
+    result_states=results.HELD_OUT_STATES,
+    result_units=results.HELD_OUT_UNITS,
+    result_errors=results.HELD_OUT_ERRORS,
     invent=False,
 )
 
-_SYLLABLES = _split(
+_SYLLABLES = split(
     "ba,be,bi,bo,bu,ca,ce,co,da,de,di,do,el,em,en,fa,fe,fi,ga,ge,gi,go,ha,he,hi,ja,jo,ka,ke,ki,ko,la,le,li,lo,"
     "lu,ma,me,mi,mo,mu,na,ne,ni,no,nu,or,os,pa,pe,pi,po,ra,re,ri,ro,ru,sa,se,si,so,ta,te,ti,to,tu,va,ve,vi,vo,"
     "wa,we,wi,za,zo,ber,gan,har,kin,lan,man,mar,nor,ran,sen,stein,ton,var,vin,berg,dal,ford,gren,ham,mond,"
@@ -170,7 +181,7 @@ _COLOURS = ["red", "blue", "green", "black", "white", "small", "large", "old", "
 _NUMBER_WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 
 
-_FILLER = _split(
+_FILLER = split(
     "please,could,you,would,like,need,want,have,got,a,an,the,this,that,my,our,your,his,her,we,"
     "they,i,is,are,was,here,there,it,with,without,and,or,but,so,then,now,today,tomorrow,soon,"
     "again,also,just,only,very,quite,still,yet,not,add,write,note,send,take,give,bring,ship,deliver,"
@@ -248,10 +259,6 @@ def _item(rng: random.Random, words: Words) -> str:
     return f"{rng.choice(_COLOURS)} {item}" if rng.random() < 0.35 else item
 
 
-def _joined(parts: list[str]) -> str:
-    return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
-
-
 def order(rng: random.Random, words: Words) -> Sample:
     name, city = _name(rng, words), _one(rng, words, words.cities)
     items, texts = [], []
@@ -261,9 +268,9 @@ def order(rng: random.Random, words: Words) -> Sample:
         items.append({"name": item, "quantity": quantity})
         texts.append(f"{_NUMBER_WORDS[quantity - 1] if as_word else quantity} {item}")
     if _is_free(rng, words):
-        text = _free_text(rng, [name, _joined(texts)], city)
+        text = _free_text(rng, [name, joined(texts)], city)
     else:
-        text = rng.choice(words.order_forms).format(name=name, city=city, items=_joined(texts))
+        text = rng.choice(words.order_forms).format(name=name, city=city, items=joined(texts))
     answer = json.dumps({"customer": name, "city": city, "items": items})
     return Sample("order", _user(rng.choice(words.order_asks) + text), answer)
 
@@ -332,12 +339,125 @@ def tool_schema(name: str) -> dict[str, Any]:
 
 def tool_call(rng: random.Random, words: Words) -> Sample:
     names = rng.sample(sorted(TOOLS), rng.randint(1, 3))
-    name = rng.choice(names)
+    text, call = _request(rng, words, rng.choice(names))
+    return Sample("tool_call", _user(text), _written(call), [tool_schema(tool) for tool in names])
+
+
+def two_calls(rng: random.Random, words: Words) -> Sample:
+    """Two wishes in one message, perhaps later in a conversation; the answer is two calls."""
+    names = rng.sample(sorted(TOOLS), rng.randint(2, 3))
+    text, calls = _requests(rng, words, names[:2])
+    answer = "".join(map(_written, calls))
+    return Sample("two_calls", _earlier(rng, words, names) + _user(text), answer, _shuffled(rng, names))
+
+
+def tool_answer(rng: random.Random, words: Words) -> Sample:
+    """A tool was called, or two at once, perhaps later in a conversation; the answer tells the results in words."""
+    names = rng.sample(sorted(TOOLS), rng.choice([1, 1, 1, 2, 3]))
+    messages = _earlier(rng, words, names)
+    *turn, answer = _loop(rng, words, names[: rng.choice([1, 1, 2])])
+    return Sample("tool_answer", messages + turn, answer["content"], _shuffled(rng, names))
+
+
+def _earlier(rng: random.Random, words: Words, names: list[str]) -> list[dict[str, Any]]:
+    """What was said before: mostly nothing, else a question or a tool's loop, or both."""
+    messages = []
+    for _ in range(rng.choice([0, 0, 0, 0, 0, 0, 0, 1, 1, 2])):
+        asked = question(rng, words)
+        about_manta = [*asked.messages, {"role": "assistant", "content": asked.answer}]
+        messages += about_manta if rng.random() < 0.5 else _loop(rng, words, [rng.choice(names)])
+    return messages
+
+
+def _loop(rng: random.Random, words: Words, names: list[str]) -> list[dict[str, Any]]:
+    """A request, the assistant's calls of these tools, their results, and the assistant's answer in words."""
+    text, calls = _requests(rng, words, names)
+    found = [_result(rng, words) for _ in calls]
+    called = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": c} for c in calls]}
+    answer = {"role": "assistant", "content": " ".join(map(told, found))}
+    return [*_user(text), called, *({"role": "tool", "content": each} for each in found), answer]
+
+
+def _requests(rng: random.Random, words: Words, names: list[str]) -> tuple[str, list[dict[str, Any]]]:
+    """One message that asks for these tools, and the calls in its order."""
+    texts, calls = zip(*(_request(rng, words, name) for name in names), strict=True)
+    joint = rng.choice([" ", " ", " And then: ", " Also: "])
+    return joint.join([*(text if text[-1] in ".?" else text + "." for text in texts[:-1]), texts[-1]]), list(calls)
+
+
+def _request(rng: random.Random, words: Words, name: str) -> tuple[str, dict[str, Any]]:
+    """What asks for a tool, and the call of it."""
     _, _, forms, arguments_of = TOOLS[name]
     arguments = arguments_of(rng, words)
-    text = rng.choice(forms).format(**arguments)
-    answer = "<tool_call>" + json.dumps({"name": name, "arguments": arguments}) + "</tool_call>"
-    return Sample("tool_call", _user(text), answer, [tool_schema(tool) for tool in names])
+    return rng.choice(forms).format(**arguments), {"name": name, "arguments": arguments}
+
+
+def _written(call: dict[str, Any]) -> str:
+    """A call as the chat template renders it."""
+    return "<tool_call>" + json.dumps(call) + "</tool_call>"
+
+
+def _shuffled(rng: random.Random, names: list[str]) -> list[dict[str, Any]]:
+    """Schemas in an order that tells nothing of the calls."""
+    return [tool_schema(name) for name in rng.sample(names, len(names))]
+
+
+def _result(rng: random.Random, words: Words) -> str:
+    """What a tool answers; see results.py."""
+    kind = rng.choices(["sentence", "value", "error", "fields"], [3, 2, 1, 4])[0]
+    if kind == "sentence":
+        free = _is_free(rng, words)
+        return _free_sentence(rng, words) if free else _filled(rng, words, rng.choice(words.result_sentences))
+    if kind == "value":
+        value = _value(rng, words)
+        return value if isinstance(value, str) else json.dumps(value)
+    if kind == "error":
+        free = _is_free(rng, words)
+        error = _filler(rng) if free else _filled(rng, words, rng.choice(words.result_errors))
+        fields = {"error": error}
+    else:
+        fields = {_key(rng, words): _value(rng, words) for _ in range(rng.choice([1, 2, 2, 3]))}
+    return json.dumps(fields, ensure_ascii=False, separators=rng.choice([None, None, (",", ":")]))
+
+
+def _free_sentence(rng: random.Random, words: Words) -> str:
+    text = " ".join(rng.choice([_filler(rng), str(_value(rng, words))]) for _ in range(rng.randint(1, 4)))
+    return text[0].upper() + text[1:] + rng.choice("...!?")
+
+
+def _filled(rng: random.Random, words: Words, form: str) -> str:
+    return form.format(
+        name=_name(rng, words),
+        city=_one(rng, words, words.cities),
+        item=_item(rng, words),
+        number=rng.randint(2, 500),
+        time=_time(rng),
+    )
+
+
+def _time(rng: random.Random) -> str:
+    return f"{rng.randint(0, 23)}:{rng.randint(0, 59):02}"
+
+
+def _key(rng: random.Random, words: Words) -> str:
+    if not _is_free(rng, words):
+        return rng.choice(words.result_keys)
+    parts = [rng.choice([_invented(rng, words.pieces).lower(), rng.choice(_FILLER)]) for _ in range(rng.choice([1, 2]))]
+    return "_".join(parts)
+
+
+def _value(rng: random.Random, words: Words) -> Any:
+    """A value of a result's field: a number, with a unit or without, a time, a state, a name, a thing or a place."""
+    number = rng.choice([rng.randint(-20, 60), rng.randint(0, 5000), rng.randint(1, 999) / 10])
+    kind = rng.randrange(8)
+    if kind < 3:
+        return number if kind else f"{number}{rng.choice(words.result_units)}"
+    if kind == 3:
+        return rng.choice([True, False]) if rng.random() < 0.2 else _time(rng)
+    if kind == 4:
+        return _filler(rng) if _is_free(rng, words) else rng.choice(words.result_states)
+    makers = [lambda: _name(rng, words), lambda: _item(rng, words), lambda: _one(rng, words, words.cities)]
+    return makers[kind - 5]()
 
 
 def arithmetic(rng: random.Random, words: Words) -> Sample:
@@ -367,12 +487,14 @@ def question(rng: random.Random, words: Words) -> Sample:
 
 
 TASKS: dict[str, tuple[Callable[[random.Random, Words], Sample], float]] = {
-    "order": (order, 0.42),
-    "contact": (contact, 0.23),
-    "tool_call": (tool_call, 0.11),
-    "arithmetic": (arithmetic, 0.08),
+    "order": (order, 0.25),
+    "contact": (contact, 0.13),
+    "tool_call": (tool_call, 0.06),
+    "two_calls": (two_calls, 0.05),
+    "tool_answer": (tool_answer, 0.30),
+    "arithmetic": (arithmetic, 0.07),
     "sorting": (sorting, 0.08),
-    "question": (question, 0.08),
+    "question": (question, 0.06),
 }
 """Task to its generator and its share of training."""
 

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import time
 from collections.abc import Iterator
 
@@ -45,6 +46,8 @@ DRAFT = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 2, "
 BATCH_TOKENS = 4096
 CHUNK = 1024
 """Samples that are sorted by length together, so that a batch holds little padding."""
+WRITTEN = re.compile(r"(?<=<\|im_start\|>assistant\n)(.*?<\|im_end\|>)", re.DOTALL)
+"""What the assistant wrote in a rendered conversation."""
 LENGTH_MULTIPLE = 16
 """Batches are padded to this, so that the CPU's kernels meet few shapes."""
 PEAK_LR = 3e-3
@@ -81,29 +84,31 @@ def train_tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, sample: Sample) -> tuple[list[int], int]:
-    """Token ids of a conversation with its answer, and how many of them are the prompt."""
+def encode(tokenizer: PreTrainedTokenizerFast, sample: Sample) -> tuple[list[int], list[bool]]:
+    """Token ids of a conversation with its answer, and which of them the assistant wrote: those are learnt."""
     prompt = tokenizer.apply_chat_template(
         sample.messages, tools=sample.tools, add_generation_prompt=True, tokenize=False
     )
-    ids = _token_ids(tokenizer, prompt)
-    return ids + _token_ids(tokenizer, sample.answer + END), len(ids)
+    ids, written = [], []
+    for index, part in enumerate(WRITTEN.split(prompt + sample.answer + END)):
+        tokens = _token_ids(tokenizer, part)
+        ids += tokens
+        written += [index % 2 == 1] * len(tokens)
+    return ids, written
 
 
 def _token_ids(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
     return [token_id for part in tokenizer(text.split(SEAM), add_special_tokens=False).input_ids for token_id in part]
 
 
-def batches(
-    tokenizer: PreTrainedTokenizerFast, seed: int, skip: int = 0
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(input ids, labels) [rows, length], padded on the right; labels are -100 except on answers."""
+def batches(tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(input ids, labels) [rows, length], padded on the right; labels are -100 except on what the assistant wrote."""
     pieces = tuple(sorted(token for token in tokenizer.get_vocab() if token.isascii() and token.isalpha()))
     stream = samples(seed, TRAIN._replace(pieces=pieces))
     order = torch.Generator().manual_seed(seed)
     while True:
         chunk = sorted((encode(tokenizer, next(stream)) for _ in range(CHUNK)), key=lambda item: len(item[0]))
-        groups: list[list[tuple[list[int], int]]] = [[]]
+        groups: list[list[tuple[list[int], list[bool]]]] = [[]]
         for item in chunk:
             if (len(groups[-1]) + 1) * len(item[0]) > BATCH_TOKENS:
                 groups.append([])
@@ -112,9 +117,9 @@ def batches(
             length = -(-len(groups[index][-1][0]) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
             ids = torch.zeros(len(groups[index]), length, dtype=torch.int64)
             labels = torch.full_like(ids, -100)
-            for row, (tokens, num_prompt) in enumerate(groups[index]):
+            for row, (tokens, written) in enumerate(groups[index]):
                 ids[row, : len(tokens)] = torch.tensor(tokens)
-                labels[row, num_prompt : len(tokens)] = ids[row, num_prompt : len(tokens)]
+                labels[row, : len(tokens)] = torch.where(torch.tensor(written), ids[row, : len(tokens)], -100)
             yield ids, labels
 
 
@@ -156,8 +161,11 @@ def train(
     teacher: LlamaForCausalLM | None = None,
     first: pathlib.Path | None = None,
     seed: int = 2,
+    peak_lr: float = PEAK_LR,
 ) -> LlamaForCausalLM:
-    """Trains for a time or a number of steps; a draft learns its teacher's distribution beside the answers."""
+    """Trains for a time or a number of steps, from `first` if given; a draft learns its teacher's distribution beside
+    the answers.
+    """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = make_model(shape, tokenizer)
     if first is not None:
@@ -166,8 +174,8 @@ def train(
     hidden = [p for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n and "lm_head" not in n]
     others = [p for n, p in model.named_parameters() if not any(p is q for q in hidden)]
     optimizers = [
-        torch.optim.Muon(hidden, lr=PEAK_LR, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=PEAK_LR, betas=(0.9, 0.98), weight_decay=0.0),
+        torch.optim.Muon(hidden, lr=peak_lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=peak_lr, betas=(0.9, 0.98), weight_decay=0.0),
     ]
     stream = batches(tokenizer, seed)
     used, step, tokens, started = 0.0, 0, 0, time.perf_counter()
@@ -176,7 +184,7 @@ def train(
         done = step / steps if steps else used / (60 * minutes)
         if done >= 1:
             break
-        rate = PEAK_LR * min(1.0, (step + 1) / 50) * (0.5 + 0.5 * math.cos(math.pi * done) if done > 0.1 else 1.0)
+        rate = peak_lr * min(1.0, (step + 1) / 50) * (0.5 + 0.5 * math.cos(math.pi * done) if done > 0.1 else 1.0)
         ids, labels = (tensor.to(device) for tensor in next(stream))
         with torch.autocast(device, dtype=torch.bfloat16):
             logits, targets = answer_logits(model, ids, labels)
@@ -218,16 +226,18 @@ def main() -> None:
         "--minutes", type=float, default=20, help="time for the target; the draft gets a quarter of it more"
     )
     parser.add_argument("--steps", type=int, help="train the target for this many steps instead, the draft for as many")
-    parser.add_argument("--first", type=pathlib.Path, help="go on from this target, with its tokenizer")
+    parser.add_argument("--first", type=pathlib.Path, help="go on from the models in this folder, with their tokenizer")
     parser.add_argument("--seed", type=int, default=2, help="of the data; another one to go on with")
+    parser.add_argument("--learning-rate", type=float, default=PEAK_LR, help="at its peak; a lower one to go on with")
     parser.add_argument("--output", type=pathlib.Path, default=OUTPUT)
     options = parser.parse_args()
-    first = options.first
-    tokenizer = train_tokenizer() if first is None else PreTrainedTokenizerFast.from_pretrained(first)
-    target = train("target", TARGET, tokenizer, options.minutes, options.steps, first=first, seed=options.seed)
+    given = {name: options.first and options.first / name for name in ("target", "draft")}
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(given["target"]) if options.first else train_tokenizer()
+    common = {"steps": options.steps, "seed": options.seed, "peak_lr": options.learning_rate}
+    target = train("target", TARGET, tokenizer, options.minutes, first=given["target"], **common)
     save(target, tokenizer, options.output / "target")
     target = target.float()
-    draft = train("draft", DRAFT, tokenizer, options.minutes / 4, options.steps, teacher=target, seed=options.seed)
+    draft = train("draft", DRAFT, tokenizer, options.minutes / 4, teacher=target, first=given["draft"], **common)
     save(draft, tokenizer, options.output / "draft")
 
 
