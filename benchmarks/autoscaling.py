@@ -298,7 +298,8 @@ class Watch:
 def trace(hold_s: float, num_tokens: int) -> Trace:
     """1, 3, 1, 0, 1 and 0 engines; each load is held for `hold_s` after the engines are as many as they should."""
     setup = Setup(kv_cache_bytes=1 << 26, max_model_len=1024)
-    server = ServerProcess("manta", str(benchmark_checkpoint("tiny-llama")), setup, free_port(), OPTIONS)
+    settings = [f"{name}={value}" for name, value in OPTIONS.items()]
+    server = ServerProcess("manta", str(benchmark_checkpoint("tiny-llama")), setup, free_port(), settings)
     try:
         url = f"http://127.0.0.1:{server.port}"
         clients = Clients(url, num_tokens)

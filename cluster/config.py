@@ -81,8 +81,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class ListenerLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the ingress's own listener takes of a connection before a request is read. If Serve's proxies take the
-    connections (several ingresses, or a cluster that was joined), these bounds are for a proxy in front of them.
+    """What the ingress's own listener takes of a connection before a request is read, each of several ingresses for
+    itself. If Serve's proxies take the connections (`http_server`), these bounds are for a proxy in front of them.
     """
 
     max_connections: Count = 4096
@@ -184,7 +184,21 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """As many engines as the load needs; None for always `num_engine_replicas`."""
     num_standby_replicas: Annotated[int, Meta(ge=0)] = 0
     """Engines that are loaded and warm, and get requests only while none of the others can take any."""
-    num_ingress_replicas: Count = 1
+    http_server: Literal["auto", "listener", "proxy"] = "auto"
+    """Who takes the connections: each ingress replica itself, or Serve's proxies for them, through which tokens come
+    slower. `auto` is the listener under `manta serve`, and the proxy under Serve's own configuration files, where the
+    listener wants `proxy_location: Disabled`.
+    """
+    num_ingress_replicas: Count | None = None
+    """Spread evenly over the nodes if they listen themselves; those of one node share its port. None is one for each
+    node that there is at the start if they listen, and one behind Serve's proxies.
+    """
+    drain_notice_s: Seconds = 10.0
+    """An ingress that Serve told to go still takes requests for so long, while its readiness probe fails. Less if
+    another one listens on its node by then, or if all go.
+    """
+    drain_timeout_s: Seconds = 120.0
+    """How long the streams of an ingress that takes no more requests may go on; then Serve ends it."""
     api_keys: tuple[str, ...] | None = None
     """Accepted bearer tokens of at least 16 characters, as `KEY` or `NAME:KEY`; names go into log and metrics. Those of
     `api_keys_file` and of the environment's `MANTA_API_KEYS` count too. None accepts every request.

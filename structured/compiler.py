@@ -33,8 +33,8 @@ from structured.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
 
-CACHE_BYTES = 64 * 2**20
-"""Most bytes of compiled constraints that are kept."""
+CACHE_BYTES = 32 * 2**20
+"""Most bytes of compiled constraints that are kept: room for 7,000 schemas of the usual size."""
 REFUSAL_BYTES = 4 * 2**20
 """Most bytes of refusals that are remembered; that is room for 7,000."""
 ENTRY_BYTES = 600

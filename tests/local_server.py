@@ -8,16 +8,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import pathlib
 import socket
+import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
+import yaml
+
 from benchmarks.processes import free_port
-from cluster.config import EngineConfig, ServeConfig
+from cluster.config import EngineConfig, ServeConfig, load_config
+from cluster.http.access.keys import with_api_keys
 from cluster.serve.engine_deployment import EngineReplica
 from cluster.serve.ingress import ListeningIngress
 from tests.checkpoints import checkpoint
+from tests.server import SETTINGS, Client
 
 
 class Handle:
@@ -156,7 +162,12 @@ async def local_server(max_num_sequences: int = 256, **options: Any) -> AsyncIte
         num_threads=1,
         max_num_sequences=max_num_sequences,
     )
-    config = ServeConfig(engine=engine, port=free_port(), **options)
+    async with _serving(ServeConfig(engine=engine, port=free_port(), **options)) as server:
+        yield server
+
+
+@contextlib.asynccontextmanager
+async def _serving(config: ServeConfig) -> AsyncIterator[LocalServer]:
     replica = await asyncio.to_thread(EngineReplica, config.engine)
     ingress = ListeningIngress(config, Handle(replica))
     await ingress.check_health()
@@ -169,3 +180,25 @@ async def local_server(max_num_sequences: int = 256, **options: Any) -> AsyncIte
         await asyncio.wait_for(ingress._listener._serving, 20)
         for opened in replica._sender._connections.values():
             (await opened).close()
+
+
+class ThreadedServer(Client):
+    """The same for tests that block, configured as `tests.server.Server` is: what they ask of it needs no Ray."""
+
+    def __init__(self, *settings: str, folder: pathlib.Path | None = None) -> None:
+        super().__init__(folder or checkpoint("llama"), free_port())
+        given = (f"engine.model={self.folder}", f"port={self.port}", *SETTINGS, *settings)
+        overrides = {key: yaml.safe_load(value) for key, _, value in (setting.partition("=") for setting in given)}
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+        self._server = _serving(with_api_keys(load_config(None, overrides)))
+        self._run(self._server.__aenter__())
+
+    def _run(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(60)
+
+    def stop(self) -> None:
+        self._run(self._server.__aexit__(None, None, None))
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()

@@ -16,34 +16,18 @@ import urllib.request
 from benchmarks.processes import free_port
 from tests.checkpoints import checkpoint
 
-START_TIMEOUT_S = 120
+SETTINGS = ("engine.dtype=float32", "engine.kv_cache_bytes=8388608", "engine.num_threads=1")
+"""Of every server of the tests; later ones count."""
 
 
-class Server:
-    """A running server of the checkpoint in `folder`, of a tiny random one if none is given; `stop` ends it and
-    everything it started.
-    """
+class Client:
+    """Asks the server of one model at a port of this machine."""
 
-    def __init__(self, *settings: str, folder: pathlib.Path | None = None) -> None:
-        self.folder = folder or checkpoint("llama")
-        self.port = free_port()
-        self.model = self.folder.name
-        self.url = f"http://127.0.0.1:{self.port}"
-        command = [sys.executable, "-m", "cluster.cli", "serve", "--quiet", str(self.folder), "--port", str(self.port)]
-        for setting in ("engine.dtype=float32", "engine.kv_cache_bytes=8388608", "engine.num_threads=1", *settings):
-            command += ["--set", setting]
-        paths = [os.environ.get("PYTHONPATH", ""), str(pathlib.Path(__file__).parent / "plugin")]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-        )
-        printed = ""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            printed += line
-            if "Ctrl-C stops it." in line:
-                return
-        raise RuntimeError(f"the server did not start: {printed}")
+    def __init__(self, folder: pathlib.Path, port: int) -> None:
+        self.folder = folder
+        self.port = port
+        self.model = folder.name
+        self.url = f"http://127.0.0.1:{port}"
 
     def get(self, path: str) -> str:
         with urllib.request.urlopen(self.url + path, timeout=30) as response:
@@ -69,6 +53,30 @@ class Server:
         with response:
             lowered = {key.lower(): value for key, value in response.headers.items()}
             return response.status, lowered, json.loads(response.read())
+
+
+class Server(Client):
+    """A running server of the checkpoint in `folder`, of a tiny random one if none is given; `stop` ends it and
+    everything it started.
+    """
+
+    def __init__(self, *settings: str, folder: pathlib.Path | None = None) -> None:
+        super().__init__(folder or checkpoint("llama"), free_port())
+        command = [sys.executable, "-m", "cluster.cli", "serve", "--quiet", str(self.folder), "--port", str(self.port)]
+        for setting in (*SETTINGS, *settings):
+            command += ["--set", setting]
+        paths = [os.environ.get("PYTHONPATH", ""), str(pathlib.Path(__file__).parent / "plugin")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+        )
+        printed = ""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            printed += line
+            if "Ctrl-C stops it." in line:
+                return
+        raise RuntimeError(f"the server did not start: {printed}")
 
     def stop(self) -> None:
         if self.process.poll() is None:

@@ -415,6 +415,7 @@ COMMANDS: dict[str, Callable[[str, Manual], None]] = {
         "RAY_ADDRESS=HEAD:6379 manta serve --set engine.tensor_parallel_size=2 "
         "--set engine.placement_strategy=STRICT_SPREAD"
     ): starts_a_server,
+    "RAY_ADDRESS=HEAD:6379 manta serve --set host=0.0.0.0 --set num_engine_replicas=2": starts_a_server,
     "ray start --head --port=6379": starts_a_node,
     "ray start --address=HEAD:6379": starts_a_node,
     "manta serve demo --set engine.kv_cache_bytes=1GB": starts_a_server,

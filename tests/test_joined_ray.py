@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import json
 import os
 import pathlib
@@ -11,10 +13,13 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from typing import Any
 
+import httpx
 import psutil
 import pytest
 
@@ -101,17 +106,17 @@ def test_an_engine_that_cannot_start_on_a_joined_cluster_is_told(cluster: Cluste
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
     port = free_port()
-    said = refusal(joining(cluster, port, f"engine.model={folder}"))
+    said = refusal(joining(cluster, port, f"engine.model={folder}", "http_server=proxy"))
     assert "the engine did not start: tensor model.layers.3.input_layernorm.weight of shape [64] is missing" in said
     log = re.search(r"The whole story is in (\S+)$", said)
     assert log is not None
     assert "Traceback" in pathlib.Path(log[1]).read_text()
 
     # The cluster's Serve has that port now.
-    other = refusal(joining(cluster, free_port()))
+    other = refusal(joining(cluster, free_port(), "http_server=proxy"))
     assert f"Serve runs on this cluster already and listens on port {port}; take it: --port {port}" in other
 
-    process = joining(cluster, port)
+    process = joining(cluster, port, "http_server=proxy")
     try:
         assert process.stdout is not None
         assert any("Ctrl-C stops it." in line for line in process.stdout)
@@ -156,3 +161,82 @@ def test_an_engine_that_waits_for_cpus_that_others_hold_says_so(cluster: Cluster
         holder.communicate()
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=60)
+
+
+# ---- ingresses that listen -----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def joined(cluster: Cluster, port: int, *settings: str) -> Iterator[subprocess.Popen[str]]:
+    """Serves there; when it was not ended before, it is at the end, in peace."""
+    process = joining(cluster, port, "engine.dtype=float32", *settings)
+    try:
+        assert process.stdout is not None
+        assert any("Ctrl-C stops it." in line for line in process.stdout)
+        yield process
+    finally:
+        process.send_signal(signal.SIGTERM)
+        printed, error = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "Traceback" not in printed + error
+
+
+def completion(port: int, num_tokens: int) -> dict[str, Any]:
+    """On a connection of its own."""
+    body = {"model": checkpoint("llama").name, "prompt": [5, 6, 7], "max_tokens": num_tokens, "ignore_eos": True}
+    answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60, trust_env=False)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_ingresses_of_one_node_share_its_port(cluster: Cluster) -> None:
+    port = free_port()
+    with joined(cluster, port, "num_ingress_replicas=2") as process:
+        for _ in range(24):
+            assert completion(port, 4)["usage"]["completion_tokens"] == 4
+        metrics = httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False).text
+        counts = re.findall(r"^manta:generation_tokens_total\{.*\} (\S+)$", metrics, re.MULTILINE)
+        assert len(counts) == 2
+        assert sum(map(float, counts)) == 96
+        assert min(map(float, counts)) > 0, "both took some"
+        assert httpx.get(f"http://127.0.0.1:{port}/-/healthz", trust_env=False).text == "success"
+        with concurrent.futures.ThreadPoolExecutor() as clients:
+            last = [clients.submit(completion, port, 400) for _ in range(8)]
+            time.sleep(0.3)
+            process.send_signal(signal.SIGTERM)
+            assert all(each.result()["usage"]["completion_tokens"] == 400 for each in last)
+    with pytest.raises(httpx.ConnectError):
+        completion(port, 1)
+
+
+@pytest.mark.prove
+def test_a_new_version_of_the_only_ingress_takes_over_without_a_gap(cluster: Cluster) -> None:
+    port = free_port()
+    settings = ("num_engine_replicas=2",)
+    ended = threading.Event()
+    num_answers = 0
+
+    def ask() -> None:
+        nonlocal num_answers
+        while not ended.is_set():
+            assert completion(port, 4)["usage"]["completion_tokens"] == 4
+            num_answers += 1
+
+    with joined(cluster, port, *settings), concurrent.futures.ThreadPoolExecutor() as clients:
+        before = completion(port, 1)
+        asking = clients.submit(ask)
+        try:
+            with joined(cluster, port, *settings, "max_prompts_per_request=7"):
+                limits = httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False).text
+                assert 'option="max_prompts_per_request"} 7.0' in limits
+                count = num_answers
+                deadline = time.monotonic() + 30
+                while num_answers < count + 10:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.1)
+                ended.set()
+                asking.result()
+        finally:
+            ended.set()
+    assert before["usage"]["completion_tokens"] == 1
+    assert num_answers > 20

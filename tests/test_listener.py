@@ -7,7 +7,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import pathlib
 import socket
+import tempfile
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -17,9 +20,10 @@ import pytest
 
 from benchmarks.processes import free_port
 from cluster.config import ListenerLimits, ServeConfig
-from cluster.serve import listener as listener_module
-from cluster.serve.connections import Connections
-from cluster.serve.listener import Listener
+from cluster.serve.listening import listener as listener_module
+from cluster.serve.listening.connections import Connections
+from cluster.serve.listening.listener import Listener
+from cluster.serve.listening.port import Port, bound
 
 
 def port_with_a_connection_that_its_server_closed() -> int:
@@ -242,3 +246,64 @@ def test_who_has_a_network_of_addresses_counts_once() -> None:
         connections.work(guest)
     assert not connections.enter(guests[2])
     assert connections.enter(Guest("2001:db8:0:1::1"))
+
+
+# ---- a port that several share -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def locks(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(listener_module, "TICK_S", 0.05)
+
+
+def test_peers_share_a_port_and_whoever_stays_answers(locks: None) -> None:
+    number = free_port()
+
+    async def served(name: str) -> Listener:
+        async def own_name(scope: Any, receive: Any, send: Any) -> None:
+            await app({"path": name}, receive, send)
+
+        listener = Listener(own_name, ServeConfig(port=number), peers="cluster/manta")
+        await listener.ensure_listening()
+        return listener
+
+    async def run() -> None:
+        first, second = await served("first"), await served("second")
+        answers = {await answer(number) for _ in range(40)}
+        assert answers == {"first", "second"}
+        await asyncio.wait_for(first.close(), 10)
+        assert {await answer(number) for _ in range(10)} == {"second"}
+        third = await served("third")
+        await asyncio.wait_for(asyncio.gather(second.close(), third.close()), 10)
+
+    asyncio.run(run())
+
+
+def test_a_port_is_not_shared_with_strangers_who_would_share_it(locks: None) -> None:
+    """Serve's proxies listen with SO_REUSEPORT, and so do the ingresses of another cluster."""
+    with bound("127.0.0.1", free_port(), shared=True) as proxy:
+        proxy.listen()
+        with pytest.raises(OSError, match="in use by another program"):
+            Port("127.0.0.1", proxy.getsockname()[1], "cluster/manta").take()
+    number = free_port()
+    with Port("127.0.0.1", number, "cluster/manta").take():
+        with pytest.raises(OSError, match="in use by another program"):
+            Port("127.0.0.1", number, "other cluster/manta").take()
+        with pytest.raises(OSError, match="in use by another program"):
+            Port("127.0.0.1", number).take()
+
+
+def test_a_port_is_free_again_after_its_last_peer(locks: None) -> None:
+    number = free_port()
+    for peers in ("one", "other"):
+        port = Port("127.0.0.1", number, peers)
+        port.take().close()
+        port.give_back()
+
+
+def test_a_folder_of_locks_that_others_may_write_is_refused(tmp_path: pathlib.Path, locks: None) -> None:
+    (tmp_path / f"manta-ports-{os.getuid()}").mkdir(mode=0o777)
+    (tmp_path / f"manta-ports-{os.getuid()}").chmod(0o777)
+    with pytest.raises(OSError, match="is not this user's alone"):
+        Port("127.0.0.1", free_port(), "cluster/manta").take()

@@ -20,8 +20,7 @@ from cluster.engine.request import FinishStatus, RequestRefused
 from cluster.llm import LLM, LogitsProcessorSpec, RequestOutput, SamplingParams
 from structured.logits_processors import MAX_LOGITS_PROCESSORS, LogitsProcessorError
 from tests.checkpoints import VOCAB_SIZE, checkpoint
-from tests.conftest import PLUGIN
-from tests.server import Server
+from tests.local_server import ThreadedServer
 from tests.test_logits_processors import identity, named
 from workers.checkpoints.model_config import load_model_config
 
@@ -220,10 +219,8 @@ def test_a_factory_from_python_survives_the_way_to_a_ray_worker() -> None:
 # ---- HTTP ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(240)
-def test_http_may_use_what_the_operator_registered_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(PLUGIN))
-    server = Server("engine.logits_processors.mine=manta_example_processor:Automaton")
+def test_http_may_use_what_the_operator_registered_and_nothing_else(plugin: None) -> None:
+    server = ThreadedServer("engine.logits_processors.mine=manta_example_processor:Automaton")
     prompt = [20, 30, 40]
     body = {"model": server.model, "prompt": prompt, "max_tokens": 12, "ignore_eos": True, "seed": 4, "n": 3}
 

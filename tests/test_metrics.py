@@ -1,4 +1,4 @@
-"""`/metrics`: scrapes that overlap, engines that restart, several ingresses, and the limits that are configured."""
+"""`/metrics`: overlapping scrapes, engines that restart, several ingresses and engines, and the configured limits."""
 
 from __future__ import annotations
 
@@ -127,27 +127,55 @@ def test_limits_and_sizes_over_http_while_many_ask_at_once() -> None:
     asyncio.run(run())
 
 
-# ---- several ingresses behind Serve's proxy ------------------------------------------------------------------------
+def test_a_counter_does_not_fall_where_an_engine_restarts() -> None:
+    one, other = make_engine("llama").stats(), make_engine("llama").stats()
+    assert one.engine_id != other.engine_id
+    metrics = Metrics("m")
+
+    def hits(*queries: tuple[str, int]) -> float:
+        engines = [
+            msgspec.structs.replace(one, engine_id=name, prefix_cache_hits=count, kv_usage=count / 100, num_running=2)
+            for name, count in queries
+        ]
+        text = metrics.render(engines).decode()
+        assert f'manta:num_requests_running{{model_name="m"}} {2.0 * len(queries)}' in text
+        mean = sum(count for _, count in queries) / len(queries) / 100
+        assert f'manta:kv_cache_usage_perc{{model_name="m"}} {mean}' in text
+        return next(
+            float(line.split()[-1]) for line in text.splitlines() if line.startswith("manta:prefix_cache_hits_total")
+        )
+
+    assert hits(("a", 50), ("b", 25)) == 75
+    assert hits(("a", 50), ("b", 25)) == 75
+    assert hits(("a", 75), ("c", 25)) == 125
+    assert hits(("c", 50)) == 150
+
+
+# ---- several ingresses behind Serve's proxy, and several engines behind them ---------------------------------------
+
+PROMPT = list(range(5, 25))
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    server = Server("num_ingress_replicas=2")
+    server = Server("num_ingress_replicas=2", "num_engine_replicas=2", "http_server=proxy")
     yield server
     server.stop()
 
 
-def test_any_ingress_shows_what_all_of_them_counted(server: Server) -> None:
-    body = {"model": server.model, "prompt": [5, 6, 7], "max_tokens": 10, "ignore_eos": True}
+def test_any_ingress_shows_what_all_of_them_and_all_engines_counted(server: Server) -> None:
+    body = {"model": server.model, "prompt": PROMPT, "max_tokens": 40, "ignore_eos": True, "temperature": 0}
     with concurrent.futures.ThreadPoolExecutor(8) as clients:
         answers = list(clients.map(lambda _: server.post("/v1/completions", body), range(32)))
     assert {status for status, _, _ in answers} == {200}
+    assert len({answer["choices"][0]["text"] for _, _, answer in answers}) == 1
     for _ in range(8):  # the proxy asks one or the other
         found = series(server.get("/metrics"))
-        tokens = {labels: value for (name, labels), value in found.items() if name == "manta:generation_tokens_total"}
+        tokens = [value for (name, _), value in found.items() if name == "manta:generation_tokens_total"]
         assert len(tokens) == 2
-        assert sum(tokens.values()) == 320
-        assert min(tokens.values()) > 0, "the test needs both"
+        assert sum(tokens) == 32 * 40
+        assert min(tokens) > 0, "the test needs both"
         queries = [value for (name, _), value in found.items() if name == "manta:prefix_cache_queries_total"]
-        assert queries == [96]
-        assert found["manta:num_requests_running", ()] == 0
+        assert sum(queries) == 32 * len(PROMPT), "whichever ingress answers, nothing is counted twice"
+        assert found["manta:num_requests_running", ()] == found["manta:kv_cache_usage_perc", ()] == 0
+    assert server.get("/health") == '{"status":"ok"}'

@@ -10,6 +10,7 @@ import pytest
 import transformers
 
 from tests.checkpoints import EOS_TOKEN_ID, VOCAB_SIZE, checkpoint, reference_greedy
+from tests.local_server import ThreadedServer
 from tests.server import Server, shared_server
 
 pytestmark = pytest.mark.timeout(240)
@@ -244,9 +245,9 @@ def test_a_request_id_is_returned(server) -> None:
 
 
 def test_limits_that_the_operator_sets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys, the queue's limit and the deadline, on a server of its own."""
+    """Keys, the queue's limit and the deadline."""
     monkeypatch.setenv("MANTA_API_KEYS", "team:a-secret-of-the-test")
-    server = Server(
+    server = ThreadedServer(
         "engine.max_num_sequences=1",
         "engine.max_num_waiting=20",
         "request_timeout_s=2",

@@ -47,6 +47,13 @@ class Serve:
         )
         self.printed = ""
 
+    @property
+    def url(self) -> str:
+        """Of the endpoint, as it is printed."""
+        found = re.search(r"http://127\.0\.0\.1:\d+", self.printed)
+        assert found is not None
+        return found.group()
+
     def wait_for(self, text: str) -> None:
         while text not in self.printed:
             self.wait_for_more()
@@ -95,23 +102,28 @@ def serve() -> Iterator[Serve]:
     started.kill()
 
 
-def test_what_serve_prints_can_be_pasted_and_ctrl_c_leaves_nothing(serve: Serve) -> None:
-    serve.wait_for("Ctrl-C stops it.")
-    url = re.search(r"http://127\.0\.0\.1:\d+", serve.printed)
-    assert url is not None
+@pytest.fixture(scope="module")
+def running() -> Iterator[Serve]:
+    """One that serves, until the last of its tests has stopped it."""
+    started = Serve(checkpoint("llama"), free_port())
+    started.wait_for("Ctrl-C stops it.")
+    yield started
+    started.kill()
 
-    curl = re.search(r"^  curl .*?(?=\n\n)", serve.printed, re.DOTALL | re.MULTILINE)
+
+def test_what_serve_prints_can_be_pasted(running: Serve) -> None:
+    curl = re.search(r"^  curl .*?(?=\n\n)", running.printed, re.DOTALL | re.MULTILINE)
     assert curl is not None
     pasted = subprocess.run(["bash", "-c", curl.group() + " --silent"], capture_output=True, text=True, check=True)
     reply = json.loads(pasted.stdout)
     assert reply["choices"][0]["message"]["role"] == "assistant"
 
-    snippet = re.search(r"or in Python.*?\n\n(.*?)\n\nor in another", serve.printed, re.DOTALL)
+    snippet = re.search(r"or in Python.*?\n\n(.*?)\n\nor in another", running.printed, re.DOTALL)
     assert snippet is not None
     subprocess.run([sys.executable, "-c", textwrap.dedent(snippet.group(1))], check=True, timeout=60)
 
     chat = subprocess.run(
-        [sys.executable, "-m", "cluster.cli", "chat", "--url", url.group()],
+        [sys.executable, "-m", "cluster.cli", "chat", "--url", running.url],
         input="hello\n/reset\n/system Be brief.\nand again\n/reset\n/fly\n/exit\n",
         capture_output=True,
         text=True,
@@ -123,7 +135,7 @@ def test_what_serve_prints_can_be_pasted_and_ctrl_c_leaves_nothing(serve: Serve)
     assert "/fly is unknown" in chat.stdout
 
     unknown = subprocess.run(
-        [sys.executable, "-m", "cluster.cli", "chat", "--url", url.group(), "--model", "gpt-9"],
+        [sys.executable, "-m", "cluster.cli", "chat", "--url", running.url, "--model", "gpt-9"],
         capture_output=True,
         text=True,
         timeout=60,
@@ -131,38 +143,27 @@ def test_what_serve_prints_can_be_pasted_and_ctrl_c_leaves_nothing(serve: Serve)
     assert unknown.returncode == 2
     assert "does not serve 'gpt-9'" in " ".join(unknown.stderr.split())
 
-    serve.wait_for_lines(REQUEST_LINE, 4)  # curl, Python, and two messages of the chat
+    running.wait_for_lines(REQUEST_LINE, 4)  # curl, Python, and two messages of the chat
 
-    titles = [title for _, title in serve.titles()]
+    titles = [title for _, title in running.titles()]
     assert sum("ray::ServeReplica" in title for title in titles) == 2
     for needless in ("ProxyActor", "log_monitor", "autoscaler", "dashboard.py"):
         assert not [title for title in titles if needless in title], "each holds up every step when it wakes"
 
-    assert serve.end(signal.SIGINT) == []
-    assert serve.process.returncode == 0
-    assert serve.printed.rstrip().endswith("Stopped.")
-    assert "Traceback" not in serve.printed
-    logs = re.search(r"^Logs: (.+)$", serve.printed, re.MULTILINE)
+    logs = re.search(r"^Logs: (.+)$", running.printed, re.MULTILINE)
     assert logs is not None
-    told = serve.printed.replace("Starting Ray", "").replace(logs[1], "")
+    told = running.printed.replace("Starting Ray", "").replace(logs[1], "")
     assert "ray" not in told, "Ray's own messages tell a newcomer nothing"
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind(("127.0.0.1", int(url.group().rsplit(":", 1)[1])))
 
 
-def test_an_ingress_that_is_killed_comes_back_on_its_port(serve: Serve) -> None:
-    serve.wait_for("Ctrl-C stops it.")
-    url = re.search(r"http://127\.0\.0\.1:\d+", serve.printed)
-    assert url is not None
-
+def test_an_ingress_that_is_killed_comes_back_on_its_port(running: Serve) -> None:
     def answers() -> bool:
         try:
-            return httpx.get(f"{url.group()}/v1/models", trust_env=False, timeout=10).status_code == 200
+            return httpx.get(f"{running.url}/v1/models", trust_env=False, timeout=10).status_code == 200
         except httpx.TransportError:
             return False
 
-    (ingress,) = [process for process, title in serve.titles() if "manta:ingress" in title]
+    (ingress,) = [process for process, title in running.titles() if "manta:ingress" in title]
     assert answers()
     ingress.kill()
     ingress.wait(10)
@@ -171,6 +172,16 @@ def test_an_ingress_that_is_killed_comes_back_on_its_port(serve: Serve) -> None:
     while not answers():
         assert time.monotonic() < deadline, "nothing listens a minute after the ingress died"
         time.sleep(0.2)
+
+
+def test_ctrl_c_leaves_nothing(running: Serve) -> None:
+    assert running.end(signal.SIGINT) == []
+    assert running.process.returncode == 0
+    assert running.printed.rstrip().endswith("Stopped.")
+    assert "Traceback" not in running.printed
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("127.0.0.1", int(running.url.rsplit(":", 1)[1])))
 
 
 def test_without_a_compiler_it_serves_and_says_what_is_lost_and_the_remedy(tmp_path: pathlib.Path) -> None:
@@ -184,11 +195,9 @@ def test_without_a_compiler_it_serves_and_says_what_is_lost_and_the_remedy(tmp_p
         assert "(kernels: torch)" in serve.printed
         lost = r"no C\+\+ compiler was found, .*several times slower; install one: apt install g\+\+"
         assert re.search(lost, serve.printed)
-        url = re.search(r"http://127\.0\.0\.1:\d+", serve.printed)
-        assert url is not None
-        name = httpx.get(f"{url.group()}/v1/models", trust_env=False).json()["data"][0]["id"]
+        name = httpx.get(f"{serve.url}/v1/models", trust_env=False).json()["data"][0]["id"]
         body = {"model": name, "prompt": "The manta", "max_tokens": 4, "ignore_eos": True}
-        reply = httpx.post(f"{url.group()}/v1/completions", json=body, trust_env=False, timeout=60)
+        reply = httpx.post(f"{serve.url}/v1/completions", json=body, trust_env=False, timeout=60)
         assert reply.json()["usage"]["completion_tokens"] == 4
     finally:
         serve.kill()

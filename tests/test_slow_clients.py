@@ -9,7 +9,8 @@ import pytest
 
 from cluster.config import ListenerLimits
 from cluster.http import exchange
-from cluster.serve import listener, prompt_run
+from cluster.serve import prompt_run
+from cluster.serve.listening import listener
 from tests.local_server import LocalServer, answer, local_server, post, until
 
 pytestmark = pytest.mark.timeout(60)

@@ -135,6 +135,7 @@ def test_a_cache_larger_than_the_machine_is_told_with_its_remedy() -> None:
     assert "lower kv_cache_bytes" in said
 
 
+@pytest.mark.prove
 def test_a_tensor_that_is_missing_is_named(tmp_path: pathlib.Path) -> None:
     folder = tmp_path / "four-layers"
     shutil.copytree(checkpoint("llama"), folder)

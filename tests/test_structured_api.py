@@ -22,7 +22,8 @@ from cluster.http.codec import decode
 from cluster.http.errors import ApiError
 from cluster.http.protocol.requests import ChatCompletionRequest, CompletionRequest
 from structured.constraint import ConstraintSpec
-from tests.server import Server, shared_server
+from tests.local_server import ThreadedServer
+from tests.server import Client, Server, shared_server
 from workers.checkpoints.model_config import resolve_model_folder
 
 pytestmark = pytest.mark.timeout(240)
@@ -145,7 +146,7 @@ class Switch(pydantic.BaseModel):
     on: bool
 
 
-def common(server: Server, seed: int = 1, **more: Any) -> dict[str, Any]:
+def common(server: Client, seed: int = 1, **more: Any) -> dict[str, Any]:
     return {"model": server.model, "messages": MESSAGES, "seed": seed, **more}
 
 
@@ -316,12 +317,12 @@ def thinking(tmp_path_factory: pytest.TempPathFactory) -> Any:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(demo / name, folder / name)
     (folder / "chat_template.jinja").write_text(THINKING)
-    server = Server(f"engine.tokenizer={folder}", folder=demo)
+    server = ThreadedServer(f"engine.tokenizer={folder}", folder=demo)
     yield server
     server.stop()
 
 
-def test_constraints_and_calls_come_behind_the_reasoning(thinking: Server) -> None:
+def test_constraints_and_calls_come_behind_the_reasoning(thinking: ThreadedServer) -> None:
     client = openai.OpenAI(base_url=thinking.url + "/v1", api_key="none", max_retries=0)
     end = 4  # </think>
     fields = common(thinking, logit_bias={str(end): 30, "2": -100})
@@ -343,7 +344,7 @@ def test_constraints_and_calls_come_behind_the_reasoning(thinking: Server) -> No
     assert called.content is None
 
 
-def test_a_call_that_the_model_begins_by_itself_is_completed_by_the_grammar(thinking: Server) -> None:
+def test_a_call_that_the_model_begins_by_itself_is_completed_by_the_grammar(thinking: ThreadedServer) -> None:
     client = openai.OpenAI(base_url=thinking.url + "/v1", api_key="none", max_retries=0)
     begin = 5  # <tool_call>
     for seed in range(3):

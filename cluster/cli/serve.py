@@ -23,7 +23,7 @@ from cluster.cli.request_lines import follow
 from cluster.config import ServeConfig, load_config, ray_address
 from cluster.http.access.keys import VARIABLE, openness, with_api_keys
 from cluster.http.example import curl
-from cluster.serve.listener import bound
+from cluster.serve.listening.port import bound
 from cluster.text.tokenizer import has_chat_template
 from workers.checkpoints.model_config import ModelError, resolve_model_folder
 from workers.model_info import ModelInfo

@@ -71,8 +71,14 @@ class HttpApp:
         elif scope["type"] == "http":
             await self._answer(Exchange(scope, receive, send, self._config, self._room, self._returns_request_id))
 
+    def begin_drain(self) -> None:
+        """From now on probes are told that this replica goes, and each connection ends with its answer."""
+        self._state.drains = True
+
     async def _answer(self, exchange: Exchange) -> None:
         route: Route | None = None
+        if self._state.drains:
+            exchange.headers_always.append((b"connection", b"close"))
         try:
             exchange.headers_always += self._origins.headers(exchange.headers)
             self._origins.check(exchange.headers)

@@ -1,7 +1,8 @@
 """One HTTP request and its answer, over ASGI's messages; the application makes one for each request.
 
 A client may be slow, stop reading or leave: its body has a limit in bytes and time, its stream a buffer of limited
-size, and a client that left ends the work for it. What is sent and not taken is timed by `cluster/serve/listener.py`.
+size, and a client that left ends the work for it. What is sent and not taken is timed by
+`cluster/serve/listening/listener.py`.
 """
 
 from __future__ import annotations

@@ -65,6 +65,8 @@ class AppState:
         self.other_metrics = other_metrics
         self.cluster = cluster
         self.document = document
+        self.drains = False
+        """Serve told this replica to go; it takes what still comes."""
         self.created = int(time.time())
         """Seconds since 1970: when the model began to be served."""
         self._model: ModelInfo | None = None

@@ -36,17 +36,19 @@ APP_NAME = "manta"
 _LOGGING = {"enable_access_log": False}
 
 
-def application(config: ServeConfig, nodes: list[int], listens: bool = False) -> serve.Application:
+def application(config: ServeConfig, nodes: list[int], shares_port: bool = True) -> serve.Application:
     """The bound application. `nodes` are the cores of each node, which say how many threads an engine has if the
     configuration does not. Raises `ValueError` for API keys that are too weak.
 
-    With `listens` its only ingress takes the connections; else Serve's proxies do.
+    Its ingresses take the connections if `http_server` is `listener`; else Serve's proxies do. Without `shares_port`
+    nothing else may listen at its port: an ingress that is alone and never updated.
     """
-    config = with_api_keys(_for_nodes(config, nodes))
+    num_nodes = joined_ray.num_nodes() if ray.is_initialized() else 1
+    config = with_api_keys(_for_nodes(config, nodes, num_nodes))
     standby = None
     if config.num_standby_replicas:
         standby = engine_deployment(config.engine, config.num_standby_replicas, "standby").bind(config.engine)
-    return ingress_deployment(config, listens).bind(config, _engines(config), standby)
+    return ingress_deployment(config, num_nodes).bind(config, _engines(config), standby, shares_port)
 
 
 def _engines(config: ServeConfig) -> serve.Application:
@@ -54,9 +56,9 @@ def _engines(config: ServeConfig) -> serve.Application:
     return deployment.bind(config.engine)
 
 
-def _for_nodes(config: ServeConfig, nodes: list[int]) -> ServeConfig:
-    """With threads, and with absolute paths, since replicas run in folders of their own; the model's name in the API
-    stays.
+def _for_nodes(config: ServeConfig, nodes: list[int], num_nodes: int = 1) -> ServeConfig:
+    """With threads, a number of ingresses, and absolute paths, since replicas run in folders of their own; the model's
+    name in the API stays.
     """
     engine = msgspec.structs.replace(
         config.engine,
@@ -64,15 +66,20 @@ def _for_nodes(config: ServeConfig, nodes: list[int]) -> ServeConfig:
         tokenizer=_absolute(config.engine.tokenizer),
         num_threads=threads_each(config.engine, config.max_engines, nodes),
     )
-    return msgspec.structs.replace(config, engine=engine, served_model_name=config.model_name)
+    num_ingresses = config.num_ingress_replicas or (num_nodes if config.http_server == "listener" else 1)
+    return msgspec.structs.replace(
+        config, engine=engine, served_model_name=config.model_name, num_ingress_replicas=num_ingresses
+    )
 
 
 def build(options: dict[str, Any]) -> serve.Application:
     """For Serve's configuration files: `import_path: cluster.serve.app:build` with the options under `args`."""
     config = read_options(options, ServeConfig)
     nodes = node_cpus() if ray.is_initialized() else [num_cores()]
-    # Where Serve listens its own options say, and `host` here says nothing of it.
-    return application(msgspec.structs.replace(config, allowed_hosts=config.allowed_hosts or ("*",)), nodes)
+    if config.http_server != "listener":
+        # Where Serve listens its own options say, and `host` here says nothing of it.
+        config = msgspec.structs.replace(config, allowed_hosts=config.allowed_hosts or ("*",))
+    return application(config, nodes)
 
 
 def start(config: ServeConfig) -> ModelInfo:
@@ -114,8 +121,10 @@ def _told_on_failure() -> Iterator[None]:
 
 def _start(config: ServeConfig) -> ModelInfo:
     nodes = _connect(config)
-    # Several replicas or machines need Serve's proxy to share the work out.
-    listens = config.num_ingress_replicas == 1 and ray_address() is None
+    listens = config.http_server != "proxy"
+    if listens:
+        config = msgspec.structs.replace(config, http_server="listener")
+    is_alone = ray_address() is None and config.num_ingress_replicas in (None, 1)
     http = HTTPOptions(host=config.host, port=config.port)
     runs_already = get_client(raise_if_no_controller_running=False)
     if runs_already is not None and not listens:
@@ -126,7 +135,7 @@ def _start(config: ServeConfig) -> ModelInfo:
         if runs_already is None:
             serve.shutdown()  # a Serve that cannot listen would be what the next start finds
         raise
-    _run(application(config, nodes, listens), APP_NAME, None if listens else "/")
+    _run(application(config, nodes, shares_port=not is_alone), APP_NAME, None if listens else "/")
     client = get_client()
     assert client is not None, "an application runs"
     client.wait_for_proxies_serving()

@@ -10,11 +10,14 @@ import contextlib
 import functools
 import gc
 import logging
+import time
 from typing import Any
 
 import ray
 from prometheus_client.metrics_core import Metric
 from ray import serve
+from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.schema import ApplicationStatus
 
 from cluster.config import ServeConfig
 from cluster.http.access.keys import openness
@@ -22,22 +25,27 @@ from cluster.http.app import HttpApp
 from cluster.http.exchange import Receive, Scope, Send
 from cluster.http.metrics import Metrics
 from cluster.serve.engine_client import ANSWER_TIMEOUT_S, EngineClient
-from cluster.serve.listener import Listener
+from cluster.serve.listening.listener import Listener
 from cluster.serve.scaling.cluster_state import ClusterWatch
 from cluster.serve.start_failure import told_in_words
 from cluster.text.tokenizer import Tokenizer
 from workers.checkpoints.model_config import resolve_model_folder
 
+DRAIN_POLL_S = 0.5
+"""How often a replica that was told to go asks whether another one has taken its place."""
+REMOVED_S = 20.0
+"""So long streams may go on whose application was deleted: who stops it waits for them."""
+
 
 class Ingress:
     """One replica of the endpoint, behind Serve's proxy. `engine` is the handle of the engines, `standby` that of their
-    standby.
+    standby; `shares_port` is for those that listen.
     """
 
     returns_request_id = False
     """Serve's proxy gives every request an x-request-id if the client sent none, and returns it."""
 
-    def __init__(self, config: ServeConfig, engine: Any, standby: Any = None) -> None:
+    def __init__(self, config: ServeConfig, engine: Any, standby: Any = None, shares_port: bool = False) -> None:
         with told_in_words():
             self._start(config, engine, standby)
 
@@ -45,7 +53,7 @@ class Ingress:
         tokenizer = Tokenizer(config.engine.tokenizer or str(resolve_model_folder(config.engine.model)))
         if (warning := openness(config)) is not None:
             logging.getLogger(__name__).warning(warning)
-        self._metrics = Metrics(config.model_name, _replica_id() if config.num_ingress_replicas > 1 else None)
+        self._metrics = Metrics(config.model_name, _replica_id() if (config.num_ingress_replicas or 1) > 1 else None)
         self._metrics.show_options(config)
         self._client = EngineClient(
             engine,
@@ -82,13 +90,20 @@ class Ingress:
         """What the other ingresses counted, of those that answer."""
         if self._metrics.replica is None:
             return []
+        found = await self._of_peers("own_metrics")
+        return [counted for replica, counted in found if replica != self._metrics.replica]
+
+    async def _of_peers(self, method: str) -> list[tuple[Any, Any]]:
+        """What a method returns in each replica that is to stay; only of those that answer."""
         try:
-            answers = self._peers.broadcast("own_metrics")
+            answers = self._peers.broadcast(method)
             found = await answers.results_async(timeout_s=ANSWER_TIMEOUT_S, return_exceptions=True)
-        except Exception as error:
-            logging.getLogger(__name__).warning("metrics of this ingress only: %s", type(error).__name__)
+        except DeploymentUnavailableError:
             return []
-        return [each[1] for each in found if isinstance(each, tuple) and each[0] != self._metrics.replica]
+        except Exception as error:
+            logging.getLogger(__name__).warning("no other ingress answers %s: %s", method, type(error).__name__)
+            return []
+        return [each for each in found if isinstance(each, tuple)]
 
     @functools.cached_property
     def _peers(self) -> Any:
@@ -97,13 +112,18 @@ class Ingress:
 
 
 class ListeningIngress(Ingress):
-    """Takes the connections itself: Serve calls it ready when it listens, and replaces it when it no longer does."""
+    """Takes the connections itself: Serve calls it ready when it listens, and replaces it when it no longer does. With
+    `shares_port` the application's other replicas may listen on the same node.
+    """
 
     returns_request_id = True
 
-    def __init__(self, config: ServeConfig, engine: Any, standby: Any = None) -> None:
+    def __init__(self, config: ServeConfig, engine: Any, standby: Any = None, shares_port: bool = False) -> None:
         super().__init__(config, engine, standby)
-        self._listener = Listener(self._answer, config)
+        self._port = config.port
+        self._notice_s = config.drain_notice_s
+        peers = f"{ray.get_runtime_context().get_session_name()}/{_app_name()}" if shares_port else None
+        self._listener = Listener(self._answer, config, peers)
 
     async def check_health(self) -> None:
         await super().check_health()
@@ -114,18 +134,68 @@ class ListeningIngress(Ingress):
         with contextlib.suppress(asyncio.CancelledError):  # that a client left is news for Serve's counts only
             await self._app(scope, receive, send)
 
+    # ---- going -------------------------------------------------------------------------------------------------------
+
+    async def drain(self) -> None:
+        """Returns when nothing needs this replica any more. While its readiness fails it still takes requests, for
+        `drain_notice_s`: whoever sends them learns of it in that time. Then only what runs goes on to its end.
+        """
+        deadline = time.monotonic() + self._notice_s
+        while time.monotonic() < deadline and not (await self._is_replaced() or await _is_removed()):
+            self._app.begin_drain()
+            await asyncio.sleep(DRAIN_POLL_S)
+        self._app.begin_drain()
+        patience_s = REMOVED_S if await _is_removed() else None
+        await asyncio.wait([asyncio.ensure_future(self._listener.close())], timeout=patience_s)
+
+    async def own_place(self) -> tuple[str, tuple[str, int]]:
+        """Name, and node and port; called by a replica that was told to go."""
+        return _replica_id(), (ray.get_runtime_context().get_node_id(), self._port)
+
+    async def _is_replaced(self) -> bool:
+        """Whether a replica that is to stay listens here too."""
+        own_name, own_place = await self.own_place()
+        return any(name != own_name and place == own_place for name, place in await self._of_peers("own_place"))
+
+
+class DeployedIngress(ListeningIngress):
+    """As Serve runs it, which calls `__del__` of a replica that it tells to go, and then ends the process."""
+
+    async def __del__(self) -> None:
+        await self.drain()
+
+
+async def _is_removed() -> bool:
+    """Whether the whole application goes, so that nobody need be sent elsewhere."""
+    name = _app_name()
+    applications = (await asyncio.to_thread(serve.status)).applications
+    return name not in applications or applications[name].status == ApplicationStatus.DELETING
+
 
 def _replica_id() -> str:
     return serve.get_replica_context().replica_id.unique_id
 
 
-def ingress_deployment(config: ServeConfig, listens: bool) -> Any:
-    """The Serve deployment; bind it with the configuration and the engine. With `listens` it needs no proxy."""
+def _app_name() -> str:
+    return serve.get_replica_context().app_name
+
+
+def ingress_deployment(config: ServeConfig, num_nodes: int) -> Any:
+    """The Serve deployment; bind it with the configuration and the engines. Replicas that listen need no proxy."""
+    listens, num_replicas = config.http_server == "listener", config.num_ingress_replicas or 1
+    places: dict[str, int] = {}
+    if listens and num_nodes > 1:
+        places = {"max_replicas_per_node": -(-num_replicas // num_nodes)}
+    elif listens:
+        places = {"max_surge_percent": 100}  # a new version listens before the last one goes: there is no other node
     return serve.deployment(
-        ListeningIngress if listens else serve.ingress()(Ingress),
+        DeployedIngress if listens else serve.ingress()(Ingress),
         name="ingress",
-        num_replicas=config.num_ingress_replicas,
+        num_replicas=num_replicas,
         health_check_period_s=5,
         max_ongoing_requests=100_000,  # the engine's queue limit refuses, and says so in OpenAI's shape
+        graceful_shutdown_timeout_s=config.drain_notice_s + config.drain_timeout_s,
+        graceful_shutdown_wait_loop_s=DRAIN_POLL_S,
         ray_actor_options={"num_cpus": 0},
+        **places,  # type: ignore[arg-type]
     )

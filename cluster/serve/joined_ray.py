@@ -40,6 +40,11 @@ def start(given: str) -> None:
         raise StartFailed(f"the Ray cluster at RAY_ADDRESS={given} cannot be joined: {in_words(error)}") from error
 
 
+def num_nodes() -> int:
+    """Nodes of the cluster that live, those without CPUs too."""
+    return sum(node["Alive"] for node in ray.nodes())
+
+
 def _ask(given: str) -> None:
     """Asks the head for a sign of life, without a token first: whether it wants one is what `ray.init` must be told."""
     try:

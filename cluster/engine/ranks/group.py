@@ -22,7 +22,11 @@ from workers.model_info import ModelInfo
 logger = logging.getLogger(__name__)
 
 PLACEMENT_S = 10.0
-"""Within which there must be room: those that end now have left by then."""
+"""Within which there must be room at first: those that end now have left by then."""
+RETURN_S = 60.0
+"""Within which there must be room again: Ray ends a node that it could not reach for half a minute, and whoever looks
+after the node starts it anew.
+"""
 START_S = 60.0
 """Within which an actor's process must be there, before it loads anything. One on a node that has gone never is."""
 OTHER_FAILURES_S = 0.5
@@ -37,13 +41,14 @@ class RankGroup:
         self._num_ranks = config.tensor_parallel_size
         self._placement: PlacementGroup | None = None
         self._actors: list[Any] = []
+        self._has_started = False
 
     def start(self) -> tuple[ModelInfo, RankChannel]:
         """Ends the actors that there are and starts others. Raises `CannotPlace` where there is no room for them,
         what loading the model raises, and `RankLost` where one dies over it.
         """
         self._kill()
-        placement = self._place()
+        placement = self._place(RETURN_S if self._has_started else PLACEMENT_S)
         self._actors = [self._start_actor(placement, rank) for rank in range(self._num_ranks)]
         try:
             info, channel = self._load()
@@ -54,6 +59,7 @@ class RankGroup:
         self._config = msgspec.structs.replace(
             self._config, dtype=info.dtype, kv_cache_bytes=info.kv_cache_bytes, max_model_len=info.max_model_len
         )
+        self._has_started = True
         return info, channel
 
     def _load(self) -> tuple[ModelInfo, RankChannel]:
@@ -72,14 +78,14 @@ class RankGroup:
         actor_class: Any = ray.remote(num_cpus=0, max_restarts=0)(RankActor)
         return actor_class.options(scheduling_strategy=place).remote(self._config.num_threads)
 
-    def _place(self) -> PlacementGroup:
-        """The places that the ranks had before, others where a node has gone."""
+    def _place(self, seconds: float) -> PlacementGroup:
+        """The places that the ranks had before, others where a node has gone. Raises `CannotPlace` after so long."""
         if self._placement is not None and placement_group_table(self._placement)["state"] == "CREATED":
             return self._placement
         self._remove_placement()
         claims = [{"CPU": float(self._config.num_threads or 1)}] * self._num_ranks
         self._placement = placement = placement_group(claims, strategy=self._config.placement_strategy)
-        if not placement.wait(PLACEMENT_S):
+        if not placement.wait(seconds):
             self._remove_placement()
             free = int(ray.available_resources().get("CPU", 0))
             raise CannotPlace(

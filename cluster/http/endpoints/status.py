@@ -1,5 +1,5 @@
-"""`GET /health`, `/status`, `/metrics` and `/openapi.json`: how the server is, what runs where, what it counted and
-what it offers.
+"""`GET /health`, `/-/healthz`, `/status`, `/metrics` and `/openapi.json`: how the server is, what runs where, what it
+counted and what it offers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ class Health(msgspec.Struct, omit_defaults=True, kw_only=True):
 
 
 async def health(state: AppState, exchange: Exchange, _: None) -> Health:
-    """200 while an engine is healthy and can send tokens here, or while all engines are stopped for want of work."""
+    """200 while this replica is to stay, and an engine is healthy and can send tokens here; also while all engines are
+    stopped for want of work.
+    """
+    if state.drains:
+        raise ApiError(503, "this replica was told to go; ask another one")
     await state.engines.check_reachable()
     engines = await state.engines.stats()
     if not engines and may_stop_all(state.config):
@@ -52,6 +56,12 @@ def health_of(engines: list[EngineStats], bound_s: float) -> Health:
         return Health(status="ok")
     reason = "no grammar compiler starts, so requests with a constraint fail; the log says why"
     return Health(status="degraded", reason=reason)
+
+
+async def ready(state: AppState, exchange: Exchange, _: None) -> None:
+    """What Serve's proxies answer here, for load balancers that were set up for those."""
+    status, text = (503, b"This node is being drained.") if state.drains else (200, b"success")
+    await exchange.send_body(text, "text/plain; charset=utf-8", status)
 
 
 class EngineState(msgspec.Struct, kw_only=True):

@@ -1,4 +1,4 @@
-"""Takes HTTP connections in the ingress replica itself, without Serve's proxy in between; used on one machine.
+"""Takes HTTP connections in the ingress replica itself, without Serve's proxy in between.
 
 The proxy pulls every streamed event over as a Ray object of its own: at 20 steps a second that costs 0.8 ms of CPU an
 event in the two processes, half a core at 32 streams, against 0.1 ms without it; and it is a process that wakes 160
@@ -23,7 +23,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from cluster.config import ListenerLimits, ServeConfig
 from cluster.http.errors import ApiError
-from cluster.serve.connections import Connections, within_file_limit
+from cluster.serve.listening.connections import Connections, within_file_limit
+from cluster.serve.listening.port import Port
 
 KEEP_ALIVE_S = 90
 """An idle connection is kept for so long; what Serve's proxy does."""
@@ -37,6 +38,8 @@ BACKLOG = 256
 """Connections that wait to be accepted. As many are accepted in one turn of the event loop, at 0.1 ms each, and no
 stream goes on meanwhile.
 """
+ARRIVAL_S = 0.5
+"""So long the request of a client may take that was among the last to be accepted."""
 LINGER_S = 1.0
 """So long what a refused client still sends is read and dropped, for a reset would take the answer from it."""
 
@@ -220,9 +223,9 @@ class _Stopped(Exception):
 
 
 class Listener(uvicorn.Server):
-    """Serves an ASGI application in the running event loop."""
+    """Serves an ASGI application in the running event loop, at a port that it shares with `peers` if they are named."""
 
-    def __init__(self, app: Any, config: ServeConfig) -> None:
+    def __init__(self, app: Any, config: ServeConfig, peers: str | None = None) -> None:
         limits = config.listener
         others = Connections(within_file_limit(limits.max_connections), limits.max_connections_per_address)
         super().__init__(
@@ -241,6 +244,7 @@ class Listener(uvicorn.Server):
             )
         )
         self._client_timeout_s = config.client_timeout_s
+        self._port = Port(config.host, config.port, peers)
         self._serving: asyncio.Task[None] | None = None
 
     async def ensure_listening(self) -> None:
@@ -253,12 +257,24 @@ class Listener(uvicorn.Server):
         if self._serving.done():
             raise RuntimeError(f"nothing listens on {self.config.host} port {self.config.port} any more")
 
+    async def close(self) -> None:
+        """Accepts nothing more, closes connections that rest, and returns when what runs has ended."""
+        for _ in range(2):
+            await asyncio.sleep(0)  # who waits to be accepted is
+        for server in self.servers:
+            server.close()
+        self._port.give_back()
+        await asyncio.sleep(ARRIVAL_S)
+        self.should_exit = True
+        if self._serving is not None:
+            await self._serving
+
     async def _bound(self) -> socket.socket:
         """Somebody's outgoing connection may have the port by chance for a moment, or a fork until its exec."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
             try:
-                return bound(self.config.host, self.config.port)
+                return self._port.take()
             except OSError as error:
                 if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
                     raise
@@ -270,22 +286,3 @@ class Listener(uvicorn.Server):
             for connection in cast(list[Connection], list(self.server_state.connections)):
                 connection.look(self._client_timeout_s)
             await asyncio.sleep(TICK_S)
-
-
-def bound(host: str, port: int) -> socket.socket:
-    """The address is reused, so that a server can start again at once while connections to the last one linger.
-
-    Raises `OSError` with a message for the person who chose the port.
-    """
-    listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((host, port))
-    except OSError as error:
-        listening.close()
-        if error.errno == errno.EADDRINUSE:
-            message = f"port {port} on {host} is in use by another program; stop it, or choose another port with --port"
-        else:
-            message = f"cannot listen on {host} port {port}: {error.strerror or error} (--host, --port)"
-        raise OSError(error.errno, message) from error
-    return listening

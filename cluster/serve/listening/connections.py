@@ -2,7 +2,7 @@
 
 Half-sent requests cost their sender nothing and the ingress a file descriptor each. So at a bound the connection that
 has rested longest goes: one that waits for the head of a request, or for the next request. If none rests the new one is
-refused. Kept by `cluster/serve/listener.py`; knows no HTTP.
+refused. Kept by `cluster/serve/listening/listener.py`; knows no HTTP.
 """
 
 from __future__ import annotations

@@ -1,0 +1,203 @@
+"""HTTP on a cluster: `manta bench cluster --parts http`.
+
+The same requests, in turns, to one server for each way in which connections reach an engine, and to `LLM.generate`:
+
+    own Ray       `manta serve` on a Ray of its own: its ingress listens
+    joined        on a cluster that runs already: an ingress on each node listens
+    2 ingresses   the same, two at one port
+    proxy         the same cluster, through Serve's proxies (`http_server: proxy`)
+    HAProxy       through Serve's HAProxy, which sends to the ingress what the proxies' processes would carry
+
+The clusters run here, started as a person would (`ray start --head`), but for their workers' niceness: the clients run
+here too, and on a cluster they would not come before the engines. A ratio is to own Ray in the same round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import pathlib
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import psutil
+
+from benchmarks.checkpoints import benchmark_checkpoint
+from benchmarks.http_load import run_load
+from benchmarks.processes import Child, EngineProcess, ServerProcess, Setup, free_port, interrupted_once
+from benchmarks.report import bootstrap_interval
+from benchmarks.workloads import Prompts, PromptSource, alternate
+from cluster.config import DEMO_MODEL
+
+STREAMS = (1, 16, 64, 256)
+PROMPT = 32
+BAR = 0.95
+"""Of own Ray's events a second, for the joined cluster."""
+OWN, JOINED = "own Ray", "joined"
+START_S = 60.0
+
+COLUMNS = (
+    "model",
+    "streams",
+    "way",
+    "events/s",
+    "over own Ray",
+    "95% interval",
+    "inter-token p50, ms",
+    "TTFT p50, ms",
+    "client, cores",
+)
+
+HAPROXY = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
+"""As Ray's documentation switches it on."""
+
+
+class Way(NamedTuple):
+    """Of connections to an engine."""
+
+    joins: bool
+    settings: tuple[str, ...] = ()
+    environment: dict[str, str] = {}
+
+
+WAYS = {
+    OWN: Way(joins=False),
+    JOINED: Way(joins=True),
+    "2 ingresses": Way(joins=True, settings=("num_ingress_replicas=2",)),
+    "proxy": Way(joins=True, settings=("http_server=proxy",)),
+    "HAProxy": Way(joins=True, settings=("http_server=proxy",), environment=HAPROXY),
+}
+
+
+class Figures(NamedTuple):
+    """Of one turn."""
+
+    events_per_s: float
+    gap_p50_s: float
+    ttft_p50_s: float
+    client_cores: float
+
+
+class Head(Child):
+    """A cluster of one node."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        self.engine = "ray start"
+        # Ray's sockets lie in its folder, and their paths may have 107 bytes.
+        self._folder = pathlib.Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
+        port = free_port()
+        self.address = f"127.0.0.1:{port}"
+        command = [str(pathlib.Path(sys.executable).parent / "ray"), "start", "--head", "--block", f"--port={port}"]
+        command += [f"--ray-client-server-port={free_port()}", "--include-dashboard=false"]
+        super().__init__([*command, f"--temp-dir={self._folder}"], environment)
+        while "Ray runtime started" not in pathlib.Path(self._log.name).read_text(errors="replace"):
+            if self.process.poll() is not None or time.perf_counter() - self.started > START_S:
+                raise self.fail("ray start did not start")
+            time.sleep(0.1)
+
+    def stop(self) -> None:
+        super().stop()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class Server(ServerProcess):
+    """`manta serve`, and the cluster that it joins if it joins one."""
+
+    def __init__(self, name: str, model: str, setup: Setup) -> None:
+        self.way, way = name, WAYS[name]
+        self._head: Head | None = None
+        environment = {"RAY_worker_niceness": "0", "RAY_ADDRESS": "", **way.environment}
+        if way.joins:
+            self._head = Head(environment)
+            environment["RAY_ADDRESS"] = self._head.address
+        setup = Setup(kv_cache_bytes=setup.kv_cache_bytes, max_model_len=setup.max_model_len, environment=environment)
+        super().__init__("manta", model, setup, free_port(), way.settings)
+
+    def processes(self) -> list[psutil.Process]:
+        return super().processes() + (self._head.processes() if self._head is not None else [])
+
+    def stop(self) -> None:
+        super().stop()
+        if self._head is not None:
+            self._head.stop()
+
+    def turn(self, prompts: Prompts, num_tokens: int) -> Figures:
+        load = run_load(self.port, self.model_name, prompts, num_tokens, len(prompts))
+        num_events = len(load.ttft) + len(load.gaps)
+        return Figures(
+            num_events / load.seconds, statistics.median(load.gaps), statistics.median(load.ttft), load.generator_cores
+        )
+
+
+class Offline(EngineProcess):
+    """Without HTTP: each token of a step counts as an event."""
+
+    way = "LLM.generate"
+
+    def turn(self, prompts: Prompts, num_tokens: int) -> Figures:
+        timing = self.generate(prompts, num_tokens)
+        moments = [moment for moment, _ in timing.steps]
+        gaps = [after - before for before, after in itertools.pairwise(moments)]
+        return Figures(timing.num_tokens / timing.seconds, statistics.median(gaps), moments[0], 0.0)
+
+
+def http(num_rounds: int, num_tokens: int, streams: Sequence[int]) -> None:
+    """Prints a row for each model, number of streams and way; `num_tokens` for each stream a round."""
+    print(f"| {' | '.join(COLUMNS)} |")
+    print(f"| {' | '.join('---' for _ in COLUMNS)} |")
+    for name, model, token_limit in (
+        ("tiny", str(benchmark_checkpoint("tiny-llama")), 30_000),
+        (DEMO_MODEL, DEMO_MODEL, 2_000),
+    ):
+        with interrupted_once(), contextlib.ExitStack() as stack:
+            children = _children(model, stack)
+            for num_streams in streams:
+                _rows(name, num_streams, children, PromptSource(token_limit), num_rounds, num_tokens)
+
+
+def _children(model: str, stack: contextlib.ExitStack) -> list[Server | Offline]:
+    setup = Setup(kv_cache_bytes=1 << 28, max_model_len=1024)
+    children: list[Server | Offline] = []
+    for way in [*WAYS, Offline.way]:
+        children.append(Server(way, model, setup) if way in WAYS else Offline("manta", model, setup))
+        stack.callback(children[-1].stop)
+        children[-1].rest()  # so that the next one starts in peace
+    return children
+
+
+def _rows(
+    model: str,
+    num_streams: int,
+    children: list[Server | Offline],
+    prompts: PromptSource,
+    num_rounds: int,
+    num_tokens: int,
+) -> None:
+    def run(child: Server | Offline, block: Prompts) -> Figures:
+        return child.turn(block, num_tokens)
+
+    def hear(text: str) -> None:
+        print(f"{model}, {num_streams} streams: {text}", file=sys.stderr, flush=True)
+
+    turns = alternate(children, num_rounds, lambda: [prompts(num_streams, PROMPT)], run, hear)
+    by_way = {child.way: [figures for (figures,) in rounds] for child, rounds in zip(children, turns, strict=True)}
+    for way, rounds in by_way.items():
+        cells = [model, str(num_streams), way, f"{statistics.median(each.events_per_s for each in rounds):,.0f}"]
+        cells += _ratio(way, rounds, by_way[OWN])
+        gap, ttft = (statistics.median(column) * 1e3 for column in list(zip(*rounds, strict=True))[1:3])
+        cells += [f"{gap:.2f}", f"{ttft:.1f}", f"{statistics.median(each.client_cores for each in rounds):.2f}"]
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def _ratio(way: str, rounds: list[Figures], own: list[Figures]) -> list[str]:
+    """The median of the rounds' ratios, with the verdict on the bar, and its 95% interval."""
+    ratios = [each.events_per_s / base.events_per_s for each, base in zip(rounds, own, strict=True)]
+    ratio = statistics.median(ratios)
+    verdict = f" (bar {BAR} {'met' if ratio >= BAR else 'not met'})" if way == JOINED else ""
+    low, high = bootstrap_interval(ratios)
+    return [f"{ratio:.3f}{verdict}", f"{low:.3f} to {high:.3f}"]

@@ -1,0 +1,110 @@
+"""A cluster of two nodes with addresses of their own: requests to both, and one that dies under load."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.checkpoints import checkpoint
+from tests.two_nodes import NoNamespaces, TwoNodes, two_nodes, wait_for_line
+
+pytestmark = [pytest.mark.prove, pytest.mark.timeout(300)]
+
+PORT = 8000
+NUM_TOKENS = 480
+NUM_STREAMS = 16
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[TwoNodes]:
+    with contextlib.ExitStack() as stack:
+        try:
+            entered = stack.enter_context(two_nodes())
+        except NoNamespaces as error:
+            pytest.skip(f"no network namespaces here: {error}")
+        yield entered
+
+
+@pytest.fixture(scope="module")
+def server(nodes: TwoNodes) -> Iterator[subprocess.Popen[str]]:
+    """An engine and an ingress on each node."""
+    command = [sys.executable, "-m", "cluster.cli", "serve", "--quiet", str(checkpoint("llama")), "--port", str(PORT)]
+    settings = ["host=0.0.0.0", "num_engine_replicas=2", "engine.num_threads=1", "engine.dtype=float32"]
+    settings += ["engine.kv_cache_bytes=8388608"]
+    for setting in settings:
+        command += ["--set", setting]
+    process = nodes.head.popen(command, nodes.environment)
+    wait_for_line(process, "Ctrl-C stops it.")
+    yield process
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+
+
+def body(seed: int) -> dict[str, object]:
+    return {
+        "model": checkpoint("llama").name,
+        "prompt": [5, 9, 17, 30 + seed],
+        "max_tokens": NUM_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
+
+
+async def stream(client: httpx.AsyncClient, address: str, seed: int) -> str:
+    """The whole text of a stream; raises where it breaks or ends with an error."""
+    pieces: list[str] = []
+    is_whole = False
+    async with client.stream("POST", f"http://{address}:{PORT}/v1/completions", json=body(seed)) as response:
+        assert response.status_code == 200, (await response.aread()).decode()
+        async for line in response.aiter_lines():
+            is_whole = is_whole or line == "data: [DONE]"
+            if line.startswith("data: {"):
+                event = json.loads(line.removeprefix("data: "))
+                assert "error" not in event, event
+                pieces += [choice["text"] for choice in event["choices"]]
+    assert is_whole
+    return "".join(pieces)
+
+
+async def streams(address: str) -> list[str | BaseException]:
+    async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+        tasks = (stream(client, address, seed) for seed in range(NUM_STREAMS))
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def test_both_nodes_answer_and_the_death_of_one_costs_the_others_clients_nothing(
+    nodes: TwoNodes, server: subprocess.Popen[str]
+) -> None:
+    for node in (nodes.head, nodes.worker):
+        assert httpx.get(f"http://{node.address}:{PORT}/-/healthz", trust_env=False).text == "success"
+        assert httpx.get(f"http://{node.address}:{PORT}/health", trust_env=False, timeout=30).status_code == 200
+    expected = asyncio.run(streams(nodes.worker.address))
+    assert expected == asyncio.run(streams(nodes.head.address))
+    assert all(isinstance(text, str) and text for text in expected)
+
+    async def load() -> tuple[list[str | BaseException], list[str | BaseException]]:
+        """Of both nodes' clients, while the worker dies."""
+        tasks = [asyncio.ensure_future(streams(node.address)) for node in (nodes.head, nodes.worker)]
+        await asyncio.sleep(0.3)
+        await asyncio.to_thread(nodes.worker.kill)
+        of_head, of_worker = await asyncio.gather(*tasks)
+        return of_head, of_worker
+
+    begun = time.monotonic()
+    of_head, of_worker = asyncio.run(load())
+    assert of_head == expected, f"after {time.monotonic() - begun:.1f} s"
+    assert any(isinstance(each, httpx.HTTPError) for each in of_worker), "it died under load"
+    metrics = httpx.get(f"http://{nodes.head.address}:{PORT}/metrics", trust_env=False, timeout=30).text
+    moved = [line for line in metrics.splitlines() if line.startswith("manta:continuations_total")]
+    assert sum(float(line.split()[-1]) for line in moved) > 0, "some of the head's streams ran on the node that died"
+    assert asyncio.run(streams(nodes.head.address)) == expected
