@@ -312,8 +312,7 @@ class Watch:
 def trace(hold_s: float, num_tokens: int) -> Trace:
     """1, 3, 1, 0, 1 and 0 engines; each load is held for `hold_s` after the engines are as many as they should."""
     setup = Setup(kv_cache_bytes=1 << 26, max_model_len=1024)
-    settings = [f"{name}={value}" for name, value in OPTIONS.items()]
-    server = ServerProcess("manta", str(benchmark_checkpoint("tiny-llama")), setup, free_port(), settings)
+    server = ServerProcess("manta", str(benchmark_checkpoint("tiny-llama")), setup, free_port(), OPTIONS)
     try:
         url = f"http://127.0.0.1:{server.port}"
         clients = Clients(url, num_tokens)

@@ -54,6 +54,21 @@ SHAPES: dict[str, tuple[str, int, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "one-layer-llama": (
+        "Llama",
+        512,
+        {
+            "vocab_size": 512,
+            "hidden_size": 64,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "intermediate_size": 64,
+            "max_position_embeddings": 8192,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            "tie_word_embeddings": False,
+        },
+    ),
 }
 """Name to (family, tokenizer's vocabulary, configuration). The first has 494 M parameters, as Qwen2.5-0.5B."""
 

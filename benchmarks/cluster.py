@@ -4,10 +4,10 @@
                 calls of Ray's actors, a compiled graph of Ray; over the same step in the engine's own process. One rank
                 shows what the transport costs, two what it costs beside their sums over shared memory
     tp          forward pass and draw of one rank against two, and their sums (`benchmarks/tensor_parallel.py`)
+    autoscaling engines that come and go with the load, none to three and back (`benchmarks/autoscaling.py`)
     resume      what streams that can go on elsewhere cost while nothing fails (`benchmarks/resume.py`)
     own-ray     what a Ray of our own saves by leaving processes out (`benchmarks/own_ray.py`)
     http        what lies between clients and engines: listeners or Serve's proxies (`benchmarks/cluster_http.py`)
-    autoscaling engines that come and go with the load, none to three and back (`benchmarks/autoscaling.py`)
 
 Blocks of each transport take turns in one process, one thread a rank. Frames are what the fault tests run on
 (`tests/test_ray_executor.py`); the others live here alone.
@@ -50,7 +50,6 @@ from workers.step import StepInput, StepOutput
 RANKS = (1, 2)
 ROWS = (1, 8, 32)
 PROMPT, WARM_UP_STEPS = 16, 8
-PARTS = ("transport", "tp", "resume", "own-ray", "http", "autoscaling")
 
 
 class CalledRank(RankActor):
@@ -183,11 +182,13 @@ def resume(_rounds: int, _tokens: int) -> None:
     print(*table(STEP_S), sep="\n")
 
 
-PART_FUNCTIONS: dict[str, Callable[[int, int], None]] = {
-    "transport": transport,
-    "tp": tensor_parallel,
-    "resume": resume,
-    "autoscaling": autoscaling,
+PARTS: dict[str, Callable[[argparse.Namespace], None]] = {
+    "transport": lambda options: transport(options.rounds, options.tokens),
+    "tp": lambda options: tensor_parallel(options.rounds, options.tokens),
+    "resume": lambda options: resume(options.rounds, options.tokens),
+    "own-ray": lambda options: own_ray_extras(options.rounds),
+    "http": lambda options: http(options.rounds, options.tokens, [int(count) for count in options.streams.split(",")]),
+    "autoscaling": lambda options: autoscaling(options.rounds, options.tokens),
 }
 
 
@@ -201,17 +202,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=100, help="steps of a block (default: 100)")
     parser.add_argument("--streams", default=",".join(map(str, STREAMS)), help="http: how many at a time")
     options = parser.parse_args(arguments)
-    streams = [int(count) for count in options.streams.split(",")]
     print(machine(), file=sys.stderr)
     for part in options.parts.split(","):
         if part not in PARTS:
             parser.error(f"--parts {part}: use some of {', '.join(PARTS)}")
-        if part == "http":
-            http(options.rounds, options.tokens, streams)
-        elif part == "own-ray":
-            own_ray_extras(options.rounds)
-        else:
-            PART_FUNCTIONS[part](options.rounds, options.tokens)
+        PARTS[part](options)
     return 0
 
 

@@ -22,8 +22,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -61,16 +61,16 @@ class Way(NamedTuple):
     """Of connections to an engine."""
 
     joins: bool
-    settings: tuple[str, ...] = ()
+    options: Mapping[str, Any] = {}
     environment: dict[str, str] = {}
 
 
 WAYS = {
     OWN: Way(joins=False),
     JOINED: Way(joins=True),
-    "2 ingresses": Way(joins=True, settings=("num_ingress_replicas=2",)),
-    "proxy": Way(joins=True, settings=("http_server=proxy",)),
-    "HAProxy": Way(joins=True, settings=("http_server=proxy",), environment=HAPROXY),
+    "2 ingresses": Way(joins=True, options={"num_ingress_replicas": 2}),
+    "proxy": Way(joins=True, options={"http_server": "proxy"}),
+    "HAProxy": Way(joins=True, options={"http_server": "proxy"}, environment=HAPROXY),
 }
 
 
@@ -116,7 +116,7 @@ class Server(ServerProcess):
             self._head = Head(environment)
             environment["RAY_ADDRESS"] = self._head.address
         setup = Setup(kv_cache_bytes=setup.kv_cache_bytes, max_model_len=setup.max_model_len, environment=environment)
-        super().__init__("manta", model, setup, free_port(), way.settings)
+        super().__init__("manta", model, setup, free_port(), way.options)
 
     def processes(self) -> list[psutil.Process]:
         return super().processes() + (self._head.processes() if self._head is not None else [])

@@ -19,7 +19,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -250,11 +250,13 @@ class ServerProcess(Child):
     idle_share = 0.15
     """What Ray's processes use for looking around a few times a second, more or less."""
 
-    def __init__(self, engine: str, model: str, setup: Setup, port: int, settings: Sequence[str] = ()) -> None:
-        """`settings` are options of Manta's, `KEY=VALUE`."""
+    def __init__(
+        self, engine: str, model: str, setup: Setup, port: int, options: Mapping[str, Any] | None = None
+    ) -> None:
+        """`options` are Manta's, by their dotted names."""
         self.engine, self.port, self.model_name = engine, port, "bench"
         command = (_vllm_server if engine == "vllm" else _manta_server)(model, setup, port)
-        command += [part for setting in settings for part in ("--set", setting)]
+        command += _set(options or {})
         super().__init__(command, environment_of(engine, setup))
         try:
             self._wait_until_healthy()
@@ -340,8 +342,11 @@ def _manta_server(model: str, setup: Setup, port: int) -> list[str]:
         "engine.kv_cache_bytes": setup.kv_cache_bytes,
         "served_model_name": "bench",
     }
-    flags = [part for key, value in options.items() for part in ("--set", f"{key}={value}")]
-    return [sys.executable, "-m", "cluster.cli", "serve", "--model", model, "--port", str(port), *flags]
+    return [sys.executable, "-m", "cluster.cli", "serve", "--model", model, "--port", str(port), *_set(options)]
+
+
+def _set(options: Mapping[str, Any]) -> list[str]:
+    return [part for key, value in options.items() for part in ("--set", f"{key}={value}")]
 
 
 def _vllm_server(model: str, setup: Setup, port: int) -> list[str]:

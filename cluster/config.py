@@ -72,6 +72,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """What one constraint may cost."""
     grammar_pool: PoolConfig = PoolConfig()
     """Where masks are filled, and for how long."""
+    overlap: Literal["auto", "on", "off"] = "auto"
+    """Whether a step is launched before the tokens of the one before it are known to the host, so that the device never
+    waits for it; the tokens stay the same. `auto` does so where that is faster, and never with speculation or several
+    ranks, for which there is the plain loop only.
+    """
     speculative: SpeculativeConfig | None = None
     """Who proposes tokens that the model then verifies, several a step; None for one token a step."""
     logits_processors: dict[str, str | None] = {}
@@ -241,7 +246,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     health_bound_s: Seconds = 30.0
     """`/health` fails when work is pending and for this long no step brought a token, an end or a computed position."""
     log_requests: bool = True
-    """One structured log line a finished request, with its id."""
+    """One structured log line a finished request, with its id, and one where it went on on another engine. Engines log
+    in any case what they aborted, preempted, continued or failed at.
+    """
 
     def __post_init__(self) -> None:
         if self.autoscaling is None:

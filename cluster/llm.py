@@ -168,10 +168,10 @@ class LLM:
         self.config = read_options({"model": model, **options}, EngineConfig)
         # Read when torch loads its OpenMP: threads that spin for long keep a core from all other threads.
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-        from cluster.engine.engine import Engine  # imports torch
+        from cluster.engine.overlap.engine import make_engine  # imports torch
 
         self._between_steps: collections.deque[tuple[asyncio.Future[None], Callable[[], object]]] = collections.deque()
-        self.engine = Engine(self.config, has_messages=lambda: bool(self._between_steps))
+        self.engine = make_engine(self.config, has_messages=lambda: bool(self._between_steps))
         self.tokenizer = Tokenizer(self.config.tokenizer or self.engine.model.folder)
         self._tracked: dict[str, _Tracked] = {}
         self._ids = itertools.count()

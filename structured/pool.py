@@ -559,6 +559,7 @@ class GrammarPool:
 
 def _num_common(old: list[int], new: Sequence[int]) -> int:
     """Length of the common prefix."""
-    if list(new[: len(old)]) == old:  # output normally grows by its end
+    if new[: len(old)] == old:  # output normally grows by its end, and is a list
         return len(old)
-    return next((index for index, pair in enumerate(zip(old, new, strict=False)) if pair[0] != pair[1]), len(new))
+    pairs = enumerate(zip(old, new, strict=False))
+    return next((index for index, pair in pairs if pair[0] != pair[1]), min(len(old), len(new)))

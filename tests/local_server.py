@@ -12,7 +12,7 @@ import pathlib
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
 import yaml
@@ -93,10 +93,10 @@ class LocalServer:
         writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
         return await answer(reader, writer)
 
-    async def post(self, **fields: Any) -> tuple[int, bytes]:
-        """(status, body) of a completion."""
+    async def post(self, headers: Sequence[str] = (), **fields: Any) -> tuple[int, bytes]:
+        """(status, body) of a completion; `headers` are lines."""
         reader, writer = await self.connect()
-        writer.write(post(self.body(**fields)))
+        writer.write(post(self.body(**fields), headers=headers))
         return await answer(reader, writer)
 
     async def metric(self, series: str) -> float:
@@ -131,14 +131,15 @@ async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
         await asyncio.sleep(0.01)
 
 
-def post(body: dict[str, Any], connection: str = "close") -> bytes:
-    """A whole request for a completion."""
+def post(body: dict[str, Any], connection: str = "close", headers: Sequence[str] = ()) -> bytes:
+    """A whole request for a completion; `headers` are lines."""
     data = json.dumps(body).encode()
     lines = [
         "POST /v1/completions HTTP/1.1",
         "Host: localhost",
         f"Content-Length: {len(data)}",
         f"Connection: {connection}",
+        *headers,
     ]
     return "\r\n".join([*lines, "", ""]).encode() + data
 
@@ -153,15 +154,18 @@ async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 
 
 @contextlib.asynccontextmanager
-async def local_server(max_num_sequences: int = 256, **options: Any) -> AsyncIterator[LocalServer]:
-    """`options` are `ServeConfig`'s."""
-    engine = EngineConfig(
-        model=str(checkpoint("llama")),
-        dtype="float32",
-        kv_cache_bytes=8 << 20,
-        num_threads=1,
-        max_num_sequences=max_num_sequences,
-    )
+async def local_server(
+    max_num_sequences: int = 256, engine_options: dict[str, Any] | None = None, **options: Any
+) -> AsyncIterator[LocalServer]:
+    """`options` are `ServeConfig`'s, `engine_options` those of its `EngineConfig`."""
+    defaults: dict[str, Any] = {
+        "model": str(checkpoint("llama")),
+        "dtype": "float32",
+        "kv_cache_bytes": 8 << 20,
+        "num_threads": 1,
+        "max_num_sequences": max_num_sequences,
+    }
+    engine = EngineConfig(**{**defaults, **(engine_options or {})})
     async with _serving(ServeConfig(engine=engine, port=free_port(), **options)) as server:
         yield server
 

@@ -24,6 +24,7 @@ import msgspec
 import pytest
 import yaml
 from ray.scripts import scripts as ray_commands
+from ray.serve import scripts as serve_commands
 
 from benchmarks import soak
 from benchmarks.bench import ALL
@@ -45,6 +46,7 @@ PRINTS = {
     "docs/first-five-minutes.md": [],
     "docs/serve.md": ["0 ", "1 ", "2 ", "Manta serves"],
     "docs/batch.md": [],
+    "docs/deploy.md": [],
     "docs/constrain.md": ["customer='Paul Stein' city='Rome'", "minutes=20", 'set_timer {"minutes": 20}'],
     "docs/speculate.md": ["Manta serves"],
     "docs/extend.md": [],
@@ -163,6 +165,11 @@ def test_the_manual_shows_what_serve_prints(monkeypatch: pytest.MonkeyPatch) -> 
 # ---- what is run -----------------------------------------------------------------------------------------------------
 
 
+def bare(command: str) -> str:
+    """Without the variables that it sets for itself."""
+    return re.sub(r"^([A-Z_]+=\S+ )+", "", command)
+
+
 class Manual(NamedTuple):
     """Where commands run: with the package of docs/extend.md installed, and models where the documents say."""
 
@@ -189,7 +196,7 @@ class Manual(NamedTuple):
         """The arguments of `manta` that a command comes to; of `make` those in the last line of its recipe."""
         if command.startswith("make "):
             command = self.recipe(command)[-1].removeprefix("exec ").removeprefix(".venv/bin/")
-        words = shlex.split(command.replace("~/", f"{self.home}/").removeprefix("RAY_ADDRESS=HEAD:6379 "))
+        words = shlex.split(bare(command).replace("~/", f"{self.home}/"))
         assert words[0] == "manta"
         return words[1:]
 
@@ -275,7 +282,7 @@ def starts_a_server(command: str, manual: Manual) -> None:
         )
         assert command_line.main(manual.manta(command)) == 0
     (config,) = configs
-    assert config != ServeConfig() or "=" not in command
+    assert config != ServeConfig() or "=" not in bare(command)
 
 
 def answers_a_batch(command: str, manual: Manual) -> None:
@@ -297,6 +304,27 @@ def starts_a_node(command: str, manual: Manual) -> None:
     words = shlex.split(command)
     assert words[:2] == ["ray", "start"]
     takes_its_flags(command, lambda rest: ray_commands.cli.main(["start", *rest], prog_name="ray"), words[2:])
+
+
+def deploys(command: str, manual: Manual) -> None:
+    """Its flags, and the files that it names; `tests/test_configs.py` reads these as Serve and Ray do."""
+    program, name, *words = shlex.split(command)
+    group = {"serve": serve_commands.cli, "ray": ray_commands.cli}[program]
+    takes_its_flags(command, lambda rest: group.main([name, *rest], prog_name=program), words)
+    names_files(command, manual)
+
+
+def names_files(command: str, manual: Manual) -> None:
+    """Of programs that the tests do not have: its files are there, and the arguments that a build takes."""
+    for name in re.findall(r"configs/[\w./-]+", command):
+        assert (ROOT / name).exists(), f"{command}: there is no {name}"
+    for name in re.findall(r"--build-arg (\w+)=", command):
+        assert f"ARG {name}=" in (ROOT / "Dockerfile").read_text()
+
+
+def names_extras(command: str, manual: Manual) -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(re.findall(r"\[(\w+)\]", command)) <= set(extras)
 
 
 def checks_a_model(command: str, manual: Manual) -> None:
@@ -418,6 +446,31 @@ COMMANDS: dict[str, Callable[[str, Manual], None]] = {
     "RAY_ADDRESS=HEAD:6379 manta serve --set host=0.0.0.0 --set num_engine_replicas=2": starts_a_server,
     "ray start --head --port=6379": starts_a_node,
     "ray start --address=HEAD:6379": starts_a_node,
+    "serve deploy configs/serve/multi-node.yaml": deploys,
+    "serve status": deploys,
+    "serve shutdown --yes": deploys,
+    "ray up configs/cluster/aws.yaml": deploys,
+    "ray rsync-up configs/cluster/aws.yaml configs/serve/replicas.yaml replicas.yaml": deploys,
+    "ray exec configs/cluster/aws.yaml 'serve deploy replicas.yaml'": deploys,
+    "ray attach configs/cluster/aws.yaml --port-forward 8000": deploys,
+    "ray down configs/cluster/aws.yaml": deploys,
+    "docker build --tag manta .": names_files,
+    "docker run --shm-size 2g --publish 127.0.0.1:8000:8000 manta": names_files,
+    "docker build --tag manta:cuda --build-arg TORCH_INDEX=https://pypi.org/simple .": names_files,
+    (
+        "helm install kuberay-operator kuberay-operator --repo https://ray-project.github.io/kuberay-helm "
+        "--version 1.7.0"
+    ): names_files,
+    "kubectl create secret generic manta --from-literal=api-keys=NAME:KEY": names_files,
+    "kubectl apply -f configs/kuberay/rayservice.yaml": names_files,
+    "kubectl port-forward service/manta-serve-svc 8000": names_files,
+    "prometheus --config.file=configs/grafana/prometheus.yml": names_files,
+    (
+        "docker run --network host --volume ./configs/grafana/provisioning:/etc/grafana/provisioning "
+        "--volume ./configs/grafana/dashboards:/var/lib/grafana/dashboards grafana/grafana"
+    ): names_files,
+    "pip install --editable '.[otel]'": names_extras,
+    "OTEL_EXPORTER_OTLP_ENDPOINT=http://localhost:4318 OTEL_SERVICE_NAME=chat manta serve": starts_a_server,
     "manta serve demo --set engine.kv_cache_bytes=1GB": starts_a_server,
     "manta serve --quiet": is_named,
     "manta --version": tells_its_version,

@@ -79,6 +79,9 @@ INSIDE: dict[str, tuple[str, ...]] = {
         "cluster.engine.executor",
         # The step loop
         "cluster.engine.engine",
+        "cluster.engine.overlap.stream",
+        "cluster.engine.overlap",
+        "cluster.engine.overlap.engine",
         "cluster.engine.beam_search",
     ),
     "workers": (
@@ -132,6 +135,7 @@ INSIDE: dict[str, tuple[str, ...]] = {
         "workers.parallel.layers",
         "workers.loader",
         "workers.sampling.sampler",
+        "workers.pending_draw",
         "workers.model_runner",
         "workers.parallel.runner",
         "workers.rank_worker",
@@ -145,6 +149,7 @@ INSIDE: dict[str, tuple[str, ...]] = {
         "cluster.private_folder",
         "cluster.own_ray",
         "cluster.engine",
+        "cluster.telemetry",
         "cluster.text",
         "cluster.http",
         "cluster.http.errors",
@@ -165,6 +170,7 @@ INSIDE: dict[str, tuple[str, ...]] = {
         "cluster.http.engines",
         "cluster.http.answers",
         "cluster.http.exchange",
+        "cluster.telemetry.server_span",
         "cluster.http.state",
         "cluster.http.example",
         "cluster.http.endpoints",

@@ -105,5 +105,5 @@ def copy_blocks(kv: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
     """
     if not pairs:
         return
-    sources, destinations = torch.tensor(pairs, dtype=torch.int64).unbind(1)
+    sources, destinations = torch.tensor(pairs, dtype=torch.int64).to(kv.device, non_blocking=True).unbind(1)
     kv[:, :, destinations] = kv[:, :, sources]

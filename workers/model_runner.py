@@ -1,12 +1,12 @@
 """Executes steps on one rank: keeps block tables and tokens of the running sequences, runs the model, draws the tokens.
 
 Two phases: `execute` starts the forward pass, `sample` draws from its logits; between them masks may still be under
-way. Sampled tokens stay in the rank's own state, so that the next step can be told before they reach the driver.
+way. `draw` is `sample` without waiting for the device: the next step may be executed before its tokens are known here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -16,10 +16,11 @@ from structured.masks import MaskBatch
 from workers.attention import copy_blocks
 from workers.checkpoints.model_config import ModelConfig
 from workers.models.protocol import Model
+from workers.pending_draw import PendingDraw
 from workers.platforms import Platform
-from workers.sampling.sampler import prompt_logprobs, sample
+from workers.sampling.sampler import HostSample, Sampled, prompt_logprobs, sample
 from workers.sampling.sampling_state import SamplingState
-from workers.step import SequenceStart, StepInput, StepOutput, TokenLogprobs
+from workers.step import SamplePoint, SequenceStart, StepInput, StepOutput, TokenLogprobs
 
 PROMPT_LOGPROB_ROWS = 64
 """Rows of logits held at a time for prompt log-probabilities: 64 x 152k float32 are 37 MiB."""
@@ -55,18 +56,21 @@ class ModelRunner:
         max_blocks = -(-self.max_model_len // self.block_size)
         # np.zeros maps the pages lazily: long tables cost memory only where sequences are long.
         self._block_tables = np.zeros((self.max_num_sequences, max_blocks), dtype=np.int32)
-        self._num_blocks = [0] * self.max_num_sequences
+        self._num_blocks = np.zeros(self.max_num_sequences, dtype=np.int64)
         self._free_rows = list(range(self.max_num_sequences - 1, -1, -1))
         self._rows: dict[int, int] = {}
         self.state.clear()
         self._step: StepInput | None = None
         self._hidden: torch.Tensor | None = None
+        self._pending = PendingDraw(StepOutput(-1), self.state)
+        """What was drawn last."""
 
     # ---- phase one ---------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def execute(self, step: StepInput) -> None:
         """Applies the step's changes and starts its forward pass."""
+        self._pending.hold_places()
         for sequence_id in step.finished:
             self._forget(sequence_id)
         for sequence in step.started:
@@ -95,20 +99,14 @@ class ModelRunner:
 
     def _forward(self, step: StepInput) -> torch.Tensor:
         scheduled = step.scheduled
-        rows, starts, lens = [], [], []
-        max_blocks = 0
         for item in scheduled:
-            row = self._rows[item.sequence_id]
-            rows.append(row)
-            starts.append(item.start)
-            lens.append(item.num_tokens)
             if item.new_block_ids:
-                self._append_blocks(row, item.new_block_ids)
-            max_blocks = max(max_blocks, self._num_blocks[row])
-        block_tables = self._block_tables[rows, :max_blocks]
-        metadata = self.platform.build_metadata(np.array(starts), np.array(lens), block_tables, self.block_size)
-        token_ids = self._token_ids(step)
-        return self.model.forward(token_ids, metadata, self.kv_layers)
+                self._append_blocks(self._rows[item.sequence_id], item.new_block_ids)
+        block_tables = self.block_tables([item.sequence_id for item in scheduled])
+        starts = np.array([item.start for item in scheduled])
+        lens = np.array([item.num_tokens for item in scheduled])
+        metadata = self.platform.build_metadata(starts, lens, block_tables, self.block_size)
+        return self.model.forward(self._token_ids(step), metadata, self.kv_layers)
 
     def _append_blocks(self, row: int, block_ids: list[int]) -> None:
         first = self._num_blocks[row]
@@ -117,15 +115,23 @@ class ModelRunner:
 
     def num_blocks(self, sequence_id: int) -> int:
         """Blocks that a sequence has; 0 where it has none yet."""
-        return self._num_blocks[self._rows[sequence_id]]
+        return int(self._num_blocks[self._rows[sequence_id]])
 
     def block_tables(self, sequence_ids: Sequence[int]) -> np.ndarray:
         """int32 [n, most blocks of one]; a copy. Entries after a sequence's last block mean nothing."""
         rows = [self._rows[sequence_id] for sequence_id in sequence_ids]
-        return self._block_tables[rows, : max(self._num_blocks[row] for row in rows)]
+        return self._block_tables[rows, : self._num_blocks[rows].max()]
 
     def _token_ids(self, step: StepInput) -> torch.Tensor:
         """The input ids of the flat batch, int64 [num_tokens]."""
+        known = self._known_token_ids(step)
+        token_ids = self.platform.place(known)
+        self._pending.fill_in(token_ids, step)
+        return token_ids
+
+    def _known_token_ids(self, step: StepInput) -> np.ndarray:
+        if step.is_decode:
+            return self.state.last_tokens([item.sequence_id for item in step.scheduled])
         pieces = []
         for item in step.scheduled:
             tokens = self.state.tokens(item.sequence_id)
@@ -133,29 +139,44 @@ class ModelRunner:
             pieces.append(tokens[item.start : item.start + known])
             if item.draft_token_ids:
                 pieces.append(np.array(item.draft_token_ids, dtype=tokens.dtype))
-        return self.platform.place(np.concatenate(pieces).astype(np.int64, copy=False))
+        return np.concatenate(pieces).astype(np.int64, copy=False)
 
     # ---- phase two ---------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
     def sample(self, masks: MaskBatch | None = None) -> StepOutput:
         """Draws a token at each sample point of the step that `execute` was given, under the step's masks.
 
         A point whose mask is late draws nothing; the sequence is not in `token_ids`.
+        """
+        return self.draw(masks).result()
+
+    @torch.inference_mode()
+    def draw(self, masks: MaskBatch | None = None) -> PendingDraw:
+        """As `sample`, but whoever calls it waits later, in `PendingDraw.result`, and before the next draw. It waits
+        itself for log-probabilities of prompts, and to verify drafts.
         """
         step, hidden = self._step, self._hidden
         if step is None:
             raise RuntimeError("sample() was called without an execute() before it")
         self._step = self._hidden = None
         output = StepOutput(step.step_id)
+        self._pending = PendingDraw(output, self.state)
         if hidden is None:
-            return output
-        self._prompt_logprobs(step, hidden, output)
+            return self._pending
+        if self.state.num_wanting_prompt_logprobs:
+            self._prompt_logprobs(step, hidden, output)
         if step.sample_points:
-            self._draw(step, hidden, output, masks)
-        return output
+            sampled = self._draw(step, hidden, output, masks)
+            self._pending = PendingDraw(output, self.state, sampled, masks)
+        return self._pending
 
-    def _draw(self, step: StepInput, hidden: torch.Tensor, output: StepOutput, masks: MaskBatch | None) -> None:
+    def is_computing(self) -> bool:
+        """Whether the device still works on what it was told. One whose calls wait for it never does."""
+        return torch.accelerator.is_available() and not torch.accelerator.current_stream().query()
+
+    def _draw(
+        self, step: StepInput, hidden: torch.Tensor, output: StepOutput, masks: MaskBatch | None
+    ) -> Sampled | None:
         """Draws at every point, those after drafts as if the drafts were there, and keeps a sequence's tokens up to
         the first that is no draft: each is then drawn after tokens that are the sequence's own.
 
@@ -166,14 +187,21 @@ class ModelRunner:
         for sequence_id, token_ids in drafts.items():
             self.state.append(sequence_id, token_ids)
         logits = self._logits(hidden, [point.row for point in points])
-        drawn = sample(self.platform.sampler, logits, points, self.state, masks).to_host()
+        sampled = sample(self.platform.sampler, logits, points, self.state, masks)
+        if not drafts:
+            return sampled
+        drawn = sampled.to_host()
         for sequence_id, token_ids in drafts.items():
             self.state.truncate(sequence_id, len(self.state.tokens(sequence_id)) - len(token_ids))
-        order: Iterable[int] = range(len(points))
-        if drafts:
-            order = sorted(order, key=lambda index: points[index].position)
+        self._keep_verified(points, drafts, drawn, output)
+        return None
+
+    def _keep_verified(
+        self, points: list[SamplePoint], drafts: dict[int, list[int]], drawn: HostSample, output: StepOutput
+    ) -> None:
+        """With drafts: a sequence's points in the order of their positions, up to the first that draws no draft."""
         settled = set()
-        for index in order:
+        for index in sorted(range(len(points)), key=lambda index: points[index].position):
             sequence_id = points[index].sequence_id
             if sequence_id in settled:
                 continue
@@ -196,14 +224,17 @@ class ModelRunner:
 
     def _logits(self, hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:
         """Logits of these rows of `hidden`; each row is multiplied once, however many points it has."""
+        if rows == list(range(hidden.shape[0])):  # decodes only: no copy
+            return self.model.compute_logits(hidden)
         unique = list(dict.fromkeys(rows))
-        if unique != list(range(hidden.shape[0])):  # all rows in order is the decode-only case: no copy
-            hidden = hidden[torch.tensor(unique, device=hidden.device)]
-        logits = self.model.compute_logits(hidden)
+        logits = self.model.compute_logits(hidden[self._place_indices(unique)])
         if len(unique) == len(rows):
             return logits
         index = {row: position for position, row in enumerate(unique)}
-        return logits[torch.tensor([index[row] for row in rows], device=logits.device)]
+        return logits[self._place_indices([index[row] for row in rows])]
+
+    def _place_indices(self, indices: list[int]) -> torch.Tensor:
+        return self.platform.place(np.array(indices, dtype=np.int64))
 
     def _prompt_logprobs(self, step: StepInput, hidden: torch.Tensor, output: StepOutput) -> None:
         """Row `i` of a prompt's chunk predicts the prompt token after it."""

@@ -21,6 +21,7 @@ from workers.model_runner import ModelRunner
 from workers.parallel.group import Group, OneRank
 from workers.parallel.runner import FollowerRunner, RankRunner
 from workers.parallel.shard import shard_config
+from workers.pending_draw import PendingDraw
 from workers.phases import Phases
 from workers.platforms import Platform, choose_platform
 from workers.step import StepInput, StepOutput
@@ -143,6 +144,13 @@ class Worker:
 
     def sample(self, masks: MaskBatch | None = None) -> StepOutput:
         return self.runner.sample(masks)
+
+    def draw(self, masks: MaskBatch | None = None) -> PendingDraw:
+        """`sample` in two parts, for whoever lets the device run ahead of the host."""
+        return self.runner.draw(masks)
+
+    def is_computing(self) -> bool:
+        return self.runner.is_computing()
 
     def reset(self) -> None:
         self.runner.reset()

@@ -24,6 +24,7 @@ from cluster.config import ServeConfig, load_config, ray_address
 from cluster.http.access.keys import VARIABLE, openness, with_api_keys
 from cluster.http.example import curl
 from cluster.serve.listening.port import bound
+from cluster.telemetry import exporting as telemetry
 from cluster.text.tokenizer import has_chat_template
 from workers.checkpoints.model_config import ModelError, resolve_model_folder
 from workers.model_info import ModelInfo
@@ -45,6 +46,8 @@ def run_serve(config_path: str | None, overrides: dict[str, Any], quiet: bool = 
     if ray_address() is None:  # a cluster's Serve may hold the port already, and takes this application too
         _check_port(config.host, config.port)
     if (warning := openness(config)) is not None:
+        print(f"manta: warning: {warning}", file=sys.stderr, flush=True)
+    if (warning := telemetry.missing()) is not None:
         print(f"manta: warning: {warning}", file=sys.stderr, flush=True)
     try:
         check_quickly(config.engine)

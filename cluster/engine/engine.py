@@ -1,6 +1,7 @@
 """One model replica: the step loop that turns requests into tokens. Start reading here.
 
-`Engine.step` is the whole of it: *schedule, prepare masks, execute, update*. The engine deals in token ids only, holds
+`Engine.step` is the whole of it: *schedule, prepare masks, execute, update*. On a device that should never wait for
+the host, `overlap/engine.py` has the same four phases in another order. The engine deals in token ids only, holds
 no tokenizer and no HTTP, and is used by one thread at a time: `cluster/llm.py` calls it directly,
 `cluster/serve/engine_deployment.py` gives it a thread of its own behind Ray Serve.
 """
@@ -17,7 +18,7 @@ import msgspec
 
 from cluster.config import EngineConfig
 from cluster.engine.constraints import ConstraintService
-from cluster.engine.executor import make_executor
+from cluster.engine.executor import Executor, make_executor
 from cluster.engine.kv_blocks import KVBlocks
 from cluster.engine.masks import Masks, StepMasks
 from cluster.engine.request import Branch, ContinuedChoice, EngineRequest, QueueFull, RequestRefused, SequenceOutput
@@ -49,13 +50,19 @@ class Engine:
     """Serves requests on one model replica. Not thread-safe.
 
     `has_messages` says whether the caller has something to tell between two steps: a step that has nothing to compute
-    returns then. Raises `ModelError` or `ValueError` when the model or the configuration cannot be served.
+    returns then. `executor` is made from the configuration if none is given. Raises `ModelError` or `ValueError` when
+    the model or the configuration cannot be served.
     """
 
-    def __init__(self, config: EngineConfig, has_messages: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        has_messages: Callable[[], bool] = lambda: False,
+        executor: Executor | None = None,
+    ) -> None:
         self.config = config
         self._has_messages = has_messages
-        self.executor = make_executor(config)
+        self.executor = executor or make_executor(config)
         self.model = self.executor.model
         self.max_model_len = self.model.max_model_len
         self.scheduler = Scheduler(
@@ -123,27 +130,29 @@ class Engine:
             time.sleep(IDLE_SLICE_S)
 
     def _execute(self, step: StepInput, masks: StepMasks | None = None) -> StepOutput:
-        """The failure of a row is a value in the output; an exception here is a failure of the engine itself.
-
-        Then every running sequence is recomputed from its tokens on rebuilt workers, once: a second failure in a row is
-        fatal.
-        """
+        """The failure of a row is a value in the output; an exception here is a failure of the engine itself."""
         try:
             self.executor.execute(step)
             output = self.executor.sample(None if masks is None else masks.collect())
         except Exception as error:
-            logger.exception("step %d failed with %d sequences", step.step_id, len(step.scheduled))
-            if self._recovering:
-                self.alive = False
-                raise EngineDead(f"two steps in a row failed, last with {type(error).__name__}: {error}") from error
-            self._recovering = True
-            self._rebuild_ranks()
+            self._recover(step, error)
             return StepOutput(step.step_id)
         except BaseException:  # a KeyboardInterrupt leaves the ranks with half a step, and is no failure
             self._rebuild_ranks()
             raise
         self._recovering = False
         return output
+
+    def _recover(self, step: StepInput, error: Exception) -> None:
+        """After a failed step every running sequence is recomputed from its tokens on rebuilt workers, once: a second
+        failure in a row is fatal.
+        """
+        logger.error("step %d failed with %d sequences", step.step_id, len(step.scheduled), exc_info=error)
+        if self._recovering:
+            self.alive = False
+            raise EngineDead(f"two steps in a row failed, last with {type(error).__name__}: {error}") from error
+        self._recovering = True
+        self._rebuild_ranks()
 
     def _rebuild_ranks(self) -> None:
         """The ranks forget everything; what runs is computed again from its tokens."""

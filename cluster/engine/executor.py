@@ -6,13 +6,16 @@ asks which of the two it is.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from cluster.config import EngineConfig
 from structured.logits_processors import LogitsProcessorFactory
 from structured.masks import MaskBatch
 from workers.model_info import ModelInfo
 from workers.step import StepInput, StepOutput
+
+if TYPE_CHECKING:
+    from workers.pending_draw import PendingDraw  # imports torch
 
 
 class Executor(Protocol):
@@ -57,7 +60,10 @@ def make_executor(config: EngineConfig) -> Executor:
 
 
 class InProcessExecutor:
-    """One worker, called directly: a call costs nothing, and torch releases the GIL while the model runs."""
+    """One worker, called directly: a call costs nothing, and torch releases the GIL while the model runs.
+
+    `draw` and `is_computing` are for the overlapped loop, and not for a worker that speculates.
+    """
 
     num_rank_rebuilds = 0
     num_rank_disagreements = 0
@@ -76,6 +82,14 @@ class InProcessExecutor:
 
     def sample(self, masks: MaskBatch | None = None) -> StepOutput:
         return self._worker.sample(masks)
+
+    def draw(self, masks: MaskBatch | None = None) -> PendingDraw:
+        """As `sample`, but whoever calls it waits later."""
+        return self._worker.draw(masks)  # type: ignore[attr-defined]
+
+    def is_computing(self) -> bool:
+        """Whether the device still works on what it was told."""
+        return self._worker.is_computing()  # type: ignore[attr-defined]
 
     def register_logits_processor(self, name: str, factory: LogitsProcessorFactory) -> None:
         self._worker.register_logits_processor(name, factory)

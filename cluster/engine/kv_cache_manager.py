@@ -61,26 +61,29 @@ class KVCacheManager:
 
     def can_grow(self, sequence: Sequence, count: int) -> bool:
         """Whether the blocks for the next `count` tokens are free."""
-        missing = self._num_missing(sequence, count)
+        missing = self._num_blocks_for(sequence.num_computed_tokens + count) - len(sequence.block_table)
         return missing <= 0 or missing <= self.blocks.num_free
 
-    def grow(self, sequence: Sequence, count: int, num_others: int) -> None:
-        """Gives the sequence blocks for its next `count` tokens, which are known to be free. It also gets blocks for
-        the lookahead tokens, if one free block for each of `num_others` other sequences remains.
+    def grow(self, sequence: Sequence, count: int, num_others: int) -> bool:
+        """Gives the sequence blocks for its next `count` tokens; False, and none, if too few are free. It also gets
+        blocks for the lookahead tokens, if one free block for each of `num_others` other sequences remains.
         """
-        missing = self._num_missing(sequence, count)
-        if missing > 0:
-            sequence.block_table += self.blocks.allocate(missing)
         end = sequence.num_computed_tokens + count
+        missing = -(-end // self._block_size) - len(sequence.block_table)
+        if missing > 0:
+            if missing > self.blocks.num_free:
+                return False
+            sequence.block_table += self.blocks.allocate(missing)
         if self.num_lookahead_tokens and end >= len(sequence.token_ids):
             ahead = self._num_blocks_for(min(end + self.num_lookahead_tokens, sequence.max_length))
             ahead -= len(sequence.block_table)
             if 0 < ahead <= self.blocks.num_free - num_others:
                 sequence.block_table += self.blocks.allocate(ahead)
+        return True
 
-    def register_full_blocks(self, sequence: Sequence, num_tokens: int) -> None:
-        """Offers the blocks that the first `num_tokens` tokens fill to the prefix cache."""
-        full = num_tokens // self._block_size
+    def register_full_blocks(self, sequence: Sequence) -> None:
+        """Offers the blocks that computed tokens fill to the prefix cache, as far as the tokens are known."""
+        full = min(sequence.num_computed_tokens, len(sequence.token_ids)) // self._block_size
         if full > sequence.num_registered_blocks:
             hashes = sequence.hash_blocks(full, self._block_size)
             for block in range(sequence.num_registered_blocks, full):
@@ -89,10 +92,6 @@ class KVCacheManager:
 
     def _num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
-
-    def _num_missing(self, sequence: Sequence, count: int) -> int:
-        # `_num_blocks_for`, written out: this is called twice for each row of a step.
-        return -(-(sequence.num_computed_tokens + count) // self._block_size) - len(sequence.block_table)
 
     # ---- forks and ends ----------------------------------------------------------------------------------------
 
@@ -115,7 +114,7 @@ class KVCacheManager:
         """Gives back all blocks: nothing of the sequence counts as computed."""
         self.blocks.free(sequence.block_table)
         sequence.block_table = []
-        sequence.num_computed_tokens = sequence.num_shared_blocks = 0
+        sequence.num_computed_tokens = sequence.num_pending_tokens = sequence.num_shared_blocks = 0
         sequence.num_registered_blocks = sequence.num_sent_blocks = 0
 
     def discard(self, sequence: Sequence, others: Iterable[Sequence]) -> list[Sequence]:

@@ -8,8 +8,9 @@ for the next step. Called by the engine's thread; sequences change only through 
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from cluster.engine.constraints import ConstraintService
 from cluster.engine.kv_blocks import IntegrityError
@@ -33,7 +34,8 @@ out, and the engine handles new requests, aborts and deadlines.
 
 
 class StepMasks:
-    """The masks of one step: call `begin`, `collect` and `settle` once each, in this order. If a step fails nothing is
+    """The masks of one step: call `begin`, `collect` and `settle` once each, in this order; in the overlapped loop
+    `end_sequences` in the place of `settle`. If a step fails nothing is
     lost, because sessions are functions of tokens. In a step whose rows are all constrained, those whose masks are
     ready wait `patience_s` for the others.
     """
@@ -102,16 +104,19 @@ class StepMasks:
                 self._points[sequence_id].append(index)
                 continue
             sequence = self._scheduler.get(sequence_id)
-            if sequence is not None and sequence.constraint is not None:
-                self._points[sequence_id] = [index]
-                self._sequences.append(sequence)
+            if sequence is None or sequence.constraint is None or step.step_id < sequence.first_step:
+                continue  # the last: preempted since the step was planned, nobody reads what it draws
+            self._points[sequence_id] = [index]
+            self._sequences.append(sequence)
 
-    def collect(self) -> MaskBatch | None:
-        """The masks that are there when the forward pass is over; None for a step without constraints."""
+    def collect(self, is_computing: Callable[[], bool] = lambda: False) -> MaskBatch | None:
+        """The masks that are there when the forward pass is over (`is_computing` says whether it runs); None for a step
+        without constraints.
+        """
         pool = self._pool
         if pool is None or not self._points:
             return None
-        missing = self._wait(pool)
+        missing = self._wait(pool, is_computing)
         adjustments = {}
         for sequence in self._sequences:
             sequence_id = sequence.sequence_id
@@ -129,11 +134,14 @@ class StepMasks:
         self.seconds = time.perf_counter() - self._started
         return MaskBatch(self._step_id, self._slots, pool.buffer.rows, adjustments)
 
-    def _wait(self, pool: GrammarPool) -> set[int]:
-        """Sessions whose masks are late. If all rows are constrained, the step waits a little for masks: no row without
-        a constraint is held up, and a row that draws nothing would have to be computed again.
+    def _wait(self, pool: GrammarPool, is_computing: Callable[[], bool]) -> set[int]:
+        """Sessions whose masks are late. Nobody is held up while the model runs. If all rows are constrained, the step
+        waits a little longer: no row without a constraint is held up, and a row that draws nothing would have to be
+        computed again.
         """
         ids = list(self._points)
+        if is_computing():
+            pool.wait(ids, math.inf, lambda count: not is_computing())
         all_constrained = sum(map(len, self._points.values())) == len(self._slots)
         pool.wait(ids, LONGEST_WAIT_S if all_constrained else 0.0, lambda count: count < len(ids))
         if all_constrained:
@@ -161,6 +169,16 @@ class StepMasks:
                 self._finished.append((sequence, _output(sequence) + self._drafts[sequence_id][: len(rows)]))
         return rows
 
+    def end_sequences(self) -> list[SequenceOutput]:
+        """Ends the sequences that the step's masks end."""
+        outputs: list[SequenceOutput] = []
+        for sequence, output in self._finished:
+            if _output(sequence) == output:
+                outputs += self._scheduler.end(sequence.sequence_id, FinishStatus.FINISHED_STOPPED)
+        for sequence_id, error in self._failed.items():
+            outputs += self._scheduler.end(sequence_id, FinishStatus.FINISHED_INTERNAL_ERROR, error)
+        return outputs
+
     def settle(self) -> list[SequenceOutput]:
         """Ends the sequences that the step's masks end, and asks early for the next masks. Most finished grammars are
         then known before the next step is planned, which saves it a row.
@@ -171,12 +189,7 @@ class StepMasks:
         if self._forced is not None:
             for sequence, num_before, drafts in self._tried:
                 self._forced.learn(sequence.sequence_id, drafts, sequence.token_ids[num_before:])
-        outputs: list[SequenceOutput] = []
-        for sequence, output in self._finished:
-            if _output(sequence) == output:
-                outputs += self._scheduler.end(sequence.sequence_id, FinishStatus.FINISHED_STOPPED)
-        for sequence_id, error in self._failed.items():
-            outputs += self._scheduler.end(sequence_id, FinishStatus.FINISHED_INTERNAL_ERROR, error)
+        outputs = self.end_sequences()
         going_on = [s for s in self._sequences if s.finish is None and s.block_table and not s.waits_for_mask]
         if going_on:
             if self._forced is not None:
@@ -239,7 +252,9 @@ class Masks:
 
     @property
     def _late(self) -> list[Sequence]:
-        return [sequence for sequence in self._scheduler.running if sequence.waits_for_mask]
+        """Those that sit steps out. Of a step under way it is not known yet where they stand."""
+        running = self._scheduler.running
+        return [sequence for sequence in running if sequence.waits_for_mask and not sequence.num_pending_tokens]
 
     def is_late_mask_there(self) -> bool:
         """Whether a sequence that sits steps out may go on. Supervises the grammar workers, too."""

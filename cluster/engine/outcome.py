@@ -5,85 +5,60 @@ Queues and blocks belong to the scheduler, which is the only caller. Imports nei
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-import msgspec
+from collections.abc import Iterator
 
 from cluster.engine.request import FinishStatus, SequenceOutput
 from cluster.engine.sequence import Sequence
 from cluster.engine.stats import DraftCounts
 from specdecode.acceptance import num_accepted
-from workers.step import StepInput, StepOutput, TokenLogprobs
+from workers.step import ScheduledSequence, StepInput, StepOutput, TokenLogprobs
 
 
-class Computed(msgspec.Struct, gc=False):
-    """What a step computed of one sequence: positions `[start, known_end)` of its tokens, and its drafts."""
-
-    sequence_id: int
-    start: int
-    known_end: int
-    draft_token_ids: list[int]
-    is_fork: bool = False
-    """The sequence was forked in this step: it computed nothing, and drew from the last row of its parent's prompt."""
-
-
-def computed_by(step: StepInput, sequences: Mapping[int, Sequence]) -> list[Computed]:
-    """What the step computed, forks last. Forks that have ended, and so are not in `sequences` (by id), are left
-    out.
+def computed_by(step: StepInput) -> Iterator[ScheduledSequence]:
+    """What the step computed of each sequence, forks last: of these nothing, as they drew from the last row of their
+    parent's prompt.
     """
-    computed = [
-        Computed(
-            item.sequence_id,
-            item.start,
-            item.start + item.num_tokens - len(item.draft_token_ids),
-            item.draft_token_ids,
-        )
-        for item in step.scheduled
-    ]
-    for fork in step.forked:
-        sequence = sequences.get(fork.sequence_id)
-        if sequence is not None:
-            end = sequence.num_prompt_tokens
-            computed.append(Computed(fork.sequence_id, end, end, [], is_fork=True))
-    return computed
+    yield from step.scheduled
+    if step.forked:
+        ends = {point.sequence_id: point.position for point in step.sample_points}
+        for fork in step.forked:
+            yield ScheduledSequence(fork.sequence_id, ends[fork.sequence_id], 0, [])
 
 
 def advance(
-    sequence: Sequence, computed: Computed, output: StepOutput, draft_counts: DraftCounts
+    sequence: Sequence, computed: ScheduledSequence, output: StepOutput, draft_counts: DraftCounts
 ) -> SequenceOutput | None:
     """Gives the sequence what it gained, and returns that; None if it gained nothing. If the result has a `finish`, the
     caller must end the sequence.
+
+    Its tokens were counted as computed when the step was planned. The last position and its drafts were so in vain, as
+    far as no token was drawn after them.
     """
-    token_ids = output.token_ids.get(sequence.sequence_id)
-    proposer, drafts = sequence.draft_proposer, computed.draft_token_ids
-    sequence.draft_token_ids = output.draft_token_ids.get(sequence.sequence_id, [])
-    sequence.draft_proposer = output.draft_proposers.get(sequence.sequence_id, "")
-    prompt_logprobs = _new_prompt_logprobs(sequence, computed.start, output)
-    if not token_ids:
-        # A row whose token was not drawn because its mask was late computes its last position again.
-        late = computed.known_end == len(sequence.token_ids)
-        sequence.num_computed_tokens = computed.known_end - late
-        if prompt_logprobs:
-            return SequenceOutput(sequence.request_id, sequence.index, [], prompt_logprobs=prompt_logprobs)
-        return None
+    sequence_id, drafts, proposer = sequence.sequence_id, computed.draft_token_ids, sequence.draft_proposer
+    sequence.draft_token_ids = output.draft_token_ids.get(sequence_id, [])
+    sequence.draft_proposer = output.draft_proposers.get(sequence_id, "")
+    prompt_logprobs = None
+    if output.prompt_logprobs:
+        prompt_logprobs = _new_prompt_logprobs(sequence, computed.start, output)
+    known_end = computed.start + computed.num_tokens - len(drafts)
+    if known_end < len(sequence.token_ids):  # a part of the prompt
+        return _change(sequence, [], prompt_logprobs=prompt_logprobs) if prompt_logprobs else None
+    sequence.num_pending_tokens -= 1
+    token_ids = output.token_ids.get(sequence_id)
+    if not token_ids:  # its mask was late
+        sequence.num_computed_tokens -= 1 + len(drafts)
+        return _change(sequence, [], prompt_logprobs=prompt_logprobs) if prompt_logprobs else None
+    logprobs = output.logprobs.get(sequence_id)
     if sequence.num_branches:
-        sequence.num_computed_tokens, sequence.is_paused = computed.known_end, True
-        return SequenceOutput(sequence.request_id, sequence.index, [], output.logprobs.get(sequence.sequence_id))
+        return _change(sequence, [], logprobs)
     gained, finish = _accept(sequence, token_ids)
+    sequence.num_computed_tokens -= 1 + len(drafts) - len(gained)
     if drafts:
         count = num_accepted(drafts, gained)
         draft_counts.add(proposer, len(drafts), count)
         sequence.num_accepted_drafts += count
         sequence.num_rejected_drafts += len(drafts) - count
-    sequence.num_computed_tokens = computed.known_end + len(gained) - 1
-    logprobs = output.logprobs.get(sequence.sequence_id)
-    change = SequenceOutput(
-        sequence.request_id,
-        sequence.index,
-        gained,
-        None if logprobs is None else logprobs[: len(gained)],
-        prompt_logprobs,
-    )
+    change = _change(sequence, gained, None if logprobs is None else logprobs[: len(gained)], prompt_logprobs)
     if finish is not None or drafts or sequence.num_output_tokens == len(gained):
         change.usage = sequence.usage
     if finish is not None:
@@ -91,6 +66,15 @@ def advance(
         if finish is FinishStatus.FINISHED_STOPPED:
             change.stop_token_id = gained[-1]
     return change
+
+
+def _change(
+    sequence: Sequence,
+    token_ids: list[int],
+    logprobs: list[TokenLogprobs] | None = None,
+    prompt_logprobs: list[TokenLogprobs] | None = None,
+) -> SequenceOutput:
+    return SequenceOutput(sequence.request_id, sequence.index, token_ids, logprobs, prompt_logprobs)
 
 
 def _accept(sequence: Sequence, token_ids: list[int]) -> tuple[list[int], FinishStatus | None]:

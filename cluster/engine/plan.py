@@ -26,7 +26,8 @@ class StepPlan:
         """Sequences that the ranks do not know yet, although their tokens are computed."""
 
     def finish(self, sequence: Sequence) -> None:
-        """Has the ranks forget the sequence."""
+        """Has the ranks forget the sequence. Nothing counts that they answer to earlier steps."""
+        sequence.first_step = self.step.step_id
         self.step.finished.append(sequence.sequence_id)
 
     def copy(self, sequence: Sequence, copies: list[tuple[int, int]]) -> None:
@@ -46,19 +47,24 @@ class StepPlan:
         self.step.started.append(sequence.start())
 
     def schedule(self, sequence: Sequence, count: int) -> None:
-        """Puts the next `count` tokens of a sequence into the step; its blocks have room for them."""
-        start, known = sequence.num_computed_tokens, len(sequence.token_ids)
-        end = start + count
+        """Puts the next `count` tokens of a sequence into the step; its blocks have room for them. They count as
+        computed from here on, and the token after the last known one as drawn.
+        """
+        sequence_id, start = sequence.sequence_id, sequence.num_computed_tokens
+        known = len(sequence.token_ids) + sequence.num_pending_tokens
+        end = sequence.num_computed_tokens = start + count
         unsent = sequence.block_table[sequence.num_sent_blocks :]
         sequence.num_sent_blocks += len(unsent)
         drafts = sequence.draft_token_ids[: max(0, end - known)] if sequence.draft_token_ids else []
         self.step.scheduled.append(
-            ScheduledSequence(sequence.sequence_id, start, count, unsent, drafts, sequence.draft_proposer)
+            ScheduledSequence(sequence_id, start, count, unsent, drafts, sequence.draft_proposer)
         )
         if end >= known:
+            sequence.num_pending_tokens += 1
+            sequence.is_paused = sequence.num_branches > 0
             first_row = self._num_rows - start
             for position in range(known, end + 1):
-                self.step.sample_points.append(SamplePoint(first_row + position - 1, sequence.sequence_id, position))
+                self.step.sample_points.append(SamplePoint(first_row + position - 1, sequence_id, position))
             if sequence.unforked:
                 self.completed_prompts.append((sequence, first_row + known - 1))
         self._num_rows += count
@@ -66,6 +72,7 @@ class StepPlan:
 
     def fork(self, parent: Sequence, fork: Sequence, row: int) -> None:
         """Has the fork draw its first token from the logits of its parent's last prompt token."""
+        fork.num_computed_tokens, fork.num_pending_tokens = fork.num_prompt_tokens, 1
         self.step.forked.append(SequenceFork(parent.sequence_id, fork.sequence_id, fork.noise_seed))
         self.step.sample_points.append(SamplePoint(row, fork.sequence_id, fork.num_prompt_tokens))
 

@@ -81,6 +81,8 @@ class EngineRequest(msgspec.Struct, kw_only=True, array_like=True):
     """
     num_prompt_logprobs: int = 0
     """Prompt positions that the other engine reported."""
+    traceparent: str = ""
+    """The span that those of the engine belong to, in W3C's form; empty if nobody traces the request."""
 
 
 class Branch(NamedTuple):
@@ -91,7 +93,7 @@ class Branch(NamedTuple):
     token_id: int
 
 
-class SequenceOutput(msgspec.Struct, array_like=True):
+class SequenceOutput(msgspec.Struct, array_like=True, gc=False):
     """What one step added to one choice of one request."""
 
     request_id: str

@@ -8,9 +8,6 @@ results.
 
 from __future__ import annotations
 
-import bisect
-import operator
-
 import msgspec
 
 from cluster.engine.kv_blocks import IntegrityError, KVBlocks
@@ -20,10 +17,8 @@ from cluster.engine.plan import StepPlan
 from cluster.engine.request import FinishStatus, RequestRefused, SequenceOutput
 from cluster.engine.sequence import Sequence
 from cluster.engine.stats import DraftCounts
-from cluster.engine.turns import Turns
+from cluster.engine.turns import SequenceQueue, Turns
 from workers.step import RowError, StepInput, StepOutput
-
-_ORDER = operator.attrgetter("order")
 
 
 class Scheduler:
@@ -43,15 +38,13 @@ class Scheduler:
         num_lookahead_tokens: int = 0,
         length_remedy: str = "",
     ) -> None:
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.max_num_sequences = max_num_sequences
+        self.max_num_batched_tokens, self.max_num_sequences = max_num_batched_tokens, max_num_sequences
         self.max_model_len, self._length_remedy = max_model_len, length_remedy
         self.blocks = blocks
-        self.running: list[Sequence] = []
-        self.waiting: list[Sequence] = []
-        self.prefix_cache_queries = 0
-        self.prefix_cache_hits = 0
-        self.num_preemptions = 0
+        self.running = SequenceQueue()
+        self.waiting = SequenceQueue()
+        self.preempted: list[Sequence] = []  # since the last step was planned
+        self.prefix_cache_queries = self.prefix_cache_hits = self.num_preemptions = 0
         self.has_advanced = False
         """Whether the last step brought a token, an end or a position that stays computed."""
         self.drafts = DraftCounts()
@@ -125,7 +118,7 @@ class Scheduler:
         sequence.max_length = sequence.num_prompt_tokens + (max_tokens or room)
         self._turns.give(sequence)
         self._register(sequence)
-        bisect.insort(self.waiting, sequence, key=_ORDER)
+        self.waiting.add(sequence)
 
     def _register(self, sequence: Sequence) -> None:
         self._num_deadlines += sequence.deadline is not None
@@ -137,6 +130,7 @@ class Scheduler:
     def schedule(self) -> StepInput:
         """Plans the next step."""
         plan = self._plan
+        self.preempted.clear()
         self._make_way_for_priority()
         self._schedule_running(plan)
         plan.start_branches()
@@ -151,44 +145,49 @@ class Scheduler:
         index = 0
         while index < len(self.running) and plan.budget > 0:
             sequence = self.running[index]
-            if sequence.waits_for_mask or sequence.is_paused:
+            count = min(self._num_wanted(sequence), plan.budget)
+            if not count or sequence.waits_for_mask or sequence.is_paused:
                 index += 1
                 continue
-            count = min(self._num_wanted(sequence), plan.budget)
             if sequence.draft_token_ids and not self._cache.can_grow(sequence, count):
                 sequence.draft_token_ids = []  # no sequence is preempted for drafts
                 count = min(self._num_wanted(sequence), plan.budget)
-            while not self._cache.can_grow(sequence, count):
+            while not self._cache.grow(sequence, count, num_others=len(self.running)):
                 victim = self.running[-1]  # never one already in this step: those stand further up
                 self._preempt(victim)
                 if victim is sequence:
                     break
             else:
-                self._schedule(plan, sequence, count)
+                plan.schedule(sequence, count)
+                self._cache.register_full_blocks(sequence)
                 index += 1
 
     def _admit_waiting(self, plan: StepPlan) -> None:
+        num_taken = self._num_places_taken() if self.waiting else 0
         while plan.budget > 0 and (sequence := self._first_waiting()) is not None:
-            prefix = self._cache.find_prefix(sequence) if self._has_places(sequence) else None
+            has_places = num_taken + sequence.num_places <= self.max_num_sequences
+            prefix = self._cache.find_prefix(sequence) if has_places else None
             if prefix is None or not self._cache.fits(sequence, prefix):
-                paused = [other for other in self.running if other.is_paused]
+                paused = [other for other in self.running if other.is_paused and not other.num_pending_tokens]
                 if plan.step.scheduled or not paused:
                     break
                 self._preempt(paused[-1])  # it has reported its log-probabilities, and no other sequence can give way
+                num_taken -= paused[-1].num_places
                 continue
             self.waiting.remove(sequence)
             self._admit(sequence, prefix)
+            num_taken += sequence.num_places
             plan.start(sequence)
-            self._schedule(plan, sequence, min(self._num_wanted(sequence), plan.budget))
+            count = min(self._num_wanted(sequence), plan.budget)
+            self._cache.grow(sequence, count, num_others=len(self.running))
+            plan.schedule(sequence, count)
+            self._cache.register_full_blocks(sequence)
 
     def _first_waiting(self) -> Sequence | None:
         return next((sequence for sequence in self.waiting if not sequence.is_paused), None)
 
-    def _has_places(self, sequence: Sequence) -> bool:
-        """Whether there are running places for the sequence and its forks."""
-        return self._num_places_taken() + sequence.num_places <= self.max_num_sequences
-
     def _num_places_taken(self) -> int:
+        """Running places of all that run and of their forks."""
         return sum(other.num_places for other in self.running)
 
     def _admit(self, sequence: Sequence, prefix: list[int]) -> None:
@@ -199,20 +198,18 @@ class Scheduler:
             if sequence.params.prompt_logprobs is None:
                 self.prefix_cache_queries += sequence.num_prompt_tokens
                 self.prefix_cache_hits += sequence.num_cached_tokens
-        bisect.insort(self.running, sequence, key=_ORDER)
+        self.running.add(sequence)
 
     def _num_wanted(self, sequence: Sequence) -> int:
-        """Tokens that would bring the sequence up to date: known ones and drafts, of which none may pass its end."""
-        known = len(sequence.token_ids)
+        """Tokens that would bring the sequence up to date: known ones, those that steps under way draw, and drafts, of
+        which none may pass its end. None if its last token is under way.
+        """
+        known = len(sequence.token_ids) + sequence.num_pending_tokens
+        if known >= sequence.max_length:
+            return 0
         if sequence.draft_token_ids:
             del sequence.draft_token_ids[max(0, sequence.max_length - known - 1) :]
         return known + len(sequence.draft_token_ids) - sequence.num_computed_tokens
-
-    def _schedule(self, plan: StepPlan, sequence: Sequence, count: int) -> None:
-        """Puts the next `count` tokens of a sequence into the step; its blocks are known to be free."""
-        self._cache.grow(sequence, count, num_others=len(self.running))
-        plan.schedule(sequence, count)
-        self._cache.register_full_blocks(sequence, min(sequence.num_computed_tokens + count, len(sequence.token_ids)))
 
     def _fork(self, plan: StepPlan, parent: Sequence, row: int) -> None:
         """Makes the parent's other choices sequences of their own, which draw their first tokens from its logits.
@@ -228,16 +225,15 @@ class Scheduler:
         for fork in forks:
             self._register(fork)
             if self._share(parent, fork, shared):
-                fork.num_computed_tokens = num_tokens
                 plan.fork(parent, fork, row)
 
     def _share(self, parent: Sequence, fork: Sequence, num_tokens: int) -> bool:
         """Makes a sequence run on the blocks of another one's first tokens, or queues it if that is impossible."""
         if not self._cache.can_share(parent, num_tokens):
-            bisect.insort(self.waiting, fork, key=_ORDER)
+            self.waiting.add(fork)
             return False
         self._plan.copy(fork, self._cache.share(parent, fork, num_tokens))
-        bisect.insort(self.running, fork, key=_ORDER)
+        self.running.add(fork)
         return True
 
     def branch(self, request_id: str, pairs: list[tuple[Sequence, Sequence]]) -> None:
@@ -271,7 +267,8 @@ class Scheduler:
         """The first in the queue takes the place of less urgent ones. It happens before anything is scheduled."""
         urgent = self._first_waiting()
         while urgent is not None and self.running and urgent.priority < self.running[-1].priority:
-            if self._has_places(urgent) and self._cache.fits(urgent, self._cache.find_prefix(urgent)):
+            has_places = self._num_places_taken() + urgent.num_places <= self.max_num_sequences
+            if has_places and self._cache.fits(urgent, self._cache.find_prefix(urgent)):
                 break
             self._preempt(self.running[-1])
 
@@ -279,10 +276,12 @@ class Scheduler:
         """Back to the queue; its tokens stay, its keys and values are computed again."""
         self.running.remove(sequence)
         self._release(sequence)
-        bisect.insort(self.waiting, sequence, key=_ORDER)
+        self.waiting.add(sequence)
+        self.preempted.append(sequence)
         self.num_preemptions += 1
 
     def _release(self, sequence: Sequence) -> None:
+        sequence.is_paused &= not sequence.num_pending_tokens
         self._cache.release(sequence)
         sequence.draft_token_ids = []
         sequence.waits_for_mask = False
@@ -300,22 +299,22 @@ class Scheduler:
         """Applies what the ranks answered; returns what each sequence gained."""
         changes: list[SequenceOutput] = []
         self.has_advanced = False
-        for computed in computed_by(step, self._by_id):
+        for computed in computed_by(step):
             sequence = self._by_id.get(computed.sequence_id)
             if sequence is None:
                 continue  # ended since the step was planned
-            if not sequence.block_table and not computed.is_fork:
-                continue  # preempted since; a fork's row is its parent's and would fail again
             error = output.errors.get(computed.sequence_id)
+            if step.step_id < sequence.first_step and (computed.num_tokens or error is None):
+                continue  # preempted since; a fork's row is its parent's and would fail again
             if error is not None:
                 changes.append(self._fail(sequence, error))
-            elif sequence.block_table:
-                change = advance(sequence, computed, output, self.drafts)
-                self.has_advanced |= sequence.num_computed_tokens > computed.start
-                if change is not None:
-                    changes.append(change)
-                    if change.finish is not None:
-                        self._end(sequence, change.finish)
+                continue
+            change = advance(sequence, computed, output, self.drafts)
+            self.has_advanced |= sequence.num_computed_tokens > computed.start
+            if change is not None:
+                changes.append(change)
+                if change.finish is not None:
+                    self._end(sequence, change.finish)
         self.has_advanced |= bool(changes)
         return changes
 
@@ -371,7 +370,7 @@ class Scheduler:
 
     def _end(self, sequence: Sequence, status: FinishStatus) -> None:
         sequence.finish = status
-        if sequence in self.running:
+        if sequence.block_table:
             self.running.remove(sequence)
             self._release(sequence)
         else:
@@ -380,7 +379,7 @@ class Scheduler:
             heir = sequence.fork(sequence.unforked[0])
             heir.unforked = sequence.unforked[1:]
             self._register(heir)
-            bisect.insort(self.waiting, heir, key=_ORDER)
+            self.waiting.add(heir)
         self._num_deadlines -= sequence.deadline is not None
         del self._by_id[sequence.sequence_id]
         siblings = self._by_request[sequence.request_id]

@@ -53,7 +53,13 @@ class Sequence:
     block_hashes: list[bytes] = dataclasses.field(default_factory=list)
     """Chained hashes of the full blocks so far, made on demand."""
     num_computed_tokens: int = 0
-    """Leading tokens whose keys and values are in the cache."""
+    """Leading tokens whose keys and values are in the cache, or will be when the steps under way are done."""
+    num_pending_tokens: int = 0
+    """Tokens after the known ones that steps under way draw. The ranks compute on with them before they are known
+    here.
+    """
+    first_step: int = 0
+    """Steps before this one were told of blocks that it has given up since: what they answer does not count."""
     num_shared_blocks: int = 0
     """Leading blocks that others wrote: found in the prefix cache, or a fork's parent's."""
     num_sent_blocks: int = 0
@@ -72,7 +78,9 @@ class Sequence:
     num_branches: int = 0
     """If the caller chooses its tokens: the most sequences that will take its place. Else 0."""
     is_paused: bool = False
-    """It has reported the log-probabilities of the next token, and waits for `Scheduler.branch`."""
+    """It has reported the log-probabilities of the next token, or a step under way will; it waits for
+    `Scheduler.branch`.
+    """
     waits_for_mask: bool = False
     """Its mask missed a step: it sits out until the mask is there."""
     finish: FinishStatus | None = None
@@ -147,6 +155,7 @@ class Sequence:
             block_table=[],
             block_hashes=list(self.block_hashes),
             num_computed_tokens=0,
+            num_pending_tokens=0,
             num_shared_blocks=0,
             num_sent_blocks=0,
             num_registered_blocks=0,

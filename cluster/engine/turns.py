@@ -1,4 +1,5 @@
-"""Whose request is next among those of equal priority: clients take turns, whoever asked first and however often.
+"""The order in which sequences run, and whose request is next among those of equal priority: clients take turns,
+whoever asked first and however often.
 
 Start-time fair queueing (Goyal, Vin and Cheng, 1996): a client's requests are numbered from the turn that is reached
 now, or after its own last one, and the lowest number goes first. So a client with a thousand requests waiting has as
@@ -7,10 +8,28 @@ many numbers, and another one's only request goes before all but the next of the
 
 from __future__ import annotations
 
+import bisect
+import operator
+
 from cluster.engine.sequence import Sequence
+
+_ORDER = operator.attrgetter("order")
 
 KEPT_CLIENTS = 1024
 """Beyond so many, those are forgotten whose turns have passed."""
+
+
+class SequenceQueue(list[Sequence]):
+    """Sequences in their order. `add` and `remove` look for a place by bisection, however many there are."""
+
+    def add(self, sequence: Sequence) -> None:
+        bisect.insort(self, sequence, key=_ORDER)
+
+    def remove(self, sequence: Sequence) -> None:
+        index = bisect.bisect_left(self, sequence.order, key=_ORDER)
+        while self[index] is not sequence:  # a beam and its parent are equal
+            index += 1
+        del self[index]
 
 
 class Turns:

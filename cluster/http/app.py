@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from prometheus_client.metrics_core import Metric
 
@@ -26,7 +26,11 @@ from cluster.http.openapi import openapi_document
 from cluster.http.routes import ROUTES
 from cluster.http.routing import Route, Router
 from cluster.http.state import AppState, ClusterState, DeploymentState, NodeState, OtherMetrics
+from cluster.telemetry.request_log import open_request_log
 from cluster.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from cluster.telemetry.server_span import ServerSpans
 
 
 async def no_other_metrics() -> list[list[Metric]]:
@@ -40,7 +44,9 @@ async def no_cluster() -> tuple[list[DeploymentState], list[NodeState]]:
 
 
 class HttpApp:
-    """`returns_request_id` says whether answers have an x-request-id; without it a proxy in front sets one."""
+    """`returns_request_id` says whether answers have an x-request-id; without it a proxy in front sets one. What is
+    posted gets one of `spans`, if there are any.
+    """
 
     def __init__(
         self,
@@ -53,6 +59,7 @@ class HttpApp:
         cluster: ClusterState = no_cluster,
         routes: Iterable[Route] = ROUTES,
         returns_request_id: bool = True,
+        spans: ServerSpans | None = None,
     ) -> None:
         routes = tuple(routes)
         self._config = config
@@ -62,14 +69,20 @@ class HttpApp:
         self._origins = Origins(config)
         self._keys = ApiKeys(config.api_keys or ())
         self._returns_request_id = returns_request_id
-        self._log = _request_logger() if config.log_requests else None
+        self._spans = spans
+        self._log = open_request_log() if config.log_requests else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises `asyncio.CancelledError` if the client left before its answer was complete."""
         if scope["type"] == "lifespan":
             await _lifespan(receive, send)
         elif scope["type"] == "http":
-            await self._answer(Exchange(scope, receive, send, self._config, self._room, self._returns_request_id))
+            exchange = Exchange(scope, receive, send, self._config, self._room, self._returns_request_id)
+            if self._spans is None or exchange.method != "POST":
+                await self._answer(exchange)
+            else:
+                with self._spans.span(exchange):
+                    await self._answer(exchange)
 
     def begin_drain(self) -> None:
         """From now on probes are told that this replica goes, and each connection ends with its answer."""
@@ -88,6 +101,7 @@ class HttpApp:
                 )
                 return
             route, exchange.path_parameter = self._router.find(exchange.method, exchange.path)
+            exchange.route = route.path
             await self._handle(route, exchange)
         except ApiError as error:
             await exchange.fail(error)
@@ -127,15 +141,3 @@ async def _lifespan(receive: Receive, send: Send) -> None:
         await send({"type": f"{message['type']}.complete"})
         if message["type"] == "lifespan.shutdown":
             return
-
-
-def _request_logger() -> logging.Logger:
-    """Writes one JSON object a line on stdout, which Ray keeps with the replica's logs."""
-    logger = logging.getLogger("manta.requests")
-    if not logger.handlers:
-        handler = logging.StreamHandler(sys.stdout)
-        handler.setFormatter(logging.Formatter("%(message)s"))
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-        logger.propagate = False
-    return logger

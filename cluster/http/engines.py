@@ -66,11 +66,13 @@ class Engines(Protocol):
         timeout_s: float,
         client: str = "",
         shown_ids: frozenset[int] = frozenset(),
+        traceparent: str = "",
     ) -> Generation:
         """Sends every prompt to an engine; each has `params.n` choices and `timeout_s` seconds.
 
         `client` is whose they are, and clients take turns. `chat` drops the space that some tokenizers put in front of
         an answer's first word. Special tokens of `shown_ids` stay in the text.
+        `traceparent` is the span that the engines' spans belong to, if there is one.
         """
         ...
 

@@ -15,11 +15,15 @@ import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cluster.config import ServeConfig
 from cluster.http.engines import Generation
 from cluster.http.errors import RETRIED_STATUSES, ApiError
+from cluster.telemetry.exporting import traceparent_of
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
 
 DRAINED_BODIES = 16
 """Of a body that exceeds the limit, this many times the limit is read before the connection is given up."""
@@ -130,7 +134,17 @@ class Exchange:
         self._receive = receive
         self._send = send
         self._begun = time.perf_counter()
-        self._notes: dict[str, Any] = {}
+        self.notes: dict[str, Any] = {}
+        """Counts of its generation."""
+        self.route = ""
+        """The path of its route, as the table of routes has it."""
+        self.span: Span | None = None
+        """Its own, if it is traced."""
+
+    @property
+    def traceparent(self) -> str:
+        """Of its span, in W3C's form; empty if nobody records it."""
+        return "" if self.span is None else traceparent_of(self.span)
 
     @property
     def sharer(self) -> str:
@@ -270,7 +284,7 @@ class Exchange:
     def note(self, generation: Generation) -> None:
         """Adds the token counts of a generation to the log line."""
         usages = generation.usages
-        self._notes = {
+        self.notes = {
             "choices": generation.num_choices,
             "prompt_tokens": sum(usage.num_prompt_tokens for usage in usages),
             "output_tokens": sum(usage.num_output_tokens for usage in usages),
@@ -285,7 +299,7 @@ class Exchange:
             "path": self.path,
             "status": self.status,
             "seconds": round(seconds, 4),
-            **self._notes,
+            **self.notes,
         }
         return json.dumps(entry)
 

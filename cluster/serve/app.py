@@ -1,7 +1,7 @@
 """The Ray Serve application: an ingress before engines. `start` runs it here, `build` is Serve's import path.
 
-`serve run cluster.serve.app:build` and `configs/serve.yaml` take the same options as `manta serve`, and both end in
-`application`.
+`serve run cluster.serve.app:build` and the files in `configs/serve/` take the same options as `manta serve`, and both
+end in `application`.
 """
 
 from __future__ import annotations

@@ -80,9 +80,10 @@ class EngineClient:
         timeout_s: float,
         client: str = "",
         shown_ids: frozenset[int] = frozenset(),
+        traceparent: str = "",
     ) -> Submission:
         submission = Submission(self, prompts, params, chat, shown_ids)
-        submission.start(request_id, priority, timeout_s, client)
+        submission.start(request_id, priority, timeout_s, client, traceparent)
         return submission
 
     async def check_reachable(self) -> None:

@@ -35,6 +35,7 @@ from cluster.serve.request_router import EngineRouter
 from cluster.serve.scaling.autoscaling import autoscaling_config
 from cluster.serve.scaling.meter import LoadMeter
 from cluster.serve.start_failure import told_in_words
+from cluster.telemetry.engine_watch import EngineWatch
 from structured.constraint import ConstraintSpec, Resolved
 from workers.model_info import ModelInfo
 from workers.phases import Phases
@@ -53,6 +54,8 @@ class _Running(msgspec.Struct):
     result: asyncio.Future[RequestResult]
     num_open: int
     """Choices that have not ended."""
+    called_ns: int
+    """When the engine was called, since 1970."""
     usages: list[Usage] = []
     """Of the choices that have ended."""
 
@@ -66,11 +69,12 @@ class EngineReplica:
 
     def _start(self, config: EngineConfig) -> None:
         self._phases = Phases(process=time.time() - psutil.Process().create_time())
-        from cluster.engine.engine import Engine  # imports torch, which whoever only deploys this class needs not
+        # Imports torch, which whoever only deploys this class needs not.
+        from cluster.engine.overlap.engine import make_engine
 
         self._phases.end(IMPORTS)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self.engine = Engine(config, has_messages=lambda: not self._inbox.empty())
+        self.engine = make_engine(config, has_messages=lambda: not self._inbox.empty())
         self._phases.end(ENGINE)
         self._phases.split(ENGINE, self.engine.model.load_phases)
         self._meter = LoadMeter()
@@ -86,6 +90,7 @@ class EngineReplica:
         self._step_seconds = 0.0
         """What the last step with work took."""
         self._burst = Burst()
+        self._watch = EngineWatch(own_name())
         threading.Thread(target=self._step_loop, name="engine", daemon=True).start()
         try:
             self.engine.warm_up()
@@ -121,7 +126,7 @@ class EngineReplica:
         self._beating = None
 
     async def _generate(self, request: EngineRequest, address: Address) -> RequestResult:
-        constraint = None
+        constraint, called_ns = None, time.time_ns()
         if request.params.constraint is not None:
             try:
                 constraint = await asyncio.wrap_future(self.engine.resolve(request.params.constraint, request.client))
@@ -131,7 +136,7 @@ class EngineReplica:
                 return self._full(error)
         result: asyncio.Future[RequestResult] = asyncio.get_running_loop().create_future()
         num_open = len(request.continued or ()) or request.params.n
-        self._inbox.put(lambda: self._add(request, constraint, _Running(address, result, num_open)))
+        self._inbox.put(lambda: self._add(request, constraint, _Running(address, result, num_open, called_ns)))
         try:
             return await result
         except asyncio.CancelledError:
@@ -202,8 +207,10 @@ class EngineReplica:
             while True:
                 self._take_inbox()
                 idle = not self.engine.has_unfinished
-                started = time.monotonic()
-                self._deliver(self.engine.step())  # without work it checks that no block is lost
+                started, begun_ns = time.monotonic(), time.time_ns()
+                outputs = self.engine.step()  # without work it checks that no block is lost
+                self._watch.stepped(begun_ns, outputs, self.engine.scheduler)
+                self._deliver(outputs)
                 if idle:
                     self._inbox.get()()  # sleeps until something comes
                     self._burst.gather(self._inbox, self._step_seconds)
@@ -232,6 +239,7 @@ class EngineReplica:
             self._reply(running, self._full(error))
         else:
             self._running[request.request_id] = running
+            self._watch.added(request, running.called_ns)
             self._meter.arrived(request.request_id, len(request.prompt_token_ids))
 
     def _full(self, error: QueueFull) -> RequestResult:
@@ -271,10 +279,12 @@ class EngineReplica:
             usage = output.usage
             assert usage is not None
             running.usages.append(usage)
+            self._watch.choice_ended(output)
             if not running.num_open:
                 del self._running[output.request_id]
                 self._meter.ended(output.request_id)
                 usage = Usage.of_choices(usage.num_prompt_tokens, running.usages)
+                self._watch.ended(output.request_id, output, usage)
                 self._reply(running, RequestResult(finish=output.finish, usage=usage))
 
     def _reply(self, running: _Running, result: RequestResult) -> None:

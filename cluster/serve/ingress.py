@@ -28,6 +28,7 @@ from cluster.serve.engine_client import ANSWER_TIMEOUT_S, EngineClient
 from cluster.serve.listening.listener import Listener
 from cluster.serve.scaling.cluster_state import ClusterWatch
 from cluster.serve.start_failure import told_in_words
+from cluster.telemetry.server_span import open_server_spans
 from cluster.text.tokenizer import Tokenizer
 from workers.checkpoints.model_config import resolve_model_folder
 
@@ -71,6 +72,7 @@ class Ingress:
             other_metrics=self._other_metrics,
             cluster=ClusterWatch(),
             returns_request_id=self.returns_request_id,
+            spans=open_server_spans(),
         )
         gc.freeze()  # what stays for life need not be looked through again, while streams wait
 

@@ -28,6 +28,11 @@ class Progress:
     def has_ended(self) -> bool:
         return not self._open
 
+    @property
+    def num_tokens(self) -> int:
+        """Of all choices."""
+        return sum(map(len, self._outputs))
+
     def is_open(self, index: int) -> bool:
         """Whether more may come of a choice."""
         return index in self._open

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import logging
 import secrets
 import time
 from collections.abc import Callable
@@ -23,9 +22,8 @@ from cluster.http.errors import ApiError
 from cluster.http.metrics import Metrics
 from cluster.serve.channel import Connection, Control, EngineFailed, RequestResult
 from cluster.serve.progress import Progress
+from cluster.telemetry.request_log import log_event
 from cluster.text.tokenizer import Tokenizer
-
-logger = logging.getLogger(__name__)
 
 SUSPECT_DEATHS = 2
 """A request over which so many engines died may be why. Such suspects go on one after the other, each once the one
@@ -220,7 +218,7 @@ class PromptRun:
         self.leave()
         self._num_attempts += 1
         self.request_id = f"{self._request.request_id}/{self._num_attempts}"
-        logger.info("request %s goes on as %s", self._request.request_id, self.request_id)
+        log_event("continued", self.request_id, output_tokens=self._progress.num_tokens)
         self._client.metrics.continuations.inc()
         remaining_s = max(0.0, self._deadline - time.monotonic())
         self._send(self._progress.continuation(self.request_id, remaining_s), pause_s)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import logging
 from collections.abc import AsyncIterator
 
 import msgspec
@@ -21,10 +20,9 @@ from cluster.http.metrics import RequestMetrics
 from cluster.serve.channel import RequestResult
 from cluster.serve.prompt_run import Caller, PromptRun
 from cluster.serve.start_failure import in_words
+from cluster.telemetry.request_log import log_event
 from cluster.text.detokenizer import SequenceText
 from workers.sampling_params import SamplingParams
-
-logger = logging.getLogger(__name__)
 
 
 class Choice:
@@ -104,7 +102,7 @@ class Submission:
         """One for each prompt that has output."""
         return [usage for prompt in self._prompts if (usage := prompt.usage) is not None]
 
-    def start(self, name: str, priority: int, deadline_s: float, client: str = "") -> None:
+    def start(self, name: str, priority: int, deadline_s: float, client: str = "", traceparent: str = "") -> None:
         """Sends every prompt to an engine."""
         for number, prompt in enumerate(self._prompts):
             request = EngineRequest(
@@ -114,6 +112,7 @@ class Submission:
                 priority=priority,
                 deadline_s=deadline_s,
                 client=client,
+                traceparent=traceparent,
             )
             prompt.run = PromptRun(self._client, request, functools.partial(self._tell, prompt))
             prompt.run.start()
@@ -172,18 +171,19 @@ class Submission:
             prompt.metrics.ended(event.finish, choice.usage)
             if prompt.finished:
                 prompt.run.release()
-            self._raise_for(event.finish, choice, output.error)
+            self._raise_for(event.finish, choice, output)
         return event
 
-    def _raise_for(self, finish: FinishStatus, choice: Choice, error: str | None) -> None:
+    def _raise_for(self, finish: FinishStatus, choice: Choice, output: SequenceOutput) -> None:
         """Raises `ApiError` if the ending of one choice ends the whole answer."""
+        error = output.error
         if finish is FinishStatus.FINISHED_ABORTED and error is not None:
             raise ApiError(408, f"{error}; the limit is request_timeout_s", type="timeout_error")
         if finish is FinishStatus.FINISHED_INTERNAL_ERROR:
             self._num_failed += 1
             if self._params.n == 1 or self._num_failed == len(self.choices):
                 raise ApiError(500, f"choice {choice.index} failed: {error}", code="internal_error")
-            logger.warning("choice %d of %d failed: %s", choice.index, len(self.choices), error)
+            log_event("failed", output.request_id, choice=choice.index, reason=error)
 
     def _stop(
         self, output: SequenceOutput, prompt: Prompt, choice: Choice, event: Event, num_kept_tokens: int

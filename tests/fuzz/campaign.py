@@ -35,7 +35,7 @@ FEATURES = (
     *(f"fault {kind}" for kind in ("nan_block", "late_masks", "kill_worker", "no_slots")),
     *("aborts", "deadlines", "refused", "forks", "beam searches", "preemptions", "prefix cache hits"),
     *("late rows", "workers replaced", "stop strings", "stop tokens", "logprobs", "prompt logprobs"),
-    *("priorities", "pool of threads"),
+    *("priorities", "pool of threads", "steps overlapped by a thread", "steps overlapped by a device"),
     *(f"param {name}" for name in SamplingParams.__struct_fields__),
 )
 """What must occur in a campaign of some length, or it proves nothing about it."""

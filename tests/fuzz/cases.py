@@ -29,6 +29,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_num_batched_tokens: int = 2048
     max_num_sequences: int = 32
     enable_prefix_caching: bool = True
+    overlap: Literal["off", "thread", "device"] = "off"
+    """Whether each step is launched before the tokens of the one before it are known: behind a thread that waits for
+    the device, or as on a device that works by itself, whose tokens the host hears only when it asks.
+    """
     cheap_groups: bool = False
     """Small groups of sequences read their shared prefix once too, which does not pay outside of tests."""
     pool_form: Literal["threads", "actors"] = "threads"

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import cluster.engine.engine
+import cluster.engine.overlap.engine
 from cluster.engine.beam_search import beam_search
 from cluster.engine.request import RequestRefused, SequenceOutput
 from cluster.llm import LLM, RequestOutput, SamplingParams
@@ -24,7 +25,7 @@ from structured.constraint import Resolved
 from tests.checkpoints import checkpoint
 from tests.fuzz import reference
 from tests.fuzz.cases import Case, Request, Settings, default_of
-from tests.fuzz.faults import Injector
+from tests.fuzz.faults import Injector, device_of
 from tests.fuzz.outcomes import Choice, Outcome
 from tests.fuzz.processors import FACTORIES, Watcher
 from workers.checkpoints.model_config import load_model_config
@@ -87,6 +88,7 @@ def engine_options(settings: Settings) -> dict[str, Any]:
             "mask_seconds": settings.mask_seconds,
         },
         "speculative": speculative,
+        "overlap": "off" if settings.overlap == "off" else "on",
     }
 
 
@@ -256,7 +258,7 @@ class Run:
 
     def _check_nothing_is_left(self) -> None:
         engine = self.llm.engine
-        stats, pool, runner = engine.stats(), engine.masks.pool, engine.executor._worker.runner
+        stats, pool, runner = engine.stats(), engine.masks.pool, device_of(engine)._worker.runner
         if stats.num_free_blocks != stats.num_blocks:
             raise Broken(f"{stats.num_free_blocks} of {stats.num_blocks} blocks are free in the end")
         if runner._rows:
@@ -275,6 +277,8 @@ class Run:
         stats = self.llm.engine.stats()
         self.counts["requests"] += len(self.case.requests)
         self.counts["steps"] += self.num_steps
+        if self.case.settings.overlap != "off":
+            self.counts[f"steps overlapped by a {self.case.settings.overlap}"] += self.num_steps
         self.counts["tokens"] += sum(len(c.token_ids) for each in self.outcomes.values() for c in each.choices)
         self.counts["preemptions"] += stats.num_preemptions
         self.counts["prefix cache hits"] += stats.prefix_cache_hits
@@ -325,7 +329,10 @@ def _surroundings(run: Run) -> Iterator[None]:
     if run.case.settings.pool_form == "actors":
         _start_ray_where_none_runs()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cluster.engine.engine, "time", _StepClock(run))
+        for loop in (cluster.engine.engine, cluster.engine.overlap.engine):
+            patch.setattr(loop, "time", _StepClock(run))
+        if run.case.settings.overlap == "device":
+            patch.setattr(cluster.engine.overlap.engine, "SYNCHRONOUS_PLATFORMS", ())
         if run.case.settings.cheap_groups:
             patch.setattr("workers.shared_prefixes.MEMBER_COST_KEYS", 16)
         yield

@@ -16,6 +16,11 @@ MIN_STEPS_BETWEEN = 2
 """Good steps between two that raise: two in a row end an engine, as they should."""
 
 
+def device_of(engine: Engine) -> Any:
+    """The executor that holds the worker; in the overlapped loop it is called from another thread."""
+    return getattr(engine.executor, "inner", engine.executor)
+
+
 class Injected(RuntimeError):
     """As it was told to."""
 
@@ -51,7 +56,7 @@ class Injector:
     # ---- steps that raise ----------------------------------------------------------------------------------------
 
     def _watch_steps(self) -> None:
-        executor = self._engine.executor
+        executor = device_of(self._engine)
         model = executor._worker.runner.model
         execute, sample, forward = executor.execute, executor.sample, model.forward
 
@@ -99,7 +104,7 @@ class Injector:
         if not held:
             return False
         block = held[fault.target % len(held)]
-        self._engine.executor._worker.runner.kv_cache[:, :, block] = float("nan")
+        device_of(self._engine)._worker.runner.kv_cache[:, :, block] = float("nan")
         self._nan_blocks[block] = []
         self._note_readers()
         return True

@@ -21,6 +21,7 @@ FIRST_TEXT_ID = 5
 STOP_STRINGS = ("e", "th", " a", "o", "ing", "1", "}", "S", "ab", "é")
 
 PROPOSERS = (("ngram",), ("forced",), ("forced", "ngram"), ("ngram", "forced"), ("draft",), ("forced", "draft"))
+OVERLAPS: tuple[Any, ...] = ("thread", "off", "device", "off")
 SHARE_OF_STORMS = 0.12
 """Cases whose requests are each more urgent than the one before: each preempts those that run."""
 SHARE_OF_ACTORS = 0.02
@@ -86,6 +87,7 @@ class _Generator:
             max_draft_tokens=choose((1, 2, 5, 8, 20)),
             ngram_min=choose((1, 1, 2, 3)),
             adaptive=self._chance(0.25),
+            overlap="off" if proposers else OVERLAPS[self._seed % len(OVERLAPS)],
         )
 
     # ---- requests ------------------------------------------------------------------------------------------------

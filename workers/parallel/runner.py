@@ -61,6 +61,7 @@ class FollowerRunner(RankRunner):
         super()._start(msgspec.structs.replace(sequence, params=params))
 
     def _draw(self, step: StepInput, hidden: torch.Tensor, output: StepOutput, masks: MaskBatch | None) -> None:
+        """Draws nothing."""
         self._logits(hidden, [point.row for point in step.sample_points])
 
     def _prompt_logprobs(self, step: StepInput, hidden: torch.Tensor, output: StepOutput) -> None:

@@ -65,6 +65,11 @@ class Processed:
     checks: list[tuple[int, str, torch.Tensor]]
     """Point index, name of a processor, and whether its logits are neither NaN nor +inf."""
 
+    def to_cpu(self) -> Processed:
+        """See `Sampled.to_cpu`."""
+        checks = [(index, name, _to_cpu(check)) for index, name, check in self.checks]
+        return dataclasses.replace(self, status=_to_cpu(self.status), checks=checks)
+
     def failures(self) -> dict[int, str]:
         """Point index to how a processor failed, for points whose logits were valid before. Waits for the device."""
         found = dict(self.raised)
@@ -90,6 +95,20 @@ class Sampled:
     """(point index, number of alternatives) of the points whose logprobs are reported."""
     logprobs: LogprobTensors | None
     processed: Processed | None = None
+
+    def to_cpu(self) -> Sampled:
+        """The same in the host's memory, but not before the device has done what it was told so far."""
+        logprobs = self.logprobs
+        if logprobs is not None:
+            logprobs = _to_cpu(logprobs[0]), _to_cpu(logprobs[1]), _to_cpu(logprobs[2]), _to_cpu(logprobs[3])
+        processed = None if self.processed is None else self.processed.to_cpu()
+        return dataclasses.replace(
+            self,
+            token_ids=_to_cpu(self.token_ids),
+            status=_to_cpu(self.status),
+            logprobs=logprobs,
+            processed=processed,
+        )
 
     def to_host(self) -> HostSample:
         """Waits for the device."""
@@ -129,6 +148,10 @@ class Sampled:
             f"every token is masked at position {position}: allowed_token_ids, bad_words, min_tokens{processors} and "
             "the constraint leave none; loosen one of them"
         )
+
+
+def _to_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to("cpu", non_blocking=True)
 
 
 def sample(
@@ -177,7 +200,7 @@ def sample(
             token_ids, status = drawn, drawn_status
         else:  # drawing all, and these again, is cheaper than copying the logits of the others
             token_ids, status = kernels.draw(logits, sequences, positions, state, masks)
-            rows = torch.tensor(chosen).to(logits.device)
+            rows = torch.tensor(chosen).to(logits.device, non_blocking=True)
             token_ids[rows], status[rows] = drawn, drawn_status
     reported: list[tuple[int, int]] = []
     if state.num_wanting_logprobs:
@@ -187,7 +210,7 @@ def sample(
         return Sampled(token_ids, status, points, reported, None, processed)
     targets = token_ids
     if len(reported) < len(points):
-        rows = torch.tensor([index for index, _ in reported]).to(logits.device)
+        rows = torch.tensor([index for index, _ in reported]).to(logits.device, non_blocking=True)
         logits, targets = logits[rows], token_ids[rows]
     num_top = max(num_top for _, num_top in reported)
     reports = kernels.logprobs(logits[:, : state.vocab_size], targets, num_top)
@@ -210,7 +233,7 @@ def _processed(
     if not chosen:
         return None
     indices = [index for index, _, _ in chosen]
-    rows = logits[torch.tensor(indices).to(logits.device), : state.vocab_size].float()
+    rows = logits[torch.tensor(indices).to(logits.device, non_blocking=True), : state.vocab_size].float()
     names = {index: processors.names for index, _, processors in chosen}
     result = Processed(names, rows, torch_sampler.invalid(rows), {}, [])
     for row, (index, sequence, processors) in zip(rows, chosen, strict=True):

@@ -8,7 +8,7 @@ which takes about a nanosecond a token. Called by the model runner and read by t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -120,8 +120,9 @@ class SamplingState:
         self.sequences: dict[int, SequenceState] = {}
         self.num_wanting_logprobs = 0
         """Sequences that asked for logprobs of their output. If it is 0, a step need not look for them."""
+        self.num_wanting_prompt_logprobs = 0
         self.num_with_processors = 0
-        """Sequences that have logits processors, for the same purpose."""
+        """Sequences that asked for those of their prompt, and that have logits processors; for the same purpose."""
         self._last_tokens = np.zeros(FIRST_CAPACITY, dtype=np.int64)
         self._free_rows = list(range(FIRST_CAPACITY - 1, -1, -1))
 
@@ -137,6 +138,7 @@ class SamplingState:
         state = SequenceState(sequence, self._free_rows.pop())
         self.sequences[sequence.sequence_id] = state
         self.num_wanting_logprobs += state.params.logprobs is not None
+        self.num_wanting_prompt_logprobs += state.params.prompt_logprobs is not None
         if state.params.logits_processors:
             state.processors = SequenceProcessors(state.params.logits_processors, self._registry, self.vocab_size)
             self.num_with_processors += 1
@@ -166,6 +168,26 @@ class SamplingState:
         state.num_tokens = end
         self._last_tokens[state.row] = token_ids[-1]
 
+    def append_each(self, token_ids: Mapping[int, int]) -> None:
+        """Adds one sampled token to each of many sequences, by sequence id."""
+        sequences, last_tokens = self.sequences, self._last_tokens
+        for sequence_id, token_id in token_ids.items():
+            state = sequences[sequence_id]
+            position = state.num_tokens
+            if position == len(state.tokens):
+                self._grow_tokens(state, position + 1)
+            state.tokens[position] = last_tokens[state.row] = token_id
+            state.num_tokens = position + 1
+
+    def replace_each(self, token_ids: Mapping[int, int], positions: Mapping[int, int]) -> None:
+        """Sets the newest token of each sequence, by sequence id, if it is at this position. One that was started anew
+        since has no such token.
+        """
+        for sequence_id, token_id in token_ids.items():
+            state = self.sequences.get(sequence_id)
+            if state is not None and state.num_tokens == positions[sequence_id] + 1:
+                state.tokens[positions[sequence_id]] = self._last_tokens[state.row] = token_id
+
     def truncate(self, sequence_id: int, num_tokens: int) -> None:
         """Takes back all tokens after the first `num_tokens`, of which there is at least one. A draft model appends its
         drafts in order to draw the next one, then takes them back.
@@ -179,6 +201,7 @@ class SamplingState:
         state = self.sequences.pop(sequence_id, None)
         if state is not None:
             self.num_wanting_logprobs -= state.params.logprobs is not None
+            self.num_wanting_prompt_logprobs -= state.params.prompt_logprobs is not None
             self._free_rows.append(state.row)
             if state.processors is not None:
                 state.processors.close()

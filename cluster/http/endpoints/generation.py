@@ -19,6 +19,7 @@ from cluster.http.protocol.body_limits import check_counts, check_echo, check_nu
 from cluster.http.protocol.requests import ChatCompletionRequest, CompletionRequest
 from cluster.http.protocol.tools import template_tools
 from cluster.http.state import AppState
+from cluster.telemetry.attributes import generation_attributes
 from workers.sampling_params import SamplingParams
 
 MAX_HEADER_CHARACTERS = 4000
@@ -86,15 +87,20 @@ async def _generate(
     """Sends the answer. Raises `ApiError` naming the field of `request` if the engine refuses one of `params`."""
     try:
         params = await _enforceable(state, exchange, params)
+        chats = isinstance(request, ChatCompletionRequest)
+        if exchange.span is not None:
+            name, stream = state.config.model_name, bool(request.stream)
+            exchange.span.set_attributes(generation_attributes(name, params, chat=chats, stream=stream))
         generation = state.engines.submit(
             f"{exchange.request_id}-{secrets.token_hex(4)}",
             prompts,
             params,
-            chat=isinstance(request, ChatCompletionRequest),
+            chat=chats,
             priority=request.priority,
             timeout_s=state.config.request_timeout_s,
             client=exchange.sharer,
             shown_ids=shown_ids,
+            traceparent=exchange.traceparent,
         )
         try:
             if request.stream:

@@ -24,7 +24,7 @@ class Health(msgspec.Struct, omit_defaults=True, kw_only=True):
 
 
 async def health(state: AppState, exchange: Exchange, _: None) -> Health:
-    """200 while this replica is to stay, and an engine is healthy and can send tokens here; also while all engines are
+    """200 while this replica is to stay and an engine is healthy and can send tokens here, or while all engines are
     stopped for want of work.
     """
     if state.drains:

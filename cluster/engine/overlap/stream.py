@@ -1,0 +1,117 @@
+"""Streams of steps: these run in the order in which they were asked for, and whoever asks does not wait.
+
+Two kinds: `DeviceStream` for a device that works through what it was told by itself, `ThreadStream` for one whose calls
+wait until the work is done. A stream stands around the executor that holds the worker, and serves one engine.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+from cluster.engine.executor import Executor, InProcessExecutor
+from structured.logits_processors import LogitsProcessorFactory
+from structured.masks import MaskBatch
+from workers.model_info import ModelInfo
+from workers.step import StepInput, StepOutput
+
+
+class Drawn(Protocol):
+    """The tokens of a step, on their way."""
+
+    def result(self) -> StepOutput:
+        """Waits for them. Raises what the step, or drawing, raised."""
+        ...
+
+
+class Stream(Executor, Protocol):
+    """An executor that also takes a step before the tokens of the one before it are known to whoever asks.
+
+    One step after the other: `execute`, which raises what is known to have failed by then; the `result` of the step
+    before it; `draw`.
+    """
+
+    inner: InProcessExecutor
+
+    def draw(self, masks: MaskBatch | None = None) -> Drawn:
+        """Draws the tokens of the last step that was executed. Raises nothing."""
+        ...
+
+    def is_computing(self) -> bool:
+        """Whether the forward pass of that step has not come to its end."""
+        ...
+
+
+class _Around:
+    """What both streams leave to the executor that they stand around."""
+
+    num_rank_rebuilds = 0
+    num_rank_disagreements = 0
+
+    def __init__(self, inner: InProcessExecutor) -> None:
+        self.inner = inner
+
+    @property
+    def model(self) -> ModelInfo:
+        return self.inner.model
+
+    def register_logits_processor(self, name: str, factory: LogitsProcessorFactory) -> None:
+        self.inner.register_logits_processor(name, factory)
+
+
+class DeviceStream(_Around):
+    """Calls launch work and return. The next step's input ids are put together on the device."""
+
+    def execute(self, step: StepInput) -> None:
+        self.inner.execute(step)
+
+    def draw(self, masks: MaskBatch | None = None) -> Drawn:
+        try:
+            return self.inner.draw(masks)
+        except Exception as error:
+            failed: Future[StepOutput] = Future()
+            failed.set_exception(error)
+            return failed
+
+    def sample(self, masks: MaskBatch | None = None) -> StepOutput:
+        return self.inner.sample(masks)
+
+    def is_computing(self) -> bool:
+        return self.inner.is_computing()
+
+    def rebuild(self) -> None:
+        self.inner.rebuild()
+
+
+class ThreadStream(_Around):
+    """A thread makes the calls, which wait until the work is done. The model's kernels release the interpreter's lock,
+    so the engine's own work goes on beside them.
+    """
+
+    def __init__(self, inner: InProcessExecutor) -> None:
+        super().__init__(inner)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="manta-stream")
+        self._forward: Future[None] = Future()
+        """Of the last step that was executed."""
+
+    def execute(self, step: StepInput) -> None:
+        self._forward = self._thread.submit(self.inner.execute, step)
+
+    def draw(self, masks: MaskBatch | None = None) -> Drawn:
+        forward = self._forward
+
+        def draw_after_forward() -> StepOutput:
+            forward.result()
+            return self.inner.sample(masks)
+
+        return self._thread.submit(draw_after_forward)
+
+    def sample(self, masks: MaskBatch | None = None) -> StepOutput:
+        return self.draw(masks).result()
+
+    def is_computing(self) -> bool:
+        return not self._forward.done()
+
+    def rebuild(self) -> None:
+        """Comes after all that was asked for before, whatever that comes to."""
+        self._thread.submit(self.inner.rebuild).result()

@@ -1,0 +1,93 @@
+"""A tracer as OpenTelemetry's environment variables ask for it; where they ask for nothing, nothing is imported.
+
+Ingress and engines have one each, with the same service name. Exporters are found as OpenTelemetry's own tools find
+them, by the entry points of installed packages, and spans are exported from a thread of the SDK's.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+from cluster.version import version
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.trace import Span, Tracer
+
+SDK_DISABLED, EXPORTER = "OTEL_SDK_DISABLED", "OTEL_TRACES_EXPORTER"
+ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+_GROUP = "opentelemetry_traces_exporter"
+
+
+def wanted() -> list[str]:
+    """Entry points of the exporters that are asked for: those of `OTEL_TRACES_EXPORTER`, or OTLP's if only an endpoint
+    is set. None without either, unlike OpenTelemetry, which then sends to localhost; none with `OTEL_SDK_DISABLED`.
+    """
+    if os.environ.get(SDK_DISABLED, "").strip().lower() == "true":
+        return []
+    names = [name.strip() for name in os.environ.get(EXPORTER, "").split(",") if name.strip()]
+    if not names and _first(ENDPOINTS):
+        names = ["otlp"]
+    return [_otlp() if name == "otlp" else name for name in names if name != "none"]
+
+
+def _first(variables: tuple[str, ...]) -> str:
+    return next((value for name in variables if (value := os.environ.get(name))), "")
+
+
+def _otlp() -> str:
+    """By its protocol: `grpc`, or `http/protobuf`, which is OpenTelemetry's default."""
+    return f"otlp_proto_{(_first(PROTOCOLS) or 'http/protobuf').partition('/')[0]}"
+
+
+def missing() -> str | None:
+    """Why there are no traces although the environment asks for them, and the remedy; None if nothing is missing."""
+    installed = {entry.name for entry in metadata.entry_points(group=_GROUP)}
+    names = [name for name in wanted() if name not in installed]
+    if not names:
+        return None
+    package = f"opentelemetry-exporter-{names[0].replace('_', '-')}"
+    return (
+        f"no traces: the environment ({EXPORTER}, {ENDPOINTS[1]}) asks for the exporter {names[0]}, which is not "
+        f"installed on this machine; pip install {package}, or set {SDK_DISABLED}=true"
+    )
+
+
+def open_provider() -> TracerProvider | None:
+    """None if no traces are wanted, or an exporter is missing, which is logged. Sampling, batches, limits and resource
+    attributes are read from their variables by the SDK.
+    """
+    names = wanted()
+    if not names:
+        return None
+    if (warning := missing()) is not None:
+        logging.getLogger(__name__).warning(warning)
+        return None
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    resource = Resource.create()  # of OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES
+    if str(resource.attributes["service.name"]).startswith("unknown_service"):
+        resource = resource.merge(Resource({"service.name": "manta"}))
+    provider = TracerProvider(resource=resource)
+    for name in names:
+        (entry, *_) = metadata.entry_points(group=_GROUP, name=name)
+        provider.add_span_processor(BatchSpanProcessor(entry.load()()))
+    return provider
+
+
+def open_tracer() -> Tracer | None:
+    """Of a provider of our own: the process may have another one, for its own calls."""
+    provider = open_provider()
+    return None if provider is None else provider.get_tracer("manta", version())
+
+
+def traceparent_of(span: Span) -> str:
+    """For those who continue the trace elsewhere (W3C Trace Context, level 1); empty if the span is not recorded."""
+    context = span.get_span_context()
+    return f"00-{context.trace_id:032x}-{context.span_id:016x}-01" if context.trace_flags.sampled else ""
