@@ -80,6 +80,8 @@ class Trace(NamedTuple):
     answers: list[Answer]
     marks: list[tuple[float, str]]
     """What changed when."""
+    starts: list[dict[str, float]]
+    """Seconds of each phase of each engine's start, in the order in which engines were seen."""
 
     @property
     def problems(self) -> list[str]:
@@ -108,7 +110,16 @@ class Trace(NamedTuple):
             gap = f"{max(answer.longest_gap_s for answer in answers):.2f}" if answers else ""
             rows.append(f"| {at:.1f} | {name} | {engines} | {len(answers)} | {p50} | {gap} |")
         verdict = f"{len(self.problems)} requests lost or changed" if self.problems else "no request lost"
-        return "\n".join([*rows, "", f"{len(self.answers)} requests, {verdict}.", *self.problems])
+        return "\n".join([*rows, "", f"{len(self.answers)} requests, {verdict}.", *self.problems, "", *self._starts()])
+
+    def _starts(self) -> Iterator[str]:
+        """A table of them."""
+        phases = list(self.starts[0])
+        yield f"| engine's start, s | {' | '.join(phases)} | together |"
+        yield "| ---: |" + " ---: |" * (len(phases) + 1)
+        for number, seconds in enumerate(self.starts, 1):
+            cells = [*(f"{seconds[name]:.2f}" for name in phases), f"{sum(seconds.values()):.2f}"]
+            yield f"| {number} | {' | '.join(cells)} |"
 
     def svg(self) -> str:
         """Engines and requests over the seconds, and when each request got its first token."""
@@ -254,6 +265,8 @@ class Watch:
 
     def __init__(self, url: str, clients: Clients) -> None:
         self.samples: list[Sample] = []
+        self.starts: dict[str, dict[str, float]] = {}
+        """By engine."""
         self._url = url
         self._clients = clients
         self._stop = threading.Event()
@@ -263,8 +276,9 @@ class Watch:
     def _run(self) -> None:
         while not self._stop.wait(SAMPLE_S):
             with urllib.request.urlopen(f"{self._url}/status", timeout=LIMIT_S) as response:
-                deployments = json.load(response)["deployments"]
-            (replicas,) = [each["replicas"] for each in deployments if each["name"] == "engine"]
+                status = json.load(response)
+            self.starts |= {engine["replica"]: engine["start_seconds"] for engine in status["engines"]}
+            (replicas,) = [each["replicas"] for each in status["deployments"] if each["name"] == "engine"]
             at, clients = time.monotonic() - self._clients.began, self._clients
             self.samples.append(
                 Sample(at, clients.num_under_way, replicas.get("RUNNING", 0), replicas.get("STARTING", 0))
@@ -307,7 +321,7 @@ def trace(hold_s: float, num_tokens: int) -> Trace:
         watch.begin()
         marks = _step_load(clients, watch, hold_s)
         watch.stop()
-        return Trace(watch.samples, sorted(clients.answers), marks)
+        return Trace(watch.samples, sorted(clients.answers), marks, list(watch.starts.values()))
     finally:
         server.stop()
 

@@ -41,6 +41,11 @@ def test_who_finds_no_engine_waits_for_one(found: Trace) -> None:
     assert last.ttft_s > max(answer.ttft_s for answer in found.between("few", "many"))
 
 
+def test_each_start_tells_its_phases(found: Trace) -> None:
+    assert len(found.starts) == MAX_ENGINES + 1
+    assert all({"process", "imports", "weights", "first_health"} <= set(seconds) for seconds in found.starts)
+
+
 def test_the_trace_is_drawn(found: Trace) -> None:
     assert xml.fromstring(found.svg()).tag.endswith("svg")
     assert "no request lost" in found.markdown()

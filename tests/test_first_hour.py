@@ -56,7 +56,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     [
         (["serve", "--prot", "9000"], ["usage: manta serve", "--quiet", "there is no --prot (did you mean --port?)"]),
         (["chat", "--modle=x"], ["usage: manta chat", "--api-key", "there is no --modle (did you mean --model?)"]),
-        (["srve"], ["there is no command 'srve' (did you mean serve?)", "serve, chat, batch, check, bench"]),
+        (["srve"], ["there is no command 'srve' (did you mean serve?)", "serve, chat, status, batch, check, bench"]),
         (["bench", "speculativ"], ["there is no part 'speculativ' (did you mean speculative?)"]),
         (["serve", "demo", "--model", "other"], ["two models, demo and --model other"]),
         (["serve", "--set", "engine.dtype=float64"], ["`engine.dtype` cannot be 'float64'", "auto, bfloat16, float32"]),
@@ -124,7 +124,10 @@ def test_make_names_its_own_variable_for_a_port_that_is_taken() -> None:
         ("engine:\n  device: gpu\n", ["`engine.device` cannot be 'gpu'", "auto, cpu, cuda, tpu"]),
         ("engine: {speculative: {proposers: [ngrams]}}\n", ["proposers[0]", "forced, ngram, draft"]),
         ("engine: {colour: red}\n", ["the options of `engine` are model, "]),
-        ((ROOT / "configs" / "serve.yaml").read_text(), ["Ray Serve", "serve deploy", "under its args"]),
+        (
+            (ROOT / "configs" / "serve" / "one-machine.yaml").read_text(),
+            ["Ray Serve", "serve deploy", "under its args"],
+        ),
     ],
 )
 def test_a_slip_in_a_configuration_is_answered_with_what_was_meant(

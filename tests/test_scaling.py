@@ -25,7 +25,7 @@ from cluster.serve.scaling.autoscaling import autoscaling_config
 from cluster.serve.scaling.decision import HEADROOM, Lesson, Load, Targets, desired_replicas, learn
 from cluster.serve.scaling.meter import MAX_RETRY_S, LoadMeter
 from cluster.serve.scaling.waking import UNMEASURED_START_S, Waker
-from tests.local_server import local_server, post
+from tests.local_server import local_server, post, until
 
 TARGETS = Targets(ongoing_requests=8, kv_usage=0.8, waiting_tokens=1000, ttft_s=2.0)
 IDLE = Load(num_running=1, num_target=1, ongoing_requests=0, kv_usage=0, waiting_tokens=0, ttft_s=0)
@@ -315,7 +315,7 @@ def test_a_full_queue_says_when_it_will_have_room(monkeypatch: pytest.MonkeyPatc
     async def run() -> None:
         async with local_server(max_num_sequences=1) as server:
             assert (await server.post(max_tokens=2))[0] == 200
-            assert server.replica._meter.requests_per_s > 0
+            await until(lambda: server.replica._meter.requests_per_s > 0)  # it is told before it is counted
             engine = server.replica.engine
             engine.config = msgspec.structs.replace(engine.config, max_num_waiting=2)
             asked: list[int] = []

@@ -26,7 +26,7 @@ from cluster.http.exchange import Receive, Scope, Send
 from cluster.http.metrics import Metrics
 from cluster.serve.engine_client import ANSWER_TIMEOUT_S, EngineClient
 from cluster.serve.listening.listener import Listener
-from cluster.serve.scaling.cluster_state import cluster_state
+from cluster.serve.scaling.cluster_state import ClusterWatch
 from cluster.serve.start_failure import told_in_words
 from cluster.telemetry.server_span import open_server_spans
 from cluster.text.tokenizer import Tokenizer
@@ -70,7 +70,7 @@ class Ingress:
             self._client,
             self._metrics,
             other_metrics=self._other_metrics,
-            cluster=lambda: asyncio.to_thread(cluster_state),
+            cluster=ClusterWatch(),
             returns_request_id=self.returns_request_id,
             spans=open_server_spans(),
         )

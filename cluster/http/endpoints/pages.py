@@ -38,7 +38,9 @@ async def home(state: AppState, exchange: Exchange, _: None) -> Home | None:
     if "text/html" not in exchange.headers.get("accept", ""):
         return page
     what = f"serves <b>{html.escape(page.model)}</b>" if page.model else "is running; it asks for an API key"
-    links = "".join(f'<li><a href="{path}">{path}</a>' for path in ("/docs", "/openapi.json", "/health", "/metrics"))
+    links = "".join(
+        f'<li><a href="{path}">{path}</a>' for path in ("/docs", "/openapi.json", "/health", "/status", "/metrics")
+    )
     body = f"<p>Manta {html.escape(page.version)} {what}.</p><pre>{html.escape(page.example)}</pre><ul>{links}</ul>"
     await _send_page(exchange, "Manta", body)
     return None

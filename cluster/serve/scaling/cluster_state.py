@@ -4,7 +4,10 @@ the nodes. Read by `/status`; Serve's messages are put in words.
 
 from __future__ import annotations
 
+import asyncio
+import math
 import re
+import time
 
 import ray
 from ray import serve
@@ -17,9 +20,24 @@ from cluster.serve.start_failure import in_words, last_exception, waiting_for_ro
 _SLOW_START = re.compile(r"has (\d+) replicas that have taken more than (\d+)s to initialize")
 
 
-def cluster_state() -> tuple[list[DeploymentState], list[NodeState]]:
-    """Of the application to which this process belongs. Blocks for a call to Serve's controller."""
-    return _deployments(), _nodes()
+KEEP_S = 0.25
+"""Serve's controller is asked no more often: whoever may ask `/status` may do so without a key."""
+
+
+class ClusterWatch:
+    """Of the application to which this process belongs; call it in its event loop."""
+
+    def __init__(self) -> None:
+        self._asking = asyncio.Lock()
+        self._found: tuple[list[DeploymentState], list[NodeState]] = [], []
+        self._asked_at = -math.inf
+
+    async def __call__(self) -> tuple[list[DeploymentState], list[NodeState]]:
+        async with self._asking:
+            if time.monotonic() - self._asked_at > KEEP_S:
+                self._found = await asyncio.to_thread(lambda: (_deployments(), _nodes()))
+                self._asked_at = time.monotonic()
+        return self._found
 
 
 def _deployments() -> list[DeploymentState]:

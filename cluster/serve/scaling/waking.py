@@ -35,22 +35,25 @@ class Waker:
         self._max_held = max_held
         self.num_held = 0
         """Requests that wait for an engine."""
-        self._start_s: float | None = None
+        self._told_s: float | None = None
+        """What engines said of their start."""
+        self._waking_s = 0.0
+        """How long the last one was waited for here, Serve's share included."""
         self._waking: asyncio.Task[None] | None = None
         self._began = 0.0
 
     def measured(self, start_s: float) -> None:
         """What an engine said of its start."""
-        self._start_s = start_s
+        self._told_s = start_s
 
     @property
     def is_measured(self) -> bool:
-        return self._start_s is not None
+        return self._told_s is not None
 
     @property
     def remaining_s(self) -> float:
         """Until an engine serves, by what the last start took; the whole of it if none is starting."""
-        whole = UNMEASURED_START_S if self._start_s is None else self._start_s
+        whole = UNMEASURED_START_S if self._told_s is None else max(self._told_s, self._waking_s)
         if self._waking is None:
             return whole
         return max(0.0, whole - (time.monotonic() - self._began))
@@ -106,9 +109,8 @@ class Waker:
                 except Exception as error:  # the one that came may have died at once
                     logger.warning("no engine woke: %s", in_words(error))
                     await asyncio.sleep(RETRY_PAUSE_S)
-            seconds = time.monotonic() - self._began
-            self._start_s = max(seconds, self._start_s or 0.0)  # Serve's share of it too
-            logger.info("an engine serves again after %.1f s", seconds)
+            self._waking_s = time.monotonic() - self._began
+            logger.info("an engine serves again after %.1f s", self._waking_s)
         finally:
             self._waking = None
 
