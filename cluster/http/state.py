@@ -8,6 +8,8 @@ from typing import Any
 
 from prometheus_client.metrics_core import Metric
 
+from cluster.batch.records import Records
+from cluster.batch.storage import Storage
 from cluster.config import ServeConfig
 from cluster.http.engines import Engines
 from cluster.http.errors import ApiError
@@ -37,6 +39,8 @@ class AppState:
         self.metrics = metrics
         self.other_metrics = other_metrics
         self.document = document
+        self.records = None if config.batch_storage is None else Records(Storage(config.batch_storage), config.batches)
+        """Files and batches; None if this server keeps none."""
         self.created = int(time.time())
         """Seconds since 1970: when the model began to be served."""
         self._model: ModelInfo | None = None

@@ -41,6 +41,9 @@ class EngineClient:
     `standby` is the handle of engines that serve while no other one can.
     """
 
+    reads_whole = False
+    """Whether nobody reads an answer before its end."""
+
     def __init__(self, engine: Any, tokenizer: Tokenizer, host: str, metrics: Metrics, standby: Any = None) -> None:
         self._handles = {ENGINE: engine} if standby is None else {ENGINE: engine, STANDBY: standby}
         self._greeting: asyncio.Task[None] | None = None
@@ -66,7 +69,7 @@ class EngineClient:
         client: str = "",
         shown_ids: frozenset[int] = frozenset(),
     ) -> Submission:
-        submission = Submission(self, prompts, params, chat, shown_ids)
+        submission = Submission(self, prompts, params, chat, shown_ids, self.reads_whole)
         submission.start(request_id, priority, timeout_s, client)
         return submission
 

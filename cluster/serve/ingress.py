@@ -30,13 +30,13 @@ from workers.checkpoints.model_config import resolve_model_folder
 
 class Ingress:
     """One replica of the endpoint, behind Serve's proxy. `engine` is the handle of the engines, `standby` that of their
-    standby.
+    standby. `batches` is that of the runner of batches: Serve starts what is handed over, and nobody calls it.
     """
 
     returns_request_id = False
     """Serve's proxy gives every request an x-request-id if the client sent none, and returns it."""
 
-    def __init__(self, config: ServeConfig, engine: Any, standby: Any = None) -> None:
+    def __init__(self, config: ServeConfig, engine: Any, standby: Any = None, batches: Any = None) -> None:
         with told_in_words():
             self._start(config, engine, standby)
 
@@ -92,7 +92,7 @@ class ListeningIngress(Ingress):
 
     returns_request_id = True
 
-    def __init__(self, config: ServeConfig, engine: Any, standby: Any = None) -> None:
+    def __init__(self, config: ServeConfig, engine: Any, standby: Any = None, batches: Any = None) -> None:
         super().__init__(config, engine, standby)
         self._listener = Listener(self._answer, config)
 
