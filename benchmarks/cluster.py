@@ -1,9 +1,10 @@
-"""`manta bench cluster`: what it costs that ranks are processes of their own, and that streams outlive their engine.
+"""`manta bench cluster`: what ranks in processes of their own cost, batches, and streams that outlive their engine.
 
     transport   a decode step of the tiny model, by what carries it to its ranks: frames over TCP (what Manta does),
                 calls of Ray's actors, a compiled graph of Ray; over the same step in the engine's own process. One rank
                 shows what the transport costs, two what it costs beside their sums over shared memory
     tp          forward pass and draw of one rank against two, and their sums (`benchmarks/tensor_parallel.py`)
+    batch       `manta batch` over `LLM.generate`, the same prompts (`benchmarks/batch.py`)
     resume      what streams that can go on elsewhere cost while nothing fails (`benchmarks/resume.py`)
 
 Blocks of each transport take turns in one process, one thread a rank. Frames are what the fault tests run on
@@ -24,6 +25,7 @@ import msgspec
 import ray
 from ray.dag import InputNode, MultiOutputNode
 
+from benchmarks.batch import batch as measure_batches
 from benchmarks.checkpoints import benchmark_checkpoint
 from benchmarks.report import machine
 from benchmarks.resume import STEP_S, table
@@ -44,7 +46,8 @@ from workers.step import StepInput, StepOutput
 RANKS = (1, 2)
 ROWS = (1, 8, 32)
 PROMPT, WARM_UP_STEPS = 16, 8
-PARTS = ("transport", "tp", "resume")
+PARTS = ("transport", "tp", "batch", "resume")
+BATCH_LINES = 512
 
 
 class CalledRank(RankActor):
@@ -177,20 +180,25 @@ def resume(_rounds: int, _tokens: int) -> None:
     print(*table(STEP_S), sep="\n")
 
 
+def batch(num_rounds: int, _tokens: int) -> None:
+    measure_batches(num_rounds, BATCH_LINES)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="manta bench cluster",
-        description="What ranks in processes of their own cost, and streams that outlive their engine.",
+        description="What ranks in processes of their own cost, batches, and streams that outlive their engine.",
     )
     parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {', '.join(PARTS)}")
-    parser.add_argument("--rounds", type=int, default=10, help="blocks of each transport (default: 10)")
+    parser.add_argument("--rounds", type=int, default=10, help="blocks of each transport, or of batches (default: 10)")
     parser.add_argument("--tokens", type=int, default=100, help="steps of a block (default: 100)")
     options = parser.parse_args(arguments)
     print(machine(), file=sys.stderr)
     for part in options.parts.split(","):
         if part not in PARTS:
             parser.error(f"--parts {part}: use some of {', '.join(PARTS)}")
-        {"transport": transport, "tp": tensor_parallel, "resume": resume}[part](options.rounds, options.tokens)
+        parts = {"transport": transport, "tp": tensor_parallel, "batch": batch, "resume": resume}
+        parts[part](options.rounds, options.tokens)
     return 0
 
 
