@@ -32,8 +32,8 @@ from cluster.llm import LLM, SamplingParams
 from cluster.serve import app
 from workers.checkpoints.model_config import resolve_model_folder
 
-MODELS = {"tiny": "tiny-llama", "demo": DEMO_MODEL}
-"""The first has next to no work for the model, so that what is beside it shows most."""
+MODELS = {"tiny": ("tiny-llama", 512), "demo": (DEMO_MODEL, 512), "0.5B": ("qwen2.5-0.5b", 64)}
+"""Checkpoint and lines. The first two have next to no work for the model, so that what is beside it shows most."""
 PROMPT, GROUP = 64, 16
 OUTPUT = (32, 96)
 KV_CACHE_BYTES = 1 << 28
@@ -48,11 +48,11 @@ class Round(NamedTuple):
     """Of all outputs together."""
 
 
-def batch(num_rounds: int, num_lines: int) -> None:
+def batch(num_rounds: int) -> None:
     """Prints a row for each model."""
     print("| model | lines | LLM.generate, output tokens/s | manta batch, output tokens/s | ratio |")
     print("| --- | --- | --- | --- | --- |")
-    for name, model in MODELS.items():
+    for name, (model, num_lines) in MODELS.items():
         folder = str(resolve_model_folder(model) if model == DEMO_MODEL else benchmark_checkpoint(model))
         rounds = asyncio.run(_measure(folder, num_rounds, num_lines))
         speeds = [statistics.median(each.num_tokens / each[way] for each in rounds) for way in (0, 1)]

@@ -47,7 +47,6 @@ RANKS = (1, 2)
 ROWS = (1, 8, 32)
 PROMPT, WARM_UP_STEPS = 16, 8
 PARTS = ("transport", "tp", "batch", "resume")
-BATCH_LINES = 512
 
 
 class CalledRank(RankActor):
@@ -181,7 +180,7 @@ def resume(_rounds: int, _tokens: int) -> None:
 
 
 def batch(num_rounds: int, _tokens: int) -> None:
-    measure_batches(num_rounds, BATCH_LINES)
+    measure_batches(num_rounds)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
