@@ -1,10 +1,11 @@
-"""`manta bench cluster`: what it costs that ranks are processes of their own, and that streams outlive their engine.
+"""`manta bench cluster`: what ranks in processes of their own cost, batches, and streams that outlive their engine.
 
     transport   a decode step of the tiny model, by what carries it to its ranks: frames over TCP (what Manta does),
                 calls of Ray's actors, a compiled graph of Ray; over the same step in the engine's own process. One rank
                 shows what the transport costs, two what it costs beside their sums over shared memory
     tp          forward pass and draw of one rank against two, and their sums (`benchmarks/tensor_parallel.py`)
     autoscaling engines that come and go with the load, none to three and back (`benchmarks/autoscaling.py`)
+    batch       `manta batch` over `LLM.generate`, the same prompts (`benchmarks/batch.py`)
     resume      what streams that can go on elsewhere cost while nothing fails (`benchmarks/resume.py`)
     own-ray     what a Ray of our own saves by leaving processes out (`benchmarks/own_ray.py`)
     http        what lies between clients and engines: listeners or Serve's proxies (`benchmarks/cluster_http.py`)
@@ -30,6 +31,7 @@ import ray
 from ray.dag import InputNode, MultiOutputNode
 
 from benchmarks.autoscaling import autoscaling
+from benchmarks.batch import batch as measure_batches
 from benchmarks.checkpoints import benchmark_checkpoint
 from benchmarks.cluster_http import STREAMS, http
 from benchmarks.own_ray import own_ray_extras
@@ -197,6 +199,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], None]] = {
     "own-ray": lambda options: own_ray_extras(options.rounds),
     "http": lambda options: http(options.rounds, options.tokens, [int(count) for count in options.streams.split(",")]),
     "autoscaling": lambda options: autoscaling(options.rounds, options.tokens),
+    "batch": lambda options: measure_batches(options.rounds),
     "routing": lambda options: routing(options.rounds),
 }
 
@@ -204,10 +207,10 @@ PARTS: dict[str, Callable[[argparse.Namespace], None]] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="manta bench cluster",
-        description="What ranks in processes of their own cost, and streams that outlive their engine.",
+        description="What ranks in processes of their own cost, batches, and streams that outlive their engine.",
     )
     parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {', '.join(PARTS)}")
-    parser.add_argument("--rounds", type=int, default=10, help="blocks of each transport (default: 10)")
+    parser.add_argument("--rounds", type=int, default=10, help="blocks of each transport, or of batches (default: 10)")
     parser.add_argument("--tokens", type=int, default=100, help="steps of a block (default: 100)")
     parser.add_argument("--streams", default=",".join(map(str, STREAMS)), help="http: how many at a time")
     options = parser.parse_args(arguments)

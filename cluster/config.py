@@ -177,12 +177,37 @@ class AutoscalingOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         return max(1, self.min_replicas)
 
 
+class BatchLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What `/v1/files` and `/v1/batches` keep and run. A client is an API key; without keys all clients are one."""
+
+    max_file_bytes: Bytes = 200 * 2**20
+    """Of one file; a longer one is refused (HTTP 413). It is never held in memory."""
+    max_files: Count = 1000
+    """Of one client, results of batches included; one more is refused (HTTP 400)."""
+    max_stored_bytes: Bytes = 10 * 2**30
+    """Of one client's files; beyond them an upload is refused (HTTP 400). Results are written all the same."""
+    max_open_batches: Count = 100
+    """Of one client that have not ended; one more is refused (HTTP 400)."""
+    keep_s: Seconds = 30 * 86_400.0
+    """Files, and batches that have ended, are removed after so long."""
+    max_in_flight: Count | None = None
+    """Lines of all batches that run or wait in the engines at a time. None takes half of the places of all engines:
+    others' requests go before them, and the more run the longer each step takes.
+    """
+
+
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The Ray Serve application: HTTP limits, names and replica counts."""
 
     engine: EngineConfig = EngineConfig()
     listener: ListenerLimits = ListenerLimits()
     body: BodyLimits = BodyLimits()
+    batches: BatchLimits = BatchLimits()
+    batch_storage: str | None = None
+    """Where `/v1/files` and `/v1/batches` keep files: a folder, or an object store's URL (`s3://bucket/folder`) whose
+    fsspec package is installed. On several nodes it must be the same place on all of them. None refuses both (HTTP
+    404).
+    """
     host: str = "127.0.0.1"
     port: Annotated[int, Meta(ge=1, le=65535)] = 8000
     served_model_name: str | None = None

@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import io
 import json
 import os
 import pathlib
 import random
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
+import types
+from typing import Any
 
-import psutil
 import pytest
 
-from benchmarks.processes import free_port
 from cluster.batch import job
 from cluster.batch.journal import BatchRefused, Journal, count_lines, read_lines
 from cluster.batch.lines import BadLine, BatchResult, LineKey, encode, parse
 from cluster.cli.__main__ import main
+from cluster.engine.request import FinishStatus, SequenceOutput, Usage
+from cluster.http.engines import Event
+from cluster.http.metrics import Metrics
 from cluster.llm import LLM, SamplingParams
+from cluster.serve.submission import Submission
+from cluster.text.tokenizer import Tokenizer
 from tests.checkpoints import checkpoint
 from tests.conftest import PROVE
+from workers.step import TokenLogprobs
 
 MAX_BYTES = 4096
 
@@ -128,9 +133,14 @@ class Echo:
 
 def run(application: Echo, source: pathlib.Path, target: pathlib.Path, num_in_flight: int = 4) -> list[job.Progress]:
     reports: list[job.Progress] = []
+
+    async def answer_all(journal: Journal) -> None:
+        with source.open("rb") as lines:
+            places = asyncio.Semaphore(num_in_flight)
+            await job.run(job.Job(application, journal, places, MAX_BYTES, reports.append), lines)
+
     with Journal(target) as journal:
-        options = {"num_in_flight": num_in_flight, "max_line_bytes": MAX_BYTES, "report": reports.append}
-        asyncio.run(job.run(application, source, journal, **options))
+        asyncio.run(answer_all(journal))
     return reports
 
 
@@ -178,6 +188,50 @@ def test_no_more_lines_are_read_than_a_window_has(tmp_path: pathlib.Path, monkey
     assert "".join(echo.asked) == "789456123"
 
 
+def events_of(outputs: list[SequenceOutput], params: SamplingParams, whole: bool) -> list[Event]:
+    """What the reader of a body with one prompt gets."""
+    client: Any = types.SimpleNamespace(tokenizer=Tokenizer("demo"), metrics=Metrics("m"))
+    submission = Submission(client, [[5, 6]], params, chat=False, whole=whole)
+    (prompt,) = submission._prompts
+    prompt.run = types.SimpleNamespace(release=lambda: None, stop=lambda *_: None)  # type: ignore[assignment]
+
+    async def read() -> list[Event]:
+        for output in outputs:
+            submission._tell(prompt, copy.deepcopy(output))
+        return [event async for event in submission]
+
+    return asyncio.run(read())
+
+
+@pytest.mark.parametrize("options", [{}, {"stop": ("zzz",)}], ids=["no stop", "stop"])
+def test_an_answer_that_is_read_at_its_end_is_the_same(options: dict) -> None:
+    """With choices that end apart, log-probabilities, and several tokens at once."""
+    params = SamplingParams(n=2, logprobs=0, prompt_logprobs=0, **options)
+    entry = [TokenLogprobs(7, -1.0, 1, [], [])]
+    usage = Usage(2, 1, 0)
+    outputs = [SequenceOutput("r", 0, [], prompt_logprobs=entry)]
+    outputs += [SequenceOutput("r", i, [20 + i], entry, usage=usage) for i in (0, 1)]
+    outputs += [SequenceOutput("r", 0, [30 + step, 31], entry * 2) for step in range(5)]
+    outputs += [SequenceOutput("r", 1, [40 + step], entry) for step in range(5)]
+    for index, finish in ((1, FinishStatus.FINISHED_STOPPED), (0, FinishStatus.FINISHED_LENGTH)):
+        outputs.append(SequenceOutput("r", index, [50], entry, finish=finish, usage=Usage(2, 12, 0)))
+
+    def joined(events: list[Event]) -> list[Any]:
+        found = []
+        for index in (0, 1):
+            own = [event for event in events if event.index == index]
+            found.append("".join(event.text for event in own))
+            for field in ("token_ids", "logprobs", "prompt_logprobs"):
+                found.append([each for event in own for each in getattr(event, field) or ()])
+            found.append(own[-1].finish)
+        return found
+
+    read, whole = (events_of(outputs, params, way) for way in (False, True))
+    assert joined(read) == joined(whole)
+    assert len(read) == len(outputs)
+    assert len(whole) == (len(outputs) if options else 4)
+
+
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
@@ -205,81 +259,70 @@ NUM_KILLS = 5 if PROVE else 1
 SETTINGS = ("engine.dtype=float32", "engine.kv_cache_bytes=8388608", "engine.num_threads=1")
 
 
-def arguments(source: pathlib.Path, target: pathlib.Path) -> list[str]:
+def arguments(source: pathlib.Path, target: pathlib.Path, *settings: str) -> list[str]:
     words = ["batch", str(source), str(target), "--model", str(checkpoint("llama"))]
-    return [*words, *(word for setting in SETTINGS for word in ("--set", setting))]
+    return [*words, *(word for setting in (*SETTINGS, *settings) for word in ("--set", setting))]
 
 
-def start(source: pathlib.Path, target: pathlib.Path, log: pathlib.Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "cluster.cli", *arguments(source, target)]
-    return subprocess.Popen(command, stdout=log.open("ab"), stderr=subprocess.STDOUT, env=dict(os.environ))
+class KilledBatch:
+    """`num_lines` requests and one line that is none, in a file; `manta batch` answers them and is killed meanwhile.
+
+    `settings` and `environment` are the command's, `chance` draws lengths and moments.
+    """
+
+    def __init__(self, folder: pathlib.Path, num_lines: int, *settings: str, **environment: str) -> None:
+        self.chance = random.Random(3)
+        self.num_lines = num_lines + 1
+        self.target = folder / "out.jsonl"
+        self._log = folder / "log"
+        self._prompts = [[self.chance.randrange(100) for _ in range(8)] for _ in range(num_lines)]
+        self._lengths = [self.chance.randrange(8, 60) for _ in self._prompts]
+        model = checkpoint("llama").name
+        lines: list[dict | str] = [
+            line(number, model=model, prompt=prompt, max_tokens=length, temperature=0, ignore_eos=True)
+            for number, (prompt, length) in enumerate(zip(self._prompts, self._lengths, strict=True))
+        ]
+        source = write_lines(folder / "in.jsonl", [*lines[:20], "nonsense", *lines[20:]])
+        self._command = [sys.executable, "-m", "cluster.cli", *arguments(source, self.target, *settings)]
+        self._environment = {**os.environ, **environment}
+
+    def start(self) -> subprocess.Popen[bytes]:
+        log = self._log.open("ab")
+        return subprocess.Popen(self._command, stdout=log, stderr=subprocess.STDOUT, env=self._environment)
+
+    def num_written(self) -> int:
+        return self.target.read_bytes().count(b"\n") if self.target.exists() else 0
+
+    def wait_for(self, process: subprocess.Popen[bytes], num_written: int) -> None:
+        while process.poll() is None and self.num_written() < num_written:
+            time.sleep(0.01)
+
+    def kill(self, number: int, num_kills: int) -> None:
+        """Starts the command and kills it at a random point of the first `(number + 1) / (num_kills + 1)`."""
+        process = self.start()
+        self.wait_for(process, self.chance.randrange(1, self.num_lines * (number + 1) // (num_kills + 1)))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+
+    def finish(self) -> None:
+        """Lets the command end, and looks at the answers."""
+        assert self.start().wait() == 0, self._log.read_text()
+        found = results(self.target)
+        assert len({each["id"] for each in found}) == len(found) == self.num_lines
+        bodies = {each["custom_id"]: each["response"]["body"] for each in found if each["response"]}
+        assert len(bodies) == self.num_lines - 1
+        llm = LLM(model=str(checkpoint("llama")), dtype="float32", kv_cache_bytes=8 << 20, num_threads=1)
+        some = range(0, len(self._prompts), len(self._prompts) // 20)
+        params = [SamplingParams(temperature=0.0, max_tokens=self._lengths[i], ignore_eos=True) for i in some]
+        expected = llm.generate([self._prompts[i] for i in some], params)
+        for number, output in zip(some, expected, strict=True):
+            assert bodies[f"request-{number}"]["choices"][0]["text"] == output.outputs[0].text
 
 
 @pytest.mark.timeout(900 if PROVE else 180)
 def test_a_batch_that_is_killed_goes_on_where_it_was(tmp_path: pathlib.Path, record_property) -> None:
-    chance = random.Random(3)
-    model = checkpoint("llama")
-    prompts = [[chance.randrange(100) for _ in range(8)] for _ in range(NUM_LINES)]
-    lengths = [chance.randrange(8, 60) for _ in prompts]
-    lines: list[dict | str] = [
-        line(number, model=model.name, prompt=prompt, max_tokens=length, temperature=0, ignore_eos=True)
-        for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
-    ]
-    source = write_lines(tmp_path / "in.jsonl", [*lines[:20], "nonsense", *lines[20:]])
-    target, log = tmp_path / "out.jsonl", tmp_path / "log"
-    for kill in range(NUM_KILLS):
-        process = start(source, target, log)
-        wanted = chance.randrange(1, (NUM_LINES + 1) * (kill + 1) // (NUM_KILLS + 1))
-        while process.poll() is None and (not target.exists() or target.read_bytes().count(b"\n") < wanted):
-            time.sleep(0.01)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    record_property("lines before the last start", target.read_bytes().count(b"\n"))
-    assert start(source, target, log).wait() == 0, log.read_text()
-    found = results(target)
-    assert len({each["id"] for each in found}) == len(found) == NUM_LINES + 1
-    bodies = {each["custom_id"]: each["response"]["body"] for each in found if each["response"]}
-    assert len(bodies) == NUM_LINES
-    llm = LLM(model=str(model), dtype="float32", kv_cache_bytes=8 << 20, num_threads=1)
-    some = range(0, NUM_LINES, NUM_LINES // 20)
-    params = [SamplingParams(temperature=0.0, max_tokens=lengths[number], ignore_eos=True) for number in some]
-    expected = llm.generate([prompts[number] for number in some], params)
-    for number, output in zip(some, expected, strict=True):
-        assert bodies[f"request-{number}"]["choices"][0]["text"] == output.outputs[0].text
-
-
-@pytest.mark.prove
-@pytest.mark.timeout(300)
-def test_a_ray_job_answers_a_batch(tmp_path: pathlib.Path) -> None:
-    """`ray job submit` to a cluster that runs: the input travels with the job, the output is on shared storage."""
-    work = tmp_path / "work"
-    work.mkdir()
-    write_lines(
-        work / "in.jsonl", [line(i, model=checkpoint("llama").name, prompt=[i], max_tokens=4) for i in range(9)]
-    )
-    binaries = pathlib.Path(sys.executable).parent
-    folder = pathlib.Path(tempfile.mkdtemp(prefix="ray-"))  # Ray's sockets lie there, and paths have a limit
-    environment = {**os.environ, "HOME": str(tmp_path), "PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}"}
-    ports = {name: free_port() for name in ("port", "dashboard-port", "dashboard-agent-listen-port")}
-    head = [f"--{name}={port}" for name, port in ports.items()]
-    start_head = [binaries / "ray", "start", "--head", "--block", "--num-cpus=2", f"--temp-dir={folder}", *head]
-    with (tmp_path / "head.log").open("wb") as log:
-        cluster = subprocess.Popen(start_head, env=environment, stdout=log, stderr=log)
-    address = f"http://127.0.0.1:{ports['dashboard-port']}"
-    target = tmp_path / "out.jsonl"
-    words = arguments(pathlib.Path("in.jsonl"), target)
-    submit = [binaries / "ray", "job", "submit", "--address", address, "--working-dir", ".", "--", "manta", *words]
-    try:
-        deadline = time.monotonic() + 90
-        while subprocess.run(submit, cwd=work, env=environment, check=False).returncode != 0:
-            assert time.monotonic() < deadline, "the cluster takes no job"
-            time.sleep(3)
-        assert sorted(each["custom_id"] for each in results(target)) == [f"request-{i}" for i in range(9)]
-        assert all(each["response"]["status_code"] == 200 for each in results(target))
-    finally:
-        parent = psutil.Process(cluster.pid)
-        processes = [*parent.children(recursive=True), parent]
-        for process in processes:
-            process.kill()
-        psutil.wait_procs(processes, timeout=10)
-        shutil.rmtree(folder, ignore_errors=True)
+    batch = KilledBatch(tmp_path, NUM_LINES)
+    for number in range(NUM_KILLS):
+        batch.kill(number, NUM_KILLS)
+    record_property("lines before the last start", batch.num_written())
+    batch.finish()

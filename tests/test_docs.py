@@ -45,7 +45,7 @@ PRINTS = {
     "README.md": [],
     "docs/first-five-minutes.md": [],
     "docs/serve.md": ["0 ", "1 ", "2 ", "Manta serves"],
-    "docs/batch.md": [],
+    "docs/batch.md": ["Manta serves"],
     "docs/deploy.md": [],
     "docs/constrain.md": ["customer='Paul Stein' city='Rome'", "minutes=20", 'set_timer {"minutes": 20}'],
     "docs/speculate.md": ["Manta serves"],
@@ -242,6 +242,7 @@ def manual(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Manual]:
             options = (
                 "engine.speculative={proposers: [forced, ngram]}",
                 "engine.logits_processors={never-twice: null}",
+                f"batch_storage={home}/batches",
             )
             started.append(Server("served_model_name=demo", *options, folder=DEMO))
         return started[0]
@@ -480,6 +481,9 @@ COMMANDS: dict[str, Callable[[str, Manual], None]] = {
     "OTEL_EXPORTER_OTLP_ENDPOINT=http://localhost:4318 OTEL_SERVICE_NAME=chat manta serve": starts_a_server,
     "manta serve demo --set engine.kv_cache_bytes=1GB": starts_a_server,
     "manta serve --quiet": is_named,
+    "manta serve --set batch_storage=~/batches": starts_a_server,
+    "manta serve --set batch_storage=s3://bucket/batches": is_named,
+    "manta bench cluster --parts batch": measures,
     "manta --version": tells_its_version,
     "manta serve --set 'engine.logits_processors={never-twice: null}'": starts_a_server,
     "manta serve --set 'engine.speculative={proposers: [forced, ngram]}'": starts_a_server,

@@ -158,6 +158,11 @@ INSIDE: dict[str, tuple[str, ...]] = {
         "cluster.version",
         "cluster.options",
         "cluster.config",
+        "cluster.batch.lines",
+        "cluster.batch.journal",
+        "cluster.batch.storage",
+        "cluster.batch.records",
+        "cluster.batch.stored",
         "cluster.private_folder",
         "cluster.own_ray",
         "cluster.engine",
@@ -193,9 +198,8 @@ INSIDE: dict[str, tuple[str, ...]] = {
         "cluster.chat",
         "cluster.llm",
         "cluster.batch",
-        "cluster.batch.lines",
-        "cluster.batch.journal",
         "cluster.batch.job",
+        "cluster.batch.runner",
         "cluster.serve",
         "cluster.serve.burst",
         "cluster.serve.listening",
@@ -221,6 +225,8 @@ INSIDE: dict[str, tuple[str, ...]] = {
         "cluster.serve.submission",
         "cluster.serve.engine_client",
         "cluster.serve.engine_deployment",
+        "cluster.batch.engine_client",
+        "cluster.batch.deployment",
         "cluster.serve.ingress",
         "cluster.serve.app",
         "cluster.cli",
@@ -238,7 +244,13 @@ OWNED: dict[str, tuple[str, ...]] = {
 }
 """Beginnings of names: who alone may import the modules. A device's kernels are used through its platform only."""
 
-RAY_USERS = ("cluster.serve", "cluster.own_ray", "cluster.engine.ranks", "structured.transport")
+RAY_USERS = (
+    "cluster.serve",
+    "cluster.batch.deployment",
+    "cluster.own_ray",
+    "cluster.engine.ranks",
+    "structured.transport",
+)
 """Who may import Ray: the HTTP application, and an engine that has one rank, run without it."""
 
 

@@ -1,7 +1,7 @@
 """Runs a batch: every line of a file through the HTTP application, without HTTP, and every answer into another file.
 
 A line means what the same body means at its URL, since the same code answers it; a line that fails is a result like any
-other. `cluster/cli/batch.py` starts the engines and calls `run`.
+other. `cluster/cli/batch.py` starts the engines and calls `run`; for `/v1/batches` `cluster/batch/runner.py` does.
 
 Why not Ray Data: it splits the input into blocks, runs a block after a failure again, and fills each engine with one
 block at a time; here lines are what is repeated or not, and all engines are kept full from one queue.
@@ -10,28 +10,31 @@ block at a time; here lines are what is repeated or not, and all engines are kep
 from __future__ import annotations
 
 import asyncio
-import itertools
-import pathlib
-from collections.abc import Awaitable, Callable, Iterator
-from typing import Any, BinaryIO, NamedTuple
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import msgspec
 
-from cluster.batch.journal import Journal, Line, read_lines
+from cluster.batch.journal import Line, read_lines
 from cluster.batch.lines import BadLine, BatchRequest, BatchResponse, BatchResult, LineKey, parse, refused
 from cluster.http.errors import RETRIED_STATUSES
 from cluster.http.exchange import Receive, Scope, Send
 
 WINDOW_LINES = 4096
 """So many lines are read ahead and sorted, so that those with a common prefix run together."""
-WINDOW_BYTES = 64 << 20
+WINDOW_BYTES = 16 << 20
 """Or as many as this."""
 MAX_TRIES = 5
-"""Of a line that the engines refuse for now, or fail at."""
-RETRY_S = 1.0
+"""Of a line at which the engines fail."""
+PATIENCE_S = 1800.0
+"""For so long a line is tried that the engines refuse for now: others go first, or an engine is being replaced."""
+RETRY_S, MAX_RETRY_S = 1.0, 10.0
+"""Before the second try; each later one waits for as much longer, up to the second value."""
 
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 """ASGI's."""
+Request = tuple[LineKey, BatchRequest | BadLine]
 
 
 class Progress(NamedTuple):
@@ -42,69 +45,84 @@ class Progress(NamedTuple):
     num_output_tokens: int
 
 
-async def run(
-    application: Application,
-    source: pathlib.Path,
-    journal: Journal,
-    *,
-    num_in_flight: int,
-    max_line_bytes: int,
-    report: Callable[[Progress], None],
-) -> None:
-    """Answers every line that the journal has no result of, `num_in_flight` at a time; they end in any order.
+class Results(Protocol):
+    """Where results go, and which lines have one."""
 
-    Raises `BatchRefused` if the journal belongs to another input.
+    def has(self, key: LineKey) -> bool: ...
+
+    def write(self, key: LineKey, result: BatchResult) -> None: ...
+
+
+class Job(NamedTuple):
+    """One batch: what it asks of whom, and how."""
+
+    application: Application
+    results: Results
+    places: asyncio.Semaphore
+    """As many requests are under way; batches that share it take turns."""
+    max_line_bytes: int
+    report: Callable[[Progress], None]
+    endpoint: str | None = None
+    """The only URL of its lines; None if each may have its own."""
+    client: str = ""
+    """Whose it is: the engines let clients take turns."""
+
+
+async def run(job: Job, source: BinaryIO) -> None:
+    """Answers every line of `source` that has no result; they end in any order.
+
+    Raises `BatchRefused` if the results belong to another input.
     """
-    places = asyncio.Semaphore(num_in_flight)
     try:
-        with source.open("rb") as lines:
-            async with asyncio.TaskGroup() as tasks:
-                for key, request in _requests(lines, journal, max_line_bytes):
-                    if isinstance(request, BadLine):
-                        journal.write(key, refused(key, request))
-                        report(Progress(True, 0, 0))
-                        continue
-                    await places.acquire()
-                    task = tasks.create_task(_answer(application, key, request, journal, report))
-                    task.add_done_callback(lambda _: places.release())
+        async with asyncio.TaskGroup() as tasks:
+            async for key, request in _requests(source, job):
+                if isinstance(request, BadLine):
+                    job.results.write(key, refused(key, request))
+                    job.report(Progress(True, 0, 0))
+                    continue
+                await job.places.acquire()
+                task = tasks.create_task(_answer(job, key, request))
+                task.add_done_callback(lambda _: job.places.release())
     except ExceptionGroup as group:
         raise group.exceptions[0] from group
 
 
-def _requests(lines: BinaryIO, journal: Journal, max_bytes: int) -> Iterator[tuple[LineKey, BatchRequest | BadLine]]:
-    """What is still to be done, window by window: bad lines first, then those with a common prefix together."""
-    undone = (line for line in read_lines(lines, max_bytes) if not journal.has(line.key))
-    for window in _windows(undone):
-        good: list[tuple[LineKey, BatchRequest]] = []
-        for line in window:
-            request = _parsed(line, max_bytes)
-            if isinstance(request, BadLine):
-                yield line.key, request
-            else:
-                good.append((line.key, request))
-        yield from sorted(good, key=lambda each: each[1].sort_key)
+async def _requests(source: BinaryIO, job: Job) -> AsyncIterator[Request]:
+    """What is still to be done, window by window. Each is read in a thread: the storage may be slow."""
+    undone = (line for line in read_lines(source, job.max_line_bytes) if not job.results.has(line.key))
+    windows = _windows(undone, job)
+    while (window := await asyncio.to_thread(next, windows, None)) is not None:
+        for request in window:
+            yield request
 
 
-def _windows(lines: Iterator[Line]) -> Iterator[list[Line]]:
-    window: list[Line] = []
+def _windows(lines: Iterator[Line], job: Job) -> Iterator[list[Request]]:
+    """Bad lines first, then those with a common prefix together."""
+    window: list[Request] = []
     num_bytes = 0
     for line in lines:
-        window.append(line)
+        window.append((line.key, _parsed(line, job)))
         num_bytes += len(line.text or b"")
         if len(window) >= WINDOW_LINES or num_bytes >= WINDOW_BYTES:
-            yield window
+            yield sorted(window, key=_sort_key)
             window, num_bytes = [], 0
     if window:
-        yield window
+        yield sorted(window, key=_sort_key)
 
 
-def _parsed(line: Line, max_bytes: int) -> BatchRequest | BadLine:
+def _sort_key(each: Request) -> tuple[str, bytes]:
+    return ("", b"") if isinstance(each[1], BadLine) else each[1].sort_key
+
+
+def _parsed(line: Line, job: Job) -> BatchRequest | BadLine:
     if line.text is None:
-        return BadLine(f"the line has more than {max_bytes} bytes; shorten it, or raise max_body_bytes")
+        return BadLine(f"the line has more than {job.max_line_bytes} bytes; shorten it, or raise max_body_bytes")
     try:
         request = parse(line.text)
     except BadLine as error:
         return error
+    if job.endpoint not in (None, request.url):
+        return BadLine(f"url {request.url!r} is not the batch's endpoint, {job.endpoint}", request.custom_id)
     if _streams(request.body):
         return BadLine("a batch has no streams; leave `stream` out of the body", request.custom_id)
     return request
@@ -121,24 +139,32 @@ def _streams(body: msgspec.Raw) -> bool:
         return False  # the endpoint says what is wrong with it
 
 
-async def _answer(
-    application: Application, key: LineKey, request: BatchRequest, journal: Journal, report: Callable[[Progress], None]
-) -> None:
-    for attempt in itertools.count(1):
-        response = await ask(application, request, key.id)
-        if response.status_code < 500 and response.status_code not in RETRIED_STATUSES:
-            break
-        if attempt == MAX_TRIES:
-            break
-        await asyncio.sleep(RETRY_S * attempt)
-    journal.write(key, BatchResult(key.id, request.custom_id, response))
-    report(_progress(response))
+async def _answer(job: Job, key: LineKey, request: BatchRequest) -> None:
+    response = await _tried(job, key, request)
+    job.results.write(key, BatchResult(key.id, request.custom_id, response))
+    job.report(_progress(response))
 
 
-async def ask(application: Application, request: BatchRequest, request_id: str) -> BatchResponse:
-    """One request to an ASGI application, and its whole answer."""
+async def _tried(job: Job, key: LineKey, request: BatchRequest) -> BatchResponse:
+    """The first answer that another try would not change, or the last one."""
+    num_failures, begun, pause_s = 0, time.monotonic(), RETRY_S
+    while True:
+        response = await ask(job.application, request, key.id, job.client)
+        if response.status_code in RETRIED_STATUSES:
+            is_last = time.monotonic() - begun > PATIENCE_S
+        else:
+            num_failures += 1
+            is_last = response.status_code < 500 or num_failures == MAX_TRIES
+        if is_last:
+            return response
+        await asyncio.sleep(pause_s)
+        pause_s = min(pause_s + RETRY_S, MAX_RETRY_S)
+
+
+async def ask(application: Application, request: BatchRequest, request_id: str, client: str = "") -> BatchResponse:
+    """One request to an ASGI application, and its whole answer. `client` stands in place of an address."""
     headers = [(b"content-type", b"application/json"), (b"x-request-id", request_id.encode())]
-    scope = {"type": "http", "method": request.method, "path": request.url, "headers": headers}
+    scope = {"type": "http", "method": request.method, "path": request.url, "headers": headers, "client": (client, 0)}
     body = iter([{"type": "http.request", "body": bytes(request.body), "more_body": False}])
     status, answer = 0, bytearray()
 

@@ -1,7 +1,8 @@
 """The files of a batch: lines are read as they are needed, results appended as they come.
 
 The output is its own journal: each result names its line (`LineKey`), so that a batch that was killed goes on after
-what it has written, and neither repeats a line nor loses one.
+what it has written, and neither repeats a line nor loses one. `cluster/batch/stored.py` keeps results in a storage that
+cannot append.
 """
 
 from __future__ import annotations
@@ -52,29 +53,61 @@ def _skip_line(source: BinaryIO, max_bytes: int) -> None:
 def count_lines(path: pathlib.Path) -> int:
     """Lines that are not blank, for the progress bar: at a gigabyte a second or so."""
     with path.open("rb") as source:
-        return sum(1 for line in source if not line.isspace())
+        return num_lines_in(source)
+
+
+def num_lines_in(source: BinaryIO) -> int:
+    return sum(1 for line in source if not line.isspace())
 
 
 class _Id(msgspec.Struct):
     id: str
 
 
-class Journal:
+class DoneLines:
+    """Which lines of an input have a result. `where` is where the results are, for messages."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._checksums = array.array("I")
+        """By line of the input; 0 if it has no result yet. Four bytes a line, so that the input may be large."""
+        self.num_done = 0
+
+    def note(self, key: LineKey) -> bool:
+        """False if the line had a result before."""
+        missing = key.number + 1 - len(self._checksums)
+        if missing > 0:
+            self._checksums.frombytes(bytes(missing * self._checksums.itemsize))
+        is_new = self._checksums[key.number] == 0
+        self._checksums[key.number] = key.checksum
+        self.num_done += is_new
+        return is_new
+
+    def has(self, key: LineKey) -> bool:
+        """Raises `BatchRefused` if the line has a result, but of another text."""
+        known = self._checksums[key.number] if key.number < len(self._checksums) else 0
+        if known not in (0, key.checksum):
+            raise BatchRefused(
+                f"{self._where} holds the answers to another input: its line {key.number + 1} was different; "
+                "choose another output file"
+            )
+        return known != 0
+
+
+class Journal(DoneLines):
     """The output file, locked. Raises `BatchRefused` if another batch writes it or it holds something else.
 
     A last line without its end is what a killed batch was writing; it is cut off and its request runs again.
     """
 
     def __init__(self, path: pathlib.Path) -> None:
+        super().__init__(str(path))
         self.path = path
         try:
             path.touch()
             self._file = path.open("r+b")
         except OSError as error:
             raise BatchRefused(f"cannot write {path}: {error.strerror}") from error
-        self._checksums = array.array("I")
-        """By line of the input; 0 if it has no result yet. Four bytes a line, so that the input may be large."""
-        self.num_done = 0
         try:
             self._lock()
             self._read()
@@ -100,33 +133,16 @@ class Journal:
                 key = None
             if key is None:
                 raise BatchRefused(f"{self.path} holds something that is no batch's output; choose another file")
-            self._note(key)
+            self.note(key)
             end += len(line)
         self._file.truncate(end)
         self._file.seek(end)
-
-    def _note(self, key: LineKey) -> None:
-        missing = key.number + 1 - len(self._checksums)
-        if missing > 0:
-            self._checksums.frombytes(bytes(missing * self._checksums.itemsize))
-        self._checksums[key.number] = key.checksum
-        self.num_done += 1
-
-    def has(self, key: LineKey) -> bool:
-        """Raises `BatchRefused` if the line has a result, but of another text."""
-        known = self._checksums[key.number] if key.number < len(self._checksums) else 0
-        if known not in (0, key.checksum):
-            raise BatchRefused(
-                f"{self.path} holds the answers to another input: its line {key.number + 1} was different; "
-                "choose another output file"
-            )
-        return known != 0
 
     def write(self, key: LineKey, result: BatchResult) -> None:
         """Hands the line to the system at once: it survives the death of this process."""
         self._file.write(encode(result))
         self._file.flush()
-        self._note(key)
+        self.note(key)
 
     def __enter__(self) -> Journal:
         return self

@@ -101,7 +101,7 @@ def parse(line: bytes) -> BatchRequest:
     try:
         request = _decoder.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadLine(f"the line is no batch request: {error}", _custom_id(line)) from error
+        raise BadLine(f"the line is no batch request: {error}", custom_id_of(line)) from error
     if request.method != "POST":
         raise BadLine(f"method {request.method!r} is not served in a batch; POST is", request.custom_id)
     if request.url not in URLS:
@@ -109,7 +109,8 @@ def parse(line: bytes) -> BatchRequest:
     return request
 
 
-def _custom_id(line: bytes) -> str | None:
+def custom_id_of(line: bytes) -> str | None:
+    """Of a line that may be no request."""
     try:
         found = msgspec.json.decode(line, type=_Named).custom_id
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -6,15 +6,17 @@ The work is `cluster/batch/job.py`'s; here files are opened, engines started and
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import pathlib
 import sys
+from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
 from tqdm import tqdm
 
-from cluster.batch.job import Progress, run
+from cluster.batch.job import Application, Job, Progress, run
 from cluster.batch.journal import BatchRefused, Journal, count_lines
 from cluster.cli.check import check_quickly
 from cluster.cli.refusal import NotStarted, Refusal
@@ -55,7 +57,8 @@ def _run(source: pathlib.Path, num_lines: int, journal: Journal, config: ServeCo
     from cluster.serve import app  # imports Ray, which takes seconds
 
     # The same batch, started again on a cluster, finds the engines that it left there when it was killed.
-    name = f"batch-{hashlib.blake2b(str(journal.path.resolve()).encode(), digest_size=4).hexdigest()}"
+    journal_digest = hashlib.blake2b(str(journal.path.resolve()).encode(), digest_size=4).hexdigest()
+    name = app.engines_name(f"batch-{journal_digest}", config)
     try:
         engine, host = app.start_engines(config, name)
         with Counter(journal, num_lines) as counter:
@@ -71,28 +74,33 @@ def _run(source: pathlib.Path, num_lines: int, journal: Journal, config: ServeCo
 async def _answer_all(
     engine: Any, host: str, source: pathlib.Path, journal: Journal, config: ServeConfig, counter: Counter
 ) -> None:
+    async with application_before(engine, host, config) as application:
+        with source.open("rb") as lines:
+            places = asyncio.Semaphore(num_in_flight(config))
+            await run(Job(application, journal, places, config.max_body_bytes, counter.add), lines)
+
+
+def num_in_flight(config: ServeConfig) -> int:
+    return IN_FLIGHT_PER_PLACE * config.num_engine_replicas * config.engine.max_num_sequences
+
+
+@contextlib.asynccontextmanager
+async def application_before(engine: Any, host: str, config: ServeConfig) -> AsyncIterator[Application]:
+    """The HTTP application, in this process and without HTTP, before what `app.start_engines` returned."""
+    from cluster.batch.engine_client import BatchEngineClient
     from cluster.http.app import HttpApp
     from cluster.http.metrics import Metrics
-    from cluster.serve.engine_client import EngineClient
     from cluster.text.tokenizer import Tokenizer
     from workers.checkpoints.model_config import resolve_model_folder
 
     tokenizer = Tokenizer(config.engine.tokenizer or str(resolve_model_folder(config.engine.model)))
     metrics = Metrics(config.model_name)
-    client = EngineClient(engine, tokenizer, host, metrics)
+    client = BatchEngineClient(engine, tokenizer, host, metrics)
     # Whoever may start a batch may ask; and a line each in a log would be the output again.
     config = msgspec.structs.replace(config, api_keys=None, priority_clients=("*",), log_requests=False)
-    application = HttpApp(config, tokenizer, client, metrics)
-    num_places = config.max_engines * config.engine.max_num_sequences
+    application: Application = HttpApp(config, tokenizer, client, metrics)
     try:
-        await run(
-            application,
-            source,
-            journal,
-            num_in_flight=IN_FLIGHT_PER_PLACE * num_places,
-            max_line_bytes=config.max_body_bytes,
-            report=counter.add,
-        )
+        yield application
     finally:
         await client.close()
         await engine.shutdown_async()

@@ -14,7 +14,7 @@ from cluster.cli.parser import nearest
 from cluster.cli.refusal import Refusal
 
 SUITES = {
-    "cluster": "what ranks, and streams that outlive their engine, cost",
+    "cluster": "what ranks, batches, and streams that outlive their engine, cost",
     "structured": "what constraints cost",
     "faults": "what others feel when a constraint goes wrong beside them",
     "host": "what a step costs besides the model, by rows",

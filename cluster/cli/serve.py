@@ -16,6 +16,7 @@ import signal
 import sys
 from typing import Any
 
+from cluster.batch.storage import with_storage
 from cluster.cli.check import check_quickly
 from cluster.cli.invocation import program, under_make
 from cluster.cli.refusal import NotStarted, Refusal
@@ -40,7 +41,7 @@ def run_serve(config_path: str | None, overrides: dict[str, Any], quiet: bool = 
         message = "--set api_keys shows the keys to whoever lists this machine's processes; put them into"
         raise Refusal(f"{message} {VARIABLE}, or into a file that api_keys_file names")
     try:
-        config = with_api_keys(load_config(config_path, overrides))
+        config = with_storage(with_api_keys(load_config(config_path, overrides)))
     except ValueError as error:
         raise Refusal(str(error)) from error
     if ray_address() is None:  # a cluster's Serve may hold the port already, and takes this application too

@@ -131,7 +131,7 @@ class HttpApp:
         name = self._keys.name_of(given) if scheme.lower() == "bearer" else None
         if name is None:
             raise ApiError(401, "a valid API key is required: Authorization: Bearer KEY", code="invalid_api_key")
-        exchange.client = name
+        exchange.client, exchange.owner = name, self._keys.owner_of(name)
         self._state.metrics.request_of(name)
 
 

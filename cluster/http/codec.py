@@ -53,6 +53,17 @@ def decode(kind: type[AnyBody], body: bytes, limits: BodyLimits = _LIMITS) -> An
     return request
 
 
+AnyQuery = TypeVar("AnyQuery", bound=msgspec.Struct)
+
+
+def decode_query(kind: type[AnyQuery], query: dict[str, str]) -> AnyQuery:
+    """What follows the ? of a URL. Raises `ApiError` 400 naming the field; fields that are not known are ignored."""
+    try:
+        return msgspec.convert(query, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise shape_error(str(error)) from error
+
+
 @functools.cache
 def _decoder(kind: type[Any]) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(kind)

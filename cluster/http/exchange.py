@@ -14,7 +14,8 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+import urllib.parse
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cluster.config import ServeConfig
@@ -31,6 +32,8 @@ SLOW_START_S = 10.0
 """For so long a body may come more slowly than `min_body_bytes_per_s`."""
 SEND_BYTES = 65536
 """An answer goes to its connection in pieces of this size, each after most of the last was taken."""
+
+EVERYBODY = "everybody"
 
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -117,10 +120,14 @@ class Exchange:
         self.headers = {key.decode("latin-1").lower(): value.decode("latin-1") for key, value in scope["headers"]}
         given = self.headers.get("x-request-id", "")
         self.request_id = given if 0 < len(given) <= 128 and given.isprintable() else f"req-{secrets.token_hex(8)}"
+        self.query = dict(urllib.parse.parse_qsl(scope.get("query_string", b"").decode("latin-1")))
+        """What follows the ? of its URL; of a name that stands there twice, the last value."""
         self.path_parameter = ""
         """The value of the parameter in the path of its route, if that has one."""
         self.client = ""
         """The name of the API key that the request brought."""
+        self.owner = EVERYBODY
+        """Whose files and batches it may see: one API key's, or everybody's where there are no keys."""
         self.address: str = (scope.get("client") or ("",))[0]
         """Of the client, or of a proxy in front."""
         self.status = 0
@@ -163,16 +170,7 @@ class Exchange:
             async with asyncio.timeout(None) as deadline:
                 await self._read_body(received, deadline, begun)
         except TimeoutError as error:
-            seconds = asyncio.get_running_loop().time() - begun
-            option = "client_timeout_s" if seconds >= self._config.client_timeout_s else "min_body_bytes_per_s"
-            change = "raise" if option == "client_timeout_s" else "lower"
-            raise ApiError(
-                408,
-                f"{len(received)} bytes of the body came within {seconds:.1f} s and not its end; send it faster, or "
-                f"{change} {option}, which is {getattr(self._config, option):g}",
-                type="timeout_error",
-                code="client_too_slow",
-            ) from error
+            raise self._too_slow(len(received), begun) from error
         finally:
             self._room.give_back(len(received))
         return bytes(received)
@@ -193,12 +191,55 @@ class Exchange:
                 received += message["body"]
                 self._room.take(len(message["body"]))
         if num_bytes > limit:
-            raise ApiError(
-                413,
-                f"the body has {'more than ' if more else ''}{num_bytes} bytes and the limit is {limit}; send less, or "
-                "raise max_body_bytes",
-                code="body_too_large",
-            )
+            raise _too_large(num_bytes, limit, more, "max_body_bytes")
+
+    @contextlib.contextmanager
+    def room(self, num_bytes: int) -> Iterator[None]:
+        """Memory for what is sent or received in pieces. Raises `ApiError` 503 if there is none."""
+        try:
+            self._room.take(num_bytes)
+            yield
+        finally:
+            self._room.give_back(num_bytes)
+
+    async def pieces(self, limit: int) -> AsyncIterator[bytes]:
+        """The body as it comes, for whoever keeps no more than a piece of it in memory.
+
+        Raises as `body` does, but `limit` is its bound in bytes, and it has `client_timeout_s` for each
+        `max_body_bytes` of it.
+        """
+        num_bytes, more, begun = 0, True, asyncio.get_running_loop().time()
+        while more:
+            paid_s = SLOW_START_S + num_bytes / self._config.min_body_bytes_per_s
+            most_s = self._config.client_timeout_s * (1 + num_bytes // self._config.max_body_bytes)
+            try:
+                async with asyncio.timeout_at(begun + min(paid_s, most_s)):
+                    message = await self._receive()
+            except TimeoutError as error:
+                raise self._too_slow(num_bytes, begun) from error
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            piece = message.get("body", b"")
+            num_bytes += len(piece)
+            more = message.get("more_body", False)
+            if num_bytes <= limit:
+                yield piece
+            elif num_bytes > limit + DRAINED_BODIES * self._config.max_body_bytes:
+                break
+        if num_bytes > limit:
+            raise _too_large(num_bytes, limit, more, "batches.max_file_bytes")
+
+    def _too_slow(self, num_bytes: int, begun: float) -> ApiError:
+        seconds = asyncio.get_running_loop().time() - begun
+        option = "client_timeout_s" if seconds >= self._config.client_timeout_s else "min_body_bytes_per_s"
+        change = "raise" if option == "client_timeout_s" else "lower"
+        return ApiError(
+            408,
+            f"{num_bytes} bytes of the body came within {seconds:.1f} s and not its end; send it faster, or "
+            f"{change} {option}, which is {getattr(self._config, option):g}",
+            type="timeout_error",
+            code="client_too_slow",
+        )
 
     async def unless_gone(self, work: Awaitable[Result]) -> Result:
         """The result of `work`, which is cancelled when the client closes the connection. Raises `ClientGone` then."""
@@ -257,6 +298,13 @@ class Exchange:
             message = {"type": "http.response.body", "body": body[begin:end], "more_body": end < len(body)}
             await self._send(message)
 
+    async def send_pieces(self, pieces: AsyncIterator[bytes], num_bytes: int, content_type: str) -> None:
+        """Sends what need not be in memory as a whole, `num_bytes` in all."""
+        await self._start(200, content_type, [(b"content-length", str(num_bytes).encode())])
+        async for piece in pieces:
+            await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
     async def send_empty(self, headers: list[tuple[bytes, bytes]]) -> None:
         """An answer without a body."""
         self.status = 204
@@ -302,6 +350,15 @@ class Exchange:
             **self.notes,
         }
         return json.dumps(entry)
+
+
+def _too_large(num_bytes: int, limit: int, more: bool, option: str) -> ApiError:
+    return ApiError(
+        413,
+        f"the body has {'more than ' if more else ''}{num_bytes} bytes and the limit is {limit}; send less, or raise "
+        f"{option}",
+        code="body_too_large",
+    )
 
 
 async def _fill(buffer: StreamBuffer, events: AsyncIterator[bytes], generation: Generation) -> None:

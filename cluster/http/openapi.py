@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -15,9 +15,10 @@ _ERRORS = {
     400: "The body is wrong or cannot be served; `param` names the field",
     401: "An API key is required",
     403: "The Host, or the page that asks, is not allowed here",
-    404: "No such model is served here",
+    404: "There is no such model, file or batch here",
     405: "The path takes another method",
     408: "A time limit has passed: of the request, or of a client that sends or reads too slowly",
+    409: "The batch has ended",
     413: "The body is too long",
     429: "Too many requests are waiting; retry later",
     500: "An internal error, which the server has logged",
@@ -32,7 +33,7 @@ def openapi_document(routes: Iterable[Route]) -> dict[str, Any]:
     """OpenAPI 3.1."""
     routes = list(routes)
     types: list[Any] = [ErrorBody]
-    types += [kind for route in routes for kind in (route.body, route.answer) if kind is not None]
+    types += [kind for route in routes for kind in (route.body, route.form, route.answer) if kind is not None]
     schemas, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     schema_of = dict(zip(types, schemas, strict=True))
     paths: dict[str, Any] = {}
@@ -50,10 +51,11 @@ def _operation(route: Route, schema_of: dict[Any, Any]) -> dict[str, Any]:
     operation: dict[str, Any] = {"summary": route.summary, "responses": {"200": _success(route, schema_of)}}
     if route.body is not None:
         operation["requestBody"] = {"required": True, "content": _json(schema_of[route.body])}
-    if route.parameter is not None:
-        operation["parameters"] = [
-            {"name": route.parameter, "in": "path", "required": True, "schema": {"type": "string"}}
-        ]
+    if route.form is not None:
+        content = {"multipart/form-data": {"schema": schema_of[route.form]}}
+        operation["requestBody"] = {"required": True, "content": content}
+    if parameters := list(_parameters(route)):
+        operation["parameters"] = parameters
     for status in _error_statuses(route):
         answer = {"description": _ERRORS[status], "content": _json(schema_of[ErrorBody])}
         if status in RETRIED_STATUSES:
@@ -62,12 +64,23 @@ def _operation(route: Route, schema_of: dict[Any, Any]) -> dict[str, Any]:
     return operation
 
 
+def _parameters(route: Route) -> Iterator[dict[str, Any]]:
+    if route.parameter is not None:
+        yield {"name": route.parameter, "in": "path", "required": True, "schema": {"type": "string"}}
+    if route.query is not None:
+        (reference,), components = msgspec.json.schema_components([route.query])
+        for name, schema in components[reference["$ref"].rpartition("/")[2]]["properties"].items():
+            yield {"name": name, "in": "query", "required": False, "schema": schema}
+
+
 def _error_statuses(route: Route) -> list[int]:
     """The errors of its handler, and those that the application finds before it calls the handler."""
     found = {403, 405, 500, *route.errors}
     if not route.public:
         found.add(401)
-    if route.body is not None:
+    if route.query is not None:
+        found.add(400)
+    if route.body is not None or route.form is not None:
         found |= {400, 408, 413, 503}
     return sorted(found)
 

@@ -5,13 +5,16 @@ A new endpoint is a row here and a file in `cluster/http/endpoints/` with its ha
 
 from __future__ import annotations
 
-from cluster.http.endpoints import generation, models, pages, status, tokens
+from cluster.batch.records import Batch, FileObject
+from cluster.http.endpoints import batches, files, generation, models, pages, status, tokens
 from cluster.http.protocol.requests import ChatCompletionRequest, CompletionRequest
 from cluster.http.protocol.responses import ChatCompletion, Completion
+from cluster.http.protocol.uploads import UploadForm
 from cluster.http.routing import Route
 
 EVENTS = "text/event-stream"
 HTML = "text/html"
+BINARY = "application/octet-stream"
 GENERATION_ERRORS = (404, 408, 429, 503)
 
 ROUTES = (
@@ -57,6 +60,57 @@ ROUTES = (
         answer=tokens.DetokenizeResponse,
         errors=(404,),
     ),
+    Route(
+        "POST",
+        "/v1/files",
+        files.upload,
+        "Upload a batch's input",
+        form=UploadForm,
+        answer=FileObject,
+        errors=(404,),
+        logged=True,
+    ),
+    Route(
+        "GET",
+        "/v1/files",
+        files.list_files,
+        "The client's files",
+        query=files.FileQuery,
+        answer=files.FileList,
+        errors=(404,),
+    ),
+    Route("GET", "/v1/files/{file_id}", files.one_file, "One file", answer=FileObject, errors=(404,)),
+    Route("DELETE", "/v1/files/{file_id}", files.delete_file, "Delete it", answer=files.FileDeleted, errors=(404,)),
+    Route(
+        "GET",
+        "/v1/files/{file_id}/content",
+        files.content,
+        "Its content",
+        media_type=BINARY,
+        errors=(404,),
+        logged=True,
+    ),
+    Route(
+        "POST",
+        "/v1/batches",
+        batches.create,
+        "Answer a file of requests",
+        body=batches.CreateBatchRequest,
+        answer=Batch,
+        errors=(404,),
+        logged=True,
+    ),
+    Route(
+        "GET",
+        "/v1/batches",
+        batches.list_batches,
+        "The client's batches",
+        query=batches.BatchQuery,
+        answer=batches.BatchList,
+        errors=(404,),
+    ),
+    Route("GET", "/v1/batches/{batch_id}", batches.one_batch, "One batch", answer=Batch, errors=(404,)),
+    Route("POST", "/v1/batches/{batch_id}/cancel", batches.cancel, "Cancel it", answer=Batch, errors=(404, 409)),
     Route(
         "GET",
         "/health",

@@ -24,7 +24,7 @@ class Route:
 
     method: str
     path: str
-    """Its last segment may be a parameter, `{name}`, which takes the rest of a request's path."""
+    """It may have a parameter, `{name}`, which takes the rest of a request's path less what follows the parameter."""
     handler: Handler
     summary: str
     _: dataclasses.KW_ONLY
@@ -32,6 +32,10 @@ class Route:
     """Decoded and checked before the handler is called."""
     answer: Any = None
     """The type of what is sent as JSON, if any is."""
+    form: type | None = None
+    """The fields of a `multipart/form-data` body, which the handler reads itself as it comes."""
+    query: type | None = None
+    """The fields that may follow the ? of the URL; the handler gets what it asks `decode_query` for."""
     media_type: str | None = None
     """A content type of the answer that is not JSON."""
     errors: tuple[int, ...] = ()
@@ -44,7 +48,7 @@ class Route:
     @property
     def parameter(self) -> str | None:
         """The name of the path's parameter."""
-        found = re.search(r"/\{(\w+)\}$", self.path)
+        found = re.search(r"/\{(\w+)\}", self.path)
         return None if found is None else found[1]
 
 
@@ -53,15 +57,17 @@ class Router:
 
     def __init__(self, routes: Iterable[Route]) -> None:
         self._exact: dict[str, dict[str, Route]] = {}
-        self._by_prefix: dict[str, dict[str, Route]] = {}
-        """Those with a parameter, by what stands before it."""
+        self._with_parameter: dict[tuple[str, str], dict[str, Route]] = {}
+        """By what stands before the parameter and after it, the longest after it first."""
         routes = tuple(routes)
         self._served = ", ".join(f"{route.method} {route.path}" for route in routes)
         for route in routes:
             if route.parameter is None:
                 self._exact.setdefault(route.path, {})[route.method] = route
             else:
-                self._by_prefix.setdefault(route.path.partition("{")[0], {})[route.method] = route
+                prefix, _, rest = route.path.partition("{")
+                self._with_parameter.setdefault((prefix, rest.partition("}")[2]), {})[route.method] = route
+        self._with_parameter = dict(sorted(self._with_parameter.items(), key=lambda each: -len(each[0][1])))
 
     def find(self, method: str, path: str) -> tuple[Route, str]:
         """The route, and the value of its parameter; HEAD is GET without a body in the answer. Raises `ApiError` 404 or
@@ -82,13 +88,14 @@ class Router:
     def _methods(self, path: str) -> tuple[dict[str, Route], str]:
         methods, value = self._exact.get(path), ""
         if methods is None:
-            methods, value = self._find_by_prefix(path)
+            methods, value = self._find_with_parameter(path)
         if not methods:
             raise ApiError(404, f"there is nothing at {path}; what is served: {self._served}", code="unknown_url")
         return methods, value
 
-    def _find_by_prefix(self, path: str) -> tuple[dict[str, Route], str]:
-        for prefix, methods in self._by_prefix.items():
-            if path.startswith(prefix):
-                return methods, path.removeprefix(prefix)
+    def _find_with_parameter(self, path: str) -> tuple[dict[str, Route], str]:
+        for (prefix, suffix), methods in self._with_parameter.items():
+            value = path.removeprefix(prefix).removesuffix(suffix)
+            if value and path == f"{prefix}{value}{suffix}":
+                return methods, value
         return {}, ""

@@ -9,6 +9,8 @@ from typing import Any
 import msgspec
 from prometheus_client.metrics_core import Metric
 
+from cluster.batch.records import Records
+from cluster.batch.storage import Storage
 from cluster.config import ServeConfig
 from cluster.http.engines import Engines
 from cluster.http.errors import ApiError
@@ -67,6 +69,8 @@ class AppState:
         self.document = document
         self.drains = False
         """Serve told this replica to go; it takes what still comes."""
+        self.records = None if config.batch_storage is None else Records(Storage(config.batch_storage), config.batches)
+        """Files and batches; None if this server keeps none."""
         self.created = int(time.time())
         """Seconds since 1970: when the model began to be served."""
         self._model: ModelInfo | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import os
 import pathlib
@@ -20,8 +21,11 @@ from ray import serve
 from ray.serve import RunTarget
 from ray.serve.config import HTTPOptions, ProxyLocation
 from ray.serve.context import _get_global_client as get_client
+from ray.serve.schema import ApplicationStatus
 
 from cluster import own_ray
+from cluster.batch.deployment import batch_deployment
+from cluster.batch.storage import with_storage
 from cluster.config import DEMO_MODEL, ServeConfig, ray_address
 from cluster.engine.ranks.claims import CannotPlace, check_room, node_cpus, num_claimed, threads_each
 from cluster.http.access.keys import with_api_keys
@@ -30,6 +34,7 @@ from cluster.serve import joined_ray
 from cluster.serve.engine_deployment import engine_deployment
 from cluster.serve.ingress import ingress_deployment
 from cluster.serve.start_failure import StartFailed, in_words, unexpected, wait_until_running
+from cluster.version import version
 from workers.host import num_cores
 from workers.model_info import ModelInfo
 
@@ -39,17 +44,20 @@ _LOGGING = {"enable_access_log": False}
 
 def application(config: ServeConfig, nodes: list[int], shares_port: bool = True) -> serve.Application:
     """The bound application. `nodes` are the cores of each node, which say how many threads an engine has if the
-    configuration does not. Raises `ValueError` for API keys that are too weak.
+    configuration does not. Raises `ValueError` for API keys that are too weak and a storage that cannot be used.
 
     Its ingresses take the connections if `http_server` is `listener`; else Serve's proxies do. Without `shares_port`
     nothing else may listen at its port: an ingress that is alone and never updated.
     """
     num_nodes = joined_ray.num_nodes() if ray.is_initialized() else 1
-    config = with_api_keys(_for_nodes(config, nodes, num_nodes))
+    config = with_storage(with_api_keys(_for_nodes(config, nodes, num_nodes)))
     standby = None
     if config.num_standby_replicas:
         standby = engine_deployment(config.engine, config.num_standby_replicas, "standby").bind(config.engine)
-    return ingress_deployment(config, num_nodes).bind(config, _engines(config), standby, shares_port)
+    engines, batches = _engines(config), None
+    if config.batch_storage is not None:
+        batches = batch_deployment(config).bind(config, engines, standby)
+    return ingress_deployment(config, num_nodes).bind(config, engines, standby, shares_port, batches)
 
 
 def _engines(config: ServeConfig) -> serve.Application:
@@ -97,13 +105,39 @@ def start_engines(config: ServeConfig, name: str) -> tuple[Any, str]:
     """Starts Ray, Serve and the engines alone, with no endpoint before them. Returns what an `EngineClient` needs: the
     handle of their deployment and the address at which they reach this machine.
 
-    If the application `name` runs already on a joined cluster, its engines are taken. Raises as `start` does.
+    If the application `name` runs already on a joined cluster, its engines are taken; those of the same family with
+    other options are ended, since they hold the room. Raises as `start` does.
     """
     with _told_on_failure():
         nodes = _connect(config)
         serve.start(ProxyLocation.Disabled, logging_config=_LOGGING)
-        _run(_engines(_for_nodes(config, nodes)), name, None)
+        left = _left_engines(name)
+        for other in left - {name}:
+            serve.delete(other)
+        if name in left:
+            wait_until_running(name)
+        else:
+            _run(_engines(_for_nodes(config, nodes)), name, None)
         return serve.get_deployment_handle("engine", name), ray.util.get_node_ip_address()
+
+
+def engines_name(family: str, config: ServeConfig) -> str:
+    """For `start_engines`: the application of these engines. Serve would start all of them anew if it were told of the
+    same ones again, so that what differs must differ in name.
+    """
+    options = msgspec.json.encode((version(), config))
+    return f"{family}-{hashlib.blake2b(options, digest_size=4).hexdigest()}"
+
+
+def _left_engines(name: str) -> set[str]:
+    """Applications of `name`'s family that a killed command left."""
+    family = name.rpartition("-")[0]
+    applications = serve.status().applications.items()
+    return {
+        other
+        for other, state in applications
+        if other.rpartition("-")[0] == family and state.status != ApplicationStatus.DELETING
+    }
 
 
 @contextlib.contextmanager

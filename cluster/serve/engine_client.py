@@ -48,6 +48,9 @@ class EngineClient:
     wait for one to start.
     """
 
+    reads_whole = False
+    """Whether nobody reads an answer before its end."""
+
     def __init__(
         self,
         engine: Any,
@@ -87,7 +90,7 @@ class EngineClient:
         shown_ids: frozenset[int] = frozenset(),
         traceparent: str = "",
     ) -> Submission:
-        submission = Submission(self, prompts, params, chat, shown_ids)
+        submission = Submission(self, prompts, params, chat, shown_ids, self.reads_whole)
         submission.start(request_id, priority, timeout_s, client, weight, session, traceparent)
         return submission
 

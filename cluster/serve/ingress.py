@@ -40,13 +40,16 @@ REMOVED_S = 20.0
 
 class Ingress:
     """One replica of the endpoint, behind Serve's proxy. `engine` is the handle of the engines, `standby` that of their
-    standby; `shares_port` is for those that listen.
+    standby; `shares_port` is for those that listen. `batches` is that of the runner of batches: Serve starts what is
+    handed over, and nobody calls it.
     """
 
     returns_request_id = False
     """Serve's proxy gives every request an x-request-id if the client sent none, and returns it."""
 
-    def __init__(self, config: ServeConfig, engine: Any, standby: Any = None, shares_port: bool = False) -> None:
+    def __init__(
+        self, config: ServeConfig, engine: Any, standby: Any = None, shares_port: bool = False, batches: Any = None
+    ) -> None:
         with told_in_words():
             self._start(config, engine, standby)
 
@@ -120,7 +123,9 @@ class ListeningIngress(Ingress):
 
     returns_request_id = True
 
-    def __init__(self, config: ServeConfig, engine: Any, standby: Any = None, shares_port: bool = False) -> None:
+    def __init__(
+        self, config: ServeConfig, engine: Any, standby: Any = None, shares_port: bool = False, batches: Any = None
+    ) -> None:
         super().__init__(config, engine, standby)
         self._port = config.port
         self._notice_s = config.drain_notice_s

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import AsyncIterator
+from typing import TypeVar
 
 import msgspec
 
@@ -24,6 +25,8 @@ from cluster.telemetry.request_log import log_event
 from cluster.text.detokenizer import SequenceText
 from workers.sampling_params import SamplingParams
 
+T = TypeVar("T")
+
 
 class Choice:
     """One answer to a prompt, so far."""
@@ -34,6 +37,9 @@ class Choice:
         self.finished = False
         self.usage: Usage | None = None
         self.num_tokens = 0
+        self.held: SequenceOutput | None = None
+        """What came after its first output, if nobody reads it before the end."""
+        self.has_begun = False
 
 
 class Prompt:
@@ -63,7 +69,8 @@ class Submission:
     """Async iteration yields `Event`s until every choice has ended; raises `ApiError` if one cannot be served.
 
     With n > 1 a choice that fails ends alone, with `FINISHED_INTERNAL_ERROR`, unless all of them fail. Special tokens
-    of `shown_ids` stay in the text.
+    of `shown_ids` stay in the text. If `whole`, nobody reads an answer before its end, and what comes between its first
+    output and its last is handed on with the last: a wake for every token costs more than all else that is done here.
     """
 
     def __init__(
@@ -73,6 +80,7 @@ class Submission:
         params: SamplingParams,
         chat: bool,
         shown_ids: frozenset[int] = frozenset(),
+        whole: bool = False,
     ) -> None:
         self._client = client
         self._events: asyncio.Queue[tuple[Prompt, SequenceOutput | RequestResult | Exception]] = asyncio.Queue()
@@ -89,6 +97,7 @@ class Submission:
             )
             for number, token_ids in enumerate(prompts)
         ]
+        self._is_whole = whole and not params.stop  # a stop string must be found when it comes
         self._num_failed = 0
         self._closed = False
 
@@ -129,6 +138,13 @@ class Submission:
             prompt.run.start()
 
     def _tell(self, prompt: Prompt, item: SequenceOutput | RequestResult | Exception) -> None:
+        if self._is_whole and isinstance(item, SequenceOutput):
+            choice = prompt.choices[item.index]
+            item = item if choice.held is None else _joined(choice.held, item)
+            choice.held = item if choice.has_begun and item.finish is None else None
+            choice.has_begun = True
+            if choice.held is not None:
+                return
         self._events.put_nowait((prompt, item))
 
     async def __aiter__(self) -> AsyncIterator[Event]:
@@ -221,6 +237,23 @@ class Submission:
             for choice in prompt.choices:
                 if not choice.finished:
                     prompt.metrics.ended(FinishStatus.FINISHED_ABORTED, None)
+
+
+def _joined(held: SequenceOutput, output: SequenceOutput) -> SequenceOutput:
+    """Both as one. `held` is used up."""
+    output.token_ids = _both(held.token_ids, output.token_ids) or []
+    output.logprobs = _both(held.logprobs, output.logprobs)
+    output.prompt_logprobs = _both(held.prompt_logprobs, output.prompt_logprobs)
+    output.usage = output.usage or held.usage
+    return output
+
+
+def _both(first: list[T] | None, second: list[T] | None) -> list[T] | None:
+    """In place, since a long answer has many."""
+    if first is None or second is None:
+        return second if first is None else first
+    first += second
+    return first
 
 
 def _refusal(result: RequestResult) -> ApiError:

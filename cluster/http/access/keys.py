@@ -21,6 +21,7 @@ VARIABLE = "MANTA_API_KEYS"
 """The environment's: entries as in `api_keys`, between commas or line breaks."""
 MIN_CHARACTERS = 16
 """Of a key. Drawn from letters and digits these are 95 bits, which nobody guesses; a word is shorter."""
+_UNNAMED = re.compile(r"key-\d+")
 _ENTRY = re.compile(r"(?:(?P<name>[A-Za-z0-9_.-]{1,64}):)?(?P<key>[!-9;-~]*)")
 
 
@@ -38,11 +39,21 @@ class ApiKeys:
             if self.by_name.setdefault(name, key) != key:
                 raise ValueError(f"api_keys: two keys have the name {name!r}; give each a name of its own")
         self._digests = [(name, _digest(key)) for name, key in self.by_name.items()]
+        self._owners = {
+            name: _digest(f"key {key}" if _UNNAMED.fullmatch(name) else f"name {name}").hex()[:32]
+            for name, key in self.by_name.items()
+        }
 
     @property
     def entries(self) -> tuple[str, ...]:
         """What makes the same keys again."""
         return tuple(f"{name}:{key}" for name, key in self.by_name.items())
+
+    def owner_of(self, name: str) -> str:
+        """Whose what the key of this name makes is, in 32 hexadecimal digits: the name's, whatever key it has later. A
+        key without a name is known by itself, since its number goes to another one when keys before it go.
+        """
+        return self._owners[name]
 
     def name_of(self, given: str) -> str | None:
         """Whose key this is; None for nobody's. Takes as long for every key."""

@@ -73,7 +73,8 @@ def _operations(document: dict[str, Any]) -> Iterator[str]:
         for method, operation in methods.items():
             yield f"<h3>{method.upper()} {html.escape(path)}</h3><p>{html.escape(operation['summary'])}</p>"
             if "requestBody" in operation:
-                schema = operation["requestBody"]["content"]["application/json"]["schema"]
+                (content,) = operation["requestBody"]["content"].values()
+                schema = content["schema"]
                 yield f"<pre>{html.escape(_fields(schema, document['components']['schemas']))}</pre>"
 
 

@@ -71,13 +71,14 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def drawn(document: dict[str, Any], seed: int, num_examples: int) -> list[tuple[str, Any]]:
-    """(path, body) for every path that takes a body: at most so many that fit
+    """(path, body) for every path that takes JSON: at most so many that fit
     the document's schema, and as many that do not.
     """
     schema = schemathesis.openapi.from_dict(document)
     found: list[tuple[str, Any]] = []
     for path, methods in document["paths"].items():
-        for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE) if "post" in methods else ():
+        content = methods.get("post", {}).get("requestBody", {}).get("content", {})
+        for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE) if "application/json" in content else ():
             cases = _examples(schema[path]["POST"].as_strategy(generation_mode=mode), seed, num_examples)
             found += [(path, case.body) for case in cases if _is_json(case.body)]
     return found

@@ -1,0 +1,133 @@
+"""What a batch's lines cost beside the engine: `manta batch` over `LLM.generate`, the same prompts in turns.
+
+The batch goes the way of `manta batch`: lines from a file, the HTTP application in this process, an engine in its own,
+and a journal on the disk. `LLM` has a process to itself. Both have one thread a core, which spins as shortly.
+What a batch does once (Ray, loading) is not in the figures. Every round has new prompts; half the tokens of each are
+common to 16 lines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import pathlib
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any, NamedTuple
+
+import msgspec
+
+from benchmarks.checkpoints import benchmark_checkpoint
+from benchmarks.report import bootstrap_interval
+from cluster.batch.job import Job, run
+from cluster.batch.journal import Journal
+from cluster.cli.batch import application_before, num_in_flight
+from cluster.config import DEMO_MODEL, EngineConfig, ServeConfig
+from cluster.llm import LLM, SamplingParams
+from cluster.serve import app
+from workers.checkpoints.model_config import resolve_model_folder
+
+MODELS = {"tiny": ("tiny-llama", 512), "demo": (DEMO_MODEL, 512), "0.5B": ("qwen2.5-0.5b", 64)}
+"""Checkpoint and lines. The first two have next to no work for the model, so that what is beside it shows most."""
+PROMPT, GROUP = 64, 16
+OUTPUT = (32, 96)
+KV_CACHE_BYTES = 1 << 28
+
+
+class Round(NamedTuple):
+    """Seconds of each way for the same lines."""
+
+    offline: float
+    batch: float
+    num_tokens: int
+    """Of all outputs together."""
+
+
+def batch(num_rounds: int) -> None:
+    """Prints a row for each model."""
+    print("| model | lines | LLM.generate, output tokens/s | manta batch, output tokens/s | ratio |")
+    print("| --- | --- | --- | --- | --- |")
+    for name, (model, num_lines) in MODELS.items():
+        folder = str(resolve_model_folder(model) if model == DEMO_MODEL else benchmark_checkpoint(model))
+        rounds = asyncio.run(_measure(folder, num_rounds, num_lines))
+        speeds = [statistics.median(each.num_tokens / each[way] for each in rounds) for way in (0, 1)]
+        ratios = [each.offline / each.batch for each in rounds]
+        low, high = bootstrap_interval(ratios)
+        ratio = f"{statistics.median(ratios):.3f} ({low:.3f} to {high:.3f})"
+        print(f"| {name} | {num_lines} | {speeds[0]:,.0f} | {speeds[1]:,.0f} | {ratio} |", flush=True)
+
+
+async def _measure(model: str, num_rounds: int, num_lines: int) -> list[Round]:
+    config = ServeConfig(engine=EngineConfig(model=model, kv_cache_bytes=KV_CACHE_BYTES))
+    name = app.engines_name("bench", config)
+    engine, host = await asyncio.to_thread(app.start_engines, config, name)
+    # As Manta's replicas have it: threads that spin for long starve what else runs
+    os.environ["GOMP_SPINCOUNT"] = "1000"
+    try:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _load, (model,)) as offline:
+            vocab_size = offline.submit(_vocab_size).result()
+            async with application_before(engine, host, config) as application:
+                lines = _lines(config.model_name, num_lines, vocab_size)
+                rounds = [await _round(offline, application, config, next(lines)) for _ in range(num_rounds + 1)]
+        return rounds[1:]  # the first one warms up
+    finally:
+        await asyncio.to_thread(app.stop, name)
+
+
+def _lines(model: str, count: int, vocab_size: int) -> Iterator[list[dict[str, Any]]]:
+    """Bodies of `/v1/completions`, new ones each time."""
+    chance = random.Random(1)
+    while True:
+        found: list[dict[str, Any]] = []
+        for number in range(count):
+            if number % GROUP == 0:
+                common = [chance.randrange(5, vocab_size) for _ in range(PROMPT // 2)]
+            own = [chance.randrange(5, vocab_size) for _ in range(PROMPT // 2)]
+            body = {"model": model, "prompt": common + own, "temperature": 0, "ignore_eos": True}
+            found.append({**body, "max_tokens": chance.randrange(*OUTPUT)})
+        yield found
+
+
+_llms: list[LLM] = []
+"""Of the process that has one."""
+
+
+def _load(model: str) -> None:
+    _llms.append(LLM(model, kv_cache_bytes=KV_CACHE_BYTES))
+
+
+def _vocab_size() -> int:
+    return _llms[0].engine.vocab_size
+
+
+def _generate(bodies: list[dict[str, Any]]) -> float:
+    """Seconds."""
+    prompts = [body["prompt"] for body in bodies]
+    params = [SamplingParams(temperature=0, max_tokens=body["max_tokens"], ignore_eos=True) for body in bodies]
+    started = time.perf_counter()
+    _llms[0].generate(prompts, params, use_tqdm=False)
+    return time.perf_counter() - started
+
+
+async def _round(
+    offline: ProcessPoolExecutor, application: Any, config: ServeConfig, bodies: list[dict[str, Any]]
+) -> Round:
+    alone = offline.submit(_generate, bodies).result()
+    with tempfile.TemporaryDirectory() as folder:
+        source = pathlib.Path(folder) / "in.jsonl"
+        requests = [{"custom_id": str(n), "url": "/v1/completions", "body": body} for n, body in enumerate(bodies)]
+        source.write_bytes(b"\n".join(map(msgspec.json.encode, requests)))
+        started = time.perf_counter()
+        with Journal(pathlib.Path(folder) / "out.jsonl") as journal, source.open("rb") as lines:
+            places = asyncio.Semaphore(num_in_flight(config))
+            failed: list[bool] = []
+            report = lambda progress: failed.append(progress.has_failed)  # noqa: E731
+            await run(Job(application, journal, places, config.max_body_bytes, report), lines)
+        took = time.perf_counter() - started
+    assert failed == [False] * len(bodies), f"{sum(failed)} of {len(failed)} lines failed"
+    return Round(alone, took, sum(body["max_tokens"] for body in bodies))

@@ -1,0 +1,72 @@
+"""The runner of batches as a Serve deployment: one replica, beside the ingresses, which Serve starts again if it dies.
+
+A process of its own, so that no batch holds up a stream. Its requests go to the engines after everybody else's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import ray
+from ray import serve
+
+from cluster.batch.engine_client import BatchEngineClient
+from cluster.batch.records import Records
+from cluster.batch.runner import Runner
+from cluster.batch.storage import Storage
+from cluster.config import ServeConfig
+from cluster.http.app import HttpApp
+from cluster.http.metrics import Metrics
+from cluster.serve.start_failure import told_in_words
+from cluster.text.tokenizer import Tokenizer
+from workers.checkpoints.model_config import resolve_model_folder
+
+
+class BatchRunner:
+    """`engine` is the handle of the engines, `standby` that of their standby."""
+
+    def __init__(self, config: ServeConfig, engine: Any, standby: Any = None) -> None:
+        assert config.batch_storage is not None
+        with told_in_words():
+            tokenizer = Tokenizer(config.engine.tokenizer or str(resolve_model_folder(config.engine.model)))
+            metrics = Metrics(config.model_name)
+            self._client = BatchEngineClient(engine, tokenizer, ray.util.get_node_ip_address(), metrics, standby)
+            # Whoever may make a batch was asked for a key then. A line has all the time of its batch.
+            inside = msgspec.structs.replace(
+                config,
+                api_keys=None,
+                priority_clients=(),
+                log_requests=False,
+                batch_storage=None,
+                request_timeout_s=max(config.request_timeout_s, config.batches.keep_s),
+            )
+            num_places = config.num_engine_replicas * config.engine.max_num_sequences
+            self._runner = Runner(
+                Records(Storage(config.batch_storage), config.batches),
+                HttpApp(inside, tokenizer, self._client, metrics),
+                config.batches.max_in_flight or max(1, num_places // 2),
+                config.max_body_bytes,
+            )
+        self._serving: asyncio.Task[None] | None = None
+
+    async def check_health(self) -> None:
+        """Called by Serve, the first time before the replica counts as ready."""
+        with told_in_words():
+            await self._client.check_reachable()
+        if self._serving is None:
+            self._serving = asyncio.create_task(self._runner.serve())
+        elif self._serving.done():
+            raise RuntimeError("the runner of batches ended")
+
+
+def batch_deployment(config: ServeConfig) -> Any:
+    """The Serve deployment; bind it with the configuration, which names a storage, and the engine."""
+    return serve.deployment(
+        BatchRunner,
+        name="batches",
+        num_replicas=1,
+        health_check_period_s=5,
+        ray_actor_options={"num_cpus": 0},
+    )

@@ -1,0 +1,118 @@
+"""`/v1/batches`: files of requests, answered when the engines have room. `cluster/batch/runner.py` runs them; here they
+are only asked for, and looked at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from cluster.batch.lines import URLS
+from cluster.batch.records import ENDED, Batch, TooMuch
+from cluster.http.codec import decode_query
+from cluster.http.endpoints.files import not_found, records_of
+from cluster.http.errors import ApiError, refuse
+from cluster.http.exchange import Exchange
+from cluster.http.state import AppState
+
+MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
+"""OpenAI's bounds: pairs, and characters of each."""
+MAX_WINDOW_S = 7 * 86_400
+_WINDOW = re.compile(r"([1-9]\d{0,5})([mhd])", re.ASCII)
+_UNIT_S = {"m": 60, "h": 3600, "d": 86_400}
+
+
+class CreateBatchRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`POST /v1/batches`."""
+
+    input_file_id: str
+    endpoint: str
+    completion_window: str
+    """OpenAI takes `24h` only; here it is any number of minutes (m), hours (h) or days (d) up to a week."""
+    metadata: dict[str, str] | None = None
+    output_expires_after: dict[str, Any] | None = None
+    """Accepted for OpenAI's clients; results are kept for `batches.keep_s`."""
+
+    def check(self) -> None:
+        if self.endpoint not in URLS:
+            refuse("endpoint", f"endpoint {self.endpoint[:100]!r} is not served in a batch; {' and '.join(URLS)} are")
+        if not 60 <= self.window_s <= MAX_WINDOW_S:
+            window = self.completion_window[:100]
+            refuse("completion_window", f"completion_window {window!r} must be like 24h, and at most 7d")
+        pairs = self.metadata or {}
+        if len(pairs) > MAX_METADATA:
+            refuse("metadata", f"metadata has {len(pairs)} pairs and the limit is {MAX_METADATA}; leave some out")
+        for key, value in pairs.items():
+            if len(key) > MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE:
+                limits = f"{MAX_METADATA_KEY} characters a key and {MAX_METADATA_VALUE} a value"
+                refuse("metadata", f"metadata {key[:MAX_METADATA_KEY]!r} is too long; the limits are {limits}")
+
+    @property
+    def window_s(self) -> int:
+        """0 if it is none."""
+        found = _WINDOW.fullmatch(self.completion_window)
+        return 0 if found is None else int(found[1]) * _UNIT_S[found[2]]
+
+
+class BatchList(msgspec.Struct):
+    data: list[Batch]
+    has_more: bool = False
+    first_id: str | None = None
+    last_id: str | None = None
+    object: Literal["list"] = "list"
+
+
+class BatchQuery(msgspec.Struct):
+    """Of `GET /v1/batches`."""
+
+    after: str | None = None
+    limit: Annotated[int, Meta(ge=1, le=100)] = 20
+
+
+async def create(state: AppState, exchange: Exchange, request: CreateBatchRequest) -> Batch:
+    records = records_of(state)
+    file = await asyncio.to_thread(records.file, exchange.owner, request.input_file_id)
+    if file is None or file.purpose != "batch":
+        message = f"input_file_id {request.input_file_id[:100]!r} is no file of yours with purpose 'batch'"
+        refuse("input_file_id", f"{message}; upload it to /v1/files")
+    try:
+        return await asyncio.to_thread(
+            records.create_batch,
+            exchange.owner,
+            endpoint=request.endpoint,
+            input_file_id=file.id,
+            completion_window=request.completion_window,
+            expires_at=int(time.time()) + request.window_s,
+            metadata=request.metadata,
+        )
+    except TooMuch as error:
+        raise ApiError(400, str(error), code="quota_exceeded") from error
+
+
+async def list_batches(state: AppState, exchange: Exchange, _: None) -> BatchList:
+    records, query = records_of(state), decode_query(BatchQuery, exchange.query)
+    ids = await asyncio.to_thread(records.batch_ids, exchange.owner)
+    if query.after is not None:
+        ids = [each for each in ids if each < query.after]
+    reading = (asyncio.to_thread(records.batch, exchange.owner, each) for each in ids[: query.limit])
+    page = [batch for batch in await asyncio.gather(*reading) if batch is not None]
+    return BatchList(page, len(ids) > query.limit, page[0].id if page else None, page[-1].id if page else None)
+
+
+async def one_batch(state: AppState, exchange: Exchange, _: None) -> Batch:
+    batch = await asyncio.to_thread(records_of(state).batch, exchange.owner, exchange.path_parameter)
+    return batch if batch is not None else not_found("batch", exchange.path_parameter)
+
+
+async def cancel(state: AppState, exchange: Exchange, _: None) -> Batch:
+    """What is not answered is given up; what is, becomes a file."""
+    batch = await one_batch(state, exchange, None)
+    if batch.status in ENDED:
+        raise ApiError(409, f"batch {batch.id} has ended: it is {batch.status}", code="batch_has_ended")
+    await asyncio.to_thread(records_of(state).cancel, exchange.owner, batch.id)
+    return await one_batch(state, exchange, None)

@@ -1,0 +1,149 @@
+"""`/v1/files`: the inputs and the results of batches, each client's own.
+
+Contents go from the connection to the storage and back in pieces; no file is ever in memory as a whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Annotated, Any, BinaryIO, Literal, NoReturn
+
+import msgspec
+from msgspec import Meta
+
+from cluster.batch.records import FileObject, Records, TooMuch, Upload
+from cluster.http.codec import decode_query
+from cluster.http.errors import ApiError, refuse
+from cluster.http.exchange import Exchange
+from cluster.http.protocol.uploads import MAX_FORM_BYTES, UploadParser
+from cluster.http.state import AppState
+
+PIECE_BYTES = 1 << 20
+"""So much of a file is written or read at a time, in a thread."""
+MIN_KEEP_S = 3600
+"""OpenAI's bound of `expires_after`."""
+
+
+class FileList(msgspec.Struct):
+    data: list[FileObject]
+    has_more: bool = False
+    first_id: str | None = None
+    last_id: str | None = None
+    object: Literal["list"] = "list"
+
+
+class FileDeleted(msgspec.Struct):
+    id: str
+    deleted: bool = True
+    object: Literal["file"] = "file"
+
+
+class FileQuery(msgspec.Struct):
+    """Of `GET /v1/files`."""
+
+    after: str | None = None
+    limit: Annotated[int, Meta(ge=1, le=10_000)] = 10_000
+    order: Literal["asc", "desc"] = "desc"
+    purpose: str | None = None
+
+
+def records_of(state: AppState) -> Records:
+    """Raises `ApiError` 404 if this server keeps no files."""
+    if state.records is None:
+        raise ApiError(
+            404,
+            "this server keeps no files and runs no batches; whoever operates it can set batch_storage to a folder",
+            code="no_batch_storage",
+        )
+    return state.records
+
+
+def not_found(kind: str, name: str) -> NoReturn:
+    raise ApiError(404, f"there is no {kind} {name[:100]!r}, or none of yours", param=f"{kind}_id", code="not_found")
+
+
+async def upload(state: AppState, exchange: Exchange, _: None) -> FileObject:
+    records = records_of(state)
+    parser = UploadParser(exchange.headers.get("content-type", ""))
+    try:
+        begun = await asyncio.to_thread(records.begin_upload, exchange.owner)
+    except TooMuch as error:
+        raise ApiError(400, str(error), code="quota_exceeded") from error
+    try:
+        with exchange.room(PIECE_BYTES):
+            await _receive(state, exchange, parser, begun)
+        return await asyncio.to_thread(begun.commit, parser.filename or "", _checked_fields(parser.fields))
+    except BaseException:
+        await asyncio.shield(asyncio.to_thread(begun.discard))
+        raise
+
+
+async def _receive(state: AppState, exchange: Exchange, parser: UploadParser, begun: Upload) -> None:
+    waiting = bytearray()
+    async for piece in exchange.pieces(state.config.batches.max_file_bytes + MAX_FORM_BYTES):
+        waiting += parser.feed(piece)
+        if len(waiting) >= PIECE_BYTES:
+            await asyncio.to_thread(begun.write, bytes(waiting))
+            waiting.clear()
+    await asyncio.to_thread(begun.write, bytes(waiting))
+    parser.finish()
+
+
+def _checked_fields(fields: dict[str, str]) -> float | None:
+    """Seconds for which the file is to be kept, if the form says so. Raises `ApiError` 400."""
+    purpose = fields.get("purpose")
+    if purpose != "batch":
+        refuse("purpose", f"purpose {purpose!r} is not served here; 'batch' is")
+    seconds = fields.get("expires_after[seconds]")
+    if seconds is None:
+        return None
+    if not seconds.isascii() or not seconds.isdigit() or int(seconds) < MIN_KEEP_S:
+        refuse("expires_after", f"expires_after.seconds {seconds!r} must be a number of at least {MIN_KEEP_S}")
+    return float(seconds)
+
+
+async def list_files(state: AppState, exchange: Exchange, _: None) -> FileList:
+    records, query = records_of(state), decode_query(FileQuery, exchange.query)
+    found = await asyncio.to_thread(records.files, exchange.owner)
+    if query.order == "asc":
+        found.reverse()
+    found = [file for file in found if query.purpose in (None, file.purpose)]
+    page, has_more = page_of(found, query.after, query.limit)
+    return FileList(page, has_more, page[0].id if page else None, page[-1].id if page else None)
+
+
+def page_of(found: list[Any], after: str | None, limit: int) -> tuple[list[Any], bool]:
+    """The objects that follow `after`, and whether there are more. Raises `ApiError` 400 if it is not among them."""
+    if after is not None:
+        ids = [each.id for each in found]
+        if after not in ids:
+            refuse("after", f"after {after[:100]!r} is none of the ids in this list")
+        found = found[ids.index(after) + 1 :]
+    return found[:limit], len(found) > limit
+
+
+async def one_file(state: AppState, exchange: Exchange, _: None) -> FileObject:
+    file = await asyncio.to_thread(records_of(state).file, exchange.owner, exchange.path_parameter)
+    return file if file is not None else not_found("file", exchange.path_parameter)
+
+
+async def content(state: AppState, exchange: Exchange, _: None) -> None:
+    file = await one_file(state, exchange, None)
+    try:
+        opened = await asyncio.to_thread(records_of(state).content, exchange.owner, file.id)
+    except FileNotFoundError:
+        not_found("file", file.id)
+    with opened, exchange.room(PIECE_BYTES):
+        await exchange.send_pieces(_pieces(opened), file.bytes, "application/octet-stream")
+
+
+async def _pieces(opened: BinaryIO) -> AsyncIterator[bytes]:
+    while piece := await asyncio.to_thread(opened.read, PIECE_BYTES):
+        yield piece
+
+
+async def delete_file(state: AppState, exchange: Exchange, _: None) -> FileDeleted:
+    file = await one_file(state, exchange, None)
+    await asyncio.to_thread(records_of(state).remove_file, exchange.owner, file.id)
+    return FileDeleted(file.id)
