@@ -42,7 +42,7 @@ class BatchRunner:
                 batch_storage=None,
                 request_timeout_s=max(config.request_timeout_s, config.batches.keep_s),
             )
-            num_places = config.num_engine_replicas * config.engine.max_num_sequences
+            num_places = config.max_engines * config.engine.max_num_sequences
             self._runner = Runner(
                 Records(Storage(config.batch_storage), config.batches),
                 HttpApp(inside, tokenizer, self._client, metrics),

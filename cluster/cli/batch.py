@@ -81,7 +81,7 @@ async def _answer_all(
 
 
 def num_in_flight(config: ServeConfig) -> int:
-    return IN_FLIGHT_PER_PLACE * config.num_engine_replicas * config.engine.max_num_sequences
+    return IN_FLIGHT_PER_PLACE * config.max_engines * config.engine.max_num_sequences
 
 
 @contextlib.asynccontextmanager
