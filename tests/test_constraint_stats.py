@@ -83,6 +83,9 @@ class FailingClient:
         self.suspects = asyncio.Lock()
         self._error = error
 
+    def note_end(self, request_id: str) -> None:
+        pass
+
     async def generate(self, request: EngineRequest) -> RequestResult:
         raise RayTaskError("generate", "a whole traceback", self._error).as_instanceof_cause()
 

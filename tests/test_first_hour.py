@@ -104,7 +104,9 @@ def test_make_names_its_own_variable_for_a_port_that_is_taken() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+        environment = {
+            name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "ARGS"))
+        }
         # Nothing is installed: what says that it was is a file that is there.
         command = ["make", "serve", f"PORT={port}", f"BIN={pathlib.Path(sys.executable).parent}", "STAMP=Makefile"]
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
