@@ -1,7 +1,8 @@
-"""Two engines behind one ingress: each request goes to the right one."""
+"""Two engines behind one ingress: each request goes to the right one, and metrics and health are of both."""
 
 from __future__ import annotations
 
+import concurrent.futures
 from collections.abc import Iterator
 
 import pytest
@@ -16,6 +17,18 @@ def server() -> Iterator[Server]:
     server = Server("num_engine_replicas=2")
     yield server
     server.stop()
+
+
+def test_what_two_engines_counted_is_added_up(server: Server) -> None:
+    body = {"model": server.model, "prompt": PROMPT, "max_tokens": 40, "ignore_eos": True, "temperature": 0}
+    with concurrent.futures.ThreadPoolExecutor(8) as clients:
+        answers = list(clients.map(lambda _: server.post("/v1/completions", body), range(24)))
+    assert {status for status, _, _ in answers} == {200}
+    assert len({answer["choices"][0]["text"] for _, _, answer in answers}) == 1
+    metrics = server.metrics()
+    assert metrics["manta:prefix_cache_queries_total"] == 24 * len(PROMPT)
+    assert metrics["manta:num_requests_running"] == metrics["manta:kv_cache_usage_perc"] == 0
+    assert server.get("/health") == '{"status":"ok"}'
 
 
 def num_cached(server: Server, prompt: list[int], **headers: str) -> int:

@@ -1,4 +1,4 @@
-"""`/metrics`: overlapping scrapes, engines that restart, several ingresses and engines, and the configured limits."""
+"""`/metrics`: overlapping scrapes, engines that restart, several ingresses, and the configured limits."""
 
 from __future__ import annotations
 
@@ -151,24 +151,23 @@ def test_a_counter_does_not_fall_where_an_engine_restarts() -> None:
     assert hits(("c", 50)) == 150
 
 
-# ---- several ingresses behind Serve's proxy, and several engines behind them ---------------------------------------
+# ---- several ingresses behind Serve's proxy ------------------------------------------------------------------------
 
 PROMPT = list(range(5, 25))
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    server = Server("num_ingress_replicas=2", "num_engine_replicas=2", "http_server=proxy")
+    server = Server("num_ingress_replicas=2", "http_server=proxy")
     yield server
     server.stop()
 
 
-def test_any_ingress_shows_what_all_of_them_and_all_engines_counted(server: Server) -> None:
+def test_any_ingress_shows_what_all_of_them_counted(server: Server) -> None:
     body = {"model": server.model, "prompt": PROMPT, "max_tokens": 40, "ignore_eos": True, "temperature": 0}
     with concurrent.futures.ThreadPoolExecutor(8) as clients:
         answers = list(clients.map(lambda _: server.post("/v1/completions", body), range(32)))
     assert {status for status, _, _ in answers} == {200}
-    assert len({answer["choices"][0]["text"] for _, _, answer in answers}) == 1
     for _ in range(8):  # the proxy asks one or the other
         found = series(server.get("/metrics"))
         tokens = [value for (name, _), value in found.items() if name == "manta:generation_tokens_total"]

@@ -1,4 +1,4 @@
-"""A cluster of two nodes with addresses of their own: requests to both, and one that dies under load."""
+"""A cluster of two nodes with addresses of their own: requests to both, a link that is cut, and a node that dies."""
 
 from __future__ import annotations
 
@@ -80,6 +80,29 @@ async def streams(address: str) -> list[str | BaseException]:
     async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
         tasks = (stream(client, address, seed) for seed in range(NUM_STREAMS))
         return await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@pytest.mark.parametrize("seconds", [1, 5])
+def test_a_link_that_is_cut_costs_the_heads_clients_a_pause(
+    nodes: TwoNodes, server: subprocess.Popen[str], seconds: int, record_property
+) -> None:
+    """Some of their streams run on the other node's engine: they go on at the head's, which has no cut before it."""
+    expected = asyncio.run(streams(nodes.head.address))
+
+    async def load() -> tuple[list[str | BaseException], float]:
+        """What all streams were, and how long they took."""
+        begun, task = time.monotonic(), asyncio.ensure_future(streams(nodes.head.address))
+        await asyncio.sleep(0.3)
+        with nodes.worker.cut_off():
+            await asyncio.sleep(seconds)
+        return await task, time.monotonic() - begun
+
+    found, took_s = asyncio.run(load())
+    record_property("seconds of all streams", round(took_s, 1))
+    assert found == expected
+    deadline = time.monotonic() + 60
+    while asyncio.run(streams(nodes.worker.address)) != expected:
+        assert time.monotonic() < deadline, "the other node's ingress does not serve again"
 
 
 def test_both_nodes_answer_and_the_death_of_one_costs_the_others_clients_nothing(
