@@ -6,6 +6,7 @@ interrupted run of the same sources stopped; see `tests/prove.py`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import sys
@@ -18,6 +19,7 @@ import pytest
 if TYPE_CHECKING:
     from structured.vocabulary import Vocabulary
     from tests.grammar_pools import MakePool
+    from tests.two_nodes import TwoNodes
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 # The suite runs on the CPU, Triton's kernels in their interpreter; `make gpu-check` runs them on a GPU. Triton and
@@ -70,6 +72,19 @@ def local_ray(plugin: None) -> Iterator[None]:
     start_ray()
     yield
     ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def namespaces() -> Iterator[TwoNodes]:
+    """A cluster of two nodes, each in a network namespace."""
+    from tests.two_nodes import NoNamespaces, two_nodes
+
+    with contextlib.ExitStack() as stack:
+        try:
+            nodes = stack.enter_context(two_nodes())
+        except NoNamespaces as error:
+            pytest.skip(f"no network namespaces here: {error}")
+        yield nodes
 
 
 @pytest.fixture(params=["threads", "actors"])

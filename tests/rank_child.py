@@ -10,10 +10,11 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
+import msgspec
 import torch
 
 from cluster.config import EngineConfig
-from specdecode.worker import SpeculativeWorker
+from cluster.engine.ranks import worker
 from structured.logits_processors import LogitsProcessorFactory
 from structured.masks import MaskBatch
 from workers import shared_prefixes
@@ -21,7 +22,6 @@ from workers.kernels import cpu_all_reduce
 from workers.model_info import ModelInfo
 from workers.parallel.group import GlooGroup, open_store
 from workers.step import StepInput, StepOutput
-from workers.worker import Worker, WorkerConfig
 
 
 class Holder:
@@ -54,27 +54,9 @@ def open_address(holder: Holder) -> str:
 
 
 def make_worker(holder: Holder, config: EngineConfig, rank: int, num_ranks: int, address: str) -> ModelInfo:
-    worker_config = WorkerConfig(
-        model=config.model,
-        dtype=config.dtype,
-        device=config.device,
-        num_threads=1,
-        max_model_len=config.max_model_len,
-        block_size=config.block_size,
-        kv_cache_bytes=config.kv_cache_bytes,
-        kv_cache_fraction=config.kv_cache_fraction,
-        max_num_sequences=config.max_num_sequences,
-        logits_processors=config.logits_processors,
-        rank=rank,
-        num_ranks=num_ranks,
-        group_address=address,
-    )
-    holder.worker = None
-    speculative = config.speculative
-    if rank == 0 and speculative is not None and (speculative.rank_proposers or speculative.adaptive):
-        holder.worker = SpeculativeWorker(worker_config, speculative, config.tokenizer)
-    else:
-        holder.worker = Worker(worker_config)
+    holder.worker = None  # what it held is free before the next one loads
+    config = msgspec.structs.replace(config, num_threads=1, tensor_parallel_size=num_ranks)
+    holder.worker = worker.make_worker(config, rank, address)
     return holder.worker.info
 
 

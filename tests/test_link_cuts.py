@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import subprocess
 import sys
@@ -13,7 +12,7 @@ import pytest
 
 from cluster.llm import LLM, SamplingParams
 from tests.checkpoints import checkpoint
-from tests.two_nodes import NoNamespaces, TwoNodes, two_nodes, wait_for_line
+from tests.two_nodes import TwoNodes, wait_for_line
 
 pytestmark = [pytest.mark.prove, pytest.mark.timeout(400)]
 
@@ -43,20 +42,10 @@ for number, _ in enumerate(sys.stdin):
 
 
 @pytest.fixture(scope="module")
-def nodes() -> Iterator[TwoNodes]:
-    with contextlib.ExitStack() as stack:
-        try:
-            entered = stack.enter_context(two_nodes())
-        except NoNamespaces as error:
-            pytest.skip(f"no network namespaces here: {error}")
-        yield entered
-
-
-@pytest.fixture(scope="module")
-def driver(nodes: TwoNodes) -> Iterator[subprocess.Popen[str]]:
+def driver(namespaces: TwoNodes) -> Iterator[subprocess.Popen[str]]:
     """An engine on the head with a rank on each node. A line that it is sent starts a run."""
     arguments = json.dumps([str(checkpoint("llama", dtype="float32")), PROMPTS, NUM_TOKENS])
-    process = nodes.head.popen([sys.executable, "-c", DRIVER, arguments], nodes.environment)
+    process = namespaces.head.popen([sys.executable, "-c", DRIVER, arguments], namespaces.environment)
     wait_for_line(process, "ready")
     yield process
     process.kill()
@@ -85,13 +74,13 @@ def end_of_run(driver: subprocess.Popen[str]) -> tuple[list[list[int]], int]:
 
 @pytest.mark.parametrize("seconds", [1, 5, 30])
 def test_ranks_on_both_nodes_go_on(
-    nodes: TwoNodes, driver: subprocess.Popen[str], expected: list[list[int]], seconds: int, record_property
+    namespaces: TwoNodes, driver: subprocess.Popen[str], expected: list[list[int]], seconds: int, record_property
 ) -> None:
     start_run(driver)
-    with nodes.worker.cut_off():
+    with namespaces.worker.cut_off():
         time.sleep(seconds)
     if seconds > 20:
-        nodes.keep_worker()
+        namespaces.keep_worker()
     restored = time.monotonic()
     tokens, num_rebuilds = end_of_run(driver)
     record_property("pause after the link came back, s", round(time.monotonic() - restored, 2))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import signal
 import subprocess
@@ -15,7 +14,7 @@ import httpx
 import pytest
 
 from tests.checkpoints import checkpoint
-from tests.two_nodes import NoNamespaces, TwoNodes, two_nodes, wait_for_line
+from tests.two_nodes import TwoNodes, wait_for_line
 
 pytestmark = [pytest.mark.prove, pytest.mark.timeout(300)]
 
@@ -25,24 +24,14 @@ NUM_STREAMS = 16
 
 
 @pytest.fixture(scope="module")
-def nodes() -> Iterator[TwoNodes]:
-    with contextlib.ExitStack() as stack:
-        try:
-            entered = stack.enter_context(two_nodes())
-        except NoNamespaces as error:
-            pytest.skip(f"no network namespaces here: {error}")
-        yield entered
-
-
-@pytest.fixture(scope="module")
-def server(nodes: TwoNodes) -> Iterator[subprocess.Popen[str]]:
+def server(namespaces: TwoNodes) -> Iterator[subprocess.Popen[str]]:
     """An engine and an ingress on each node."""
     command = [sys.executable, "-m", "cluster.cli", "serve", "--quiet", str(checkpoint("llama")), "--port", str(PORT)]
     settings = ["host=0.0.0.0", "num_engine_replicas=2", "engine.num_threads=1", "engine.dtype=float32"]
     settings += ["engine.kv_cache_bytes=8388608"]
     for setting in settings:
         command += ["--set", setting]
-    process = nodes.head.popen(command, nodes.environment)
+    process = namespaces.head.popen(command, namespaces.environment)
     wait_for_line(process, "Ctrl-C stops it.")
     yield process
     process.send_signal(signal.SIGTERM)
@@ -84,16 +73,16 @@ async def streams(address: str) -> list[str | BaseException]:
 
 @pytest.mark.parametrize("seconds", [1, 5])
 def test_a_link_that_is_cut_costs_the_heads_clients_a_pause(
-    nodes: TwoNodes, server: subprocess.Popen[str], seconds: int, record_property
+    namespaces: TwoNodes, server: subprocess.Popen[str], seconds: int, record_property
 ) -> None:
     """Some of their streams run on the other node's engine: they go on at the head's, which has no cut before it."""
-    expected = asyncio.run(streams(nodes.head.address))
+    expected = asyncio.run(streams(namespaces.head.address))
 
     async def load() -> tuple[list[str | BaseException], float]:
         """What all streams were, and how long they took."""
-        begun, task = time.monotonic(), asyncio.ensure_future(streams(nodes.head.address))
+        begun, task = time.monotonic(), asyncio.ensure_future(streams(namespaces.head.address))
         await asyncio.sleep(0.3)
-        with nodes.worker.cut_off():
+        with namespaces.worker.cut_off():
             await asyncio.sleep(seconds)
         return await task, time.monotonic() - begun
 
@@ -101,25 +90,25 @@ def test_a_link_that_is_cut_costs_the_heads_clients_a_pause(
     record_property("seconds of all streams", round(took_s, 1))
     assert found == expected
     deadline = time.monotonic() + 60
-    while asyncio.run(streams(nodes.worker.address)) != expected:
+    while asyncio.run(streams(namespaces.worker.address)) != expected:
         assert time.monotonic() < deadline, "the other node's ingress does not serve again"
 
 
 def test_both_nodes_answer_and_the_death_of_one_costs_the_others_clients_nothing(
-    nodes: TwoNodes, server: subprocess.Popen[str]
+    namespaces: TwoNodes, server: subprocess.Popen[str]
 ) -> None:
-    for node in (nodes.head, nodes.worker):
+    for node in (namespaces.head, namespaces.worker):
         assert httpx.get(f"http://{node.address}:{PORT}/-/healthz", trust_env=False).text == "success"
         assert httpx.get(f"http://{node.address}:{PORT}/health", trust_env=False, timeout=30).status_code == 200
-    expected = asyncio.run(streams(nodes.worker.address))
-    assert expected == asyncio.run(streams(nodes.head.address))
+    expected = asyncio.run(streams(namespaces.worker.address))
+    assert expected == asyncio.run(streams(namespaces.head.address))
     assert all(isinstance(text, str) and text for text in expected)
 
     async def load() -> tuple[list[str | BaseException], list[str | BaseException]]:
         """Of both nodes' clients, while the worker dies."""
-        tasks = [asyncio.ensure_future(streams(node.address)) for node in (nodes.head, nodes.worker)]
+        tasks = [asyncio.ensure_future(streams(node.address)) for node in (namespaces.head, namespaces.worker)]
         await asyncio.sleep(0.3)
-        await asyncio.to_thread(nodes.worker.kill)
+        await asyncio.to_thread(namespaces.worker.kill)
         of_head, of_worker = await asyncio.gather(*tasks)
         return of_head, of_worker
 
@@ -127,7 +116,7 @@ def test_both_nodes_answer_and_the_death_of_one_costs_the_others_clients_nothing
     of_head, of_worker = asyncio.run(load())
     assert of_head == expected, f"after {time.monotonic() - begun:.1f} s"
     assert any(isinstance(each, httpx.HTTPError) for each in of_worker), "it died under load"
-    metrics = httpx.get(f"http://{nodes.head.address}:{PORT}/metrics", trust_env=False, timeout=30).text
+    metrics = httpx.get(f"http://{namespaces.head.address}:{PORT}/metrics", trust_env=False, timeout=30).text
     moved = [line for line in metrics.splitlines() if line.startswith("manta:continuations_total")]
     assert sum(float(line.split()[-1]) for line in moved) > 0, "some of the head's streams ran on the node that died"
-    assert asyncio.run(streams(nodes.head.address)) == expected
+    assert asyncio.run(streams(namespaces.head.address)) == expected
