@@ -16,8 +16,6 @@ WARM_UP_S = 300.0
 """Caches fill; nothing is judged before. A short soak takes its first half."""
 GROWTH_BAR = 0.01
 """Of the plateau, a minute."""
-NOISE_BYTES = MIB / 2
-"""A minute, of a single process: pages shared with programs beside the server come and go. All together have none."""
 GAP_BAR = 1.5
 """The last third's p99 of the time between tokens, over the first third's."""
 NUM_WINDOWS = 15
@@ -52,7 +50,7 @@ class Memory(NamedTuple):
 
     @property
     def passes(self) -> bool:
-        return self.growth < GROWTH_BAR or (self.role != ALL and self.growth * self.plateau < NOISE_BYTES)
+        return self.growth < GROWTH_BAR
 
 
 class Soak(NamedTuple):
