@@ -32,7 +32,7 @@ class Transport(Protocol):
     """One worker, as the pool sees it."""
 
     pid: int | None
-    """Id of the worker's process, once it is known; None for a thread."""
+    """Id of the worker's process, once it is known; None for a thread. For tests and benchmarks, which kill it."""
     stops_between_sessions: bool
     """True if after `kill` the worker may write only for the session that it is busy with (`MaskBuffer.current`); False
     if it may write for any of its sessions until it is dead.

@@ -26,7 +26,6 @@ _UNSUPPORTED = re.compile(r"Unimplemented keys|Unknown format|(not|only) support
 _NO_FORCING = '%llguidance {"no_forcing": true}\n'
 _SHORT_ESCAPES = 'nrbtf"\\'
 """`\\uXXXX` is left out: with it, an additional property could spell a given property's name and replace it."""
-_MAX_REASONS = 3
 NOTHING = "nothing satisfies it"
 WHITESPACE = r"[ \n\t]{0,20}"
 """Allowed between two tokens of JSON. It is bounded, so that a model cannot write white space for ever."""
