@@ -57,14 +57,15 @@ class ConstraintLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     max_alternatives: int = 10_000
     """Entries of one `enum`, `anyOf`, `oneOf`, `allOf`, `properties`, or of a choice."""
     max_rules: int = 1000
-    """Of one Lark or EBNF grammar: parsers go through them one inside the other, on the stack."""
+    """Rules of one Lark or EBNF grammar: a parser may recurse through all of them, and its stack is bounded."""
     compile_seconds: float = 10.0
-    """Processor time of one compilation; three times as long by the clock. The process is killed when either is over.
+    """Processor time of one compilation; by the clock it may take three times as long. When either time is over, the
+    process is killed.
     """
     compile_memory_bytes: int = 2**31
     """Address space that one compilation may add."""
     max_waiting: int = 128
-    """Constraints of HTTP requests that wait to be compiled, half of them of one client; one more is refused (HTTP
+    """Constraints of HTTP requests that may wait to be compiled; of one client half as many. One more is refused (HTTP
     429).
     """
 
@@ -108,12 +109,12 @@ _RULE = {
     "lark": re.compile(r"^[ \t]*[?!]?\w[\w.]*(?:\[[^\]\n]*\]|\{[^}\n]*\})?[ \t]*:", re.MULTILINE),
     "ebnf": re.compile("::="),
 }
-"""How a rule begins."""
+"""For each kind of grammar, how one of its rules begins."""
 
 
 def check_limits(spec: ConstraintSpec, limits: ConstraintLimits) -> None:
-    """Raises `ConstraintError` if any other bound of `limits` is exceeded or JSON is malformed. Takes time linear in
-    the length of the text.
+    """Raises `ConstraintError` if nesting, rules or alternatives exceed their bound, or if JSON is malformed. Takes
+    time linear in the length of the text.
     """
     depth = _nesting(spec.text)
     if depth > limits.max_nesting:
@@ -169,7 +170,7 @@ _COUNTED = ("enum", "anyOf", "oneOf", "allOf", "properties", "patternProperties"
 
 
 def _check_counts(value: Any, path: str, limits: ConstraintLimits) -> None:
-    """Recursive; `check_limits` has bounded the depth before."""
+    """Calls itself for what `value` holds; `check_limits` has bounded the depth before."""
     if isinstance(value, dict):
         for name, item in value.items():
             if name in _COUNTED and isinstance(item, dict | list):

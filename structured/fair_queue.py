@@ -1,7 +1,7 @@
-"""A queue that several clients share: its takers go from one client to the next, and none of them gets them all.
+"""A queue that several clients share: takers serve one client after another, and no client has all takers.
 
-Within one client what came first is taken first. The client "" stands for a caller who shares with nobody: no bound and
-no turn holds it back. Any thread may call.
+What a client put first is taken first. The client "" stands for a caller who shares with nobody, and no bound holds it
+back. Any thread may call.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ Item = TypeVar("Item")
 
 
 class QueueFullError(RuntimeError):
-    """As many wait as may wait; the message says how many and what bounds them."""
+    """As many items wait as may wait; the message says how many, and what the bound is."""
 
 
 class FairQueue(Generic[Item]):
-    """Of `num_takers` takers a client holds one less at most, if there are several. Of the `max_waiting` items a
-    client's may be half.
+    """If there are several takers, a client has at most `num_takers - 1` of them at a time. At most `max_waiting` items
+    wait, and half as many of one client.
     """
 
     def __init__(self, num_takers: int, max_waiting: int) -> None:
         self._max_taken = max(1, num_takers - 1)
         self._max_waiting = max_waiting
         self._waiting: OrderedDict[str, deque[Item]] = OrderedDict()
-        """By client, whose turn is next first."""
+        """By client; first the one whose turn is next."""
         self._num_taken: Counter[str] = Counter()
         self._changed = threading.Condition()
         self._closed = False
@@ -35,7 +35,7 @@ class FairQueue(Generic[Item]):
         return sum(map(len, self._waiting.values()))
 
     def put(self, client: str, item: Item) -> None:
-        """Raises `QueueFullError`."""
+        """Raises `QueueFullError` if the client, or all together, have as many items waiting as they may."""
         with self._changed:
             own = self._waiting.get(client, ())
             if client and len(own) >= max(1, self._max_waiting // 2):
@@ -46,7 +46,9 @@ class FairQueue(Generic[Item]):
             self._changed.notify()
 
     def take(self, timeout_s: float | None = None) -> tuple[str, Item] | None:
-        """The next item and whose it is, which `done` is told of later. None at the end. Raises `TimeoutError`."""
+        """The next item and its client; the taker later calls `done(client)`. None once the queue is closed and empty.
+        Raises `TimeoutError` if nothing can be taken within `timeout_s`.
+        """
         with self._changed:
             if not self._changed.wait_for(lambda: self._next_client() is not None or self._closed, timeout_s):
                 raise TimeoutError
@@ -62,7 +64,7 @@ class FairQueue(Generic[Item]):
             return client, item
 
     def done(self, client: str) -> None:
-        """One of its items needs its taker no longer."""
+        """The taker of one of the client's items is free again."""
         with self._changed:
             self._num_taken[client] -= 1
             if not self._num_taken[client]:
@@ -70,12 +72,13 @@ class FairQueue(Generic[Item]):
             self._changed.notify()
 
     def close(self) -> None:
-        """What waits is taken before takers get None."""
+        """Takers still get what waits, then None."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def _next_client(self) -> str | None:
+        """The first client with a waiting item and a taker left to it; None if there is none."""
         for client in self._waiting:
             if not client or self._num_taken[client] < self._max_taken:
                 return client

@@ -1,4 +1,4 @@
-"""Messages with a length in front, over the pipes and sockets between processes."""
+"""Messages over the pipes and sockets between processes: each is sent as a frame, its length and then its bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Writable(Protocol):
 
 
 _HEAD = struct.Struct("<I")
-"""Of a message: the number of its bytes."""
+"""A frame's first four bytes: how many bytes follow."""
 
 
 def frame(data: bytes) -> bytes:
@@ -40,8 +40,10 @@ def read_frame(stream: Readable) -> bytes | None:
 
 
 async def receive_frame(stream: asyncio.StreamReader, limit: int) -> bytes:
-    """Raises `asyncio.IncompleteReadError` or `OSError` at the end, `ConnectionError` for more than `limit` bytes."""
+    """The next message. Raises `asyncio.IncompleteReadError` or `OSError` at the end of the stream, and
+    `ConnectionError` if the message has more than `limit` bytes.
+    """
     (length,) = _HEAD.unpack(await stream.readexactly(_HEAD.size))
     if length > limit:
-        raise ConnectionError(f"a frame of {length} bytes exceeds {limit}")
+        raise ConnectionError(f"a frame of {length} bytes exceeds the limit of {limit}")
     return await stream.readexactly(length)

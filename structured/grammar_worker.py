@@ -15,8 +15,8 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from structured.backend import Backend, Grammar, Session, make_backend
-from structured.backends.choose import AUTO
+from structured.backend import Grammar, Session
+from structured.backends.choose import AUTO, Backends
 from structured.constraint import ConstraintSpec
 from structured.lru import ByteLRU
 from structured.masks import FAILED, FINISHED, MAX_ADJUSTMENTS, MAX_CHOICES, REFUSED, MaskBuffer
@@ -25,7 +25,7 @@ from structured.vocabulary import Vocabulary
 GRAMMAR_CACHE_BYTES = 64 * 2**20
 """Most bytes of grammars that one worker keeps."""
 MAX_GROWTH_BYTES = 16 * 2**20
-"""If sessions have made a grammar grow by more, it is built anew for the next session, in a millisecond or so."""
+"""If sessions make a grammar grow by more than this, it is built anew for the next session, in a millisecond or so."""
 ENTRY_BYTES = 1000
 """What a cache entry holds besides the grammar and the constraint's text."""
 
@@ -42,8 +42,8 @@ class SessionStart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Job(msgspec.Struct, frozen=True, array_like=True):
-    """Fill rows of one session: the mask of the token after output tokens `[0, first + len(token_ids))`, and of the
-    token after each of the drafts that follow them.
+    """The request to fill rows of one session: the mask of the token after output tokens `[0, first +
+    len(token_ids))`, and of the token after each of the drafts that follow them.
     """
 
     session_id: int
@@ -91,7 +91,10 @@ class TrackedSession:
         self.seconds = 0.0
         """Time that the last row took."""
         self._looks_past_choices = True
-        self._num_fruitless = self._num_to_skip = 0
+        self._num_fruitless = 0
+        """Looks past a choice, in a row, that found nothing forced."""
+        self._num_to_skip = 0
+        """Rows that `look_ahead` lets pass before it looks past a choice again."""
         if not start.spec.begin_after:
             self._session = grammar.session()
 
@@ -188,32 +191,43 @@ class TrackedSession:
         return np.array(ids, np.int32), added
 
     def look_ahead(self, row: np.ndarray, num_tokens: int) -> list[list[int]]:
-        """What `MaskBuffer.forced` returns for a row, with at most `num_tokens` in each list. The state is unchanged.
+        """The continuations that `MaskBuffer.forced` returns for a row, with at most `num_tokens` tokens each. The
+        state is unchanged.
 
         Looking past a choice costs a little. Each time it finds nothing, more rows pass before the next look.
         """
         session = self._session
         if session is None:
             return []
-        ways = [session.forced_tokens()[:num_tokens]]
-        words = np.flatnonzero(row)
-        if ways[0] or len(words) > MAX_CHOICES or not self._looks_past_choices:
-            return ways
+        forced = session.forced_tokens()[:num_tokens]
+        if forced or not self._looks_past_choices or np.count_nonzero(row) > MAX_CHOICES:
+            return [forced]
         if self._num_to_skip:
             self._num_to_skip -= 1
-            return ways
-        bits = np.flatnonzero(np.unpackbits(row[words].view(np.uint8), bitorder="little"))
-        choices = (32 * words[bits // 32] + bits % 32).tolist()
-        if 1 < len(choices) <= MAX_CHOICES:
-            for token_id in choices:
-                if token_id not in self._start.end_token_ids and session.accept(token_id):
-                    way = [token_id, *session.forced_tokens()]
-                    session.rollback(1)
-                    if len(way) > 1:
-                        ways.append(way[:num_tokens])
-            self._num_fruitless = 0 if len(ways) > 1 else self._num_fruitless + 1
-            self._num_to_skip = self._num_fruitless
-        return ways
+            return [forced]
+        choices = _allowed_tokens(row)
+        if not 1 < len(choices) <= MAX_CHOICES:
+            return [forced]
+        continuations = [[token_id, *self._forced_after(session, token_id)] for token_id in choices]
+        found = [continuation[:num_tokens] for continuation in continuations if len(continuation) > 1]
+        self._num_fruitless = 0 if found else self._num_fruitless + 1
+        self._num_to_skip = self._num_fruitless
+        return [forced, *found]
+
+    def _forced_after(self, session: Session, token_id: int) -> list[int]:
+        """The tokens that are forced if `token_id` comes next. The state is unchanged."""
+        if token_id in self._start.end_token_ids or not session.accept(token_id):
+            return []
+        forced = session.forced_tokens()
+        session.rollback(1)
+        return forced
+
+
+def _allowed_tokens(row: np.ndarray) -> list[int]:
+    """The tokens that a packed row allows."""
+    words = np.flatnonzero(row)
+    bits = np.flatnonzero(np.unpackbits(row[words].view(np.uint8), bitorder="little"))
+    return (32 * words[bits // 32] + bits % 32).tolist()
 
 
 class _Loaded(NamedTuple):
@@ -230,7 +244,7 @@ class GrammarWorker:
         self._buffer = buffer
         self._index = index
         buffer.cached[index] = 0
-        self._backends: dict[str, Backend] = {}
+        self._backends = Backends(vocabulary)
         self._grammars: ByteLRU[ConstraintSpec, _Loaded] = ByteLRU(GRAMMAR_CACHE_BYTES)
         self._sessions: dict[int, TrackedSession] = {}
         self.stopped = False
@@ -241,7 +255,7 @@ class GrammarWorker:
         a session asks for it.
         """
         with contextlib.suppress(Exception):
-            self._backend(AUTO[0])
+            self._backends.get(AUTO[0])
 
     def handle(self, message: Message) -> None:
         """First every session accepts its tokens, so that a finished one is reported early. Then the rows are filled,
@@ -273,13 +287,14 @@ class GrammarWorker:
             tracked = self._sessions.pop(job.session_id, None)
             for source in (tracked, job.start):
                 if source is not None:
-                    self._grammars.forget(source.spec)  # the broken part may be one that its sessions share
+                    self._grammars.forget(source.spec)  # what broke may be a part that all its sessions share
             if job.wants_row:
                 self._buffer.set_error(job.slot, f"{type(error).__name__}: {error}")
                 self._publish(job, job.slot, FAILED)
             return False
 
     def _advance(self, job: Job) -> bool:
+        """Gives the session its tokens; returns False if only the end may follow, which is then published."""
         if job.start is not None:
             self._sessions[job.session_id] = TrackedSession(job.start, self._grammar(job.start), self._vocabulary)
         tracked = self._sessions.get(job.session_id)
@@ -292,6 +307,7 @@ class GrammarWorker:
         return not flags
 
     def _fill(self, job: Job) -> bool:
+        """Fills the wanted row; returns whether there is anything to look ahead for."""
         if job.wants_row:
             self._fill_row(job, job.slot)
         return bool(job.draft_slots or job.num_forced)
@@ -327,9 +343,9 @@ class GrammarWorker:
 
     def _find_forced(self, job: Job, slot: int) -> None:
         if job.num_forced:
-            ways = self._sessions[job.session_id].look_ahead(self._buffer.rows[slot], job.num_forced)
+            continuations = self._sessions[job.session_id].look_ahead(self._buffer.rows[slot], job.num_forced)
             if not self.stopped:
-                self._buffer.set_forced(slot, job.number, ways)
+                self._buffer.set_forced(slot, job.number, continuations)
 
     def _fill_row(self, job: Job, slot: int) -> None:
         """Writes the mask and the adjustments of the token after those that the session has accepted."""
@@ -342,24 +358,20 @@ class GrammarWorker:
             buffer.adjusted_ids[slot, : len(ids)] = ids
             buffer.adjusted_by[slot, : len(ids)] = values
             self._publish(job, slot, 0, len(ids))
-        self._weigh(tracked.spec)
+        self._reweigh(tracked.spec)
 
     def _publish(self, job: Job, slot: int, flags: int, num_adjustments: int = 0) -> None:
+        """Marks a slot as done, after all that belongs to it was written."""
         if not self.stopped:
             buffer = self._buffer
             buffer.num_adjustments[slot] = num_adjustments
             buffer.flags[slot] = flags
             buffer.done[slot] = job.number
 
-    def _backend(self, name: str) -> Backend:
-        if name not in self._backends:
-            self._backends[name] = make_backend(name, self._vocabulary)
-        return self._backends[name]
-
     def _grammar(self, start: SessionStart) -> Grammar:
         loaded = self._grammars.get(start.spec)
         if loaded is None:
-            grammar = self._backend(start.spec.backend).load(start.spec, start.compiled)
+            grammar = self._backends.get(start.spec.backend).load(start.spec, start.compiled)
             loaded = _Loaded(grammar, grammar.num_bytes + MAX_GROWTH_BYTES)
             self._keep(start.spec, loaded)
         return loaded.grammar
@@ -368,7 +380,7 @@ class GrammarWorker:
         num_bytes = loaded.grammar.num_bytes + sys.getsizeof(spec.text) + ENTRY_BYTES
         self._grammars.put(spec, loaded, num_bytes)
 
-    def _weigh(self, spec: ConstraintSpec) -> None:
+    def _reweigh(self, spec: ConstraintSpec) -> None:
         """Updates the cache's count of a grammar's bytes; drops the grammar if it has grown too much."""
         loaded = self._grammars.get(spec)
         if loaded is None:

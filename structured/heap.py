@@ -1,4 +1,6 @@
-"""How much memory this process has allocated, in any language. The size of an object is what making it adds."""
+"""How much memory this process has allocated, in any language: asked before and after an object is made, it tells the
+object's size.
+"""
 
 from __future__ import annotations
 

@@ -149,6 +149,7 @@ def own_arguments(spec: LogitsProcessorSpec) -> dict[str, Any]:
 
 
 def _imported(name: str, path: str) -> LogitsProcessorFactory:
+    """The factory at `path`, `module:attribute`. Raises `LogitsProcessorError` if it cannot be loaded."""
     module, _, attribute = path.partition(":")
     try:
         factory: Any = importlib.import_module(module)

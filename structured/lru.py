@@ -1,4 +1,4 @@
-"""A cache with a bound in bytes, which drops the least recently used entry first."""
+"""A cache with a bound in bytes; the least recently used entry is dropped first."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ MAX_ADJUSTMENTS = 256
 """Most logits that a session may adjust for one token, besides masking."""
 
 ERROR_BYTES = 480
+"""Most bytes of a failed session's error, in UTF-8; the rest is cut off."""
 
 MAX_FORCED = 16
 """Most forced tokens that a worker reports after one token."""
@@ -31,7 +32,7 @@ FINISHED, FAILED, REFUSED = 1, 2, 4
 """Flags of a mask slot: only the end may follow; its session failed; the grammar refuses a draft before this row."""
 
 NO_MASK, LATE = -1, -2
-"""In `MaskBatch.slots`. NO_MASK: the sample point is not constrained. LATE: it is not drawn in this step, because its
+"""In `MaskBatch.slots`. NO_MASK: the sample point has no constraint. LATE: it is not drawn in this step, because its
 mask is late or because the grammar refuses a draft before it.
 """
 
@@ -93,7 +94,7 @@ class MaskBuffer:
             ("adjusted_ids", np.dtype(np.int32), (slots, MAX_ADJUSTMENTS)),
             ("adjusted_by", np.dtype(np.float32), (slots, MAX_ADJUSTMENTS)),
             ("drafts_wanted", np.dtype(np.int64), (slots,)),
-            ("looked", np.dtype(np.int64), (slots,)),
+            ("forced_done", np.dtype(np.int64), (slots,)),
             ("num_forced", np.dtype(np.int32), (slots, 1 + MAX_CHOICES)),
             ("forced_ids", np.dtype(np.int32), (slots, 1 + MAX_CHOICES, MAX_FORCED)),
             ("errors", np.dtype(np.uint8), (slots, ERROR_BYTES)),
@@ -111,9 +112,11 @@ class MaskBuffer:
             for (name, dtype, dims), offset in zip(layout, offsets, strict=True)
         }
         self.rows = arrays["rows"]
+        """int32 [slots, words], packed as `MaskBatch.rows`."""
         self.done = arrays["done"]
         """int64 [slots]: number of the job that the row was filled for; 0 for none."""
         self.flags = arrays["flags"]
+        """uint8 [slots]: `FINISHED`, `FAILED` or `REFUSED`; 0 if the row holds a mask."""
         self.cancelled = arrays["cancelled"]
         """uint8 [slots], written by the pool: 1 if jobs of this slot need not be done any more."""
         self.num_adjustments = arrays["num_adjustments"]
@@ -121,7 +124,7 @@ class MaskBuffer:
         self.adjusted_by = arrays["adjusted_by"]
         self.drafts_wanted = arrays["drafts_wanted"]
         """int64 [slots], written by the pool: number of the session's job whose drafts still matter; 0 for none."""
-        self.looked = arrays["looked"]
+        self.forced_done = arrays["forced_done"]
         """int64 [slots]: number of the last job that looked for forced tokens; they are in `forced_ids`."""
         self.num_forced = arrays["num_forced"]
         self.forced_ids = arrays["forced_ids"]
@@ -154,28 +157,31 @@ class MaskBuffer:
             self._file = None
 
     def set_error(self, slot: int, message: str) -> None:
+        """Stores why the slot's session failed; of a long message the beginning."""
         encoded = message.encode("utf-8", "replace")[:ERROR_BYTES]
         self.errors[slot] = 0
         self.errors[slot, : len(encoded)] = np.frombuffer(encoded, np.uint8)
 
     def error(self, slot: int) -> str:
+        """What `set_error` stored last."""
         return self.errors[slot].tobytes().rstrip(b"\0").decode("utf-8", "replace")
 
     def adjustments(self, slot: int) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids int32 [n] and what is added to their logits, float32 [n]; views."""
         count = self.num_adjustments[slot]
         return self.adjusted_ids[slot, :count], self.adjusted_by[slot, :count]
 
-    def set_forced(self, slot: int, number: int, ways: list[list[int]]) -> None:
-        """Stores `ways` as what `forced(slot)` returns, for job `number`."""
+    def set_forced(self, slot: int, number: int, continuations: list[list[int]]) -> None:
+        """Stores what `forced(slot)` returns, for job `number`."""
         self.num_forced[slot] = 0
-        for index, way in enumerate(ways):
-            self.forced_ids[slot, index, : len(way)] = way
-            self.num_forced[slot, index] = len(way)
-        self.looked[slot] = number
+        for index, token_ids in enumerate(continuations):
+            self.forced_ids[slot, index, : len(token_ids)] = token_ids
+            self.num_forced[slot, index] = len(token_ids)
+        self.forced_done[slot] = number
 
     def forced(self, slot: int) -> list[list[int]]:
-        """First the tokens that the grammar forces next, perhaps none. Then, for up to `MAX_CHOICES` tokens that may
-        come next, that token and what is forced after it.
+        """The continuations of the text, as token ids: first the tokens that the grammar forces next, perhaps none.
+        Then, for up to `MAX_CHOICES` tokens that may come next, that token and what is forced after it.
         """
         counts = self.num_forced[slot].tolist()
         return [self.forced_ids[slot, index, :count].tolist() for index, count in enumerate(counts)]

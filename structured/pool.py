@@ -13,7 +13,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from structured.config import PoolConfig
 from structured.grammar_worker import Job, Message, SessionStart
@@ -33,6 +34,16 @@ START_SECONDS = 60.0
 """A worker process that has not started after this many seconds is replaced."""
 
 WAIT_SLICE_S = 0.0001
+"""How long `wait` sleeps between two looks at the rows."""
+
+
+class _RetiredSlot(NamedTuple):
+    """A slot that a session has left, and that its worker may still write to."""
+
+    number: int
+    """The slot is free once the worker acknowledges the message of this number; -1: once the worker is dead."""
+    slot: int
+    session_id: int
 
 
 class _Worker:
@@ -46,14 +57,14 @@ class _Worker:
         self.num_sent = 0
         self.under_way: deque[tuple[int, float]] = deque()
         """(number, time of sending) of each message that the worker has not acknowledged."""
-        self.ended: list[int] = []
         self.jobs: list[Job] = []
+        self.ended: list[int] = []
+        """`jobs` and `ended` are those of the next message to the worker."""
         self.busy_with = -1
         """The session that the worker worked for when the pool last looked; -1 for none."""
         self.busy_since = self.started_at
         """When the pool first saw the worker busy with that session."""
-        self.retired: list[tuple[int, int, int]] = []
-        """(message number, slot, session that had it): the slot is free once the worker acknowledges the message."""
+        self.retired: list[_RetiredSlot] = []
 
 
 class _Session:
@@ -72,7 +83,7 @@ class _Session:
         self.number = 0
         """Number of the job that fills the wanted row."""
         self.draft_slots: list[int] = []
-        """Slots for the drafts' rows: the most that it has needed at a time on its present worker."""
+        """Slots for the drafts' rows: as many as it has needed at a time on its present worker."""
         self.drafts_number = 0
         """Number of the job that fills the drafts' rows."""
         self.takes_drafts = True
@@ -287,20 +298,19 @@ class GrammarPool:
             return []
         for num_drafts in (len(gained), len(gained) - 1, 0):  # workers look after the tokens, and after all drafts
             if 0 <= num_drafts <= len(session.drafts) and session.drafts[:num_drafts] == gained[:num_drafts]:
-                rest = gained[num_drafts:]
-                for index, way in enumerate(self._forced_after(session, num_drafts)):
-                    is_forced = index == 0 or rest  # every way but the first begins with a choice
-                    if is_forced and way[: len(rest)] == rest and len(way) > len(rest):
-                        return way[len(rest) :]
+                forced = _forced_after(gained[num_drafts:], self._continuations(session, num_drafts))
+                if forced:
+                    return forced
         return []
 
-    def _forced_after(self, session: _Session, num_drafts: int) -> list[list[int]]:
+    def _continuations(self, session: _Session, num_drafts: int) -> list[list[int]]:
+        """What `MaskBuffer.forced` says of the row after the output tokens and the first drafts, if it is filled."""
         slot, number = session.slot, session.number
         if num_drafts:
             if num_drafts > len(session.draft_slots):
                 return []
             slot, number = session.draft_slots[num_drafts - 1], session.drafts_number
-        return self.buffer.forced(slot) if self.buffer.looked[slot] == number else []
+        return self.buffer.forced(slot) if self.buffer.forced_done[slot] == number else []
 
     # ---- asking --------------------------------------------------------------------------------------------------
 
@@ -312,15 +322,9 @@ class GrammarPool:
             return
         start = None
         if session.worker is None:
-            is_new = True
-            if not self.workers and not self._has_workers_again():
-                session.error = f"all {MAX_WORKERS} grammar workers hang; simplify the constraints that are in use"
-                self._waiting.pop(session.session_id, None)
+            if not self._find_worker(session, target):
                 return
-            if not self._enter(session, target or min(self.workers, key=self._load)):
-                self._waiting[session.session_id] = session
-                return  # no slot is free yet: `supervise` asks again
-            start = session.start
+            is_new, start = True, session.start
         worker, first = session.worker, session.num_held
         assert worker is not None
         while len(session.draft_slots) < len(session.drafts) and self._free_draft_slots:
@@ -358,8 +362,12 @@ class GrammarPool:
         now, patience = time.monotonic(), self.config.migrate_seconds
         if self._longest_under_way(worker, now) > patience:
             return True
-        waiting = (session for session in worker.sessions.values() if session.session_id in self._waiting)
-        return any(now - session.moved_at > patience * 2**session.num_moves for session in waiting)
+        return any(
+            now - session.moved_at > patience * 2**session.num_moves for session in self._sessions_waiting_for(worker)
+        )
+
+    def _sessions_waiting_for(self, worker: _Worker) -> Iterator[_Session]:
+        return (session for session in worker.sessions.values() if session.session_id in self._waiting)
 
     def _longest_under_way(self, worker: _Worker, now: float) -> float:
         """Seconds since the pool sent the oldest message that the worker has not acknowledged; 0 if there is none."""
@@ -369,6 +377,7 @@ class GrammarPool:
         return now - worker.under_way[0][1] if worker.under_way else 0.0
 
     def _flush(self) -> None:
+        """Sends each worker its next message, if there is something to say."""
         for worker in self.workers:
             if worker.jobs or worker.ended:
                 worker.num_sent += 1
@@ -379,8 +388,8 @@ class GrammarPool:
     # ---- supervision ---------------------------------------------------------------------------------------------
 
     def supervise(self) -> None:
-        """Moves sessions that wait for a slow row of another, fails sessions whose budget is spent and replaces dead
-        workers.
+        """Moves sessions that another session's slow row holds up, fails sessions whose budget is spent and replaces
+        dead workers.
         """
         for session_id in [key for key, session in self._waiting.items() if self._is_ready(session)]:
             del self._waiting[session_id]
@@ -404,8 +413,8 @@ class GrammarPool:
         self._flush()
 
     def _relieve(self, worker: _Worker, now: float) -> None:
-        """Moves the sessions that wait for a late worker to another one. The session that the worker is busy with
-        stays; once its budget is spent it fails, and the worker is replaced.
+        """Moves the sessions that wait for a late worker to another one, but not the one that the worker is busy with:
+        once its budget is spent it fails, and the worker is replaced.
         """
         busy_with = int(self.buffer.current[worker.index]) - 1
         if busy_with != worker.busy_with:
@@ -421,18 +430,21 @@ class GrammarPool:
                 session.error = f"its mask was not there after {self.config.mask_seconds:g} s; simplify the constraint"
                 del self._waiting[session.session_id]
             self._replace(worker)
-            return
-        waiting = (session for session in worker.sessions.values() if session.session_id in self._waiting)
-        held_up = [session for session in waiting if session.session_id != busy_with]
-        target = self._target(worker) if held_up else None
+        else:
+            waiting = self._sessions_waiting_for(worker)
+            self._move([session for session in waiting if session.session_id != busy_with], worker, now)
+
+    def _move(self, sessions: list[_Session], source: _Worker, now: float) -> None:
+        """Gives sessions of a late worker to another one, if there is one."""
+        target = self._other_worker(source) if sessions else None
         if target is not None:
-            for session in held_up:
+            for session in sessions:
                 session.moved_at = now
                 session.num_moves += 1
                 self._leave(session)
                 self._ask(session, target)
 
-    def _target(self, source: _Worker) -> _Worker | None:
+    def _other_worker(self, source: _Worker) -> _Worker | None:
         """Another worker that is started and not late. If there is none, one more is started, as long as there are
         fewer than twice `num_workers`; else None.
         """
@@ -446,9 +458,7 @@ class GrammarPool:
         return added
 
     def _replace(self, worker: _Worker) -> None:
-        """Gives a worker up. Other workers rebuild its sessions; a session fails if `MAX_ATTEMPTS` workers died over
-        it.
-        """
+        """Gives a worker up; other workers rebuild its sessions."""
         logger.warning("grammar worker %d is replaced; %d sessions move", worker.index, len(worker.sessions))
         worker.transport.kill()
         self.num_replaced += 1
@@ -464,20 +474,23 @@ class GrammarPool:
             self._retire(session, worker, -1)
             session.worker, session.slot, session.num_held, session.draft_slots = None, -1, 0, []
         if worker.transport.stops_between_sessions:
-            self._free(slot for _, slot, session_id in worker.retired if session_id != busy_with)
-            worker.retired = [item for item in worker.retired if item[2] == busy_with]
+            self._free(retired.slot for retired in worker.retired if retired.session_id != busy_with)
+            worker.retired = [retired for retired in worker.retired if retired.session_id == busy_with]
         for session in sessions:
             session.drafts = []
             session.takes_drafts &= session.session_id != busy_with or session.session_id in missing
-            if session.error is not None or not session.is_wanted:
-                continue
-            session.attempts += session.session_id in suspects
-            session.moved_at = time.monotonic()
-            if session.attempts < MAX_ATTEMPTS:
-                self._ask(session)
-            else:
-                session.error = f"{session.attempts} grammar workers died over its mask"
-                self._waiting.pop(session.session_id, None)
+            if session.error is None and session.is_wanted:
+                session.attempts += session.session_id in suspects
+                self._ask_again(session)
+
+    def _ask_again(self, session: _Session) -> None:
+        """After the death of its worker; the session fails if `MAX_ATTEMPTS` workers died over it."""
+        session.moved_at = time.monotonic()
+        if session.attempts < MAX_ATTEMPTS:
+            self._ask(session)
+        else:
+            session.error = f"{session.attempts} grammar workers died over its mask"
+            self._waiting.pop(session.session_id, None)
 
     # ---- workers and slots ---------------------------------------------------------------------------------------
 
@@ -487,12 +500,12 @@ class GrammarPool:
             self.workers.append(worker)
 
     def _has_workers_again(self) -> bool:
-        """Called if every worker hangs: some may have come to their end since."""
+        """Called if all workers hung and were given up: if one has died since, another can be started."""
         self._collect_slots()
         return bool(self.workers)
 
     def _next_worker(self) -> _Worker | None:
-        """None if `MAX_WORKERS` are there, most of which hang."""
+        """The spare worker, or a new one; None if there are `MAX_WORKERS`, most of which hang."""
         if self._spare is None:
             return self._start_worker()
         worker, self._spare = self._spare, self._start_worker()
@@ -505,6 +518,19 @@ class GrammarPool:
         self.buffer.current[index] = self.buffer.acknowledged[index] = 0
         make: type[ActorTransport] | type[ThreadTransport] = ActorTransport if self.uses_actors else ThreadTransport
         return _Worker(make(self._vocabulary, self.buffer, index), index)
+
+    def _find_worker(self, session: _Session, target: _Worker | None) -> bool:
+        """Gives a session to `target`, or to the worker with the least load. False if there is no worker, and then the
+        session fails; or if no slot is free, and then `supervise` asks again.
+        """
+        if not self.workers and not self._has_workers_again():
+            session.error = f"all {MAX_WORKERS} grammar workers hang; simplify the constraints that are in use"
+            self._waiting.pop(session.session_id, None)
+            return False
+        has_entered = self._enter(session, target or min(self.workers, key=self._load))
+        if not has_entered:
+            self._waiting[session.session_id] = session
+        return has_entered
 
     def _enter(self, session: _Session, worker: _Worker) -> bool:
         """Gives a session to a worker; False if no slot is free."""
@@ -530,17 +556,19 @@ class GrammarPool:
         session.slot, session.draft_slots = -1, []
 
     def _retire(self, session: _Session, worker: _Worker, number: int) -> None:
-        worker.retired += [(number, slot, session.session_id) for slot in (session.slot, *session.draft_slots)]
+        slots = (session.slot, *session.draft_slots)
+        worker.retired += [_RetiredSlot(number, slot, session.session_id) for slot in slots]
 
     def _collect_slots(self) -> None:
+        """Frees the slots to which no worker writes any more, and forgets workers that have died."""
         for worker in self.workers:
             if worker.retired:
                 acknowledged = int(self.buffer.acknowledged[worker.index])
-                self._free(slot for number, slot, _ in worker.retired if number <= acknowledged)
-                worker.retired = [item for item in worker.retired if item[0] > acknowledged]
+                self._free(retired.slot for retired in worker.retired if retired.number <= acknowledged)
+                worker.retired = [retired for retired in worker.retired if retired.number > acknowledged]
         for worker in [worker for worker in self._given_up if not worker.transport.is_alive()]:
             self._given_up.remove(worker)
-            self._free(slot for _, slot, _ in worker.retired)
+            self._free(retired.slot for retired in worker.retired)
             self._free_indices.insert(0, worker.index)
         self._start_missing()
 
@@ -555,6 +583,14 @@ class GrammarPool:
         self.workers, self._spare = [], None
         self._free_indices = []  # and none is started in its place
         self.buffer.close()
+
+
+def _forced_after(gained: list[int], continuations: list[list[int]]) -> list[int]:
+    """What is forced after the tokens `gained`: the rest of the continuation that begins with them."""
+    for continuation in continuations if gained else continuations[:1]:  # all but the first begin with a choice
+        if continuation[: len(gained)] == gained and len(continuation) > len(gained):
+            return continuation[len(gained) :]
+    return []
 
 
 def _num_common(old: list[int], new: Sequence[int]) -> int:

@@ -23,7 +23,7 @@ from structured.masks import BufferShape, MaskBuffer
 from structured.vocabulary import Vocabulary
 
 SEND_SECONDS = 1.0
-"""If an actor's connection does not take a message within this time, the message is lost and the actor hangs."""
+"""If an actor's connection does not take a message within this time, the actor hangs and the message is lost."""
 _PID = struct.Struct("i")
 """Layout of an actor's first message: its process id."""
 
@@ -32,7 +32,7 @@ class Transport(Protocol):
     """One worker, as the pool sees it."""
 
     pid: int | None
-    """Id of the worker's process, once it is known; None for a thread."""
+    """Id of the worker's process, once it is known; None for a thread. For tests and benchmarks, which kill it."""
     stops_between_sessions: bool
     """True if after `kill` the worker may write only for the session that it is busy with (`MaskBuffer.current`); False
     if it may write for any of its sessions until it is dead.
@@ -140,8 +140,8 @@ class ActorTransport:
         self._started: Any = self._actor.started.remote()
 
     def send(self, message: Message) -> None:
-        """May wait `SEND_SECONDS` for an actor that does not read; `is_alive` and the pool's budgets decide about
-        it.
+        """May wait `SEND_SECONDS` for an actor that does not read. The message is then lost, and the pool finds out by
+        `is_alive` or because a budget is spent.
         """
         self._unsent += frame(self._encoder.encode(message))
         self._flush()
@@ -187,8 +187,8 @@ class ActorTransport:
             return False
 
     def kill(self) -> None:
-        """The connection stays open, because it tells when the process is gone. If this actor's Ray has ended, so has
-        the actor; calling Ray then would start another Ray.
+        """The connection stays open, because its end tells that the process is gone. If Ray has ended, so has the
+        actor, and a call would start another Ray.
         """
         if self._ray.is_initialized():
             with contextlib.suppress(self._ray.exceptions.ActorHandleNotFoundError):

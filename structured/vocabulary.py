@@ -1,5 +1,4 @@
-"""What a grammar backend needs of a tokenizer: plain data, read from `tokenizer.json`, that other processes can be
-sent.
+"""What a grammar backend needs of a tokenizer, read from `tokenizer.json`: plain data that can be sent to processes.
 
 Imports neither torch nor transformers. `cluster/text/tokenizer.py` encodes and decodes text; this module only says
 which bytes a token stands for.
@@ -70,14 +69,15 @@ class Vocabulary(msgspec.Struct, frozen=True, array_like=True):
 
 @functools.lru_cache(maxsize=4)
 def _same(text: str) -> str:
-    """The same object for equal texts. `_tables` is called at every row, and comparing megabytes there would take 2
-    ms.
+    """One object for all equal texts, so that the cache of `_tables`, which is asked at every row, finds a text by
+    identity: comparing megabytes would take 2 ms.
     """
     return text
 
 
 @functools.lru_cache(maxsize=4)
 def _tables(tokenizer_json: str) -> tuple[list[bytes], list[int]]:
+    """(bytes of each id, ids of special tokens)."""
     data = json.loads(tokenizer_json)
     vocab = data["model"]["vocab"]
     names = {token: index for index, (token, _) in enumerate(vocab)} if isinstance(vocab, list) else dict(vocab)
@@ -94,11 +94,11 @@ def _tables(tokenizer_json: str) -> tuple[list[bytes], list[int]]:
 
 
 def _byte_level(name: str) -> bytes:
-    table = _byte_of_character()
+    table = byte_of_character()
     try:
         return bytes(table[character] for character in name)
     except KeyError:
-        return name.encode()
+        return name.encode()  # an added token holds plain text
 
 
 def _metaspace(name: str) -> bytes:
@@ -107,7 +107,7 @@ def _metaspace(name: str) -> bytes:
 
 
 @functools.cache
-def _byte_of_character() -> dict[str, int]:
+def byte_of_character() -> dict[str, int]:
     """The printable character that stands for each byte in byte-level BPE (GPT-2's table), inverted."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]

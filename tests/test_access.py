@@ -18,7 +18,8 @@ from cluster.cli.__main__ import main
 from cluster.config import ServeConfig, load_config
 from cluster.http.access.keys import ApiKeys, openness, with_api_keys
 from cluster.http.endpoints.generation import _header_value
-from cluster.text.tokenizer import Tokenizer, TokenizerError
+from cluster.text.tokenizer import Tokenizer
+from cluster.text.tokenizer_files import TokenizerError
 from structured.constraint import ConstraintError, ConstraintLimits, ConstraintSpec, Kind, check_limits
 from tests.test_routes import App
 

@@ -15,7 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
-from structured.compiler import Compiler, CompilerBusy, CompilerFailed, _forks_well
+from structured.compile_process import forks_well
+from structured.compiler import Compiler, CompilerBusy, CompilerFailed
 from structured.constraint import ConstraintError, ConstraintLimits, ConstraintSpec, Kind
 from structured.fair_queue import FairQueue
 from structured.frames import frame, read_frame
@@ -38,7 +39,7 @@ def demo_vocabulary() -> Vocabulary:
     return Vocabulary.load(str(folder), 4096, (0,))
 
 
-forked = pytest.mark.skipif(not _forks_well(), reason="nothing is forked here")
+forked = pytest.mark.skipif(not forks_well(), reason="nothing is forked here")
 
 
 def compile_regex(compiler: Compiler, regex: str) -> bytes:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import pathlib
 from typing import Any
 
 import msgspec
 import pytest
+import safetensors.torch
+import torch
 
 from cluster.llm import LLM
 from tests.checkpoints import checkpoint
-from workers.checkpoints.memory import plan_kv_cache
+from workers.checkpoints.memory import plan_kv_cache, weight_bytes
 from workers.checkpoints.model_config import ModelConfig, load_model_config, resolve_model_folder
 
 GIB = 2**30
@@ -93,3 +96,9 @@ def test_the_engine_takes_what_is_planned() -> None:
     assert info.max_model_len == config.max_position_embeddings
     assert info.kv_cache_bytes <= max(4 * weights, 4 * 512 * per_token)
     assert info.num_blocks * info.block_size >= 2 * info.max_model_len
+
+
+def test_quantised_weights_count_as_they_are_stored(tmp_path: pathlib.Path) -> None:
+    tensors = {"weight": torch.zeros(8, 4, dtype=torch.int8), "weight_scale": torch.zeros(8, 1)}
+    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
+    assert weight_bytes(tmp_path, "bfloat16") == 32 + 8 * 2

@@ -19,8 +19,10 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from cluster.engine.request import FinishStatus, SequenceOutput
 from cluster.http.logprobs import CompletionLogprobText, chat_logprobs, prompt_logprobs
+from cluster.text.chat_template import TemplateError
 from cluster.text.detokenizer import SequenceText
-from cluster.text.tokenizer import TemplateError, Tokenizer, TokenizerError
+from cluster.text.tokenizer import Tokenizer
+from cluster.text.tokenizer_files import TokenizerError
 from tests.checkpoints import CORPUS, make_tokenizer
 from workers.sampling_params import SamplingParams
 from workers.step import TokenLogprobs

@@ -13,6 +13,7 @@ from cluster.http.chat_output import ChatPlan, ChatReader, MessageBuilder, plan_
 from cluster.http.codec import decode
 from cluster.http.errors import ApiError
 from cluster.http.protocol.requests import ChatCompletionRequest
+from cluster.text.chat_template import ChatTemplates
 from cluster.text.reasoning import FORMATS, ReasoningFormat, ReasoningSplitter, detect_reasoning
 from cluster.text.tokenizer import Tokenizer
 from workers.checkpoints.model_config import resolve_model_folder
@@ -79,7 +80,7 @@ def test_any_text_is_cut_the_same_however_it_arrives(
 def tokenizer() -> Tokenizer:
     """The demo model's, in which the marks are special tokens, under a template that knows thinking."""
     tokenizer = Tokenizer(resolve_model_folder("demo"))
-    tokenizer._template_sources = {"default": HYBRID}
+    tokenizer._templates = ChatTemplates({"default": HYBRID})
     return tokenizer
 
 
@@ -120,7 +121,7 @@ def test_reasoning_can_be_left_out(tokenizer: Tokenizer) -> None:
     assert answer(tokenizer, made, "<think>\nHm.\n</think>\n\nYes.") == ("Yes.", None)
 
 
-def test_a_constraint_begins_behind_the_section(tokenizer: Tokenizer) -> None:
+def test_a_constraint_begins_after_the_section(tokenizer: Tokenizer) -> None:
     end = tokenizer.token_to_id("</think>")
     for prompt in (PROMPT, PROMPT + "<think>\n"):
         made = plan(tokenizer, prompt, **JSON)
@@ -150,6 +151,6 @@ def test_reasoning_effort_is_for_templates_that_know_it(tokenizer: Tokenizer) ->
     with pytest.raises(ApiError) as caught:
         plan(tokenizer, PROMPT, reasoning_effort="low")
     assert caught.value.param == "reasoning_effort"
-    tokenizer._template_sources = {"default": HYBRID + "{{ reasoning_effort }}"}
+    tokenizer._templates = ChatTemplates({"default": HYBRID + "{{ reasoning_effort }}"})
     assert plan(tokenizer, PROMPT, reasoning_effort="low").prompt == PROMPT
-    tokenizer._template_sources = {"default": HYBRID}
+    tokenizer._templates = ChatTemplates({"default": HYBRID})

@@ -24,6 +24,7 @@ from cluster.http.protocol import responses
 from cluster.http.protocol.requests import ChatCompletionRequest
 from cluster.http.protocol.tools import Function, Tool, arguments_schema, calls_grammar, template_tools
 from cluster.http.protocol.usage import usage_info
+from cluster.text.chat_template import ChatTemplates
 from cluster.text.tokenizer import Tokenizer
 from cluster.text.tool_formats import HERMES, LLAMA3, MISTRAL, ToolFormat, detect_format
 from cluster.text.tool_parser import Piece, ToolCallParser
@@ -311,7 +312,7 @@ def test_the_choice_decides_the_constraint(tokenizer: Tokenizer) -> None:
 def test_a_template_without_tools_refuses_them() -> None:
     folder = checkpoint("llama", num_hidden_layers=1)
     tokenizer = Tokenizer(folder)
-    tokenizer._template_sources = {"default": "{{ messages }}"}
+    tokenizer._templates = ChatTemplates({"default": "{{ messages }}"})
     with pytest.raises(ApiError, match="no place for tools") as caught:
         plan(tokenizer, tools=tools_field())
     assert caught.value.param == "tools"

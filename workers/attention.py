@@ -42,7 +42,9 @@ class AttentionMetadata:
     total_context_len: int
     """Sum of `context_lens`: the keys that a decode step reads."""
     shared_prefixes: SharedPrefixes | None = None
-    """Groups of sequences whose shared leading keys a kernel may read once for all; the result is the same without."""
+    """Groups of sequences whose shared leading keys a kernel may read once for all of them; the result is the same
+    without.
+    """
 
     @property
     def num_tokens(self) -> int:
@@ -61,7 +63,7 @@ class AttentionMetadata:
         block_size: int,
         share_prefixes: bool = True,
     ) -> AttentionMetadata:
-        """Metadata on the CPU for the tokens `[starts[s], starts[s] + query_lens[s])` of each sequence.
+        """Metadata on the CPU for the tokens at positions `[starts[s], starts[s] + query_lens[s])` of each sequence.
 
         `starts` and `query_lens` are integers [num_sequences], every query length at least 1; `block_tables` is int32
         [num_sequences, max_blocks] and covers the new tokens. The arrays are not kept, except `block_tables` if it is

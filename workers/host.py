@@ -1,7 +1,7 @@
 """How many cores and how much memory of its machine this process may use, within its container's limits.
 
-The CPU platform, the deployment of engines and `manta check` all ask here, so that they plan with the same figures. If
-a system does not tell a limit (Linux tells most), there is taken to be none.
+The CPU platform, the deployment of engines and `manta check` all ask here, so that they plan with the same figures. A
+limit that the system does not tell (Linux tells most) counts as none.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from collections.abc import Iterator
 import psutil
 
 PROCESS_GROUPS = pathlib.Path("/proc/self/cgroup")
+"""The file in which Linux lists a process's control groups."""
 GROUPS = pathlib.Path("/sys/fs/cgroup")
-"""The file in which Linux lists a process's control groups, and the folder of the groups' limits."""
+"""The folder of the groups' limits."""
 
 
 def num_cores() -> int:
     """Cores that threads of this process may run on at a time: at least 1.
 
-    Half a core of a container's quota gets no thread. The threads of a step wait for each other, so all would wait for
-    the one whose quota is used up. The half core serves the processes other than the engine.
+    A container's quota is rounded down: half a core gets no thread. The threads of a step wait for each other, so all
+    would wait for the one whose quota is used up. The half core serves the processes other than the engine.
     """
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
@@ -42,7 +43,7 @@ def free_memory() -> int:
 
 
 def identity() -> int:
-    """A number that processes of one machine, or of one container, have in common and others do not; 63 bits."""
+    """A number of 63 bits that is the same for all processes of one machine or container, and differs from others'."""
     boot = _read(pathlib.Path("/proc/sys/kernel/random/boot_id")) or str(psutil.boot_time())
     digest = hashlib.sha256(f"{boot} {socket.gethostname()}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1

@@ -37,9 +37,8 @@ def load_model(
     """The model of a checkpoint in `bfloat16` or `float32`, on the platform's device; of a `group` of ranks this one's
     share, which computes together with the others'.
 
-    Raises `ModelError` naming a missing, misshapen or, where the model is to be the `whole` checkpoint, unexpected
-    tensor; otherwise `config` may have fewer layers, and the others are not read. Also where the model cannot be split
-    over so many ranks.
+    Raises `ModelError` naming a tensor that is missing, misshapen, or unexpected; and if the model cannot be split over
+    so many ranks. If `whole` is False, `config` may have fewer layers than the checkpoint: the others are not read.
     """
     if group is not None and group.num_ranks > 1:
         return _load_share(folder, config, dtype, platform, group)
@@ -73,7 +72,7 @@ def check_tensors(folder: str | pathlib.Path, config: ModelConfig) -> None:
 
 
 def _check_all_used(checkpoint: _Checkpoint, config: ModelConfig) -> None:
-    """Tied models are often saved with the head as well."""
+    """Raises `ModelError` naming tensors that the model does not have; a tied model may be saved with the head too."""
     checkpoint.check_all_used(but=["lm_head.weight"] if config.tie_word_embeddings else [])
 
 
@@ -90,7 +89,7 @@ class _Checkpoint(Protocol):
 
 
 class _WeightPlatform(Protocol):
-    """What of a platform holds weights."""
+    """The methods of a `Platform` that take weights."""
 
     def make_linear(self, weight: LinearWeight) -> Linear: ...
 
@@ -100,7 +99,7 @@ class _WeightPlatform(Protocol):
 
 
 class _NoPlatform:
-    """Packs nothing."""
+    """Takes weights and keeps none: for headers without data."""
 
     def make_linear(self, weight: LinearWeight) -> Linear:
         return lambda x: x
@@ -112,7 +111,7 @@ class _NoPlatform:
 
 
 class _WeightReader:
-    """Hugging Face's names of the four native families."""
+    """Reads a decoder's weights by the names that they have in Hugging Face's checkpoints of the native families."""
 
     def __init__(
         self, checkpoint: _Checkpoint, config: ModelConfig, dtype: torch.dtype, platform: _WeightPlatform
@@ -127,7 +126,7 @@ class _WeightReader:
 
     def read(self) -> DecoderWeights:
         config = self.config
-        # The head first: it is the largest weight, and held twice while nothing else is.
+        # The head first: it is the largest weight, and is held twice while it is packed.
         head_name = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
         head = self._linear([(head_name, config.vocab_size)], config.hidden_size, bias=False)
         layers = [self._layer(f"model.layers.{index}") for index in range(config.num_layers)]
@@ -155,7 +154,7 @@ class _WeightReader:
         )
 
     def _linear(self, parts: list[tuple[str, int]], in_features: int, bias: bool, gated: bool = False) -> Linear:
-        """The linears `parts` (name, out_features) of one input, packed as one, in this order."""
+        """The linears `parts` (name, out_features), which have the same input, packed as one in this order."""
         source = LinearSource(tuple(parts), in_features, bias, gated, self.config.scheme, self.dtype, self)
         linear = self.platform.make_linear(read_linear(source))
         self.checkpoint.release(self._unreleased)
@@ -163,7 +162,7 @@ class _WeightReader:
         return linear
 
     def _vector(self, name: str, size: int) -> torch.Tensor:
-        """In the model's dtype, independent of the file."""
+        """A copy in the model's dtype."""
         return self.platform.place_weight(self.checkpoint.view(name, (size,)), self.dtype)
 
     # ---- `schemes.Tensors` ---------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ class ModelRunner:
     def reset(self) -> None:
         """Forgets every sequence; weights and the KV allocation stay."""
         max_blocks = -(-self.max_model_len // self.block_size)
-        # np.zeros maps the pages lazily: long tables cost memory only where sequences are long.
+        # np.zeros maps the pages lazily: only the parts of the tables that sequences use cost memory.
         self._block_tables = np.zeros((self.max_num_sequences, max_blocks), dtype=np.int32)
         self._num_blocks = np.zeros(self.max_num_sequences, dtype=np.int64)
         self._free_rows = list(range(self.max_num_sequences - 1, -1, -1))
@@ -114,7 +114,7 @@ class ModelRunner:
         self._block_tables[row, first : first + len(block_ids)] = block_ids
 
     def num_blocks(self, sequence_id: int) -> int:
-        """Blocks that a sequence has; 0 where it has none yet."""
+        """KV blocks that a sequence has; 0 if it has none yet."""
         return int(self._num_blocks[self._rows[sequence_id]])
 
     def block_tables(self, sequence_ids: Sequence[int]) -> np.ndarray:
@@ -152,8 +152,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def draw(self, masks: MaskBatch | None = None) -> PendingDraw:
-        """As `sample`, but whoever calls it waits later, in `PendingDraw.result`, and before the next draw. It waits
-        itself for log-probabilities of prompts, and to verify drafts.
+        """As `sample`, but the caller waits for the device later, in `PendingDraw.result`, which comes before the next
+        draw. Only for log-probabilities of prompts, and to verify drafts, does the call itself wait.
         """
         step, hidden = self._step, self._hidden
         if step is None:
@@ -171,16 +171,17 @@ class ModelRunner:
         return self._pending
 
     def is_computing(self) -> bool:
-        """Whether the device still works on what it was told. One whose calls wait for it never does."""
+        """Whether the device still works on what it was told. It never does if calls return when their work is done."""
         return torch.accelerator.is_available() and not torch.accelerator.current_stream().query()
 
     def _draw(
         self, step: StepInput, hidden: torch.Tensor, output: StepOutput, masks: MaskBatch | None
     ) -> Sampled | None:
-        """Draws at every point, those after drafts as if the drafts were there, and keeps a sequence's tokens up to
-        the first that is no draft: each is then drawn after tokens that are the sequence's own.
+        """Draws at every point; at those after drafts as if all drafts were tokens of the sequence. Of what was drawn a
+        sequence then keeps the tokens up to and with the first that differs from the draft: each of them was drawn
+        after tokens that the sequence does have.
 
-        A point after kept tokens that is late or fails leaves them standing, and comes again with the next step.
+        If a point after kept tokens is late or fails, they stay kept, and the point comes again in the next step.
         """
         points = step.sample_points
         drafts = {item.sequence_id: item.draft_token_ids for item in step.scheduled if item.draft_token_ids}
@@ -199,7 +200,7 @@ class ModelRunner:
     def _keep_verified(
         self, points: list[SamplePoint], drafts: dict[int, list[int]], drawn: HostSample, output: StepOutput
     ) -> None:
-        """With drafts: a sequence's points in the order of their positions, up to the first that draws no draft."""
+        """Keeps each sequence's tokens in the order of their positions, up to and with the first that is no draft."""
         settled = set()
         for index in sorted(range(len(points)), key=lambda index: points[index].position):
             sequence_id = points[index].sequence_id
@@ -237,7 +238,7 @@ class ModelRunner:
         return self.platform.place(np.array(indices, dtype=np.int64))
 
     def _prompt_logprobs(self, step: StepInput, hidden: torch.Tensor, output: StepOutput) -> None:
-        """Row `i` of a prompt's chunk predicts the prompt token after it."""
+        """Puts log-probabilities of prompts into `output`: row `i` of a prompt's chunk predicts the token after it."""
         first_row = 0
         for item in step.scheduled:
             num_top = self.state.prompt_logprobs(item.sequence_id)

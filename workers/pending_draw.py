@@ -15,7 +15,7 @@ from workers.step import StepInput, StepOutput
 
 
 class PendingDraw:
-    """`output` is what is known already; `sampled` is None for a step that draws nothing more."""
+    """`output` is what is known already; `sampled` is what the device still draws, None if nothing."""
 
     def __init__(
         self,
@@ -29,14 +29,14 @@ class PendingDraw:
         self._sampled = sampled
         self._slots = None if masks is None else masks.slots
         self._indices: dict[int, int] = {}
-        """Once places are held: sequence id to the index of its token in `sampled`."""
+        """Filled by `hold_places`: sequence id to the index of its token in `sampled`."""
         self._on_host: Sampled | None = None
         self._copied: torch.Event | None = None
         """When `_on_host` may be read."""
 
     def hold_places(self) -> None:
-        """Gives each sequence that drew a token 0 in the token's place: a step comes before `result`, which will not
-        wait for it.
+        """Called if the next step is executed before `result`: gives each sequence that draws a token a 0 in the
+        token's place, and lets the device copy the tokens to the host.
         """
         sampled = self._sampled
         if sampled is None or self._on_host is not None:
@@ -52,8 +52,8 @@ class PendingDraw:
             self._copied = torch.accelerator.current_stream().record_event()
 
     def fill_in(self, token_ids: torch.Tensor, step: StepInput) -> None:
-        """Puts the drawn tokens into a step's input ids, int64 [num_tokens], where the step computes them. Never waits
-        for the device.
+        """Puts the drawn tokens into a step's input ids, int64 [num_tokens], in place of the zeros that `hold_places`
+        gave. Never waits for the device.
         """
         sampled = self._sampled
         if sampled is None:
@@ -71,7 +71,7 @@ class PendingDraw:
             token_ids[pairs[0]] = sampled.token_ids[pairs[1]]
 
     def result(self) -> StepOutput:
-        """Waits for the device, and gives the sequences their tokens. Comes before the next draw."""
+        """Waits for the device, and gives the sequences their tokens. Called before the next draw."""
         sampled, self._sampled = self._sampled, None
         output = self._output
         if sampled is None:
@@ -92,7 +92,7 @@ class PendingDraw:
         output.token_ids = {sequence_id: [token_id] for sequence_id, token_id in gained.items()}
         for index, logprobs in drawn.logprobs.items():
             output.logprobs[points[index].sequence_id] = [logprobs]
-        for index, error in drawn.errors.items():  # it keeps token 0: the next step may have been planned already
+        for index, error in drawn.errors.items():  # its token stays 0: the next step may have been planned already
             sequence_id = points[index].sequence_id
             output.errors[sequence_id] = error
             del output.token_ids[sequence_id]

@@ -1,4 +1,4 @@
-"""How long each part of a start took: weights, KV cache and so on, one after the other."""
+"""A stopwatch for the parts of a start, such as weights and KV cache, which come one after the other."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ import time
 
 
 class Phases:
-    """Begins when it is made. `seconds` of each phase that has ended, in order; `before` are those that others saw."""
+    """The first phase begins when this is made. `seconds` has the time of each phase that has ended, in order, after
+    those in `before`, which somebody else measured.
+    """
 
     def __init__(self, **before: float) -> None:
         self.seconds = before
         self._last = time.perf_counter()
 
     def end(self, name: str) -> None:
-        """What happened since the last end, or the beginning, was this."""
+        """Ends the phase `name`, which began when the one before it ended."""
         now = time.perf_counter()
         self.seconds[name] = now - self._last
         self._last = now
 
     def split(self, name: str, parts: dict[str, float]) -> None:
-        """A phase had `parts`; what they do not tell of it stays under its name."""
+        """Splits a phase into `parts`; the time that they do not account for stays under `name`."""
         self.seconds[name] = max(0.0, self.seconds[name] - sum(parts.values()))
         self.seconds |= parts

@@ -14,8 +14,8 @@ from workers.step import StepInput, StepOutput
 class RankWorker(Protocol):
     """The worker of one rank: `workers/worker.py::Worker` or `specdecode/worker.py::SpeculativeWorker`.
 
-    The executor runs one step at a time: `execute`, then `sample`. An exception of theirs is a failure of the engine;
-    if a single row fails, that is a `RowError` in the `StepOutput`.
+    The executor runs one step at a time: `execute`, then `sample`. If one of them raises, the engine has failed; if a
+    single row fails, its `RowError` is in the `StepOutput`.
     """
 
     @property
@@ -30,8 +30,8 @@ class RankWorker(Protocol):
         ...
 
     def adopt(self, token_ids: Mapping[int, list[int]]) -> None:
-        """Of several ranks, those that do not draw are told before `execute` what rank 0 drew in the step before, by
-        sequence. They `sample` without masks, for their part of the logits, and answer with no tokens.
+        """Tells a rank that does not draw what rank 0 drew in the step before, by sequence; called before `execute`.
+        Such a rank's `sample` gets no masks, computes its part of the logits and answers with no tokens.
         """
         ...
 

@@ -18,7 +18,7 @@ MAX_LOGPROBS = 64
 """Most alternatives reported for a position; this bounds the size of the answer."""
 
 MAX_STOP_STRINGS = 16
-"""Stop strings per request; each is searched for in every new piece of text."""
+"""Most stop strings of a request; each is searched for in every new piece of text."""
 
 
 class OutputKind(enum.StrEnum):
@@ -43,7 +43,7 @@ def child_seed(seed: int, index: int) -> int:
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Sampling parameters of one request.
 
-    Raises `ValueError` (decoding: `msgspec.ValidationError`) naming the value and the bound when a field is out of
+    Raises `ValueError` (decoding: `msgspec.ValidationError`) naming the value and the bound if a field is out of
     range. Bounds that need the model (vocabulary size, context length) are checked by `validate_vocabulary` and the
     scheduler.
     """
@@ -79,6 +79,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end the output; the ending token is not part of the text."""
     include_stop_str_in_output: bool = False
+    """Whether the text keeps the stop string that ended it."""
     ignore_eos: bool = False
     """Continue after the model's end-of-sequence tokens, which may be sampled; `stop_token_ids` still end the
     output.

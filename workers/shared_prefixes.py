@@ -1,5 +1,4 @@
-"""Finds groups of sequences in a step whose block tables begin alike, so that attention can read their shared keys
-once.
+"""Finds groups of sequences whose block tables begin alike, so that a step's attention reads their shared keys once.
 
 Parallel samples share their prompt's blocks, and so do requests whose system prompt the prefix cache holds.
 `AttentionMetadata.build` calls this once in each step; the kernels take the groups as plain arrays.
@@ -13,11 +12,13 @@ import numpy as np
 import torch
 
 PREFIX_MULTIPLE = 64
-"""A shared prefix is a multiple of this many keys, the kernels' `KEY_BLOCK`, so that a sequence's blocks of keys lie as
-they would without a group.
+"""A shared prefix is a multiple of this many keys, the kernels' `KEY_BLOCK`, so that a kernel cuts a sequence's keys
+into the same blocks as it would without a group.
 """
 MAX_QUERY_LEN = 8
-"""Most query tokens of a member (`SHORT_QUERY`). A longer query has enough rows to pay for packing the keys itself."""
+"""Most query tokens of a member, the kernels' `SHORT_QUERY`. A longer query has enough rows to pay for packing the keys
+itself.
+"""
 MEMBER_COST_KEYS = 116
 """Cost for a member of joining a group (its state is written and read once), as a number of keys that could be packed
 in that time. With it 4 or 8 members over 128 keys, which would lose, do not become a group, while 16 over 128 and 2

@@ -26,8 +26,8 @@ from workers.sampling_params import SamplingParams
 
 
 class StepOutOfMemory(RuntimeError):
-    """The device had too little memory for a step: nothing of it counts as computed. Its changes to sequences and block
-    tables are made; of sequences with drafts the rank's own tokens are no longer certain.
+    """The device had too little memory for a step, of which nothing counts as computed. The rank has made the step's
+    changes to sequences and block tables. What tokens it holds of sequences with drafts is not certain any more.
     """
 
 
@@ -47,7 +47,7 @@ class SequenceStart(msgspec.Struct, array_like=True):
     eos_token_ids: tuple[int, ...] = ()
     """Tokens that, like `stop_token_ids`, may not be sampled before `min_tokens`."""
     speculates: bool = True
-    """Whether the driver would use drafts for it."""
+    """Whether the driver would use drafts for this sequence."""
 
 
 class SequenceFork(msgspec.Struct, array_like=True):

@@ -21,11 +21,11 @@ from workers.sampling_params import SamplingParams
 from workers.step import SamplePoint, ScheduledSequence, SequenceStart, StepInput, StepOutput
 
 PROMPT_TOKENS = 48
-"""Prompt tokens of each of two sequences: linears take another code path for more than 32 rows than in decode steps."""
+"""Prompt tokens of each of two sequences: for more than 32 rows linears take another code path than in decode steps."""
 DECODE_STEPS = 3
 """The fastest step is reported, because caches are cold in the first one."""
 TIMEOUT_S = 600.0
-"""Includes the minute that it takes to compile the kernels, if they were never compiled here."""
+"""Longest time of a trial: to compile the kernels, if they were never compiled here, takes a minute of it."""
 
 _PARAMS = (
     SamplingParams(temperature=0.0, logprobs=1),
@@ -76,7 +76,7 @@ def try_one_layer(trial: Trial) -> TrialResult:
 
 
 def run(trial: Trial) -> TrialResult:
-    """Runs the trial in this process."""
+    """Runs the trial in this process; whatever it raises becomes `TrialResult.error`."""
     try:
         return _run(trial)
     except ModelError as error:

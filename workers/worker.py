@@ -52,13 +52,13 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_ranks: int = 1
     """Ranks that hold the model together. `kv_cache_bytes` and `kv_cache_fraction` are each one's own."""
     group_address: str | None = None
-    """"host:port" of rank 0's store (`workers.parallel.group.open_store`), where there are several ranks."""
+    """"host:port" of rank 0's store (`workers.parallel.group.open_store`), if there are several ranks."""
 
 
 class Worker:
-    """Raises `ModelError` when the model cannot be served within the configured memory or length,
-    `LogitsProcessorError` where a configured processor cannot be loaded. `draft` is the model whose keys and values
-    others will keep beside this one's.
+    """Raises `ModelError` if the model cannot be served within the configured memory or length, and
+    `LogitsProcessorError` if a configured processor cannot be loaded. `draft` is the draft model, whose keys and values
+    will lie in blocks with the same ids and so count in the planning of this one's KV cache.
     """
 
     def __init__(self, config: WorkerConfig, draft: ModelConfig | None = None) -> None:
@@ -75,14 +75,14 @@ class Worker:
         model = load_model(folder, model_config, dtype, platform, group=self.group)
         self.group.least(0)  # all have their weights: what is free now is free for the KV cache
         phases.end("weights")
+        largest_step = functools.partial(_run_largest_step, model, platform, share, dtype, config)
         kv_bytes, num_blocks = plan_kv_cache(
             share,
             dtype,
             block_size=config.block_size,
             kv_cache_bytes=config.kv_cache_bytes,
             kv_cache_fraction=config.kv_cache_fraction,
-            free_bytes=platform.free_memory(functools.partial(_run_largest_step, model, platform, share, dtype, config))
-            // self.group.num_sharing_memory,
+            free_bytes=platform.free_memory(largest_step) // self.group.num_sharing_memory,
             weight_bytes=_weight_bytes(folder, dtype) // config.num_ranks,
             max_num_sequences=config.max_num_sequences,
             max_model_len=config.max_model_len,
@@ -128,34 +128,21 @@ class Worker:
             load_phases=phases.seconds,
             advice=platform.advice,
         )
-        logger.info(
-            "loaded %s in %.1f s (%s, %s, kernels %s); KV cache: %d blocks of %d tokens, %.2f GiB; "
-            "longest sequence %d tokens",
-            folder,
-            self.info.load_seconds,
-            dtype,
-            platform.name,
-            platform.kernel_form,
-            num_blocks,
-            config.block_size,
-            num_blocks * block_bytes / 2**30,
-            max_model_len,
-        )
-
-        if self.info.advice:
-            logger.warning("%s", self.info.advice)
+        _log_start(self.info)
 
     def register_logits_processor(self, name: str, factory: LogitsProcessorFactory) -> None:
-        """Raises `LogitsProcessorError` where the name is taken. An actor gets the factory by cloudpickle."""
+        """Raises `LogitsProcessorError` if the name is taken. An actor gets the factory by cloudpickle."""
         self.processors.register(name, factory)
 
     def execute(self, step: StepInput) -> None:
-        """Raises `StepOutOfMemory`, as does `sample`."""
+        """Starts a step's forward pass. Raises `StepOutOfMemory` if the device's memory does not suffice; so does
+        `sample`.
+        """
         with _named_memory_errors():
             self.runner.execute(step)
 
     def adopt(self, token_ids: Mapping[int, list[int]]) -> None:
-        """What rank 0 drew in the last step, by sequence. Told to the other ranks before their next `execute`."""
+        """Tells a rank other than 0 what rank 0 drew in the last step, by sequence. Comes before the next `execute`."""
         assert isinstance(self.runner, FollowerRunner), "rank 0 draws its own tokens"
         self.runner.adopt(token_ids)
 
@@ -176,7 +163,7 @@ class Worker:
 
 @contextlib.contextmanager
 def _named_memory_errors() -> Iterator[None]:
-    """Who answers them knows no torch."""
+    """Turns torch's error into `StepOutOfMemory`, because the engine, which answers it, knows no torch."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -185,6 +172,24 @@ def _named_memory_errors() -> Iterator[None]:
 
 _COMMON_DTYPES = ("float32", "bfloat16")
 """Where ranks would take different ones, all take the first: a processor without bfloat16 has nothing else."""
+
+
+def _log_start(info: ModelInfo) -> None:
+    logger.info(
+        "loaded %s in %.1f s (%s, %s, kernels %s); KV cache: %d blocks of %d tokens, %.2f GiB; "
+        "longest sequence %d tokens",
+        info.folder,
+        info.load_seconds,
+        info.dtype,
+        info.platform,
+        info.kernels,
+        info.num_blocks,
+        info.block_size,
+        info.kv_cache_bytes / 2**30,
+        info.max_model_len,
+    )
+    if info.advice:
+        logger.warning("%s", info.advice)
 
 
 def _open_group(config: WorkerConfig, platform: Platform) -> Group:
@@ -199,7 +204,9 @@ def _open_group(config: WorkerConfig, platform: Platform) -> Group:
 def _run_largest_step(
     model: Model, platform: Platform, share: ModelConfig, dtype: str, config: WorkerConfig
 ) -> torch.Tensor:
-    """One step of as many tokens and as many rows of logits as there can be, over blocks of its own."""
+    """Runs a step of as many tokens, and computes as many rows of logits, as any step can have, over KV blocks of its
+    own: so much memory a step takes besides the weights and the KV cache.
+    """
     num_tokens = min(config.max_num_batched_tokens, share.max_position_embeddings)
     num_blocks = -(-num_tokens // config.block_size)
     kv_cache = platform.allocate_kv(share, num_blocks, config.block_size, platform.torch_dtype(dtype))
@@ -212,7 +219,7 @@ def _run_largest_step(
 
 
 def _weight_bytes(folder: pathlib.Path, dtype: str) -> int:
-    """0 for the older formats that transformers reads: the KV cache is planned without them then."""
+    """0 for the older formats that transformers reads: the KV cache is then planned without the weights."""
     try:
         return weight_bytes(folder, dtype)
     except ModelError:

@@ -19,7 +19,8 @@ import msgspec
 from cluster.cli.invocation import serve_command
 from cluster.cli.refusal import Refusal
 from cluster.config import EngineConfig, load_config
-from cluster.text.tokenizer import Tokenizer, TokenizerError
+from cluster.text.tokenizer import Tokenizer
+from cluster.text.tokenizer_files import TokenizerError
 from structured.logits_processors import LogitsProcessorError, LogitsProcessorRegistry
 from workers.checkpoints.memory import num_parameters, plan_kv_cache, plan_max_model_len
 from workers.checkpoints.model_config import (

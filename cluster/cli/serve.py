@@ -26,7 +26,7 @@ from cluster.http.access.keys import VARIABLE, openness, with_api_keys
 from cluster.http.example import curl
 from cluster.serve.listening.port import bound
 from cluster.telemetry import exporting as telemetry
-from cluster.text.tokenizer import has_chat_template
+from cluster.text.tokenizer_files import has_chat_template
 from workers.checkpoints.model_config import ModelError, resolve_model_folder
 from workers.model_info import ModelInfo
 

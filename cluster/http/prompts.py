@@ -11,7 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
 from cluster.http.errors import ApiError
-from cluster.text.tokenizer import LONG_TEXT, TemplateError, TextError, Tokenizer
+from cluster.text.chat_template import TemplateError
+from cluster.text.tokenizer import LONG_TEXT, TextError, Tokenizer
 
 CHARACTERS_A_TOKEN = 8
 """A text with more than so many for each token that fits is looked at in pieces first; English has four or five."""

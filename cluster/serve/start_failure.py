@@ -1,4 +1,4 @@
-"""Why a replica did not start, in words: the replica says it, and the driver finds it in Serve's report.
+"""Why a replica did not start, in words: the replica writes a sentence, and the driver finds it in Serve's report.
 
 Serve reports a failed constructor as text only: tracebacks of Ray and Serve around the replica's own, whose last line
 names the exception. `told_in_words` makes that line a sentence. `wait_until_running` waits for the application and
@@ -26,7 +26,7 @@ from ray.serve.schema import ApplicationStatusOverview
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.25
-"""Seconds between two questions to Serve, which itself checks its replicas every 0.1 to 0.5 s."""
+"""Seconds between two looks at Serve's status; Serve itself checks its replicas every 0.1 to 0.5 s."""
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _EXCEPTION = re.compile(r"(?:[A-Za-z_]\w*\.)*([A-Z]\w*)(?:: (.*))?")
@@ -38,10 +38,10 @@ _NO_PORT = re.compile(r"Failed to bind to address")
 """What Serve's proxy says if its port is taken."""
 _NO_MODULE = re.compile(r"No module named '(?:cluster|specdecode|structured|workers)\b")
 _RETRIES = ("A replica failed to start", "The deployment failed to start")
-"""How a deployment's status message in Serve begins once one of its replicas has failed."""
+"""How Serve's status message of a deployment begins once one of its replicas has failed."""
 
 _NO_ROOM = re.compile(r"Resources required for each replica: (.*), total resources available: (.*?)\. Use")
-"""Of Serve's status message of a deployment that has waited for half a minute, perhaps for nodes that are coming."""
+"""In Serve's status message of a deployment that has waited for half a minute, perhaps for nodes that are starting."""
 
 _FREE_MEMORY = "free some memory, lower kv_cache_bytes, or take a smaller model (manta check says what it takes)"
 _FULL_MEMORY = f"Ray ended its process because the machine's memory was full; {_FREE_MEMORY}"
@@ -57,7 +57,7 @@ class InWords(Exception):
 
 @contextlib.contextmanager
 def told_in_words() -> Iterator[None]:
-    """For the code that starts a replica: an exception in it is logged in full and becomes one line."""
+    """A context for the code that starts a replica: an exception in it is logged in full and raised as `InWords`."""
     try:
         yield
     except (Exception, SystemExit) as error:  # Ray would take a SystemExit for an intended end
@@ -66,7 +66,7 @@ def told_in_words() -> Iterator[None]:
 
 
 def in_words(error: BaseException) -> str:
-    """One line: the exception's name and message; of a `ValueError` or `OSError` the message alone."""
+    """One line: the exception's name (not of a `ValueError` or `OSError`), its message, and the remedy if known."""
     text = " ".join(str(error).split())
     if isinstance(error, OSError):
         text = re.sub(r"^\[Errno \d+\] ", "", text)
@@ -76,8 +76,8 @@ def in_words(error: BaseException) -> str:
 
 
 def unexpected(error: Exception) -> StartFailed:
-    """For an exception that Ray or Serve raised in this process: says it in words, and writes its traceback to a
-    file.
+    """The `StartFailed` for an exception that Ray or Serve raised in this process. Its traceback goes to a file, which
+    the message names.
     """
     with tempfile.NamedTemporaryFile("w", prefix="manta-serve-", suffix=".log", delete=False) as log:
         traceback.print_exception(error, file=log)
@@ -88,8 +88,8 @@ def unexpected(error: Exception) -> StartFailed:
 def wait_until_running(name: str) -> None:
     """Returns when the application `name` runs. Raises `StartFailed` as soon as one of its replicas has failed.
 
-    Serve is asked in a thread, because the answer may never come: if memory runs out Ray may end Serve's controller
-    too, and only a new controller would answer.
+    A thread asks Serve, because the answer may never come: if memory runs out Ray may end Serve's controller too, and
+    only a new controller would answer. Meanwhile this thread reads the raylet's log.
     """
     outcome: queue.SimpleQueue[StartFailed | None] = queue.SimpleQueue()
     raylet = _Raylet(name)
@@ -110,7 +110,7 @@ def wait_until_running(name: str) -> None:
 
 
 def _watch(name: str, outcome: queue.SimpleQueue[StartFailed | None]) -> None:
-    """Puts None into `outcome` when the application runs; if it does not start, the reason."""
+    """Puts None into `outcome` once the application runs, or the reason if it does not start."""
     begun = time.time()
     told = False
     try:
@@ -133,8 +133,8 @@ def _watch(name: str, outcome: queue.SimpleQueue[StartFailed | None]) -> None:
 
 
 class _Raylet:
-    """Reads this machine's raylet's log from now on: if memory runs out the raylet ends processes, and only its log
-    says so.
+    """Reads the log of this machine's raylet, from its end now on: if memory runs out the raylet ends processes, and
+    only its log says so.
     """
 
     def __init__(self, application: str) -> None:
@@ -144,6 +144,7 @@ class _Raylet:
         self._killed = re.compile(rf"Selected to kill: .*SERVE_REPLICA::{re.escape(application)}#(\w+)#")
 
     def killed(self) -> StartFailed | None:
+        """The failure if the raylet has ended a replica of the application; else None."""
         if self._log is None or not self._log.is_file():
             return None
         found = self._killed.findall(self._log.read_bytes()[self._begin :].decode(errors="replace"))
@@ -162,14 +163,12 @@ def _failed_deployment(application: ApplicationStatusOverview) -> tuple[str, str
 
 
 def waiting_for_room(application: ApplicationStatusOverview, which: str | None = None) -> str | None:
-    """That a deployment, or that one of them, claims more than the cluster has free now, and the remedy; None where
-    none waits for that.
+    """A sentence if a replica waits because it claims more than the cluster has free now, with the remedy; else None.
+    Looks at the deployment `which` alone, or at all.
     """
     for name, deployment in application.deployments.items():
-        if which not in (None, name):
-            continue
         match = _NO_ROOM.search(deployment.message)
-        if match is not None:
+        if match is not None and which in (None, name):
             return (
                 f"the {name} waits for room on the cluster: each of its replicas claims {match[1]}, and {match[2]} is "
                 "free; end what else runs there, lower engine.num_threads, or add nodes"
@@ -178,6 +177,7 @@ def waiting_for_room(application: ApplicationStatusOverview, which: str | None =
 
 
 def _sentence(deployment: str, message: str, begun: float) -> str:
+    """What failed, why, and where the log is; `message` is Serve's, and the start began at `begun` by the clock."""
     log = log_file(deployment, begun)
     cause = _cause_of_death(message, log) if _DIED.search(message) else last_exception(message)
     where = f". The whole story is in {log}" if log is not None else ""
@@ -185,7 +185,7 @@ def _sentence(deployment: str, message: str, begun: float) -> str:
 
 
 def last_exception(message: str) -> str:
-    """The exception at the end of the tracebacks in `message`, with its name if it was not told in words."""
+    """The exception at the end of the tracebacks in `message`, with its name unless it is an `InWords`."""
     lines = _COLOUR.sub("", message).strip().splitlines()
     for index in range(len(lines) - 1, -1, -1):
         match = _EXCEPTION.fullmatch(lines[index])
@@ -198,7 +198,7 @@ def last_exception(message: str) -> str:
 
 
 def _cause_of_death(message: str, log: pathlib.Path | None) -> str:
-    """Why a process ended, if it left no exception."""
+    """Why a process ended that left no exception."""
     crash = _CRASHED.search(log.read_text(errors="replace")) if log is not None else None
     if crash is not None:
         return f"its process crashed ({crash[1] or crash[2]})"
@@ -218,8 +218,8 @@ def _with_remedy(text: str) -> str:
 
 
 def log_file(deployment: str, begun: float) -> pathlib.Path | None:
-    """The log that a deployment's replica wrote on this machine since `begun` (seconds of the clock); else the log of
-    Serve's controller.
+    """The log of the deployment's replica, if one has written to it on this machine since `begun` (seconds of the
+    clock); else the log of Serve's controller.
     """
     folder = logs_folder()
     if folder is None:
@@ -230,7 +230,7 @@ def log_file(deployment: str, begun: float) -> pathlib.Path | None:
         if path.stat().st_mtime < begun:
             break
         _, found, written = path.read_text(errors="replace").partition(title)
-        if found and written.strip():
+        if found and written.strip():  # not the title alone
             return path
     controllers = sorted(folder.glob("serve/controller_*.log"), key=lambda path: path.stat().st_mtime)
     return controllers[-1] if controllers else None

@@ -12,7 +12,8 @@ import re
 import msgspec
 
 from cluster.engine.request import SequenceOutput
-from cluster.text.tokenizer import TextDecoder, Tokenizer
+from cluster.text.text_decoder import TextDecoder
+from cluster.text.tokenizer import Tokenizer
 from workers.sampling_params import SamplingParams
 
 

@@ -31,7 +31,7 @@ class Backends:
         """
         for name in AUTO:
             with contextlib.suppress(Exception):
-                self._backend(name).compile(_FIRST)
+                self.get(name).compile(_FIRST)
 
     def resolve(self, spec: ConstraintSpec) -> Resolved:
         """Raises `ConstraintError` if no backend enforces the constraint."""
@@ -39,22 +39,23 @@ class Backends:
             return self._compile(spec, spec.backend)
         strict = msgspec.structs.replace(spec, loose=False)
         reasons: list[str] = []
-        for one in (strict, spec) if spec.loose else (strict,):
+        for attempt in (strict, spec) if spec.loose else (strict,):
             for name in AUTO:
                 try:
-                    return self._compile(one, name)
+                    return self._compile(attempt, name)
                 except Unsupported as error:
                     reasons.append(str(error))
         remedy = "" if spec.loose else "; change it, or ask for loose enforcement"
         raise ConstraintError(f"{'; '.join(dict.fromkeys(reasons))}{remedy}")
 
     def _compile(self, spec: ConstraintSpec, name: str) -> Resolved:
-        backend = self._backend(name)
+        backend = self.get(name)
         spec = msgspec.structs.replace(spec, backend=name)
         compiled = backend.compile(spec)
         return Resolved(spec=spec, compiled=compiled, not_enforced=backend.not_enforced(spec) if spec.loose else [])
 
-    def _backend(self, name: str) -> Backend:
+    def get(self, name: str) -> Backend:
+        """The backend, made if need be. Raises `ConstraintError` if the name is unknown, and what its making raises."""
         if name not in self._made:
             self._made[name] = make_backend(name, self._vocabulary)
         return self._made[name]

@@ -16,7 +16,7 @@ ANNOTATIONS = frozenset(
         *("$anchor", "$dynamicAnchor", "$vocabulary", "$defs", "definitions", "discriminator", "x-guidance"),
     ]
 )
-_SCHEMA = frozenset(
+_SCHEMAS = frozenset(
     [
         *("items", "additionalProperties", "additionalItems", "contains", "not", "if", "then", "else"),
         *("propertyNames", "unevaluatedItems", "unevaluatedProperties"),
@@ -24,6 +24,7 @@ _SCHEMA = frozenset(
 )
 _SCHEMA_LISTS = frozenset(("anyOf", "oneOf", "allOf", "prefixItems", "items"))
 _SCHEMA_MAPS = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
+"""Keywords whose value is a schema, a list of schemas, or schemas by name."""
 
 
 def subschemas(schema: Any, path: str = "#") -> Iterator[tuple[str, dict[str, Any]]]:
@@ -38,7 +39,7 @@ def subschemas(schema: Any, path: str = "#") -> Iterator[tuple[str, dict[str, An
             children = list(value.items())
         elif name in _SCHEMA_LISTS and isinstance(value, list):
             children = [(str(index), child) for index, child in enumerate(value)]
-        elif name in _SCHEMA:
+        elif name in _SCHEMAS:
             yield from subschemas(value, f"{path}/{name}")
             continue
         else:

@@ -16,12 +16,7 @@ import msgspec
 import numpy as np
 
 from structured.backends.formats import with_exact_formats
-from structured.backends.llguidance_schema import (
-    departures,
-    has_control_characters,
-    located,
-    mended,
-)
+from structured.backends.llguidance_schema import departures, has_control_characters, located, mended
 from structured.constraint import ConstraintError, ConstraintSpec, Unsupported
 from structured.heap import heap_bytes
 from structured.masks import row_words
@@ -31,7 +26,6 @@ _UNSUPPORTED = re.compile(r"Unimplemented keys|Unknown format|(not|only) support
 _NO_FORCING = '%llguidance {"no_forcing": true}\n'
 _SHORT_ESCAPES = 'nrbtf"\\'
 """`\\uXXXX` is left out: with it, an additional property could spell a given property's name and replace it."""
-_MAX_REASONS = 3
 NOTHING = "nothing satisfies it"
 WHITESPACE = r"[ \n\t]{0,20}"
 """Allowed between two tokens of JSON. It is bounded, so that a model cannot write white space for ever."""
@@ -113,7 +107,8 @@ class LLGuidanceBackend:
         return silent + ([] if failed else messages)
 
     def _grammar_of(self, spec: ConstraintSpec) -> str:
-        grammar = _grammar_of(spec)
+        """The grammar; without forced tokens if the constraint's text names a special token."""
+        grammar = _translated(spec)
         special = (self._vocabulary.tokens[token_id].decode() for token_id in self._vocabulary.special_token_ids)
         if any(text in spec.text for text in special):
             return _without_forcing(grammar)
@@ -182,8 +177,8 @@ class LLGuidanceSession:
 
 
 def _without_forcing(grammar: str) -> str:
-    """The grammar without forced tokens, for a constraint whose text contains a special token's name: forced bytes
-    would become that token, which does not stand for text.
+    """The grammar without forced tokens: forced bytes that spell a special token's name would become that token, which
+    does not stand for text.
     """
     if not grammar.startswith("{"):
         return grammar if "%llguidance" in grammar else _NO_FORCING + grammar
@@ -192,7 +187,8 @@ def _without_forcing(grammar: str) -> str:
     return _NO_FORCING + (part["lark_grammar"] if schema is None else f"start: %json {json.dumps(schema)}")
 
 
-def _grammar_of(spec: ConstraintSpec) -> str:
+def _translated(spec: ConstraintSpec) -> str:
+    """The constraint as a grammar of llguidance: Lark, or JSON. Raises `ConstraintError`."""
     try:
         if spec.kind in ("json_schema", "json_object"):
             schema = json.loads(spec.text) if spec.kind == "json_schema" else {"type": "object"}
@@ -219,7 +215,7 @@ def _grammar_of(spec: ConstraintSpec) -> str:
             return llguidance.grammar_from("gbnf", spec.text)
         structures = json.loads(spec.text)
         if "structures" in structures:
-            return _tags(structures)
+            return _tag_grammar(structures)
     except ConstraintError:
         raise
     except (ValueError, KeyError, TypeError, AssertionError) as error:
@@ -227,7 +223,7 @@ def _grammar_of(spec: ConstraintSpec) -> str:
     raise Unsupported("structural_tag: llguidance serves the form with structures and triggers")
 
 
-def _tags(tag: dict[str, Any]) -> str:
+def _tag_grammar(tag: dict[str, Any]) -> str:
     """A grammar for free text in which each trigger begins one of the tags whose `begin` starts with the trigger."""
     structures = []
     for item in tag["structures"]:

@@ -103,64 +103,6 @@ def mended(schema: Any) -> Any:
     return result
 
 
-def has_finite_instance(schema: Any) -> bool:
-    """False if every instance would have to contain another instance, without end, as with an object that requires
-    itself. Keywords that are not looked into count as finite.
-    """
-    order = [subschema for _, subschema in subschemas(schema)][::-1]
-    finite: set[int] = set()
-    grew = True
-    while grew:
-        grew = False
-        for subschema in order:
-            if id(subschema) not in finite and _is_finite(subschema, schema, finite):
-                finite.add(id(subschema))
-                grew = True
-    return not isinstance(schema, dict) or id(schema) in finite
-
-
-def _is_finite(schema: dict[str, Any], root: Any, finite: set[int]) -> bool:
-    def known(child: Any) -> bool:
-        return not isinstance(child, dict) or id(child) in finite
-
-    if isinstance(schema.get("$ref"), str) and not known(_resolve(root, schema["$ref"])):
-        return False
-    if not all(map(known, _list(schema.get("allOf")))):
-        return False
-    for name in ("anyOf", "oneOf"):
-        if isinstance(schema.get(name), list) and not any(map(known, schema[name])):
-            return False
-    kinds = schema.get("type", "null")
-    kinds = set(kinds) if isinstance(kinds, list) else {kinds}
-    if kinds - {"object", "array"} or "const" in schema or "enum" in schema:
-        return True
-    properties, prefix, least = (
-        _dict(schema.get("properties")),
-        _list(schema.get("prefixItems")),
-        schema.get("minItems"),
-    )
-    least = least if isinstance(least, int) else 0
-    as_object = all(known(properties.get(name)) for name in _list(schema.get("required")) if isinstance(name, str))
-    as_array = all(map(known, prefix[:least])) and (least <= len(prefix) or known(schema.get("items")))
-    return ("object" in kinds and as_object) or ("array" in kinds and as_array)
-
-
-def _resolve(root: Any, reference: str) -> Any:
-    """What a local reference points to; None for any other."""
-    if not reference.startswith("#"):
-        return None
-    value = root
-    for part in reference[1:].split("/")[1:]:
-        part = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(value, list) and part.isdecimal() and int(part) < len(value):
-            value = value[int(part)]
-        elif isinstance(value, dict):
-            value = value.get(part)
-        else:
-            return None
-    return value
-
-
 def located(message: str, schema: Any) -> str:
     """The message with the JSON pointer of the keyword that it is about in front; the message alone if none is
     found.

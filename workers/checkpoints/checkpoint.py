@@ -7,17 +7,14 @@ Called by the loader.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import mmap
-import os
 import pathlib
 from collections.abc import Iterable
-from typing import Any, NamedTuple
 
 import torch
 
-from workers.checkpoints.memory import weight_files
+from workers.checkpoints.memory import TensorEntry, read_header, weight_files
 from workers.checkpoints.model_config import ModelError
 
 _DTYPES = {
@@ -32,15 +29,6 @@ _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 """Buffers that old checkpoints store and every implementation computes."""
 
 
-class _Entry(NamedTuple):
-    file: mmap.mmap
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    """Byte offset in the file."""
-    end: int
-
-
 class Checkpoint:
     """The tensors of a folder's safetensors files, mapped but not read.
 
@@ -51,33 +39,18 @@ class Checkpoint:
         """With `read_ahead` the system starts to read all of a cold file while the first weights are packed."""
         self.folder = pathlib.Path(folder)
         self._read_ahead = read_ahead
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, tuple[mmap.mmap, TensorEntry]] = {}
         self._taken: set[str] = set()
         for path in weight_files(self.folder):
             self._map(path)
 
     def _map(self, path: pathlib.Path) -> None:
-        """The format: the header's length as a little-endian u64, a JSON header, then the data. Offsets in the header
-        count from the start of the data.
-        """
+        entries = read_header(path)
         with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size < 8:
-                raise ModelError(f"{path} is not a safetensors file: it has {size} bytes")
-            # torch warns of memory that it cannot write to, so the mapping is private and writable; nothing writes to
-            # it
+            # torch warns of memory that it cannot write to, so the mapping is private and writable. Nothing writes to
+            # it.
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        data_start = 8 + int.from_bytes(mapped[:8], "little")
-        try:
-            header: dict[str, Any] = json.loads(mapped[8:data_start])
-        except ValueError as error:
-            raise ModelError(f"{path} is not a safetensors file: its header is no JSON") from error
-        header.pop("__metadata__", None)
-        for name, item in header.items():
-            start, end = (data_start + offset for offset in item["data_offsets"])
-            if not data_start <= start <= end <= size:
-                raise ModelError(f"{path} is truncated: {name} is bytes {start} to {end} of {size}; download it again")
-            self._entries[name] = _Entry(mapped, item["dtype"], tuple(item["shape"]), start, end)
+        self._entries |= {name: (mapped, entry) for name, entry in entries.items()}
         if self._read_ahead:
             _advise(mapped, "MADV_WILLNEED")
 
@@ -90,9 +63,9 @@ class Checkpoint:
 
         Raises `ModelError` naming the tensor if it is missing, not of `shape`, or of another dtype.
         """
-        entry = self._entries.get(name)
-        if entry is None:
+        if name not in self._entries:
             raise ModelError(f"tensor {name} of shape {list(shape)} is missing from {self.folder}")
+        mapped, entry = self._entries[name]
         if entry.shape != shape:
             raise ModelError(f"tensor {name} has shape {list(entry.shape)}; its config.json asks for {list(shape)}")
         readable = {
@@ -106,18 +79,18 @@ class Checkpoint:
         if entry.end - entry.start != math.prod(shape) * dtype.itemsize:
             raise ModelError(f"tensor {name} has {entry.end - entry.start} bytes, which do not fill {list(shape)}")
         self._taken.add(name)
-        return torch.frombuffer(entry.file, dtype=dtype, count=math.prod(shape), offset=entry.start).view(shape)
+        return torch.frombuffer(mapped, dtype=dtype, count=math.prod(shape), offset=entry.start).view(shape)
 
     def release(self, names: Iterable[str]) -> None:
         """Gives back the memory of tensors that were copied. Their views stay valid; reading one reads the file
         again.
         """
         for name in names:
-            entry = self._entries[name]
+            mapped, entry = self._entries[name]
             start = -(-entry.start // mmap.PAGESIZE) * mmap.PAGESIZE
             length = entry.end // mmap.PAGESIZE * mmap.PAGESIZE - start
             if length > 0:
-                _advise(entry.file, "MADV_DONTNEED", start, length)
+                _advise(mapped, "MADV_DONTNEED", start, length)
 
     def check_all_used(self, but: Iterable[str] = ()) -> None:
         """Raises `ModelError` naming tensors that were never asked for: the model would silently run without them."""

@@ -1,4 +1,4 @@
-"""What a path is that was given for a model and is none: its kind in words, and what to give instead.
+"""What a path is that was given as a model and holds none: its kind in words, and what to give instead.
 
 Reads names, and the first bytes of files. Called by `workers/checkpoints/model_config.py` before it reads a
 configuration, and by `workers/checkpoints/memory.py` before it reads weights.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import pathlib
+from typing import Any, NamedTuple
 
 from workers.checkpoints.folder_kinds import lfs_pointer, why_no_weights
 from workers.checkpoints.model_config import DTYPE_BYTES, ModelConfig, ModelError
@@ -19,14 +20,16 @@ parameters then has room for 1,250 tokens of each of 256 sequences, and a tiny m
 with old prompts.
 """
 LEAST_SEQUENCE_TOKENS = 512
-"""It takes more if `max_num_sequences` sequences of this many tokens would not fit, ..."""
+"""The cache takes more if `max_num_sequences` sequences of this many tokens would not fit, ..."""
 LEAST_WHOLE_SEQUENCES = 2
 """... or if this many sequences of the longest possible length would not fit."""
 MOST_WHOLE_SEQUENCES = 4
-"""It takes less if `max_num_sequences` sequences of the longest possible length fit this many times."""
+"""The cache takes no more than this many times `max_num_sequences` sequences of the longest possible length, ..."""
 MOST_OF_FREE = 0.4
-"""On a CPU it never takes more than this share of the free memory, because other programs and other engines need some.
-"""
+"""... and on a CPU no more than this share of the free memory, because other programs and engines need some."""
+
+_FLOATING = ("F32", "BF16", "F16")
+"""Dtypes of safetensors that a linear may be loaded in."""
 
 
 def plan_kv_cache(
@@ -47,10 +50,10 @@ def plan_kv_cache(
 
     Its size is `kv_cache_bytes`, if given; else `kv_cache_fraction` of `free_bytes` (what is free after the weights are
     loaded), if given; else what the constants above say for a model of `weight_bytes`, and no more than `most_of_free`
-    of what is free. A draft model's keys and values lie in blocks with the same ids, so a block's bytes are the sum of
-    both models'.
+    of `free_bytes`. The keys and values of a `draft` model lie in blocks with the same ids, so the bytes of a block are
+    the sum of both models'.
 
-    Raises `ModelError` if it would not hold a single block.
+    Raises `ModelError` if the cache would not hold a single block.
     """
     block_bytes = sum(each.kv_bytes_per_token(dtype) for each in (model, draft) if each is not None) * block_size
     if kv_cache_bytes is not None:
@@ -95,12 +98,18 @@ def num_parameters(folder: pathlib.Path) -> int:
 
     Raises `ModelError` naming a file that is missing, truncated or no safetensors file.
     """
-    return sum(_num_elements(path) for path in weight_files(folder))
+    return sum(math.prod(entry.shape) for path in weight_files(folder) for entry in read_header(path).values())
 
 
 def weight_bytes(folder: pathlib.Path, dtype: str) -> int:
-    """Bytes of all weights once they are in `dtype`."""
-    return num_parameters(folder) * DTYPE_BYTES[dtype]
+    """Bytes of all weights once they are loaded: floating-point tensors are in `dtype` then, quantised ones as they are
+    stored. Raises `ModelError` as `num_parameters` does.
+    """
+    entries = [entry for path in weight_files(folder) for entry in read_header(path).values()]
+    return sum(
+        math.prod(entry.shape) * DTYPE_BYTES[dtype] if entry.dtype in _FLOATING else entry.end - entry.start
+        for entry in entries
+    )
 
 
 def weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
@@ -124,20 +133,43 @@ def weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
     return files
 
 
-def _num_elements(path: pathlib.Path) -> int:
-    """A safetensors file is the header's length (8 bytes, little-endian), a JSON header, and the tensors."""
+class TensorEntry(NamedTuple):
+    """What a safetensors file's header says of one tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    """Byte offset in the file."""
+    end: int
+
+
+def read_header(path: pathlib.Path) -> dict[str, TensorEntry]:
+    """The tensors of a safetensors file by name. The format: the header's length (8 bytes, little-endian), a JSON
+    header, then the data. Offsets in the header count from the start of the data.
+
+    Raises `ModelError` if the file is not safetensors or not whole.
+    """
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        if length + 8 > size:
-            raise ModelError(f"{path} is no safetensors file: {size} bytes cannot hold a header of {length}")
+        data_start = 8 + length
+        if data_start > size:
+            raise ModelError(f"{path} is not a safetensors file: {size} bytes cannot hold a header of {length}")
         try:
             header = json.loads(file.read(length))
-            tensors = [entry for name, entry in header.items() if name != "__metadata__"]
-            end = 8 + length + max((entry["data_offsets"][1] for entry in tensors), default=0)
-            total = sum(math.prod(entry["shape"]) for entry in tensors)
+            header.pop("__metadata__", None)
+            entries = {name: _entry(item, data_start) for name, item in header.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelError(f"{path} is no safetensors file: its header is not valid ({error})") from error
+            raise ModelError(f"{path} is not a safetensors file: its header is not valid ({error})") from error
+    end = max((entry.end for entry in entries.values()), default=data_start)
     if end != size:
-        raise ModelError(f"{path} has {size} bytes and its header says {end}; copy or download it again")
-    return total
+        what = "is truncated: it has" if size < end else "has"
+        raise ModelError(f"{path} {what} {size} bytes and its header says {end}; copy or download it again")
+    return entries
+
+
+def _entry(item: dict[str, Any], data_start: int) -> TensorEntry:
+    start, end = item["data_offsets"]
+    if not 0 <= start <= end:
+        raise ValueError(f"data_offsets {item['data_offsets']}")
+    return TensorEntry(item["dtype"], tuple(item["shape"]), data_start + start, data_start + end)

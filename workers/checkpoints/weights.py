@@ -15,24 +15,26 @@ from workers.checkpoints.model_config import UNQUANTIZED, ModelConfig
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class LinearWeight:
-    """What a checkpoint says of a linear; a platform makes the `Linear` of it."""
+    """What a checkpoint says of a linear, from which a platform makes the `Linear`."""
 
     name: str
-    """Of its parts in the checkpoint, for messages."""
+    """The names of its parts in the checkpoint, for messages."""
     weight: torch.Tensor
-    """[out_features, in_features] in `dtype`; another scheme has another shape or dtype. It may be the view of a file,
-    or be written over once the linear is made.
+    """[out_features, in_features] in `dtype`; another scheme has another shape or dtype. It may be a view of a file, or
+    memory that is overwritten once the linear is made.
     """
     bias: torch.Tensor | None
     """[out_features] in `dtype`, on the device, as are scales and zero points."""
     dtype: torch.dtype
-    """Of the activations."""
+    """The dtype of the activations."""
     gated: bool = False
-    """The rows are a gate's and then as many of what it lets through: `silu(gate) * up`, half as wide (SwiGLU)."""
+    """The first half of the rows are a gate's, the second what it lets through: the result is `silu(gate) * up`, half
+    as wide (SwiGLU).
+    """
     scheme: str = UNQUANTIZED
     """How `weight` is stored: a key of `workers.checkpoints.schemes.READERS`."""
     scales: torch.Tensor | None = None
-    """As the scheme has them, and zero points too."""
+    """Of the shape that the scheme gives them, as are zero points."""
     zero_points: torch.Tensor | None = None
 
 

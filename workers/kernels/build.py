@@ -39,7 +39,7 @@ OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class UntrustedCache(RuntimeError):
-    """What another user may have put there is not loaded."""
+    """The cache's folder belongs to another user, who may have put anything there: nothing of it is loaded."""
 
 
 def cache_folder() -> pathlib.Path:
@@ -136,7 +136,7 @@ def _make_private(folder: pathlib.Path) -> None:
 
 
 def _is_ours(library: pathlib.Path) -> bool:
-    """Whether it is there and only this user, or root, could have written it: loading it runs it."""
+    """Whether the file is there, and nobody but this user or root could have written it: to load it is to run it."""
     try:
         status = library.lstat()
     except FileNotFoundError:

@@ -28,7 +28,7 @@ from workers.kernels.cpu_linear import DTYPES, HasNative, NativeLinear
 _SharedGroup = layout.structure("_SharedGroup", "memory", "file rank num_ranks round dead alone")
 _RowParallel = layout.structure("_RowParallel", "run state group", "dtype out_features")
 _MEMORY = pathlib.Path("/dev/shm")
-"""Where files are memory; elsewhere they are cached in it."""
+"""A file here is memory and nothing else; one elsewhere is also written to a disk."""
 
 
 @functools.cache
@@ -44,7 +44,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def create_file(num_ranks: int) -> str | None:
-    """The path of a file for so many ranks to map; None where nothing can be compiled or there is too little memory."""
+    """The path of a file for all ranks to map; None if there are no kernels, too many ranks or too little memory."""
     library = _library()
     if library is None or num_ranks > library.manta_all_reduce_layout(4):
         return None
@@ -65,10 +65,11 @@ def create_file(num_ranks: int) -> str | None:
 
 
 class SharedGroup:
-    """One rank's end of the file `path`, which may be unlinked when all have it. `OSError` where it cannot be mapped.
+    """One rank's end of the file `path`, which may be unlinked once all ranks have mapped it. Raises `OSError` if it
+    cannot be mapped.
 
-    Each rank holds a lock on the file until its process ends, or the group is let go: a rank that is waited for and
-    holds none is dead, so nobody may wait before all have made theirs.
+    Each rank holds a lock on the file until its process ends or this object is dropped. A rank counts as dead if others
+    wait for it and it holds no lock, so no rank may wait before all have locked.
     """
 
     def __init__(self, path: str, rank: int, num_ranks: int) -> None:
@@ -84,7 +85,7 @@ class SharedGroup:
         self.state: Any = _SharedGroup(address, file, rank, num_ranks, 0, 0, 0)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """float32 or bfloat16, of any shape; written over where it is contiguous."""
+        """The sum over ranks of `x`, float32 or bfloat16 of any shape, which is overwritten if it is contiguous."""
         x = x.contiguous()
         self._library.manta_all_reduce(self.state, DTYPES[x.dtype], x.data_ptr(), x.numel())
         self.raise_error()
@@ -99,14 +100,14 @@ class SharedGroup:
         return None if parts is None else list(parts)
 
     def row_parallel(self, linear: Linear, out_features: int, dtype: torch.dtype) -> Linear:
-        """`linear` and then the sum; for C++ in one call, where it has a form for that."""
+        """`linear`, followed by the sum over ranks. If C++ can call `linear`, it can call this too."""
         if isinstance(linear, HasNative):
             return _RowParallelLinear(linear, out_features, dtype, self)
         return lambda x: self.all_reduce(linear(x))
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Within it nothing is summed and nobody is waited for, in C++ too."""
+        """A context in which nothing is summed and nobody is waited for, in C++ neither."""
         self.state.alone = True
         try:
             yield
@@ -114,7 +115,7 @@ class SharedGroup:
             self.state.alone = False
 
     def raise_error(self) -> None:
-        """Raises `RuntimeError` where a rank died in this call or an earlier one."""
+        """Raises `RuntimeError` if a rank died in this call or an earlier one."""
         if self.state.dead:
             raise RuntimeError(f"rank {self.state.dead - 1} of {self.state.num_ranks} died")
 

@@ -1,7 +1,7 @@
 """All layers of a decoder in one call of `decoder.cpp`: its structures in ctypes, and the memory between its kernels.
 
-The same kernels in the same order as the loop of `workers/models/decoder.py`, which runs where `compile_decoder` gives
-nothing. Nothing is compiled at import.
+The same kernels in the same order as the loop of `workers/models/decoder.py`, which runs if `compile_decoder` returns
+None. Nothing is compiled at import.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 class _CalledBack:
-    """A linear that has no form for C++: the one call for all layers calls back, and it runs in Python."""
+    """A linear that only Python can run: the one call for all layers calls it back."""
 
     def __init__(self, linear: Linear, in_features: int, out_features: int, dtype: torch.dtype) -> None:
         self._linear = linear
@@ -117,9 +117,9 @@ class FusedLayers:
             "down": (config.intermediate_size, hidden),
         }
         self.called_back: list[_CalledBack] = []
-        """Linears that have no form for C++."""
+        """Linears that only Python can run."""
         self._raise_errors: dict[Callable[[], None], None] = {}
-        """Each once, in the order of the linears."""
+        """The linears' `NativeLinear.raise_error`: each once, in the order of the linears."""
         self._layers = (_Layer * len(weights.layers))()
         for to, layer, window in zip(self._layers, weights.layers, config.sliding_windows, strict=True):
             for name in ("input_norm", "q_norm", "k_norm", "mlp_norm"):
@@ -140,7 +140,7 @@ class FusedLayers:
         metadata: AttentionMetadata,
         kv_caches: KVCaches,
     ) -> torch.Tensor:
-        """[num_tokens, hidden], which are written over, to another such tensor."""
+        """Hidden states after the last norm, [num_tokens, hidden]; `residual`, of the same shape, is overwritten."""
         if kv_caches is not self._kv_caches:
             self._kv_caches = kv_caches
             for layer, (k_cache, v_cache) in zip(self._layers, kv_caches, strict=True):
@@ -186,10 +186,10 @@ class FusedLayers:
         return called_back.native()
 
     def _buffers(self, residual: torch.Tensor) -> Any:
-        """Memory that steps take turns with, for the system would zero new pages for every large one."""
+        """Memory that all steps use: the system would zero new pages for each large step."""
         hidden, qkv, attended, gated = self._widths
         rows = residual.shape[0]
-        mlp_rows = -(-rows // -(-rows // self._mlp_rows))  # as few parts as may be, of like size
+        mlp_rows = -(-rows // -(-rows // self._mlp_rows))  # as few parts as possible, of about equal size
         sizes = [rows * hidden, rows * qkv, rows * attended, mlp_rows * gated, rows * hidden]
         if self._memory.numel() < sum(sizes):
             self._memory = torch.empty(0, dtype=self._dtype)
@@ -202,7 +202,7 @@ class FusedLayers:
 
 
 def compile_decoder(weights: DecoderWeights, config: ModelConfig) -> FusedLayers | None:
-    """None where nothing can be compiled, or the kernels do not take the dtype or the size of the heads."""
+    """None if there are no kernels, or if they do not support the dtype or the size of the heads."""
     if _library() is None or weights.dtype not in DTYPES or config.head_dim % HEAD_DIM_MULTIPLE:
         return None
     return FusedLayers(weights, config)

@@ -30,7 +30,7 @@ class NativeLinear(NamedTuple):
     state: int | None
     """Address of its first argument; the linear keeps what is there alive."""
     raise_error: Callable[[], None] | None = None
-    """Raises what the function had to keep to itself, for nothing can be raised through C++."""
+    """Raises an error that occurred in the function: no exception can pass through C++."""
 
 
 @runtime_checkable

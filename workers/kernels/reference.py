@@ -1,7 +1,7 @@
 """The kernels of a decoder layer in plain torch: slow, but they define what each kernel computes.
 
-Every faster form (`workers/kernels/cpu.py`, later Triton and others) is tested against these functions and falls back
-to them. They compute in float32 and round once to the input's dtype, so bfloat16 forms differ by rounding alone.
+Every faster form (`workers/kernels/cpu.py`, `workers/kernels/triton/`) is tested against these functions. They compute
+in float32 and round once to the input's dtype, so bfloat16 forms differ by rounding alone.
 """
 
 from __future__ import annotations

@@ -20,11 +20,11 @@ from workers import host
 from workers.checkpoints.weights import Linear
 
 LONGEST_WAIT = datetime.timedelta(minutes=30)
-"""For rank 0's store, and in a call for the others, who may be reading weights from a slow disk."""
+"""How long a rank waits for rank 0's store, and in each call for the others, which may still be reading weights."""
 
 
 class Group(Protocol):
-    """Raises `RuntimeError` where a rank is found dead. A rank that hangs is found by the driver, which ends all."""
+    """Its methods raise `RuntimeError` if another rank has died. If one hangs, the driver finds out and ends all."""
 
     rank: int
     num_ranks: int
@@ -32,8 +32,8 @@ class Group(Protocol):
     """Ranks that plan with the same memory, this one included: on CPUs those of one machine."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' `x` of any shape, in its dtype, with the same bits on every rank; `x` may be written
-        over.
+        """The sum of all ranks' `x`, of any shape, in its dtype and with the same bits on every rank. `x` may be
+        overwritten.
         """
         ...
 
@@ -46,16 +46,16 @@ class Group(Protocol):
         ...
 
     def row_parallel(self, linear: Linear, out_features: int, dtype: torch.dtype) -> Linear:
-        """`linear`, which multiplies this rank's share of the inputs, and then the sum over ranks, in `dtype`."""
+        """`linear`, which multiplies this rank's share of the inputs, followed by the sum over ranks, in `dtype`."""
         ...
 
     def alone(self) -> contextlib.AbstractContextManager[None]:
-        """Within it calls return at once with this rank's own values: for measurements that others take no part in."""
+        """A context in which calls return at once with this rank's own values, for measurements of one rank alone."""
         ...
 
 
 def open_store(address: str) -> tuple[distributed.TCPStore, str]:
-    """A store in this process and the "host:port" under which all ranks find it, `address` being this host's.
+    """A store in this process, and the "host:port" under which all ranks find it; `address` is this host's.
 
     The system chooses the port when the store begins to listen, so nobody can take it in between. Rank 0's process
     keeps the store as long as the group lives.
@@ -100,8 +100,9 @@ class CollectiveGroup:
         self.num_sharing_memory = 1
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """In a ring, which sums each part on one rank, so that all have its bits; of more than two ranks it rounds at
-        each hop. Over gloo, gathering all parts to sum them here in float32 took two to three times as long.
+        """In a ring, in which one rank completes the sum of a part and all others copy it, so that all have the same
+        bits; with more than two ranks it is rounded at each hop. To gather all parts over gloo and sum them here in
+        float32 took two to three times as long.
         """
         if not self._is_alone:
             x = x.contiguous()
@@ -168,7 +169,7 @@ def _to_rank_0() -> distributed.GatherOptions:
 
 
 def _own_address(hostname: str, port: int) -> str:
-    """This host's address on the way to the store. Nothing is sent."""
+    """The address by which this host would send to the store; nothing is sent."""
     family, kind, _, _, to = socket.getaddrinfo(hostname, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(to)

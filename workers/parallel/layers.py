@@ -17,7 +17,9 @@ from workers.parallel.group import Group
 
 
 def parallelise(weights: DecoderWeights, group: Group, vocab_size: int, rows_per_rank: int) -> DecoderWeights:
-    """`weights` are of a rank's share, with `rows_per_rank` of the vocabulary's `vocab_size` rows."""
+    """The weights of a rank's share, `rows_per_rank` of the vocabulary's `vocab_size` rows, with the sums over ranks
+    built into their linears, embedding and head.
+    """
     hidden = weights.final_norm.shape[0]
 
     def layer(each: LayerWeights) -> LayerWeights:
@@ -36,7 +38,7 @@ def parallelise(weights: DecoderWeights, group: Group, vocab_size: int, rows_per
 
 
 class _VocabularyParallelEmbedding:
-    """Each rank looks up the tokens whose rows it has, zeros for the others, and the sum of both is exact."""
+    """Each rank looks up the tokens whose rows it has, with zeros for the others, so the sum over ranks is exact."""
 
     def __init__(self, embedding: Callable[[torch.Tensor], torch.Tensor], group: Group, rows_per_rank: int) -> None:
         self._embedding = embedding
@@ -53,7 +55,7 @@ class _VocabularyParallelEmbedding:
 
 
 class _GatheredHead:
-    """[num_rows, hidden] -> [num_rows, vocab_size] on rank 0; elsewhere this rank's columns, which nobody reads."""
+    """[num_rows, hidden] -> [num_rows, vocab_size] on rank 0; on the others their own columns, which nobody reads."""
 
     def __init__(self, head: Linear, group: Group, vocab_size: int) -> None:
         self._head = head

@@ -19,7 +19,7 @@ from workers.step import SequenceStart, StepInput, StepOutput, TokenLogprobs
 
 
 class RankRunner(ModelRunner):
-    """Rank 0: as a model runner without other ranks, and its outputs have a digest."""
+    """Rank 0: a model runner whose outputs carry a digest."""
 
     def sample(self, masks: MaskBatch | None = None) -> StepOutput:
         digest = self._digest()
@@ -28,8 +28,9 @@ class RankRunner(ModelRunner):
         return output
 
     def _digest(self) -> int:
-        """Of what the step read and what came of it. Hidden states alone would say little: sums over ranks make them
-        equal even where one rank took another token, or wrote to other blocks, than the rest.
+        """A checksum of the step's tokens, the blocks that it writes and the hidden states at its sample points. Hidden
+        states alone would say little: sums over ranks make them equal even if one rank took another token than the
+        rest, or wrote to other blocks.
         """
         step, hidden = self._step, self._hidden
         if step is None or hidden is None:
@@ -48,7 +49,7 @@ class RankRunner(ModelRunner):
 
 
 class FollowerRunner(RankRunner):
-    """Any other rank. `sample` takes part in gathering the logits and draws nothing."""
+    """Every other rank: its `sample` takes part in gathering the logits and draws nothing."""
 
     def adopt(self, token_ids: Mapping[int, list[int]]) -> None:
         """Appends what rank 0 drew in the last step, by sequence. Called before the next `execute`."""
@@ -61,7 +62,7 @@ class FollowerRunner(RankRunner):
         super()._start(msgspec.structs.replace(sequence, params=params))
 
     def _draw(self, step: StepInput, hidden: torch.Tensor, output: StepOutput, masks: MaskBatch | None) -> None:
-        """Draws nothing."""
+        """Computes this rank's part of the logits, which rank 0 gathers."""
         self._logits(hidden, [point.row for point in step.sample_points])
 
     def _prompt_logprobs(self, step: StepInput, hidden: torch.Tensor, output: StepOutput) -> None:

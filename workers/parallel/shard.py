@@ -20,11 +20,11 @@ _KV_HEADS = ("k_proj", "v_proj")
 _INNER = ("gate_proj", "up_proj")
 _VOCABULARY = ("embed_tokens", "lm_head")
 _ROW_PARALLEL = ("o_proj", "down_proj")
-"""Linears whose inputs are split; of those above it is the outputs."""
+"""The linears whose inputs are split among ranks; of those in the four lists above the outputs are."""
 
 
 def check_num_ranks(config: ModelConfig, num_ranks: int) -> None:
-    """Raises `ModelError` where the model cannot be split over so many ranks. Reads no weights."""
+    """Raises `ModelError` if the model cannot be split over so many ranks. Reads no weights."""
     if num_ranks == 1:
         return
     if not config.native:
@@ -42,7 +42,7 @@ def check_num_ranks(config: ModelConfig, num_ranks: int) -> None:
 
 
 def _why_not(config: ModelConfig, num_ranks: int) -> str | None:
-    """What cannot be split evenly."""
+    """What cannot be split evenly; None if all can."""
     if config.num_heads % num_ranks:
         return f"the {config.num_heads} attention heads"
     if max(config.num_kv_heads, num_ranks) % min(config.num_kv_heads, num_ranks):
@@ -53,8 +53,8 @@ def _why_not(config: ModelConfig, num_ranks: int) -> str | None:
 
 
 def shard_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
-    """The shape of each rank's share. Fewer KV heads than ranks are held by several; the vocabulary is filled up to a
-    multiple of the ranks.
+    """The shape of each rank's share. If there are fewer KV heads than ranks, several ranks hold the same one. The
+    vocabulary is padded to a multiple of the ranks.
 
     Raises `ModelError` as `check_num_ranks` does.
     """
@@ -69,8 +69,8 @@ def shard_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
 
 
 class CheckpointShard:
-    """A checkpoint, as far as one rank is concerned: asked for tensors of the rank's shape, it finds the whole ones and
-    slices them. Slices are views of the mapped files, so that no more is read.
+    """One rank's view of a checkpoint: asked for a tensor of the rank's shape, it finds the whole one and slices it.
+    Slices are views of the mapped files, so that no more than the slice is read.
     """
 
     def __init__(self, checkpoint: Checkpoint, config: ModelConfig, rank: int, num_ranks: int) -> None:
@@ -84,8 +84,8 @@ class CheckpointShard:
         return name in self._checkpoint
 
     def view(self, name: str, shape: tuple[int, ...], kind: torch.dtype = torch.float32) -> torch.Tensor:
-        """Raises `ModelError` as `Checkpoint.view` does. Tensors of any scheme are sliced alike: along their outputs,
-        or along their inputs, however many of these lie in one element.
+        """As `Checkpoint.view`, whose `ModelError` it raises. Tensors of all schemes are sliced alike, along their
+        outputs or along their inputs, however many inputs are packed into one element.
         """
         module, _, tensor = name.rpartition(".")
         linear = module.rpartition(".")[2]
@@ -111,7 +111,7 @@ class CheckpointShard:
         return self._checkpoint.view(name, whole, kind).narrow(dim, part * shape[dim], shape[dim])
 
     def _vocabulary_rows(self, name: str, shape: tuple[int, ...], kind: torch.dtype) -> torch.Tensor:
-        """The last ranks' are filled up with zeros."""
+        """The rank's rows of a tensor whose rows are the vocabulary's; the last ranks' are padded with zeros."""
         whole = self._checkpoint.view(name, (self._config.vocab_size, *shape[1:]), kind)
         rows = whole[self._rank * shape[0] : (self._rank + 1) * shape[0]]
         return rows if len(rows) == shape[0] else F.pad(rows, (0, 0, 0, shape[0] - len(rows)))

@@ -41,8 +41,8 @@ class SequenceProcessors:
         self._vocab_size = vocab_size
         self._instances: list[LogitsProcessor | None] = [None] * len(specs)
         self._position = -1
-        """Position of the last run. If the next run is not at a later position, the instances have seen tokens that may
-        not be the sequence's any more (rejected drafts), and are made anew.
+        """Position of the last run. If the next run is not at a later one, the instances have seen tokens that the
+        sequence may not have any more (rejected drafts), and are made anew.
         """
 
     @property
@@ -79,7 +79,9 @@ class SequenceProcessors:
             raise _failed(f"the factory of logits processor {spec.name!r}", error) from error
 
     def fork(self) -> SequenceProcessors:
-        """Processors for a sequence with the same tokens: clones, if instances offer `clone`; others are made later."""
+        """Processors for a sequence with the same tokens: clones of the instances that have `clone`; the first `run`
+        makes the others.
+        """
         child = SequenceProcessors(self.specs, self._registry, self._vocab_size)
         child._position = self._position
         for index, instance in enumerate(self._instances):

@@ -1,7 +1,7 @@
 """The sampler's noise: Gumbel noise as a pure function of (sequence seed, position, token id).
 
-Nothing here keeps state or depends on the batch. Every sampler (C++, torch, Triton, JAX) computes the same function, so
-a seeded request draws the same tokens everywhere. Importing this module does not import torch.
+Nothing here keeps state or depends on the batch. Every sampler (C++, torch, Triton) computes the same function, so a
+seeded request draws the same tokens everywhere. Importing this module does not import torch.
 
 The function, in unsigned arithmetic modulo 2^64 and 2^32 (`mix64` is splitmix64's finaliser, Steele et al., OOPSLA
 2014):

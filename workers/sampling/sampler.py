@@ -37,6 +37,7 @@ from workers.sampling.sampling_state import SamplingState, SequenceState
 from workers.step import RowError, SamplePoint, TokenLogprobs
 
 LogprobTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""What `SamplerKernels.logprobs` returns."""
 
 
 @dataclasses.dataclass
@@ -52,14 +53,14 @@ class HostSample:
 
 @dataclasses.dataclass
 class Processed:
-    """Sample points of sequences with logits processors, after these have run."""
+    """The logits of the points that have logits processors, R of them, after the processors have run."""
 
     names: dict[int, str]
     """Point index to the names of its processors, in the order of the rows of `logits`."""
     logits: torch.Tensor
     """float32 [R, V]."""
     status: torch.Tensor
-    """uint8 [R]: the status of the model's own logits."""
+    """uint8 [R]: the status of the model's logits, before the processors."""
     raised: dict[int, str]
     """Point index to the error of a processor."""
     checks: list[tuple[int, str, torch.Tensor]]
@@ -72,16 +73,16 @@ class Processed:
 
     def failures(self) -> dict[int, str]:
         """Point index to how a processor failed, for points whose logits were valid before. Waits for the device."""
-        found = dict(self.raised)
+        failures = dict(self.raised)
         if self.checks:
             is_valid = torch.stack([check for _, _, check in self.checks]).tolist()
             for (index, name, _), valid in zip(self.checks, is_valid, strict=True):
                 if not valid:
-                    found.setdefault(index, f"logits processor {name!r} returned NaN or +inf")
+                    failures.setdefault(index, f"logits processor {name!r} returned NaN or +inf")
         for index, code in zip(self.names, self.status.tolist(), strict=True):
             if code != OK:
-                found.pop(index, None)
-        return found
+                failures.pop(index, None)
+        return failures
 
 
 @dataclasses.dataclass
@@ -97,7 +98,7 @@ class Sampled:
     processed: Processed | None = None
 
     def to_cpu(self) -> Sampled:
-        """The same in the host's memory, but not before the device has done what it was told so far."""
+        """A copy in the host's memory that may be read once the device has done what it was told so far."""
         logprobs = self.logprobs
         if logprobs is not None:
             logprobs = _to_cpu(logprobs[0]), _to_cpu(logprobs[1]), _to_cpu(logprobs[2]), _to_cpu(logprobs[3])
@@ -111,7 +112,7 @@ class Sampled:
         )
 
     def to_host(self) -> HostSample:
-        """Waits for the device."""
+        """The same on the host, with errors and log-probabilities in words and numbers. Waits for the device."""
         token_ids = self.token_ids.tolist()
         errors = {}
         if any(status := self.status.tolist()):
@@ -124,16 +125,15 @@ class Sampled:
             for index, failure in self.processed.failures().items():
                 token_ids[index] = 0
                 errors[index] = RowError(f"{failure} (position {self.points[index].position})")
-        if self.logprobs is None:
-            return HostSample(token_ids, errors, {})
-        entries = _entries(
-            self.logprobs, [token_ids[index] for index, _ in self.reported], [n for _, n in self.reported]
-        )
-        reports = {
-            index: entry
-            for (index, _), entry in zip(self.reported, entries, strict=True)
-            if index not in errors and token_ids[index] is not None
-        }
+        reports = {}
+        if self.logprobs is not None:
+            counts = [num_top for _, num_top in self.reported]
+            entries = _entries(self.logprobs, [token_ids[index] for index, _ in self.reported], counts)
+            reports = {
+                index: entry
+                for (index, _), entry in zip(self.reported, entries, strict=True)
+                if index not in errors and token_ids[index] is not None
+            }
         return HostSample(token_ids, errors, reports)
 
     def _error(self, index: int, code: int) -> RowError:
@@ -173,6 +173,23 @@ def sample(
     _check_shape(logits, len(points), state.vocab_size)
     sequences = [state.sequences[point.sequence_id] for point in points]
     positions = [point.position for point in points]
+    _check_points(points, sequences, masks)
+    processed = None
+    if state.num_with_processors:
+        processed = _processed(logits, sequences, positions, state, masks)
+    if processed is None:
+        token_ids, status = kernels.draw(logits, sequences, positions, state, masks)
+    else:
+        token_ids, status = _draw_processed(kernels, processed, logits, sequences, positions, state, masks)
+    reported: list[tuple[int, int]] = []
+    if state.num_wanting_logprobs:
+        asked = ((index, sequence.params.logprobs) for index, sequence in enumerate(sequences))
+        reported = [(index, num_top) for index, num_top in asked if num_top is not None]
+    logprobs = _logprobs(kernels, logits, token_ids, reported, state.vocab_size) if reported else None
+    return Sampled(token_ids, status, points, reported, logprobs, processed)
+
+
+def _check_points(points: list[SamplePoint], sequences: list[SequenceState], masks: MaskBatch | None) -> None:
     for sequence, point in zip(sequences, points, strict=True):
         if point.position > sequence.num_tokens:
             raise ValueError(
@@ -181,40 +198,48 @@ def sample(
             )
     if masks is not None and len(masks.slots) != len(points):
         raise ValueError(f"{len(masks.slots)} masks for {len(points)} sample points; there must be one entry for each")
-    processed = None
-    if state.num_with_processors:
-        processed = _processed(logits, sequences, positions, state, masks)
-    if processed is None:
-        token_ids, status = kernels.draw(logits, sequences, positions, state, masks)
-    else:
-        chosen = list(processed.names)
-        drawn, drawn_status = kernels.draw(
-            processed.logits,
-            [sequences[index] for index in chosen],
-            [positions[index] for index in chosen],
-            state,
-            None if masks is None else _masks_of(masks, chosen),
-        )
-        drawn_status = torch.where(processed.status == OK, drawn_status, processed.status)
-        if len(chosen) == len(points):
-            token_ids, status = drawn, drawn_status
-        else:  # drawing all, and these again, is cheaper than copying the logits of the others
-            token_ids, status = kernels.draw(logits, sequences, positions, state, masks)
-            rows = torch.tensor(chosen).to(logits.device, non_blocking=True)
-            token_ids[rows], status[rows] = drawn, drawn_status
-    reported: list[tuple[int, int]] = []
-    if state.num_wanting_logprobs:
-        asked = ((index, sequence.params.logprobs) for index, sequence in enumerate(sequences))
-        reported = [(index, num_top) for index, num_top in asked if num_top is not None]
-    if not reported:
-        return Sampled(token_ids, status, points, reported, None, processed)
-    targets = token_ids
-    if len(reported) < len(points):
+
+
+def _draw_processed(
+    kernels: SamplerKernels,
+    processed: Processed,
+    logits: torch.Tensor,
+    sequences: list[SequenceState],
+    positions: list[int],
+    state: SamplingState,
+    masks: MaskBatch | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draws from the processed logits of the points that have some, and from the model's of the others."""
+    chosen = list(processed.names)
+    drawn, status = kernels.draw(
+        processed.logits,
+        [sequences[index] for index in chosen],
+        [positions[index] for index in chosen],
+        state,
+        None if masks is None else _masks_of(masks, chosen),
+    )
+    status = torch.where(processed.status == OK, status, processed.status)
+    if len(chosen) == len(sequences):
+        return drawn, status
+    # Drawing all, and these again, is cheaper than copying the logits of the others.
+    all_drawn, all_status = kernels.draw(logits, sequences, positions, state, masks)
+    rows = torch.tensor(chosen).to(logits.device, non_blocking=True)
+    all_drawn[rows], all_status[rows] = drawn, status
+    return all_drawn, all_status
+
+
+def _logprobs(
+    kernels: SamplerKernels,
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    reported: list[tuple[int, int]],
+    vocab_size: int,
+) -> LogprobTensors:
+    """Those of the rows of `logits` [P, width] that `reported` names: (row, number of alternatives) of each."""
+    if len(reported) < len(logits):
         rows = torch.tensor([index for index, _ in reported]).to(logits.device, non_blocking=True)
-        logits, targets = logits[rows], token_ids[rows]
-    num_top = max(num_top for _, num_top in reported)
-    reports = kernels.logprobs(logits[:, : state.vocab_size], targets, num_top)
-    return Sampled(token_ids, status, points, reported, reports, processed)
+        logits, token_ids = logits[rows], token_ids[rows]
+    return kernels.logprobs(logits[:, :vocab_size], token_ids, max(num_top for _, num_top in reported))
 
 
 def _processed(
@@ -224,7 +249,7 @@ def _processed(
     state: SamplingState,
     masks: MaskBatch | None,
 ) -> Processed | None:
-    """Runs the logits processors of the points that have some and are drawn in this step; None if no point has any."""
+    """Runs the logits processors of the points that have some and are not late; None if there is no such point."""
     chosen = [
         (index, sequence, sequence.processors)
         for index, sequence in enumerate(sequences)

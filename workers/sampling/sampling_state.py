@@ -18,8 +18,8 @@ from workers.sampling_params import SamplingParams
 from workers.step import SequenceStart
 
 GREEDY_TEMPERATURE = 1e-5
-"""Temperatures below this are greedy: dividing by them could overflow, and noise of at most 22.9 would seldom change a
-token.
+"""Temperatures below this count as greedy: to divide by them could overflow, and noise of at most 22.9 would seldom
+change a token.
 """
 
 FIRST_CAPACITY = 32
@@ -119,10 +119,11 @@ class SamplingState:
         self.table_address = self.table.ctypes.data
         self.sequences: dict[int, SequenceState] = {}
         self.num_wanting_logprobs = 0
-        """Sequences that asked for logprobs of their output. If it is 0, a step need not look for them."""
+        """Sequences that asked for logprobs of their output. While it is 0, a step need not look for them; so with the
+        next two.
+        """
         self.num_wanting_prompt_logprobs = 0
         self.num_with_processors = 0
-        """Sequences that asked for those of their prompt, and that have logits processors; for the same purpose."""
         self._last_tokens = np.zeros(FIRST_CAPACITY, dtype=np.int64)
         self._free_rows = list(range(FIRST_CAPACITY - 1, -1, -1))
 
@@ -180,8 +181,8 @@ class SamplingState:
             state.num_tokens = position + 1
 
     def replace_each(self, token_ids: Mapping[int, int], positions: Mapping[int, int]) -> None:
-        """Sets the newest token of each sequence, by sequence id, if it is at this position. One that was started anew
-        since has no such token.
+        """Sets the newest token of each sequence, by sequence id, if it is at the sequence's position in `positions`. A
+        sequence that was started anew since has no such token.
         """
         for sequence_id, token_id in token_ids.items():
             state = self.sequences.get(sequence_id)
@@ -189,8 +190,8 @@ class SamplingState:
                 state.tokens[positions[sequence_id]] = self._last_tokens[state.row] = token_id
 
     def truncate(self, sequence_id: int, num_tokens: int) -> None:
-        """Takes back all tokens after the first `num_tokens`, of which there is at least one. A draft model appends its
-        drafts in order to draw the next one, then takes them back.
+        """Takes back all tokens after the first `num_tokens` (at least 1). A draft model appends each draft in order to
+        draw the next one, then takes them back.
         """
         state = self.sequences[sequence_id]
         state.num_tokens = num_tokens
@@ -225,12 +226,8 @@ class SamplingState:
     def num_prompt_tokens(self, sequence_id: int) -> int:
         return self.sequences[sequence_id].num_prompt_tokens
 
-    def logprobs(self, sequence_id: int) -> int | None:
-        """Alternatives to report with each output token, None for no report."""
-        return self.sequences[sequence_id].params.logprobs
-
     def prompt_logprobs(self, sequence_id: int) -> int | None:
-        """The same for prompt tokens."""
+        """Alternatives to report with each prompt token, None for no report."""
         return self.sequences[sequence_id].params.prompt_logprobs
 
     def _validate(self, sequence: SequenceStart) -> None:
@@ -278,7 +275,7 @@ class SamplingState:
         row["repetition_penalty"] = params.repetition_penalty
         row["presence_penalty"] = params.presence_penalty
         row["frequency_penalty"] = params.frequency_penalty
-        if state.processors is not None:  # steps that come before them are done before the kernel sees the row
+        if state.processors is not None:  # what comes before processors is applied before the kernel gets the row
             for name in ("num_allowed_ids", "num_bad_words", "num_biases", "min_tokens"):
                 row[name] = 0
             row["repetition_penalty"], row["presence_penalty"], row["frequency_penalty"] = 1, 0, 0

@@ -1,5 +1,5 @@
-// Sums and gathers between the ranks of one machine, through memory that they share: each copies its part into a slot
-// of its own, says so, and reads the slots of all when all have said so. Sums run in the order of ranks, in float32,
+// Sums and gathers between the ranks of one machine, through memory that they share: each rank copies its part into a
+// slot of its own, says so, and reads the slots of all ranks once all have said so. Sums run in the order of ranks, in float32,
 // and are rounded once, so that every rank has the same bits. Called by cpu_all_reduce.py and, after a row-parallel
 // linear, by decoder.cpp.
 #include <algorithm>
@@ -33,8 +33,8 @@ struct alignas(64) Arrived {
     std::atomic<uint32_t> round;
 };
 
-// At the front of the shared memory; zeros are its beginning. Behind it two slots a rank, which rounds take in turn:
-// who writes for a round knows that all have read what was written two rounds before.
+// At the front of the shared memory, which begins as zeros. After it come two slots of each rank, which rounds take in
+// turn: a rank that writes for a round knows that all have read what was written two rounds before.
 struct Header {
     Arrived arrived[MAX_RANKS];
     alignas(64) std::atomic<uint32_t> sleepers;
@@ -86,7 +86,7 @@ void pause_shortly() {
 #endif
 }
 
-// False where the rank died before it arrived.
+// False if the rank died before it arrived.
 bool wait_for(SharedGroup& group, int rank) {
     std::atomic<uint32_t>& word = group.header().arrived[rank].round;
     const auto arrived = [&] { return (int32_t)(word.load(std::memory_order_acquire) - group.round) >= 0; };
