@@ -36,7 +36,7 @@ from benchmarks.checkpoints import benchmark_checkpoint
 from benchmarks.cluster_http import STREAMS, http
 from benchmarks.own_ray import own_ray_extras
 from benchmarks.report import machine
-from benchmarks.resume import STEP_S, table
+from benchmarks.resume import resume
 from benchmarks.tensor_parallel import measure_steps, measure_sums, step_table, sum_table
 from cluster import own_ray
 from cluster.config import EngineConfig
@@ -182,10 +182,6 @@ def _block(llm: LLM, num_rows: int, num_tokens: int) -> list[float]:
     return seconds[WARM_UP_STEPS:-1]
 
 
-def resume(_rounds: int, _tokens: int) -> None:
-    print(*table(STEP_S), sep="\n")
-
-
 def routing(num_rounds: int) -> None:
     from benchmarks.routing import measure  # Ray's LLM library, which it compares with, takes a second to load
 
@@ -210,7 +206,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="What ranks in processes of their own cost, batches, and streams that outlive their engine.",
     )
     parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {', '.join(PARTS)}")
-    parser.add_argument("--rounds", type=int, default=10, help="blocks of each transport, or of batches (default: 10)")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=10,
+        help="blocks of each transport, or of batches; resume takes three pairs for each (default: 10)",
+    )
     parser.add_argument("--tokens", type=int, default=100, help="steps of a block (default: 100)")
     parser.add_argument("--streams", default=",".join(map(str, STREAMS)), help="http: how many at a time")
     options = parser.parse_args(arguments)
