@@ -1,8 +1,9 @@
 """`manta bench cluster`: what ranks in processes of their own cost, batches, and streams that outlive their engine.
 
     transport   a decode step of the tiny model, by what carries it to its ranks: frames over TCP (what Manta does),
-                calls of Ray's actors, a compiled graph of Ray; over the same step in the engine's own process. One rank
-                shows what the transport costs, two what it costs beside their sums over shared memory
+                with the plain step loop and the overlapped one, calls of Ray's actors, a compiled graph of Ray; over
+                the same step in the engine's own process. One rank shows what the transport costs, two what it costs
+                beside their sums over shared memory
     tp          forward pass and draw of one rank against two, and their sums (`benchmarks/tensor_parallel.py`)
     autoscaling engines that come and go with the load, none to three and back (`benchmarks/autoscaling.py`)
     batch       `manta batch` over `LLM.generate`, the same prompts (`benchmarks/batch.py`)
@@ -36,7 +37,7 @@ from benchmarks.checkpoints import benchmark_checkpoint
 from benchmarks.cluster_http import STREAMS, http
 from benchmarks.own_ray import own_ray_extras
 from benchmarks.report import machine
-from benchmarks.resume import STEP_S, table
+from benchmarks.resume import resume
 from benchmarks.tensor_parallel import measure_steps, measure_sums, step_table, sum_table
 from cluster import own_ray
 from cluster.config import EngineConfig
@@ -83,6 +84,9 @@ class CallExecutor:
     def execute(self, step: StepInput) -> None:
         self._answers = self._call(msgspec.msgpack.encode(Step(step, self._adopted)))
 
+    def is_computing(self) -> bool:
+        return False
+
     def sample(self, masks: MaskBatch | None = None) -> StepOutput:
         first, *_ = [msgspec.msgpack.decode(answer, type=Answer) for answer in ray.get(self._answers)]
         assert isinstance(first, Output), first
@@ -113,11 +117,13 @@ class GraphExecutor(CallExecutor):
 
 
 IN_PROCESS = "in process"
-TRANSPORTS: dict[str, Callable[[EngineConfig], Executor]] = {
-    "frames": RayExecutor,
-    "Ray calls": CallExecutor,
-    "compiled graph": GraphExecutor,
+TRANSPORTS: dict[str, tuple[Callable[[EngineConfig], Executor], str]] = {
+    "frames": (RayExecutor, "off"),
+    "frames, overlapped": (RayExecutor, "on"),
+    "Ray calls": (CallExecutor, "off"),
+    "compiled graph": (GraphExecutor, "off"),
 }
+"""The executor, and whether the driver plans a step while ranks run the one before it (`EngineConfig.overlap`)."""
 
 
 def tensor_parallel(num_rounds: int, num_tokens: int) -> None:
@@ -129,12 +135,12 @@ def tensor_parallel(num_rounds: int, num_tokens: int) -> None:
 
 def transport(num_rounds: int, num_tokens: int) -> None:
     """Prints a row for each transport, number of ranks and number of rows."""
-    own_ray.start(max(RANKS))
+    own_ray.start(2 * max(RANKS))  # what two executors claim; one engine runs at a time
     print("| ranks | rows | transport | steps | p50, ms | p99, ms | over in process |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for num_ranks in RANKS:
-        engines = {IN_PROCESS: _engine(1, InProcessExecutor)}
-        engines |= {name: _engine(num_ranks, make) for name, make in TRANSPORTS.items()}
+        engines = {IN_PROCESS: _engine(1, InProcessExecutor, "off")}
+        engines |= {name: _engine(num_ranks, make, overlap) for name, (make, overlap) in TRANSPORTS.items()}
         for num_rows in ROWS:
             for name, figures in _turns(engines, num_rows, num_rounds, num_tokens).items():
                 print(f"| {num_ranks} | {num_rows} | {name} | {figures} |", flush=True)
@@ -160,11 +166,11 @@ def _turns(engines: dict[str, LLM], num_rows: int, num_rounds: int, num_tokens: 
     return cells
 
 
-def _engine(num_ranks: int, make: Callable[[EngineConfig], Executor]) -> LLM:
+def _engine(num_ranks: int, make: Callable[[EngineConfig], Executor], overlap: str) -> LLM:
     model = str(benchmark_checkpoint("tiny-llama"))
     engine.make_executor = make
     try:
-        return LLM(model, kv_cache_bytes=1 << 27, num_threads=1, tensor_parallel_size=num_ranks)
+        return LLM(model, kv_cache_bytes=1 << 27, num_threads=1, tensor_parallel_size=num_ranks, overlap=overlap)
     finally:
         engine.make_executor = make_executor
 
@@ -180,10 +186,6 @@ def _block(llm: LLM, num_rows: int, num_tokens: int) -> list[float]:
         llm.step()
         seconds.append(time.perf_counter() - started)
     return seconds[WARM_UP_STEPS:-1]
-
-
-def resume(_rounds: int, _tokens: int) -> None:
-    print(*table(STEP_S), sep="\n")
 
 
 def routing(num_rounds: int) -> None:
@@ -210,7 +212,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="What ranks in processes of their own cost, batches, and streams that outlive their engine.",
     )
     parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {', '.join(PARTS)}")
-    parser.add_argument("--rounds", type=int, default=10, help="blocks of each transport, or of batches (default: 10)")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=10,
+        help="blocks of each transport, or of batches; resume takes three pairs for each (default: 10)",
+    )
     parser.add_argument("--tokens", type=int, default=100, help="steps of a block (default: 100)")
     parser.add_argument("--streams", default=",".join(map(str, STREAMS)), help="http: how many at a time")
     options = parser.parse_args(arguments)

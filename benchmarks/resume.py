@@ -1,27 +1,171 @@
 """What streams that can go on elsewhere cost while nothing fails: `manta bench cluster --parts resume`.
 
-Measured directly: what an ingress adds to each frame (it keeps the tokens) and several times a second (it looks who was
-heard), and what an engine adds (signs of life), as a share of a step with as many streams. The same as throughput,
-against the commit before: `make bench ARGS="--workloads http --compare manta --peer-checkout PATH"`.
+As throughput: the same processes serve the same load with what a resumption needs and without it, in turns. Without it
+an ingress keeps no tokens and watches no engine, and an engine gives no signs of life; only the benchmark can ask for
+that. The model is the tiny one, beside whose steps all this weighs most.
+
+And directly, for the throughput of a turn wanders by more than that: what an ingress adds to each frame (it keeps the
+tokens) and several times a second (it looks who was heard), and what an engine adds (signs of life), as a share of a
+step with as many streams.
 """
 
 from __future__ import annotations
 
 import asyncio
+import statistics
+import sys
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from ray import serve
+
+from benchmarks.checkpoints import benchmark_checkpoint
+from benchmarks.http_load import run_load
+from benchmarks.processes import free_port
+from benchmarks.report import bootstrap_interval
+from benchmarks.workloads import PromptSource
+from cluster.config import EngineConfig, ServeConfig
 from cluster.engine.request import EngineRequest, SequenceOutput
+from cluster.serve import app, engine_deployment, ingress
 from cluster.serve.channel import BEAT_S, OutputReceiver, OutputSender
+from cluster.serve.engine_client import EngineClient
+from cluster.serve.progress import Progress
 from cluster.serve.prompt_run import PromptRun
 from cluster.serve.routing.replicas import Replicas
 from workers.sampling_params import SamplingParams
 
 NUM_STREAMS = 32
+PROMPT, TOKEN_LIMIT = 16, 30_000
+"""Tokens of each prompt, and of the tiny model's vocabulary those that are drawn for prompts."""
+PAIRS_A_ROUND = 3
+BAR = 0.99
+"""Of the throughput without."""
 NUM_STEPS = 2000
 STEP_S = 0.025
 """Of so many streams of the 0.5B shape on two cores it takes twice as long, so that the share is told too high."""
+
+
+# ---- as throughput ---------------------------------------------------------------------------------------------------
+
+
+def add_without_keeping(progress: Progress, output: SequenceOutput) -> bool:
+    """As `Progress.add` for whoever never asks for a continuation: the ends alone are noted."""
+    if output.finish is not None:
+        progress.end(output.index)
+    return bool(output.token_ids or output.prompt_logprobs) or output.finish is not None
+
+
+def hear_nothing(replicas: Replicas, replica: str) -> None: ...
+
+
+async def watch_nothing(client: EngineClient) -> None:
+    client._watching = None
+
+
+WITH: dict[tuple[type, str], Any] = {
+    (Progress, "add"): Progress.add,
+    (Replicas, "hear"): Replicas.hear,
+    (EngineClient, "_watch"): EngineClient._watch,
+}
+WITHOUT = dict(zip(WITH, (add_without_keeping, hear_nothing, watch_nothing), strict=True))
+
+
+def switch(resumes: bool) -> None:
+    """What an ingress's process does from now on."""
+    for (owner, name), function in (WITH if resumes else WITHOUT).items():
+        setattr(owner, name, function)
+
+
+class SwitchedIngress(ingress.DeployedIngress):
+    async def set_resumes(self, resumes: bool) -> float:
+        """Returns the seconds of CPU time that this process has taken."""
+        switch(resumes)
+        return time.process_time()
+
+
+class SwitchedEngine(engine_deployment.EngineReplica):
+    _resumes = True
+
+    async def set_resumes(self, resumes: bool) -> float:
+        self._resumes = resumes
+        return time.process_time()
+
+    async def _beat(self) -> None:
+        if self._resumes:
+            await super()._beat()
+        self._beating = None
+
+
+class Turn(NamedTuple):
+    tokens_per_s: float
+    ingress_us: float
+    """CPU time a token, as is the engine's."""
+    engine_us: float
+
+
+async def measure_turns(num_pairs: int, num_tokens: int) -> list[tuple[Turn, Turn]]:
+    """Pairs (with, without) of `num_tokens` for each stream, after one that warms up."""
+    model = str(benchmark_checkpoint("tiny-llama"))
+    config = ServeConfig(engine=EngineConfig(model=model, kv_cache_bytes=1 << 28), port=free_port())
+    replicas = ingress.DeployedIngress, engine_deployment.EngineReplica
+    ingress.DeployedIngress, engine_deployment.EngineReplica = SwitchedIngress, SwitchedEngine  # type: ignore[misc]
+    try:
+        await asyncio.to_thread(app.start, config)
+    finally:
+        ingress.DeployedIngress, engine_deployment.EngineReplica = replicas  # type: ignore[misc]
+    try:
+        pairs = [await _pair(config, number % 2 == 0, num_tokens) for number in range(num_pairs + 1)]
+        return pairs[1:]
+    finally:
+        await asyncio.to_thread(app.stop)
+
+
+async def _pair(config: ServeConfig, begins_with: bool, num_tokens: int) -> tuple[Turn, Turn]:
+    turns = {resumes: await _turn(config, resumes, num_tokens) for resumes in (begins_with, not begins_with)}
+    return turns[True], turns[False]
+
+
+_prompts = PromptSource(TOKEN_LIMIT)
+
+
+async def _turn(config: ServeConfig, resumes: bool, num_tokens: int) -> Turn:
+    prompts = _prompts(NUM_STREAMS, PROMPT)
+    before = await _set_resumes(resumes)
+    load = await asyncio.to_thread(run_load, config.port, config.model_name, prompts, num_tokens, NUM_STREAMS)
+    after = await _set_resumes(resumes)
+    costs = ((end - start) / load.num_tokens * 1e6 for start, end in zip(before, after, strict=True))
+    return Turn(load.num_tokens / load.seconds, *costs)
+
+
+async def _set_resumes(resumes: bool) -> list[float]:
+    handles = [serve.get_deployment_handle(name, app.APP_NAME) for name in ("ingress", "engine")]
+    return [await handle.set_resumes.remote(resumes) for handle in handles]
+
+
+def turns_table(pairs: list[tuple[Turn, Turn]]) -> list[str]:
+    """Markdown, with the verdict on the bar."""
+    lines = [f"| {NUM_STREAMS} streams | with | without | with over without |", "| --- | --- | --- | --- |"]
+    names = ("output, tokens/s", "the ingress's CPU time, us a token", "the engine's CPU time, us a token")
+    for column, name in enumerate(names):
+        figures = [statistics.median(pair[side][column] for pair in pairs) for side in (0, 1)]
+        ratios = [kept[column] / other[column] for kept, other in pairs]
+        low, high = bootstrap_interval(ratios)
+        verdict = "" if column else f"; bar {BAR} {'met' if low >= BAR else 'missed' if high < BAR else 'undecided'}"
+        ratio = f"{statistics.median(ratios):.4f} ({low:.4f} to {high:.4f}{verdict})"
+        lines.append(f"| {name} | {figures[0]:,.1f} | {figures[1]:,.1f} | {ratio} |")
+    return lines
+
+
+def resume(num_rounds: int, num_tokens: int) -> None:
+    """Prints both tables."""
+    print(*table(STEP_S), "", sep="\n", flush=True)
+    num_pairs = PAIRS_A_ROUND * num_rounds
+    print(f"{num_pairs} pairs of turns, {NUM_STREAMS} x {num_tokens} tokens each", file=sys.stderr, flush=True)
+    print(*turns_table(asyncio.run(measure_turns(num_pairs, num_tokens))), sep="\n", flush=True)
+
+
+# ---- directly --------------------------------------------------------------------------------------------------------
 
 
 class Cost(NamedTuple):
@@ -120,12 +264,3 @@ async def _time_beat() -> float:
     sender._connections[address].result().close()
     await lost.wait()
     return seconds / NUM_STEPS
-
-
-def main() -> int:
-    print("\n".join(table(STEP_S)))
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

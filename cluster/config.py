@@ -77,8 +77,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Where masks are filled, and for how long."""
     overlap: Literal["auto", "on", "off"] = "auto"
     """Whether a step is launched before the tokens of the one before it are known to the host, so that the device never
-    waits for it; the tokens stay the same. `auto` does so where that is faster, and never with speculation or several
-    ranks, for which there is the plain loop only.
+    waits for it; the tokens stay the same. `auto` does so on a device that works by itself. `on` does so on CPUs too;
+    speculation has the plain loop only.
     """
     speculative: SpeculativeConfig | None = None
     """Who proposes tokens that the model then verifies, several a step; None for one token a step."""

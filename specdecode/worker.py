@@ -82,6 +82,9 @@ class SpeculativeWorker:
         if waited < self._seconds:  # the driver's work between two steps; longer ones are pauses
             self._seconds += waited
 
+    def is_computing(self) -> bool:
+        return self.target.is_computing()
+
     def sample(self, masks: MaskBatch | None = None) -> StepOutput:
         started = time.perf_counter()
         output = self.target.sample(masks)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests import emulated
-from workers.kernels import build, cpu, cpu_decoder, cpu_linear, cpu_sampler, processor
+from workers.kernels import build, cpu, cpu_decoder, cpu_linear, cpu_sampler, processor, shared_weights
 
 COMPILED = [form.name for form in processor.lower_forms(processor.best_form())]
 TORCH = "torch"
@@ -24,8 +24,9 @@ EMULATED = [pytest.param(name, marks=pytest.mark.prove) for name in emulated.FOR
 
 def forget_libraries() -> None:
     """What has been loaded is looked for anew."""
-    for cached in (build._load, cpu._library, cpu_decoder._library, cpu_linear._library, cpu_sampler._library):
-        cached.cache_clear()
+    build._load.cache_clear()
+    for module in (cpu, cpu_decoder, cpu_linear, cpu_sampler, shared_weights):
+        module._library.cache_clear()
 
 
 @contextlib.contextmanager

@@ -100,6 +100,8 @@ class PipeExecutor:
         self.num_rebuilt = 0
         self.gained: dict[int, list[int]] = {}
 
+    num_rank_rebuilds = num_rank_disagreements = 0
+
     @property
     def model(self) -> ModelInfo:
         return self.infos[0]
@@ -109,6 +111,9 @@ class PipeExecutor:
             self._ranks.tell(rank, rank_child.execute, step, None if rank == 0 else self.gained)
         self.gained = {}
         self._answers()
+
+    def is_computing(self) -> bool:
+        return False  # `execute` has waited
 
     def sample(self, masks: MaskBatch | None = None) -> StepOutput:
         for rank in range(self._ranks.num_ranks):
@@ -120,7 +125,7 @@ class PipeExecutor:
             assert not other.prompt_logprobs
             self.num_disagreements += other.digest != output.digest
         self.num_steps += 1
-        self.gained = output.token_ids
+        self.gained = output.adopted
         return output
 
     def _answers(self) -> list[Any]:

@@ -14,11 +14,43 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 
+from benchmarks import resume
 from benchmarks.engine_child import resident_bytes
 from benchmarks.http_load import run_load
 from benchmarks.processes import BenchmarkError, Child, Timing
 from benchmarks.report import Result, bootstrap_interval, combine, header, table_line
 from benchmarks.workloads import WORKLOADS, PromptSource, Row, alternate, run_workload, step_seconds
+from cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput
+from cluster.serve.progress import Progress
+from workers.sampling_params import SamplingParams
+
+
+def test_streams_that_cannot_go_on_elsewhere_end_all_the_same() -> None:
+    """What `manta bench cluster --parts resume` compares with keeps nothing."""
+    ended = SequenceOutput("a", 0, [6], finish=FinishStatus.FINISHED_LENGTH)
+    for resumes, kept in ((True, 2), (False, 0)):
+        resume.switch(resumes)
+        try:
+            progress = Progress(EngineRequest(request_id="a", prompt_token_ids=[5], params=SamplingParams(seed=1)))
+            assert not progress.add(SequenceOutput("a", 0, []))
+            assert progress.add(SequenceOutput("a", 0, [5]))
+            assert not progress.has_ended
+            assert progress.add(ended)
+            assert progress.has_ended
+            assert progress.num_tokens == kept
+        finally:
+            resume.switch(resumes=True)
+
+
+@pytest.mark.prove
+def test_what_resumable_streams_cost_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    from benchmarks.cluster import main
+
+    assert main(["--parts", "resume", "--rounds", "1", "--tokens", "8"]) == 0
+    direct, throughput = capsys.readouterr().out.strip().split("\n\n")
+    assert len(direct.splitlines()) == 6
+    assert len(throughput.splitlines()) == 5
+    assert "bar 0.99" in throughput
 
 
 def test_a_ratio_above_one_means_better_whatever_the_unit() -> None:

@@ -36,6 +36,9 @@ class PicklingExecutor:
     def execute(self, step: StepInput) -> None:
         self._inner.execute(_sent(step))
 
+    def is_computing(self) -> bool:
+        return self._inner.is_computing()
+
     def sample(self, masks: MaskBatch | None = None) -> StepOutput:
         received = _sent(masks)
         if received is not None:

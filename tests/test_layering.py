@@ -114,6 +114,7 @@ INSIDE: dict[str, tuple[str, ...]] = {
         "workers.kernels.processor",
         "workers.kernels.build",
         "workers.kernels.layout",
+        "workers.kernels.shared_weights",
         "workers.kernels.reference",
         "workers.kernels.cpu_linear",
         "workers.kernels.cpu",

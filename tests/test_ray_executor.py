@@ -22,19 +22,22 @@ import pytest
 
 from cluster.config import EngineConfig
 from cluster.engine.engine import EngineDead
+from cluster.engine.overlap.engine import OverlappedEngine
+from cluster.engine.overlap.stream import ThreadStream
 from cluster.engine.ranks import channel, deadline, group
 from cluster.engine.ranks.channel import Hello, Listener, RankChannel, RankLost, connect
 from cluster.engine.ranks.claims import CannotPlace, check_room, num_claimed, own_cpus, threads_each
 from cluster.engine.ranks.deadline import StepDeadline
 from cluster.engine.ranks.executor import RayExecutor
-from cluster.engine.ranks.messages import Masks, Message, Sample, Step
+from cluster.engine.ranks.messages import Done, Masks, Message, Output, Ping, Sample, Step
 from cluster.llm import LLM, ConstraintSpec, LogitsProcessorSpec, RequestOutput, SamplingParams
 from structured.frames import frame
 from structured.masks import LATE, NO_MASK, MaskBatch
 from tests.checkpoints import checkpoint
+from tests.fuzz.faults import device_of
 from tests.grammar_pools import wait_until
 from workers.checkpoints.model_config import ModelError
-from workers.step import ScheduledSequence, StepInput
+from workers.step import ScheduledSequence, StepInput, StepOutput
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(240)
@@ -94,8 +97,9 @@ def finish(llm: LLM, ids: list[str]) -> list[list[tuple[Any, ...]]]:
 
 
 def executor(llm: LLM) -> RayExecutor:
-    assert isinstance(llm.engine.executor, RayExecutor)
-    return llm.engine.executor
+    found = device_of(llm.engine)
+    assert isinstance(found, RayExecutor)
+    return found
 
 
 def make_llm(**options: Any) -> LLM:
@@ -155,6 +159,52 @@ def test_ranks_that_are_killed_one_after_another_cost_no_token(llm: LLM, expecte
     stats = llm.engine.stats()
     assert stats.num_rank_rebuilds == num_rebuilds + len(ranks)
     assert stats.num_rank_disagreements == 0
+
+
+@pytest.fixture
+def overlapped(llm: LLM) -> Iterator[LLM]:
+    """The same ranks under the other loop."""
+    plain = llm.engine
+    engine = llm.engine = OverlappedEngine(plain.config, lambda: False, ThreadStream(executor(llm)))
+    engine.processors = plain.processors
+    yield llm
+    llm.engine = plain
+
+
+@pytest.mark.parametrize("num_deaths", [20 if PROVE else 0])
+def test_the_overlapped_loop_draws_the_tokens_of_the_plain_one(
+    overlapped: LLM, expected: list[Any], num_deaths: int
+) -> None:
+    """Also where a rank dies while the next step is under way behind the one that runs."""
+    assert finish(overlapped, submit(overlapped)) == expected
+    num_rebuilds = overlapped.engine.stats().num_rank_rebuilds
+    for number in range(num_deaths):
+        ids = submit(overlapped)
+        for _ in range(4 + number % 3):
+            overlapped.step()
+        os.kill(executor(overlapped)._ranks.pids[number % 2], signal.SIGKILL)
+        assert finish(overlapped, ids) == expected
+    stats = overlapped.engine.stats()
+    assert stats.num_rank_rebuilds == num_rebuilds + num_deaths
+    assert stats.num_rank_disagreements == 0
+
+
+def test_masks_have_as_long_as_the_forward_pass_takes(llm: LLM) -> None:
+    """A rank that stands still computes; the others wait for it."""
+    ranks, scheduler = executor(llm), llm.engine.scheduler
+    llm.add_request("masks", [5, 6, 7], SamplingParams(temperature=0, max_tokens=1))
+    step = scheduler.schedule()
+    os.kill(ranks._ranks.pids[1], signal.SIGSTOP)
+    try:
+        ranks.execute(step)
+        assert ranks.is_computing()
+        assert ranks.is_computing()
+    finally:
+        os.kill(ranks._ranks.pids[1], signal.SIGCONT)
+    wait_until(lambda: not ranks.is_computing())
+    (output,) = scheduler.update(step, ranks.sample())
+    assert len(output.token_ids) == 1
+    llm.step()
 
 
 def test_a_rank_that_hangs_is_given_up(llm: LLM, expected: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,6 +406,25 @@ def test_strangers_do_not_become_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     ((hello, connection),) = listener.accept(1)
     assert hello.pid == os.getpid()
     assert connection.getpeername() == rank.getsockname()
+
+
+def test_of_the_answers_that_a_rank_owes_the_last_one_counts() -> None:
+    """However many of them come at once."""
+    listener = Listener("127.0.0.1")
+    rank = connect(listener.address, 0)
+    ranks = RankChannel(listener.accept(1))
+    assert not ranks.owes(0)
+    ranks.ask(Ping(), 0)
+    ranks.ask(Sample(), 0)
+    assert ranks.owes(0)
+    answers = [msgspec.msgpack.encode(answer) for answer in (Done(), Output(StepOutput(7)))]
+    rank.sendall(b"".join(map(frame, answers)))
+    (answer,) = ranks.collect(5.0)
+    assert isinstance(answer, Output)
+    assert answer.output.step_id == 7
+    assert not ranks.owes(0)
+    rank.close()
+    ranks.close()
 
 
 def test_a_rank_that_reads_nothing_is_lost_and_holds_nobody_up() -> None:

@@ -61,7 +61,7 @@ def two(four: RankProcesses) -> RankProcesses:
 def assert_same(ranks: RankProcesses, ask: Ask, folder: str, num_blocks: int = 256, **options: Any) -> None:
     """With as many blocks, which for a rank's share of the heads take less."""
     options.setdefault("constraints", {"compile_seconds": 60.0})  # for a machine that has much else to do
-    expected = ask(make_llm(folder, 1, num_blocks, **options))
+    expected = ask(make_llm(folder, 1, num_blocks, **{**options, "overlap": "off"}))
     with over_ranks(ranks) as executors:
         assert ask(make_llm(folder, ranks.num_ranks, num_blocks, **options)) == expected
     (executor,) = executors
@@ -157,6 +157,26 @@ def test_two_ranks_draw_the_tokens_of_one(two: RankProcesses, family: str, max_s
 def test_whatever_is_asked(two: RankProcesses, what: str) -> None:
     ask, options = REQUESTS[what]
     assert_same(two, ask, str(checkpoint("llama", dtype="float32")), **options)
+
+
+@pytest.mark.parametrize(
+    "what", ["log-probabilities", "a tiny pool, in chunks", "constraints", "logits processors", "beams in a tiny pool"]
+)
+def test_whatever_is_asked_of_the_overlapped_loop(two: RankProcesses, what: str) -> None:
+    ask, options = REQUESTS[what]
+    assert_same(two, ask, str(checkpoint("llama", dtype="float32")), overlap="on", **options)
+
+
+def test_a_row_that_fails_costs_the_others_nothing_in_the_overlapped_loop(two: RankProcesses) -> None:
+    """The next step was planned with it: ranks that draw nothing must have the token that stands in its place."""
+
+    def ask(llm: LLM) -> Any:
+        fails = SamplingParams(allowed_token_ids=(5,), stop_token_ids=(5,), min_tokens=3, max_tokens=9)
+        requests = [greedy(), fails, greedy(n=2, seed=3)]
+        outputs = llm.generate(prompts()[:3], requests, use_tqdm=False)
+        return [[(choice.token_ids, choice.error) for choice in output.outputs] for output in outputs]
+
+    assert_same(two, ask, str(checkpoint("llama", dtype="float32")), overlap="on")
 
 
 @pytest.mark.parametrize("what", ["seeds and every parameter", "constraints", "beams", "n-grams"])

@@ -9,15 +9,17 @@ import functools
 import math
 import pathlib
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
 from workers.checkpoints.checkpoint import Checkpoint, CheckpointHeaders
-from workers.checkpoints.model_config import ModelConfig
+from workers.checkpoints.memory import weight_files
+from workers.checkpoints.model_config import UNQUANTIZED, ModelConfig
 from workers.checkpoints.schemes import LinearSource, read_linear
-from workers.checkpoints.weights import DecoderWeights, LayerWeights, Linear, LinearWeight
+from workers.checkpoints.weights import DecoderWeights, LayerWeights, Linear, LinearWeight, SharedLinears
 from workers.models.decoder import Decoder
 from workers.models.protocol import Model
 from workers.parallel.group import Group
@@ -47,7 +49,8 @@ def load_model(
 
         return TransformersModel(folder, config, platform.torch_dtype(dtype), platform)
     checkpoint = Checkpoint(folder)
-    weights = _WeightReader(checkpoint, config, platform.torch_dtype(dtype), platform).read()
+    with _shared_linears(folder, config, dtype, platform) as shared:
+        weights = _WeightReader(checkpoint, config, platform.torch_dtype(dtype), platform, shared).read()
     if whole:
         _check_all_used(checkpoint, config)
     return Decoder(config, weights, platform)
@@ -56,9 +59,22 @@ def load_model(
 def _load_share(folder: str | pathlib.Path, config: ModelConfig, dtype: str, platform: Platform, group: Group) -> Model:
     share = shard_config(config, group.num_ranks)
     checkpoint = CheckpointShard(Checkpoint(folder, read_ahead=False), config, group.rank, group.num_ranks)
-    weights = _WeightReader(checkpoint, share, platform.torch_dtype(dtype), platform).read()
+    with _shared_linears(folder, config, dtype, platform, group) as shared:
+        weights = _WeightReader(checkpoint, share, platform.torch_dtype(dtype), platform, shared).read()
     _check_all_used(checkpoint, config)
     return Decoder(share, parallelise(weights, group, config.vocab_size, share.vocab_size), platform)
+
+
+def _shared_linears(
+    folder: str | pathlib.Path, config: ModelConfig, dtype: str, platform: Platform, group: Group | None = None
+) -> AbstractContextManager[SharedLinears | None]:
+    """By all that packed weights depend on beside the platform. A file that is written to gets another change time."""
+    if config.scheme != UNQUANTIZED:
+        return nullcontext()
+    files = [path.stat() for path in weight_files(pathlib.Path(folder))]
+    identities = [(file.st_dev, file.st_ino, file.st_size, file.st_ctime_ns) for file in files]
+    rank = "whole" if group is None else f"{group.rank} of {group.num_ranks}"
+    return platform.shared_linears(f"{identities} {config} {dtype} {rank}")
 
 
 def check_tensors(folder: str | pathlib.Path, config: ModelConfig) -> None:
@@ -114,12 +130,18 @@ class _WeightReader:
     """Reads a decoder's weights by the names that they have in Hugging Face's checkpoints of the native families."""
 
     def __init__(
-        self, checkpoint: _Checkpoint, config: ModelConfig, dtype: torch.dtype, platform: _WeightPlatform
+        self,
+        checkpoint: _Checkpoint,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        platform: _WeightPlatform,
+        shared: SharedLinears | None = None,
     ) -> None:
         self.checkpoint = checkpoint
         self.config = config
         self.dtype = dtype
         self.platform = platform
+        self._shared = shared
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._unreleased: list[str] = []
         """Tensors that the linear under way has read."""
@@ -156,7 +178,7 @@ class _WeightReader:
     def _linear(self, parts: list[tuple[str, int]], in_features: int, bias: bool, gated: bool = False) -> Linear:
         """The linears `parts` (name, out_features), which have the same input, packed as one in this order."""
         source = LinearSource(tuple(parts), in_features, bias, gated, self.config.scheme, self.dtype, self)
-        linear = self.platform.make_linear(read_linear(source))
+        linear = (self._shared or self.platform).make_linear(read_linear(source))
         self.checkpoint.release(self._unreleased)
         self._unreleased.clear()
         return linear
@@ -171,8 +193,12 @@ class _WeightReader:
         return name in self.checkpoint
 
     def stacked(self, parts: list[tuple[str, int]], row_shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Of several parts in memory that the next call reuses: fresh pages would double the time."""
+        """Of several parts in memory that the next call reuses: fresh pages would double the time. Shapes alone where
+        another process has packed the values.
+        """
         views = self._views(parts, row_shape, dtype)
+        if self._shared is not None and self._shared.are_packed:
+            views = [view.to("meta") for view in views]
         if len(views) == 1:
             return views[0].to(dtype).contiguous()
         shape = (sum(rows for _, rows in parts), *row_shape)

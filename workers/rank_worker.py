@@ -25,6 +25,10 @@ class RankWorker(Protocol):
         """Starts a step's forward pass."""
         ...
 
+    def is_computing(self) -> bool:
+        """Whether the device still works on what it was told."""
+        ...
+
     def sample(self, masks: MaskBatch | None = None) -> StepOutput:
         """Draws the tokens of the step that `execute` was given."""
         ...

@@ -154,3 +154,10 @@ class StepOutput(msgspec.Struct, array_like=True):
     """Of several ranks: a checksum of the tokens and blocks of the step and of the hidden states at its sample points.
     Ranks whose digests differ have lost each other; 0 says nothing.
     """
+
+    @property
+    def adopted(self) -> dict[int, list[int]]:
+        """What other ranks are told before their next `execute` (`RankWorker.adopt`). A row that failed keeps a token 0
+        on the rank that draws, for the next step may have been planned with it.
+        """
+        return {**{sequence_id: [0] for sequence_id in self.errors}, **self.token_ids}

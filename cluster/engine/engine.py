@@ -133,7 +133,7 @@ class Engine:
         """The failure of a row is a value in the output; an exception here is a failure of the engine itself."""
         try:
             self.executor.execute(step)
-            output = self.executor.sample(None if masks is None else masks.collect())
+            output = self.executor.sample(None if masks is None else masks.collect(self.executor.is_computing))
         except Exception as error:
             self._recover(step, error)
             return StepOutput(step.step_id)

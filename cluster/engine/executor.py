@@ -23,16 +23,27 @@ class Executor(Protocol):
     value of `StepOutput`.
     """
 
-    num_rank_rebuilds: int
-    """Times that all ranks were started anew, for one had died or hung."""
-    num_rank_disagreements: int
-    """Answers of a rank whose hidden states were not rank 0's."""
+    @property
+    def num_rank_rebuilds(self) -> int:
+        """Times that all ranks were started anew, for one had died or hung."""
+        ...
+
+    @property
+    def num_rank_disagreements(self) -> int:
+        """Answers of a rank whose hidden states were not rank 0's."""
+        ...
 
     @property
     def model(self) -> ModelInfo: ...
 
     def execute(self, step: StepInput) -> None:
         """Starts a step's forward pass."""
+        ...
+
+    def is_computing(self) -> bool:
+        """Whether the forward pass of that step goes on, so that nobody is held up who waits for a mask. Raises
+        nothing.
+        """
         ...
 
     def sample(self, masks: MaskBatch | None = None) -> StepOutput:
@@ -62,7 +73,7 @@ def make_executor(config: EngineConfig) -> Executor:
 class InProcessExecutor:
     """One worker, called directly: a call costs nothing, and torch releases the GIL while the model runs.
 
-    `draw` and `is_computing` are for the overlapped loop, and not for a worker that speculates.
+    `draw` is for the overlapped loop, and not for a worker that speculates.
     """
 
     num_rank_rebuilds = 0
@@ -80,16 +91,15 @@ class InProcessExecutor:
     def execute(self, step: StepInput) -> None:
         self._worker.execute(step)
 
+    def is_computing(self) -> bool:
+        return self._worker.is_computing()
+
     def sample(self, masks: MaskBatch | None = None) -> StepOutput:
         return self._worker.sample(masks)
 
     def draw(self, masks: MaskBatch | None = None) -> PendingDraw:
         """As `sample`, but whoever calls it waits later."""
         return self._worker.draw(masks)  # type: ignore[attr-defined]
-
-    def is_computing(self) -> bool:
-        """Whether the device still works on what it was told."""
-        return self._worker.is_computing()  # type: ignore[attr-defined]
 
     def register_logits_processor(self, name: str, factory: LogitsProcessorFactory) -> None:
         self._worker.register_logits_processor(name, factory)

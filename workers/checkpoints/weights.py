@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
@@ -40,6 +41,18 @@ class LinearWeight:
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 """x [num_rows, in_features] -> [num_rows, out_features], same dtype."""
+
+
+class SharedLinears(Protocol):
+    """Makes the linears of one model while it is read, in memory that processes share."""
+
+    @property
+    def are_packed(self) -> bool:
+        """Whether some process has packed these weights: then only their shapes are looked at."""
+        ...
+
+    def make_linear(self, weight: LinearWeight) -> Linear: ...
+
 
 MLP_BYTES = 32 << 20
 """The widest activations are made for as many rows at a time as fit: the C library gives larger buffers back at once,

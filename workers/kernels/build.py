@@ -115,8 +115,7 @@ def library_for(form: processor.Form, compiler: tuple[str, ...], extra: tuple[st
     version = subprocess.run([*compiler, "--version"], capture_output=True, check=False).stdout
     parts = [*(path.read_bytes() for path in sources), version, " ".join((*compiler, *flags)).encode()]
     key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
-    library = cache_folder() / "kernels" / f"{form.name}-{key}.so"
-    _make_private(library.parent)
+    library = private_folder() / f"{form.name}-{key}.so"
     if not _is_ours(library):  # missing, or others could have changed it
         try:
             _compile((*compiler, *flags), OPENMP[0], library)
@@ -125,14 +124,18 @@ def library_for(form: processor.Form, compiler: tuple[str, ...], extra: tuple[st
     return library
 
 
-def _make_private(folder: pathlib.Path) -> None:
-    """A folder in which nobody else can put a file. Raises `UntrustedCache`."""
+def private_folder() -> pathlib.Path:
+    """Of the cache, the folder in which nobody else can put a file. Raises `UntrustedCache`, and `OSError` if it cannot
+    be made.
+    """
+    folder = cache_folder() / "kernels"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()
     if status.st_uid not in (os.getuid(), 0):
         raise UntrustedCache(f"the cache {folder} belongs to user {status.st_uid}; name another one with MANTA_CACHE")
     if status.st_mode & OTHERS_WRITE and status.st_uid == os.getuid():
         folder.chmod(status.st_mode & 0o777 & ~OTHERS_WRITE)
+    return folder
 
 
 def _is_ours(library: pathlib.Path) -> bool:

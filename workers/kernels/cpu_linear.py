@@ -52,6 +52,19 @@ def _library() -> ctypes.CDLL | None:
     return library
 
 
+Fill = Callable[[torch.Tensor], None]
+"""Writes all of a tensor."""
+Place = Callable[[int, torch.dtype, Fill], torch.Tensor]
+"""(size, dtype, fill) -> a tensor [size] with what `fill` writes."""
+
+
+def place_alone(size: int, dtype: torch.dtype, fill: Fill) -> torch.Tensor:
+    """In memory of this process."""
+    packed = torch.empty(size, dtype=dtype)
+    fill(packed)
+    return packed
+
+
 class PackedLinear:
     """`x @ weight.T + bias` for x [..., in_features] in the weight's dtype, accumulated in float32.
 
@@ -72,7 +85,12 @@ class PackedLinear:
     )
 
     def __init__(
-        self, library: ctypes.CDLL, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool = False
+        self,
+        library: ctypes.CDLL,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        gated: bool = False,
+        place: Place = place_alone,
     ) -> None:
         panel, step, gates = (library.manta_linear_layout(which) for which in (1, 2, 3))
         self.out_features, self.in_features = weight.shape
@@ -83,19 +101,20 @@ class PackedLinear:
         self._run = library.manta_linear
         self._state: Any = None
         size = -(-self.out_features // panel) * panel * (-(-self.in_features // step) * step)
-        self.packed = torch.empty(size, dtype=self.dtype)
-        weight = weight.contiguous()
-        library.manta_pack_linear(
-            DTYPES[self.dtype],
-            weight.data_ptr(),
-            self.packed.data_ptr(),
-            self.out_features,
-            self.in_features,
-            gated,
-        )
+        self.packed = place(size, self.dtype, lambda packed: self._pack(weight.contiguous(), packed))
         self.bias = bias
         if bias is not None:
             self.bias = bias.view(2, -1, gates).transpose(0, 1).reshape(-1) if gated else bias.contiguous()
+
+    def _pack(self, weight: torch.Tensor, packed: torch.Tensor) -> None:
+        self._library.manta_pack_linear(
+            DTYPES[self.dtype],
+            weight.data_ptr(),
+            packed.data_ptr(),
+            self.out_features,
+            self.in_features,
+            self.gated,
+        )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
@@ -123,7 +142,9 @@ class PackedLinear:
         return NativeLinear(run, ctypes.addressof(self._state))
 
 
-def pack(weight: torch.Tensor, bias: torch.Tensor | None, gated: bool = False) -> PackedLinear | None:
+def pack(
+    weight: torch.Tensor, bias: torch.Tensor | None, gated: bool = False, place: Place = place_alone
+) -> PackedLinear | None:
     """A linear with a packed copy of `weight`; None if nothing can be compiled, or if the kernels do not support the
     dtype or size.
     """
@@ -132,4 +153,4 @@ def pack(weight: torch.Tensor, bias: torch.Tensor | None, gated: bool = False) -
     gates = library.manta_linear_layout(3)
     if gated and weight.shape[0] % (2 * gates):
         return None
-    return PackedLinear(library, weight, bias, gated)
+    return PackedLinear(library, weight, bias, gated, place)

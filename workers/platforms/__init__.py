@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
 from workers.checkpoints.model_config import ModelError
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
     from workers.attention import AttentionMetadata
     from workers.checkpoints.model_config import ModelConfig
-    from workers.checkpoints.weights import DecoderWeights, Linear, LinearWeight
+    from workers.checkpoints.weights import DecoderWeights, Linear, LinearWeight, SharedLinears
     from workers.kernels.protocol import Forward, Kernels, SamplerKernels
     from workers.parallel.group import Group
 
@@ -45,6 +46,12 @@ class Platform(Protocol):
 
     def make_linear(self, weight: LinearWeight) -> Linear:
         """A linear with this weight, perhaps repacked. Raises `ModelError` if the device has none for its scheme."""
+        ...
+
+    def shared_linears(self, content: str) -> AbstractContextManager[SharedLinears | None]:
+        """While the weights of a model are read that `content` says in full: what makes its linears, instead of
+        `make_linear`, in memory that processes share. None if the device shares none.
+        """
         ...
 
     def compile_decoder(self, weights: DecoderWeights, config: ModelConfig, run_layers: Forward) -> Forward | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
@@ -10,12 +11,13 @@ from workers import host
 from workers.attention import AttentionMetadata
 from workers.checkpoints.memory import MOST_OF_FREE
 from workers.checkpoints.model_config import UNQUANTIZED, ModelConfig, ModelError
-from workers.checkpoints.weights import DecoderWeights, Linear, LinearWeight
+from workers.checkpoints.weights import DecoderWeights, Linear, LinearWeight, SharedLinears
 from workers.kernels import build, cpu, cpu_decoder, cpu_sampler, processor
 from workers.kernels.cpu_kv_cache import allocate_kv
 from workers.kernels.protocol import Forward, Kernels, SamplerKernels
+from workers.kernels.shared_weights import shared_weights
 from workers.platforms.cpu_group import CpuGroup
-from workers.platforms.cpu_linears import make_unquantized_linear
+from workers.platforms.cpu_linears import CpuSharedLinears, make_unquantized_linear
 
 
 class CpuPlatform:
@@ -44,6 +46,11 @@ class CpuPlatform:
         if make is None:
             raise ModelError(f"{weight.name} is stored as {weight.scheme}, and the CPU has no linear for that")
         return make(weight)
+
+    @contextlib.contextmanager
+    def shared_linears(self, content: str) -> Iterator[SharedLinears | None]:
+        with shared_weights(content) as weights:
+            yield None if weights is None else CpuSharedLinears(weights)
 
     def compile_decoder(self, weights: DecoderWeights, config: ModelConfig, run_layers: Forward) -> Forward | None:
         return cpu_decoder.compile_decoder(weights, config)

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 
 from workers.checkpoints.weights import Linear, LinearWeight
 from workers.kernels import cpu, cpu_linear, processor
+from workers.kernels.cpu_linear import Place, place_alone
+from workers.kernels.shared_weights import SharedWeights
 
 _reorder = torch.ops.mkldnn._reorder_linear_weight
 _PACK_ROWS = 32
@@ -19,12 +21,26 @@ noise.
 """
 
 
-def make_unquantized_linear(weight: LinearWeight) -> Linear:
+def make_unquantized_linear(weight: LinearWeight, place: Place = place_alone) -> Linear:
     make = make_cpu_gated_linear if weight.gated else make_cpu_linear
-    return make(weight.weight, weight.bias)
+    return make(weight.weight, weight.bias, place)
 
 
-def make_cpu_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+class CpuSharedLinears:
+    """Makes linears whose packed weights processes share."""
+
+    def __init__(self, weights: SharedWeights) -> None:
+        self._weights = weights
+
+    @property
+    def are_packed(self) -> bool:
+        return self._weights.is_whole
+
+    def make_linear(self, weight: LinearWeight) -> Linear:
+        return make_unquantized_linear(weight, self._weights.place)
+
+
+def make_cpu_linear(weight: torch.Tensor, bias: torch.Tensor | None, place: Place = place_alone) -> Linear:
     """`x @ weight.T + bias`, with a packed copy of the weight [out_features, in_features]; does not keep the weight
     itself.
 
@@ -32,7 +48,7 @@ def make_cpu_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     1.3 to 2.5 times faster on small ones. Without a compiler, oneDNN's blocked layout is up to 1.6 times faster than
     `F.linear`.
     """
-    linear = cpu_linear.pack(weight, bias)
+    linear = cpu_linear.pack(weight, bias, place=place)
     if linear is not None:
         return linear
     has_layout = weight.dtype == torch.float32 or processor.form().has_bfloat16  # oneDNN refuses the others
@@ -51,14 +67,14 @@ def make_onednn_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linea
     return lambda x: apply(x, packed, bias, "none", no_scalars, "")
 
 
-def make_cpu_gated_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+def make_cpu_gated_linear(weight: torch.Tensor, bias: torch.Tensor | None, place: Place = place_alone) -> Linear:
     """`silu(x @ gate.T) * (x @ up.T)` (SwiGLU, Shazeer, 2020); the weight holds the rows of gate, then those of up.
 
     In bfloat16 one kernel does all, so that the products do not go through memory: at 2,048 rows those of Qwen2.5-0.5B
     are 40 MB.
     """
-    gated = cpu_linear.pack(weight, bias, gated=True)
+    gated = cpu_linear.pack(weight, bias, gated=True, place=place)
     if gated is not None:
         return gated
-    linear = make_cpu_linear(weight, bias)
+    linear = make_cpu_linear(weight, bias, place)
     return lambda x: cpu.silu_and_mul(linear(x))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -57,6 +58,9 @@ class CudaPlatform:
         if weight.gated:
             return lambda x: layers.silu_and_mul(F.linear(x, own, bias))
         return lambda x: F.linear(x, own, bias)
+
+    def shared_linears(self, content: str) -> nullcontext[None]:
+        return nullcontext()
 
     def compile_decoder(self, weights: DecoderWeights, config: ModelConfig, run_layers: Forward) -> Forward | None:
         """None where ranks share the model: their sums would have to be captured on all of them together."""

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from cluster.config import EngineConfig
 from cluster.engine import engine
-from cluster.engine.executor import InProcessExecutor
+from cluster.engine.executor import Executor, InProcessExecutor
 from cluster.engine.overlap.stream import DeviceStream, Drawn, Stream, ThreadStream
 from cluster.engine.request import SequenceOutput
 from workers.step import StepInput, StepOutput
@@ -47,7 +47,7 @@ NOTHING = StepUnderWay(StepInput(-1), _Nothing())
 
 
 class OverlappedEngine(engine.Engine):
-    """An engine with one step under way between two calls of `step`, for one rank and without speculation."""
+    """An engine with one step under way between two calls of `step`, without speculation."""
 
     def __init__(self, config: EngineConfig, has_messages: Callable[[], bool], stream: Stream) -> None:
         self._stream = stream
@@ -130,22 +130,22 @@ def make_engine(config: EngineConfig, has_messages: Callable[[], bool] = lambda:
     """An engine with the loop that `config.overlap` asks for. Raises what `Engine` raises, and `ValueError` if the
     overlapped loop is asked for where it cannot be.
     """
-    obstacle = _obstacle(config)
-    if config.overlap == "on" and obstacle is not None:
-        raise ValueError(f"overlap: on does not go with {obstacle}; set overlap to auto, or leave that out")
+    if config.overlap == "on" and config.speculative is not None:
+        raise ValueError(
+            "overlap: on does not go with speculation, whose drafts are planned from tokens that are known; "
+            "set overlap to auto, or leave speculation out"
+        )
     executor = engine.make_executor(config)
-    if isinstance(executor, InProcessExecutor) and obstacle is None and config.overlap != "off":
-        waits = executor.model.platform in SYNCHRONOUS_PLATFORMS
-        if config.overlap == "on" or not waits:
+    if config.speculative is None and config.overlap != "off":
+        stream = _stream(executor, config.overlap == "on")
+        if stream is not None:
             logger.info("a step is launched before the tokens of the one before it are known (overlap)")
-            return OverlappedEngine(config, has_messages, ThreadStream(executor) if waits else DeviceStream(executor))
+            return OverlappedEngine(config, has_messages, stream)
     return engine.Engine(config, has_messages, executor)
 
 
-def _obstacle(config: EngineConfig) -> str | None:
-    """What the overlapped loop cannot do."""
-    if config.speculative is not None:
-        return "speculation, whose drafts are planned from tokens that are known"
-    if config.tensor_parallel_size > 1:
-        return f"tensor_parallel_size {config.tensor_parallel_size}, whose ranks run one step at a time"
-    return None
+def _stream(executor: Executor, is_wanted: bool) -> Stream | None:
+    """Around the executor; None where the plain loop is faster, unless the other one is wanted."""
+    if isinstance(executor, InProcessExecutor) and executor.model.platform not in SYNCHRONOUS_PLATFORMS:
+        return DeviceStream(executor)
+    return ThreadStream(executor) if is_wanted else None

@@ -31,22 +31,15 @@ class Stream(Executor, Protocol):
     before it; `draw`.
     """
 
-    inner: InProcessExecutor
-
     def draw(self, masks: MaskBatch | None = None) -> Drawn:
         """Draws the tokens of the last step that was executed. Raises nothing."""
         ...
 
-    def is_computing(self) -> bool:
-        """Whether the forward pass of that step has not come to its end."""
-        ...
 
+class DeviceStream:
+    """Calls launch work and return. The next step's input ids are put together on the device."""
 
-class _Around:
-    """What both streams leave to the executor that they stand around."""
-
-    num_rank_rebuilds = 0
-    num_rank_disagreements = 0
+    num_rank_rebuilds = num_rank_disagreements = 0
 
     def __init__(self, inner: InProcessExecutor) -> None:
         self.inner = inner
@@ -54,13 +47,6 @@ class _Around:
     @property
     def model(self) -> ModelInfo:
         return self.inner.model
-
-    def register_logits_processor(self, name: str, factory: LogitsProcessorFactory) -> None:
-        self.inner.register_logits_processor(name, factory)
-
-
-class DeviceStream(_Around):
-    """Calls launch work and return. The next step's input ids are put together on the device."""
 
     def execute(self, step: StepInput) -> None:
         self.inner.execute(step)
@@ -79,22 +65,37 @@ class DeviceStream(_Around):
     def is_computing(self) -> bool:
         return self.inner.is_computing()
 
+    def register_logits_processor(self, name: str, factory: LogitsProcessorFactory) -> None:
+        self.inner.register_logits_processor(name, factory)
+
     def rebuild(self) -> None:
         self.inner.rebuild()
 
 
-class ThreadStream(_Around):
-    """A thread makes the calls, which wait until the work is done. The model's kernels release the interpreter's lock,
-    so the engine's own work goes on beside them.
+class ThreadStream:
+    """A thread makes the calls, which wait until the work is done, and nobody else does. The model's kernels release
+    the interpreter's lock, and ranks are processes of their own, so the engine's own work goes on beside them.
     """
 
-    def __init__(self, inner: InProcessExecutor) -> None:
-        super().__init__(inner)
+    def __init__(self, inner: Executor) -> None:
+        self.inner = inner
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="manta-stream")
         self._forward: Future[None] = Future()
         """Of the last step that was executed."""
         self._drawn: Future[StepOutput] | None = None
         """Of the last step that was drawn since the ranks were rebuilt."""
+
+    @property
+    def model(self) -> ModelInfo:
+        return self.inner.model
+
+    @property
+    def num_rank_rebuilds(self) -> int:
+        return self.inner.num_rank_rebuilds
+
+    @property
+    def num_rank_disagreements(self) -> int:
+        return self.inner.num_rank_disagreements
 
     def execute(self, step: StepInput) -> None:
         drawn = self._drawn
@@ -120,7 +121,10 @@ class ThreadStream(_Around):
         return self.draw(masks).result()
 
     def is_computing(self) -> bool:
-        return not self._forward.done()
+        return not self._forward.done() or self.inner.is_computing()  # its thread rests until the draw
+
+    def register_logits_processor(self, name: str, factory: LogitsProcessorFactory) -> None:
+        self._thread.submit(self.inner.register_logits_processor, name, factory).result()
 
     def rebuild(self) -> None:
         """Comes after all that was asked for before, whatever that comes to."""

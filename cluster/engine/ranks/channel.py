@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import hmac
 import logging
+import math
 import os
 import secrets
 import selectors
 import socket
 import struct
 import time
+from collections import Counter
 from collections.abc import Iterable
 
 import msgspec
@@ -108,8 +110,8 @@ def connect(address: Address, rank: int) -> socket.socket:
 
 
 class RankChannel:
-    """The engine's end of all connections, for one thread. A rank owes one answer at a time. After a `RankLost` nothing
-    but `close` is of use.
+    """The engine's end of all connections, for one thread at a time. If a rank owes several answers the last counts.
+    After a `RankLost` nothing but `close` is of use.
     """
 
     def __init__(self, connections: list[tuple[Hello, socket.socket]]) -> None:
@@ -117,7 +119,10 @@ class RankChannel:
         self._selector = selectors.DefaultSelector()
         for connection in self._connections:
             self._selector.register(connection.socket, selectors.EVENT_READ, connection)
-        self._owing: set[int] = set()
+        self._owed: Counter[int] = Counter()
+        """Answers, by rank."""
+        self._patience_ends = math.inf
+        """With those that still owe one after another rank has failed."""
         self._answers: dict[int, Answer] = {}
         self._lost: RankLost | None = None
 
@@ -137,7 +142,7 @@ class RankChannel:
 
     def send(self, message: Message, ranks: Iterable[int], owing: Iterable[int]) -> None:
         """Sends a message, encoded once, to `ranks`; those `owing` answer it. Raises `RankLost` for a dead one."""
-        self._owing.update(owing)
+        self._owed.update(owing)
         data = frame(_encoder.encode(message))
         for rank in ranks:
             connection = self._connections[rank]
@@ -155,17 +160,20 @@ class RankChannel:
         has failed, `FAILED_PATIENCE_S` after that.
         """
         deadline = time.monotonic() + seconds
-        while self._owing:
+        while self._owed:
             if self._lost is not None:
                 raise self._lost
-            left = deadline - time.monotonic()
+            left = min(deadline, self._patience_ends) - time.monotonic()
             if left <= 0:
-                raise self._lose(f"ranks {sorted(self._owing)} did not answer within {seconds:.1f} s{self._failures()}")
-            for key, _ in self._selector.select(left):
-                if isinstance(self._take(key.data), Failed):
-                    deadline = min(deadline, time.monotonic() + FAILED_PATIENCE_S)
-        answers, self._answers = self._answers, {}
+                raise self._lose(f"ranks {sorted(self._owed)} did not answer within {seconds:.1f} s{self._failures()}")
+            self._take(left)
+        answers, self._answers, self._patience_ends = self._answers, {}, math.inf
         return [answers[rank] for rank in sorted(answers)]
+
+    def owes(self, rank: int) -> bool:
+        """Whether an answer of this rank may still come. Does not wait. Raises `RankLost` for a dead one."""
+        self._take(0.0)
+        return rank in self._owed and time.monotonic() < self._patience_ends
 
     def close(self) -> None:
         self._selector.close()
@@ -181,19 +189,24 @@ class RankChannel:
             connection.events = events
             self._selector.modify(connection.socket, events, connection)
 
-    def _take(self, connection: _Connection) -> Answer | None:
-        """Reads and writes what can be; returns an answer that is whole now."""
-        if connection.unsent:
-            self._flush(connection)
-        try:
-            data = connection.receive()
-        except OSError as error:
-            raise self._lose(f"rank {connection.rank}, process {connection.pid}, has died") from error
-        if data is None:
-            return None
-        answer = self._answers[connection.rank] = _answers.decode(data)
-        self._owing.discard(connection.rank)
-        return answer
+    def _take(self, seconds: float) -> None:
+        """Waits for so long until something can be read or written, and takes the answers that are whole then."""
+        for key, _ in self._selector.select(seconds):
+            connection: _Connection = key.data
+            if connection.unsent:
+                self._flush(connection)
+            try:
+                frames = connection.receive()
+            except OSError as error:
+                raise self._lose(f"rank {connection.rank}, process {connection.pid}, has died") from error
+            for data in frames:
+                self._note(connection.rank, _answers.decode(data))
+
+    def _note(self, rank: int, answer: Answer) -> None:
+        self._answers[rank] = answer
+        self._owed -= Counter((rank,))  # which drops whoever owes nothing any more
+        if isinstance(answer, Failed):
+            self._patience_ends = min(self._patience_ends, time.monotonic() + FAILED_PATIENCE_S)
 
     def _failures(self) -> str:
         """Of ranks for which the others may have waited in vain."""
@@ -225,16 +238,22 @@ class _Connection:
         except BlockingIOError:
             pass
 
-    def receive(self) -> bytes | None:
-        """A frame, once it is whole. Raises `OSError` at the end of the connection."""
+    def receive(self) -> list[bytes]:
+        """The frames that are whole now. Raises `OSError` at the end of the connection."""
         try:
             chunk = self.socket.recv(_CHUNK_BYTES)
         except BlockingIOError:
-            return None
+            return []
         if not chunk:
             raise ConnectionResetError("the connection ended")
+        self._received += chunk
+        frames = []
+        while (data := self._next_frame()) is not None:
+            frames.append(data)
+        return frames
+
+    def _next_frame(self) -> bytes | None:
         received = self._received
-        received += chunk
         if len(received) < _LENGTH.size:
             return None
         end = _LENGTH.size + _LENGTH.unpack_from(received)[0]

@@ -21,7 +21,7 @@ from cluster.engine.ranks.channel import RankLost
 from cluster.engine.ranks.claims import node_cpus, threads_each
 from cluster.engine.ranks.deadline import StepDeadline
 from cluster.engine.ranks.group import RankGroup
-from cluster.engine.ranks.messages import Answer, Failed, Masks, Message, Output, Register, Reset, Sample, Step
+from cluster.engine.ranks.messages import Answer, Failed, Masks, Message, Output, Ping, Register, Reset, Sample, Step
 from structured.logits_processors import LogitsProcessorError, LogitsProcessorFactory
 from structured.masks import MaskBatch
 from workers.host import num_cores
@@ -62,6 +62,8 @@ class RayExecutor:
         self._deadline.restart()
         self._adopted: dict[int, list[int]] = {}
         """What rank 0 drew in the last step."""
+        self._is_asked = False
+        """Whether rank 0 was asked if it still computes the last step."""
         self._step: StepInput | None = None
         """Whose `Sample` has not been sent."""
         self._num_tokens = 0
@@ -77,8 +79,18 @@ class RayExecutor:
 
     def execute(self, step: StepInput) -> None:
         self._started = time.monotonic()
-        self._step, self._num_tokens = step, step.num_tokens
+        self._step, self._num_tokens, self._is_asked = step, step.num_tokens, False
         self._ranks.send(Step(step, self._adopted), self._ranks.all, owing=self._ranks.followers)
+
+    def is_computing(self) -> bool:
+        try:
+            if not self._is_asked:
+                self._is_asked = True
+                self._ranks.ask(Ping(), 0)
+            is_late = time.monotonic() - self._started > self._deadline.seconds(self._num_tokens)
+            return self._ranks.owes(0) and not is_late
+        except RankLost:  # which `sample` raises
+            return False
 
     def sample(self, masks: MaskBatch | None = None) -> StepOutput:
         step = self._step
@@ -90,7 +102,7 @@ class RayExecutor:
         if step.scheduled:
             self._deadline.learn(self._num_tokens, time.monotonic() - self._started)
         self.num_rank_disagreements += sum(other.digest != output.digest for other in others)
-        self._adopted = output.token_ids
+        self._adopted = output.adopted
         return output
 
     # ---- between steps -------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """What an engine tells its ranks and what they answer, as msgpack in frames (`structured/frames.py`).
 
 A step is one message to all ranks, encoded once; the followers answer it. Rank 0 answers the `Sample` that comes after
-it, with the masks that it alone needs. Every other message is answered too.
+it, with the masks that it alone needs. Every other message is answered too, and each rank answers in the order in which
+it was asked.
 """
 
 from __future__ import annotations
@@ -49,6 +50,10 @@ class Sample(msgspec.Struct, array_like=True, tag=True):
     masks: Masks | None = None
 
 
+class Ping(msgspec.Struct, array_like=True, tag=True):
+    """Answered once all is done that came before it: after a `Step`, when its forward pass is over."""
+
+
 class Register(msgspec.Struct, array_like=True, tag=True):
     """A factory of logits processors."""
 
@@ -75,5 +80,5 @@ class Failed(msgspec.Struct, array_like=True, tag=True):
     reason: str
 
 
-Message = Step | Sample | Register | Reset
+Message = Step | Ping | Sample | Register | Reset
 Answer = Output | Done | Failed
