@@ -17,7 +17,6 @@ import ray
 from prometheus_client.metrics_core import Metric
 from ray import serve
 from ray.serve.exceptions import DeploymentUnavailableError
-from ray.serve.schema import ApplicationStatus
 
 from cluster.config import ServeConfig
 from cluster.http.access.keys import openness
@@ -26,7 +25,7 @@ from cluster.http.exchange import Receive, Scope, Send
 from cluster.http.metrics import Metrics
 from cluster.serve.engine_client import ANSWER_TIMEOUT_S, EngineClient
 from cluster.serve.listening.listener import Listener
-from cluster.serve.scaling.cluster_state import ClusterWatch
+from cluster.serve.scaling.cluster_state import ClusterWatch, is_removed
 from cluster.serve.start_failure import told_in_words
 from cluster.telemetry.server_span import open_server_spans
 from cluster.text.tokenizer import Tokenizer
@@ -34,8 +33,10 @@ from workers.checkpoints.model_config import resolve_model_folder
 
 DRAIN_POLL_S = 0.5
 """How often a replica that was told to go asks whether another one has taken its place."""
-REMOVED_S = 20.0
-"""So long streams may go on whose application was deleted: who stops it waits for them."""
+REMOVED_S = 25.0
+"""So long streams may go on whose application was deleted: who stops it waits for them. Serve gives engines 20 s; what
+still runs then is told that it has failed.
+"""
 
 
 class Ingress:
@@ -66,6 +67,7 @@ class Ingress:
             self._metrics,
             standby,
             max_held=config.engine.max_num_waiting,
+            is_removed=is_removed,
         )
         self._app = HttpApp(
             config,
@@ -148,11 +150,11 @@ class ListeningIngress(Ingress):
         `drain_notice_s`: whoever sends them learns of it in that time. Then only what runs goes on to its end.
         """
         deadline = time.monotonic() + self._notice_s
-        while time.monotonic() < deadline and not (await self._is_replaced() or await _is_removed()):
+        while time.monotonic() < deadline and not (await self._is_replaced() or await is_removed()):
             self._app.begin_drain()
             await asyncio.sleep(DRAIN_POLL_S)
         self._app.begin_drain()
-        patience_s = REMOVED_S if await _is_removed() else None
+        patience_s = REMOVED_S if await is_removed() else None
         await asyncio.wait([asyncio.ensure_future(self._listener.close())], timeout=patience_s)
 
     async def own_place(self) -> tuple[str, tuple[str, int]]:
@@ -170,13 +172,6 @@ class DeployedIngress(ListeningIngress):
 
     async def __del__(self) -> None:
         await self.drain()
-
-
-async def _is_removed() -> bool:
-    """Whether the whole application goes, so that nobody need be sent elsewhere."""
-    name = _app_name()
-    applications = (await asyncio.to_thread(serve.status)).applications
-    return name not in applications or applications[name].status == ApplicationStatus.DELETING
 
 
 def _replica_id() -> str:
