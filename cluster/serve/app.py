@@ -191,9 +191,6 @@ def _connect(config: ServeConfig) -> list[int]:
     Raises `CannotPlace` if the cluster is too small.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # One event loop in a replica instead of three: threads of one process share one interpreter lock anyway.
-    os.environ.setdefault("RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP", "0")
-    os.environ.setdefault("RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD", "0")
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     address = ray_address()
     if address is None:

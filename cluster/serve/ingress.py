@@ -25,6 +25,7 @@ from cluster.http.exchange import Receive, Scope, Send
 from cluster.http.metrics import Metrics
 from cluster.serve.engine_client import ANSWER_TIMEOUT_S, EngineClient
 from cluster.serve.listening.listener import Listener
+from cluster.serve.replica_environment import REPLICA_ENVIRONMENT
 from cluster.serve.scaling.cluster_state import ClusterWatch, is_removed
 from cluster.serve.start_failure import told_in_words
 from cluster.telemetry.server_span import open_server_spans
@@ -198,6 +199,6 @@ def ingress_deployment(config: ServeConfig, num_nodes: int) -> Any:
         max_ongoing_requests=100_000,  # the engine's queue limit refuses, and says so in OpenAI's shape
         graceful_shutdown_timeout_s=config.drain_notice_s + config.drain_timeout_s,
         graceful_shutdown_wait_loop_s=DRAIN_POLL_S,
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": REPLICA_ENVIRONMENT}},
         **places,  # type: ignore[arg-type]
     )
