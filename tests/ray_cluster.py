@@ -48,11 +48,21 @@ def _autoscaler(cluster: RayCluster, node_types: dict[str, Any]) -> dict[str, An
             "type": "external",
             "module": "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider",
             "gcs_address": f"127.0.0.1:{cluster.port}",
+            "use_node_id_as_ip": True,
+            "disable_node_updaters": True,
+            "disable_launch_config_check": True,
         },
         "head_node_type": "ray.head.default",  # as that provider names it
-        "available_node_types": {**node_types, "ray.head.default": {"resources": {}, "node_config": {}}},
+        "available_node_types": {
+            **node_types,
+            "ray.head.default": {"resources": {}, "node_config": {}, "max_workers": 0},
+        },
         "max_workers": sum(each["max_workers"] for each in node_types.values()),
         "idle_timeout_minutes": 0.05,
+        "upscaling_speed": 1.0,
+        "auth": {},
+        "file_mounts": {},
+        "cluster_synced_files": [],
         **{f"{name}_commands": [] for name in lists},
     }
 

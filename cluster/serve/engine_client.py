@@ -129,6 +129,11 @@ class EngineClient:
             await self.stats()
         self._greeted = greeted
 
+    @property
+    def num_engine_nodes(self) -> int:
+        """On which engines run, as far as Serve has told."""
+        return len(frozenset().union(*self._replicas.nodes.values()))
+
     def _is_asleep(self) -> bool:
         """Whether no engine runs, as far as Serve has told."""
         return ENGINE in self._replicas.running and not any(self._replicas.running.values())

@@ -26,6 +26,7 @@ from cluster.http.metrics import Metrics
 from cluster.serve.engine_client import ANSWER_TIMEOUT_S, EngineClient
 from cluster.serve.listening.listener import Listener
 from cluster.serve.replica_environment import REPLICA_ENVIRONMENT
+from cluster.serve.scaling.autoscaling import ingress_autoscaling_config
 from cluster.serve.scaling.cluster_state import ClusterWatch, is_removed
 from cluster.serve.start_failure import told_in_words
 from cluster.telemetry.server_span import open_server_spans
@@ -59,7 +60,8 @@ class Ingress:
         tokenizer = Tokenizer(config.engine.tokenizer or str(resolve_model_folder(config.engine.model)))
         if (warning := openness(config)) is not None:
             logging.getLogger(__name__).warning(warning)
-        self._metrics = Metrics(config.model_name, _replica_id() if (config.num_ingress_replicas or 1) > 1 else None)
+        has_peers = _follow_engines(config) or (config.num_ingress_replicas or 1) > 1
+        self._metrics = Metrics(config.model_name, _replica_id() if has_peers else None)
         self._metrics.show_options(config)
         self._client = EngineClient(
             engine,
@@ -140,6 +142,10 @@ class ListeningIngress(Ingress):
         with told_in_words():
             await self._listener.ensure_listening()
 
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Called by Serve; read by `cluster/serve/scaling/decision.py`."""
+        return {"engine_nodes": self._client.num_engine_nodes}
+
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         with contextlib.suppress(asyncio.CancelledError):  # that a client left is news for Serve's counts only
             await self._app(scope, receive, send)
@@ -183,22 +189,31 @@ def _app_name() -> str:
     return serve.get_replica_context().app_name
 
 
+def _follow_engines(config: ServeConfig) -> bool:
+    """Those whose number is left open, to nodes that come with the load."""
+    return config.autoscaling is not None and config.num_ingress_replicas is None
+
+
 def ingress_deployment(config: ServeConfig, num_nodes: int) -> Any:
     """The Serve deployment; bind it with the configuration and the engines. Replicas that listen need no proxy."""
     listens, num_replicas = config.http_server == "listener", config.num_ingress_replicas or 1
-    places: dict[str, int] = {}
-    if listens and num_nodes > 1:
+    places: dict[str, Any] = {}
+    if _follow_engines(config):
+        assert config.autoscaling is not None
+        scaling = ingress_autoscaling_config(config.autoscaling, num_nodes)
+        places = {"autoscaling_config": scaling, "max_replicas_per_node": 1}
+    elif listens and num_nodes > 1:
         places = {"max_replicas_per_node": -(-num_replicas // num_nodes)}
     elif listens:
         places = {"max_surge_percent": 100}  # a new version listens before the last one goes: there is no other node
     return serve.deployment(
         DeployedIngress if listens else serve.ingress()(Ingress),
         name="ingress",
-        num_replicas=num_replicas,
+        num_replicas=None if "autoscaling_config" in places else num_replicas,
         health_check_period_s=5,
         max_ongoing_requests=100_000,  # the engine's queue limit refuses, and says so in OpenAI's shape
         graceful_shutdown_timeout_s=config.drain_notice_s + config.drain_timeout_s,
         graceful_shutdown_wait_loop_s=DRAIN_POLL_S,
         ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": REPLICA_ENVIRONMENT}},
-        **places,  # type: ignore[arg-type]
+        **places,
     )
