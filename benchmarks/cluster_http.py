@@ -21,7 +21,6 @@ import shutil
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -95,10 +94,7 @@ class Head(Child):
         command = [str(pathlib.Path(sys.executable).parent / "ray"), "start", "--head", "--block", f"--port={port}"]
         command += [f"--ray-client-server-port={free_port()}", "--include-dashboard=false"]
         super().__init__([*command, f"--temp-dir={self._folder}"], environment)
-        while "Ray runtime started" not in pathlib.Path(self._log.name).read_text(errors="replace"):
-            if self.process.poll() is not None or time.perf_counter() - self.started > START_S:
-                raise self.fail("ray start did not start")
-            time.sleep(0.1)
+        self.wait_until_printed("Ray runtime started", START_S)
 
     def stop(self) -> None:
         """Not politely: told to end, Serve starts its HAProxy once more, which nobody ends then."""
@@ -121,6 +117,8 @@ class Server(ServerProcess):
             environment["RAY_ADDRESS"] = self._head.address
         setup = Setup(kv_cache_bytes=setup.kv_cache_bytes, max_model_len=setup.max_model_len, environment=environment)
         super().__init__("manta", model, setup, free_port(), way.options)
+        # An ingress answers before `manta serve` has asked all that it asks; paused in between, that would fail.
+        self.wait_until_printed("Ctrl-C stops it.", START_S)
 
     def processes(self) -> list[psutil.Process]:
         return super().processes() + (self._head.processes() if self._head is not None else [])

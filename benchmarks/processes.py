@@ -100,6 +100,13 @@ class Child:
         self.stop()
         return BenchmarkError(what + "; the end of its output:\n  " + "\n  ".join(lines[-15:]))
 
+    def wait_until_printed(self, text: str, seconds: float) -> None:
+        """Raises `BenchmarkError` if the child has not written it within so long after its start, or ends before."""
+        while text not in pathlib.Path(self._log.name).read_text(errors="replace"):
+            if self.process.poll() is not None or time.perf_counter() - self.started > seconds:
+                raise self.fail(f"{self.engine} did not print {text!r}")
+            time.sleep(0.1)
+
     def processes(self) -> list[psutil.Process]:
         """The child and everything that it started."""
         try:

@@ -224,7 +224,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """
     num_ingress_replicas: Count | None = None
     """Spread evenly over the nodes if they listen themselves; those of one node share its port. None is one for each
-    node that there is at the start if they listen, and one behind Serve's proxies.
+    node that there is at the start if they listen, and one behind Serve's proxies. With `autoscaling`, None on several
+    nodes means that those that listen follow the engines: more come when engines run on more nodes.
     """
     drain_notice_s: Seconds = 10.0
     """An ingress that Serve told to go still takes requests for so long, while its readiness probe fails. Less if

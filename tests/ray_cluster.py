@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pathlib
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import psutil
 
@@ -24,6 +27,9 @@ class RayCluster:
     def __init__(self, folder: pathlib.Path) -> None:
         path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
         self.environment = {**os.environ, "PATH": path, "HOME": str(folder), "RAY_AUTH_MODE": "token"}
+        self.environment["RAY_worker_niceness"] = "0"  # else all else that runs on this machine comes before replicas
+        self.port = free_port()
+        """Of its head: what `RAY_ADDRESS` names."""
         self.address = f"http://127.0.0.1:{free_port()}"
         """Of the dashboard."""
 
@@ -33,16 +39,51 @@ class RayCluster:
         return subprocess.run(words, env=self.environment, capture_output=True, text=True, timeout=120)
 
 
+def _autoscaler(cluster: RayCluster, node_types: dict[str, Any]) -> dict[str, Any]:
+    """A file of Ray's cluster launcher whose nodes are processes of this machine, as in Ray's own tests."""
+    lists = ("initialization", "setup", "head_setup", "worker_setup", "head_start_ray", "worker_start_ray")
+    return {
+        "cluster_name": "test",
+        "provider": {
+            "type": "external",
+            "module": "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider",
+            "gcs_address": f"127.0.0.1:{cluster.port}",
+            "use_node_id_as_ip": True,
+            "disable_node_updaters": True,
+            "disable_launch_config_check": True,
+        },
+        "head_node_type": "ray.head.default",  # as that provider names it
+        "available_node_types": {
+            **node_types,
+            "ray.head.default": {"resources": {}, "node_config": {}, "max_workers": 0},
+        },
+        "max_workers": sum(each["max_workers"] for each in node_types.values()),
+        "idle_timeout_minutes": 0.05,
+        "upscaling_speed": 1.0,
+        "auth": {},
+        "file_mounts": {},
+        "cluster_synced_files": [],
+        **{f"{name}_commands": [] for name in lists},
+    }
+
+
 @contextlib.contextmanager
-def ray_cluster(num_cpus: int) -> Iterator[RayCluster]:
-    """Its dashboard may not answer yet. `num_cpus` is what Ray is told, however many there are."""
+def ray_cluster(num_cpus: int, node_types: dict[str, Any] | None = None) -> Iterator[RayCluster]:
+    """Its dashboard may not answer yet. `num_cpus` is what Ray is told of its head, however many there are. Ray's
+    autoscaler adds nodes of `node_types`, as its cluster launcher takes them.
+    """
     folder = pathlib.Path(tempfile.mkdtemp(prefix="ray-"))  # Ray's sockets lie there, and paths have a limit
     cluster = RayCluster(folder)
     cluster.run("ray", "get-auth-token", "--generate")
-    ports = {"port": free_port(), "dashboard-agent-listen-port": free_port()}
+    ports = {"port": cluster.port, "dashboard-agent-listen-port": free_port(), "ray-client-server-port": free_port()}
     ports["dashboard-port"] = int(cluster.address.rpartition(":")[2])
     command = ["ray", "start", "--head", "--block", f"--num-cpus={num_cpus}", f"--temp-dir={folder}"]
     command += [f"--{name}={port}" for name, port in ports.items()]
+    if node_types is not None:
+        config = folder / "autoscaler.json"
+        config.write_text(json.dumps(_autoscaler(cluster, node_types)))
+        command.append(f"--autoscaling-config={config}")
+        cluster.environment |= {"RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
     with (folder / "head.log").open("wb") as log:
         head = subprocess.Popen(command, env=cluster.environment, stdout=log, stderr=log)
     try:
@@ -54,3 +95,10 @@ def ray_cluster(num_cpus: int) -> Iterator[RayCluster]:
             process.kill()
         psutil.wait_procs(processes, timeout=10)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def until(condition: Callable[[], bool], seconds: float = 450.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"it did not come true within {seconds:g} s"
+        time.sleep(1)

@@ -14,7 +14,6 @@ import pathlib
 import re
 import subprocess
 import sys
-import time
 import tomllib
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +27,9 @@ from ray.serve._private.build_app import build_app
 from ray.serve.schema import DeploymentSchema, ServeApplicationSchema, ServeDeploySchema
 
 from benchmarks.processes import free_port
-from tests.ray_cluster import BIN, RayCluster, ray_cluster
+from cluster.serve.app import build
+from cluster.serve.replica_environment import REPLICA_ENVIRONMENT
+from tests.ray_cluster import BIN, RayCluster, ray_cluster, until
 from workers.checkpoints.model_config import ModelError
 from workers.platforms import choose_platform
 
@@ -110,13 +111,29 @@ def test_serves_own_options_are_checked() -> None:
             check_serve({**config, **edit})
 
 
+def test_every_replica_has_its_environment(tmp_path: pathlib.Path) -> None:
+    """Whoever started the cluster that it runs on."""
+    app = build({"batch_storage": str(tmp_path), "num_standby_replicas": 1})
+    built = build_app(app, name="manta").deployments
+    assert {deployment.name for deployment in built} == {"ingress", "engine", "standby", "batches"}
+    for deployment in built:
+        environment = deployment.ray_actor_options["runtime_env"]["env_vars"]
+        assert environment.items() >= REPLICA_ENVIRONMENT.items(), deployment.name
+
+
+DEPLOYED = ("autoscaling", "replicas", "tensor-parallel", "one-machine")
+
+
 @pytest.mark.prove
 @pytest.mark.timeout(1500)
 def test_serve_deploys_one_file_after_the_other_and_each_serves(tmp_path: pathlib.Path) -> None:
-    """On a cluster whose port 8000 is another one; `multi-node.yaml` needs more nodes."""
+    """On a cluster whose port 8000 is another one; `multi-node.yaml` needs more nodes. The engine that takes all cores
+    comes last: Serve starts what an update adds before it stops what that replaces.
+    """
     port = free_port()
     with ray_cluster(num_cpus=8) as cluster:
-        for path in (path for path in SERVE if path.stem != "multi-node"):
+        for name in DEPLOYED:
+            path = CONFIGS / "serve" / f"{name}.yaml"
             config = read(path)
             config["http_options"]["port"] = port
             (tmp_path / path.name).write_text(yaml.safe_dump(config))
@@ -138,13 +155,6 @@ def num_running_engines(cluster: RayCluster) -> int | None:
         return None
     states = application["deployments"]["engine"]["replica_states"]
     return states["RUNNING"] if set(states) == {"RUNNING"} else None
-
-
-def until(condition: Callable[[], bool], seconds: float = 450.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"it did not come true within {seconds:g} s"
-        time.sleep(1)
 
 
 # ---- KubeRay -------------------------------------------------------------------------------------------------------
@@ -347,7 +357,7 @@ def test_what_the_image_has_is_enough_to_install_and_to_run_a_model(tmp_path: pa
 def test_every_file_of_a_folder_is_looked_at() -> None:
     looked_at = {*SERVE, *KUBERAY, *LAUNCHER, CONFIGS / "engine.yaml"}
     assert {path for path in CONFIGS.rglob("*.yaml") if "grafana" not in path.parts} == looked_at
-    assert len(SERVE) >= 4
+    assert {path.stem for path in SERVE} == {*DEPLOYED, "multi-node"}
     assert len(KUBERAY) == 3
     assert len(LAUNCHER) == 2
 

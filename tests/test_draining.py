@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from cluster.http.errors import ApiError
+from cluster.serve import engine_client as client_module
 from cluster.serve import ingress as ingress_module
 from cluster.serve.listening import listener as listener_module
-from tests.local_server import LocalServer, answer, local_server, post
+from tests.local_server import LocalServer, answer, local_server, post, until
 
 
 class Peers:
@@ -31,7 +33,7 @@ class Peers:
         async def own_place(ingress: Any) -> tuple[str, tuple[str, int]]:
             return "draining", ("here", 8000)
 
-        monkeypatch.setattr(ingress_module, "_is_removed", is_removed)
+        monkeypatch.setattr(ingress_module, "is_removed", is_removed)
         monkeypatch.setattr(ingress_module.ListeningIngress, "_of_peers", of_peers)
         monkeypatch.setattr(ingress_module.ListeningIngress, "own_place", own_place)
         monkeypatch.setattr(ingress_module, "DRAIN_POLL_S", 0.05)
@@ -132,5 +134,35 @@ def test_streams_of_an_application_that_was_deleted_end_in_time(peers: Peers, mo
             assert not reader.at_eof(), "Serve ends the process now"
             assert not server.engine_is_idle
             writer.close()
+
+    asyncio.run(run())
+
+
+def test_who_finds_no_engine_is_answered_when_the_application_ends(
+    peers: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Serve tells engines and ingresses to go at once, and would let what comes meanwhile wait for an engine."""
+    monkeypatch.setattr(client_module, "REMOVAL_POLL_S", 0.05)
+
+    async def run() -> None:
+        async with local_server() as server:
+            stream = await begun_stream(server)
+            client = server.ingress._client
+            monkeypatch.setitem(client._replicas.running, "engine", frozenset())
+            monkeypatch.setattr(client._waker, "_call", asyncio.Event().wait)
+            held = asyncio.ensure_future(server.post(max_tokens=4))
+            await until(lambda: client.num_held == 1)
+            await asyncio.sleep(0.2)
+            assert not held.done(), "an engine may start"
+            peers.is_removed = True
+            draining = asyncio.ensure_future(server.ingress.drain())
+            status, body = await held
+            assert status == 503
+            assert "the application was ended" in json.loads(body)["error"]["message"]
+            assert await num_tokens_of(*stream) == NUM_TOKENS
+            await asyncio.wait_for(draining, 10)
+            monkeypatch.setattr(server.replica, "model", lambda: asyncio.sleep(600))
+            with pytest.raises(ApiError, match="the application was ended"):
+                await client.model()
 
     asyncio.run(run())

@@ -235,3 +235,26 @@ def test_a_new_version_of_the_only_ingress_takes_over_without_a_gap(cluster: Clu
             ended.set()
     assert before["usage"]["completion_tokens"] == 1
     assert num_answers > 20
+
+
+@pytest.mark.prove
+def test_who_asks_while_the_application_ends_is_answered(cluster: Cluster) -> None:
+    """With tokens or an error; nobody's connection ends without either."""
+    port = free_port()
+
+    def statuses(num_tokens: int) -> list[int]:
+        """Until nobody listens any more."""
+        found: list[int] = []
+        body = {"model": checkpoint("llama").name, "prompt": [5, 6, 7], "max_tokens": num_tokens, "ignore_eos": True}
+        with contextlib.suppress(httpx.ConnectError):
+            while True:
+                url = f"http://127.0.0.1:{port}/v1/completions"
+                found.append(httpx.post(url, json=body, timeout=60, trust_env=False).status_code)
+        return found
+
+    with concurrent.futures.ThreadPoolExecutor() as clients, joined(cluster, port):
+        asking = [clients.submit(statuses, 300 if number % 4 == 0 else 3) for number in range(12)]
+        time.sleep(2)
+    found = [status for each in asking for status in each.result()]
+    assert set(found) <= {200, 503}
+    assert found.count(200) > 20

@@ -89,6 +89,39 @@ def test_a_port_of_another_is_refused_and_an_end_is_noticed() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("num_turns", range(5))
+def test_who_was_connected_when_the_port_closed_is_answered(num_turns: int) -> None:
+    """Connected in that turn of the event loop, before or after a listener begins to close in the first."""
+
+    async def run() -> None:
+        loop, listener = asyncio.get_running_loop(), await listening(free_port())
+        client = socket.socket()
+
+        def connect(turns: int) -> None:
+            if turns:
+                loop.call_soon(connect, turns - 1)
+            elif client.connect_ex(("127.0.0.1", listener.config.port)) == 0:
+                client.setblocking(False)
+                connected.set_result(True)
+            else:
+                connected.set_result(False)
+
+        connected: asyncio.Future[bool] = loop.create_future()
+        loop.call_soon(connect, num_turns)
+        closing = asyncio.ensure_future(listener.close())
+        if await connected:
+            reader, writer = await asyncio.open_connection(sock=client)
+            writer.write(b"GET /here HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert b"/here" in await asyncio.wait_for(reader.read(), 10)
+            writer.close()
+        else:
+            client.close()
+            assert num_turns
+        await asyncio.wait_for(closing, 10)
+
+    asyncio.run(run())
+
+
 # ---- what a client may send ----------------------------------------------------------------------------------------
 
 

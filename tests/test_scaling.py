@@ -14,14 +14,18 @@ from typing import Any
 
 import msgspec
 import pytest
+import ray
 from hypothesis import given
 from hypothesis import strategies as st
-from ray.serve.config import AutoscalingContext
+from ray.serve._private.build_app import build_app
+from ray.serve.config import AutoscalingConfig, AutoscalingContext
 
 from cluster.config import AutoscalingOptions, EngineConfig, load_config
 from cluster.http.errors import ApiError
+from cluster.serve import joined_ray
+from cluster.serve.app import application
 from cluster.serve.scaling import decision
-from cluster.serve.scaling.autoscaling import autoscaling_config
+from cluster.serve.scaling.autoscaling import autoscaling_config, ingress_autoscaling_config
 from cluster.serve.scaling.decision import HEADROOM, Lesson, Load, Targets, desired_replicas, learn
 from cluster.serve.scaling.meter import MAX_RETRY_S, LoadMeter
 from cluster.serve.scaling.waking import UNMEASURED_START_S, Waker
@@ -121,6 +125,29 @@ def test_serves_controller_needs_no_manta() -> None:
             assert {name.partition(".")[0] for name in names} <= sys.stdlib_module_names
 
 
+def context(config: AutoscalingConfig, told: dict[str, Any], state: Any = None) -> AutoscalingContext:
+    """Of two replicas."""
+    return AutoscalingContext(
+        deployment_id=None,  # type: ignore[arg-type]
+        deployment_name="engine",
+        app_name="manta",
+        current_num_replicas=2,
+        target_num_replicas=2,
+        running_replicas=[],
+        total_num_requests=lambda: 5.0,
+        total_queued_requests=0.0,
+        aggregated_metrics=lambda: told,
+        raw_metrics={},
+        capacity_adjusted_min_replicas=0,
+        capacity_adjusted_max_replicas=5,
+        policy_state=state or {},
+        last_scale_up_time=None,
+        last_scale_down_time=None,
+        current_time=100.0,
+        config=config,
+    )
+
+
 def test_serve_calls_the_policy_with_what_engines_told() -> None:
     options = AutoscalingOptions(min_replicas=0, max_replicas=5, target_ongoing_requests=8)
     config = autoscaling_config(options, EngineConfig())
@@ -129,33 +156,47 @@ def test_serve_calls_the_policy_with_what_engines_told() -> None:
     told = {"num_sequences": {"a": 20.0, "b": 1.0}, "kv_usage": {"a": 0.9}, "waiting_tokens": {}, "ttft_s": {"a": 0.1}}
 
     def ask(metrics: Any, state: Any) -> Any:
-        return policy(
-            AutoscalingContext(
-                deployment_id=None,  # type: ignore[arg-type]
-                deployment_name="engine",
-                app_name="manta",
-                current_num_replicas=2,
-                target_num_replicas=2,
-                running_replicas=[],
-                total_num_requests=lambda: 5.0,
-                total_queued_requests=0.0,
-                aggregated_metrics=lambda: metrics,
-                raw_metrics={},
-                capacity_adjusted_min_replicas=0,
-                capacity_adjusted_max_replicas=5,
-                policy_state=state,
-                last_scale_up_time=None,
-                last_scale_down_time=None,
-                current_time=100.0,
-                config=config,
-            )
-        )
+        return policy(context(config, metrics, state))
 
     assert ask(told, {}) == (3, {})
     assert ask({}, {}) == (1, {})
     assert ask({"num_sequences": {"a": 0.0, "b": 0.0}}, {}) == (0, {})  # five calls that ask for statistics
     assert ask({"ttft_s": {"a": 3.0}}, {}) == (3, {"lesson": (2.5, 100.0)})
     assert ask({}, {"lesson": (2.5, 100.0)})[0] == 2  # one would have five, and 2.5 were too many
+
+
+def test_ingresses_follow_the_engines_to_other_nodes() -> None:
+    config = ingress_autoscaling_config(AutoscalingOptions(max_replicas=5), num_nodes=2)
+    assert (config.min_replicas, config.max_replicas) == (2, 5)
+    policy = config.policy.get_policy()
+    assert policy(context(config, {"engine_nodes": {"a": 3.0, "b": 3.0}})) == (3, {})
+    assert policy(context(config, {"engine_nodes": {"a": 2.1, "b": 2.0}})) == (3, {})  # one has just come
+    assert policy(context(config, {"engine_nodes": {"a": 1.0}})) == (1, {})
+    assert policy(context(config, {})) == (2, {}), "nobody told anything"
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "options", "expected"),
+    [
+        (3, {}, (None, 1)),
+        (3, {"num_ingress_replicas": 4}, (4, 2)),
+        (3, {"autoscaling": None}, (3, 1)),
+        (3, {"http_server": "proxy"}, (1, None)),
+        (1, {}, (1, None)),  # a new version listens before the last one goes
+    ],
+)
+def test_how_many_ingresses_there_are(
+    num_nodes: int, options: dict[str, Any], expected: tuple[int | None, int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their number, or None if they follow the engines, and how many a node may have."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(joined_ray, "num_nodes", lambda: num_nodes)
+    config = load_config(None, {"http_server": "listener", "autoscaling": {}, **options})
+    (ingress,) = (each for each in build_app(application(config, [1]), name="m").deployments if each.name == "ingress")
+    scaling = ingress._deployment_config.autoscaling_config
+    number = None if scaling is not None else ingress.num_replicas
+    assert (number, ingress._replica_config.max_replicas_per_node) == expected
+    assert scaling is None or scaling.min_replicas == num_nodes
 
 
 def test_options_that_cannot_be() -> None:

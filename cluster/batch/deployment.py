@@ -19,6 +19,7 @@ from cluster.batch.storage import Storage
 from cluster.config import ServeConfig
 from cluster.http.app import HttpApp
 from cluster.http.metrics import Metrics
+from cluster.serve.replica_environment import REPLICA_ENVIRONMENT
 from cluster.serve.start_failure import told_in_words
 from cluster.text.tokenizer import Tokenizer
 from workers.checkpoints.model_config import resolve_model_folder
@@ -68,5 +69,5 @@ def batch_deployment(config: ServeConfig) -> Any:
         name="batches",
         num_replicas=1,
         health_check_period_s=5,
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": REPLICA_ENVIRONMENT}},
     )

@@ -66,8 +66,8 @@ def _engines(config: ServeConfig) -> serve.Application:
 
 
 def _for_nodes(config: ServeConfig, nodes: list[int], num_nodes: int = 1) -> ServeConfig:
-    """With threads, a number of ingresses, and absolute paths, since replicas run in folders of their own; the model's
-    name in the API stays.
+    """With threads, a number of ingresses unless they follow the engines, and absolute paths, since replicas run in
+    folders of their own; the model's name in the API stays.
     """
     engine = msgspec.structs.replace(
         config.engine,
@@ -75,7 +75,10 @@ def _for_nodes(config: ServeConfig, nodes: list[int], num_nodes: int = 1) -> Ser
         tokenizer=_absolute(config.engine.tokenizer),
         num_threads=threads_each(config.engine, config.max_engines, nodes),
     )
-    num_ingresses = config.num_ingress_replicas or (num_nodes if config.http_server == "listener" else 1)
+    num_ingresses, listens = config.num_ingress_replicas, config.http_server == "listener"
+    follow_engines = listens and num_nodes > 1 and config.autoscaling is not None
+    if num_ingresses is None and not follow_engines:
+        num_ingresses = num_nodes if listens else 1
     return msgspec.structs.replace(
         config, engine=engine, served_model_name=config.model_name, num_ingress_replicas=num_ingresses
     )
@@ -191,9 +194,6 @@ def _connect(config: ServeConfig) -> list[int]:
     Raises `CannotPlace` if the cluster is too small.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # One event loop in a replica instead of three: threads of one process share one interpreter lock anyway.
-    os.environ.setdefault("RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP", "0")
-    os.environ.setdefault("RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD", "0")
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     address = ray_address()
     if address is None:

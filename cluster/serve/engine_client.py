@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -38,6 +38,13 @@ logger = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 3.0
 """How long replicas may take to say their statistics; all are asked at once."""
+REMOVAL_POLL_S = 0.5
+"""How often Serve is asked whether an engine will ever come, while there is none and requests wait for one."""
+
+
+async def _never() -> bool:
+    """For engines that end after their client."""
+    return False
 
 
 class EngineClient:
@@ -45,7 +52,7 @@ class EngineClient:
 
     `engine` is the handle of the engine deployment, `host` the address of this machine at which engines reach it.
     `standby` is the handle of engines that serve while no other one can. Of requests that find no engine, `max_held`
-    wait for one to start.
+    wait for one to start, unless the engines are gone for good, as `is_removed` finds out.
     """
 
     reads_whole = False
@@ -59,6 +66,7 @@ class EngineClient:
         metrics: Metrics,
         standby: Any = None,
         max_held: int = EngineConfig().max_num_waiting,
+        is_removed: Callable[[], Awaitable[bool]] = _never,
     ) -> None:
         self._handles = {ENGINE: engine} if standby is None else {ENGINE: engine, STANDBY: standby}
         self._greeting: asyncio.Task[None] | None = None
@@ -73,6 +81,7 @@ class EngineClient:
         self._call_lock = asyncio.Lock()
         self.suspects = asyncio.Lock()
         self._watching: asyncio.Task[None] | None = None
+        self._is_removed = is_removed
         self._waker = Waker(self._is_asleep, lambda: self._engine.start_seconds.remote(), max_held)
 
     def submit(
@@ -120,6 +129,11 @@ class EngineClient:
             await self.stats()
         self._greeted = greeted
 
+    @property
+    def num_engine_nodes(self) -> int:
+        """On which engines run, as far as Serve has told."""
+        return len(frozenset().union(*self._replicas.nodes.values()))
+
     def _is_asleep(self) -> bool:
         """Whether no engine runs, as far as Serve has told."""
         return ENGINE in self._replicas.running and not any(self._replicas.running.values())
@@ -145,12 +159,12 @@ class EngineClient:
         """
         address = await self._listen()
         assert request.deadline_s is not None
+        if self._watching is None:
+            self._watching = asyncio.ensure_future(self._watch())
         left_s = await self._waker.wait(request.deadline_s, is_new=request.continued is None)
         request = msgspec.structs.replace(request, deadline_s=left_s)
         async with self._call_lock:  # one a turn of the event loop: 1,000 at once hold it for half a second
             await asyncio.sleep(0)
-        if self._watching is None:
-            self._watching = asyncio.ensure_future(self._watch())
         response = self._engine.generate.remote(request, address)
         try:
             return await response
@@ -162,12 +176,8 @@ class EngineClient:
         """The constraint with its backend, and the keywords that this one does not enforce. Raises `ApiError` 400, or
         429 if too many wait.
         """
-        response = self._engine.resolve.remote(spec, client)
         try:
-            return await response
-        except asyncio.CancelledError:
-            response.cancel()
-            raise
+            return await self._answer(self._engine.resolve.remote(spec, client))
         except QueueFull as error:
             raise ApiError(429, str(getattr(error, "cause", error)), code="queue_full") from error
         except RequestRefused as error:
@@ -175,7 +185,20 @@ class EngineClient:
             raise ApiError(400, str(refusal), param=refusal.param) from error
 
     async def model(self) -> ModelInfo:
-        return await self._engine.model.remote()
+        return await self._answer(self._engine.model.remote())
+
+    async def _answer(self, response: Any) -> Any:
+        """What an engine says to a question. Raises `ApiError` 503 if none ever will."""
+        call = asyncio.ensure_future(response)
+        try:
+            while not (await asyncio.wait([call], timeout=REMOVAL_POLL_S))[0]:
+                if await self._are_gone():
+                    raise _gone()
+        except BaseException:
+            call.cancel()
+            response.cancel()
+            raise
+        return call.result()
 
     async def stats(self) -> list[EngineStats]:
         """Of every engine replica that answers; of none if Serve runs none. Raises `ApiError` 503 if none answers."""
@@ -256,7 +279,27 @@ class EngineClient:
                         run.go_on()
             else:
                 await self._kill(filter(self._replicas.is_hung, bad))
+            if self._is_asleep():
+                await self._refuse_if_gone()
         self._watching = None
+
+    async def _refuse_if_gone(self) -> None:
+        """What an engine still runs goes on."""
+        await asyncio.sleep(REMOVAL_POLL_S)
+        if await self._are_gone():
+            for run in list(self.runs.values()):
+                if run.connection is None:
+                    run.refuse(_gone())
+
+    async def _are_gone(self) -> bool:
+        """Whether there are no engines and will be none. Serve would let calls wait for those that it has ended."""
+        if not self._is_asleep():
+            return False
+        try:
+            return await self._is_removed()
+        except Exception as error:  # Serve's controller may be starting anew, and what Ray raises has many names
+            logger.info("Serve does not say whether the application is to end: %s", in_words(error))
+            return False
 
     async def _kill(self, hung: Iterable[str]) -> None:
         """Serve would take half a minute to find out."""
@@ -266,3 +309,7 @@ class EngineClient:
                 await asyncio.to_thread(replicas.kill, replica)
             except Exception as error:  # it may have ended, and what Ray raises then has many names
                 logger.warning("replica %s was not killed: %s", replica, in_words(error))
+
+
+def _gone() -> ApiError:
+    return ApiError(503, "the application was ended, and its engines with it; ask another server")

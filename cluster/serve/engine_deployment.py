@@ -30,6 +30,7 @@ from cluster.engine.request import EngineRequest, QueueFull, RequestRefused, Seq
 from cluster.engine.stats import EngineStats, ServiceStats
 from cluster.serve.burst import Burst
 from cluster.serve.channel import BEAT_S, Address, Control, EngineFailed, OutputSender, RequestResult
+from cluster.serve.replica_environment import REPLICA_ENVIRONMENT
 from cluster.serve.routing.replicas import own_name
 from cluster.serve.routing.reports import CacheReporter
 from cluster.serve.routing.request_router import EngineRouter
@@ -371,6 +372,7 @@ def engine_deployment(
             "num_gpus": gpus_each(config) if config.tensor_parallel_size == 1 else 0,
             "runtime_env": {
                 "env_vars": {
+                    **REPLICA_ENVIRONMENT,
                     # Ray gives an actor one OpenMP thread unless told otherwise, and torch reads this when it loads.
                     "OMP_NUM_THREADS": str(config.num_threads),
                     # Threads that spin for long take the core from the ingress: short spinning makes steps 3 times

@@ -17,7 +17,6 @@ import ray
 from prometheus_client.metrics_core import Metric
 from ray import serve
 from ray.serve.exceptions import DeploymentUnavailableError
-from ray.serve.schema import ApplicationStatus
 
 from cluster.config import ServeConfig
 from cluster.http.access.keys import openness
@@ -26,7 +25,9 @@ from cluster.http.exchange import Receive, Scope, Send
 from cluster.http.metrics import Metrics
 from cluster.serve.engine_client import ANSWER_TIMEOUT_S, EngineClient
 from cluster.serve.listening.listener import Listener
-from cluster.serve.scaling.cluster_state import ClusterWatch
+from cluster.serve.replica_environment import REPLICA_ENVIRONMENT
+from cluster.serve.scaling.autoscaling import ingress_autoscaling_config
+from cluster.serve.scaling.cluster_state import ClusterWatch, is_removed
 from cluster.serve.start_failure import told_in_words
 from cluster.telemetry.server_span import open_server_spans
 from cluster.text.tokenizer import Tokenizer
@@ -34,8 +35,10 @@ from workers.checkpoints.model_config import resolve_model_folder
 
 DRAIN_POLL_S = 0.5
 """How often a replica that was told to go asks whether another one has taken its place."""
-REMOVED_S = 20.0
-"""So long streams may go on whose application was deleted: who stops it waits for them."""
+REMOVED_S = 25.0
+"""So long streams may go on whose application was deleted: who stops it waits for them. Serve gives engines 20 s; what
+still runs then is told that it has failed.
+"""
 
 
 class Ingress:
@@ -57,7 +60,8 @@ class Ingress:
         tokenizer = Tokenizer(config.engine.tokenizer or str(resolve_model_folder(config.engine.model)))
         if (warning := openness(config)) is not None:
             logging.getLogger(__name__).warning(warning)
-        self._metrics = Metrics(config.model_name, _replica_id() if (config.num_ingress_replicas or 1) > 1 else None)
+        has_peers = _follow_engines(config) or (config.num_ingress_replicas or 1) > 1
+        self._metrics = Metrics(config.model_name, _replica_id() if has_peers else None)
         self._metrics.show_options(config)
         self._client = EngineClient(
             engine,
@@ -66,6 +70,7 @@ class Ingress:
             self._metrics,
             standby,
             max_held=config.engine.max_num_waiting,
+            is_removed=is_removed,
         )
         self._app = HttpApp(
             config,
@@ -137,6 +142,10 @@ class ListeningIngress(Ingress):
         with told_in_words():
             await self._listener.ensure_listening()
 
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Called by Serve; read by `cluster/serve/scaling/decision.py`."""
+        return {"engine_nodes": self._client.num_engine_nodes}
+
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         with contextlib.suppress(asyncio.CancelledError):  # that a client left is news for Serve's counts only
             await self._app(scope, receive, send)
@@ -148,11 +157,11 @@ class ListeningIngress(Ingress):
         `drain_notice_s`: whoever sends them learns of it in that time. Then only what runs goes on to its end.
         """
         deadline = time.monotonic() + self._notice_s
-        while time.monotonic() < deadline and not (await self._is_replaced() or await _is_removed()):
+        while time.monotonic() < deadline and not (await self._is_replaced() or await is_removed()):
             self._app.begin_drain()
             await asyncio.sleep(DRAIN_POLL_S)
         self._app.begin_drain()
-        patience_s = REMOVED_S if await _is_removed() else None
+        patience_s = REMOVED_S if await is_removed() else None
         await asyncio.wait([asyncio.ensure_future(self._listener.close())], timeout=patience_s)
 
     async def own_place(self) -> tuple[str, tuple[str, int]]:
@@ -172,13 +181,6 @@ class DeployedIngress(ListeningIngress):
         await self.drain()
 
 
-async def _is_removed() -> bool:
-    """Whether the whole application goes, so that nobody need be sent elsewhere."""
-    name = _app_name()
-    applications = (await asyncio.to_thread(serve.status)).applications
-    return name not in applications or applications[name].status == ApplicationStatus.DELETING
-
-
 def _replica_id() -> str:
     return serve.get_replica_context().replica_id.unique_id
 
@@ -187,22 +189,31 @@ def _app_name() -> str:
     return serve.get_replica_context().app_name
 
 
+def _follow_engines(config: ServeConfig) -> bool:
+    """Those whose number is left open, to nodes that come with the load."""
+    return config.autoscaling is not None and config.num_ingress_replicas is None
+
+
 def ingress_deployment(config: ServeConfig, num_nodes: int) -> Any:
     """The Serve deployment; bind it with the configuration and the engines. Replicas that listen need no proxy."""
     listens, num_replicas = config.http_server == "listener", config.num_ingress_replicas or 1
-    places: dict[str, int] = {}
-    if listens and num_nodes > 1:
+    places: dict[str, Any] = {}
+    if _follow_engines(config):
+        assert config.autoscaling is not None
+        scaling = ingress_autoscaling_config(config.autoscaling, num_nodes)
+        places = {"autoscaling_config": scaling, "max_replicas_per_node": 1}
+    elif listens and num_nodes > 1:
         places = {"max_replicas_per_node": -(-num_replicas // num_nodes)}
     elif listens:
         places = {"max_surge_percent": 100}  # a new version listens before the last one goes: there is no other node
     return serve.deployment(
         DeployedIngress if listens else serve.ingress()(Ingress),
         name="ingress",
-        num_replicas=num_replicas,
+        num_replicas=None if "autoscaling_config" in places else num_replicas,
         health_check_period_s=5,
         max_ongoing_requests=100_000,  # the engine's queue limit refuses, and says so in OpenAI's shape
         graceful_shutdown_timeout_s=config.drain_notice_s + config.drain_timeout_s,
         graceful_shutdown_wait_loop_s=DRAIN_POLL_S,
-        ray_actor_options={"num_cpus": 0},
-        **places,  # type: ignore[arg-type]
+        ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": REPLICA_ENVIRONMENT}},
+        **places,
     )

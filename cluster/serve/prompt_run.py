@@ -213,12 +213,16 @@ class PromptRun:
         if not self._holds_suspects and self._num_deaths < MAX_DEATHS:
             self.go_on()
             return
-        self.leave()
         message = (
             f"{self._num_deaths} engine processes died while they ran this request, which may be why; it is not tried "
             "again"
         )
-        self._fail(ApiError(500, message, code="internal_error"))
+        self.refuse(ApiError(500, message, code="internal_error"))
+
+    def refuse(self, reason: ApiError) -> None:
+        """No engine runs it from now on."""
+        self.leave()
+        self._fail(reason)
 
     def _clear_of_suspicion(self) -> None:
         """It gained something, or is over: the next suspect may go on."""

@@ -11,6 +11,7 @@ and the time for it. A refusal is an answer in OpenAI's shape.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import functools
 import logging
@@ -245,13 +246,15 @@ class Listener(uvicorn.Server):
         )
         self._client_timeout_s = config.client_timeout_s
         self._port = Port(config.host, config.port, peers)
+        self._listening: socket.socket | None = None
         self._serving: asyncio.Task[None] | None = None
 
     async def ensure_listening(self) -> None:
         """Begins at the first call; raises `OSError` if the port is taken, `RuntimeError` if it has ended."""
         if self._serving is None:
             logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # what clients send wrongly is no news here
-            self._serving = asyncio.ensure_future(self.serve([await self._bound()]))
+            self._listening = await self._bound()
+            self._serving = asyncio.ensure_future(self.serve([self._listening]))
         while not self.started and not self._serving.done():
             await asyncio.sleep(0.01)
         if self._serving.done():
@@ -259,15 +262,32 @@ class Listener(uvicorn.Server):
 
     async def close(self) -> None:
         """Accepts nothing more, closes connections that rest, and returns when what runs has ended."""
-        for _ in range(2):
-            await asyncio.sleep(0)  # who waits to be accepted is
+        waiting = self._accept_all()
         for server in self.servers:
             server.close()
         self._port.give_back()
+        protocol = functools.partial(
+            self.config.http_protocol_class,
+            config=self.config,  # type: ignore[call-arg]
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
+        for connected in waiting:
+            await asyncio.get_running_loop().connect_accepted_socket(protocol, connected)
         await asyncio.sleep(ARRIVAL_S)
         self.should_exit = True
         if self._serving is not None:
             await self._serving
+
+    def _accept_all(self) -> list[socket.socket]:
+        """Who has connected and waits: the system would cut them off with the port."""
+        assert self._listening is not None
+        found: list[socket.socket] = []
+        with contextlib.suppress(OSError):  # nobody waits any more
+            while True:
+                found.append(self._listening.accept()[0])
+                found[-1].setblocking(False)
+        return found
 
     async def _bound(self) -> socket.socket:
         """Somebody's outgoing connection may have the port by chance for a moment, or a fork until its exec."""

@@ -41,6 +41,8 @@ class Replicas:
     def __init__(self) -> None:
         self.running: dict[str, frozenset[str]] = {}
         """By deployment, those that Serve runs, less those that it told to go. Deployments of which it has said."""
+        self.nodes: dict[str, frozenset[str]] = {}
+        """By deployment, where they run, as Ray names nodes."""
         self.routed: dict[str, str] = {}
         """Request to the replica that it was sent to, until this has taken it."""
         self.placement = Placement()

@@ -32,6 +32,7 @@ class EngineRouter(RequestRouter):
         self._listed = replicas
         self._by_name = {replica.replica_id.to_full_id_str(): replica for replica in replicas}
         self._known.set_running(self._deployment, self._by_name)
+        self._known.nodes[self._deployment] = frozenset(replica.node_id for replica in replicas)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

@@ -1,5 +1,5 @@
-"""What Serve and Ray say of this application: its deployments, what of them is starting and why something is not, and
-the nodes. Read by `/status`; Serve's messages are put in words.
+"""What Serve and Ray say of this application: its deployments, what of them is starting and why something is not, the
+nodes, and whether all of it goes. Read by `/status`; Serve's messages are put in words.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 import ray
 from ray import serve
 from ray.serve.exceptions import RayServeException
-from ray.serve.schema import ApplicationStatusOverview, DeploymentStatusOverview
+from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, DeploymentStatusOverview
 
 from cluster.http.state import DeploymentState, NodeState
 from cluster.serve.start_failure import in_words, last_exception, waiting_for_room
@@ -38,6 +38,13 @@ class ClusterWatch:
                 self._found = await asyncio.to_thread(lambda: (_deployments(), _nodes()))
                 self._asked_at = time.monotonic()
         return self._found
+
+
+async def is_removed() -> bool:
+    """Whether Serve ends the application to which this replica belongs, its engines too."""
+    name = serve.get_replica_context().app_name
+    applications = (await asyncio.to_thread(serve.status)).applications
+    return name not in applications or applications[name].status == ApplicationStatus.DELETING
 
 
 def _deployments() -> list[DeploymentState]:

@@ -1,4 +1,4 @@
-"""How many engines there should be: a pure function of their load, and the policy object by which Serve asks it.
+"""How many engines and ingresses there should be: pure functions of what they tell, as Serve asks them.
 
 Serve copies this module to its controller, which may run where Manta is not installed: only the standard library is
 imported here. Serve applies the delays, the bounds and the first step from zero (`ray.serve.config.AutoscalingConfig`,
@@ -113,19 +113,28 @@ class EnginePolicy:
 
 def load_of(context: Any) -> Load:
     """Of an `AutoscalingContext`: what Serve counted of calls, and what the engines told of themselves."""
-    metrics = context.aggregated_metrics or {}
-
-    def told(name: str) -> list[float]:
-        return [value for value in metrics.get(name, {}).values() if value is not None]
-
-    sequences = told("num_sequences")
+    sequences = _told(context, "num_sequences")
     # Serve counts questions for statistics as requests too, so that a scraper would keep the last engine awake.
     ongoing = sum(sequences) + (context.total_queued_requests or 0.0) if sequences else context.total_num_requests
     return Load(
         num_running=context.current_num_replicas,
         num_target=context.target_num_replicas,
         ongoing_requests=ongoing,
-        kv_usage=sum(told("kv_usage")),
-        waiting_tokens=sum(told("waiting_tokens")),
-        ttft_s=max(told("ttft_s"), default=0.0),
+        kv_usage=sum(_told(context, "kv_usage")),
+        waiting_tokens=sum(_told(context, "waiting_tokens")),
+        ttft_s=max(_told(context, "ttft_s"), default=0.0),
     )
+
+
+def desired_ingresses(context: Any) -> tuple[int, dict[str, Any]]:
+    """As many as nodes on which engines run, as ingresses tell (`ListeningIngress.record_autoscaling_stats`); Serve
+    keeps to the bounds. What an ingress has to carry grows with the engines, and so with these nodes.
+    """
+    nodes = _told(context, "engine_nodes")
+    return _whole(max(nodes, default=context.target_num_replicas)), {}
+
+
+def _told(context: Any, name: str) -> list[float]:
+    """One number of all replicas that told it."""
+    metrics = context.aggregated_metrics or {}
+    return [value for value in metrics.get(name, {}).values() if value is not None]
