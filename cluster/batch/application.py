@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import msgspec
@@ -29,4 +30,6 @@ def batch_application(
         batch_storage=None,
         request_timeout_s=max(config.request_timeout_s, config.batches.keep_s),  # a line has its batch's time
     )
-    return HttpApp(inside, tokenizer, client, metrics), client
+    application = HttpApp(inside, tokenizer, client, metrics)
+    gc.freeze()  # what stays for life need not be looked through again for every few lines
+    return application, client

@@ -27,6 +27,8 @@ LINGER_S = 0.25
 
 
 class BatchEngineClient(EngineClient):
+    """A line that is refused learns so when the last one of its group has ended."""
+
     reads_whole = True
 
     def __init__(self, *arguments: Any) -> None:

@@ -116,7 +116,9 @@ class EngineReplica:
         return result
 
     async def generate_group(self, requests: list[EngineRequest], address: Address) -> list[RequestResult]:
-        """As `generate`, to the end of the last one. For whoever has many: a call costs more than what it asks for."""
+        """As `generate`, to the end of the last one: also what is refused is known then. For whoever has many requests,
+        for a call costs more than all else that is done for one.
+        """
         self._loop = asyncio.get_running_loop()
         if self._failure is not None:
             raise EngineFailed(self._failure)

@@ -190,7 +190,8 @@ class Submission:
         if delta.stop_string is not None:
             choice.usage = self._stop(output, prompt, choice, event, delta.num_kept_tokens)
             event.stop_reason = delta.stop_string
-        prompt.metrics.tokens(output.index, len(event.token_ids))
+        if not self._reads_whole:  # it says nothing of when the tokens came
+            prompt.metrics.tokens(output.index, len(event.token_ids))
         if event.finish is not None:
             choice.finished = True
             prompt.metrics.ended(event.finish, choice.usage)
