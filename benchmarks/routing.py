@@ -140,6 +140,7 @@ def running(router: RequestRouterConfig | None, num_engines: int, **options: Any
     config = ServeConfig(
         engine=engine,
         port=free_port(),
+        http_server="listener",
         num_engine_replicas=num_engines,
         log_requests=False,
         api_keys=tuple(f"{name}:{key}" for name, key in KEYS.items()),
@@ -147,7 +148,7 @@ def running(router: RequestRouterConfig | None, num_engines: int, **options: Any
     engines = engine_deployment(engine, num_engines)
     if router is not None:
         engines = engines.options(request_router_config=router)
-    application = ingress_deployment(config, listens=True).bind(config, engines.bind(engine), None)
+    application = ingress_deployment(config, num_nodes=1).bind(config, engines.bind(engine))
     serve.run(application, name="routing", route_prefix=None)
     try:
         yield config.port, config.model_name

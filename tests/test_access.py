@@ -148,6 +148,21 @@ def test_keys_come_from_the_configuration_a_file_and_the_environment(
         with_api_keys(ServeConfig(api_keys_file=str(tmp_path / "missing")))
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"client_weights": {"tean": 2}}, r"client_weights: no API key has the name 'tean': .* names team, key-2;"),
+        ({"priority_clients": ("*", "key-3")}, "priority_clients: no API key has the name 'key-3'"),
+        ({"client_weights": {"team": 2}, "api_keys": ()}, "client_weights: .* there are no API keys"),
+    ],
+)
+def test_options_about_keys_that_there_are_not_are_refused(options: dict[str, Any], message: str) -> None:
+    keys = ("team:sixteen-characters", "other-sixteen-characters")
+    given = {"api_keys": keys, "client_weights": {"team": 3}, "priority_clients": ("*", "key-2"), **options}
+    with pytest.raises(ValueError, match=message):
+        with_api_keys(ServeConfig(**{**given, "api_keys": given["api_keys"] or None}))
+
+
 def test_null_from_a_variable_that_is_not_set_opens_nothing(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "serve.yaml"
     file.write_text("api_keys:\n")

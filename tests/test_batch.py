@@ -16,20 +16,27 @@ import time
 import types
 from typing import Any
 
+import msgspec
 import pytest
 
-from cluster.batch import job
+from cluster.batch import engine_client, job
+from cluster.batch.application import batch_application
 from cluster.batch.journal import BatchRefused, Journal, count_lines, read_lines
-from cluster.batch.lines import BadLine, BatchResult, LineKey, encode, parse
+from cluster.batch.lines import BadLine, BatchRequest, BatchResult, LineKey, encode, parse
 from cluster.cli.__main__ import main
-from cluster.engine.request import FinishStatus, SequenceOutput, Usage
+from cluster.config import EngineConfig, ServeConfig
+from cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput, Usage
 from cluster.http.engines import Event
 from cluster.http.metrics import Metrics
 from cluster.llm import LLM, SamplingParams
+from cluster.serve.channel import Address
+from cluster.serve.engine_deployment import EngineReplica
+from cluster.serve.gathering import Gathering
 from cluster.serve.submission import Submission
 from cluster.text.tokenizer import Tokenizer
 from tests.checkpoints import checkpoint
 from tests.conftest import PROVE
+from tests.local_server import Handle, until
 from workers.step import TokenLogprobs
 
 MAX_BYTES = 4096
@@ -152,7 +159,7 @@ def test_every_line_gets_one_result(tmp_path: pathlib.Path, monkeypatch: pytest.
     # 1 is refused for a while, 4 fails for good, 5 is the client's own fault: each is told apart.
     echo = Echo({"1": [429, 503], "4": [500] * 99, "5": [400] * 99})
     reports = run(echo, source, target)
-    assert count_lines(source) == len(reports) == len(results(target)) == 7
+    assert len(reports) == len(results(target)) == 7
     by_id = {each["custom_id"]: each for each in results(target)}
     assert {name: by_id[name]["response"]["status_code"] for name in map("request-{}".format, (1, 2, 4, 5))} == {
         "request-1": 200,
@@ -170,6 +177,11 @@ def test_every_line_gets_one_result(tmp_path: pathlib.Path, monkeypatch: pytest.
     again = Echo({})
     assert run(again, source, target) == []
     assert not again.asked
+    with source.open("rb") as text, Journal(target) as journal:
+        assert count_lines(text, MAX_BYTES, journal) == (7, 7)
+        assert count_lines(io.BytesIO(text.read() + b"{}"), MAX_BYTES, journal) == (8, 7)
+        with pytest.raises(BatchRefused, match="another input: its line 1 was different"):
+            count_lines(io.BytesIO(b"one"), MAX_BYTES, journal)
 
 
 def test_lines_with_a_common_prefix_run_together(tmp_path: pathlib.Path) -> None:
@@ -188,25 +200,30 @@ def test_no_more_lines_are_read_than_a_window_has(tmp_path: pathlib.Path, monkey
     assert "".join(echo.asked) == "789456123"
 
 
-def events_of(outputs: list[SequenceOutput], params: SamplingParams, whole: bool) -> list[Event]:
-    """What the reader of a body with one prompt gets."""
+# ---- the engines -----------------------------------------------------------------------------------------------------
+
+
+def events_of(outputs: list[SequenceOutput], params: SamplingParams, is_behind: bool) -> list[Event]:
+    """What the reader of a body with one prompt gets: each output as it comes, or all at last."""
     client: Any = types.SimpleNamespace(tokenizer=Tokenizer("demo"), metrics=Metrics("m"))
-    submission = Submission(client, [[5, 6]], params, chat=False, whole=whole)
+    submission = Submission(client, [[5, 6]], params, chat=False)
     (prompt,) = submission._prompts
-    prompt.run = types.SimpleNamespace(release=lambda: None, stop=lambda *_: None)  # type: ignore[assignment]
+    prompt.run = types.SimpleNamespace(release=lambda: None)  # type: ignore[assignment]
 
     async def read() -> list[Event]:
+        events, found = aiter(submission), []
         for output in outputs:
-            submission._tell(prompt, copy.deepcopy(output))
-        return [event async for event in submission]
+            submission._tell(prompt, output)
+            if not is_behind:
+                found.append(await anext(events))
+        return found or [event async for event in events]
 
     return asyncio.run(read())
 
 
-@pytest.mark.parametrize("options", [{}, {"stop": ("zzz",)}], ids=["no stop", "stop"])
-def test_an_answer_that_is_read_at_its_end_is_the_same(options: dict) -> None:
+def test_an_answer_that_comes_in_fewer_pieces_is_the_same() -> None:
     """With choices that end apart, log-probabilities, and several tokens at once."""
-    params = SamplingParams(n=2, logprobs=0, prompt_logprobs=0, **options)
+    params = SamplingParams(n=2, logprobs=0, prompt_logprobs=0)
     entry = [TokenLogprobs(7, -1.0, 1, [], [])]
     usage = Usage(2, 1, 0)
     outputs = [SequenceOutput("r", 0, [], prompt_logprobs=entry)]
@@ -215,6 +232,10 @@ def test_an_answer_that_is_read_at_its_end_is_the_same(options: dict) -> None:
     outputs += [SequenceOutput("r", 1, [40 + step], entry) for step in range(5)]
     for index, finish in ((1, FinishStatus.FINISHED_STOPPED), (0, FinishStatus.FINISHED_LENGTH)):
         outputs.append(SequenceOutput("r", index, [50], entry, finish=finish, usage=Usage(2, 12, 0)))
+    gathering = Gathering()
+    copies = lambda: [copy.deepcopy(output) for output in outputs]  # noqa: E731
+    gathered = [output for output in copies() if gathering.add(output)]
+    assert len(gathered) == 4, "the first and the last of each choice"
 
     def joined(events: list[Event]) -> list[Any]:
         found = []
@@ -226,10 +247,64 @@ def test_an_answer_that_is_read_at_its_end_is_the_same(options: dict) -> None:
             found.append(own[-1].finish)
         return found
 
-    read, whole = (events_of(outputs, params, way) for way in (False, True))
-    assert joined(read) == joined(whole)
-    assert len(read) == len(outputs)
-    assert len(whole) == (len(outputs) if options else 4)
+    one_by_one = events_of(copies(), params, is_behind=False)
+    assert len(one_by_one) == len(outputs)
+    assert joined(events_of(gathered, params, is_behind=False)) == joined(one_by_one)
+    at_once = events_of(copies(), params, is_behind=True)
+    assert len(at_once) == 2
+    assert joined(at_once) == joined(one_by_one)
+
+
+class CountingHandle(Handle):
+    """Notes how many requests came in each call."""
+
+    def __init__(self, replica: EngineReplica) -> None:
+        super().__init__(replica)
+        self.calls: list[int] = []
+
+    @property
+    def generate_group(self) -> Any:
+        def remote(requests: list[EngineRequest], address: Address) -> Any:
+            self.calls.append(len(requests))
+            return super(CountingHandle, self).__getattr__("generate_group").remote(requests, address)
+
+        return types.SimpleNamespace(remote=remote)
+
+
+def test_lines_share_calls_and_each_is_answered_or_left_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 60 lines 20 are refused, and 8 of those that take long are left: their engine ends them, and no other."""
+    monkeypatch.setattr(engine_client, "GROUP_SHARE", 4)
+    model = checkpoint("llama")
+    options = {"dtype": "float32", "kv_cache_bytes": 8 << 20, "num_threads": 1, "max_num_sequences": 8}
+    config = ServeConfig(engine=EngineConfig(model=str(model), **options))
+
+    def request(number: int, **fields: object) -> BatchRequest:
+        body = {"model": model.name, "prompt": [5, number + 6], "temperature": 0, "ignore_eos": True, **fields}
+        return BatchRequest(str(number), "/v1/completions", msgspec.Raw(json.dumps(body).encode()))
+
+    async def scenario() -> None:
+        replica = await asyncio.to_thread(EngineReplica, config.engine)
+        handle = CountingHandle(replica)
+        application, client = batch_application(config, handle, "127.0.0.1")
+        ask = lambda number, **fields: job.ask(application, request(number, **fields), f"line-{number}")  # noqa: E731
+        kept = [asyncio.ensure_future(ask(number, max_tokens=4 + number % 9)) for number in range(40)]
+        refused = [ask(number, max_tokens=4, allowed_token_ids=[10_000]) for number in range(40, 60)]
+        left = [asyncio.ensure_future(ask(number, max_tokens=400)) for number in range(60, 68)]
+        answers = asyncio.gather(*kept, *refused)
+        await until(lambda: sum(handle.calls) > 60)
+        for each in left:
+            each.cancel()
+        found = await answers
+        assert [each.status_code for each in found] == [200] * 40 + [400] * 20
+        assert len(handle.calls) < sum(handle.calls) / 2
+        for number in range(0, 40, 5):
+            text = json.loads(bytes(found[number].body))["choices"][0]["text"]
+            assert json.loads(bytes((await ask(number, max_tokens=4 + number % 9)).body))["choices"][0]["text"] == text
+        await until(lambda: replica.engine.stats().num_running == replica.engine.stats().num_waiting == 0)
+        replica.engine.check_integrity()
+        await client.close()
+
+    asyncio.run(scenario())
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

@@ -8,21 +8,16 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import msgspec
 import ray
 from ray import serve
 
-from cluster.batch.engine_client import BatchEngineClient
+from cluster.batch.application import batch_application
 from cluster.batch.records import Records
 from cluster.batch.runner import Runner
 from cluster.batch.storage import Storage
 from cluster.config import ServeConfig
-from cluster.http.app import HttpApp
-from cluster.http.metrics import Metrics
 from cluster.serve.replica_environment import REPLICA_ENVIRONMENT
 from cluster.serve.start_failure import told_in_words
-from cluster.text.tokenizer import Tokenizer
-from workers.checkpoints.model_config import resolve_model_folder
 
 
 class BatchRunner:
@@ -31,22 +26,11 @@ class BatchRunner:
     def __init__(self, config: ServeConfig, engine: Any, standby: Any = None) -> None:
         assert config.batch_storage is not None
         with told_in_words():
-            tokenizer = Tokenizer(config.engine.tokenizer or str(resolve_model_folder(config.engine.model)))
-            metrics = Metrics(config.model_name)
-            self._client = BatchEngineClient(engine, tokenizer, ray.util.get_node_ip_address(), metrics, standby)
-            # Whoever may make a batch was asked for a key then. A line has all the time of its batch.
-            inside = msgspec.structs.replace(
-                config,
-                api_keys=None,
-                priority_clients=(),
-                log_requests=False,
-                batch_storage=None,
-                request_timeout_s=max(config.request_timeout_s, config.batches.keep_s),
-            )
+            application, self._client = batch_application(config, engine, ray.util.get_node_ip_address(), standby)
             num_places = config.max_engines * config.engine.max_num_sequences
             self._runner = Runner(
                 Records(Storage(config.batch_storage), config.batches),
-                HttpApp(inside, tokenizer, self._client, metrics),
+                application,
                 config.batches.max_in_flight or max(1, num_places // 2),
                 config.max_body_bytes,
             )

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from cluster.batch.job import Application, Job
 from cluster.batch.job import run as answer_all
-from cluster.batch.journal import BatchRefused, num_lines_in, read_lines
+from cluster.batch.journal import BatchRefused, count_lines, read_lines
 from cluster.batch.lines import BatchError, BatchResult, custom_id_of
 from cluster.batch.records import ENDED, Batch, BatchErrors, OpenBatch, Records
 from cluster.batch.stored import StoredResults
@@ -150,7 +150,8 @@ class Runner:
                 run.answering = asyncio.create_task(self._answer(run, batch, results))
                 await run.answering
         except asyncio.CancelledError:
-            if run.ending is None:
+            this = asyncio.current_task()
+            if run.ending is None or (this is not None and this.cancelling()):  # not its answering alone
                 raise
         except (BatchRefused, FileNotFoundError) as error:
             message = str(error) if isinstance(error, BatchRefused) else f"file {batch.input_file_id} is not there"
@@ -160,7 +161,7 @@ class Runner:
 
     async def _answer(self, run: _Run, batch: Batch, results: StoredResults) -> None:
         if batch.status == "validating":
-            await asyncio.to_thread(self._count, run, batch)
+            await asyncio.to_thread(self._count, run, batch, results)
         job = Job(
             self._application,
             results,
@@ -192,10 +193,10 @@ class Runner:
         batch.request_counts.completed, batch.request_counts.failed = results.num_good, results.num_failed
         self._records.save(run.owner, batch)
 
-    def _count(self, run: _Run, batch: Batch) -> None:
+    def _count(self, run: _Run, batch: Batch, results: StoredResults) -> None:
         """Raises `BatchRefused` if there is nothing to do."""
         with self._records.content(run.owner, batch.input_file_id) as source:
-            batch.request_counts.total = num_lines_in(source)
+            batch.request_counts.total, _ = count_lines(source, self._max_line_bytes, results)
         if not batch.request_counts.total:
             raise BatchRefused(f"file {batch.input_file_id} holds no line; write one request a line")
         batch.status, batch.in_progress_at = "in_progress", int(time.time())

@@ -11,9 +11,8 @@ import hashlib
 import pathlib
 import sys
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, BinaryIO
 
-import msgspec
 from tqdm import tqdm
 
 from cluster.batch.job import Application, Job, Progress, run
@@ -38,20 +37,31 @@ def run_batch(source: str, target: str, config_path: str | None, overrides: dict
         raise Refusal(str(error)) from error
     try:
         check_quickly(config.engine)
-        num_lines = count_lines(pathlib.Path(source))
-        with Journal(pathlib.Path(target)) as journal, stopped_by_sigterm():
-            return _run(pathlib.Path(source), num_lines, journal, config)
+        with _opened(source) as lines, Journal(pathlib.Path(target)) as journal, stopped_by_sigterm():
+            return _run(lines, journal, config)
     except ModelError as error:
         raise Refusal(f"{config.engine.model} cannot be served: {error}") from error
-    except OSError as error:
-        raise Refusal(f"cannot read {source}: {error.strerror}") from error
     except BatchRefused as error:
         raise Refusal(str(error)) from error
+    except OSError as error:  # a full disk, a storage that went away
+        message = f"{source} or {target} failed: {error.strerror or error}"
+        raise Refusal(f"{message}; the same command goes on where it was") from error
 
 
-def _run(source: pathlib.Path, num_lines: int, journal: Journal, config: ServeConfig) -> int:
-    print(f"{journal.num_done:,} of {num_lines:,} lines are done.", file=sys.stderr)
-    if journal.num_done >= num_lines:
+def _opened(source: str) -> BinaryIO:
+    """Raises `Refusal` for what cannot be read twice."""
+    try:
+        lines = open(source, "rb")  # noqa: SIM115
+        lines.seek(0)
+    except OSError as error:
+        raise Refusal(f"cannot read {source}: {error.strerror or 'it is no file'}") from error
+    return lines
+
+
+def _run(source: BinaryIO, journal: Journal, config: ServeConfig) -> int:
+    num_lines, num_done = count_lines(source, config.max_body_bytes, journal)
+    print(f"{num_done:,} of {num_lines:,} lines are done.", file=sys.stderr)
+    if num_done == num_lines:
         return 0
     print(f"Starting Ray and loading {config.engine.model} ...", file=sys.stderr)
     from cluster.serve import app  # imports Ray, which takes seconds
@@ -61,23 +71,22 @@ def _run(source: pathlib.Path, num_lines: int, journal: Journal, config: ServeCo
     name = app.engines_name(f"batch-{journal_digest}", config)
     try:
         engine, host = app.start_engines(config, name)
-        with Counter(journal, num_lines) as counter:
+        with Counter(num_lines, num_done) as counter:
             asyncio.run(_answer_all(engine, host, source, journal, config, counter))
     except app.StartFailed as error:
         raise NotStarted(str(error)) from error
     finally:
         app.stop(name)
-    print(counter.summary(), file=sys.stderr)
+    print(f"{counter.summary()} in {journal.path}", file=sys.stderr)
     return 0
 
 
 async def _answer_all(
-    engine: Any, host: str, source: pathlib.Path, journal: Journal, config: ServeConfig, counter: Counter
+    engine: Any, host: str, source: BinaryIO, journal: Journal, config: ServeConfig, counter: Counter
 ) -> None:
     async with application_before(engine, host, config) as application:
-        with source.open("rb") as lines:
-            places = asyncio.Semaphore(num_in_flight(config))
-            await run(Job(application, journal, places, config.max_body_bytes, counter.add), lines)
+        places = asyncio.Semaphore(num_in_flight(config))
+        await run(Job(application, journal, places, config.max_body_bytes, counter.add), source)
 
 
 def num_in_flight(config: ServeConfig) -> int:
@@ -87,18 +96,10 @@ def num_in_flight(config: ServeConfig) -> int:
 @contextlib.asynccontextmanager
 async def application_before(engine: Any, host: str, config: ServeConfig) -> AsyncIterator[Application]:
     """The HTTP application, in this process and without HTTP, before what `app.start_engines` returned."""
-    from cluster.batch.engine_client import BatchEngineClient
-    from cluster.http.app import HttpApp
-    from cluster.http.metrics import Metrics
-    from cluster.text.tokenizer import Tokenizer
-    from workers.checkpoints.model_config import resolve_model_folder
+    from cluster.batch.application import batch_application  # imports Ray, which takes seconds
 
-    tokenizer = Tokenizer(config.engine.tokenizer or str(resolve_model_folder(config.engine.model)))
-    metrics = Metrics(config.model_name)
-    client = BatchEngineClient(engine, tokenizer, host, metrics)
-    # Whoever may start a batch may ask; and a line each in a log would be the output again.
-    config = msgspec.structs.replace(config, api_keys=None, priority_clients=("*",), log_requests=False)
-    application: Application = HttpApp(config, tokenizer, client, metrics)
+    # Nobody else asks these engines, so its lines may go before each other as they like.
+    application, client = batch_application(config, engine, host, priority_clients=("*",))
     try:
         yield application
     finally:
@@ -109,13 +110,12 @@ async def application_before(engine: Any, host: str, config: ServeConfig) -> Asy
 class Counter:
     """A progress bar with tokens a second and the time left, and a sentence at the end."""
 
-    def __init__(self, journal: Journal, num_lines: int) -> None:
-        self._journal = journal
+    def __init__(self, num_lines: int, num_done: int) -> None:
         self._num_failed = 0
         self._num_tokens = 0
         self._bar = tqdm(
             total=num_lines,
-            initial=journal.num_done,
+            initial=num_done,
             unit="line",
             mininterval=SHOWN_EVERY_S[not sys.stderr.isatty()],
             file=sys.stderr,
@@ -136,4 +136,4 @@ class Counter:
 
     def summary(self) -> str:
         failed = f"; {self._num_failed} of this run's answers are errors" if self._num_failed else ""
-        return f"{self._journal.num_done} lines are answered in {self._journal.path}{failed}."
+        return f"{self._bar.n} lines are answered{failed}"

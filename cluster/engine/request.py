@@ -89,6 +89,8 @@ class EngineRequest(msgspec.Struct, kw_only=True, array_like=True):
     """Prompt positions that the other engine reported."""
     traceparent: str = ""
     """The span that those of the engine belong to, in W3C's form; empty if nobody traces the request."""
+    reads_whole: bool = False
+    """Nobody reads its output before the end: what comes after the first of a choice is sent with the last."""
 
 
 class Branch(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -74,6 +75,7 @@ class AppState:
         self.created = int(time.time())
         """Seconds since 1970: when the model began to be served."""
         self._model: ModelInfo | None = None
+        self._asking = asyncio.Lock()
 
     def check_model(self, name: str) -> None:
         """Raises `ApiError` 404 if another model is asked for."""
@@ -84,5 +86,6 @@ class AppState:
 
     async def model_info(self) -> ModelInfo:
         if self._model is None:
-            self._model = await self.engines.model()
+            async with self._asking:  # a batch begins with hundreds of lines at once, and one call is enough
+                self._model = self._model or await self.engines.model()
         return self._model

@@ -19,7 +19,7 @@ from cluster.engine.request import EngineRequest, QueueFull, RequestRefused, Seq
 from cluster.engine.stats import EngineStats
 from cluster.http.errors import ApiError
 from cluster.http.metrics import Metrics
-from cluster.serve.channel import BEAT_S, Address, Connection, OutputReceiver, RequestResult
+from cluster.serve.channel import BEAT_S, Address, Connection, Control, OutputReceiver, RequestResult
 from cluster.serve.prompt_run import PromptRun
 from cluster.serve.routing import replicas
 from cluster.serve.routing.reports import Report
@@ -45,6 +45,15 @@ REMOVAL_POLL_S = 0.5
 async def _never() -> bool:
     """For engines that end after their client."""
     return False
+
+
+async def answer_of(call: Any) -> Any:
+    """Of a call through a handle, which ends with whoever waits for it."""
+    try:
+        return await call
+    except asyncio.CancelledError:
+        call.cancel()
+        raise
 
 
 class EngineClient:
@@ -163,14 +172,12 @@ class EngineClient:
             self._watching = asyncio.ensure_future(self._watch())
         left_s = await self._waker.wait(request.deadline_s, is_new=request.continued is None)
         request = msgspec.structs.replace(request, deadline_s=left_s)
+        return await self._call(request, address)
+
+    async def _call(self, request: EngineRequest, address: Address) -> RequestResult:
         async with self._call_lock:  # one a turn of the event loop: 1,000 at once hold it for half a second
             await asyncio.sleep(0)
-        response = self._engine.generate.remote(request, address)
-        try:
-            return await response
-        except asyncio.CancelledError:
-            response.cancel()
-            raise
+        return await answer_of(self._engine.generate.remote(request, address))
 
     async def resolve(self, spec: ConstraintSpec, client: str = "") -> tuple[ConstraintSpec, list[str]]:
         """The constraint with its backend, and the keywords that this one does not enforce. Raises `ApiError` 400, or
@@ -252,6 +259,8 @@ class EngineClient:
             run = self.runs.get(output.request_id)
             if run is not None:
                 run.receive(output, connection)
+            elif output.finish is None:  # it was left before an engine had it, with others in one call
+                connection.send(Control(output.request_id))
 
     def _on_report(self, report: Report, connection: Connection) -> None:
         self._replicas.placement.report(connection.replica, report)

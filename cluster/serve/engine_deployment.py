@@ -30,6 +30,7 @@ from cluster.engine.request import EngineRequest, QueueFull, RequestRefused, Seq
 from cluster.engine.stats import EngineStats, ServiceStats
 from cluster.serve.burst import Burst
 from cluster.serve.channel import BEAT_S, Address, Control, EngineFailed, OutputSender, RequestResult
+from cluster.serve.gathering import Gathering
 from cluster.serve.replica_environment import REPLICA_ENVIRONMENT
 from cluster.serve.routing.replicas import own_name
 from cluster.serve.routing.reports import CacheReporter
@@ -60,6 +61,8 @@ class _Running(msgspec.Struct):
     """When the engine was called, since 1970."""
     usages: list[Usage] = []
     """Of the choices that have ended."""
+    gathering: Gathering | None = None
+    """Of a request whose output nobody reads before its end."""
 
 
 class EngineReplica:
@@ -110,20 +113,25 @@ class EngineReplica:
         """Runs a request to its end; its deltas go to `address`, the first of them, which holds nothing, at once.
         Cancelling the call aborts the request. Raises `EngineFailed` where the engine has ended, or ends over it.
         """
+        (result,) = await self.generate_group([request], address)
+        return result
+
+    async def generate_group(self, requests: list[EngineRequest], address: Address) -> list[RequestResult]:
+        """As `generate`, to the end of the last one: also what is refused is known then. For whoever has many requests,
+        for a call costs more than all else that is done for one.
+        """
         self._loop = asyncio.get_running_loop()
         if self._failure is not None:
             raise EngineFailed(self._failure)
         await self._sender.connect(address)
-        self._sender.send(address, [SequenceOutput(request.request_id, 0, [])])
-        self._reporter.begin(address, request)
+        self._sender.send(address, [SequenceOutput(request.request_id, 0, []) for request in requests])
         self._num_calls += 1
         if self._beating is None:
             self._beating = asyncio.ensure_future(self._beat())
         try:
-            return await self._generate(request, address)
+            return await asyncio.gather(*(self._generate(request, address) for request in requests))
         finally:
             self._num_calls -= 1
-            self._reporter.end(address, request)
 
     async def _beat(self) -> None:
         """Signs of life while something runs."""
@@ -133,6 +141,13 @@ class EngineReplica:
         self._beating = None
 
     async def _generate(self, request: EngineRequest, address: Address) -> RequestResult:
+        self._reporter.begin(address, request)
+        try:
+            return await self._run(request, address)
+        finally:
+            self._reporter.end(address, request)
+
+    async def _run(self, request: EngineRequest, address: Address) -> RequestResult:
         constraint, arrived, called_ns = None, time.monotonic(), time.time_ns()
         if request.params.constraint is not None:
             try:
@@ -144,6 +159,8 @@ class EngineReplica:
         result: asyncio.Future[RequestResult] = asyncio.get_running_loop().create_future()
         num_open = len(request.continued or ()) or request.params.n
         running = _Running(address, result, num_open, called_ns)
+        if request.reads_whole:
+            running.gathering = Gathering()
         self._inbox.put(lambda: self._add(_with_time_left(request, arrived), constraint, running))
         try:
             return await result
@@ -274,12 +291,14 @@ class EngineReplica:
             return
         frames: dict[Address, list[SequenceOutput]] = {}
         for output in outputs:
-            frames.setdefault(self._running[output.request_id].address, []).append(output)
+            running = self._running[output.request_id]
             if output.token_ids:
                 self._meter.has_first_token(output.request_id)
-        loop = self._loop
-        assert loop is not None
-        loop.call_soon_threadsafe(self._send, frames)
+            if running.gathering is None or running.gathering.add(output):
+                frames.setdefault(running.address, []).append(output)
+        if frames:
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(self._send, frames)
         self._end_choices(output for output in outputs if output.finish is not None)
 
     def _send(self, frames: dict[Address, list[SequenceOutput]]) -> None:

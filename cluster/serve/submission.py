@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import AsyncIterator
-from typing import TypeVar
 
 import msgspec
 
@@ -19,13 +18,12 @@ from cluster.http.engines import Event
 from cluster.http.errors import ApiError
 from cluster.http.metrics import RequestMetrics
 from cluster.serve.channel import RequestResult
+from cluster.serve.gathering import joined
 from cluster.serve.prompt_run import Caller, PromptRun
 from cluster.serve.start_failure import in_words
 from cluster.telemetry.request_log import log_event
 from cluster.text.detokenizer import SequenceText
 from workers.sampling_params import SamplingParams
-
-T = TypeVar("T")
 
 
 class Choice:
@@ -37,9 +35,8 @@ class Choice:
         self.finished = False
         self.usage: Usage | None = None
         self.num_tokens = 0
-        self.held: SequenceOutput | None = None
-        """What came after its first output, if nobody reads it before the end."""
-        self.has_begun = False
+        self.unread: SequenceOutput | None = None
+        """What has come since its last event was read: one output, however far behind the reader is."""
 
 
 class Prompt:
@@ -69,8 +66,7 @@ class Submission:
     """Async iteration yields `Event`s until every choice has ended; raises `ApiError` if one cannot be served.
 
     With n > 1 a choice that fails ends alone, with `FINISHED_INTERNAL_ERROR`, unless all of them fail. Special tokens
-    of `shown_ids` stay in the text. If `whole`, nobody reads an answer before its end, and what comes between its first
-    output and its last is handed on with the last: a wake for every token costs more than all else that is done here.
+    of `shown_ids` stay in the text. If `reads_whole`, nobody reads an answer before its end.
     """
 
     def __init__(
@@ -80,10 +76,11 @@ class Submission:
         params: SamplingParams,
         chat: bool,
         shown_ids: frozenset[int] = frozenset(),
-        whole: bool = False,
+        reads_whole: bool = False,
     ) -> None:
         self._client = client
-        self._events: asyncio.Queue[tuple[Prompt, SequenceOutput | RequestResult | Exception]] = asyncio.Queue()
+        self._news: asyncio.Queue[tuple[Prompt, Choice | RequestResult | Exception]] = asyncio.Queue()
+        """Choices with something unread, each once, and what ends everything."""
         self._params = params
         self.choices = [
             Choice(index, SequenceText(client.tokenizer, params, continues_prompt=not chat, shown_ids=shown_ids))
@@ -97,7 +94,7 @@ class Submission:
             )
             for number, token_ids in enumerate(prompts)
         ]
-        self._is_whole = whole and not params.stop  # a stop string must be found when it comes
+        self._reads_whole = reads_whole and not params.stop  # a stop string must be found when it comes
         self._num_failed = 0
         self._closed = False
 
@@ -133,26 +130,26 @@ class Submission:
                 traceparent=traceparent,
                 weight=weight,
                 session=session,
+                reads_whole=self._reads_whole,
             )
             prompt.run = PromptRun(self._client, request, functools.partial(self._tell, prompt))
             prompt.run.start()
 
     def _tell(self, prompt: Prompt, item: SequenceOutput | RequestResult | Exception) -> None:
-        if self._is_whole and isinstance(item, SequenceOutput):
+        if isinstance(item, SequenceOutput):
             choice = prompt.choices[item.index]
-            item = item if choice.held is None else _joined(choice.held, item)
-            choice.held = item if choice.has_begun and item.finish is None else None
-            choice.has_begun = True
-            if choice.held is not None:
-                return
-        self._events.put_nowait((prompt, item))
+            is_behind, choice.unread = choice.unread is not None, joined(choice.unread, item)
+            if not is_behind:
+                self._news.put_nowait((prompt, choice))
+        else:
+            self._news.put_nowait((prompt, item))
 
     async def __aiter__(self) -> AsyncIterator[Event]:
         remaining = len(self.choices)
         # Failed choices are held back until another one has news: until then a failure of all can be an HTTP status.
         failed: list[Event] | None = []
         while remaining:
-            prompt, item = await self._events.get()
+            prompt, item = await self._news.get()
             if isinstance(item, ApiError):
                 raise item
             if isinstance(item, Exception):
@@ -171,9 +168,10 @@ class Submission:
             failed = None
             yield event
 
-    def _event(self, prompt: Prompt, output: SequenceOutput) -> Event | None:
-        choice = prompt.choices[output.index]
-        if choice.finished:
+    def _event(self, prompt: Prompt, choice: Choice) -> Event | None:
+        """What is unread of a choice; None if it has ended at a stop string before."""
+        output, choice.unread = choice.unread, None
+        if choice.finished or output is None:
             return None
         delta = choice.text.append(output)
         choice.num_tokens += len(output.token_ids)
@@ -192,7 +190,8 @@ class Submission:
         if delta.stop_string is not None:
             choice.usage = self._stop(output, prompt, choice, event, delta.num_kept_tokens)
             event.stop_reason = delta.stop_string
-        prompt.metrics.tokens(output.index, len(event.token_ids))
+        if not self._reads_whole:  # it says nothing of when the tokens came
+            prompt.metrics.tokens(output.index, len(event.token_ids))
         if event.finish is not None:
             choice.finished = True
             prompt.metrics.ended(event.finish, choice.usage)
@@ -237,23 +236,6 @@ class Submission:
             for choice in prompt.choices:
                 if not choice.finished:
                     prompt.metrics.ended(FinishStatus.FINISHED_ABORTED, None)
-
-
-def _joined(held: SequenceOutput, output: SequenceOutput) -> SequenceOutput:
-    """Both as one. `held` is used up."""
-    output.token_ids = _both(held.token_ids, output.token_ids) or []
-    output.logprobs = _both(held.logprobs, output.logprobs)
-    output.prompt_logprobs = _both(held.prompt_logprobs, output.prompt_logprobs)
-    output.usage = output.usage or held.usage
-    return output
-
-
-def _both(first: list[T] | None, second: list[T] | None) -> list[T] | None:
-    """In place, since a long answer has many."""
-    if first is None or second is None:
-        return second if first is None else first
-    first += second
-    return first
 
 
 def _refusal(result: RequestResult) -> ApiError:

@@ -10,7 +10,7 @@ import hmac
 import os
 import pathlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -65,7 +65,8 @@ class ApiKeys:
 def with_api_keys(config: ServeConfig) -> ServeConfig:
     """`config` with the keys of `api_keys_file` and of the environment in `api_keys`, each with its name.
 
-    Raises `ValueError` for a source without keys, for it was meant to hold some, and for a key that is too weak.
+    Raises `ValueError` for a source without keys, for it was meant to hold some, for a key that is too weak, and for
+    an option about the key of a name that no key has.
     """
     sources = {
         "api_keys": config.api_keys,
@@ -77,7 +78,17 @@ def with_api_keys(config: ServeConfig) -> ServeConfig:
         if found is not None and not found:
             raise ValueError(f"{source} holds no key, which would let everybody in; leave it out to serve without keys")
         entries += found or ()
-    return msgspec.structs.replace(config, api_keys=ApiKeys(entries).entries or None, api_keys_file=None)
+    keys = ApiKeys(entries)
+    _check_names("client_weights", config.client_weights, keys)
+    _check_names("priority_clients", (name for name in config.priority_clients if name != "*"), keys)
+    return msgspec.structs.replace(config, api_keys=keys.entries or None, api_keys_file=None)
+
+
+def _check_names(option: str, names: Iterable[str], keys: ApiKeys) -> None:
+    known = f"the keys have the names {', '.join(keys.by_name)}" if keys.by_name else "there are no API keys"
+    for name in names:
+        if name not in keys.by_name:
+            raise ValueError(f"{option}: no API key has the name {name!r}: {known}; write its key as NAME:KEY")
 
 
 def openness(config: ServeConfig) -> str | None:

@@ -91,11 +91,16 @@ class Replicas:
 
     # ---- who gets what -------------------------------------------------------------------------------------------
 
-    def place(self, request: EngineRequest, deployment: str, block_size: int) -> str:
-        """The replica of a deployment that gets a request, which learns how much of its prompt is to be computed."""
-        prompt = _prompt(request, block_size)
-        replica, request.num_new_tokens = self.placement.place(prompt, deployment, self._now_avoided())
-        self.routed[request.request_id] = replica
+    def place(self, requests: list[EngineRequest], deployment: str, block_size: int) -> str:
+        """The replica of a deployment that gets some requests, all where the first one should go. Each learns how much
+        of its prompt is to be computed.
+        """
+        avoided: Iterable[str] = self._now_avoided()
+        for request in requests:
+            prompt = _prompt(request, block_size)
+            replica, request.num_new_tokens = self.placement.place(prompt, deployment, avoided)
+            self.routed[request.request_id] = replica
+            avoided = self.running[deployment] - {replica}
         return replica
 
     def pick(self, deployment: str) -> str:

@@ -39,21 +39,22 @@ class EngineRouter(RequestRouter):
     ) -> list[list[RunningReplica]]:
         if candidate_replicas is not self._listed:  # Serve makes another list if one comes or goes
             self._list(candidate_replicas)
-        request = _request(pending_request)
-        chosen = self._by_name.get(self._choose(request))
+        requests = _requests(pending_request)
+        chosen = self._by_name.get(self._choose(requests))
         if chosen is None:  # another handle of this process has learned of a replica before this one
             self._list(candidate_replicas)
-            chosen = self._by_name[self._choose(request)]
+            chosen = self._by_name[self._choose(requests)]
         return [[chosen]]
 
-    def _choose(self, request: EngineRequest | None) -> str:
-        if request is None:
+    def _choose(self, requests: list[EngineRequest]) -> str:
+        if not requests:
             return self._known.pick(self._deployment)
-        return self._known.place(request, self._deployment, self._block_size)
+        return self._known.place(requests, self._deployment, self._block_size)
 
 
-def _request(pending: PendingRequest | None) -> EngineRequest | None:
+def _requests(pending: PendingRequest | None) -> list[EngineRequest]:
     """What is to be placed, if its caller still waits and it is no mere question."""
     if pending is None or pending.future.done() or not pending.args:
-        return None
-    return pending.args[0] if isinstance(pending.args[0], EngineRequest) else None
+        return []
+    asked = pending.args[0] if isinstance(pending.args[0], list) else [pending.args[0]]
+    return [each for each in asked if isinstance(each, EngineRequest)]

@@ -1,0 +1,35 @@
+"""The HTTP application as batches ask it: in their own process and without HTTP, with the engines behind it."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import msgspec
+
+from cluster.batch.engine_client import BatchEngineClient
+from cluster.config import ServeConfig
+from cluster.http.app import HttpApp
+from cluster.http.metrics import Metrics
+from cluster.text.tokenizer import Tokenizer
+from workers.checkpoints.model_config import resolve_model_folder
+
+
+def batch_application(
+    config: ServeConfig, engine: Any, host: str, standby: Any = None, priority_clients: tuple[str, ...] = ()
+) -> tuple[HttpApp, BatchEngineClient]:
+    """The application and its client of the engines, which is its caller's to close; arguments are the client's."""
+    tokenizer = Tokenizer(config.engine.tokenizer or str(resolve_model_folder(config.engine.model)))
+    metrics = Metrics(config.model_name)
+    client = BatchEngineClient(engine, tokenizer, host, metrics, standby)
+    inside = msgspec.structs.replace(
+        config,
+        api_keys=None,  # whoever may make a batch was asked for a key then
+        priority_clients=priority_clients,
+        log_requests=False,  # a line each would be the output again
+        batch_storage=None,
+        request_timeout_s=max(config.request_timeout_s, config.batches.keep_s),  # a line has its batch's time
+    )
+    application = HttpApp(inside, tokenizer, client, metrics)
+    gc.freeze()  # what stays for life need not be looked through again for every few lines
+    return application, client
