@@ -128,10 +128,10 @@ def _holds_store(process: psutil.Process) -> bool:
     return any(name.read_text().startswith("pt_tcpstore") for name in names)
 
 
-def kill(victims: Victims) -> Act:
+def kill(*victims: Victims) -> Act:
     def act(application: Application) -> list[Stream]:
         streams = begin(application)
-        for victim in victims(application):
+        for victim in [process for find in victims for process in find(application)]:
             victim.kill()
         return streams.join()
 

@@ -77,6 +77,7 @@ LONG_ROWS = {
         ACTORS, kill(named(GRAMMAR_ACTOR, slice(2), of=3)), ANOTHER_S, grammar_workers_replaced
     ),
     "the controller is killed": Row(TWO, kill(named(CONTROLLER)), ANOTHER_S, started(CONTROLLER)),
+    "the controller and the only one are killed": Row(ONE, kill(named(CONTROLLER), ENGINES)),
     "the ingress is killed, and clients ask again": Row(TWO, kill_ingress, witness=started(INGRESS)),
 }
 
