@@ -1,31 +1,33 @@
-"""Live streams of all kinds through a real Serve application, what is done to its engines meanwhile, and what came of
-it. `tests/test_resume.py` judges; `make prove` writes the table.
+"""Live streams of all kinds through a real Serve application, on whatever Ray this process is joined to.
 
 The application is deployed as `serve deploy` would: its configuration changes and Serve does the rest.
+`tests/fault_table.py` harms it and judges what came of the streams.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import threading
 import time
 import urllib.request
 from typing import Any
 
+import msgspec
 import psutil
 from ray import serve
-from ray.serve.config import HTTPOptions
+from ray.serve.config import HTTPOptions, ProxyLocation
 from ray.serve.context import _get_global_client as get_client
 from ray.serve.schema import ServeDeploySchema
 
 from benchmarks.processes import free_port
-from cluster import own_ray
 from tests.checkpoints import checkpoint
 
 APP = "faults"
 """Not that of the servers of other tests, whose engines run under this process too."""
+ENGINE, INGRESS = f"ray::ServeReplica:{APP}:engine", f"ray::ServeReplica:{APP}:ingress"
+RANK, GRAMMAR_ACTOR, CONTROLLER = "ray::RankActor", "ray::GrammarActor", "ray::ServeController"
+"""How the processes' titles begin."""
 START_S = 120.0
 STREAM_S = 40.0
 WORDS = {"type": "array", "items": {"enum": ["ab", "cde", "f"]}, "minItems": 60, "maxItems": 70}
@@ -100,6 +102,8 @@ class Stream:
                 for line in response:
                     if line.startswith(b"data: {"):
                         self._add(json.loads(line.removeprefix(b"data: ")))
+            if not self.is_complete:
+                self.error = self.error or "it broke off"
         except Exception as error:
             self.error = repr(error)
 
@@ -136,7 +140,7 @@ class Streams:
 
     def wait_for_events(self, count: int) -> None:
         """Until every stream had so many."""
-        _until(lambda: all(len(stream.times) >= count or stream.error for stream in self.streams), STREAM_S)
+        until(lambda: all(len(stream.times) >= count or stream.error for stream in self.streams), STREAM_S)
 
     def join(self) -> list[Stream]:
         for thread in self._threads:
@@ -144,51 +148,67 @@ class Streams:
         return self.streams
 
 
-class Application:
-    """Engines of a tiny float32 model behind one ingress, two at first, until `stop`."""
+class Setup(msgspec.Struct, frozen=True):
+    """What is deployed. Another number of engines or another version leaves the ingress as it is."""
 
-    def __init__(self) -> None:
-        self._deployed: tuple[object, ...] = ()
+    num_engines: int = 2
+    num_standbys: int = 0
+    version: str = "1"
+    options: dict[str, Any] = {}
+    """Of the engines, beside those that all have."""
+    resources: dict[str, float] = {}
+    """Of Ray, that an engine claims: where it may run."""
+
+
+class Application:
+    """Engines of a tiny float32 model behind one ingress, and Serve's proxy, on the head. Serve runs until the caller
+    ends it.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self._deployed: Setup | None = None
         self.model = checkpoint("llama").name
         self.requests = bodies(self.model)
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        own_ray.start()
-        serve.start(http_options=HTTPOptions(host="127.0.0.1", port=port), logging_config={"enable_access_log": False})
-        self.deploy(2)
+        http = HTTPOptions(host="127.0.0.1", port=port)
+        serve.start(ProxyLocation.HeadOnly, http, logging_config={"enable_access_log": False})
+        self.deploy(setup)
 
-    def deploy(self, num_replicas: int, version: str = "1", num_standby_replicas: int = 0) -> None:
-        """Returns when Serve has done it. Another number of standbys is another ingress, too."""
-        deployed = (num_replicas, version, num_standby_replicas)
-        if deployed == self._deployed:
-            self.until_running(num_replicas)
-            return
-        self._deployed = deployed
-        options = {"num_cpus": 0, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1", "VERSION": version}}}
-        application = {
+    def deploy(self, setup: Setup) -> None:
+        """Returns when Serve has done it."""
+        if setup != self._deployed:
+            self._deployed = setup
+            client = get_client()
+            assert client is not None
+            schema = ServeDeploySchema(applications=[self._configuration(setup)])  # type: ignore[list-item]
+            client.deploy_apps(schema, _blocking=False)
+            time.sleep(1.0)  # until Serve has begun
+        self.until_running(setup.num_engines)
+
+    def _configuration(self, setup: Setup) -> dict[str, Any]:
+        environment = {"env_vars": {"OMP_NUM_THREADS": "1", "VERSION": setup.version}}
+        engine = {
+            "model": str(checkpoint("llama")),
+            "dtype": "float32",
+            "kv_cache_bytes": 8 << 20,
+            "num_threads": 1,
+            "logits_processors": {"poison": "tests.poison:Poison"},
+        }
+        on_head = {"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}}
+        on_any = {"num_cpus": 0, "resources": setup.resources, "runtime_env": environment}
+        return {
             "name": APP,
             "route_prefix": "/",
             "import_path": "cluster.serve.app:build",
-            "args": {
-                "num_standby_replicas": num_standby_replicas,
-                "engine": {
-                    "model": str(checkpoint("llama")),
-                    "dtype": "float32",
-                    "kv_cache_bytes": 8 << 20,
-                    "num_threads": 1,
-                    "logits_processors": {"poison": "tests.poison:Poison"},
-                },
-            },
-            "deployments": [{"name": "engine", "num_replicas": num_replicas, "ray_actor_options": options}],
+            "args": {"num_standby_replicas": setup.num_standbys, "engine": engine | setup.options},
+            "deployments": [
+                {"name": "ingress", "ray_actor_options": on_head},
+                {"name": "engine", "num_replicas": setup.num_engines, "ray_actor_options": on_any},
+            ],
         }
-        client = get_client()
-        assert client is not None
-        client.deploy_apps(ServeDeploySchema(applications=[application]), _blocking=False)  # type: ignore[list-item]
-        time.sleep(1.0)  # until Serve has begun
-        self.until_running(num_replicas)
 
-    def until_running(self, num_replicas: int) -> None:
+    def until_running(self, num_engines: int) -> None:
         def runs() -> bool:
             application = serve.status().applications.get(APP)
             if application is None or application.status != "RUNNING":
@@ -197,31 +217,20 @@ class Application:
             if any(list(each) != ["RUNNING"] for each in states):
                 return False
             running = application.deployments["engine"].replica_states["RUNNING"]
-            return running == num_replicas == len(self.engines())
+            return running == num_engines == len(self.processes(ENGINE))
 
-        _until(runs, START_S)
+        until(runs, START_S)
 
-    def stop(self) -> None:
-        serve.shutdown()
-        own_ray.stop()
-
-    def engines(self) -> list[psutil.Process]:
-        """Processes of engine replicas, oldest first."""
+    def processes(self, title: str) -> list[psutil.Process]:
+        """Those of this Ray whose command line begins so, oldest first."""
         found = []
         for process in psutil.Process().children(recursive=True):
             try:
-                name = (process.cmdline() or [""])[0]
+                if process.status() != psutil.STATUS_ZOMBIE and " ".join(process.cmdline()).startswith(title):
+                    found.append(process)
             except psutil.Error:
                 continue
-            if name.startswith(f"ray::ServeReplica:{APP}:engine") and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
         return sorted(found, key=lambda process: process.create_time())
-
-    def signal(self, number: int, which: slice) -> list[psutil.Process]:
-        victims = self.engines()[which]
-        for victim in victims:
-            victim.send_signal(number)
-        return victims
 
     def start_streams(self) -> Streams:
         return Streams(self.url, self.requests)
@@ -241,10 +250,10 @@ class Application:
             metrics = self.metrics()
             return all(metrics[f"manta:{name}"] == 0 for name in names)
 
-        _until(is_idle, 30.0)
+        until(is_idle, 30.0)
 
 
-def _until(condition: Any, seconds: float) -> None:
+def until(condition: Any, seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"it did not come true within {seconds:g} s"

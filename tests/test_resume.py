@@ -1,113 +1,84 @@
-"""Streams outlive the engines that serve them: whatever happens to an engine, every stream ends as if nothing had.
-
-A row of the fault table is a test; `make prove` repeats each and writes the figures down.
+"""Streams outlive the engines that serve them: whatever happens to an engine, to its ranks or to what it leans on,
+every stream ends as if nothing had. What may happen to nodes is in `tests/test_node_faults.py`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import signal
-import statistics
 import subprocess
-import threading
-import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
 
-import psutil
 import pytest
+from ray import serve
 
+from cluster import own_ray
 from tests.conftest import PROVE
-from tests.fault_streams import Application, Stream, Streams
+from tests.fault_streams import CONTROLLER, ENGINE, GRAMMAR_ACTOR, INGRESS, Application, Setup, Stream
+from tests.fault_table import (
+    ANOTHER_S,
+    Row,
+    deploy,
+    grammar_workers_replaced,
+    hang,
+    hold,
+    kill,
+    kill_ingress,
+    named,
+    poison,
+    rank,
+    rank_rebuilds,
+    started,
+    undisturbed_streams,
+)
 
 pytestmark = pytest.mark.timeout(3600 if PROVE else 300)
-
-NUM_REPETITIONS = 20 if PROVE else 1
-MOST_TRIES = 5
-"""On a busy machine the streams of one engine may have ended before those of the other one began."""
-NUM_EVENTS = 5
-"""That every stream has had before the fault."""
 
 
 @pytest.fixture(scope="module")
 def application() -> Iterator[Application]:
-    with subprocess.Popen(["sleep", "600"]) as other:
-        application = Application()
-        yield application
-        application.stop()
-        assert other.poll() is None, "a Ray of our own took another child of this process with it"
-        other.kill()
+    with subprocess.Popen(["sleep", "7200"]) as other:
+        try:
+            own_ray.start()
+            yield Application(TWO)
+            serve.shutdown()
+            own_ray.stop()
+            assert other.poll() is None, "a Ray of our own took another child of this process with it"
+        finally:
+            other.kill()
+            own_ray.stop()
 
 
 @pytest.fixture(scope="module")
 def undisturbed(application: Application) -> list[Stream]:
-    streams = application.start_streams().join()
-    assert [stream.error for stream in streams] == [None] * len(streams)
-    assert all(stream.is_complete for stream in streams)
-    return streams
+    return undisturbed_streams(application)
 
 
-def kill(which: slice) -> Callable[[Application], list[Stream]]:
-    def act(application: Application) -> list[Stream]:
-        streams = _begun(application)
-        application.signal(signal.SIGKILL, which)
-        return streams.join()
-
-    return act
-
-
-def hang(which: slice) -> Callable[[Application], list[Stream]]:
-    def act(application: Application) -> list[Stream]:
-        streams = _begun(application)
-        victims = application.signal(signal.SIGSTOP, which)
-        found = streams.join()
-        for victim in victims:
-            with contextlib.suppress(psutil.NoSuchProcess):  # it was replaced meanwhile
-                victim.send_signal(signal.SIGCONT)
-        return found
-
-    return act
-
-
-def _begun(application: Application) -> Streams:
-    streams = application.start_streams()
-    streams.wait_for_events(NUM_EVENTS)
-    return streams
-
-
-def deploy(**options: Any) -> Callable[[Application], list[Stream]]:
-    """Streams start until Serve has done it."""
-
-    def act(application: Application) -> list[Stream]:
-        found: list[Stream] = []
-        thread = threading.Thread(target=application.deploy, kwargs={"version": str(time.time()), **options})
-        thread.start()
-        while thread.is_alive():
-            found += application.start_streams().join()
-        return found
-
-    return act
-
-
-class Row(NamedTuple):
-    """One of the table: how many engines there are, and what is done to them under 16 live streams."""
-
-    num_engines: int
-    act: Callable[[Application], list[Stream]]
-    num_standbys: int = 0
-
+TWO, ONE, STANDBY = Setup(), Setup(num_engines=1), Setup(num_engines=1, num_standbys=1)
+RANKS = Setup(num_engines=1, options={"tensor_parallel_size": 2})
+ACTORS = Setup(num_engines=1, options={"grammar_pool": {"form": "actors"}})
+ENGINES, FIRST = named(ENGINE), named(ENGINE, slice(1))
 
 ROWS = {
-    "one of two is killed": Row(2, kill(slice(1))),
-    "one of two hangs": Row(2, hang(slice(1))),
-    "one of two is told to go": Row(2, deploy(num_replicas=1, version="1")),
-    "the only one is killed": Row(1, kill(slice(None))),
+    "one of two is killed": Row(TWO, kill(FIRST), ANOTHER_S),
+    "one of two hangs": Row(TWO, hang(FIRST), ANOTHER_S),
+    "one of two is told to go": Row(TWO, deploy(ONE), ANOTHER_S),
+    "the only one is killed": Row(ONE, kill(ENGINES)),
 }
 LONG_ROWS = {
-    "both are killed": Row(2, kill(slice(None))),
-    "the only one hangs": Row(1, hang(slice(None))),
-    "two get a new version": Row(2, deploy(num_replicas=2)),
-    "the only one is killed beside a standby": Row(1, kill(slice(None)), num_standbys=1),
+    "both are killed": Row(TWO, kill(ENGINES)),
+    "the only one hangs": Row(ONE, hang(ENGINES)),
+    "two get a new version": Row(TWO, deploy(TWO, renews=True), ANOTHER_S),
+    "the only one is killed beside a standby": Row(STANDBY, kill(ENGINES), ANOTHER_S),
+    "a request kills engines": Row(TWO, poison),
+    "rank 0 is killed": Row(RANKS, kill(rank(0)), witness=rank_rebuilds),
+    "rank 1 is killed": Row(RANKS, kill(rank(1)), witness=rank_rebuilds),
+    "rank 0 hangs": Row(RANKS, hang(rank(0)), witness=rank_rebuilds),
+    "rank 1 hangs": Row(RANKS, hang(rank(1)), witness=rank_rebuilds),
+    "two of three grammar actors are killed": Row(
+        ACTORS, kill(named(GRAMMAR_ACTOR, slice(2), of=3)), ANOTHER_S, grammar_workers_replaced
+    ),
+    "the controller is killed": Row(TWO, kill(named(CONTROLLER)), ANOTHER_S, started(CONTROLLER)),
+    "the controller and the only one are killed": Row(ONE, kill(named(CONTROLLER), ENGINES)),
+    "the ingress is killed, and clients ask again": Row(TWO, kill_ingress, witness=started(INGRESS)),
 }
 
 
@@ -115,46 +86,4 @@ LONG_ROWS = {
 def test_every_stream_ends_as_if_nothing_had_happened_where(
     application: Application, undisturbed: list[Stream], name: str, record_property: Callable[[str, object], None]
 ) -> None:
-    row = (ROWS | LONG_ROWS)[name]
-    streams: list[Stream] = []
-    pauses: list[float] = []
-    for _ in range(NUM_REPETITIONS):
-        num_moved = 0
-        for _ in range(MOST_TRIES):
-            application.deploy(row.num_engines, num_standby_replicas=row.num_standbys)
-            before = num_continued(application)
-            found = row.act(application)
-            num_moved = int(num_continued(application) - before)
-            pauses += sorted(stream.pause_s for stream in found)[len(found) - num_moved :]
-            streams += found
-            application.until_nothing_is_left()
-            if num_moved:
-                break
-        assert num_moved > 0
-    expected = undisturbed * (len(streams) // len(undisturbed))
-    equal = [stream.equals(other) for stream, other in zip(streams, expected, strict=True)]
-    record_property("streams complete", f"{sum(stream.is_complete for stream in streams)} of {len(streams)}")
-    record_property("equal", f"{sum(equal)} of {len(streams)}")
-    record_property("pause p50, s", round(statistics.median(pauses), 2))
-    record_property("pause max, s", round(max(pauses), 2))
-    record_property("blocks and sessions left over", 0)
-    assert [stream.error for stream in streams if stream.error] == []
-    assert all(equal)
-
-
-def num_continued(application: Application) -> float:
-    return application.metrics()["manta:continuations_total"]
-
-
-@pytest.mark.prove
-def test_a_request_that_kills_engines_fails_alone(application: Application, undisturbed: list[Stream]) -> None:
-    """It begins last, so that every engine's death happens beside streams."""
-    application.deploy(2)
-    streams = _begun(application)
-    path, body = application.requests[1]
-    poison = Stream()
-    poison.read(application.url + path, {**body, "logits_processors": [{"name": "poison", "arguments": {"at": 3}}]})
-    assert "3 engine processes died while they ran this request, which may be why" in (poison.error or "")
-    assert [stream.error for stream in streams.join()] == [None] * len(undisturbed)
-    assert all(stream.equals(other) for stream, other in zip(streams.streams, undisturbed, strict=True))
-    application.until_nothing_is_left()
+    hold((ROWS | LONG_ROWS)[name], application, undisturbed, record_property)
