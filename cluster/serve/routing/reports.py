@@ -150,14 +150,19 @@ class CacheReporter:
 
     def _take_changes(self, reader: _Reader) -> tuple[bytes, bytes]:
         """Keys of blocks that came and of those that went, as far as the reader was not told."""
-        added, removed = [], []
+        added: list[bytes] = []
+        removed: list[bytes] = []
         for key, number in reversed(self._changes.items()):
             if abs(number) <= reader.num_told:
                 break
             (added if number > 0 else removed).append(key)
         reader.num_told = self._num_changes
         if self._num_lost > 1024 + len(self._changes) // 2:
-            told = min(other.num_told for other in self._readers.values())
-            self._changes = {key: number for key, number in self._changes.items() if number > -told}
-            self._num_lost = sum(number < 0 for number in self._changes.values())
+            self._forget_lost()
         return b"".join(added), b"".join(removed)
+
+    def _forget_lost(self) -> None:
+        """All were told of most of them."""
+        told = min(reader.num_told for reader in self._readers.values())
+        self._changes = {key: number for key, number in self._changes.items() if number > 0 or -number > told}
+        self._num_lost = sum(number < 0 for number in self._changes.values())
