@@ -15,6 +15,7 @@ import os
 import random
 import statistics
 import time
+import timeit
 import urllib.request
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -31,12 +32,14 @@ from benchmarks.http_load import posted
 from benchmarks.processes import BenchmarkError, free_port
 from cluster import own_ray
 from cluster.config import EngineConfig, ServeConfig
+from cluster.engine.kv_blocks import hash_blocks
 from cluster.engine.request import EngineRequest
 from cluster.serve.engine_deployment import engine_deployment
 from cluster.serve.ingress import ingress_deployment
+from cluster.serve.routing.prefix_index import block_keys
 
 NUM_ENGINES = 4
-NUM_STREAMS, NUM_TURNS, NUM_SYSTEM_PROMPTS = 8, 6, 4
+NUM_STREAMS, NUM_SYSTEM_PROMPTS, NUM_CHATS_OF_PROMPT, NUM_TURNS = 8, 4, 12, 6
 SYSTEM_TOKENS, TURN_TOKENS, OUTPUT_TOKENS = 512, 96, 16
 KV_TOKENS = 16_384
 """Of each engine: room for a quarter of all chats of a round, and for the system prompts."""
@@ -90,10 +93,10 @@ def quantile(values: list[float], share: float) -> float:
 
 
 def simulated(workload: simulation.Workload) -> Iterator[str]:
-    """Rows of a table; the first router is Manta's."""
+    """Rows of a table, each as soon as its router is done."""
     yield (
         f"{workload.num_replicas} simulated replicas, {workload.num_ingresses} ingresses, reports every "
-        f"{simulation.BEAT_S} s; load: choices at a replica on average, over the mean of all"
+        f"{simulation.BEAT_S} s; load: choices at a replica, mean of the last {workload.seconds / 2:g} s"
     )
     yield ""
     columns = (
@@ -102,13 +105,13 @@ def simulated(workload: simulation.Workload) -> Iterator[str]:
         "hit rate",
         "of the most possible",
         "TTFT p50 / p99, ms",
-        "busiest, of the mean",
-        "p1 - p99",
+        "load",
+        "p1, p99, most, of the mean",
         "decision p50 / p99, us",
     )
     yield f"| {' | '.join(columns)} |"
     yield f"|{' --- |' * len(columns)}"
-    for router in (simulation.Prefixes, simulation.Oracle, simulation.TwoChoices, simulation.RoundRobin):
+    for router in (simulation.Manta, simulation.Oracle, simulation.TwoChoices, simulation.RoundRobin):
         outcome = simulation.simulate(workload, router)
         mean = statistics.mean(outcome.loads)
         cells = [
@@ -117,15 +120,22 @@ def simulated(workload: simulation.Workload) -> Iterator[str]:
             f"{outcome.hit_rate:.3f}",
             f"{outcome.hit_rate / outcome.best_hit_rate:.3f}",
             " / ".join(f"{quantile(outcome.ttft, share) * 1e3:.0f}" for share in (0.5, 0.99)),
-            f"{max(outcome.loads) / mean:.2f}",
-            " - ".join(f"{quantile(outcome.loads, share) / mean:.2f}" for share in (0.01, 0.99)),
+            f"{mean:.1f}",
+            ", ".join(f"{quantile(outcome.loads, share) / mean:.2f}" for share in (0.01, 0.99, 1)),
             " / ".join(f"{quantile(outcome.decision_s, share) * 1e6:.0f}" for share in (0.5, 0.99)),
         ]
         yield f"| {' | '.join(cells)} |"
-        if router is simulation.Prefixes:
-            told = f"{outcome.num_index_blocks} blocks in an ingress's index; {outcome.hash_s * 1e6:.1f} us to hash one"
+        if router is simulation.Manta:
+            num_blocks = outcome.num_index_blocks
     yield ""
-    yield told
+    yield f"an ingress's index: {num_blocks} blocks; to hash one, before the decision: {hash_s() * 1e6:.2f} us"
+
+
+def hash_s(num_blocks: int = 128) -> float:
+    """Seconds for a block of a prompt of so many: its hash, and its key in the index. The best of ten."""
+    size = simulation.BLOCK_SIZE
+    token_ids = list(range(num_blocks * size))
+    return min(timeit.repeat(lambda: block_keys(hash_blocks(token_ids, num_blocks, size)), number=1)) / num_blocks
 
 
 # ---- four engines ------------------------------------------------------------------------------------------------
@@ -184,13 +194,11 @@ async def _chats(port: int, model: str, seed: int) -> list[float]:
     rng = random.Random(seed)
     draw = lambda count: [rng.randrange(5, 30_000) for _ in range(count)]  # noqa: E731
     systems = [draw(SYSTEM_TOKENS) for _ in range(NUM_SYSTEM_PROMPTS)]
-    chats = iter(
-        [[systems[number % len(systems)], *(draw(TURN_TOKENS) for _ in range(NUM_TURNS))] for number in range(48)]
-    )
+    chats = iter([(system, [draw(TURN_TOKENS) for _ in range(NUM_TURNS)]) for system in systems * NUM_CHATS_OF_PROMPT])
     ttft: list[float] = []
 
     async def stream() -> None:
-        for system, *turns in chats:
+        for system, turns in chats:
             prompt = list(system)
             for turn in turns:
                 prompt += turn
@@ -212,22 +220,31 @@ def chats(router: RequestRouterConfig | None, seed: int) -> Measured:
 
 
 def real(num_rounds: int) -> Iterator[str]:
-    """Rows of a table: rounds in which every router has its turn."""
+    """Rows of a table: every router has its turn in every round. After several rounds come rows of all of them."""
     found: dict[str, list[Measured]] = {name: [] for name in ROUTERS}
+    yield (
+        f"{NUM_ENGINES} engines of the tiny model; {NUM_STREAMS} streams, {NUM_SYSTEM_PROMPTS} system prompts, "
+        f"{NUM_CHATS_OF_PROMPT} chats of {NUM_TURNS} turns under each"
+    )
+    yield ""
+    yield "| round | router | hit rate | TTFT p50, ms | TTFT p99, ms | seconds |"
+    yield "| --- | --- | --- | --- | --- | --- |"
     for number, (name, router) in itertools.product(range(num_rounds), ROUTERS.items()):
         found[name].append(chats(router, number))
-    yield f"{NUM_ENGINES} engines of the tiny model, {NUM_STREAMS} streams, {num_rounds} rounds"
-    yield ""
-    yield "| router | hit rate | TTFT p50, ms | TTFT p99, ms | seconds a round |"
-    yield "| --- | --- | --- | --- | --- |"
-    for name, rounds in found.items():
-        ttft = [second for measured in rounds for second in measured.ttft]
-        figures = [
-            f"{statistics.mean(measured.hit_rate for measured in rounds):.3f}",
-            *(f"{quantile(ttft, share) * 1e3:.1f}" for share in (0.5, 0.99)),
-            f"{statistics.median(measured.seconds for measured in rounds):.1f}",
-        ]
-        yield f"| {' | '.join([name, *figures])} |"
+        yield _row(str(1 + number), name, found[name][-1:])
+    if num_rounds > 1:
+        for name, rounds in found.items():
+            yield _row("all", name, rounds)
+
+
+def _row(label: str, router: str, rounds: list[Measured]) -> str:
+    ttft = [second for measured in rounds for second in measured.ttft]
+    figures = [
+        f"{statistics.mean(measured.hit_rate for measured in rounds):.3f}",
+        *(f"{quantile(ttft, share) * 1e3:.1f}" for share in (0.5, 0.99)),
+        f"{statistics.median(measured.seconds for measured in rounds):.1f}",
+    ]
+    return f"| {' | '.join([label, router, *figures])} |"
 
 
 # ---- fairness ----------------------------------------------------------------------------------------------------
@@ -264,15 +281,21 @@ def fairness() -> Iterator[str]:
 
 
 def measure(num_rounds: int) -> None:
-    """Prints the three tables."""
-    print(*simulated(simulation.Workload()), "", sep="\n", flush=True)
+    """Prints the three tables, row by row."""
+    _print(simulated(simulation.Workload()))
     os.environ.setdefault("RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP", "0")  # as `manta serve` has it
     os.environ.setdefault("RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD", "0")
     own_ray.start(NUM_ENGINES)
     serve.start(ProxyLocation.Disabled, logging_config={"enable_access_log": False})
     try:
-        print(*real(min(num_rounds, 5)), "", sep="\n", flush=True)
-        print(*fairness(), sep="\n", flush=True)
+        _print(real(num_rounds))
+        _print(fairness())
     finally:
         serve.shutdown()
         own_ray.stop()
+
+
+def _print(lines: Iterator[str]) -> None:
+    for line in lines:
+        print(line, flush=True)
+    print(flush=True)

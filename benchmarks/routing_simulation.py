@@ -1,29 +1,30 @@
 """A thousand replicas in one process: the router's own code decides for chats that share system prompts.
 
-Real are the decision (`cluster/serve/routing/`), the reports between engines and ingresses with their delay, the hashes
-and the blocks of each KV cache with their eviction; simulated are time, the model and the network. `simulate` runs one
-router over a workload; `benchmarks/routing.py` prints what came of it.
+Real are the decision (`cluster/serve/routing/`), the reports between engines and ingresses with their delay, and the
+blocks of each KV cache with their eviction; simulated are time, the model, the network and the hashes of blocks, which
+are drawn instead of computed. `simulate` runs one router over a workload, which is the same for every router;
+`benchmarks/routing.py` prints what came of it.
 """
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import random
-import statistics
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
-from cluster.engine.kv_blocks import KVBlocks, hash_blocks
+from cluster.engine.kv_blocks import KVBlocks
 from cluster.engine.request import EngineRequest, SequenceOutput
 from cluster.serve.channel import BEAT_S
 from cluster.serve.routing.placement import Placement, Prompt
-from cluster.serve.routing.prefix_index import PrefixIndex, block_keys
-from cluster.serve.routing.reports import CacheReporter
+from cluster.serve.routing.prefix_index import PrefixIndex, bit_of, slots_of
+from cluster.serve.routing.reports import CacheReporter, Report
 from workers.sampling_params import SamplingParams
 
 BLOCK_SIZE = 16
@@ -31,6 +32,7 @@ GROUP = "engine"
 PREFILL_TOKENS_PER_S = 20_000
 STEP_S, STEP_S_PER_SEQUENCE = 0.02, 0.0002
 """Of one decode step: a model of some 8 billion parameters on a GPU of today."""
+ONE_CHOICE = SamplingParams()
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,7 +43,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int = 2000
     """Of each replica's KV cache."""
     seconds: float = 24.0
-    """Of simulated time in which chats begin."""
+    """Of simulated time in which prompts are sent."""
     chats_per_s: float = 1.5
     """For each replica."""
     num_system_prompts: int = 100
@@ -59,53 +61,50 @@ class Outcome(NamedTuple):
     loads: list[float]
     """Of each replica: choices running or waiting, the mean over the second half of the time."""
     decision_s: list[float]
-    hash_s: float
-    """A block."""
     num_index_blocks: int
 
 
+class _Turn(NamedTuple):
+    num_asked: int
+    """Tokens."""
+    num_answered: int
+    pause_s: float
+    """Until the next turn."""
+
+
 class _Chat:
-    """A conversation: its tokens so far, and what is left of it."""
+    """A conversation: the blocks of all its tokens so far, and the turns that are left."""
 
-    def __init__(self, name: str, system_prompt: list[int], rng: random.Random) -> None:
-        self.name = name
-        self.token_ids = list(system_prompt)
-        self.num_turns = 1 + int(rng.expovariate(1 / 5))
-        self.hashes: list[bytes] = []
-        self._rng = rng
+    def __init__(self, system_prompt: list[int], num_tokens: int, turns: list[_Turn]) -> None:
+        self.keys = system_prompt[:]
+        self.num_tokens = num_tokens
+        self.turns = turns
 
-    def ask(self) -> None:
-        self._grow(self._rng.randrange(20, 200))
-        self.num_turns -= 1
-
-    def answer(self, count: int) -> None:
-        self._grow(count)
-
-    def _grow(self, count: int) -> None:
-        self.token_ids += [self._rng.randrange(1 << 17) for _ in range(count)]
-
-    def hash(self, num_tokens: int) -> list[bytes]:
-        self.hashes = hash_blocks(self.token_ids, num_tokens // BLOCK_SIZE, BLOCK_SIZE, self.hashes)
-        return self.hashes[: num_tokens // BLOCK_SIZE]
+    def grow(self, count: int, draw: Callable[[int], int]) -> None:
+        self.num_tokens += count
+        self.keys += [draw(64) for _ in range(self.num_tokens // BLOCK_SIZE - len(self.keys))]
 
 
 class _Request(NamedTuple):
     request: EngineRequest
     chat: _Chat
-    hashes: list[bytes]
+    turn: _Turn
     ingress: int
-    num_output_tokens: int
     arrived: float
+    num_best_cached: int
+    """Blocks that some replica had when it arrived."""
 
 
 class Router:
     """Chooses replicas by number for one ingress; `truth` is the simulation, which only those look at who may."""
 
+    hears_reports = False
+
     def __init__(self, workload: Workload, truth: Simulation, number: int) -> None:
         self.workload, self.truth, self.number = workload, truth, number
         self.rng = random.Random(workload.seed + number)
 
-    def place(self, prompt: Prompt) -> tuple[int, int | None]:
+    def place(self, prompt: Prompt) -> tuple[int, int]:
         """The replica, and the tokens that it is expected to compute."""
         raise NotImplementedError
 
@@ -113,56 +112,53 @@ class Router:
 
     def end(self, request_id: str) -> None: ...
 
-    def report(self, replica: int, report: Any) -> None: ...
+    def report(self, replica: int, report: Report) -> None: ...
 
 
-class Prefixes(Router):
-    """Manta's."""
+class Manta(Router):
+    """The one that Serve asks."""
+
+    hears_reports = True
 
     def __init__(self, workload: Workload, truth: Simulation, number: int) -> None:
         super().__init__(workload, truth, number)
         self.placement = Placement(random_seed=number)
         self.placement.set_running(GROUP, map(str, range(workload.num_replicas)))
+        self.has_output = self.placement.has_output  # type: ignore[method-assign]
+        self.end = self.placement.end  # type: ignore[method-assign]
 
-    def place(self, prompt: Prompt) -> tuple[int, int | None]:
+    def place(self, prompt: Prompt) -> tuple[int, int]:
         name, new_tokens = self.placement.place(prompt, GROUP)
         return int(name), new_tokens
 
-    def has_output(self, request_id: str) -> None:
-        self.placement.has_output(request_id)
-
-    def end(self, request_id: str) -> None:
-        self.placement.end(request_id)
-
-    def report(self, replica: int, report: Any) -> None:
+    def report(self, replica: int, report: Report) -> None:
         self.placement.report(str(replica), report)
 
 
 class RoundRobin(Router):
-    def place(self, prompt: Prompt) -> tuple[int, int | None]:
+    def place(self, prompt: Prompt) -> tuple[int, int]:
         self.number += 1
-        return self.number % self.workload.num_replicas, None
+        return self.number % self.workload.num_replicas, 0
 
 
 class TwoChoices(Router):
     """The less busy of two at random, as it is at this moment."""
 
-    def place(self, prompt: Prompt) -> tuple[int, int | None]:
+    def place(self, prompt: Prompt) -> tuple[int, int]:
         some = self.rng.sample(range(self.workload.num_replicas), 2)
-        return min(some, key=lambda number: self.truth.replicas[number].num_sequences), None
+        return min(some, key=lambda number: self.truth.replicas[number].num_sequences), 0
 
 
 class Oracle(Router):
-    """Knows what every replica has at this moment, and goes where most of the prompt is, however busy it is there; of
-    several such replicas to the least busy one.
+    """Knows what every replica has and runs at this moment. Of those whose load is not more than a tenth above the mean
+    it takes one that has most of the prompt; of several such the least busy one.
     """
 
-    def place(self, prompt: Prompt) -> tuple[int, int | None]:
-        everybody = (1 << self.workload.num_replicas) - 1
-        found = self.truth.index.find(prompt.keys, everybody)
-        bits = found[0][1] if found else everybody
-        some = (number for number in range(self.workload.num_replicas) if bits >> number & 1)
-        return min(some, key=lambda number: self.truth.replicas[number].num_sequences), None
+    def place(self, prompt: Prompt) -> tuple[int, int]:
+        limit = int(1.1 * self.truth.num_sequences / self.workload.num_replicas)
+        by_load = self.truth.by_load
+        _, bits = next(self.truth.index.find(prompt.keys, sum(by_load[: limit + 1])))
+        return next(slots_of(next(filter(None, map(bits.__and__, by_load))))), 0
 
 
 class _Replica:
@@ -176,45 +172,50 @@ class _Replica:
         self.reporter = CacheReporter(lambda: self.blocks.num_free * BLOCK_SIZE, lambda: simulation.now)
         self.waiting: deque[_Request] = deque()
         self.is_computing = False
-        self.num_running = 0
+        self.num_running = self.num_sequences = 0
+        """Choices that decode; these and those that wait."""
         self.load_seconds = 0.0
         self._since = 0.0
-        self.is_reporting = False
-
-    @property
-    def num_sequences(self) -> int:
-        return len(self.waiting) + self.num_running
+        self._will_report = False
 
     def _on_change(self, block_hash: bytes, is_cached: bool) -> None:
-        self.reporter.note(block_hash, is_cached)
-        keys = block_keys([block_hash])
+        keys = (int.from_bytes(block_hash, "little"),)
         (self.simulation.index.add if is_cached else self.simulation.index.discard)(self.number, keys)
-        self._will_report()
+        if self.simulation.has_reports:
+            self.reporter.note(block_hash, is_cached)
 
-    def _will_report(self) -> None:
+    def _report_soon(self) -> None:
         """At the next beat."""
-        if not self.is_reporting:
-            self.is_reporting = True
+        if self.simulation.has_reports and not self._will_report:
+            self._will_report = True
             self.simulation.at(BEAT_S, self._report)
 
     def _report(self) -> None:
-        self.is_reporting = False
-        for ingress, router in enumerate(self.simulation.routers):
-            report = self.reporter.take(ingress)
-            if report is not None:
-                router.report(self.number, report)
+        """To all, and again while anything runs."""
+        self._will_report = False
+        for ingress in range(len(self.simulation.routers)):
+            self._report_to(ingress)
+        if self.num_sequences:
+            self._report_soon()
 
-    def note_load(self) -> None:
-        """Called before it changes."""
+    def _report_to(self, ingress: int) -> None:
+        report = self.reporter.take(ingress)
+        if report is not None:
+            self.simulation.routers[ingress].report(self.number, report)
+
+    def add_sequences(self, count: int) -> None:
         now, middle = self.simulation.now, self.simulation.workload.seconds / 2
-        end = min(now, self.simulation.workload.seconds)
-        self.load_seconds += self.num_sequences * max(0.0, end - max(self._since, middle))
+        self.load_seconds += self.num_sequences * max(0.0, now - max(self._since, middle))
         self._since = now
+        self.simulation.by_load[self.num_sequences] ^= bit_of(self.number)
+        self.num_sequences += count
+        self.simulation.num_sequences += count
+        self.simulation.by_load[self.num_sequences] ^= bit_of(self.number)
 
     def add(self, request: _Request) -> None:
-        self.note_load()
+        self.add_sequences(1)
         self.reporter.begin(request.ingress, request.request)
-        self._will_report()
+        self._report_soon()
         self.waiting.append(request)
         self._compute_next()
 
@@ -222,91 +223,88 @@ class _Replica:
         if self.is_computing or not self.waiting:
             return
         request = self.waiting[0]
-        prefix = self.blocks.find_prefix(request.hashes)
-        num_tokens = len(request.request.prompt_token_ids) + request.num_output_tokens
-        num_blocks = -(-num_tokens // BLOCK_SIZE) - len(prefix)
+        chat = request.chat
+        hashes = [key.to_bytes(8, "little") for key in chat.keys]
+        prefix = self.blocks.find_prefix(hashes[: (chat.num_tokens - 1) // BLOCK_SIZE])
+        num_blocks = -(-(chat.num_tokens + request.turn.num_answered) // BLOCK_SIZE) - len(prefix)
         if num_blocks > self.blocks.num_free - self.blocks.num_evictable(prefix):
             return  # until another sequence ends
-        self.note_load()
         self.waiting.popleft()
         self.is_computing = True
         self.num_running += 1
         self.blocks.share(prefix)
         table = prefix + self.blocks.allocate(num_blocks)
-        for block, block_hash in zip(table[len(prefix) :], request.hashes[len(prefix) :], strict=False):
+        for block, block_hash in zip(table[len(prefix) :], hashes[len(prefix) :], strict=False):
             self.blocks.register(block, block_hash)
         num_cached = len(prefix) * BLOCK_SIZE
+        self.simulation.num_prompt_tokens += chat.num_tokens
         self.simulation.num_hits += num_cached
-        seconds = STEP_S + (len(request.request.prompt_token_ids) - num_cached) / PREFILL_TOKENS_PER_S
-        self.simulation.at(seconds, lambda: self._has_output(request, table))
+        self.simulation.num_best_hits += request.num_best_cached * BLOCK_SIZE
+        seconds = STEP_S + (chat.num_tokens - num_cached) / PREFILL_TOKENS_PER_S
+        self.simulation.at(seconds, functools.partial(self._has_output, request, table))
 
     def _has_output(self, request: _Request, table: list[int]) -> None:
         self.is_computing = False
-        simulation = self.simulation
+        simulation, name = self.simulation, request.request.request_id
         simulation.ttft.append(simulation.now - request.arrived)
-        self.reporter.note_outputs(request.ingress, [SequenceOutput(request.request.request_id, 0, [1])])
-        for ingress, router in enumerate(simulation.routers):  # the frame with the first token brings a report
-            if ingress == request.ingress:
-                report = self.reporter.take(ingress)
-                if report is not None:
-                    router.report(self.number, report)
-                router.has_output(request.request.request_id)
+        if simulation.has_reports:  # the frame with the first token brings one
+            self.reporter.note_outputs(request.ingress, [SequenceOutput(name, 0, [1])])
+            self._report_to(request.ingress)
+        simulation.routers[request.ingress].has_output(name)
         step = STEP_S + STEP_S_PER_SEQUENCE * self.num_running
-        simulation.at(step * request.num_output_tokens, lambda: self._end(request, table))
+        simulation.at(step * request.turn.num_answered, functools.partial(self._end, request, table))
         self._compute_next()
 
     def _end(self, request: _Request, table: list[int]) -> None:
-        self.note_load()
+        self.add_sequences(-1)
         self.num_running -= 1
-        request.chat.answer(request.num_output_tokens)
-        hashes = request.chat.hash(len(request.chat.token_ids))
-        for block, block_hash in list(zip(table, hashes, strict=False))[len(request.hashes) :]:
-            self.blocks.register(block, block_hash)
+        chat = request.chat
+        num_computed = chat.num_tokens // BLOCK_SIZE
+        chat.grow(request.turn.num_answered, self.simulation.draw)
+        for block, key in zip(table[num_computed:], chat.keys[num_computed:], strict=False):
+            self.blocks.register(block, key.to_bytes(8, "little"))
         self.blocks.free(table)
         self.reporter.end(request.ingress, request.request)
-        self._will_report()
+        self._report_soon()
         self.simulation.routers[request.ingress].end(request.request.request_id)
         self._compute_next()
-        self.simulation.go_on(request.chat)
+        self.simulation.go_on(chat, request.turn.pause_s)
 
 
 class Simulation:
     """One router over one workload."""
 
-    def __init__(self, workload: Workload, router: Callable[[Workload, Simulation, int], Router]) -> None:
+    def __init__(self, workload: Workload, router: type[Router]) -> None:
         self.workload = workload
         self.now = 0.0
+        self.has_reports = router.hears_reports
         self.index = PrefixIndex(1 << 60)
         """What is true now."""
         self.replicas = [_Replica(number, self) for number in range(workload.num_replicas)]
         self.routers = [router(workload, self, number) for number in range(workload.num_ingresses)]
-        self.num_hits = self.num_best_hits = self.num_prompt_tokens = self.num_hashed = 0
+        self.num_hits = self.num_best_hits = self.num_prompt_tokens = 0
         self.ttft: list[float] = []
         self.decision_s: list[float] = []
-        self.hash_s = 0.0
+        self.draw = random.Random(workload.seed).getrandbits
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._rng = random.Random(workload.seed)
         self._everybody = (1 << workload.num_replicas) - 1
+        self.num_sequences = 0
+        self.by_load = [self._everybody] + [0] * workload.num_blocks
+        """By number of sequences: the replicas that have so many."""
 
     def at(self, delay: float, event: Callable[[], None]) -> None:
         heapq.heappush(self._events, (self.now + delay, next(self._numbers), event))
 
     def run(self) -> Outcome:
-        rng, count = self._rng, self.workload.num_system_prompts
-        prompts = [[rng.randrange(1 << 17) for _ in range(rng.randrange(128, 2048))] for _ in range(count)]
-        weights = [1 / (1 + rank) for rank in range(count)]
-        begins = 0.0
-        while (
-            begins := begins + rng.expovariate(self.workload.chats_per_s * len(self.replicas))
-        ) < self.workload.seconds:
-            chat = _Chat(f"chat-{next(self._numbers)}", rng.choices(prompts, weights)[0], rng)
-            self.at(begins, lambda chat=chat: self._ask(chat))  # type: ignore[misc]
-        while self._events:
+        self._schedule_chats()
+        while self._events and self._events[0][0] < self.workload.seconds:
             self.now, _, event = heapq.heappop(self._events)
             event()
+        self.now = self.workload.seconds
         for replica in self.replicas:
-            replica.note_load()
+            replica.add_sequences(0)
         return Outcome(
             len(self.ttft),
             self.num_hits / self.num_prompt_tokens,
@@ -314,46 +312,48 @@ class Simulation:
             self.ttft,
             [replica.load_seconds / (self.workload.seconds / 2) for replica in self.replicas],
             self.decision_s,
-            self.hash_s / max(1, self.num_hashed),
-            max(len(router.placement.index) if isinstance(router, Prefixes) else 0 for router in self.routers),
+            max(len(router.placement.index) if isinstance(router, Manta) else 0 for router in self.routers),
         )
 
-    def go_on(self, chat: _Chat) -> None:
-        if chat.num_turns > 0 and self.now < self.workload.seconds:
-            self.at(self._rng.expovariate(1 / 5), lambda: self._ask(chat))
+    def _schedule_chats(self) -> None:
+        """All is drawn here, so that it does not depend on who goes where."""
+        rng, count = self._rng, self.workload.num_system_prompts
+        lengths = [rng.randrange(128, 2048) for _ in range(count)]
+        prompts = [[rng.getrandbits(64) for _ in range(length // BLOCK_SIZE)] for length in lengths]
+        cumulative = list(itertools.accumulate(1 / (1 + rank) for rank in range(count)))
+        rate, begins = self.workload.chats_per_s * len(self.replicas), rng.expovariate(1.0)
+        while (begins := begins + rng.expovariate(rate)) < self.workload.seconds:
+            (number,) = rng.choices(range(count), cum_weights=cumulative)
+            turns = [
+                _Turn(rng.randrange(20, 200), rng.randrange(20, 300), rng.expovariate(1 / 5))
+                for _ in range(1 + int(rng.expovariate(1 / 5)))
+            ]
+            chat = _Chat(prompts[number], lengths[number], turns[::-1])
+            self.at(begins, functools.partial(self._ask, chat))
+
+    def go_on(self, chat: _Chat, pause_s: float) -> None:
+        if chat.turns:
+            self.at(pause_s, functools.partial(self._ask, chat))
 
     def _ask(self, chat: _Chat) -> None:
-        chat.ask()
-        num_tokens = len(chat.token_ids)
-        started, known = time.perf_counter(), len(chat.hashes)
-        hashes = chat.hash(num_tokens - 1)
-        keys = block_keys(hashes)
-        self.hash_s += time.perf_counter() - started
-        self.num_hashed += max(1, len(hashes) - known)
-        found = self.index.find(keys, self._everybody)
-        self.num_best_hits += found[0][0] * BLOCK_SIZE if found else 0
-        self.num_prompt_tokens += num_tokens
+        turn = chat.turns.pop()
+        chat.grow(turn.num_asked, self.draw)
+        prompt = Prompt(
+            request_id=str(next(self._numbers)),
+            keys=chat.keys[: (chat.num_tokens - 1) // BLOCK_SIZE],
+            num_tokens=chat.num_tokens,
+            block_size=BLOCK_SIZE,
+        )
+        num_best_cached, _ = next(self.index.find(prompt.keys, self._everybody))
         ingress = self._rng.randrange(len(self.routers))
-        name = f"{chat.name}/{next(self._numbers)}"
-        prompt = Prompt(request_id=name, keys=keys, num_tokens=num_tokens, block_size=BLOCK_SIZE)
         started = time.perf_counter()
         number, new_tokens = self.routers[ingress].place(prompt)
         self.decision_s.append(time.perf_counter() - started)
         request = EngineRequest(
-            request_id=name,
-            prompt_token_ids=chat.token_ids[:],
-            params=SamplingParams(max_tokens=1),
-            num_new_tokens=new_tokens,
+            request_id=prompt.request_id, prompt_token_ids=[], params=ONE_CHOICE, num_new_tokens=new_tokens
         )
-        output = self._rng.randrange(20, 300)
-        self.replicas[number].add(_Request(request, chat, hashes, ingress, output, self.now))
+        self.replicas[number].add(_Request(request, chat, turn, ingress, self.now, num_best_cached))
 
 
-def simulate(workload: Workload, router: Callable[[Workload, Simulation, int], Router]) -> Outcome:
+def simulate(workload: Workload, router: type[Router]) -> Outcome:
     return Simulation(workload, router).run()
-
-
-def unevenness(loads: list[float]) -> tuple[float, float]:
-    """(the greatest load over the mean, the standard deviation over the mean)."""
-    mean = statistics.mean(loads)
-    return max(loads) / mean, statistics.pstdev(loads) / mean

@@ -1,14 +1,18 @@
-"""Which replica gets a prompt: the one that has least to do before the first token, of those that hold most of it.
+"""Which replica gets a prompt: the one where it costs least, cached blocks weighed against load.
 
 The whole decision, and all that one ingress knows to make it: who holds which blocks and has how much to do, as engines
 report it (`reports.py`), what the ingress itself has under way, and where sessions were last. Serve's router asks it
 (`request_router.py`), and so does the simulation of a thousand replicas (`benchmarks/routing.py`). Imports neither
 torch nor ray. Everything may be called from several threads.
+
+Costs are counted in prompt tokens to compute, as in the routers of Dynamo and llm-d. Of replicas that hold equally much
+of a prompt the least busy one is best, so only that one is looked at.
 """
 
 from __future__ import annotations
 
 import collections
+import itertools
 import math
 import random
 import threading
@@ -16,14 +20,14 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from cluster.serve.routing.prefix_index import PrefixIndex
+from cluster.serve.routing.prefix_index import PrefixIndex, bit_of, slots_of
 from cluster.serve.routing.reports import Report, unpacked
 
-SEQUENCE_TOKENS = 384
+SEQUENCE_TOKENS = 192
 """A choice that runs or waits slows a replica's steps as long as it lasts: it counts as so many prompt tokens."""
-EVEN_SHARE, MAX_OVER_WEIGHT = 1.1, 8
-"""A choice beyond so much of the mean of all replicas, and one, counts so many times as much in addition; but no more
-times than the mean is: in an idle cluster one or two more are not uneven.
+EVEN_SHARE, OVER_TOKENS, MAX_MEAN = 1.1, 384, 8
+"""A choice beyond so much of the mean of all replicas counts as so many tokens in addition for each choice of the mean,
+of which no more than so many count: in an idle cluster one or two more are not uneven.
 """
 COPY_WEIGHT = 2
 """A token that one replica has cached and that is computed elsewhere costs so much more; if two have it a quarter of
@@ -35,12 +39,10 @@ SESSION_TOKENS = 4096
 """A session stays where it was last until so much more waits there than elsewhere."""
 MAX_SESSIONS = 65_536
 """That an ingress remembers, about 300 bytes each; beyond them it forgets those that were silent for longest."""
-NUM_LEVELS = 3
-"""So many lengths of cached prefix are compared, the longest ones, ..."""
-NUM_OF_LEVEL = 4
-"""... with at most so many replicas of each, taken at random, ..."""
-NUM_CHOICES = 2
-"""... and so many of all replicas, which is the whole choice for a prompt that nobody knows (Mitzenmacher, 2001)."""
+NUM_LENGTHS = 2
+"""So many lengths of cached prefix are compared, the longest ones, and all that hold less as one."""
+CLASSES_PER_DOUBLING = 8
+"""Loads in one class differ by less than a tenth."""
 
 
 class Prompt(msgspec.Struct, kw_only=True, gc=False):
@@ -63,26 +65,25 @@ class Prompt(msgspec.Struct, kw_only=True, gc=False):
         return max(1, self.num_tokens - num_blocks * self.block_size)
 
 
-class _Load:
-    """Of one replica."""
+class _Replica:
+    """One replica's load."""
 
     __slots__ = (
-        "bit",
         "free_tokens",
+        "load_class",
         "name",
         "num_own_tokens",
         "other_sequences",
         "other_tokens",
+        "own_sequences",
         "own_tokens",
-        "sequences",
         "slot",
     )
 
     def __init__(self, name: str, slot: int) -> None:
         self.name = name
         self.slot = slot
-        self.bit = 1 << slot
-        self.sequences = 0
+        self.own_sequences = 0
         """Choices that this ingress has there."""
         self.own_tokens: dict[str, int] = {}
         """By client: prompt tokens of this ingress's requests that have no output yet."""
@@ -91,20 +92,26 @@ class _Load:
         self.other_tokens = self.other_sequences = 0
         """Of other ingresses, as reported last."""
         self.free_tokens: int | None = None
+        self.load_class = 0
+        """Where `_LoadOrder` has it."""
 
-    def begin(self, client: str, new_tokens: int) -> None:
-        self.own_tokens[client] = self.own_tokens.get(client, 0) + new_tokens
+    def wait_for(self, client: str, new_tokens: int) -> None:
+        """A prompt waits, or with less than 0 tokens no longer waits."""
         self.num_own_tokens += new_tokens
-
-    def finish(self, client: str, new_tokens: int) -> None:
-        self.num_own_tokens -= new_tokens
-        self.own_tokens[client] -= new_tokens
-        if not self.own_tokens[client]:
+        tokens = self.own_tokens.get(client, 0) + new_tokens
+        if tokens:
+            self.own_tokens[client] = tokens
+        else:
             del self.own_tokens[client]
 
     @property
     def num_sequences(self) -> int:
-        return self.sequences + self.other_sequences
+        return self.own_sequences + self.other_sequences
+
+    @property
+    def load(self) -> int:
+        """In prompt tokens."""
+        return self.num_own_tokens + self.other_tokens + SEQUENCE_TOKENS * self.num_sequences
 
     def cost(self, new_tokens: int, client: str, mean: float) -> float:
         """Prompt tokens that are computed before the first one of a prompt is drawn, of which `new_tokens` are its own,
@@ -119,18 +126,42 @@ class _Load:
         if client:
             before = min(before, mine * (len(self.own_tokens) - (own > 0)))
         cost: float = before + mine + self.other_tokens + SEQUENCE_TOKENS * self.num_sequences
-        if (num_over := self.num_sequences - EVEN_SHARE * mean - 1) > 0:
-            cost += min(mean, MAX_OVER_WEIGHT) * SEQUENCE_TOKENS * num_over
+        if (num_over := self.num_sequences - EVEN_SHARE * mean) > 0:
+            cost += OVER_TOKENS * min(mean, MAX_MEAN) * num_over
         if self.free_tokens is not None and queued > self.free_tokens:
             cost += NO_ROOM_WEIGHT * (queued - self.free_tokens)
         return cost
+
+
+class _LoadOrder:
+    """Replicas in classes by load, each a set of bits: the least busy one of any set is found with one `&` a class."""
+
+    def __init__(self) -> None:
+        self._classes = [0]
+
+    def put(self, replica: _Replica) -> None:
+        """Called when its load has changed, and at first."""
+        load_class = int(CLASSES_PER_DOUBLING * math.log2(1 + replica.load / SEQUENCE_TOKENS))
+        if load_class >= len(self._classes):
+            self._classes += [0] * (load_class + 1 - len(self._classes))
+        bit = bit_of(replica.slot)
+        self._classes[replica.load_class] &= ~bit
+        self._classes[load_class] |= bit
+        replica.load_class = load_class
+
+    def remove(self, replica: _Replica) -> None:
+        self._classes[replica.load_class] &= ~bit_of(replica.slot)
+
+    def least(self, bits: int) -> int:
+        """Those of a set that are in its lowest class."""
+        return next(filter(None, map(bits.__and__, self._classes)), 0)
 
 
 class _Placed(msgspec.Struct, gc=False):
     """A prompt that is under way."""
 
     prompt: Prompt
-    load: _Load
+    replica: _Replica
     expected: Sequence[int]
     """Keys of blocks that its replica will have once it has computed them."""
     new_tokens: int
@@ -140,73 +171,86 @@ class _Placed(msgspec.Struct, gc=False):
 class Placement:
     """Of one ingress over all replicas. A replica's name is the one of its actor; a group is those of a deployment."""
 
-    def __init__(self, index: PrefixIndex | None = None, random_seed: int | None = None) -> None:
-        self.index = PrefixIndex() if index is None else index
+    def __init__(self, random_seed: int | None = None) -> None:
+        self.index = PrefixIndex()
         self._random = random.Random(random_seed)
         self._lock = threading.RLock()
-        self._loads: dict[str, _Load] = {}
-        self._by_slot: list[_Load | None] = []
+        self._replicas: dict[str, _Replica] = {}
+        self._by_slot: list[_Replica | None] = []
+        self._by_load = _LoadOrder()
         self._groups: dict[str, int] = {}
         """Name to bits of its replicas."""
         self._placed: dict[str, _Placed] = {}
         self._num_sequences = 0
         """At all replicas."""
-        self._expected: dict[int, int] = {}
-        """By key: who will have a block soon. As good as having it, since who asks for it there waits for it anyway."""
         self._sessions: collections.OrderedDict[tuple[str, str], str] = collections.OrderedDict()
 
     # ---- who is there --------------------------------------------------------------------------------------------
 
     def set_running(self, group: str, names: Iterable[str]) -> None:
-        """The replicas of a group, whoever else was there before is gone."""
+        """The replicas of a group; whoever else was there before is gone."""
         with self._lock:
-            before = self._groups.get(group, 0)
-            now = 0
+            before, now = self._groups.get(group, 0), 0
             for name in names:
-                now |= self._load(name).bit
+                now |= bit_of(self._replica(name).slot)
             self._groups[group] = now
-            for load in list(self._each(before & ~now)):
-                self.lose(load.name)
+            for slot in slots_of(before & ~now):
+                self.lose(self._at(slot).name)
 
-    def _load(self, name: str) -> _Load:
-        load = self._loads.get(name)
-        if load is None:
+    def _replica(self, name: str) -> _Replica:
+        replica = self._replicas.get(name)
+        if replica is None:
             slot = self._by_slot.index(None) if None in self._by_slot else len(self._by_slot)
-            load = self._loads[name] = _Load(name, slot)
-            self._by_slot[slot : slot + 1] = [load]
-        return load
+            replica = self._replicas[name] = _Replica(name, slot)
+            self._by_slot[slot : slot + 1] = [replica]
+            self._by_load.put(replica)
+        return replica
+
+    def _at(self, slot: int) -> _Replica:
+        replica = self._by_slot[slot]
+        assert replica is not None
+        return replica
 
     def lose(self, name: str) -> None:
         """Nothing that is known of a replica's cache and of other ingresses' work holds any more, and one that is in no
         group is forgotten.
         """
         with self._lock:
-            load = self._loads.get(name)
-            if load is None:
+            replica = self._replicas.get(name)
+            if replica is None:
                 return
-            self.index.remove(load.slot)
-            self._num_sequences -= load.other_sequences
-            load.other_tokens = load.other_sequences = 0
-            load.free_tokens = None
+            self.index.remove(replica.slot)
             for placed in self._placed.values():
-                if placed.load is load:
+                if placed.replica is replica:
                     self._expect_no_more(placed)
-            if not any(bits & load.bit for bits in self._groups.values()):
-                del self._loads[name]
-                self._by_slot[load.slot] = None
+            self._set_others(replica, 0, 0)
+            replica.free_tokens = None
+            if not any(bits & bit_of(replica.slot) for bits in self._groups.values()):
+                del self._replicas[name]
+                self._by_slot[replica.slot] = None
+                self._by_load.remove(replica)
 
     def report(self, name: str, report: Report) -> None:
         """Raises `struct.error` for one that makes no sense."""
         added, removed = unpacked(report.added), unpacked(report.removed)
         with self._lock:
-            load = self._load(name)
+            replica = self._replica(name)
             if report.is_whole:
-                self.index.remove(load.slot)
-            self.index.discard(load.slot, removed)
-            self.index.add(load.slot, added)
-            self._num_sequences += report.other_sequences - load.other_sequences
-            load.other_tokens, load.other_sequences = report.other_tokens, report.other_sequences
-            load.free_tokens = report.free_tokens
+                self.index.remove(replica.slot)
+            self.index.discard(replica.slot, removed)
+            self.index.add(replica.slot, added)
+            self._set_others(replica, report.other_tokens, report.other_sequences)
+            replica.free_tokens = report.free_tokens
+
+    def _set_others(self, replica: _Replica, tokens: int, sequences: int) -> None:
+        self._num_sequences += sequences - replica.other_sequences
+        replica.other_tokens, replica.other_sequences = tokens, sequences
+        self._put_in_order(replica)
+
+    def _put_in_order(self, replica: _Replica) -> None:
+        """Its load has changed."""
+        if self._by_slot[replica.slot] is replica:  # else it is gone, and its slot may be another one's
+            self._by_load.put(replica)
 
     # ---- the decision --------------------------------------------------------------------------------------------
 
@@ -217,24 +261,20 @@ class Placement:
         with self._lock:
             if prompt.request_id in self._placed:  # by an attempt that reached no replica
                 self.end(prompt.request_id)
-            load, num_blocks = self._choose(prompt, self._among(group, avoided))
-            new_tokens = prompt.num_new_tokens(num_blocks)
-            placed = _Placed(prompt, load, prompt.keys[num_blocks:], new_tokens)
+            replica, num_blocks = self._choose(prompt, self._among(group, avoided))
+            placed = _Placed(prompt, replica, prompt.keys[num_blocks:], prompt.num_new_tokens(num_blocks))
             self._placed[prompt.request_id] = placed
-            for key in placed.expected:
-                self._expected[key] = self._expected.get(key, 0) | load.bit
-            load.begin(prompt.client, new_tokens)
-            load.sequences += prompt.num_sequences
-            self._num_sequences += prompt.num_sequences
+            self.index.expect(replica.slot, placed.expected)
+            replica.wait_for(prompt.client, placed.new_tokens)
+            self._add_sequences(replica, prompt.num_sequences)
             if prompt.session:
-                self._remember(prompt, load)
-            return load.name, new_tokens
+                self._remember(prompt, replica)
+            return replica.name, placed.new_tokens
 
     def pick(self, group: str, avoided: Iterable[str] = ()) -> str:
-        """The less busy of two replicas, for what is no prompt. Raises `LookupError` if the group has none."""
+        """One of the least busy replicas, for what is no prompt. Raises `LookupError` if the group has none."""
         with self._lock:
-            some = self._some_of(self._among(group, avoided), NUM_CHOICES)
-            return min(some, key=lambda load: load.cost(0, "", 0.0)).name
+            return self._least_busy(self._among(group, avoided)).name
 
     def _among(self, group: str, avoided: Iterable[str]) -> int:
         running = self._groups.get(group, 0)
@@ -242,63 +282,58 @@ class Placement:
             raise LookupError(f"{group} has no replica")
         among = running
         for name in avoided:
-            if name in self._loads:
-                among &= ~self._loads[name].bit
+            if name in self._replicas:
+                among &= ~bit_of(self._replicas[name].slot)
         return among or running
 
-    def _choose(self, prompt: Prompt, among: int) -> tuple[_Load, int]:
+    def _choose(self, prompt: Prompt, among: int) -> tuple[_Replica, int]:
         """A replica, and how many leading blocks it holds or will hold."""
-        levels = self.index.find(prompt.keys, among, self._expected)
-        last = self._loads.get(self._sessions.get((prompt.client, prompt.session), "")) if prompt.session else None
         mean = self._num_sequences / among.bit_count()
+        last = self._replicas.get(self._sessions.get((prompt.client, prompt.session), "")) if prompt.session else None
         least, chosen, chosen_blocks = math.inf, None, 0
-        for load, num_blocks, copied in self._candidates(levels, among, last):
-            cost = load.cost(prompt.num_new_tokens(num_blocks), prompt.client, mean)
+        for replica, num_blocks, copied in self._candidates(prompt.keys, among, last):
+            cost = replica.cost(prompt.num_new_tokens(num_blocks), prompt.client, mean)
             cost += COPY_WEIGHT * prompt.block_size * copied
-            if load is last:
+            if replica is last:
                 cost -= SESSION_TOKENS
             if cost < least:
-                least, chosen, chosen_blocks = cost, load, num_blocks
+                least, chosen, chosen_blocks = cost, replica, num_blocks
         assert chosen is not None
         return chosen, chosen_blocks
 
     def _candidates(
-        self, levels: list[tuple[int, int]], among: int, last: _Load | None
-    ) -> Iterator[tuple[_Load, int, float]]:
+        self, keys: Sequence[int], among: int, last: _Replica | None
+    ) -> Iterator[tuple[_Replica, int, float]]:
         """Each with its number of leading blocks, and with those that others have and it would have to copy, divided by
         the square of how many have them. Those with most blocks come first: they win ties.
         """
-        others = list(self._some_of(among, NUM_CHOICES))
-        if last is not None and last.bit & among:
-            others.append(last)
-        copied, num_holders = 0.0, 0
-        for number, (num_blocks, bits) in enumerate((*levels, (0, among))):
-            if number:
-                copied += (levels[number - 1][0] - num_blocks) / num_holders**2
-            some = self._some_of(bits, NUM_OF_LEVEL) if number < min(NUM_LEVELS, len(levels)) else ()
-            for load in (*some, *(load for load in others if load.bit & bits)):
-                yield load, num_blocks, copied
-            others = [load for load in others if not load.bit & bits]
-            num_holders += bits.bit_count()
+        rest, longer, copied, num_holders = among, 0, 0.0, 0
+        for num_blocks, bits in itertools.islice(self.index.find(keys, among), NUM_LENGTHS):
+            if num_holders:
+                copied += (longer - num_blocks) / num_holders**2
+            yield self._least_busy(bits), num_blocks, copied
+            rest, longer, num_holders = rest & ~bits, num_blocks, num_holders + bits.bit_count()
+        if rest:
+            replica = self._least_busy(rest)
+            num_blocks = self._num_leading(keys, replica)
+            yield replica, num_blocks, copied + (longer - num_blocks) / num_holders**2
+        if last is not None and bit_of(last.slot) & among:
+            yield last, self._num_leading(keys, last), 0.0
 
-    def _some_of(self, bits: int, count: int) -> Iterator[_Load]:
-        """So many of them, or all if there are fewer."""
-        while bits and count:
-            start = int(self._random.random() * len(self._by_slot))
-            rest = bits >> start << start or bits  # the first at or after a random place, else the first of all
-            bit = rest & -rest
-            load = self._by_slot[bit.bit_length() - 1]
-            assert load is not None
-            yield load
-            bits ^= bit
-            count -= 1
+    def _num_leading(self, keys: Sequence[int], replica: _Replica) -> int:
+        num_blocks, _ = next(self.index.find(keys, bit_of(replica.slot)))
+        return num_blocks
 
-    def _each(self, bits: int) -> Iterator[_Load]:
-        return self._some_of(bits, bits.bit_count())
+    def _least_busy(self, bits: int) -> _Replica:
+        """One of them that has no more to do than the others, or hardly more."""
+        some = self._by_load.least(bits)
+        start = int(self._random.random() * len(self._by_slot))
+        some = some >> start << start or some  # the first at or after a random place, else the first of all
+        return self._at((some & -some).bit_length() - 1)
 
-    def _remember(self, prompt: Prompt, load: _Load) -> None:
+    def _remember(self, prompt: Prompt, replica: _Replica) -> None:
         name = prompt.client, prompt.session
-        self._sessions[name] = load.name
+        self._sessions[name] = replica.name
         self._sessions.move_to_end(name)
         if len(self._sessions) > MAX_SESSIONS:
             self._sessions.popitem(last=False)
@@ -313,7 +348,8 @@ class Placement:
                 return
             placed.has_output = True
             self._expect_no_more(placed)
-            placed.load.finish(placed.prompt.client, placed.new_tokens)
+            placed.replica.wait_for(placed.prompt.client, -placed.new_tokens)
+            self._put_in_order(placed.replica)
 
     def end(self, request_id: str) -> None:
         """It is no longer under way; harmless if it was not."""
@@ -321,16 +357,13 @@ class Placement:
             self.has_output(request_id)
             placed = self._placed.pop(request_id, None)
             if placed is not None:
-                placed.load.sequences -= placed.prompt.num_sequences
-                self._num_sequences -= placed.prompt.num_sequences
+                self._add_sequences(placed.replica, -placed.prompt.num_sequences)
+
+    def _add_sequences(self, replica: _Replica, count: int) -> None:
+        replica.own_sequences += count
+        self._num_sequences += count
+        self._put_in_order(replica)
 
     def _expect_no_more(self, placed: _Placed) -> None:
-        bit = placed.load.bit
-        for key in placed.expected:
-            bits = self._expected.get(key, 0)
-            if bits & bit:
-                if bits == bit:
-                    del self._expected[key]
-                else:
-                    self._expected[key] = bits ^ bit
+        self.index.expect_no_more(placed.replica.slot, placed.expected)
         placed.expected = ()

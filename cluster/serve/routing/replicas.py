@@ -108,8 +108,11 @@ class Replicas:
         return self.placement.pick(deployment, self._now_avoided())
 
     def _now_avoided(self) -> list[str]:
-        now = time.monotonic()
-        return [replica for replica, until in list(self._avoided.items()) if until > now]
+        now, avoided = time.monotonic(), list(self._avoided.items())
+        for replica, until in avoided:
+            if until <= now:
+                self._avoided.pop(replica, None)
+        return [replica for replica, until in avoided if until > now]
 
 
 def _prompt(request: EngineRequest, block_size: int) -> Prompt:

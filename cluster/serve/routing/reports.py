@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import msgspec
 
@@ -44,22 +44,15 @@ def unpacked(keys: bytes) -> tuple[int, ...]:
 
 
 class _Reader:
-    """An ingress: what it was not told yet, and what it asked for."""
+    """An ingress, and what it was told."""
 
-    def __init__(self, cached: Iterable[bytes]) -> None:
-        self.added = set(cached)
-        self.removed: set[bytes] = set()
+    def __init__(self) -> None:
+        self.num_told = 0
+        """Of the changes."""
         self.last: Report | None = None
         self.last_time = 0.0
         self.is_due = False
         """Whatever the time is."""
-
-    def note(self, key: bytes, is_cached: bool) -> None:
-        pending, opposite = (self.added, self.removed) if is_cached else (self.removed, self.added)
-        if key in opposite:
-            opposite.discard(key)
-        else:
-            pending.add(key)
 
 
 class _Work:
@@ -79,7 +72,9 @@ class CacheReporter:
         self._num_free_tokens = num_free_tokens
         self._clock = clock
         self._lock = threading.Lock()
-        self._cached: set[bytes] = set()
+        self._changes: dict[bytes, int] = {}
+        """By key, in the order of their last changes: the number of that change; less than 0 if the block was lost."""
+        self._num_changes = self._num_lost = 0
         self._readers: dict[Hashable, _Reader] = {}
         self._work: dict[Hashable, _Work] = {}
         self._waiting: dict[str, tuple[_Work, int]] = {}
@@ -89,12 +84,11 @@ class CacheReporter:
         """For `KVBlocks.on_change`."""
         key = block_hash[:KEY_BYTES]
         with self._lock:
-            if is_cached:
-                self._cached.add(key)
-            else:
-                self._cached.discard(key)
-            for reader in self._readers.values():
-                reader.note(key, is_cached)
+            self._num_changes += 1
+            if self._changes.pop(key, 0) < 0:
+                self._num_lost -= 1
+            self._changes[key] = self._num_changes if is_cached else -self._num_changes
+            self._num_lost += not is_cached
 
     def begin(self, ingress: Hashable, request: EngineRequest) -> None:
         work = self._work.setdefault(ingress, _Work())
@@ -134,18 +128,15 @@ class CacheReporter:
         """What is to be told to an ingress now; None if nothing is, or if it was told something just before."""
         now = self._clock()
         with self._lock:
-            reader = self._readers.get(ingress)
-            if reader is None:
-                reader = self._readers[ingress] = _Reader(self._cached)
-            elif not reader.is_due and now - reader.last_time < REPORT_S:
+            reader = self._readers.setdefault(ingress, _Reader())
+            if not reader.is_due and reader.last is not None and now - reader.last_time < REPORT_S:
                 return None
             reader.is_due = False
-            added, reader.added = reader.added, set()
-            removed, reader.removed = reader.removed, set()
+            added, removed = self._take_changes(reader)
         others = [work for name, work in self._work.items() if name != ingress]
         report = Report(
-            b"".join(added),
-            b"".join(removed),
+            added,
+            removed,
             reader.last is None,
             sum(work.num_tokens for work in others),
             sum(work.num_sequences for work in others),
@@ -156,3 +147,22 @@ class CacheReporter:
         reader.last = msgspec.structs.replace(report, added=b"", removed=b"", is_whole=False)
         reader.last_time = now
         return report
+
+    def _take_changes(self, reader: _Reader) -> tuple[bytes, bytes]:
+        """Keys of blocks that came and of those that went, as far as the reader was not told."""
+        added: list[bytes] = []
+        removed: list[bytes] = []
+        for key, number in reversed(self._changes.items()):
+            if abs(number) <= reader.num_told:
+                break
+            (added if number > 0 else removed).append(key)
+        reader.num_told = self._num_changes
+        if self._num_lost > 1024 + len(self._changes) // 2:
+            self._forget_lost()
+        return b"".join(added), b"".join(removed)
+
+    def _forget_lost(self) -> None:
+        """All were told of most of them."""
+        told = min(reader.num_told for reader in self._readers.values())
+        self._changes = {key: number for key, number in self._changes.items() if number > 0 or -number > told}
+        self._num_lost = sum(number < 0 for number in self._changes.values())
