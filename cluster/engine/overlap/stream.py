@@ -62,13 +62,20 @@ class _Around:
 class DeviceStream(_Around):
     """Calls launch work and return. The next step's input ids are put together on the device."""
 
+    def __init__(self, inner: InProcessExecutor) -> None:
+        super().__init__(inner)
+        self._has_failed = False
+        """Whether the last draw failed, as its result will say."""
+
     def execute(self, step: StepInput) -> None:
-        self.inner.execute(step)
+        if not self._has_failed:  # else there are no tokens to compute
+            self.inner.execute(step)
 
     def draw(self, masks: MaskBatch | None = None) -> Drawn:
         try:
             return self.inner.draw(masks)
         except Exception as error:
+            self._has_failed = True
             failed: Future[StepOutput] = Future()
             failed.set_exception(error)
             return failed
@@ -80,6 +87,7 @@ class DeviceStream(_Around):
         return self.inner.is_computing()
 
     def rebuild(self) -> None:
+        self._has_failed = False
         self.inner.rebuild()
 
 
