@@ -59,6 +59,7 @@ class OtherPlatform:
     device = torch.device("cpu")
     kernel_form = "reference"
     kv_share = 0.4
+    splits_mlp = False
     advice = None
     sampler = torch_sampler
 
@@ -76,7 +77,7 @@ class OtherPlatform:
             return lambda x: reference.silu_and_mul(F.linear(x, own, weight.bias))
         return lambda x: F.linear(x, own, weight.bias)
 
-    def record_decodes(self, *arguments: object) -> None:
+    def record_decodes(self, *arguments: object, **options: object) -> None:
         """Nothing to record."""
 
     def compile_decoder(self, weights: DecoderWeights, config: ModelConfig, run_layers: Forward) -> Forward | None:

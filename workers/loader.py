@@ -34,8 +34,8 @@ def load_model(
     whole: bool = True,
     group: Group | None = None,
 ) -> Model:
-    """The model of a checkpoint in `bfloat16` or `float32`, on the platform's device; of a `group` of ranks this one's
-    share, which computes together with the others'.
+    """The model of a checkpoint in `bfloat16`, `float16` or `float32`, on the platform's device; of a `group` of ranks
+    this one's share, which computes together with the others'.
 
     Raises `ModelError` naming a missing, misshapen or, where the model is to be the `whole` checkpoint, unexpected
     tensor; otherwise `config` may have fewer layers, and the others are not read. Also where the model cannot be split

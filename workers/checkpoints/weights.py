@@ -40,8 +40,8 @@ Linear = Callable[[torch.Tensor], torch.Tensor]
 """x [num_rows, in_features] -> [num_rows, out_features], same dtype."""
 
 MLP_BYTES = 32 << 20
-"""The widest activations are made for as many rows at a time as fit: the C library gives larger buffers back at once,
-and the system would zero new pages for the next ones.
+"""On a CPU the widest activations are made for as many rows at a time as fit: the C library gives larger buffers back
+at once, and the system would zero new pages for the next ones.
 """
 
 
