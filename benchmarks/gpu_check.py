@@ -2,29 +2,46 @@
 
 Runs the Triton kernels and the engine against their references on the GPU, then measures, and writes one table to
 `benchmarks/results/`. It needs torch, triton, transformers, pytest, hypothesis, scipy and Manta's other libraries, but
-not Ray. A part that fails is a row of the table, and the others go on.
+not Ray. Each part is a process of its own, which is ended when its time is over. A part that fails, however it does, is
+a row of the table, and the next one runs; the table is written anew with every row.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import importlib.metadata
+import importlib.util
 import os
 import pathlib
 import platform
 import re
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import TextIO
 
-if TYPE_CHECKING:
-    from benchmarks.gpu_figures import Figure
+import msgspec
+
+from benchmarks.gpu_rows import FIGURE, Figure, one_line
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-TESTS = ("tests/test_triton_kernels.py", "tests/test_triton_sampler.py", "tests/test_cuda_platform.py")
-PARTS = ("tests", "device", "qwen2.5-0.5b", "llama-3.1-8b", "speculation")
+TESTS = {
+    "kernels": "tests/test_triton_kernels.py",
+    "sampler": "tests/test_triton_sampler.py",
+    "engine": "tests/test_cuda_platform.py",
+}
+MEASURED = ("device", "attention", "qwen2.5-0.5b", "llama-3.1-8b", "transformers", "speculation")
+PARTS = (*TESTS, *MEASURED)
+PART_SECONDS = 540.0
+"""The longest that a part may take."""
+PARALLEL = {"kernels": 8, "sampler": 4}
+"""Processes of the tests that compile many kernels, if pytest-xdist is there."""
+SHOWN_FAILURES = 8
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -32,6 +49,8 @@ def main(arguments: list[str] | None = None) -> int:
         prog="gpu-check", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {','.join(PARTS)} (default: all)")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="for all parts together (default: 3600)")
+    parser.add_argument("--output", type=pathlib.Path, help="the table's file (default: one in benchmarks/results/)")
     options = parser.parse_args(arguments)
     parts = options.parts.split(",")
     if unknown := sorted(set(parts) - set(PARTS)):
@@ -41,14 +60,16 @@ def main(arguments: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print(f"gpu-check: torch {torch.__version__} finds no CUDA GPU, so nothing was checked.", file=sys.stderr)
         return 2
-    rows, failed = [], False
-    for name, value, bar in _run(parts):
-        failed |= value.startswith("failed")
-        rows.append(f"| {name} | {value} | {bar} |")
-        print(rows[-1], flush=True)
-    path = ROOT / "benchmarks" / "results" / f"gpu-{datetime.date.today().isoformat()}.md"
-    path.write_text("\n".join([*_heading(parts), "| what | figure | bar |", "| --- | --- | --- |", *rows, ""]))
-    print(f"written to {path.relative_to(ROOT)}")
+    path = options.output or ROOT / "benchmarks" / "results" / f"gpu-{datetime.date.today().isoformat()}.md"
+    table = [*_heading(parts), "| what | figure | bar |", "| --- | --- | --- |"]
+    print("\n".join(table), flush=True)
+    failed = False
+    for name, value, bar in check(parts, options.seconds):
+        failed |= "failed" in value
+        table.append(f"| {name} | {value} | {bar} |")
+        print(table[-1], flush=True)
+        path.write_text("\n".join([*table, ""]))
+    print(f"written to {path}")
     return int(failed)
 
 
@@ -58,14 +79,21 @@ def _heading(parts: list[str]) -> list[str]:
     memory = torch.cuda.get_device_properties(0).total_memory / 2**30
     packages = ("torch", "triton", "transformers", "llguidance")
     versions = [f"Python {platform.python_version()}", *(f"{name} {_version(name)}" for name in packages)]
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
     return [
         f"# Checked on a GPU on {datetime.date.today().isoformat()}",
         "",
-        f"`make gpu-check ARGS='--parts {','.join(parts)}'` at {commit.strip() or 'an unknown commit'} on "
+        f"`make gpu-check ARGS='--parts {','.join(parts)}'` at {_commit()} on "
         f"{torch.cuda.get_device_name()} ({memory:.0f} GiB), {', '.join(versions)}.",
         "",
     ]
+
+
+def _commit() -> str:
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    with contextlib.suppress(OSError):  # no git
+        if commit := subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip():
+            return commit
+    return "an unknown commit"
 
 
 def _version(package: str) -> str:
@@ -75,44 +103,99 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _run(parts: list[str]) -> Iterator[Figure]:
-    from benchmarks import gpu_figures as figures
-
-    if "tests" in parts:
-        yield from _guarded("tests", _test_figures)
-    device = figures.measure_device()
-    speed, rate = device.bytes_per_second, device.operations_per_second
-    yield figures.Figure("device: a copy, read and written bytes", f"{speed / 1e12:.2f} TB/s")
-    yield figures.Figure(f"device: bfloat16 product of {figures.LARGE}", f"{rate / 1e12:.0f} TFLOP/s")
-    for name in figures.MODELS:
-        if name in parts:
-            yield from _guarded(name, lambda name=name: figures.model_figures(name, device))
-    if "speculation" in parts:
-        yield from _guarded("speculation", figures.speculation_figures)
+def check(parts: list[str], seconds: float) -> Iterator[Figure]:
+    """The figures of all parts, each as far as it comes, and why no more came."""
+    deadline = time.monotonic() + seconds
+    for part in parts:
+        left = min(PART_SECONDS, deadline - time.monotonic())
+        if left < 1:
+            yield Figure(part, f"failed: not begun, for the {seconds:.0f} s of all parts are over")
+            continue
+        run = tested_figures if part in TESTS else measured_figures
+        yield from run(part, left)
 
 
-def _guarded(part: str, run: Callable[[], Iterator[Figure]]) -> Iterator[Figure]:
-    """The part's figures as far as they come, and why no more came."""
-    from benchmarks.gpu_figures import Figure
+def measured_figures(part: str, seconds: float) -> Iterator[Figure]:
+    process = Process([sys.executable, "-m", "benchmarks.gpu_figures", part], seconds)
+    for line in process.lines():
+        if line.startswith(FIGURE):
+            yield msgspec.json.decode(line.removeprefix(FIGURE), type=Figure)
+        else:
+            print(line, end="", file=sys.stderr, flush=True)
+    if process.why_failed is not None:
+        yield Figure(part, f"failed: {process.why_failed}")
 
-    try:
-        yield from run()
-    except Exception as error:
-        yield Figure(part, f"failed: {type(error).__name__}: {' '.join(str(error).split())}"[:400])
+
+def tested_figures(part: str, seconds: float) -> Iterator[Figure]:
+    """How the tests of a file ended, and those that failed."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=", "-q", "-rfE", TESTS[part]]
+    if part in PARALLEL and importlib.util.find_spec("xdist") is not None:
+        command += ["--numprocesses", str(min(PARALLEL[part], os.cpu_count() or 1)), "--dist", "worksteal"]
+    process = Process(command, seconds)
+    summary, failures = "", []
+    for line in process.lines():
+        print(line, end="", file=sys.stderr, flush=True)
+        if re.match(r"(FAILED|ERROR) ", line):
+            failures.append(line)
+        if re.match(r"=*\s*\d+ \w+.* in [\d.]+s", line):
+            summary = line.strip("= \n")
+    if process.why_failed is None:
+        yield Figure(TESTS[part], summary, "all pass")
+        return
+    yield Figure(TESTS[part], f"failed: {summary or process.why_failed}", "all pass")
+    for line in failures[:SHOWN_FAILURES]:
+        name, _, why = line.partition(" - ")
+        yield Figure(name.split(" ", 1)[1].strip(), f"failed: {one_line(why)}")
 
 
-def _test_figures() -> Iterator[Figure]:
-    from benchmarks.gpu_figures import Figure
+class Process:
+    """A part's process, which is ended with all that it started when its time is over."""
 
-    for test in TESTS:
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=", "-q", test]
-        done = subprocess.run(
-            command, cwd=ROOT, env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True
-        )
-        print(done.stdout[-4000:], file=sys.stderr)
-        summary = re.findall(r"^\d+ \w+.* in [\d.]+s.*$", done.stdout, re.MULTILINE)
-        text = summary[-1] if summary else (done.stderr or done.stdout).strip()[-200:]
-        yield Figure(test, text if done.returncode == 0 else f"failed: {text}", "all pass")
+    def __init__(self, command: list[str], seconds: float) -> None:
+        self.why_failed: str | None = None
+        """Once `lines` has ended."""
+        self._command = command
+        self._seconds = seconds
+
+    def lines(self) -> Iterator[str]:
+        """What it writes, as it comes. Through a file, because a pipe may stay open in a process that it leaves."""
+        last = ""
+        with tempfile.NamedTemporaryFile("w") as written, open(written.name, errors="replace") as read:
+            environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONUNBUFFERED": "1"}
+            process = subprocess.Popen(
+                self._command, cwd=ROOT, env=environment, stdout=written, stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )  # fmt: skip
+            deadline = time.monotonic() + self._seconds
+            try:
+                while True:
+                    has_ended = process.poll() is not None
+                    for line in _whole_lines(read):
+                        last = line if line.strip() else last
+                        yield line
+                    if has_ended:
+                        break
+                    if time.monotonic() > deadline:
+                        self.why_failed = f"not done after {self._seconds:.0f} s; last: {one_line(last)}"
+                        return
+                    time.sleep(0.1)
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        if process.returncode != 0:
+            self.why_failed = f"exit code {process.returncode}; last: {one_line(last)}"
+
+
+def _whole_lines(read: TextIO) -> Iterator[str]:
+    """New lines up to the last that is whole."""
+    while True:
+        start = read.tell()
+        line = read.readline()
+        if not line.endswith("\n"):
+            read.seek(start)
+            return
+        yield line
 
 
 if __name__ == "__main__":

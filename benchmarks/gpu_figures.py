@@ -2,22 +2,29 @@
 
 A decode step cannot be faster than reading the weights and the keys and values once at the speed of a copy; a prefill
 not faster than its products at the rate of a large one. Every function gives rows of a table; the engine is the one of
-`LLM.generate`, in this process, without Ray.
+`LLM.generate`, in this process, without Ray. `python -m benchmarks.gpu_figures PART` runs one part.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
+import logging
 import pathlib
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
+import msgspec
 import torch
 
 from benchmarks.checkpoints import benchmark_checkpoint
+from benchmarks.gpu_attention import attention_figures
+from benchmarks.gpu_device import LARGE, Device, measure_device
+from benchmarks.gpu_rows import FIGURE, Figure, one_line
 from benchmarks.workloads import PromptSource
 from cluster.llm import LLM, ConstraintSpec, SamplingParams
 from workers.checkpoints.model_config import ModelConfig, load_model_config
@@ -25,50 +32,13 @@ from workers.checkpoints.model_config import ModelConfig, load_model_config
 MODELS = ("qwen2.5-0.5b", "llama-3.1-8b")
 PROMPT, OUTPUT = 128, 64
 PREFILL_PROMPT, PREFILL_COUNT = 2048, 16
-LARGE = 8192
-"""Side of the measured product."""
-COPY_BYTES = 1 << 30
 SCHEMA = {"type": "array", "items": {"type": "integer"}, "minItems": 100, "maxItems": 100}
 
 
-class Figure(NamedTuple):
-    what: str
-    value: str
-    bar: str = ""
-    """What is asked for, where something is."""
-
-
-class Device(NamedTuple):
-    """Measured here and now."""
-
-    bytes_per_second: float
-    """Of a copy, read and written bytes together."""
-    operations_per_second: float
-    """Of a bfloat16 product of two `LARGE` matrices."""
-
-
-def measure_device() -> Device:
-    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    copy_seconds = _device_seconds(lambda: target.copy_(source))
-    left, right = torch.randn(2, LARGE, LARGE, device="cuda", dtype=torch.bfloat16)
-    product_seconds = _device_seconds(lambda: left @ right)
-    return Device(2 * COPY_BYTES / copy_seconds, 2 * LARGE**3 / product_seconds)
-
-
-def _device_seconds(run: Callable[[], object], times: int = 20) -> float:
-    """Median, by events on the device, after three runs that warm up."""
-    for _ in range(3):
-        run()
-    seconds = []
-    for _ in range(times):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        seconds.append(start.elapsed_time(end) / 1e3)
-    return statistics.median(seconds)
+def device_figures() -> Iterator[Figure]:
+    speed, rate = measure_device()
+    yield Figure("device: a copy, read and written bytes", f"{speed / 1e12:.2f} TB/s")
+    yield Figure(f"device: bfloat16 product of {LARGE}", f"{rate / 1e12:.0f} TFLOP/s")
 
 
 class Engine:
@@ -88,6 +58,12 @@ class Engine:
             return changes
 
         self.llm.engine.step = timed  # type: ignore[method-assign]
+
+    @property
+    def graph_sizes(self) -> tuple[int, ...]:
+        """Batch sizes whose decode steps were captured."""
+        platform = self.llm.engine.executor.inner._worker.runner.platform  # type: ignore[attr-defined]
+        return platform.graph_sizes
 
     def generate(self, prompts: list[list[int]], params: SamplingParams) -> float:
         """Seconds of a whole run."""
@@ -134,58 +110,72 @@ class Engine:
         mlp = 3 * config.hidden_size * config.intermediate_size
         return config.num_layers * (attention + mlp) + head * config.vocab_size * config.hidden_size
 
-    def close(self) -> None:
-        del self.llm
-        gc.collect()
-        torch.cuda.empty_cache()
 
-
-def model_figures(name: str, device: Device) -> Iterator[Figure]:
-    """Decode, prefill, constraints and parallel samples of one shape, and transformers beside it."""
+def model_figures(name: str) -> Iterator[Figure]:
+    """Decode, prefill, constraints and parallel samples of one shape."""
+    device = measure_device()
     folder = str(benchmark_checkpoint(name))
     started = time.perf_counter()
     engine = Engine(folder, dtype="bfloat16", max_model_len=4096, max_num_batched_tokens=8192)
-    yield Figure(f"{name}: load, KV sized, ready", f"{time.perf_counter() - started:.1f} s")
-    steps = {}
+    yield Figure(f"{name}: load, KV sized, graphs captured, ready", f"{time.perf_counter() - started:.1f} s")
+    yield Figure(f"{name}: batch sizes captured as graphs", ", ".join(map(str, engine.graph_sizes)) or "failed: none")
     for rows in (1, 64, 256):
-        steps[rows] = engine.decode_seconds(rows)
-        share = engine.decode_floor(rows, device) / steps[rows]
-        bar = "0.80" if rows == 1 else ""
-        yield Figure(f"{name}: decode step, {rows} rows", f"{steps[rows] * 1e3:.2f} ms, {share:.2f} of the floor", bar)
-    seconds = engine.generate(
-        engine.prompts(PREFILL_COUNT, PREFILL_PROMPT), SamplingParams(temperature=0, max_tokens=1)
-    )
-    tokens = PREFILL_COUNT * PREFILL_PROMPT
-    rate = engine.prefill_operations(tokens) / seconds / device.operations_per_second
-    yield Figure(
-        f"{name}: prefill of {tokens} tokens", f"{tokens / seconds:.0f} tok/s, {rate:.2f} of the product", "0.6"
-    )
-    spec = ConstraintSpec(kind="json_schema", text=json.dumps(SCHEMA), any_whitespace=False)
+        yield from guarded(name, _decode_figures(name, engine, device, rows))
+    yield from guarded(name, _prefill_figures(name, engine, device))
+    yield from guarded(name, _parallel_figures(name, engine))
     for rows in (64, 256):
-        free = engine.decode_rate(rows, temperature=1.0)
-        bound = engine.decode_rate(rows, temperature=1.0, constraint=spec)
-        yield Figure(f"{name}: all of {rows} rows constrained against none, tok/s", f"{bound / free:.2f}", "0.98")
+        yield from guarded(name, _constraint_figures(name, engine, rows))
+
+
+def guarded(name: str, figures: Iterator[Figure]) -> Iterator[Figure]:
+    """The figures as far as they come, and why no more came; others go on."""
+    try:
+        yield from figures
+    except Exception as error:
+        logging.exception("%s", name)
+        yield Figure(name, f"failed: {one_line(f'{type(error).__name__}: {error}')}")
+
+
+def _decode_figures(name: str, engine: Engine, device: Device, rows: int) -> Iterator[Figure]:
+    seconds = engine.decode_seconds(rows)
+    share = engine.decode_floor(rows, device) / seconds
+    bar = "0.80" if rows == 1 else ""
+    yield Figure(f"{name}: decode step, {rows} rows", f"{seconds * 1e3:.2f} ms, {share:.2f} of the floor", bar)
+
+
+def _prefill_figures(name: str, engine: Engine, device: Device) -> Iterator[Figure]:
+    params = SamplingParams(temperature=0, max_tokens=1)
+    runs = [engine.generate(engine.prompts(PREFILL_COUNT, PREFILL_PROMPT), params) for _ in range(3)]
+    seconds, tokens = min(runs[1:]), PREFILL_COUNT * PREFILL_PROMPT  # the first one compiles
+    rate = engine.prefill_operations(tokens) / seconds / device.operations_per_second
+    what = f"{name}: prefill of {tokens} tokens"
+    yield Figure(what, f"{tokens / seconds:.0f} tok/s, {rate:.2f} of the product", "0.6")
+
+
+def _parallel_figures(name: str, engine: Engine) -> Iterator[Figure]:
     shared = engine.decode_seconds(64, prompt=2048, temperature=1.0, n=64)
     separate = engine.decode_seconds(64, prompt=2048, temperature=1.0)
     ratio = f"{shared * 1e3:.2f} ms against {separate * 1e3:.2f} ms: {separate / shared:.2f}"
     yield Figure(f"{name}: n = 64 of a 2k prompt against 64 sequences", ratio)
-    engine.close()
-    yield from _transformers_figures(name, folder, steps)
 
 
-def _transformers_figures(name: str, folder: str, steps: dict[int, float]) -> Iterator[Figure]:
+def _constraint_figures(name: str, engine: Engine, rows: int) -> Iterator[Figure]:
+    spec = ConstraintSpec(kind="json_schema", text=json.dumps(SCHEMA), any_whitespace=False)
+    free = engine.decode_rate(rows, temperature=1.0)
+    bound = engine.decode_rate(rows, temperature=1.0, constraint=spec)
+    yield Figure(f"{name}: all of {rows} rows constrained against none, tok/s", f"{bound / free:.2f}", "0.98")
+
+
+def transformers_figures(name: str) -> Iterator[Figure]:
     """`generate` of transformers, greedy, the same lengths: time of a step from two runs of different length."""
     import transformers
 
+    folder = str(benchmark_checkpoint(name))
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to("cuda").eval()
     for rows in (1, 64):
         prompts = torch.randint(300, 30_000, (rows, PROMPT), device="cuda")
         step = (_generate_seconds(model, prompts, OUTPUT) - _generate_seconds(model, prompts, 8)) / (OUTPUT - 8)
-        ratio = f"{step * 1e3:.2f} ms, {step / steps[rows]:.1f} times Manta's"
-        yield Figure(f"{name}: transformers' decode step, {rows} rows", ratio)
-    del model
-    gc.collect()
-    torch.cuda.empty_cache()
+        yield Figure(f"{name}: decode step of transformers' generate, {rows} rows", f"{step * 1e3:.2f} ms")
 
 
 @torch.inference_mode()
@@ -218,3 +208,25 @@ def speculation_figures() -> Iterator[Figure]:
     yield Figure(
         "demo pair: tok/s with drafts over without", f"{speeds[1]:.0f} / {speeds[0]:.0f} = {speeds[1] / speeds[0]:.2f}"
     )
+
+
+def _all_transformers_figures() -> Iterator[Figure]:
+    for name in MODELS:
+        yield from guarded(name, transformers_figures(name))
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+PARTS: dict[str, Callable[[], Iterator[Figure]]] = {
+    "device": device_figures,
+    "attention": attention_figures,
+    **{name: functools.partial(model_figures, name) for name in MODELS},
+    "transformers": _all_transformers_figures,
+    "speculation": speculation_figures,
+}
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+    for row in PARTS[sys.argv[1]]():
+        print(FIGURE + msgspec.json.encode(row).decode(), flush=True)

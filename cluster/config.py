@@ -35,8 +35,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Folder with `config.json` and safetensors, a Hugging Face hub id, or `demo`."""
     tokenizer: str | None = None
     """Folder or hub id of the tokenizer; None takes the model's own."""
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """`auto` takes the checkpoint's dtype (float16 becomes bfloat16)."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """`auto` takes the checkpoint's dtype (float16 becomes bfloat16). `float16` is for CUDA GPUs; in a model that was
+    trained in bfloat16 it may overflow, which ends the sequence with an error.
+    """
     device: Literal["auto", "cpu", "cuda", "tpu"] = "auto"
     """`auto` takes a CUDA GPU if the engine's process sees one, else the CPU. Ray shows one to an engine, or to each of
     its ranks, only if this is `cuda`.

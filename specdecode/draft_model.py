@@ -80,6 +80,13 @@ class DraftModel:
         num_blocks = runner.kv_cache.shape[2]
         kv_cache = platform.allocate_kv(config, num_blocks, runner.block_size, platform.torch_dtype(dtype))
         self._layers = [(layer[0], layer[1]) for layer in kv_cache]
+        platform.record_decodes(
+            lambda token_ids, metadata: self._model.forward(token_ids, metadata, self._layers),
+            runner.max_num_sequences,
+            runner.max_model_len,
+            runner.block_size,
+            share_prefixes=False,
+        )
         self._written: set[int] = set()
         """Ids of full blocks whose keys and values here are those of the tokens in the model's cache, so that they are
         valid if the prefix cache hands the block to another sequence.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import gpu_check
 from cluster.llm import LLM, SamplingParams
 from tests.checkpoints import VOCAB_SIZE, checkpoint, reference_greedy
 from tests.triton_device import DEVICE, NEEDS_GPU, THOROUGH
 from workers import worker
+from workers.attention import AttentionMetadata
+from workers.kernels.protocol import KVCaches
 from workers.kernels.triton import graphs, launch
+from workers.kernels.triton.metadata import DeviceMetadata, build_metadata
 from workers.platforms.cuda import CudaPlatform
 
 NUM_TOKENS = 12 if THOROUGH else 3
@@ -33,13 +35,73 @@ def make_llm(monkeypatch: pytest.MonkeyPatch, model: str, **options: Any) -> LLM
 
 
 def test_a_decode_step_is_padded_to_the_next_size_that_is_captured() -> None:
-    sizes = graphs.graph_sizes(200)
+    sizes = graphs.sizes_to_capture(200)
     assert sizes == (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 200)
-    assert graphs.graph_sizes(1) == (1,)
-    assert graphs.graph_sizes(4096)[-1] == graphs.MOST_SEQUENCES
+    assert graphs.sizes_to_capture(1) == (1,)
+    assert graphs.sizes_to_capture(4096)[-1] == graphs.MOST_SEQUENCES
     assert [graphs.padded_to(sizes, np.ones(count)) for count in (1, 3, 17, 200, 201)] == [1, 4, 32, 200, 0]
     assert graphs.padded_to(sizes, np.array([1, 2])) == 0
     assert graphs.padded_to((), np.ones(1)) == 0
+
+
+class NoLayers:
+    """A model whose layers do nothing, and which steps were captured."""
+
+    def __init__(self) -> None:
+        self.layers = graphs.GraphedLayers(lambda residual, *rest: residual + 1)
+        self.captured: list[tuple[int, bool]] = []
+        self._caches: KVCaches = []
+
+    def forward(self, token_ids: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+        assert isinstance(metadata, DeviceMetadata)
+        self.captured.append((metadata.num_padded, metadata.prefix_rows is not None))
+        return self.layers(torch.zeros(len(token_ids), 4), torch.empty(0), metadata, self._caches)
+
+
+def test_large_batches_are_captured_first_and_what_takes_too_long_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = NoLayers()
+    record = functools.partial(graphs.record, model.layers, model.forward, (1, 2, 4), 8, 64, torch.device("cpu"))
+    assert record() == (1, 2, 4)
+    assert model.captured == [(4, False), (4, True), (2, False), (2, True), (1, False)]
+    model.captured.clear()
+    assert record(share_prefixes=False) == (1, 2, 4)
+    assert model.captured == [(4, False), (2, False), (1, False)]
+    clock = iter([0.0, 0.0, graphs.MOST_SECONDS, graphs.MOST_SECONDS + 1])
+    monkeypatch.setattr(graphs.time, "perf_counter", lambda: next(clock))
+    assert record() == (2, 4)
+    assert graphs.padded_to((2, 4), np.ones(1)) == 2
+
+
+def test_where_steps_cannot_be_captured_they_run_kernel_by_kernel(caplog: pytest.LogCaptureFixture) -> None:
+    def forward(token_ids: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    platform, model = CudaPlatform(torch.device("cpu")), NoLayers()
+    platform._graphed = model.layers
+    platform.record_decodes(forward, 2, 64, 8)
+    assert platform.graph_sizes == ()
+    assert "kernel by kernel" in caplog.text
+    metadata = platform.build_metadata(np.array([3]), np.ones(1, dtype=np.int64), np.zeros((1, 1), np.int32), 8)
+    assert model.forward(torch.zeros(1, dtype=torch.int64), metadata).tolist() == [[1.0] * 4]
+
+
+@pytest.mark.parametrize("num_sequences", range(1, 6))
+@pytest.mark.parametrize("num_padded", [0, 7])
+def test_every_array_of_a_step_begins_where_a_kernel_reads_16_bytes(num_sequences: int, num_padded: int) -> None:
+    """Else kernels would be compiled anew for steps of other sizes."""
+    starts = np.full(num_sequences, 1030)
+    tables = np.arange(num_sequences * 17, dtype=np.int32).reshape(num_sequences, 17)
+    tables[:, :16] = np.arange(100, 116)
+    lens = np.ones(num_sequences, dtype=np.int64)
+    metadata = build_metadata(starts, lens, tables, 64, torch.device("cpu"), num_padded=num_padded)
+    assert (metadata.prefix_rows is not None) == (num_sequences > 1)
+    fields = [getattr(metadata, field.name) for field in dataclasses.fields(metadata)]
+    if metadata.prefix_rows is not None:
+        fields += [getattr(metadata.prefix_rows, field.name) for field in dataclasses.fields(metadata.prefix_rows)]
+    arrays = [field for field in fields if isinstance(field, torch.Tensor)]
+    assert len(arrays) >= 5
+    assert all((array.data_ptr() - metadata.positions.data_ptr()) % 16 == 0 for array in arrays)
+    assert metadata.block_tables.tolist() == tables.tolist()
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral"] if THOROUGH else ["qwen3"])
@@ -54,13 +116,13 @@ def test_tokens_are_those_of_transformers_and_of_the_cpu(family: str, monkeypatc
     )
     asked = [*prompts, prompts[0]], [greedy, greedy, drawn]
     replayed = []
-    capture = launch.capture
+    capture = launch.GraphCapture.capture
 
     def counted(*arguments: Any) -> tuple[torch.Tensor, Callable[[], object]]:
         result, replay = capture(*arguments)
         return result, lambda: (replayed.append(1), replay())
 
-    monkeypatch.setattr(launch, "capture", counted)
+    monkeypatch.setattr(launch.GraphCapture, "capture", counted)
     outputs = make_llm(monkeypatch, str(folder)).generate(*asked, use_tqdm=False)
     assert len(replayed) >= NUM_TOKENS - 1
     on_cpu = LLM(str(folder), device="cpu", kv_cache_bytes=1 << 22).generate(*asked, use_tqdm=False)
@@ -70,6 +132,55 @@ def test_tokens_are_those_of_transformers_and_of_the_cpu(family: str, monkeypatc
     assert outputs[2].prompt_logprobs is not None
     for own, other in zip(outputs[2].prompt_logprobs[1:], on_cpu[2].prompt_logprobs[1:], strict=True):
         assert own.logprob == pytest.approx(other.logprob, abs=1e-3)
+
+
+def test_in_float16_log_probabilities_stay_near_those_of_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = str(checkpoint("qwen3") if THOROUGH else checkpoint("qwen3", num_hidden_layers=1))
+    prompt = np.random.default_rng(1).integers(3, VOCAB_SIZE, 20).tolist()
+    params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=0)
+    llm = make_llm(monkeypatch, folder, dtype="float16", max_num_sequences=1)
+    assert llm.engine.model.dtype == "float16"
+    (own,), (other,) = (
+        each.generate(prompt, params, use_tqdm=False)
+        for each in (llm, LLM(folder, device="cpu", dtype="float32", kv_cache_bytes=1 << 22))
+    )
+    assert own.outputs[0].error is None
+    assert own.prompt_logprobs is not None
+    assert other.prompt_logprobs is not None
+    pairs = [(a.logprob, b.logprob) for a, b in zip(own.prompt_logprobs[1:], other.prompt_logprobs[1:], strict=True)]
+    assert [a for a, _ in pairs] == pytest.approx([b for _, b in pairs], abs=0.02)
+    assert any(a != b for a, b in pairs)
+
+
+def test_a_cpu_refuses_float16() -> None:
+    with pytest.raises(ValueError, match=r"float16 needs a CUDA GPU.*set dtype to bfloat16 or float32"):
+        LLM("demo", device="cpu", dtype="float16")
+
+
+def test_a_draft_model_replays_graphs_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = checkpoint("llama") if THOROUGH else checkpoint("llama", num_hidden_layers=1)
+    prompt = np.random.default_rng(2).integers(3, VOCAB_SIZE, 9).tolist()
+    num_replays: list[int] = []
+    capture = launch.GraphCapture.capture
+
+    def counted(*arguments: Any) -> tuple[torch.Tensor, Callable[[], object]]:
+        result, replay = capture(*arguments)
+        index = len(num_replays)
+        num_replays.append(0)
+
+        def count() -> None:
+            num_replays[index] += 1
+            replay()
+
+        return result, count
+
+    monkeypatch.setattr(launch.GraphCapture, "capture", counted)
+    options = {"proposers": ["draft"], "draft_model": str(folder), "max_draft_tokens": 2, "adaptive": False}
+    llm = make_llm(monkeypatch, str(folder), speculative=options, max_num_sequences=1)
+    assert num_replays == [1, 1]  # the model's and the draft model's
+    (output,) = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), use_tqdm=False)
+    assert output.outputs[0].token_ids == reference_greedy(folder, prompt, 4)
+    assert num_replays[1] > 1
 
 
 @NEEDS_GPU
@@ -95,13 +206,14 @@ def test_the_kv_cache_fills_what_a_step_leaves_free(dtype: str) -> None:
     assert llm.engine.model.kv_cache_bytes > 0.3 * torch.cuda.get_device_properties(0).total_memory
 
 
-def test_an_older_gpu_computes_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_gpu_has_no_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     platform = CudaPlatform(DEVICE)
     assert platform.resolve_dtype("auto", "float16") == "bfloat16"
     assert platform.resolve_dtype("auto", "float32") == "float32"
+    assert platform.resolve_dtype("float16", "bfloat16") == "float16"
     monkeypatch.setattr(launch, "has_bfloat16", lambda device: False)
     assert platform.resolve_dtype("auto", "bfloat16") == "float32"
-    with pytest.raises(ValueError, match=r"capability 8\.0 or higher; set dtype to float32"):
+    with pytest.raises(ValueError, match=r"capability 8\.0 or higher; set dtype to float16 or float32"):
         platform.resolve_dtype("bfloat16", "bfloat16")
 
 
@@ -115,22 +227,3 @@ def test_an_engine_on_cuda_claims_a_gpu_of_ray(num_ranks: int) -> None:
     for device, expected in (("cuda", 1 if num_ranks == 1 else 0), ("auto", 0)):
         config = EngineConfig(device=device, tensor_parallel_size=num_ranks, num_threads=1)
         assert engine_deployment(config, 1).ray_actor_options["num_gpus"] == expected
-
-
-def test_an_engine_of_one_rank_needs_no_ray() -> None:
-    code = (
-        "import sys; sys.modules['ray'] = None\n"  # importing it raises ImportError
-        "from cluster.llm import LLM, SamplingParams\n"
-        "(output,) = LLM('demo', device='cpu').generate([5, 6, 7], SamplingParams(max_tokens=2), use_tqdm=False)\n"
-        "assert len(output.outputs[0].token_ids) > 0"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA GPU on this machine")
-def test_gpu_check_says_in_one_sentence_that_there_is_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    assert gpu_check.main([]) != 0
-    captured = capsys.readouterr()
-    assert "no CUDA GPU" in captured.err
-    assert captured.err.count("\n") == 1
-    assert captured.out == ""

@@ -7,10 +7,15 @@ from typing import Any
 import pytest
 import torch
 
+from cluster.engine import plan
 from cluster.engine.engine import EngineDead
+from cluster.engine.overlap import engine as loops
+from cluster.engine.overlap.stream import DeviceStream
+from cluster.engine.plan import StepBudget
 from cluster.llm import LLM, SamplingParams
 from tests.checkpoints import checkpoint
 from workers.model_runner import ModelRunner
+from workers.step import ScheduledSequence, StepInput
 
 PROMPTS = [list(range(3, 3 + length)) for length in (40, 9, 9, 23, 70, 5)]
 PARAMS = [
@@ -64,12 +69,59 @@ def test_every_token_stays_the_same(
     llm.engine.check_integrity()
 
 
-def test_steps_become_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = make_llm(max_num_sequences=4)
+@pytest.mark.parametrize(("method", "steps"), [("_forward", {4}), ("_logits", {1, 2, 3}), ("_logits", {4})], ids=str)
+def test_a_device_that_works_by_itself_may_lack_memory_too(
+    method: str, steps: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There the loop draws in two parts: what the first one raises comes with the second."""
+    expected = answers(make_llm())
+    monkeypatch.setattr(loops, "SYNCHRONOUS_PLATFORMS", ())
+    llm = make_llm(overlap="on")
+    assert isinstance(llm.engine.executor, DeviceStream)
+    fail_at(monkeypatch, method, steps)
+    assert answers(llm) == expected
+    assert llm.engine.scheduler.max_num_batched_tokens < 64
+
+
+def test_steps_become_smaller_and_grow_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make_llm(max_num_sequences=4, enable_prefix_caching=False)
     fail_at(monkeypatch, "_forward", {6})
     answers(llm)
     assert llm.engine.stats().num_preemptions > 0
     assert llm.engine.scheduler.max_num_batched_tokens < 64
+    monkeypatch.setattr(llm.engine._step_budget, "_patience", 1)
+    answers(llm)
+    assert llm.engine.scheduler.max_num_batched_tokens == 64
+
+
+def step_of(num_tokens: int) -> StepInput:
+    return StepInput(0, scheduled=[ScheduledSequence(0, 0, num_tokens, [])])
+
+
+def num_steps_until(budget: StepBudget, num_tokens: int) -> int:
+    """Full steps after which the budget is as large."""
+    for count in range(2 * plan.MOST_PATIENCE):
+        if budget.num_tokens >= num_tokens:
+            return count
+        budget.count(step_of(budget.num_tokens))
+    raise AssertionError(f"the budget stays at {budget.num_tokens}")
+
+
+def test_a_step_grows_again_after_full_steps_and_later_each_time() -> None:
+    budget = StepBudget(100)
+    for failure in range(12):
+        budget.shrink(50)
+        assert budget.num_tokens == 25
+        patience = min(plan.FIRST_PATIENCE << failure, plan.MOST_PATIENCE)
+        for _ in range(2 * patience):
+            budget.count(step_of(24))  # says nothing of larger ones
+        assert budget.num_tokens == 25
+        assert num_steps_until(budget, 50) == patience
+        assert num_steps_until(budget, 100) == patience
+    budget.shrink(3)
+    assert budget.num_tokens == 1
+    budget.count(step_of(1))
+    assert budget.num_tokens == 1
 
 
 def test_a_step_of_one_token_that_has_no_memory_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:

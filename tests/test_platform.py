@@ -60,6 +60,7 @@ class OtherPlatform:
     device = torch.device("cpu")
     kernel_form = "reference"
     kv_share = 0.4
+    splits_mlp = False
     advice = None
     sampler = torch_sampler
 
@@ -80,7 +81,7 @@ class OtherPlatform:
     def shared_linears(self, content: str) -> nullcontext[None]:
         return nullcontext()
 
-    def record_decodes(self, *arguments: object) -> None:
+    def record_decodes(self, *arguments: object, **options: object) -> None:
         """Nothing to record."""
 
     def compile_decoder(self, weights: DecoderWeights, config: ModelConfig, run_layers: Forward) -> Forward | None:

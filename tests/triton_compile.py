@@ -127,7 +127,7 @@ def main() -> None:
         rows.rms_norm(x, weight, 1e-5)
         rows.add_rms_norm(x, x.clone(), weight, 1e-5)
         rows.silu_and_mul(torch.zeros(3, 28_672, dtype=dtype))
-    for dtype in (torch.bfloat16, torch.float32):
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for names in (["greedy"], ["temperature", "top_p"], ["logit_bias", "top_k_top_p_min_p"]):
             draw(names, dtype)
     print(f"{len(Compiled.forms)} forms compiled by triton {triton.__version__}")

@@ -36,8 +36,8 @@ def load_model(
     whole: bool = True,
     group: Group | None = None,
 ) -> Model:
-    """The model of a checkpoint in `bfloat16` or `float32`, on the platform's device; of a `group` of ranks this one's
-    share, which computes together with the others'.
+    """The model of a checkpoint in `bfloat16`, `float16` or `float32`, on the platform's device; of a `group` of ranks
+    this one's share, which computes together with the others'.
 
     Raises `ModelError` naming a tensor that is missing, misshapen, or unexpected; and if the model cannot be split over
     so many ranks. If `whole` is False, `config` may have fewer layers than the checkpoint: the others are not read.

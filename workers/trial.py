@@ -38,7 +38,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
     folder: str
     dtype: str
-    """Resolved: `bfloat16` or `float32`."""
+    """Resolved: `bfloat16`, `float16` or `float32`."""
     device: str
     num_threads: int | None
     block_size: int

@@ -151,8 +151,9 @@ class Worker:
             return self.runner.sample(masks)
 
     def draw(self, masks: MaskBatch | None = None) -> PendingDraw:
-        """`sample` in two parts, for whoever lets the device run ahead of the host."""
-        return self.runner.draw(masks)
+        """`sample` in two parts, for whoever lets the device run ahead of the host. Raises as it does."""
+        with _named_memory_errors():
+            return self.runner.draw(masks)
 
     def is_computing(self) -> bool:
         return self.runner.is_computing()
@@ -170,7 +171,7 @@ def _named_memory_errors() -> Iterator[None]:
         raise StepOutOfMemory(str(error)) from error
 
 
-_COMMON_DTYPES = ("float32", "bfloat16")
+_COMMON_DTYPES = ("float32", "bfloat16", "float16")
 """Where ranks would take different ones, all take the first: a processor without bfloat16 has nothing else."""
 
 

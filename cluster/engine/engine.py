@@ -21,6 +21,7 @@ from cluster.engine.constraints import ConstraintService
 from cluster.engine.executor import Executor, make_executor
 from cluster.engine.kv_blocks import KVBlocks
 from cluster.engine.masks import Masks, StepMasks
+from cluster.engine.plan import StepBudget
 from cluster.engine.request import Branch, ContinuedChoice, EngineRequest, QueueFull, RequestRefused, SequenceOutput
 from cluster.engine.scheduler import Scheduler
 from cluster.engine.sequence import Sequence
@@ -77,6 +78,7 @@ class Engine:
         self.masks = Masks(self.constraints, self.scheduler, _make_forced_proposer(config, self.model))
         self.processors = LogitsProcessorRegistry(config.logits_processors)
         self.alive = True
+        self._step_budget = StepBudget(config.max_num_batched_tokens)
         self._id = secrets.token_hex(8)
         self._next_sequence_id = 0
         self._num_steps = 0
@@ -140,12 +142,17 @@ class Engine:
         except BaseException:  # a KeyboardInterrupt leaves the ranks with half a step, and is no failure
             self._rebuild_ranks()
             raise
-        self._recovering = False
+        self._step_went_well(step)
         return output
+
+    def _step_went_well(self, step: StepInput) -> None:
+        self._recovering = False
+        self._step_budget.count(step)
+        self.scheduler.max_num_batched_tokens = self._step_budget.num_tokens
 
     def _recover(self, step: StepInput, error: Exception) -> None:
         """After a failed step every running sequence is recomputed from its tokens on rebuilt workers, once: a second
-        failure in a row is fatal. If the device had too little memory, the steps become smaller until it has enough.
+        failure in a row is fatal. If the device had too little memory, the steps become smaller for a while.
         """
         if isinstance(error, StepOutOfMemory) and step.num_tokens > 1:
             self._take_smaller_steps(step)
@@ -159,14 +166,15 @@ class Engine:
 
     def _take_smaller_steps(self, step: StepInput) -> None:
         """Of half as many tokens, and so of fewer sequences at a time; the others wait in the queue."""
-        self.scheduler.max_num_batched_tokens = max(1, step.num_tokens // 2)
+        self._step_budget.shrink(step.num_tokens)
+        self.scheduler.max_num_batched_tokens = self._step_budget.num_tokens
         logger.warning(
-            "step %d had too little memory for %d tokens of %d sequences; steps have at most %d tokens from now on. "
-            "Lower max_num_batched_tokens, max_num_sequences or kv_cache_fraction",
+            "step %d had too little memory for %d tokens of %d sequences; the next steps have at most %d tokens. If "
+            "this comes again, lower max_num_batched_tokens, max_num_sequences or kv_cache_fraction",
             step.step_id,
             step.num_tokens,
             len(step.scheduled),
-            self.scheduler.max_num_batched_tokens,
+            self._step_budget.num_tokens,
         )
         self._rebuild_ranks()
 

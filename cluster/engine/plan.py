@@ -1,11 +1,45 @@
-"""A step while it is planned. A plan is opened when the one before it is closed, so that the ranks hear with it of all
-sequences that end in between. The scheduler fills it and is its only caller.
+"""A step while it is planned, and how many tokens it may have. A plan is opened when the one before it is closed, so
+that the ranks hear with it of all sequences that end in between; the scheduler fills it and is its only caller. The
+budget is the engine's, which hears how steps end.
 """
 
 from __future__ import annotations
 
 from cluster.engine.sequence import Sequence
 from workers.step import SamplePoint, ScheduledSequence, SequenceFork, StepInput
+
+FIRST_PATIENCE, MOST_PATIENCE = 16, 4096
+"""Full steps that must go well before one may have twice as many tokens: after the first failure, and at most. Each
+failure doubles their number: what a device lacks always it will lack again, and all sequences are then recomputed.
+"""
+
+
+class StepBudget:
+    """`num_tokens` may be in a step: as many as are configured, or for a while fewer, after one found too little memory
+    on the device.
+    """
+
+    def __init__(self, most_tokens: int) -> None:
+        self.num_tokens = most_tokens
+        self._most_tokens = most_tokens
+        self._patience = FIRST_PATIENCE // 2
+        self._num_full_steps = 0
+        """That went well with this budget."""
+
+    def shrink(self, num_tokens: int) -> None:
+        """A step of so many tokens, more than 1, had too little memory: the next ones have at most half as many."""
+        self.num_tokens = num_tokens // 2
+        self._patience = min(2 * self._patience, MOST_PATIENCE)
+        self._num_full_steps = 0
+
+    def count(self, step: StepInput) -> None:
+        """A step went well. One that leaves some of the budget says nothing of larger ones."""
+        if self.num_tokens == self._most_tokens or step.num_tokens < self.num_tokens:
+            return
+        self._num_full_steps += 1
+        if self._num_full_steps >= self._patience:
+            self.num_tokens = min(2 * self.num_tokens, self._most_tokens)
+            self._num_full_steps = 0
 
 
 class StepPlan:

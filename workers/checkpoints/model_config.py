@@ -101,7 +101,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, num_layers=num_layers, sliding_windows=windows)
 
     def kv_bytes_per_token(self, dtype: str) -> int:
-        """Bytes of KV cache that one token takes over all layers, in `bfloat16` or `float32`."""
+        """Bytes of KV cache that one token takes over all layers, in a dtype of `DTYPE_BYTES`."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]
 
 

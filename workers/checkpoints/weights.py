@@ -55,8 +55,8 @@ class SharedLinears(Protocol):
 
 
 MLP_BYTES = 32 << 20
-"""The widest activations are made for as many rows at a time as fit: the C library gives larger buffers back at once,
-and the system would zero new pages for the next ones.
+"""On a CPU the widest activations are made for as many rows at a time as fit: the C library gives larger buffers back
+at once, and the system would zero new pages for the next ones.
 """
 
 

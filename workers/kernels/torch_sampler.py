@@ -29,7 +29,7 @@ def draw(
     state: SamplingState,
     masks: MaskBatch | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draws a token from each row of `logits` [P, width >= vocab_size], bfloat16 or float32.
+    """Draws a token from each row of `logits` [P, width >= vocab_size], in any dtype of a model.
 
     `masks` has an entry for each row. They are applied last, and only packed rows are copied to the device. Rows of
     sequences with logits processors have been through `edit` before.
@@ -53,14 +53,19 @@ def draw(
     status = torch.where(infinite | (processed == torch.inf).any(1), INFINITE, status)
     status = torch.where(invalid, NAN, status)
     if masks is not None:
-        late = torch.tensor([slot == LATE_SLOT for slot in masks.slots], device=device)
+        late = _place(np.array(masks.slots) == LATE_SLOT, device)
         status = torch.where(late, LATE, status)
     token_ids = processed.argmax(1)
     random = rows["inverse_temperature"] > 0
     if random.any():
         drawn = _draw_random(processed, rows, np.array(positions, dtype=np.int64))
-        token_ids = torch.where(torch.from_numpy(random).to(device), drawn, token_ids)
+        token_ids = torch.where(_place(random, device), drawn, token_ids)
     return torch.where(status == OK, token_ids, 0), status.to(torch.uint8)
+
+
+def _place(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """On the device, without waiting for what it does: the array, which is not pinned, is read before this returns."""
+    return torch.from_numpy(array).to(device, non_blocking=True)
 
 
 def apply(logits: torch.Tensor, masks: MaskBatch) -> torch.Tensor:
@@ -72,11 +77,11 @@ def apply(logits: torch.Tensor, masks: MaskBatch) -> torch.Tensor:
     constrained = np.flatnonzero(slots >= 0)
     logits = logits.clone()
     for index, (ids, values) in masks.adjustments.items():
-        logits[index, torch.from_numpy(ids.astype(np.int64)).to(device)] += torch.from_numpy(values.copy()).to(device)
-    packed = torch.from_numpy(masks.rows[slots[constrained]]).to(device)
+        logits[index, _place(ids.astype(np.int64), device)] += _place(values.copy(), device)
+    packed = _place(masks.rows[slots[constrained]], device)
     bits = (packed[:, :, None] >> torch.arange(32, dtype=torch.int32, device=device)) & 1
     allowed = bits.flatten(1)[:, : logits.shape[1]] == 1
-    rows = torch.from_numpy(constrained).to(device)
+    rows = _place(constrained, device)
     logits[rows] = logits[rows].masked_fill(~allowed, -torch.inf)
     return logits
 
@@ -105,7 +110,7 @@ def edit(logits: torch.Tensor, sequence: SequenceState, position: int) -> None:
     """Applies all that comes before the logits processors and the constraint to one row [V], float32, in place."""
 
     def indices(ids: np.ndarray | list[int]) -> torch.Tensor:
-        return torch.as_tensor(np.asarray(ids, dtype=np.int64)).to(logits.device)
+        return _place(np.asarray(ids, dtype=np.int64), logits.device)
 
     params = sequence.params
     if params.allowed_token_ids:
@@ -119,7 +124,7 @@ def edit(logits: torch.Tensor, sequence: SequenceState, position: int) -> None:
     if banned:
         logits[indices(banned)] = -torch.inf
     if params.logit_bias:
-        logits[indices(sequence.bias_ids)] += torch.from_numpy(sequence.bias_values).to(logits.device)
+        logits[indices(sequence.bias_ids)] += _place(sequence.bias_values, logits.device)
     if params.repetition_penalty != 1.0:
         seen = indices(np.unique(sequence.tokens[:position]))
         values = logits[seen]
@@ -129,18 +134,18 @@ def edit(logits: torch.Tensor, sequence: SequenceState, position: int) -> None:
         output = sequence.tokens[sequence.num_prompt_tokens : position]
         ids, counts = np.unique(output, return_counts=True)
         cost = counts.astype(np.float32) * np.float32(params.frequency_penalty) + np.float32(params.presence_penalty)
-        logits[indices(ids)] -= torch.from_numpy(cost).to(logits.device)
+        logits[indices(ids)] -= _place(cost, logits.device)
 
 
 def _draw_random(logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> torch.Tensor:
     """Gumbel-max over the kept tokens of every row; the result of a greedy row is not used."""
     device = logits.device
-    keys = torch.from_numpy(noise_keys(rows["seed"], positions).view(np.int32)).to(device)
+    keys = _place(noise_keys(rows["seed"], positions).view(np.int32), device)
     noise = gumbel_noise(keys, torch.arange(logits.shape[1], dtype=torch.int32, device=device))
-    scores = logits * torch.from_numpy(rows["inverse_temperature"]).to(device)[:, None] + noise
+    scores = logits * _place(rows["inverse_temperature"], device)[:, None] + noise
     filtered = np.flatnonzero((rows["top_k"] > 0) | (rows["top_p"] < 1) | (rows["log_min_p"] > -np.inf))
     if filtered.size:
-        indices = torch.from_numpy(filtered).to(device)
+        indices = _place(filtered, device)
         scores[indices] = scores[indices].masked_fill(~kept_tokens(logits[indices], rows[filtered]), -torch.inf)
     return scores.argmax(1)
 
@@ -172,7 +177,7 @@ def _num_kept(logits: torch.Tensor, ordered: torch.Tensor, rows: np.ndarray) -> 
     """How many of the descending `ordered` [R, C] are kept, at least 1, int64 [R]. If it is C, more may be kept."""
 
     def column(values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(values).to(logits.device)[:, None]
+        return _place(values, logits.device)[:, None]
 
     inverse_temperature = column(rows["inverse_temperature"])
     top_k = column(np.where(rows["top_k"] > 0, rows["top_k"], logits.shape[1]))

@@ -31,7 +31,7 @@ class Decoder:
         self._kernels = platform.kernels
         next_norms = [*(layer.input_norm for layer in weights.layers[1:]), weights.final_norm]
         self._layers = list(zip(weights.layers, config.sliding_windows, next_norms, strict=True))
-        self._mlp_rows = max_mlp_rows(config, weights.dtype)
+        self._mlp_rows = max_mlp_rows(config, weights.dtype) if platform.splits_mlp else None
         self._compiled = platform.compile_decoder(weights, config, self._run_layers)
         self._cos_sin = torch.empty(0)
 
@@ -63,11 +63,11 @@ class Decoder:
 
     def _mlp(self, layer: LayerWeights, normed: torch.Tensor) -> torch.Tensor:
         num_rows = normed.shape[0]
+        if self._mlp_rows is None or num_rows <= self._mlp_rows:
+            return layer.down(layer.gated(normed))
         num_parts = -(-num_rows // self._mlp_rows)
-        if num_parts > 1:
-            parts = normed.split(-(-num_rows // num_parts))  # as decoder.cpp does: all ranks sum the same parts
-            return torch.cat([layer.down(layer.gated(rows)) for rows in parts])
-        return layer.down(layer.gated(normed))
+        parts = normed.split(-(-num_rows // num_parts))  # as decoder.cpp does: all ranks sum the same parts
+        return torch.cat([layer.down(layer.gated(rows)) for rows in parts])
 
     @torch.inference_mode()
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,7 @@ _REFUSED_ARGUMENTS = {
 }
 _PROBE = ([1, 2, 3, 4, 5], [3, 1, 4])
 """Token ids that any vocabulary has."""
-_PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+_PROBE_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 """Largest norm of the difference, divided by the norm of the logits; with a wrong attention it is about 1."""
 
 

@@ -32,6 +32,8 @@ class Platform(Protocol):
     """The form of the kernels in use, for people to read."""
     kv_share: float
     """The KV cache takes no more than this share of the free memory, unless it is configured."""
+    splits_mlp: bool
+    """Whether the widest activations are made for `max_mlp_rows` rows at a time (`workers/checkpoints/weights.py`)."""
 
     @property
     def advice(self) -> str | None:
@@ -66,14 +68,16 @@ class Platform(Protocol):
         max_num_sequences: int,
         max_model_len: int,
         block_size: int,
+        share_prefixes: bool = True,
     ) -> None:
-        """Called once the KV cache is there, before the first step: time for what makes decode steps faster. `forward`
-        runs the model on token ids, int64 [num_tokens].
+        """Called for each model once its KV cache is there, before the first step: time for what makes decode steps
+        faster. `forward` runs the model on token ids, int64 [num_tokens]. With `share_prefixes` a step's metadata may
+        have shared prefixes.
         """
         ...
 
     def resolve_dtype(self, requested: str, checkpoint: str) -> str:
-        """`bfloat16` or `float32`. Raises `ValueError` for a dtype that the device cannot compute in."""
+        """`bfloat16`, `float16` or `float32`. Raises `ValueError` for a dtype that the device cannot compute in."""
         ...
 
     def torch_dtype(self, dtype: str) -> torch.dtype: ...

@@ -29,6 +29,7 @@ class CpuPlatform:
     build_metadata = staticmethod(AttentionMetadata.build)
     place = staticmethod(torch.from_numpy)
     kv_share = MOST_OF_FREE
+    splits_mlp = True
 
     def __init__(self, num_threads: int | None) -> None:
         self.device = torch.device("cpu")
@@ -61,10 +62,13 @@ class CpuPlatform:
         max_num_sequences: int,
         max_model_len: int,
         block_size: int,
+        share_prefixes: bool = True,
     ) -> None:
         """There is nothing to save here."""
 
     def resolve_dtype(self, requested: str, checkpoint: str) -> str:
+        if requested == "float16":
+            raise ValueError("dtype float16 needs a CUDA GPU, and this is a CPU; set dtype to bfloat16 or float32")
         if requested != "auto":
             return requested
         # On a processor without instructions for bfloat16, torch alone takes several times as long as in float32

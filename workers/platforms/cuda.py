@@ -7,6 +7,7 @@ device but `free_memory`.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 
@@ -20,7 +21,7 @@ from workers.checkpoints.model_config import UNQUANTIZED, ModelConfig, ModelErro
 from workers.checkpoints.weights import DecoderWeights, Linear, LinearWeight
 from workers.kernels.protocol import Forward, Kernels, SamplerKernels
 from workers.kernels.triton import launch, layers, sampler
-from workers.kernels.triton.graphs import GraphedLayers, graph_sizes, padded_to, record
+from workers.kernels.triton.graphs import GraphedLayers, padded_to, record, sizes_to_capture
 from workers.kernels.triton.metadata import build_metadata
 from workers.platforms.cuda_group import NcclGroup
 
@@ -32,10 +33,12 @@ class CudaPlatform:
     kernels: Kernels = layers
     sampler: SamplerKernels = sampler
     kv_share = 0.9
-    """The rest is for what a step's tensors lose to fragments."""
+    """The rest is for what a step's tensors lose to fragments, and for graphs."""
+    splits_mlp = False
 
     def __init__(self, device: torch.device) -> None:
         """`device` is a CUDA GPU, or the CPU where Triton's interpreter runs the kernels."""
+        launch.free_garbage(device)  # of an engine that this process had before
         self.device = device
         self.kernel_form = f"triton {triton.__version__}"
         self.advice = None
@@ -43,9 +46,9 @@ class CudaPlatform:
         """For each scheme of weights, the function that makes a linear."""
         self._has_group = False
         self._graphed: GraphedLayers | None = None
-        """The layers of the model that was loaded last."""
-        self._sizes: tuple[int, ...] = ()
-        """Batch sizes of which decode steps are captured."""
+        """The layers of the model that was loaded last, until its decode steps are captured."""
+        self.graph_sizes: tuple[int, ...] = ()
+        """Batch sizes of which decode steps are captured, ascending."""
 
     def make_linear(self, weight: LinearWeight) -> Linear:
         make = self.linears.get(weight.scheme)
@@ -75,25 +78,40 @@ class CudaPlatform:
         max_num_sequences: int,
         max_model_len: int,
         block_size: int,
+        share_prefixes: bool = True,
     ) -> None:
-        if self._graphed is None:
+        """Where a step cannot be captured, steps run kernel by kernel, and the log says why."""
+        graphed, self._graphed = self._graphed, None
+        if graphed is None:
             return
-        sizes, before = graph_sizes(max_num_sequences), launch.used_memory(self.device)
-        count, seconds = record(self._graphed, forward, sizes, block_size, max_model_len, self.device)
-        num_bytes = launch.used_memory(self.device) - before
-        logger.info("captured %d graphs of decode steps in %.1f s, %.2f GiB", count, seconds, num_bytes / 2**30)
-        self._sizes = sizes
+        sizes = self.graph_sizes or sizes_to_capture(max_num_sequences)  # a draft model's are those of its model
+        before, started = launch.used_memory(self.device), time.perf_counter()
+        try:
+            self.graph_sizes = record(graphed, forward, sizes, block_size, max_model_len, self.device, share_prefixes)
+        except RuntimeError as error:
+            graphed.forget_graphs()
+            logger.warning("decode steps run kernel by kernel, for they cannot be captured as graphs: %s", error)
+            return
+        logger.info(
+            "captured decode steps of %d batch sizes up to %d as graphs in %.1f s, %.2f GiB",
+            len(self.graph_sizes),
+            max(self.graph_sizes, default=0),
+            time.perf_counter() - started,
+            (launch.used_memory(self.device) - before) / 2**30,
+        )
 
     def resolve_dtype(self, requested: str, checkpoint: str) -> str:
         has_bfloat16 = launch.has_bfloat16(self.device)
         if requested == "bfloat16" and not has_bfloat16:
-            raise ValueError("dtype bfloat16 needs a GPU of compute capability 8.0 or higher; set dtype to float32")
+            raise ValueError(
+                "dtype bfloat16 needs a GPU of compute capability 8.0 or higher; set dtype to float16 or float32"
+            )
         if requested != "auto":
             return requested
         return "bfloat16" if has_bfloat16 and checkpoint != "float32" else "float32"
 
     def torch_dtype(self, dtype: str) -> torch.dtype:
-        return {"bfloat16": torch.bfloat16, "float32": torch.float32}[dtype]
+        return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[dtype]
 
     def place(self, array: np.ndarray) -> torch.Tensor:
         return launch.place(array, self.device)
@@ -111,7 +129,7 @@ class CudaPlatform:
         block_size: int,
         share_prefixes: bool = True,
     ) -> AttentionMetadata:
-        num_padded = padded_to(self._sizes, query_lens)
+        num_padded = padded_to(self.graph_sizes, query_lens)
         return build_metadata(starts, query_lens, block_tables, block_size, self.device, share_prefixes, num_padded)
 
     def allocate_kv(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype) -> torch.Tensor:

@@ -161,7 +161,7 @@ def sample(
     state: SamplingState,
     masks: MaskBatch | None = None,
 ) -> Sampled:
-    """Draws one token for each point: row `i` of `logits` [P, width] (bfloat16 or float32) belongs to `points[i]`.
+    """Draws one token for each point: row `i` of `logits` [P, width] (any dtype of a model) belongs to `points[i]`.
 
     `masks.slots[i]` is the mask of `points[i]`; a late point draws nothing. Log-probabilities are those of the unmasked
     distribution.

@@ -89,14 +89,16 @@ class OverlappedEngine(engine.Engine):
         is computed again from the tokens that are known, and the result is None.
         """
         last, self._under_way = self._under_way, NOTHING
+        at_fault = step if step.num_tokens else last.step
         try:
             self._stream.execute(step)
+            at_fault = last.step
             output = last.drawn.result()
         except Exception as error:
-            self._recover(step if step.num_tokens else last.step, error)
+            self._recover(at_fault, error)
             return None
         if last.step.scheduled:
-            self._recovering = False
+            self._step_went_well(last.step)
         return output
 
     @contextlib.contextmanager

@@ -43,18 +43,22 @@ class DeviceStream:
 
     def __init__(self, inner: InProcessExecutor) -> None:
         self.inner = inner
+        self._has_failed = False
+        """Whether the last draw failed, as its result will say."""
 
     @property
     def model(self) -> ModelInfo:
         return self.inner.model
 
     def execute(self, step: StepInput) -> None:
-        self.inner.execute(step)
+        if not self._has_failed:  # else there are no tokens to compute
+            self.inner.execute(step)
 
     def draw(self, masks: MaskBatch | None = None) -> Drawn:
         try:
             return self.inner.draw(masks)
         except Exception as error:
+            self._has_failed = True
             failed: Future[StepOutput] = Future()
             failed.set_exception(error)
             return failed
@@ -69,6 +73,7 @@ class DeviceStream:
         self.inner.register_logits_processor(name, factory)
 
     def rebuild(self) -> None:
+        self._has_failed = False
         self.inner.rebuild()
 
 

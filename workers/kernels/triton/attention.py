@@ -95,12 +95,13 @@ def paged_attention(
         qkv.stride(0),
         metadata.block_tables.stride(0),
         0 if sliding_window is None else sliding_window,
+        num_prefix_splits,
         scale_log2,
         **constants,
         TILE_TOKENS=tile_tokens,
         TILE_ROWS=padded_size(tile_tokens * group, LEAST_DOT),
-        NUM_SPLITS=num_splits,
-        NUM_PREFIX_SPLITS=num_prefix_splits,
+        IS_SPLIT=num_splits > 1,
+        HAS_PREFIX=rows is not None,
         IS_SHORT=is_short,
         HAS_WINDOW=sliding_window is not None,
         num_warps=4,
@@ -112,10 +113,11 @@ def paged_attention(
             partials,
             log_sums,
             qkv.shape[0],
+            num_splits,
             NUM_HEADS=num_heads,
             HEAD_DIM=head_dim,
             PADDED_DIM=constants["PADDED_DIM"],
-            NUM_SPLITS=num_splits,
+            MOST_SPLITS=MOST_SPLITS,
             num_warps=4,
         )
     return output
@@ -155,7 +157,6 @@ def _attend_prefixes(
         **constants,
         TILE_TOKENS=tile_tokens,
         TILE_ROWS=padded_size(tile_tokens * group, LEAST_DOT),
-        NUM_SPLITS=num_splits,
         num_warps=4,
         num_stages=_num_stages(qkv.dtype),
     )
@@ -170,11 +171,9 @@ def _partials(
 
 
 def _num_splits(num_programs: int, most: int, device: torch.device) -> int:
-    """A power of two, for each is a kernel of its own. It does not depend on the length of the context: a captured
-    graph runs for every length.
-    """
+    """It does not depend on the length of the context: a captured graph runs for every length."""
     wanted = PROGRAMS_PER_PROCESSOR * num_processors(device)
-    return min(most, padded_size(wanted // max(1, num_programs)))
+    return min(most, max(1, wanted // max(1, num_programs)))
 
 
 def _tile_keys(head_dim: int, dtype: torch.dtype) -> int:
@@ -261,7 +260,11 @@ def _over_keys(
     return largest, total, attended
 
 
-@triton.jit(do_not_specialize=["num_sequences", "num_tokens", "num_prefix_rows", "table_stride", "window"])
+@triton.jit(
+    do_not_specialize=[
+        "num_sequences", "num_tokens", "num_prefix_rows", "table_stride", "window", "num_prefix_splits"
+    ]
+)  # fmt: skip
 def _attend(
     qkv,
     k_cache,
@@ -282,6 +285,7 @@ def _attend(
     qkv_stride,
     table_stride,
     window,
+    num_prefix_splits,
     scale_log2,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -292,8 +296,8 @@ def _attend(
     WIDE: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
-    NUM_PREFIX_SPLITS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    HAS_PREFIX: tl.constexpr,
     IS_SHORT: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
@@ -330,9 +334,9 @@ def _attend(
     begin = 0
     if HAS_WINDOW:
         begin = tl.maximum(num_computed + first_token - window + 1, 0)
-    if NUM_PREFIX_SPLITS > 0:
+    if HAS_PREFIX:
         begin = tl.load(prefix_lens + sequence)
-    split_keys = tl.cdiv(tl.cdiv(end - begin, TILE_KEYS), NUM_SPLITS) * TILE_KEYS
+    split_keys = tl.cdiv(tl.cdiv(end - begin, TILE_KEYS), tl.num_programs(2)) * TILE_KEYS
     first_key = begin + split * split_keys
     last_key = tl.minimum(end, first_key + split_keys)
 
@@ -340,10 +344,10 @@ def _attend(
     largest = tl.full([TILE_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([TILE_ROWS], tl.float32)
     attended = tl.zeros([TILE_ROWS, PADDED_DIM], tl.float32)
-    if NUM_PREFIX_SPLITS > 0:
+    if HAS_PREFIX:
         first_row = tl.load(first_rows + sequence)
         in_group = exists & (token < tl.where((first_row >= 0) & (split == 0), query_len, 0))
-        for part in tl.static_range(NUM_PREFIX_SPLITS):
+        for part in tl.range(0, num_prefix_splits, num_stages=1):
             place = (part * num_prefix_rows + first_row + token).to(tl.int64) * NUM_HEADS + head
             log_sum = tl.load(prefix_sums + place, mask=in_group, other=float("-inf"))
             seen = tl.load(prefix + place[:, None] * HEAD_DIM + dim[None, :], mask=in_group[:, None] & mask, other=0.0)
@@ -378,7 +382,7 @@ def _attend(
     )
     sees_nothing = total == 0.0
     result = attended / tl.where(sees_nothing, 1.0, total)[:, None]
-    if NUM_SPLITS == 1:
+    if not IS_SPLIT:
         place = (flat * NUM_HEADS + head)[:, None] * HEAD_DIM + dim[None, :]
         tl.store(output + place, result.to(output.dtype.element_ty), mask=mask)
     else:
@@ -414,7 +418,6 @@ def _attend_prefix(
     WIDE: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
 ):
     """A tile of a group's query tokens, one KV head and one split of the shared keys a program. All rows see all."""
     tile = tl.program_id(0)
@@ -436,7 +439,7 @@ def _attend_prefix(
     query = tl.load(qkv + flat[:, None] * qkv_stride + head[:, None] * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
 
     prefix_len = tl.load(group_lens + group)
-    split_keys = tl.cdiv(tl.cdiv(prefix_len, TILE_KEYS), NUM_SPLITS) * TILE_KEYS
+    split_keys = tl.cdiv(tl.cdiv(prefix_len, TILE_KEYS), tl.num_programs(2)) * TILE_KEYS
     first_key = split * split_keys
     last_key = tl.minimum(prefix_len, first_key + split_keys)
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
@@ -469,26 +472,29 @@ def _attend_prefix(
     tl.store(log_sums + place, tl.where(sees_nothing, float("-inf"), largest + tl.log2(total)), mask=exists)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "num_splits"])
 def _merge(
     output,
     partials,
     log_sums,
     num_tokens,
+    num_splits,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    MOST_SPLITS: tl.constexpr,
 ):
     """The splits of one query head of one token: their mean, weighted by the sums that they stand for."""
     place = tl.program_id(0).to(tl.int64) * NUM_HEADS + tl.program_id(1)
-    split = tl.arange(0, NUM_SPLITS)
+    split = tl.arange(0, MOST_SPLITS)
     dim = tl.arange(0, PADDED_DIM)
+    exists = split < num_splits
     places = split.to(tl.int64) * num_tokens * NUM_HEADS + place
-    log_sum = tl.load(log_sums + places)
+    log_sum = tl.load(log_sums + places, mask=exists, other=float("-inf"))
     largest = tl.max(log_sum, axis=0)
     weight = tl.exp2(log_sum - tl.where(largest == float("-inf"), 0.0, largest))
-    parts = tl.load(partials + places[:, None] * HEAD_DIM + dim[None, :], mask=(dim < HEAD_DIM)[None, :], other=0.0)
+    mask = exists[:, None] & (dim < HEAD_DIM)[None, :]
+    parts = tl.load(partials + places[:, None] * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
     total = tl.sum(weight, axis=0)
     result = tl.sum(parts * weight[:, None], axis=0) / tl.where(total == 0.0, 1.0, total)
     tl.store(output + place * HEAD_DIM + dim, result.to(output.dtype.element_ty), mask=dim < HEAD_DIM)

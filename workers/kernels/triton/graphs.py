@@ -2,7 +2,7 @@
 
 Launching a layer's dozen kernels from Python takes longer than a small model takes to run them. A step is padded to the
 next size; rows that pad have no context and write no key. Everything else (prefill, drafts, larger batches) runs kernel
-by kernel. `workers/platforms/cuda.py` decides what is captured; `launch.capture` does it.
+by kernel. `workers/platforms/cuda.py` decides what is captured; `launch.GraphCapture` does it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from workers.attention import AttentionMetadata
 from workers.kernels.protocol import Forward, KVCaches
-from workers.kernels.triton import launch
+from workers.kernels.triton.launch import GraphCapture, synchronize
 from workers.kernels.triton.metadata import DeviceMetadata, padded_views, padding, prefix_rows_of
 
 SMALL_SIZES = (1, 2, 4, 8)
@@ -25,10 +25,12 @@ SIZE_STEP, LARGE_SIZE_STEP, LARGE_SIZE = 16, 32, 64
 """Then every 16 sequences, and above 64 every 32: a padded row costs little beside the weights."""
 MOST_SEQUENCES = 256
 MOST_SECONDS = 60.0
-"""For all captures of a model; batch sizes that are not captured by then run kernel by kernel."""
+"""For all captures of a model. Large sizes come first: smaller ones then fit in the memory of theirs, and a step whose
+size was not captured by then is padded to one that was.
+"""
 
 
-def graph_sizes(max_num_sequences: int) -> tuple[int, ...]:
+def sizes_to_capture(max_num_sequences: int) -> tuple[int, ...]:
     """Batch sizes to capture, ascending; the last one is the largest batch, or `MOST_SEQUENCES`."""
     most = min(max_num_sequences, MOST_SEQUENCES)
     sizes = {*SMALL_SIZES, *range(SIZE_STEP, LARGE_SIZE, SIZE_STEP), *range(LARGE_SIZE, most, LARGE_SIZE_STEP), most}
@@ -57,8 +59,8 @@ class GraphedLayers:
     """A `Forward` that replays the graph of a step's size if it has one, else runs the layers one by one."""
 
     def __init__(self, run_layers: Forward) -> None:
-        self.is_recording = False
-        """While True, each call captures a graph of its metadata's layout."""
+        self.capture: GraphCapture | None = None
+        """While there is one, each call captures a graph of its metadata's layout."""
         self._run_layers = run_layers
         self._kv_caches: KVCaches | None = None
         self._graphs: dict[tuple[int, bool], _Graph] = {}
@@ -70,9 +72,9 @@ class GraphedLayers:
         if not isinstance(metadata, DeviceMetadata):
             return self._run_layers(residual, cos_sin, metadata, kv_caches)
         key = (metadata.num_padded, metadata.prefix_rows is not None)
-        if self.is_recording:
+        if self.capture is not None:
             self._kv_caches = kv_caches
-            self._graphs[key] = self._record(residual, cos_sin, metadata, kv_caches)
+            self._graphs[key] = self._record(self.capture, residual, cos_sin, metadata, kv_caches)
         graph = self._graphs.get(key)
         if graph is None or kv_caches is not self._kv_caches:
             return self._run_layers(residual, cos_sin, metadata, kv_caches)
@@ -86,14 +88,20 @@ class GraphedLayers:
         return graph.hidden[:num_rows]
 
     def _record(
-        self, residual: torch.Tensor, cos_sin: torch.Tensor, metadata: DeviceMetadata, kv_caches: KVCaches
+        self,
+        capture: GraphCapture,
+        residual: torch.Tensor,
+        cos_sin: torch.Tensor,
+        metadata: DeviceMetadata,
+        kv_caches: KVCaches,
     ) -> _Graph:
         """`metadata` is as long and wide as a step of this size can be, and so is the table of rotary angles."""
         own_residual = residual.clone()
-        hidden, replay = launch.capture(
-            residual.device, lambda: self._run_layers(own_residual, cos_sin, metadata, kv_caches)
-        )
+        hidden, replay = capture.capture(lambda: self._run_layers(own_residual, cos_sin, metadata, kv_caches))
         return _Graph(own_residual, metadata, hidden, replay)
+
+    def forget_graphs(self) -> None:
+        self._graphs.clear()
 
 
 def record(
@@ -103,30 +111,34 @@ def record(
     block_size: int,
     max_model_len: int,
     device: torch.device,
-) -> tuple[int, float]:
-    """Captures `layers` at every size, by `forward` (token ids, metadata) of their model. (Graphs, seconds.)"""
-    started = time.perf_counter()
-    num_graphs = 0
-    layers.is_recording = True
+    share_prefixes: bool = True,
+) -> tuple[int, ...]:
+    """Captures `layers` at every size, ascending, by `forward` (token ids, metadata) of their model; with
+    `share_prefixes` once more for steps with groups that share prefixes. Returns the sizes that were captured in time.
+    """
+    deadline = time.perf_counter() + MOST_SECONDS
+    # One for all graphs: each reads of it what its sequences' lengths say
+    tables = torch.zeros((max(sizes), -(-max_model_len // block_size)), dtype=torch.int32, device=device)
+    captured: list[int] = []
+    layers.capture = GraphCapture(device)
     try:
-        for size in sizes:
-            for has_groups in (False, True)[: 1 + (size > 1)]:
-                if time.perf_counter() - started > MOST_SECONDS:
-                    return num_graphs, time.perf_counter() - started
-                metadata = empty_step(size, block_size, max_model_len, device, has_groups)
+        for size in reversed(sizes):
+            if time.perf_counter() > deadline:
+                break
+            for has_groups in (False, True)[: 1 + (share_prefixes and size > 1)]:
+                metadata = empty_step(tables[:size], block_size, max_model_len, has_groups)
                 forward(torch.zeros(size, dtype=torch.int64, device=device), metadata)
-                num_graphs += 1
+            captured.append(size)
+        synchronize(device)
     finally:
-        layers.is_recording = False
-    return num_graphs, time.perf_counter() - started
+        layers.capture = None
+    return tuple(reversed(captured))
 
 
-def empty_step(
-    size: int, block_size: int, max_model_len: int, device: torch.device, has_groups: bool
-) -> DeviceMetadata:
-    """A step of `size` rows that all pad, in the layout of any step of this size."""
-    packed = padding(size, has_groups).to(device)
-    tables = torch.zeros((size, -(-max_model_len // block_size)), dtype=torch.int32, device=device)
+def empty_step(tables: torch.Tensor, block_size: int, max_model_len: int, has_groups: bool) -> DeviceMetadata:
+    """A step of rows that all pad, in the layout of any step of so many; `tables` are their block tables."""
+    size = tables.shape[0]
+    packed = padding(size, has_groups).to(tables.device)
     arrays = padded_views(packed, size, has_groups)
     return DeviceMetadata(
         positions=arrays["positions"].view(torch.int64),

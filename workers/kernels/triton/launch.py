@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import psutil
@@ -52,12 +52,21 @@ def padded_size(size: int, least: int = 1) -> int:
     return max(least, triton.next_power_of_2(size))
 
 
+def free_garbage(device: torch.device) -> None:
+    """Gives back what nobody uses. The weights and the KV cache of an engine that was dropped may lie in cycles, which
+    Python would collect much later.
+    """
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 def free_memory(device: torch.device, largest_step: Callable[[], object]) -> int:
     """Bytes of the device that are free beside what `largest_step` takes while it runs. Waits for the device."""
     if device.type != "cuda":
         largest_step()
         return psutil.virtual_memory().available
-    torch.cuda.empty_cache()
+    free_garbage(device)
     torch.cuda.reset_peak_memory_stats(device)
     free = torch.cuda.mem_get_info(device)[0]
     held = torch.cuda.memory_allocated(device)
@@ -68,28 +77,33 @@ def free_memory(device: torch.device, largest_step: Callable[[], object]) -> int
     return max(0, min(free, torch.cuda.mem_get_info(device)[0]) - taken)
 
 
-def capture(device: torch.device, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], object]]:
-    """(result, replay): `run` is captured as a CUDA graph, and `replay` computes the result anew, from what its tensors
-    hold then, into the same memory. Without a GPU `replay` calls `run` again.
+class GraphCapture:
+    """Captures CUDA graphs, all on one stream, where they share cuBLAS's workspace, and in one pool of memory, for one
+    of them runs at a time. Without a GPU a graph is the function that it was captured from.
     """
-    if device.type != "cuda":
-        result = run()
-        return result, lambda: result.copy_(run())
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        run()  # compiles kernels and makes cuBLAS's workspace, neither of which can be captured
-    torch.cuda.current_stream(device).wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=_graph_pool()):
-        result = run()
-    return result, graph.replay
 
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        if device.type == "cuda":
+            self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
 
-@functools.cache
-def _graph_pool() -> Any:
-    """Memory that all graphs share: one runs at a time."""
-    return torch.cuda.graph_pool_handle()
+    def capture(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], object]]:
+        """(result, replay): `replay` computes the result of `run` anew, from what its tensors hold then, into the same
+        memory.
+        """
+        if self._device.type != "cuda":
+            result = run()
+            return result, lambda: result.copy_(run())
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            run()  # compiles and loads kernels and makes cuBLAS's workspace, none of which can be captured
+        current.wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        # What other threads ask of the device meanwhile does not break this capture
+        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+            result = run()
+        return result, graph.replay
 
 
 def used_memory(device: torch.device) -> int:
@@ -98,3 +112,9 @@ def used_memory(device: torch.device) -> int:
         return 0
     free, total = torch.cuda.mem_get_info(device)
     return total - free
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for the device; raises what went wrong there."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -8,7 +8,6 @@ padded: its buffer then has the layout of a larger batch, from which a captured 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 
 import numpy as np
 import torch
@@ -16,6 +15,11 @@ import torch
 from workers.attention import AttentionMetadata
 from workers.kernels.triton.launch import place
 from workers.shared_prefixes import SharedPrefixes
+
+_ALIGNMENT = 4
+"""Every array begins at a multiple of so many words: Triton compiles another form of a kernel for an address that is no
+multiple of 16 bytes, and a step would wait a second for it.
+"""
 
 
 @dataclasses.dataclass(slots=True)
@@ -73,31 +77,38 @@ def build_metadata(
     host = AttentionMetadata.build(starts, query_lens, block_tables, block_size, share_prefixes)
     tables = host.block_tables.numpy()
     arrays = _padded(host, num_padded) if num_padded else _arrays(host)
-    buffer = place(
-        np.concatenate([*(array.view(np.int32).ravel() for array in arrays.values()), tables.ravel()]), device
-    )
-    views = _views(buffer, {name: len(array.view(np.int32)) for name, array in arrays.items()})
+    words = {name: array.view(np.int32) for name, array in arrays.items()}
+    places, end = _places({name: len(array) for name, array in words.items()})
+    packed = np.zeros(end + tables.size, dtype=np.int32)
+    for name, where in places.items():
+        packed[where] = words[name]
+    packed[end:] = tables.ravel()
+    buffer = place(packed, device)
+    views = {name: buffer[where] for name, where in places.items()}
     num_tokens, num_sequences = host.num_tokens, host.num_sequences
     return DeviceMetadata(
         positions=views["positions"].view(torch.int64)[:num_tokens],
         slot_mapping=views["slot_mapping"].view(torch.int64)[:num_tokens],
         query_start=views["query_start"][: num_sequences + 1],
         context_lens=views["context_lens"][:num_sequences],
-        block_tables=buffer[len(buffer) - tables.size :].view(tables.shape),
+        block_tables=buffer[end:].view(tables.shape),
         block_size=block_size,
         max_query_len=host.max_query_len,
         max_context_len=host.max_context_len,
         total_context_len=host.total_context_len,
         prefix_rows=prefix_rows_of(views) if host.shared_prefixes is not None else None,
-        packed=buffer[: len(buffer) - tables.size] if num_padded else None,
+        packed=buffer[:end] if num_padded else None,
         num_padded=num_padded,
     )
 
 
-def _views(buffer: torch.Tensor, sizes: dict[str, int]) -> dict[str, torch.Tensor]:
-    """The arrays of a buffer that begins with them."""
-    ends = itertools.accumulate(sizes.values())
-    return {name: buffer[end - size : end] for (name, size), end in zip(sizes.items(), ends, strict=True)}
+def _places(sizes: dict[str, int]) -> tuple[dict[str, slice], int]:
+    """Where arrays of so many words lie in a buffer, and its words."""
+    places, end = {}, 0
+    for name, size in sizes.items():
+        places[name] = slice(end, end + size)
+        end += -(-size // _ALIGNMENT) * _ALIGNMENT
+    return places, end
 
 
 def prefix_rows_of(views: dict[str, torch.Tensor]) -> PrefixRows:
@@ -105,9 +116,7 @@ def prefix_rows_of(views: dict[str, torch.Tensor]) -> PrefixRows:
 
 
 def padded_sizes(num_padded: int, has_groups: bool) -> dict[str, int]:
-    """int32 words of each array in the layout of so many sequences of one token. 64-bit arrays come first, so that
-    every one of them is aligned.
-    """
+    """int32 words of each array in the layout of so many sequences of one token."""
     sizes = {
         "positions": 2 * num_padded,
         "slot_mapping": 2 * num_padded,
@@ -133,16 +142,19 @@ _PADDING = {"slot_mapping": -1, "first_rows": -1}
 
 def padding(num_padded: int, has_groups: bool) -> torch.Tensor:
     """The buffer, int32 on the CPU, of a step without sequences in the layout of `num_padded`."""
-    pieces = []
-    for name, words in padded_sizes(num_padded, has_groups).items():
-        value = _PADDING.get(name, 0)  # -1 is all ones in 64 bits too
-        pieces.append(torch.arange(words) if name == "query_start" else torch.full((words,), value))
-    return torch.cat(pieces).to(torch.int32)
+    places, end = _places(padded_sizes(num_padded, has_groups))
+    buffer = torch.zeros(end, dtype=torch.int32)
+    for name, value in _PADDING.items():
+        if name in places:
+            buffer[places[name]] = value  # -1 is all ones in 64 bits too
+    buffer[places["query_start"]] = torch.arange(num_padded + 1, dtype=torch.int32)
+    return buffer
 
 
 def padded_views(buffer: torch.Tensor, num_padded: int, has_groups: bool) -> dict[str, torch.Tensor]:
     """The arrays of a buffer in that layout, int32."""
-    return _views(buffer, padded_sizes(num_padded, has_groups))
+    places, _ = _places(padded_sizes(num_padded, has_groups))
+    return {name: buffer[where] for name, where in places.items()}
 
 
 def _arrays(host: AttentionMetadata) -> dict[str, np.ndarray]:

@@ -1,0 +1,167 @@
+"""Paged attention in Triton beside what libraries have: the part `attention` of `make gpu-check`.
+
+All read the same keys and values in bfloat16, and their results are compared. flash-attn and flashinfer are measured if
+they are installed; else the row says why not. torch's own attention, over keys without pages, is there always.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from benchmarks.gpu_device import Device, graph_seconds, measure_device
+from benchmarks.gpu_rows import Figure, one_line
+from workers.attention import AttentionMetadata
+from workers.checkpoints.model_config import HeadShape
+from workers.kernels.triton.attention import paged_attention
+from workers.kernels.triton.metadata import build_metadata
+
+PAGE, LARGE_PAGE = 16, 256
+"""Tokens of Manta's blocks, and of flash-attn's, which are so many of these in a row."""
+LEAST_BYTES = 256 << 20
+"""Keys and values of a case: several times what the device's cache holds."""
+MOST_DIFFERENCE = 0.02
+"""Norm of the difference of two results over theirs: roundings of bfloat16 come to a fifth of it."""
+WORKSPACE_BYTES = 128 << 20
+"""That flashinfer asks for."""
+SHAPES = {"llama-3.1-8b": (32, 8, 128), "qwen2.5-0.5b": (14, 2, 64)}
+"""Heads, KV heads and head size."""
+BATCHES = {
+    "decode, 1 row of 8k": (1, 8192, 1),
+    "decode, 64 rows of 1k": (64, 1024, 1),
+    "decode, 256 rows of 1k": (256, 1024, 1),
+    "prefill, 4 of 2k": (4, 2048, 2048),
+}
+"""Sequences, keys of each, and how many of them are this step's."""
+
+
+Calls = list[Callable[[], torch.Tensor]]
+"""What computes a case, layer by layer."""
+
+
+class Case:
+    """Random queries, keys and values; the pages of every sequence lie anywhere. Of so many layers that the device's
+    cache does not hold the keys and values from one round to the next.
+    """
+
+    def __init__(self, shape: tuple[int, int, int], batch: tuple[int, int, int]) -> None:
+        self.num_heads, self.num_kv_heads, self.head_dim = shape
+        self.count, self.context_len, self.query_len = batch
+        device = torch.device("cuda")
+        width = self.context_len // LARGE_PAGE
+        large = np.random.default_rng(0).permutation(self.count * width).reshape(self.count, width)
+        small = (large[:, :, None] * (LARGE_PAGE // PAGE) + np.arange(LARGE_PAGE // PAGE)).reshape(self.count, -1)
+        self.large_tables = torch.from_numpy(large.astype(np.int32)).to(device)
+        self.tables = torch.from_numpy(small.astype(np.int32)).to(device)
+        self.kv_bytes = 4 * self.count * self.context_len * self.num_kv_heads * self.head_dim
+        layer = (2, small.size, PAGE, self.num_kv_heads, self.head_dim)
+        kv = torch.randn(-(-LEAST_BYTES // self.kv_bytes), *layer, device=device, dtype=torch.bfloat16)
+        self.layers = [(each[0], each[1]) for each in kv]
+        num_tokens = self.count * self.query_len
+        self.queries = torch.randn(num_tokens, self.num_heads * self.head_dim, device=device, dtype=torch.bfloat16)
+        starts = np.full(self.count, self.context_len - self.query_len)
+        lens = np.full(self.count, self.query_len)
+        self.metadata: AttentionMetadata = build_metadata(starts, lens, small.astype(np.int32), PAGE, device)
+
+    @property
+    def by_head(self) -> torch.Tensor:
+        """The queries, [tokens, heads, dim]."""
+        return self.queries.view(-1, self.num_heads, self.head_dim)
+
+    @property
+    def by_sequence(self) -> torch.Tensor:
+        """[sequences, tokens, heads, dim]."""
+        return self.queries.view(self.count, self.query_len, self.num_heads, self.head_dim)
+
+    def without_pages(self, cache: torch.Tensor) -> torch.Tensor:
+        """[sequences, KV heads, keys, dim]."""
+        pages = cache[self.tables.long()]
+        return pages.view(self.count, self.context_len, self.num_kv_heads, self.head_dim).transpose(1, 2)
+
+    def floor(self, device: Device) -> float:
+        """Seconds to read keys and values once, or of a prefill to make its products."""
+        if self.query_len == 1:
+            return self.kv_bytes / device.bytes_per_second
+        seen = self.query_len * (2 * self.context_len - self.query_len + 1) / 2
+        return 4 * self.count * seen * self.num_heads * self.head_dim / device.operations_per_second
+
+
+def _triton(case: Case) -> Calls:
+    heads = HeadShape(case.num_heads, case.num_kv_heads, case.head_dim, case.head_dim**-0.5)
+    return [functools.partial(paged_attention, case.queries, *layer, case.metadata, heads) for layer in case.layers]
+
+
+def _torch(case: Case) -> Calls:
+    query, is_causal = case.by_sequence.transpose(1, 2), case.query_len > 1
+
+    def attend(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, enable_gqa=True)
+        return attended.transpose(1, 2)
+
+    return [functools.partial(attend, *map(case.without_pages, layer)) for layer in case.layers]
+
+
+def _flash_attn(case: Case) -> Calls:
+    import flash_attn
+
+    shape = (-1, LARGE_PAGE, case.num_kv_heads, case.head_dim)
+    lens = torch.full((case.count,), case.context_len, dtype=torch.int32, device="cuda")
+    fixed = {"cache_seqlens": lens, "block_table": case.large_tables, "causal": True}
+    attend = flash_attn.flash_attn_with_kvcache
+    return [functools.partial(attend, case.by_sequence, k.view(shape), v.view(shape), **fixed) for k, v in case.layers]
+
+
+def _flashinfer(case: Case) -> Calls:
+    import flashinfer
+
+    workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
+    page_start = torch.arange(case.count + 1, dtype=torch.int32, device="cuda") * case.tables.shape[1]
+    last_page = torch.full((case.count,), PAGE, dtype=torch.int32, device="cuda")
+    paged = (page_start, case.tables.flatten(), last_page)
+    shape = (case.num_heads, case.num_kv_heads, case.head_dim, PAGE)
+    dtypes = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
+    if case.query_len == 1:  # without tensor cores it takes few sizes of groups
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
+        wrapper.plan(*paged, *shape, **dtypes)
+    else:
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+        query_start = torch.arange(case.count + 1, dtype=torch.int32, device="cuda") * case.query_len
+        wrapper.plan(query_start, *paged, *shape, causal=True, **dtypes)
+    return [functools.partial(wrapper.run, case.by_head, layer) for layer in case.layers]
+
+
+PEERS: dict[str, Callable[[Case], Calls]] = {
+    "torch, keys without pages": _torch,
+    "flash-attn": _flash_attn,
+    "flashinfer": _flashinfer,
+}
+
+
+@torch.inference_mode()
+def attention_figures() -> Iterator[Figure]:
+    device = measure_device()
+    for model, shape in SHAPES.items():
+        for batch, sizes in BATCHES.items():
+            case = Case(shape, sizes)
+            what = f"{model}: attention, {batch}"
+            seconds = graph_seconds(_triton(case))
+            share = case.floor(device) / seconds
+            yield Figure(f"{what}, Triton", f"{seconds * 1e6:.0f} us, {share:.2f} of the floor")
+            for name, prepare in PEERS.items():
+                yield Figure(f"{what}, {name}", _compare(prepare, case, seconds))
+
+
+def _compare(prepare: Callable[[Case], Calls], case: Case, seconds: float) -> str:
+    try:
+        calls = prepare(case)
+        own, actual = graph_seconds(calls), calls[0]()
+    except Exception as error:
+        return f"not measured: {one_line(f'{type(error).__name__}: {error}')}"
+    expected = _triton(case)[0]().float()
+    difference = (actual.reshape(expected.shape).float() - expected).norm() / expected.norm()
+    verdict = "" if difference < MOST_DIFFERENCE else f"; failed: the results differ by {difference:.1%}"
+    return f"{own * 1e6:.0f} us, {own / seconds:.2f} times Triton's{verdict}"
