@@ -11,6 +11,7 @@ import contextlib
 import mmap
 import os
 import tempfile
+from collections.abc import Iterable
 from typing import IO, NamedTuple
 
 import msgspec
@@ -185,6 +186,47 @@ class MaskBuffer:
         """
         counts = self.num_forced[slot].tolist()
         return [self.forced_ids[slot, index, :count].tolist() for index, count in enumerate(counts)]
+
+
+class MaskSlots:
+    """Which slots of a `MaskBuffer` are free: the first `num_for_sessions` hold wanted rows, the others drafts'."""
+
+    def __init__(self, num_for_sessions: int, num_for_drafts: int) -> None:
+        self.num_slots = num_for_sessions + num_for_drafts
+        self._num_for_sessions = num_for_sessions
+        self._for_sessions = list(range(num_for_sessions - 1, -1, -1))
+        self._for_drafts = list(range(self.num_slots - 1, num_for_sessions - 1, -1))
+
+    @property
+    def num_in_use(self) -> int:
+        return self.num_slots - len(self._for_sessions) - len(self._for_drafts)
+
+    @property
+    def num_sessions_in_use(self) -> int:
+        """Slots for wanted rows that are in use."""
+        return self._num_for_sessions - len(self._for_sessions)
+
+    def take(self) -> int | None:
+        """A slot for a wanted row; None if none is free."""
+        return self._for_sessions.pop() if self._for_sessions else None
+
+    def take_for_drafts(self, count: int) -> list[int]:
+        """Slots for drafts' rows: as many as are free, at most `count`."""
+        return [self._for_drafts.pop() for _ in range(min(count, len(self._for_drafts)))]
+
+    def free(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            (self._for_sessions if slot < self._num_for_sessions else self._for_drafts).append(slot)
+
+
+def forced_after(gained: list[int], continuations: list[list[int]]) -> list[int]:
+    """What is forced after the tokens `gained`, of what `MaskBuffer.forced` returned: the rest of the continuation that
+    begins with them.
+    """
+    for continuation in continuations if gained else continuations[:1]:  # all but the first begin with a choice
+        if continuation[: len(gained)] == gained and len(continuation) > len(gained):
+            return continuation[len(gained) :]
+    return []
 
 
 def _shared_file() -> tuple[IO[bytes], str]:

@@ -14,12 +14,12 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 from structured.config import PoolConfig
 from structured.grammar_worker import Job, Message, SessionStart
-from structured.masks import FAILED, FINISHED, BufferShape, MaskBuffer, row_words
-from structured.transport import ActorTransport, ThreadTransport, Transport
+from structured.masks import FAILED, FINISHED, BufferShape, MaskBuffer, MaskSlots, forced_after, row_words
+from structured.pool_records import PoolSession, PoolWorker, RetiredSlot
+from structured.transport import ActorTransport, ThreadTransport
 from structured.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
@@ -35,69 +35,6 @@ START_SECONDS = 60.0
 
 WAIT_SLICE_S = 0.0001
 """How long `wait` sleeps between two looks at the rows."""
-
-
-class _RetiredSlot(NamedTuple):
-    """A slot that a session has left, and that its worker may still write to."""
-
-    number: int
-    """The slot is free once the worker acknowledges the message of this number; -1: once the worker is dead."""
-    slot: int
-    session_id: int
-
-
-class _Worker:
-    """One worker: what it was sent and which sessions it holds."""
-
-    def __init__(self, transport: Transport, index: int) -> None:
-        self.transport = transport
-        self.index = index
-        self.started_at = time.monotonic()
-        self.sessions: dict[int, _Session] = {}
-        self.num_sent = 0
-        self.under_way: deque[tuple[int, float]] = deque()
-        """(number, time of sending) of each message that the worker has not acknowledged."""
-        self.jobs: list[Job] = []
-        self.ended: list[int] = []
-        """`jobs` and `ended` are those of the next message to the worker."""
-        self.busy_with = -1
-        """The session that the worker worked for when the pool last looked; -1 for none."""
-        self.busy_since = self.started_at
-        """When the pool first saw the worker busy with that session."""
-        self.retired: list[_RetiredSlot] = []
-
-
-class _Session:
-    """One sequence's constraint: which worker holds it, and which rows it waits for."""
-
-    def __init__(self, session_id: int, start: SessionStart) -> None:
-        self.session_id = session_id
-        self.start = start
-        self.tokens: list[int] = []
-        """Output tokens; the wanted row is the mask of the token after them."""
-        self.is_wanted = False
-        self.drafts: list[int] = []
-        """Tokens that may follow `tokens`; there is a row for the token after each of them too."""
-        self.worker: _Worker | None = None
-        self.slot = -1
-        self.number = 0
-        """Number of the job that fills the wanted row."""
-        self.draft_slots: list[int] = []
-        """Slots for the drafts' rows: as many as it has needed at a time on its present worker."""
-        self.drafts_number = 0
-        """Number of the job that fills the drafts' rows."""
-        self.takes_drafts = True
-        """False once a worker has died while it worked on a draft of this session."""
-        self.num_held = 0
-        """Leading tokens that were sent to the worker."""
-        self.asked_at = 0.0
-        self.moved_at = 0.0
-        self.num_moves = 0
-        """Moves since the row was asked for. Each one doubles the wait before the next, so that two slow workers do not
-        pass a session back and forth.
-        """
-        self.attempts = 0
-        self.error: str | None = None
 
 
 class GrammarPool:
@@ -121,23 +58,21 @@ class GrammarPool:
         # The slot of a moved session stays in use until its old worker acknowledges that; a thread that hangs keeps
         # one.
         self.num_session_slots = 2 * num_sessions + MAX_WORKERS
-        num_slots = self.num_session_slots + num_sessions * num_drafts
-        shape = BufferShape(num_slots, row_words(vocabulary.vocab_size), MAX_WORKERS)
+        self._slots = MaskSlots(self.num_session_slots, num_sessions * num_drafts)
+        shape = BufferShape(self._slots.num_slots, row_words(vocabulary.vocab_size), MAX_WORKERS)
         self.buffer = MaskBuffer(shape, shared=actors)
         self.uses_actors = actors
         self.num_replaced = 0
         self._vocabulary = vocabulary
         self._num_forced = num_forced
         self._num_jobs = 0
-        self._free_slots = list(range(self.num_session_slots - 1, -1, -1))
-        self._free_draft_slots = list(range(num_slots - 1, self.num_session_slots - 1, -1))
         self._free_indices = list(range(MAX_WORKERS - 1, -1, -1))
-        self._sessions: dict[int, _Session] = {}
-        self._waiting: dict[int, _Session] = {}
+        self._sessions: dict[int, PoolSession] = {}
+        self._waiting: dict[int, PoolSession] = {}
         """Sessions whose wanted row was not ready when the pool last looked."""
-        self._given_up: list[_Worker] = []
+        self._given_up: list[PoolWorker] = []
         """Replaced workers that are not known to be dead: they may still write to their slots."""
-        self.workers: list[_Worker] = []
+        self.workers: list[PoolWorker] = []
         self._spare = self._start_worker() if actors else None
         self._start_missing()
 
@@ -157,7 +92,7 @@ class GrammarPool:
     @property
     def num_session_slots_in_use(self) -> int:
         """Slots for wanted rows (drafts have others) that are not known to be free."""
-        return self.num_session_slots - len(self._free_slots)
+        return self._slots.num_sessions_in_use
 
     @property
     def num_given_up(self) -> int:
@@ -167,10 +102,9 @@ class GrammarPool:
     @property
     def num_lost_slots(self) -> int:
         """Slots that are not free although no session and no worker has them: more than 0 is a leak."""
-        num_known = len(self._free_slots) + len(self._free_draft_slots)
-        num_known += sum(len(worker.retired) for worker in [*self.workers, *self._given_up])
+        num_retired = sum(len(worker.retired) for worker in [*self.workers, *self._given_up])
         held = [session for session in self._sessions.values() if session.worker is not None]
-        return self.buffer.shape.num_slots - num_known - sum(1 + len(session.draft_slots) for session in held)
+        return self._slots.num_in_use - num_retired - sum(1 + len(session.draft_slots) for session in held)
 
     @property
     def num_slots_in_use(self) -> int:
@@ -178,11 +112,11 @@ class GrammarPool:
         ended, slots have leaked.
         """
         self._collect_slots()
-        return self.buffer.shape.num_slots - len(self._free_slots) - len(self._free_draft_slots)
+        return self._slots.num_in_use
 
     def start(self, session_id: int, start: SessionStart) -> None:
         """Opens a session; it reaches a worker with its first `prepare`."""
-        self._sessions[session_id] = _Session(session_id, start)
+        self._sessions[session_id] = PoolSession(session_id, start)
 
     def end(self, session_id: int) -> None:
         """Forgets a session; an unknown id is no error."""
@@ -225,7 +159,7 @@ class GrammarPool:
         """Whether the wanted row is there, or will never come because the session failed (`error`)."""
         return self._is_ready(self._sessions[session_id])
 
-    def _is_ready(self, session: _Session) -> bool:
+    def _is_ready(self, session: PoolSession) -> bool:
         if session.error is not None:
             return True
         return session.worker is not None and self.buffer.done[session.slot] == session.number
@@ -298,12 +232,12 @@ class GrammarPool:
             return []
         for num_drafts in (len(gained), len(gained) - 1, 0):  # workers look after the tokens, and after all drafts
             if 0 <= num_drafts <= len(session.drafts) and session.drafts[:num_drafts] == gained[:num_drafts]:
-                forced = _forced_after(gained[num_drafts:], self._continuations(session, num_drafts))
+                forced = forced_after(gained[num_drafts:], self._continuations(session, num_drafts))
                 if forced:
                     return forced
         return []
 
-    def _continuations(self, session: _Session, num_drafts: int) -> list[list[int]]:
+    def _continuations(self, session: PoolSession, num_drafts: int) -> list[list[int]]:
         """What `MaskBuffer.forced` says of the row after the output tokens and the first drafts, if it is filled."""
         slot, number = session.slot, session.number
         if num_drafts:
@@ -314,7 +248,7 @@ class GrammarPool:
 
     # ---- asking --------------------------------------------------------------------------------------------------
 
-    def _ask(self, session: _Session, target: _Worker | None = None, is_new: bool = True) -> None:
+    def _ask(self, session: PoolSession, target: PoolWorker | None = None, is_new: bool = True) -> None:
         """Puts a job into the next message to the session's worker. A session without one is given to `target`, or to
         the worker with the least load. `is_new` is False if only the drafts have changed.
         """
@@ -327,8 +261,7 @@ class GrammarPool:
             is_new, start = True, session.start
         worker, first = session.worker, session.num_held
         assert worker is not None
-        while len(session.draft_slots) < len(session.drafts) and self._free_draft_slots:
-            session.draft_slots.append(self._free_draft_slots.pop())
+        session.draft_slots += self._slots.take_for_drafts(len(session.drafts) - len(session.draft_slots))
         self._num_jobs += 1
         number = session.drafts_number = self._num_jobs
         self.buffer.drafts_wanted[session.slot] = number
@@ -353,11 +286,11 @@ class GrammarPool:
         )
         session.num_held = len(session.tokens)
 
-    def _load(self, worker: _Worker) -> tuple[bool, bool, int]:
+    def _load(self, worker: PoolWorker) -> tuple[bool, bool, int]:
         """Sort key: first the workers with the fewest sessions; late workers after all others, starting ones last."""
         return not worker.transport.is_ready(), self._is_late(worker), len(worker.sessions)
 
-    def _is_late(self, worker: _Worker) -> bool:
+    def _is_late(self, worker: PoolWorker) -> bool:
         """Whether a row or a message waits longer than it should, even if the session that it was for has left."""
         now, patience = time.monotonic(), self.config.migrate_seconds
         if self._longest_under_way(worker, now) > patience:
@@ -366,10 +299,10 @@ class GrammarPool:
             now - session.moved_at > patience * 2**session.num_moves for session in self._sessions_waiting_for(worker)
         )
 
-    def _sessions_waiting_for(self, worker: _Worker) -> Iterator[_Session]:
+    def _sessions_waiting_for(self, worker: PoolWorker) -> Iterator[PoolSession]:
         return (session for session in worker.sessions.values() if session.session_id in self._waiting)
 
-    def _longest_under_way(self, worker: _Worker, now: float) -> float:
+    def _longest_under_way(self, worker: PoolWorker, now: float) -> float:
         """Seconds since the pool sent the oldest message that the worker has not acknowledged; 0 if there is none."""
         acknowledged = self.buffer.acknowledged[worker.index]
         while worker.under_way and worker.under_way[0][0] <= acknowledged:
@@ -412,7 +345,7 @@ class GrammarPool:
                 self._relieve(worker, now)
         self._flush()
 
-    def _relieve(self, worker: _Worker, now: float) -> None:
+    def _relieve(self, worker: PoolWorker, now: float) -> None:
         """Moves the sessions that wait for a late worker to another one, but not the one that the worker is busy with:
         once its budget is spent it fails, and the worker is replaced.
         """
@@ -434,7 +367,7 @@ class GrammarPool:
             waiting = self._sessions_waiting_for(worker)
             self._move([session for session in waiting if session.session_id != busy_with], worker, now)
 
-    def _move(self, sessions: list[_Session], source: _Worker, now: float) -> None:
+    def _move(self, sessions: list[PoolSession], source: PoolWorker, now: float) -> None:
         """Gives sessions of a late worker to another one, if there is one."""
         target = self._other_worker(source) if sessions else None
         if target is not None:
@@ -444,7 +377,7 @@ class GrammarPool:
                 self._leave(session)
                 self._ask(session, target)
 
-    def _other_worker(self, source: _Worker) -> _Worker | None:
+    def _other_worker(self, source: PoolWorker) -> PoolWorker | None:
         """Another worker that is started and not late. If there is none, one more is started, as long as there are
         fewer than twice `num_workers`; else None.
         """
@@ -457,7 +390,7 @@ class GrammarPool:
             self.workers.append(added)
         return added
 
-    def _replace(self, worker: _Worker) -> None:
+    def _replace(self, worker: PoolWorker) -> None:
         """Gives a worker up; other workers rebuild its sessions."""
         logger.warning("grammar worker %d is replaced; %d sessions move", worker.index, len(worker.sessions))
         worker.transport.kill()
@@ -474,7 +407,7 @@ class GrammarPool:
             self._retire(session, worker, -1)
             session.worker, session.slot, session.num_held, session.draft_slots = None, -1, 0, []
         if worker.transport.stops_between_sessions:
-            self._free(retired.slot for retired in worker.retired if retired.session_id != busy_with)
+            self._slots.free(retired.slot for retired in worker.retired if retired.session_id != busy_with)
             worker.retired = [retired for retired in worker.retired if retired.session_id == busy_with]
         for session in sessions:
             session.drafts = []
@@ -483,7 +416,7 @@ class GrammarPool:
                 session.attempts += session.session_id in suspects
                 self._ask_again(session)
 
-    def _ask_again(self, session: _Session) -> None:
+    def _ask_again(self, session: PoolSession) -> None:
         """After the death of its worker; the session fails if `MAX_ATTEMPTS` workers died over it."""
         session.moved_at = time.monotonic()
         if session.attempts < MAX_ATTEMPTS:
@@ -504,22 +437,22 @@ class GrammarPool:
         self._collect_slots()
         return bool(self.workers)
 
-    def _next_worker(self) -> _Worker | None:
+    def _next_worker(self) -> PoolWorker | None:
         """The spare worker, or a new one; None if there are `MAX_WORKERS`, most of which hang."""
         if self._spare is None:
             return self._start_worker()
         worker, self._spare = self._spare, self._start_worker()
         return worker
 
-    def _start_worker(self) -> _Worker | None:
+    def _start_worker(self) -> PoolWorker | None:
         if not self._free_indices:
             return None
         index = self._free_indices.pop()
         self.buffer.current[index] = self.buffer.acknowledged[index] = 0
         make: type[ActorTransport] | type[ThreadTransport] = ActorTransport if self.uses_actors else ThreadTransport
-        return _Worker(make(self._vocabulary, self.buffer, index), index)
+        return PoolWorker(make(self._vocabulary, self.buffer, index), index)
 
-    def _find_worker(self, session: _Session, target: _Worker | None) -> bool:
+    def _find_worker(self, session: PoolSession, target: PoolWorker | None) -> bool:
         """Gives a session to `target`, or to the worker with the least load. False if there is no worker, and then the
         session fails; or if no slot is free, and then `supervise` asks again.
         """
@@ -532,17 +465,18 @@ class GrammarPool:
             self._waiting[session.session_id] = session
         return has_entered
 
-    def _enter(self, session: _Session, worker: _Worker) -> bool:
+    def _enter(self, session: PoolSession, worker: PoolWorker) -> bool:
         """Gives a session to a worker; False if no slot is free."""
-        if not self._free_slots:
+        slot = self._slots.take()
+        if slot is None:
             return False
-        session.slot = self._free_slots.pop()
+        session.slot = slot
         session.worker, session.num_held = worker, 0
         worker.sessions[session.session_id] = session
         self.buffer.cancelled[session.slot] = 0
         return True
 
-    def _leave(self, session: _Session) -> None:
+    def _leave(self, session: PoolSession) -> None:
         """Takes a session from its worker. Its slots are free once the worker has acknowledged all that was sent."""
         worker, session.worker = session.worker, None
         if worker is None:
@@ -555,26 +489,22 @@ class GrammarPool:
         self._retire(session, worker, worker.num_sent)
         session.slot, session.draft_slots = -1, []
 
-    def _retire(self, session: _Session, worker: _Worker, number: int) -> None:
+    def _retire(self, session: PoolSession, worker: PoolWorker, number: int) -> None:
         slots = (session.slot, *session.draft_slots)
-        worker.retired += [_RetiredSlot(number, slot, session.session_id) for slot in slots]
+        worker.retired += [RetiredSlot(number, slot, session.session_id) for slot in slots]
 
     def _collect_slots(self) -> None:
         """Frees the slots to which no worker writes any more, and forgets workers that have died."""
         for worker in self.workers:
             if worker.retired:
                 acknowledged = int(self.buffer.acknowledged[worker.index])
-                self._free(retired.slot for retired in worker.retired if retired.number <= acknowledged)
+                self._slots.free(retired.slot for retired in worker.retired if retired.number <= acknowledged)
                 worker.retired = [retired for retired in worker.retired if retired.number > acknowledged]
         for worker in [worker for worker in self._given_up if not worker.transport.is_alive()]:
             self._given_up.remove(worker)
-            self._free(retired.slot for retired in worker.retired)
+            self._slots.free(retired.slot for retired in worker.retired)
             self._free_indices.insert(0, worker.index)
         self._start_missing()
-
-    def _free(self, slots: Iterable[int]) -> None:
-        for slot in slots:
-            (self._free_slots if slot < self.num_session_slots else self._free_draft_slots).append(slot)
 
     def close(self) -> None:
         """Ends every worker."""
@@ -583,14 +513,6 @@ class GrammarPool:
         self.workers, self._spare = [], None
         self._free_indices = []  # and none is started in its place
         self.buffer.close()
-
-
-def _forced_after(gained: list[int], continuations: list[list[int]]) -> list[int]:
-    """What is forced after the tokens `gained`: the rest of the continuation that begins with them."""
-    for continuation in continuations if gained else continuations[:1]:  # all but the first begin with a choice
-        if continuation[: len(gained)] == gained and len(continuation) > len(gained):
-            return continuation[len(gained) :]
-    return []
 
 
 def _num_common(old: list[int], new: Sequence[int]) -> int:

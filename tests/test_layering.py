@@ -22,7 +22,6 @@ INSIDE: dict[str, tuple[str, ...]] = {
         # Plain data
         "structured.lru",
         "structured.fair_queue",
-        "structured.heap",
         "structured.config",
         "structured.constraint",
         "structured.logits_processors",
@@ -37,6 +36,7 @@ INSIDE: dict[str, tuple[str, ...]] = {
         # Who fills masks
         "structured.grammar_worker",
         "structured.transport",
+        "structured.pool_records",
         "structured.pool",
     ),
     "specdecode": (

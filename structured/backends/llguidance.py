@@ -16,9 +16,9 @@ import msgspec
 import numpy as np
 
 from structured.backends.formats import with_exact_formats
+from structured.backends.heap import heap_bytes
 from structured.backends.llguidance_schema import departures, has_control_characters, located, mended
 from structured.constraint import ConstraintError, ConstraintSpec, Unsupported
-from structured.heap import heap_bytes
 from structured.masks import row_words
 from structured.vocabulary import Vocabulary
 
