@@ -38,6 +38,8 @@ from workers.sampling_params import SamplingParams
 NUM_STREAMS = 32
 PROMPT, TOKEN_LIMIT = 16, 30_000
 """Tokens of each prompt, and of the tiny model's vocabulary those that are drawn for prompts."""
+REQUESTS = 5
+"""Of each stream in a turn, one after the other: with fewer a turn is over within half a second."""
 PAIRS_A_ROUND = 3
 BAR = 0.99
 """Of the throughput without."""
@@ -80,6 +82,8 @@ def switch(resumes: bool) -> None:
 class SwitchedIngress(ingress.DeployedIngress):
     async def set_resumes(self, resumes: bool) -> float:
         """Returns the seconds of CPU time that this process has taken."""
+        while self._client._watching is not None:  # it would take an engine that is not heard for one that hangs
+            await asyncio.sleep(BEAT_S)
         switch(resumes)
         return time.process_time()
 
@@ -105,7 +109,7 @@ class Turn(NamedTuple):
 
 
 async def measure_turns(num_pairs: int, num_tokens: int) -> list[tuple[Turn, Turn]]:
-    """Pairs (with, without) of `num_tokens` for each stream, after one that warms up."""
+    """Pairs (with, without) of `num_tokens` for each request, after one that warms up."""
     model = str(benchmark_checkpoint("tiny-llama"))
     config = ServeConfig(engine=EngineConfig(model=model, kv_cache_bytes=1 << 28), port=free_port())
     replicas = ingress.DeployedIngress, engine_deployment.EngineReplica
@@ -130,7 +134,7 @@ _prompts = PromptSource(TOKEN_LIMIT)
 
 
 async def _turn(config: ServeConfig, resumes: bool, num_tokens: int) -> Turn:
-    prompts = _prompts(NUM_STREAMS, PROMPT)
+    prompts = _prompts(REQUESTS * NUM_STREAMS, PROMPT)
     before = await _set_resumes(resumes)
     load = await asyncio.to_thread(run_load, config.port, config.model_name, prompts, num_tokens, NUM_STREAMS)
     after = await _set_resumes(resumes)
@@ -161,7 +165,8 @@ def resume(num_rounds: int, num_tokens: int) -> None:
     """Prints both tables."""
     print(*table(STEP_S), "", sep="\n", flush=True)
     num_pairs = PAIRS_A_ROUND * num_rounds
-    print(f"{num_pairs} pairs of turns, {NUM_STREAMS} x {num_tokens} tokens each", file=sys.stderr, flush=True)
+    turn = f"{NUM_STREAMS} x {REQUESTS} x {num_tokens} tokens"
+    print(f"{num_pairs} pairs of turns, {turn} each", file=sys.stderr, flush=True)
     print(*turns_table(asyncio.run(measure_turns(num_pairs, num_tokens))), sep="\n", flush=True)
 
 

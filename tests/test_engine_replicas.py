@@ -5,9 +5,11 @@ from __future__ import annotations
 import concurrent.futures
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
 from tests.server import Server
+from tests.test_shared_weights import files, needs_shared_weights
 
 PROMPT = list(range(5, 25))
 
@@ -29,6 +31,15 @@ def test_what_two_engines_counted_is_added_up(server: Server) -> None:
     assert metrics["manta:prefix_cache_queries_total"] == 24 * len(PROMPT)
     assert metrics["manta:num_requests_running"] == metrics["manta:kv_cache_usage_perc"] == 0
     assert server.get("/health") == '{"status":"ok"}'
+
+
+@needs_shared_weights
+def test_both_hold_the_weights_once(server: Server) -> None:
+    processes = psutil.Process(server.process.pid).children(recursive=True)
+    engines = [process for process in processes if "ServeReplica:manta:engine" in " ".join(process.cmdline())]
+    first, second = (files(engine.pid) for engine in engines)
+    assert first == second
+    assert len(first) == 1
 
 
 def num_cached(server: Server, prompt: list[int], **headers: str) -> int:

@@ -21,10 +21,9 @@ from workers.kernels import build, shared_weights
 from workers.kernels.cpu_linear import PackedLinear
 from workers.models.decoder import Decoder
 
-pytestmark = [
-    pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="of Linux alone"),
-    pytest.mark.skipif(build.load_library() is None, reason="no C++ compiler"),
-]
+shares = hasattr(os, "memfd_create") and build.load_library() is not None and shared_weights._has_huge_pages()
+needs_shared_weights = pytest.mark.skipif(not shares, reason="no Linux with huge pages for files, or no C++ compiler")
+pytestmark = needs_shared_weights
 
 ROOT = str(pathlib.Path(__file__).resolve().parents[1])
 HOLDER = """
@@ -144,6 +143,32 @@ def test_what_is_not_whole_is_lent_to_nobody(folder: pathlib.Path) -> None:
         writable.write(b"x")
     os.close(file)
     assert kept.unique().tolist() == [2]
+
+
+LOCK = """
+import fcntl, os, sys
+fcntl.lockf(os.open(sys.argv[1], os.O_CREAT | os.O_RDWR, 0o600), fcntl.LOCK_EX, 1, int(sys.argv[2]))
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+def test_nobody_waits_for_ever_for_another_one_to_pack(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shared_weights, "PATIENCE_S", 0.1)
+    arguments = [str(build.private_folder() / shared_weights._LOCKS), str(shared_weights._byte(_name("slow")))]
+    packer = subprocess.Popen([sys.executable, "-c", LOCK, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert packer.stdout is not None
+        assert packer.stdout.readline()
+        with shared_weights.shared_weights("slow") as weights:
+            assert weights is not None
+            assert not weights.is_whole
+    finally:
+        packer.kill()
+        packer.communicate()
+    assert "a copy is made" in caplog.text
 
 
 def _name(content: str) -> str:

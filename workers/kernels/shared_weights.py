@@ -33,6 +33,8 @@ HUGE_PAGE = 2 << 20
 """Each weight begins at a multiple of it. What lies between two takes no memory."""
 PATIENCE_S = 120.0
 """With another process that packs the same. Who has waited for so long packs a copy."""
+_SEALS = 0x0001 | 0x0002 | 0x0004 | 0x0008
+"""F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW and F_SEAL_WRITE: names that Python has on Linux alone."""
 _LOCKS = "weights.lock"
 _WAIT_SLICE_S = 0.02
 
@@ -89,9 +91,6 @@ class SharedWeights:
         if not self.is_whole:
             fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, _SEALS)
             self.is_whole = True
-
-
-_SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 @contextlib.contextmanager
@@ -170,19 +169,23 @@ def _alone(name: str) -> Iterator[None]:
     """One process at a time, so that two that start together do not both pack. The system gives up the lock of a
     process that ends. Without a place for the lock, or with a holder who takes too long, each goes on by itself.
     """
-    file, byte = None, int(name[-15:], 16)
+    file = None
     try:
         with contextlib.suppress(OSError):
             file = os.open(build.private_folder() / _LOCKS, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-            _lock(file, byte)
+            _lock(file, _byte(name))
         yield
     finally:
         if file is not None:
             os.close(file)
 
 
+def _byte(name: str) -> int:
+    """Of the file of locks, which need not be so long."""
+    return int(name[-15:], 16)
+
+
 def _lock(file: int, byte: int) -> None:
-    """A byte for each name, which need not be there."""
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         try:

@@ -63,7 +63,7 @@ class RayExecutor:
         self._adopted: dict[int, list[int]] = {}
         """What rank 0 drew in the last step."""
         self._is_asked = False
-        """Whether rank 0 was asked if it still computes the last step."""
+        """Whether rank 0 is to say when the forward pass of the last step is over."""
         self._step: StepInput | None = None
         """Whose `Sample` has not been sent."""
         self._num_tokens = 0
@@ -166,7 +166,9 @@ def _outputs(answers: list[Answer]) -> list[StepOutput]:
 
 
 def _on_ray(config: EngineConfig) -> EngineConfig:
-    """With as many threads for each rank as the cluster has for it; there is one to ask after this."""
+    """Joins the cluster, or starts a Ray here. Returns the configuration with the threads of each rank, which are what
+    the cluster has for it unless they are configured.
+    """
     if not ray.is_initialized():
         if ray_address() is None:
             num_threads = threads_each(config, 1, [num_cores()])
