@@ -149,6 +149,7 @@ def running(router: RequestRouterConfig | None, num_engines: int, **options: Any
     engine = EngineConfig(model=str(folder), kv_cache_bytes=KV_TOKENS * 4 * 2 * 64 * 2 * 2, num_threads=1, **options)
     config = ServeConfig(
         engine=engine,
+        http_server="listener",
         port=free_port(),
         num_engine_replicas=num_engines,
         log_requests=False,
@@ -157,7 +158,7 @@ def running(router: RequestRouterConfig | None, num_engines: int, **options: Any
     engines = engine_deployment(engine, num_engines)
     if router is not None:
         engines = engines.options(request_router_config=router)
-    application = ingress_deployment(config, listens=True).bind(config, engines.bind(engine), None)
+    application = ingress_deployment(config, num_nodes=1).bind(config, engines.bind(engine))
     serve.run(application, name="routing", route_prefix=None)
     try:
         yield config.port, config.model_name
