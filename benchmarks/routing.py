@@ -149,6 +149,7 @@ def running(router: RequestRouterConfig | None, num_engines: int, **options: Any
     engine = EngineConfig(model=str(folder), kv_cache_bytes=KV_TOKENS * 4 * 2 * 64 * 2 * 2, num_threads=1, **options)
     config = ServeConfig(
         engine=engine,
+        http_server="listener",
         port=free_port(),
         http_server="listener",
         num_engine_replicas=num_engines,

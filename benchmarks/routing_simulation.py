@@ -55,11 +55,14 @@ class Outcome(NamedTuple):
     hit_rate: float
     """Prompt tokens that were found in the chosen replica's cache, of all."""
     best_hit_rate: float
-    """The same if each request had gone to the replica that had most of it at that moment."""
+    """The same if each request had gone to the replica that had most of it at that moment, however busy."""
     ttft: list[float]
     """Seconds."""
     loads: list[float]
-    """Of each replica: choices running or waiting, the mean over the second half of the time."""
+    """Of each replica: its choices, running or waiting, on average over the second half of the time. They are what
+    slows its steps and fills its cache. At a moment they differ by chance, since chats return when they like; over
+    12 s, in which some thirty choices end at a replica, what is left is the router's doing.
+    """
     decision_s: list[float]
     num_index_blocks: int
 

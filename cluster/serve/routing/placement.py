@@ -120,13 +120,13 @@ class _Replica:
         Clients take turns, so of each other client no more counts than of its own: one that has filled a replica's
         queue keeps no other one's conversation away from there.
         """
-        own = self.own_tokens.get(client, 0)
+        own, sequences = self.own_tokens.get(client, 0), self.num_sequences
         before, mine = self.num_own_tokens - own, own + new_tokens
         queued = before + mine + self.other_tokens
         if client:
             before = min(before, mine * (len(self.own_tokens) - (own > 0)))
-        cost: float = before + mine + self.other_tokens + SEQUENCE_TOKENS * self.num_sequences
-        if (num_over := self.num_sequences - EVEN_SHARE * mean) > 0:
+        cost: float = before + mine + self.other_tokens + SEQUENCE_TOKENS * sequences
+        if (num_over := sequences - EVEN_SHARE * mean) > 0:
             cost += OVER_TOKENS * min(mean, MAX_MEAN) * num_over
         if self.free_tokens is not None and queued > self.free_tokens:
             cost += NO_ROOM_WEIGHT * (queued - self.free_tokens)
