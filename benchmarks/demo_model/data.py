@@ -349,7 +349,8 @@ def tool_answer(rng: random.Random, words: Words) -> Sample:
     """A tool was called; the answer tells its result in words, whatever the tool."""
     names = rng.sample(sorted(TOOLS), rng.choice([1, 1, 1, 2, 3]))
     text, call = _request(rng, words, rng.choice(names))
-    called = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": call}]}
+    calls = [{"type": "function", "function": call}]
+    called: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": calls}
     result = _result(rng, words)
     messages = [*_user(text), called, {"role": "tool", "content": result}]
     return Sample("tool_answer", messages, told(result), [tool_schema(name) for name in names])
