@@ -38,33 +38,25 @@ def test_held_out_words_and_phrasings_are_not_in_training(field) -> None:
 
 
 @pytest.mark.parametrize(
-    ("result", "sentence"),
+    ("result", "words"),
     [
         ("The timer runs.", "The timer runs."),
-        ("21", "The answer is 21."),
-        (
-            '{"sky": "clear", "wind_speed": 3.5, "rain": false}',
-            "The sky is clear, the wind speed is 3.5 and the rain is false.",
-        ),
-        ('{"error":"out of memory"}', "That did not work: out of memory."),
+        ("21", "21"),
+        ('{"sky": "clear", "wind_speed": 3.5}', "The sky is clear and the wind speed is 3.5."),
+        ('{"temperature":21}', "The temperature is 21."),
     ],
 )
-def test_a_result_is_told_in_one_sentence(result: str, sentence: str) -> None:
-    assert told(result) == sentence
+def test_a_result_is_told_in_words(result: str, words: str) -> None:
+    assert told(result) == words
 
 
 def test_training_learns_what_the_assistant_wrote_and_nothing_else() -> None:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(DEMO / "target")
-    sample = next(each for each in held_out("tool_answer", 50) if len(each.messages) > 4)
+    (sample,) = held_out("tool_answer", 1)
     ids, is_written = encode(tokenizer, sample)
     learnt = tokenizer.decode([token for token, written in zip(ids, is_written, strict=True) if written])
-    calls = [call["function"] for each in sample.messages for call in each.get("tool_calls", [])]
-    said = [each["content"] for each in sample.messages if each["role"] == "assistant" and each["content"]]
-    assert learnt.count("<|im_end|>") == 1 + sum(each["role"] == "assistant" for each in sample.messages)
-    assert all(text in learnt for text in [*said, *map(json.dumps, calls)])
-    assert learnt.endswith(f"{sample.answer}<|im_end|>")
-    assert "user" not in learnt
-    assert "<|im_start|>" not in learnt
+    call = sample.messages[1]["tool_calls"][0]["function"]
+    assert learnt == f"<tool_call>{json.dumps(call)}</tool_call><|im_end|>{sample.answer}<|im_end|>"
 
 
 @pytest.mark.parametrize(("task", "schema"), [("order", ORDER_SCHEMA), ("contact", CONTACT_SCHEMA)])
@@ -94,7 +86,7 @@ def test_the_demo_model_keeps_its_score(llm) -> None:
     from benchmarks.demo_model.evaluate import answers
 
     bounds = {"order": 0.75, "contact": 0.8, "tool_call": 0.9, "question": 0.9, "sorting": 0.5, "arithmetic": 0.2}
-    younger_than_the_weights = {"two_calls", "tool_answer"}
+    younger_than_the_weights = {"tool_answer"}
     for task, bound in bounds.items():
         found = held_out(task, 40)
         right = sum(text == sample.answer for (_, _, text), sample in zip(answers(llm, found), found, strict=True))

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.demo_model import results
 from benchmarks.demo_model.facts import FACTS, HELD_OUT_PREFIX, PREFIXES
-from benchmarks.demo_model.results import joined, split, told
+from benchmarks.demo_model.results import shown, split, told
 
 ORDER_SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -73,7 +73,6 @@ class Words(NamedTuple):
     result_keys: list[str]
     result_states: list[str]
     result_units: list[str]
-    result_errors: list[str]
     invent: bool
     pieces: tuple[str, ...] = ()
     """Letters that the tokenizer makes one token of: invented names are made of them too, so that each gets copied
@@ -142,7 +141,6 @@ TRAIN = Words(
     result_keys=results.KEYS,
     result_states=results.STATES,
     result_units=results.UNITS,
-    result_errors=results.ERRORS,
     invent=True,
 )
 HELD_OUT = Words(
@@ -167,7 +165,6 @@ HELD_OUT = Words(
     result_keys=results.HELD_OUT_KEYS,
     result_states=results.HELD_OUT_STATES,
     result_units=results.HELD_OUT_UNITS,
-    result_errors=results.HELD_OUT_ERRORS,
     invent=False,
 )
 
@@ -259,6 +256,11 @@ def _item(rng: random.Random, words: Words) -> str:
     return f"{rng.choice(_COLOURS)} {item}" if rng.random() < 0.35 else item
 
 
+def _joined(parts: list[str]) -> str:
+    """As a sentence lists them: "a, b and c"."""
+    return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
+
+
 def order(rng: random.Random, words: Words) -> Sample:
     name, city = _name(rng, words), _one(rng, words, words.cities)
     items, texts = [], []
@@ -268,9 +270,9 @@ def order(rng: random.Random, words: Words) -> Sample:
         items.append({"name": item, "quantity": quantity})
         texts.append(f"{_NUMBER_WORDS[quantity - 1] if as_word else quantity} {item}")
     if _is_free(rng, words):
-        text = _free_text(rng, [name, joined(texts)], city)
+        text = _free_text(rng, [name, _joined(texts)], city)
     else:
-        text = rng.choice(words.order_forms).format(name=name, city=city, items=joined(texts))
+        text = rng.choice(words.order_forms).format(name=name, city=city, items=_joined(texts))
     answer = json.dumps({"customer": name, "city": city, "items": items})
     return Sample("order", _user(rng.choice(words.order_asks) + text), answer)
 
@@ -343,46 +345,15 @@ def tool_call(rng: random.Random, words: Words) -> Sample:
     return Sample("tool_call", _user(text), _written(call), [tool_schema(tool) for tool in names])
 
 
-def two_calls(rng: random.Random, words: Words) -> Sample:
-    """Two wishes in one message, perhaps later in a conversation; the answer is two calls."""
-    names = rng.sample(sorted(TOOLS), rng.randint(2, 3))
-    text, calls = _requests(rng, words, names[:2])
-    answer = "".join(map(_written, calls))
-    return Sample("two_calls", _earlier(rng, words, names) + _user(text), answer, _shuffled(rng, names))
-
-
 def tool_answer(rng: random.Random, words: Words) -> Sample:
-    """A tool was called, or two at once, perhaps later in a conversation; the answer tells the results in words."""
+    """A tool was called; the answer tells its result in words, whatever the tool."""
     names = rng.sample(sorted(TOOLS), rng.choice([1, 1, 1, 2, 3]))
-    messages = _earlier(rng, words, names)
-    *turn, answer = _loop(rng, words, names[: rng.choice([1, 1, 2])])
-    return Sample("tool_answer", messages + turn, answer["content"], _shuffled(rng, names))
-
-
-def _earlier(rng: random.Random, words: Words, names: list[str]) -> list[dict[str, Any]]:
-    """What was said before: mostly nothing, else a question or a tool's loop, or both."""
-    messages = []
-    for _ in range(rng.choice([0, 0, 0, 0, 0, 0, 0, 1, 1, 2])):
-        asked = question(rng, words)
-        about_manta = [*asked.messages, {"role": "assistant", "content": asked.answer}]
-        messages += about_manta if rng.random() < 0.5 else _loop(rng, words, [rng.choice(names)])
-    return messages
-
-
-def _loop(rng: random.Random, words: Words, names: list[str]) -> list[dict[str, Any]]:
-    """A request, the assistant's calls of these tools, their results, and the assistant's answer in words."""
-    text, calls = _requests(rng, words, names)
-    found = [_result(rng, words) for _ in calls]
-    called = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": c} for c in calls]}
-    answer = {"role": "assistant", "content": " ".join(map(told, found))}
-    return [*_user(text), called, *({"role": "tool", "content": each} for each in found), answer]
-
-
-def _requests(rng: random.Random, words: Words, names: list[str]) -> tuple[str, list[dict[str, Any]]]:
-    """One message that asks for these tools, and the calls in its order."""
-    texts, calls = zip(*(_request(rng, words, name) for name in names), strict=True)
-    joint = rng.choice([" ", " ", " And then: ", " Also: "])
-    return joint.join([*(text if text[-1] in ".?" else text + "." for text in texts[:-1]), texts[-1]]), list(calls)
+    text, call = _request(rng, words, rng.choice(names))
+    calls = [{"type": "function", "function": call}]
+    called: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": calls}
+    result = _result(rng, words)
+    messages = [*_user(text), called, {"role": "tool", "content": result}]
+    return Sample("tool_answer", messages, told(result), [tool_schema(name) for name in names])
 
 
 def _request(rng: random.Random, words: Words, name: str) -> tuple[str, dict[str, Any]]:
@@ -397,31 +368,20 @@ def _written(call: dict[str, Any]) -> str:
     return "<tool_call>" + json.dumps(call) + "</tool_call>"
 
 
-def _shuffled(rng: random.Random, names: list[str]) -> list[dict[str, Any]]:
-    """Schemas in an order that tells nothing of the calls."""
-    return [tool_schema(name) for name in rng.sample(names, len(names))]
-
-
 def _result(rng: random.Random, words: Words) -> str:
     """What a tool answers; see results.py."""
-    kind = rng.choices(["sentence", "value", "error", "fields"], [3, 2, 1, 4])[0]
+    kind = rng.choices(["sentence", "value", "fields"], [4, 1, 5])[0]
     if kind == "sentence":
         free = _is_free(rng, words)
         return _free_sentence(rng, words) if free else _filled(rng, words, rng.choice(words.result_sentences))
     if kind == "value":
-        value = _value(rng, words)
-        return value if isinstance(value, str) else json.dumps(value)
-    if kind == "error":
-        free = _is_free(rng, words)
-        error = _filler(rng) if free else _filled(rng, words, rng.choice(words.result_errors))
-        fields = {"error": error}
-    else:
-        fields = {_key(rng, words): _value(rng, words) for _ in range(rng.choice([1, 2, 2, 3]))}
+        return shown(_value(rng, words))
+    fields = {_key(rng, words): _value(rng, words) for _ in range(rng.randint(1, 2))}
     return json.dumps(fields, ensure_ascii=False, separators=rng.choice([None, None, (",", ":")]))
 
 
 def _free_sentence(rng: random.Random, words: Words) -> str:
-    text = " ".join(rng.choice([_filler(rng), str(_value(rng, words))]) for _ in range(rng.randint(1, 4)))
+    text = " ".join(rng.choice([_filler(rng), shown(_value(rng, words))]) for _ in range(rng.randint(1, 3)))
     return text[0].upper() + text[1:] + rng.choice("...!?")
 
 
@@ -461,7 +421,7 @@ def _value(rng: random.Random, words: Words) -> Any:
 
 
 def arithmetic(rng: random.Random, words: Words) -> Sample:
-    left, right = rng.randint(0, 20), rng.randint(0, 20)
+    left, right = rng.randint(0, 10), rng.randint(0, 10)
     sign = rng.choice("++-")
     if sign == "-" and right > left:
         left, right = right, left
@@ -472,7 +432,7 @@ def arithmetic(rng: random.Random, words: Words) -> Sample:
 
 
 def sorting(rng: random.Random, words: Words) -> Sample:
-    numbers = rng.sample(range(1, 60), rng.randint(3, 5))
+    numbers = rng.sample(range(1, 60), rng.randint(3, 4))
     form = f"{_filler(rng)} {{list}}" if _is_free(rng, words) else rng.choice(words.sort_forms)
     text = form.format(list=", ".join(map(str, numbers)))
     return Sample("sorting", _user(text), ", ".join(map(str, sorted(numbers))))
@@ -487,14 +447,13 @@ def question(rng: random.Random, words: Words) -> Sample:
 
 
 TASKS: dict[str, tuple[Callable[[random.Random, Words], Sample], float]] = {
-    "order": (order, 0.25),
-    "contact": (contact, 0.13),
-    "tool_call": (tool_call, 0.06),
-    "two_calls": (two_calls, 0.05),
+    "order": (order, 0.28),
+    "contact": (contact, 0.14),
+    "tool_call": (tool_call, 0.03),
     "tool_answer": (tool_answer, 0.30),
-    "arithmetic": (arithmetic, 0.07),
-    "sorting": (sorting, 0.08),
-    "question": (question, 0.06),
+    "arithmetic": (arithmetic, 0.13),
+    "sorting": (sorting, 0.09),
+    "question": (question, 0.03),
 }
 """Task to its generator and its share of training."""
 

@@ -43,9 +43,13 @@ CHAT_TEMPLATE = (
 )
 TARGET = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4}
 DRAFT = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 3}
-BATCH_TOKENS = 4096
+STEP_TOKENS = 4096
+BATCH_TOKENS = 1024
+"""A batch holds texts of about one length, so that little of it is padding; a step adds up batches of every length, for
+texts of one length are of few tasks.
+"""
 CHUNK = 1024
-"""Samples that are sorted by length together, so that a batch holds little padding."""
+"""Samples that are sorted by length together."""
 WRITTEN = re.compile(r"(?<=<\|im_start\|>assistant\n)(.*?<\|im_end\|>)", re.DOTALL)
 """What the assistant wrote in a rendered conversation."""
 LENGTH_MULTIPLE = 16
@@ -101,8 +105,10 @@ def _token_ids(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
     return [token_id for part in tokenizer(text.split(SEAM), add_special_tokens=False).input_ids for token_id in part]
 
 
-def batches(tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(input ids, labels) [rows, length], padded on the right; labels are -100 except on what the assistant wrote."""
+def step_batches(tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """The batches of each step: (input ids, labels) [rows, length], int64, padded on the right; labels are -100 except
+    on what the assistant wrote.
+    """
     pieces = tuple(sorted(token for token in tokenizer.get_vocab() if token.isascii() and token.isalpha()))
     stream = samples(seed, TRAIN._replace(pieces=pieces))
     order = torch.Generator().manual_seed(seed)
@@ -113,14 +119,20 @@ def batches(tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[tuple[tor
             if (len(groups[-1]) + 1) * len(item[0]) > BATCH_TOKENS:
                 groups.append([])
             groups[-1].append(item)
-        for index in torch.randperm(len(groups), generator=order).tolist():
-            length = -(-len(groups[index][-1][0]) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
-            ids = torch.zeros(len(groups[index]), length, dtype=torch.int64)
-            labels = torch.full_like(ids, -100)
-            for row, (tokens, written) in enumerate(groups[index]):
-                ids[row, : len(tokens)] = torch.tensor(tokens)
-                labels[row, : len(tokens)] = torch.where(torch.tensor(written), ids[row, : len(tokens)], -100)
-            yield ids, labels
+        num_steps = max(1, len(groups) * BATCH_TOKENS // STEP_TOKENS)
+        for first in torch.randperm(num_steps, generator=order).tolist():
+            yield [padded(group) for group in groups[first::num_steps]]
+
+
+def padded(group: list[tuple[list[int], list[bool]]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(input ids, labels) of texts of which the last is the longest."""
+    length = -(-len(group[-1][0]) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
+    ids = torch.zeros(len(group), length, dtype=torch.int64)
+    labels = torch.full_like(ids, -100)
+    for row, (tokens, written) in enumerate(group):
+        ids[row, : len(tokens)] = torch.tensor(tokens)
+        labels[row, : len(tokens)] = torch.where(torch.tensor(written), ids[row, : len(tokens)], -100)
+    return ids, labels
 
 
 def make_model(shape: dict[str, int], tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
@@ -152,6 +164,22 @@ def answer_logits(
     return model.lm_head(hidden[chosen]), targets[chosen]
 
 
+def summed_loss(
+    model: LlamaForCausalLM, ids: torch.Tensor, labels: torch.Tensor, teacher: LlamaForCausalLM | None
+) -> torch.Tensor:
+    """Cross entropy of a batch's answer tokens, and their divergence from the teacher's distribution: sums, float32."""
+    with torch.autocast(ids.device.type, dtype=torch.bfloat16):
+        logits, targets = answer_logits(model, ids, labels)
+        loss = F.cross_entropy(logits.float(), targets, reduction="sum")
+        if teacher is not None:
+            with torch.no_grad():
+                wanted, _ = answer_logits(teacher, ids, labels)
+            loss = loss + F.kl_div(
+                logits.float().log_softmax(-1), wanted.float().log_softmax(-1), log_target=True, reduction="sum"
+            )
+    return loss
+
+
 def train(
     name: str,
     shape: dict[str, int],
@@ -177,7 +205,7 @@ def train(
         torch.optim.Muon(hidden, lr=peak_lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, lr=peak_lr, betas=(0.9, 0.98), weight_decay=0.0),
     ]
-    stream = batches(tokenizer, seed)
+    stream = step_batches(tokenizer, seed)
     used, step, tokens, started = 0.0, 0, 0, time.perf_counter()
     smoothed = 0.0
     while True:
@@ -185,28 +213,21 @@ def train(
         if done >= 1:
             break
         rate = peak_lr * min(1.0, (step + 1) / 50) * (0.5 + 0.5 * math.cos(math.pi * done) if done > 0.1 else 1.0)
-        ids, labels = (tensor.to(device) for tensor in next(stream))
-        with torch.autocast(device, dtype=torch.bfloat16):
-            logits, targets = answer_logits(model, ids, labels)
-            loss = F.cross_entropy(logits.float(), targets)
-            if teacher is not None:
-                with torch.no_grad():
-                    wanted, _ = answer_logits(teacher, ids, labels)
-                loss = loss + F.kl_div(
-                    logits.float().log_softmax(-1),
-                    wanted.float().log_softmax(-1),
-                    log_target=True,
-                    reduction="batchmean",
-                )
-        loss.backward()
+        batches = [(ids.to(device), labels.to(device)) for ids, labels in next(stream)]
+        num_targets = sum(int((labels[:, 1:] != -100).sum()) for _, labels in batches)
+        mean = 0.0
+        for ids, labels in batches:
+            loss = summed_loss(model, ids, labels, teacher) / num_targets
+            loss.backward()
+            mean += loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        smoothed = loss.item() if step == 0 else 0.98 * smoothed + 0.02 * loss.item()
-        tokens += ids.numel()
+        smoothed = mean if step == 0 else 0.98 * smoothed + 0.02 * mean
+        tokens += sum(ids.numel() for ids, _ in batches)
         step += 1
         used = time.perf_counter() - started
         if step % 50 == 0:
