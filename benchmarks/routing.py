@@ -151,7 +151,6 @@ def running(router: RequestRouterConfig | None, num_engines: int, **options: Any
         engine=engine,
         http_server="listener",
         port=free_port(),
-        http_server="listener",
         num_engine_replicas=num_engines,
         log_requests=False,
         api_keys=tuple(f"{name}:{key}" for name, key in KEYS.items()),
