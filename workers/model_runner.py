@@ -64,13 +64,15 @@ class ModelRunner:
         self._hidden: torch.Tensor | None = None
         self._pending = PendingDraw(StepOutput(-1), self.state)
         """What was drawn last."""
+        self._computed: torch.Event | None = None
+        """When the forward pass of the last step has come to its end."""
 
     # ---- phase one ---------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def execute(self, step: StepInput) -> None:
         """Applies the step's changes and starts its forward pass."""
-        self._pending.hold_places()
+        self._pending.hold_places(self.platform)
         for sequence_id in step.finished:
             self._forget(sequence_id)
         for sequence in step.started:
@@ -81,6 +83,7 @@ class ModelRunner:
         copy_blocks(self.kv_cache, step.block_copies)
         self._step = step
         self._hidden = self._forward(step) if step.scheduled else None
+        self._computed = self.platform.record_event()
 
     def _start(self, sequence: SequenceStart) -> None:
         self._enter(sequence.sequence_id)
@@ -171,8 +174,8 @@ class ModelRunner:
         return self._pending
 
     def is_computing(self) -> bool:
-        """Whether the device still works on what it was told. It never does if calls return when their work is done."""
-        return torch.accelerator.is_available() and not torch.accelerator.current_stream().query()
+        """Whether the forward pass of the last step has not come to its end."""
+        return self._computed is not None and not self._computed.query()
 
     def _draw(
         self, step: StepInput, hidden: torch.Tensor, output: StepOutput, masks: MaskBatch | None

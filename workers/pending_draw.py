@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from structured.masks import LATE, MaskBatch
+from workers.platforms import Platform
 from workers.sampling.sampler import Sampled
 from workers.sampling.sampling_state import SamplingState
 from workers.step import StepInput, StepOutput
@@ -34,7 +35,7 @@ class PendingDraw:
         self._copied: torch.Event | None = None
         """When `_on_host` may be read."""
 
-    def hold_places(self) -> None:
+    def hold_places(self, platform: Platform) -> None:
         """Called if the next step is executed before `result`: gives each sequence that draws a token a 0 in the
         token's place, and lets the device copy the tokens to the host.
         """
@@ -48,8 +49,7 @@ class PendingDraw:
         }
         self._state.append_each(dict.fromkeys(self._indices, 0))
         self._on_host = sampled.to_cpu()
-        if torch.accelerator.is_available():
-            self._copied = torch.accelerator.current_stream().record_event()
+        self._copied = platform.record_event()
 
     def fill_in(self, token_ids: torch.Tensor, step: StepInput) -> None:
         """Puts the drawn tokens into a step's input ids, int64 [num_tokens], in place of the zeros that `hold_places`

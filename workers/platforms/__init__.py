@@ -119,6 +119,10 @@ class Platform(Protocol):
         """
         ...
 
+    def record_event(self) -> torch.Event | None:
+        """Comes when the device has done all that it was told. None if calls return when their work is done."""
+        ...
+
     def open_group(self, rank: int, num_ranks: int, address: str) -> Group:
         """Waits for the other ranks; `address` is that of rank 0's store, "host:port"."""
         ...

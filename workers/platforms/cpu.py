@@ -93,5 +93,8 @@ class CpuPlatform:
     def free_memory(self, largest_step: Callable[[], object]) -> int:
         return host.free_memory()
 
+    def record_event(self) -> None:
+        """There is nothing to wait for."""
+
     def open_group(self, rank: int, num_ranks: int, address: str) -> CpuGroup:
         return CpuGroup(rank, num_ranks, address)

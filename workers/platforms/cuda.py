@@ -139,6 +139,9 @@ class CudaPlatform:
     def free_memory(self, largest_step: Callable[[], object]) -> int:
         return launch.free_memory(self.device, largest_step)
 
+    def record_event(self) -> torch.Event | None:
+        return launch.record_event(self.device)
+
     def open_group(self, rank: int, num_ranks: int, address: str) -> NcclGroup:
         self._has_group = True
         return NcclGroup(rank, num_ranks, address, self.device)

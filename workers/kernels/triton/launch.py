@@ -61,6 +61,11 @@ def free_garbage(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
+def record_event(device: torch.device) -> torch.Event | None:
+    """Of the current stream; None on a CPU, whose calls return when their work is done."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+
 def free_memory(device: torch.device, largest_step: Callable[[], object]) -> int:
     """Bytes of the device that are free beside what `largest_step` takes while it runs. Waits for the device."""
     if device.type != "cuda":
