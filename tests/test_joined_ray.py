@@ -189,6 +189,7 @@ def completion(port: int, num_tokens: int) -> dict[str, Any]:
     return answer.json()
 
 
+@pytest.mark.prove
 def test_ingresses_of_one_node_share_its_port(cluster: Cluster) -> None:
     port = free_port()
     with joined(cluster, port, "num_ingress_replicas=2"):
