@@ -256,9 +256,9 @@ class RequestMetrics:
         if not self._begun:
             self._begun = True
             self._metrics.time_to_first_token.observe(now - self._arrival)
-        if last is not None:
-            for _ in range(count):
-                self._metrics.inter_token_latency.observe((now - last) / count)
+        num_gaps, gap = (count - 1, 0.0) if last is None else (count, (now - last) / count)
+        for _ in range(num_gaps):
+            self._metrics.inter_token_latency.observe(gap)
         self._last_token[index] = now
         self._metrics.generation_tokens.inc(count)
 
