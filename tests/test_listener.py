@@ -89,6 +89,10 @@ def test_a_port_of_another_is_refused_and_an_end_is_noticed() -> None:
     asyncio.run(run())
 
 
+def test_a_listener_that_is_told_to_go_before_it_serves_ends() -> None:
+    asyncio.run(Listener(app, ServeConfig(port=free_port())).close())
+
+
 @pytest.mark.parametrize("num_turns", [0, 2, 3])
 def test_who_was_connected_when_the_port_closed_is_answered(num_turns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Connected in that turn of the event loop, before or after a listener begins to close in the first."""

@@ -196,16 +196,14 @@ class EngineClient:
 
     async def _answer(self, response: Any) -> Any:
         """What an engine says to a question. Raises `ApiError` 503 if none ever will."""
-        call = asyncio.ensure_future(response)
+        call = asyncio.ensure_future(answer_of(response))
         try:
             while not (await asyncio.wait([call], timeout=REMOVAL_POLL_S))[0]:
                 if await self._are_gone():
                     raise _gone()
-        except BaseException:
+            return call.result()
+        finally:
             call.cancel()
-            response.cancel()
-            raise
-        return call.result()
 
     async def stats(self) -> list[EngineStats]:
         """Of every engine replica that answers; of none if Serve runs none. Raises `ApiError` 503 if none answers."""

@@ -262,22 +262,28 @@ class Listener(uvicorn.Server):
 
     async def close(self) -> None:
         """Accepts nothing more, closes connections that rest, and returns when what runs has ended."""
+        if self.started:
+            await self._stop_accepting()
+        self.should_exit = True
+        if self._serving is not None:
+            await self._serving
+
+    async def _stop_accepting(self) -> None:
         waiting = self._accept_all()
         for server in self.servers:
             server.close()
         self._port.give_back()
-        protocol = functools.partial(
-            self.config.http_protocol_class,
+        for connected in waiting:
+            await asyncio.get_running_loop().connect_accepted_socket(self._protocol, connected)
+        await asyncio.sleep(ARRIVAL_S)
+
+    def _protocol(self) -> asyncio.Protocol:
+        """For a connection that asyncio's server did not accept, as uvicorn makes it for those that it did."""
+        return self.config.http_protocol_class(
             config=self.config,  # type: ignore[call-arg]
             server_state=self.server_state,
             app_state=self.lifespan.state,
         )
-        for connected in waiting:
-            await asyncio.get_running_loop().connect_accepted_socket(protocol, connected)
-        await asyncio.sleep(ARRIVAL_S)
-        self.should_exit = True
-        if self._serving is not None:
-            await self._serving
 
     def _accept_all(self) -> list[socket.socket]:
         """Who has connected and waits: the system would cut them off with the port."""
