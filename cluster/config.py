@@ -47,6 +47,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """CPU threads of the model, of each rank where there are several. They are claimed from Ray as CPUs. None takes
     every core this process may use, shared with the other ranks and engines of its node.
     """
+    claims_cpus: bool = True
+    """Whether they are claimed. Standbys claim none, since they work while another engine does not."""
     tensor_parallel_size: Count = 1
     """Ranks that share every matrix of the model, each a Ray actor; 1 runs the model in the engine's own process."""
     placement_strategy: Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] = "STRICT_PACK"

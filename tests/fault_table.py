@@ -17,7 +17,7 @@ import msgspec
 import psutil
 
 from tests.conftest import PROVE
-from tests.fault_streams import INGRESS, RANK, START_S, Application, Setup, Stream, Streams, until
+from tests.fault_streams import ENGINE, INGRESS, RANK, START_S, Application, Setup, Stream, Streams, until
 
 NUM_REPETITIONS = 20 if PROVE else 1
 MOST_TRIES = 5
@@ -114,10 +114,17 @@ def named(title: str, which: slice = slice(None), of: int = 0) -> Victims:
 
 
 def rank(number: int) -> Victims:
-    """Of the ranks of the only engine, which has two."""
+    """Of the ranks of the only engine, which has two; those of its standby are others."""
 
     def find(application: Application) -> list[psutil.Process]:
-        return sorted(application.processes(RANK), key=_holds_store, reverse=True)[number : number + 1]
+        (engine,) = application.processes(ENGINE)
+        ports = {each.laddr.port for each in engine.net_connections() if each.raddr}
+        ranks = [
+            process
+            for process in application.processes(RANK)
+            if any(each.raddr and each.raddr.port in ports for each in process.net_connections())
+        ]
+        return sorted(ranks, key=_holds_store, reverse=True)[number : number + 1]
 
     return find
 

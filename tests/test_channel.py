@@ -28,9 +28,10 @@ from cluster.serve.channel import (
     OutputSender,
     RequestResult,
 )
-from cluster.serve.routing.replicas import SILENT_BEATS
+from cluster.serve.routing.replicas import HUNG_BEATS, SILENT_BEATS
 from cluster.serve.start_failure import InWords
 from tests.local_server import local_server, post, until
+from workers.step import StepInput
 
 resource = pytest.importorskip("resource")
 pytestmark = pytest.mark.timeout(60)
@@ -278,6 +279,43 @@ def test_a_request_whose_engine_is_stuck_ends_after_its_deadline(monkeypatch: py
         asyncio.run(run())
     finally:
         goes_on.set()
+
+
+def test_what_an_engine_runs_that_starts_its_ranks_anew_goes_on_where_another_one_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    are_there = threading.Event()
+
+    async def run() -> None:
+        async with local_server() as server:
+            expected = json.loads((await server.post(max_tokens=400))[1])["choices"][0]["text"]
+            executor, client = server.replica.engine.executor, server.ingress._client
+            execute, num_steps = executor.execute, 0
+
+            def failing_once(step: StepInput) -> None:
+                nonlocal num_steps
+                num_steps += 1
+                if num_steps == 20:
+                    raise RuntimeError("a rank died")
+                execute(step)
+
+            monkeypatch.setattr(executor, "execute", failing_once)
+            monkeypatch.setattr(executor, "rebuild", are_there.wait)
+            asking = asyncio.ensure_future(server.post(max_tokens=400))
+            await until(lambda: any(run.connection and run.connection.is_away for run in client.runs.values()))
+            await asyncio.sleep((HUNG_BEATS + 1) * BEAT_S)  # it lives, and nobody else is there
+            assert [name for name in client.runs if "/" in name] == []
+            monkeypatch.setattr(client._replicas, "is_any_good", lambda _: True)
+            await until(lambda: any(name.endswith("/1") for name in client.runs))
+            are_there.set()
+            status, body = await asyncio.wait_for(asking, 20)
+            assert (status, json.loads(body)["choices"][0]["text"]) == (200, expected)
+            await server.until_idle()
+
+    try:
+        asyncio.run(run())
+    finally:
+        are_there.set()
 
 
 def test_a_link_that_stands_still_loses_nothing() -> None:

@@ -26,7 +26,7 @@ from cluster.engine.overlap.engine import OverlappedEngine
 from cluster.engine.overlap.stream import ThreadStream
 from cluster.engine.ranks import channel, deadline, group
 from cluster.engine.ranks.channel import Hello, Listener, RankChannel, RankLost, connect
-from cluster.engine.ranks.claims import CannotPlace, check_room, num_claimed, own_cpus, threads_each
+from cluster.engine.ranks.claims import CannotPlace, check_room, num_claimed, own_cpus, rank_bundle, threads_each
 from cluster.engine.ranks.deadline import StepDeadline
 from cluster.engine.ranks.executor import RayExecutor
 from cluster.engine.ranks.messages import Done, Masks, Message, Output, Ping, Sample, Step
@@ -357,6 +357,11 @@ def test_claims_share_nodes_out() -> None:
     assert num_claimed(EngineConfig(tensor_parallel_size=2), 2, [2]) == 4
     assert own_cpus(EngineConfig(num_threads=3)) == 3
     assert own_cpus(EngineConfig(num_threads=3, tensor_parallel_size=2)) == 0
+    assert own_cpus(EngineConfig(num_threads=3, claims_cpus=False)) == 0
+    assert rank_bundle(EngineConfig(num_threads=3)) == {"CPU": 3}
+    assert rank_bundle(EngineConfig(num_threads=3, device="cuda")) == {"CPU": 3, "GPU": 1}
+    assert rank_bundle(EngineConfig(num_threads=3, device="cuda", claims_cpus=False)) == {"GPU": 1}
+    assert rank_bundle(EngineConfig(num_threads=3, claims_cpus=False)) == {"memory": 1}
     check_room(EngineConfig(num_threads=2), 3, [4, 3])
     with pytest.raises(CannotPlace, match=r"engines claim 4 x 2 CPUs, .* have 4, 3 CPUs; lower"):
         check_room(EngineConfig(num_threads=2), 4, [4, 3])

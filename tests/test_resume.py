@@ -7,6 +7,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Callable, Iterator
 
+import msgspec
 import pytest
 from ray import serve
 
@@ -54,6 +55,7 @@ def undisturbed(application: Application) -> list[Stream]:
 
 TWO, ONE, STANDBY = Setup(), Setup(num_engines=1), Setup(num_engines=1, num_standbys=1)
 RANKS = Setup(num_engines=1, options={"tensor_parallel_size": 2})
+RANKS_STANDBY = msgspec.structs.replace(RANKS, num_standbys=1)
 ACTORS = Setup(num_engines=1, options={"grammar_pool": {"form": "actors"}})
 ENGINES, FIRST = named(ENGINE), named(ENGINE, slice(1))
 
@@ -71,6 +73,7 @@ LONG_ROWS = {
     "a request kills engines": Row(TWO, poison),
     "rank 0 is killed": Row(RANKS, kill(rank(0)), witness=rank_rebuilds),
     "rank 1 is killed": Row(RANKS, kill(rank(1)), witness=rank_rebuilds),
+    "rank 0 is killed beside a standby": Row(RANKS_STANDBY, kill(rank(0)), ANOTHER_S),
     "rank 0 hangs": Row(RANKS, hang(rank(0)), witness=rank_rebuilds),
     "rank 1 hangs": Row(RANKS, hang(rank(1)), witness=rank_rebuilds),
     "two of three grammar actors are killed": Row(

@@ -78,6 +78,8 @@ class Engine:
         self.masks = Masks(self.constraints, self.scheduler, _make_forced_proposer(config, self.model))
         self.processors = LogitsProcessorRegistry(config.logits_processors)
         self.alive = True
+        self.is_rebuilding = False
+        """Ranks are being started anew: no step comes before they are there."""
         self._step_budget = StepBudget(config.max_num_batched_tokens)
         self._id = secrets.token_hex(8)
         self._next_sequence_id = 0
@@ -180,11 +182,14 @@ class Engine:
 
     def _rebuild_ranks(self) -> None:
         """The ranks forget everything; what runs is computed again from its tokens."""
+        self.is_rebuilding = True
         try:
             self.executor.rebuild()
         except Exception as error:
             self.alive = False
             raise EngineDead(f"the ranks could not be rebuilt: {type(error).__name__}: {error}") from error
+        finally:
+            self.is_rebuilding = False
         self.scheduler.recompute_all()
 
     def _count_step(self, made_progress: bool) -> None:

@@ -53,7 +53,8 @@ def application(config: ServeConfig, nodes: list[int], shares_port: bool = True)
     config = with_storage(with_api_keys(_for_nodes(config, nodes, num_nodes)))
     standby = None
     if config.num_standby_replicas:
-        standby = engine_deployment(config.engine, config.num_standby_replicas, "standby").bind(config.engine)
+        engine = msgspec.structs.replace(config.engine, claims_cpus=False)
+        standby = engine_deployment(engine, config.num_standby_replicas, "standby").bind(engine)
     engines, batches = _engines(config), None
     if config.batch_storage is not None:
         batches = batch_deployment(config).bind(config, engines, standby)

@@ -56,6 +56,8 @@ class Frame(msgspec.Struct, array_like=True):
 
     outputs: list[SequenceOutput]
     report: Report | None = None
+    is_away: bool = False
+    """The engine starts its ranks anew: what it runs had better go on on another one if there is one."""
 
 
 class Control(msgspec.Struct, array_like=True):
@@ -98,6 +100,8 @@ class Connection:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.replica = ""
         """Of the engine at the other end."""
+        self.is_away = False
+        """As the engine at the other end last said."""
         self.has_sent = False
         """Since `OutputSender.beat`."""
         self._reader = reader
@@ -167,6 +171,7 @@ class OutputReceiver:
             connection.replica = hello.replica
             while True:
                 message = _frame_decoder.decode(await connection.receive())
+                connection.is_away = message.is_away
                 if message.report is not None:
                     self._on_report(message.report, connection)
                 self._on_outputs(message.outputs, connection)
@@ -249,13 +254,13 @@ class OutputSender:
         if task is not None and _is_open(task):
             task.result().send(Frame(outputs, self._take_report(address)))
 
-    def beat(self) -> None:
+    def beat(self, is_away: bool = False) -> None:
         """A frame without deltas on each connection that had none since the last call, or that a report is due on."""
         for address, task in self._connections.items():
             if _is_open(task):
                 connection, report = task.result(), self._take_report(address)
                 if report is not None or not connection.has_sent:
-                    connection.send(Frame([], report))
+                    connection.send(Frame([], report, is_away))
                 connection.has_sent = False
 
 

@@ -252,7 +252,7 @@ class EngineClient:
         self._replicas.placement.end(request_id)
 
     def _on_outputs(self, outputs: list[SequenceOutput], connection: Connection) -> None:
-        self._replicas.hear(connection.replica)
+        self._replicas.hear(connection.replica, connection.is_away)
         for output in outputs:
             run = self.runs.get(output.request_id)
             if run is not None:
@@ -271,8 +271,8 @@ class EngineClient:
                 run.lose()
 
     async def _watch(self) -> None:
-        """While anything runs: what runs on a replica that is silent, or told to go, goes on on another one if there is
-        one.
+        """While anything runs: what runs on a replica that is silent, away or told to go, goes on on another one if
+        there is one.
         """
         while self.runs:
             await asyncio.sleep(BEAT_S)
@@ -281,8 +281,10 @@ class EngineClient:
             self._replicas.beat(owing)
             bad = {replica for replica in owing if not self._replicas.is_good(replica)}
             if bad and any(map(self._replicas.is_any_good, self._handles)):
-                for run, replica in runs:
-                    if replica in bad:
+                for run in (run for run, replica in runs if replica in bad):
+                    if run.connection is not None and run.connection.is_away:  # it lost ranks, perhaps over this
+                        run.lose()
+                    else:
                         run.go_on()
             else:
                 await self._kill(filter(self._replicas.is_hung, bad))

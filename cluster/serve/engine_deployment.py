@@ -137,7 +137,7 @@ class EngineReplica:
         """Signs of life while something runs."""
         while self._num_calls:
             await asyncio.sleep(BEAT_S)
-            self._sender.beat()
+            self._sender.beat(self.engine.is_rebuilding)
         self._beating = None
 
     async def _generate(self, request: EngineRequest, address: Address) -> RequestResult:
@@ -387,7 +387,7 @@ def engine_deployment(
             },
         ),
         ray_actor_options={
-            "num_cpus": own_cpus(config) if name == "engine" else 0,  # a standby takes over another one's cores
+            "num_cpus": own_cpus(config),
             "num_gpus": gpus_each(config) if config.tensor_parallel_size == 1 else 0,
             "runtime_env": {
                 "env_vars": {

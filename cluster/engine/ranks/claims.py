@@ -40,7 +40,15 @@ def num_claimed(config: EngineConfig, num_engines: int, nodes: list[int]) -> int
 
 def own_cpus(config: EngineConfig) -> int:
     """What the process of an engine claims itself, where `num_threads` is given: nothing if its ranks do."""
-    return (config.num_threads or 1) if config.tensor_parallel_size == 1 else 0
+    return (config.num_threads or 1) if config.claims_cpus and config.tensor_parallel_size == 1 else 0
+
+
+def rank_bundle(config: EngineConfig) -> dict[str, float]:
+    """What a place for one rank claims, where `num_threads` is given, by Ray's names."""
+    gpus = {"GPU": float(gpus_each(config))} if gpus_each(config) else {}
+    if config.claims_cpus:
+        return {"CPU": float(config.num_threads or 1)} | gpus
+    return gpus or {"memory": 1.0}  # a byte: Ray has no place for those that claim nothing
 
 
 def gpus_each(config: EngineConfig) -> int:

@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from cluster.config import EngineConfig
 from cluster.engine.ranks.actor import RankActor
 from cluster.engine.ranks.channel import Listener, RankChannel, RankLost
-from cluster.engine.ranks.claims import CannotPlace, gpus_each, listed, node_cpus
+from cluster.engine.ranks.claims import CannotPlace, gpus_each, listed, node_cpus, rank_bundle
 from workers.model_info import ModelInfo
 
 logger = logging.getLogger(__name__)
@@ -84,10 +84,7 @@ class RankGroup:
         if self._placement is not None and placement_group_table(self._placement)["state"] == "CREATED":
             return self._placement
         self._remove_placement()
-        claim = {"CPU": float(self._config.num_threads or 1)}
-        if num_gpus := gpus_each(self._config):
-            claim["GPU"] = float(num_gpus)
-        claims = [claim] * self._num_ranks
+        claims = [rank_bundle(self._config)] * self._num_ranks
         self._placement = placement = placement_group(claims, strategy=self._config.placement_strategy)
         if not placement.wait(seconds):
             self._remove_placement()

@@ -30,8 +30,8 @@ for a few ms, and what held up the ingress itself does not count.
 HUNG_BEATS = 20
 """After so many (3 s) a replica is killed if no other one can take its requests."""
 AVOID_S = 20.0
-"""A replica that was silent, or whose connection broke, gets nothing for so long while another one runs, unless it is
-heard again. Meanwhile Serve replaces it if it is dead.
+"""A replica that was silent or away, or whose connection broke, gets nothing for so long while another one runs, unless
+it is heard again. Meanwhile Serve replaces it if it is dead.
 """
 
 
@@ -53,11 +53,13 @@ class Replicas:
 
     # ---- who lives -----------------------------------------------------------------------------------------------
 
-    def hear(self, replica: str) -> None:
-        """It lives."""
+    def hear(self, replica: str, is_away: bool = False) -> None:
+        """It lives. One that is away starts its ranks anew, which takes seconds."""
         if self._num_missed:
             self._num_missed.pop(replica, None)
-        if self._avoided:
+        if is_away:
+            self.avoid(replica)
+        elif self._avoided:
             self._avoided.pop(replica, None)
 
     def beat(self, owing: set[str]) -> None:
