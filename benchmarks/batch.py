@@ -32,7 +32,7 @@ from cluster.llm import LLM, SamplingParams
 from cluster.serve import app
 from workers.checkpoints.model_config import resolve_model_folder
 
-MODELS = {"tiny": ("tiny-llama", 512), "demo": (DEMO_MODEL, 512), "0.5B": ("qwen2.5-0.5b", 64)}
+MODELS = {"tiny": ("tiny-llama", 2000), "demo": (DEMO_MODEL, 2000), "0.5B": ("qwen2.5-0.5b", 256)}
 """Checkpoint and lines. The first two have next to no work for the model, so that what is beside it shows most."""
 PROMPT, GROUP = 64, 16
 OUTPUT = (32, 96)

@@ -174,19 +174,28 @@ def _counted(port: int, *names: str) -> list[float]:
     return [values[f"manta:{name}"] for name in names]
 
 
-async def _ask(port: int, model: str, prompt: list[int], max_tokens: int, client: str) -> float:
-    """Seconds to the first token; the answer is read to its end."""
+class Asked(NamedTuple):
+    """Seconds of one answer."""
+
+    ttft: float
+    step: float
+    """Between two of its later tokens, in the mean."""
+
+
+async def _ask(port: int, model: str, prompt: list[int], max_tokens: int, client: str) -> Asked:
+    """The answer is read to its end."""
     body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
-    sent, first = time.perf_counter(), 0.0
+    sent, first, last = time.perf_counter(), 0.0, 0.0
     async with posted(port, "/v1/completions", body, {"Authorization": f"Bearer {KEYS[client]}"}) as response:
         text = b""
         async for piece in response.pieces:
             text += piece
-            if not first and b"data: {" in text:
-                first = time.perf_counter() - sent
+            if b"data: {" in piece:
+                last = time.perf_counter() - sent
+                first = first or last
         if response.status != 200 or b"[DONE]" not in text:
             raise BenchmarkError(f"the server answered {response.status}: {text[:300].decode()}")
-    return first
+    return Asked(first, (last - first) / (max_tokens - 1))
 
 
 async def _chats(port: int, model: str, seed: int) -> list[float]:
@@ -202,7 +211,7 @@ async def _chats(port: int, model: str, seed: int) -> list[float]:
             prompt = list(system)
             for turn in turns:
                 prompt += turn
-                ttft.append(await _ask(port, model, prompt, OUTPUT_TOKENS, "other"))
+                ttft.append((await _ask(port, model, prompt, OUTPUT_TOKENS, "other")).ttft)
 
     await asyncio.gather(*(stream() for _ in range(NUM_STREAMS)))
     return ttft
@@ -250,8 +259,8 @@ def _row(label: str, router: str, rounds: list[Measured]) -> str:
 # ---- fairness ----------------------------------------------------------------------------------------------------
 
 
-async def _beside_a_flood(port: int, model: str) -> tuple[list[float], list[float]]:
-    """Seconds to the first token of one client's requests: alone, and while another has `FLOOD` in the queue."""
+async def _beside_a_flood(port: int, model: str) -> tuple[list[Asked], list[Asked]]:
+    """One client's requests: alone, and while another has `FLOOD` in the queue."""
     rng = random.Random(1)
     draw = lambda: [rng.randrange(5, 30_000) for _ in range(128)]  # noqa: E731
     await _ask(port, model, draw(), 2, "other")
@@ -271,12 +280,15 @@ async def _beside_a_flood(port: int, model: str) -> tuple[list[float], list[floa
 def fairness() -> Iterator[str]:
     yield f"a client with one request at a time, alone and beside another one with {FLOOD} in the queue"
     yield ""
-    yield "| engines | TTFT p50 / p99 alone, ms | beside the flood |"
-    yield "| --- | --- | --- |"
+    yield "| engines | TTFT p50 / p99 alone, ms | beside the flood | a step then, ms | bar: twice alone and a step |"
+    yield "| --- | --- | --- | --- | --- |"
     for num_engines in (1, 2):
         with running(None, num_engines, max_num_sequences=16) as (port, model):
             both = asyncio.run(_beside_a_flood(port, model))
-        cells = [" / ".join(f"{quantile(ttft, share) * 1e3:.1f}" for share in (0.5, 0.99)) for ttft in both]
+        alone, beside = ([each.ttft for each in asked] for asked in both)
+        step = quantile([each.step for each in both[1]], 0.5)
+        cells = [" / ".join(f"{quantile(ttft, share) * 1e3:.1f}" for share in (0.5, 0.99)) for ttft in (alone, beside)]
+        cells += [f"{step * 1e3:.1f}", f"{(2 * quantile(alone, 0.5) + step) * 1e3:.1f}"]
         yield f"| {num_engines} | {' | '.join(cells)} |"
 
 

@@ -27,11 +27,12 @@ from cluster.cli.__main__ import main
 from cluster.config import EngineConfig, ServeConfig
 from cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput, Usage
 from cluster.http.engines import Event
+from cluster.http.errors import ApiError
 from cluster.http.metrics import Metrics
 from cluster.llm import LLM, SamplingParams
 from cluster.serve.channel import Address
 from cluster.serve.engine_deployment import EngineReplica
-from cluster.serve.gathering import Gathering
+from cluster.serve.gathering import Gathering, joined
 from cluster.serve.submission import Submission
 from cluster.text.tokenizer import Tokenizer
 from tests.checkpoints import checkpoint
@@ -203,22 +204,28 @@ def test_no_more_lines_are_read_than_a_window_has(tmp_path: pathlib.Path, monkey
 # ---- the engines -----------------------------------------------------------------------------------------------------
 
 
-def events_of(outputs: list[SequenceOutput], params: SamplingParams, is_behind: bool) -> list[Event]:
-    """What the reader of a body with one prompt gets: each output as it comes, or all at last."""
+def events_of(
+    outputs: list[SequenceOutput], params: SamplingParams, is_behind: bool, found: list[Event] | None = None
+) -> list[Event]:
+    """What the reader of a body with one prompt gets, in `found`: each output as it comes, or all at last."""
+    found = [] if found is None else found
     client: Any = types.SimpleNamespace(tokenizer=Tokenizer("demo"), metrics=Metrics("m"))
     submission = Submission(client, [[5, 6]], params, chat=False)
     (prompt,) = submission._prompts
     prompt.run = types.SimpleNamespace(release=lambda: None)  # type: ignore[assignment]
 
-    async def read() -> list[Event]:
-        events, found = aiter(submission), []
+    async def read() -> None:
+        events = aiter(submission)
         for output in outputs:
             submission._tell(prompt, output)
             if not is_behind:
                 found.append(await anext(events))
-        return found or [event async for event in events]
+        if is_behind:
+            async for event in events:
+                found.append(event)
 
-    return asyncio.run(read())
+    asyncio.run(read())
+    return found
 
 
 def test_an_answer_that_comes_in_fewer_pieces_is_the_same() -> None:
@@ -237,7 +244,7 @@ def test_an_answer_that_comes_in_fewer_pieces_is_the_same() -> None:
     gathered = [output for output in copies() if gathering.add(output)]
     assert len(gathered) == 4, "the first and the last of each choice"
 
-    def joined(events: list[Event]) -> list[Any]:
+    def whole(events: list[Event]) -> list[Any]:
         found = []
         for index in (0, 1):
             own = [event for event in events if event.index == index]
@@ -249,10 +256,20 @@ def test_an_answer_that_comes_in_fewer_pieces_is_the_same() -> None:
 
     one_by_one = events_of(copies(), params, is_behind=False)
     assert len(one_by_one) == len(outputs)
-    assert joined(events_of(gathered, params, is_behind=False)) == joined(one_by_one)
+    assert whole(events_of(gathered, params, is_behind=False)) == whole(one_by_one)
     at_once = events_of(copies(), params, is_behind=True)
     assert len(at_once) == 2
-    assert joined(at_once) == joined(one_by_one)
+    assert whole(at_once) == whole(one_by_one)
+
+
+def test_what_came_before_a_failure_is_read_before_it() -> None:
+    outputs = [SequenceOutput("r", 0, [20]), SequenceOutput("r", 0, [21])]
+    outputs.append(SequenceOutput("r", 0, [], finish=FinishStatus.FINISHED_INTERNAL_ERROR, error="x"))
+    for copies in (copy.deepcopy(outputs), [joined(joined(*copy.deepcopy(outputs[:2])), copy.deepcopy(outputs[2]))]):
+        found: list[Event] = []
+        with pytest.raises(ApiError, match="choice 0 failed: x"):
+            events_of(copies, SamplingParams(), is_behind=True, found=found)
+        assert [event.token_ids for event in found] == [[20, 21]]
 
 
 class CountingHandle(Handle):

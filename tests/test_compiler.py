@@ -158,7 +158,8 @@ def test_a_message_that_breaks_off_is_the_end_of_the_stream() -> None:
 def test_a_process_that_answers_badly_is_replaced_and_the_next_constraint_is_compiled(
     plugin: None, demo_vocabulary: Vocabulary, how: str, error: type[Exception], message: str
 ) -> None:
-    compiler = Compiler(demo_vocabulary, ConstraintLimits(compile_seconds=1.0), num_processes=1)
+    limits = ConstraintLimits(compile_seconds=1.0 if how == "stall" else PATIENCE_S)
+    compiler = Compiler(demo_vocabulary, limits, num_processes=1)
     try:
         with pytest.raises(error, match=message):
             compiler.resolve(misbehaving(how)).result(timeout=PATIENCE_S)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TypeVar
 
+import msgspec
+
 from cluster.engine.request import SequenceOutput
 
 T = TypeVar("T")
@@ -29,6 +31,14 @@ def _both(first: list[T] | None, second: list[T] | None) -> list[T] | None:
         return second if first is None else first
     first += second
     return first
+
+
+def failure_apart(output: SequenceOutput) -> list[SequenceOutput]:
+    """What a choice gained before it failed comes first: a failure may end the answer, and would take it along."""
+    if output.error is None or not output.token_ids:
+        return [output]
+    gained = msgspec.structs.replace(output, finish=None, error=None)
+    return [gained, msgspec.structs.replace(output, token_ids=[], logprobs=None, prompt_logprobs=None)]
 
 
 class Gathering:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import msgspec
 
@@ -18,7 +18,7 @@ from cluster.http.engines import Event
 from cluster.http.errors import ApiError
 from cluster.http.metrics import RequestMetrics
 from cluster.serve.channel import RequestResult
-from cluster.serve.gathering import joined
+from cluster.serve.gathering import failure_apart, joined
 from cluster.serve.prompt_run import Caller, PromptRun
 from cluster.serve.start_failure import in_words
 from cluster.telemetry.request_log import log_event
@@ -149,30 +149,32 @@ class Submission:
         # Failed choices are held back until another one has news: until then a failure of all can be an HTTP status.
         failed: list[Event] | None = []
         while remaining:
-            prompt, item = await self._news.get()
-            if isinstance(item, ApiError):
-                raise item
-            if isinstance(item, Exception):
-                raise ApiError(500, f"the engine failed: {in_words(getattr(item, 'cause', None) or item)}") from item
-            if isinstance(item, RequestResult):
-                raise _refusal(item)
-            event = self._event(prompt, item)
-            if event is None:
-                continue
-            remaining -= event.finish is not None
-            if failed is not None and event.finish is FinishStatus.FINISHED_INTERNAL_ERROR:
-                failed.append(event)
-                continue
-            for earlier in failed or []:
-                yield earlier
-            failed = None
-            yield event
+            for event in self._events(*await self._news.get()):
+                remaining -= event.finish is not None
+                if failed is not None and event.finish is FinishStatus.FINISHED_INTERNAL_ERROR:
+                    failed.append(event)
+                    continue
+                for earlier in failed or []:
+                    yield earlier
+                failed = None
+                yield event
 
-    def _event(self, prompt: Prompt, choice: Choice) -> Event | None:
-        """What is unread of a choice; None if it has ended at a stop string before."""
-        output, choice.unread = choice.unread, None
-        if choice.finished or output is None:
-            return None
+    def _events(self, prompt: Prompt, item: Choice | RequestResult | Exception) -> Iterator[Event]:
+        """What is unread of a choice; nothing if it has ended at a stop string before. Raises `ApiError` for what ends
+        everything.
+        """
+        if isinstance(item, ApiError):
+            raise item
+        if isinstance(item, Exception):
+            raise ApiError(500, f"the engine failed: {in_words(getattr(item, 'cause', None) or item)}") from item
+        if isinstance(item, RequestResult):
+            raise _refusal(item)
+        unread, item.unread = item.unread, None
+        for output in failure_apart(unread) if unread is not None else []:
+            if not item.finished:
+                yield self._event(prompt, item, output)
+
+    def _event(self, prompt: Prompt, choice: Choice, output: SequenceOutput) -> Event:
         delta = choice.text.append(output)
         choice.num_tokens += len(output.token_ids)
         event = Event(
