@@ -209,7 +209,7 @@ INSIDE: dict[str, tuple[str, ...]] = {
         "cluster.serve.listening.listener",
         "cluster.serve.start_failure",
         "cluster.serve.joined_ray",
-        "cluster.serve.replica_environment",
+        "cluster.serve.replica_process",
         "cluster.serve.scaling.decision",
         "cluster.serve.scaling.autoscaling",
         "cluster.serve.scaling.meter",

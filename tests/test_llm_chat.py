@@ -67,6 +67,22 @@ def test_a_tool_is_called_and_the_model_is_shown_its_call_and_its_result(llm: LL
     (output,) = llm.chat(messages, GREEDY, use_tqdm=False, tools=sample.tools)
     end = f"<|im_start|>assistant\n{sample.answer}<|im_end|>\n<|im_start|>tool\nIt is done.<|im_end|>\n"
     assert output.prompt.endswith(f"{end}<|im_start|>assistant\n")
+    assert output.outputs[0].message == {"role": "assistant", "content": "It is done."}
+
+
+def test_a_loop_of_tools_ends_in_words(llm: LLM) -> None:
+    """Results that training never shows: after its own call the model tells them, and calls nothing again."""
+    num_right = 0
+    for sample in held_out("tool_answer", 16):
+        request, _, result = sample.messages
+        (output,) = llm.chat([request], GREEDY, use_tqdm=False, tools=sample.tools)
+        (call,) = output.outputs[0].message["tool_calls"]
+        messages = [request, output.outputs[0].message, {**result, "tool_call_id": call["id"]}]
+        (output,) = llm.chat(messages, GREEDY, use_tqdm=False, tools=sample.tools)
+        told = output.outputs[0].message
+        assert "tool_calls" not in told
+        num_right += told["content"] == sample.answer
+    assert num_right >= 13
 
 
 @pytest.mark.parametrize("name", ["target", "draft"])

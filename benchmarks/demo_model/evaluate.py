@@ -1,7 +1,7 @@
 """Scores the demo model on held-out conversations, greedily, and its draft's agreement; prints the README's table.
 
-`python -m benchmarks.demo_model.evaluate [--count 200] [--folder configs/demo]`. The target runs in Manta's own engine;
-the draft is judged by transformers on the target's outputs.
+`python -m benchmarks.demo_model.evaluate [--count 200] [--seed 10000] [--folder configs/demo]`. The target runs in
+Manta's own engine; the draft is judged by transformers on the target's outputs.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ def agreement(draft: AutoModelForCausalLM, found: list[tuple[list[int], list[int
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=200, help="held-out conversations a task")
+    parser.add_argument("--seed", type=int, default=10_000, help="others of the held-out conversations")
     parser.add_argument("--folder", type=pathlib.Path, default=DEMO)
     options = parser.parse_args()
     llm = LLM(str(options.folder / "target"), kv_cache_bytes=2**28)
@@ -50,7 +51,7 @@ def main() -> None:
     print("| task | exactly right | draft agrees |\n| --- | --- | --- |")
     agreed = total = 0
     for task in TASKS:
-        samples = held_out(task, options.count)
+        samples = held_out(task, options.count, options.seed)
         found = answers(llm, samples)
         right = sum(text == sample.answer for (_, _, text), sample in zip(found, samples, strict=True))
         part = agreement(draft, found)

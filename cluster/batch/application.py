@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import msgspec
@@ -11,6 +10,7 @@ from cluster.batch.engine_client import BatchEngineClient
 from cluster.config import ServeConfig
 from cluster.http.app import HttpApp
 from cluster.http.metrics import Metrics
+from cluster.serve.replica_process import collect_rarely
 from cluster.text.tokenizer import Tokenizer
 from workers.checkpoints.model_config import resolve_model_folder
 
@@ -31,5 +31,5 @@ def batch_application(
         request_timeout_s=max(config.request_timeout_s, config.batches.keep_s),  # a line has its batch's time
     )
     application = HttpApp(inside, tokenizer, client, metrics)
-    gc.freeze()  # what stays for life need not be looked through again for every few lines
+    collect_rarely()
     return application, client

@@ -16,7 +16,7 @@ from cluster.batch.records import Records
 from cluster.batch.runner import Runner
 from cluster.batch.storage import Storage
 from cluster.config import ServeConfig
-from cluster.serve.replica_environment import REPLICA_ENVIRONMENT
+from cluster.serve.replica_process import REPLICA_ENVIRONMENT
 from cluster.serve.start_failure import told_in_words
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import queue
 import threading
@@ -31,7 +30,7 @@ from cluster.engine.stats import EngineStats, ServiceStats
 from cluster.serve.burst import Burst
 from cluster.serve.channel import BEAT_S, Address, Control, EngineFailed, OutputSender, RequestResult
 from cluster.serve.gathering import Gathering
-from cluster.serve.replica_environment import REPLICA_ENVIRONMENT
+from cluster.serve.replica_process import REPLICA_ENVIRONMENT, collect_rarely
 from cluster.serve.routing.replicas import own_name
 from cluster.serve.routing.reports import CacheReporter
 from cluster.serve.routing.request_router import EngineRouter
@@ -104,7 +103,7 @@ class EngineReplica:
             self.engine.warm_up()
         except RequestRefused as error:  # a model without a tokenizer.json serves everything else
             logger.warning("%s", error)
-        gc.freeze()  # what stays for life need not be looked through again, while a step waits
+        collect_rarely()
         self._phases.end(WARM_UP)
 
     # ---- remote calls --------------------------------------------------------------------------------------------

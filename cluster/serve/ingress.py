@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import gc
 import logging
 import time
 from typing import Any
@@ -25,7 +24,7 @@ from cluster.http.exchange import Receive, Scope, Send
 from cluster.http.metrics import Metrics
 from cluster.serve.engine_client import ANSWER_TIMEOUT_S, EngineClient
 from cluster.serve.listening.listener import Listener
-from cluster.serve.replica_environment import REPLICA_ENVIRONMENT
+from cluster.serve.replica_process import REPLICA_ENVIRONMENT, collect_rarely
 from cluster.serve.scaling.autoscaling import ingress_autoscaling_config
 from cluster.serve.scaling.cluster_state import ClusterWatch, is_removed
 from cluster.serve.start_failure import told_in_words
@@ -82,7 +81,7 @@ class Ingress:
             returns_request_id=self.returns_request_id,
             spans=open_server_spans(),
         )
-        gc.freeze()  # what stays for life need not be looked through again, while streams wait
+        collect_rarely()
 
     async def check_health(self) -> None:
         """Called by Serve, the first time before the replica counts as ready; Serve replaces one that raises here."""
