@@ -58,7 +58,7 @@ def add_without_keeping(progress: Progress, output: SequenceOutput) -> bool:
     return bool(output.token_ids or output.prompt_logprobs) or output.finish is not None
 
 
-def hear_nothing(replicas: Replicas, replica: str) -> None: ...
+def hear_nothing(replicas: Replicas, replica: str, is_away: bool = False) -> None: ...
 
 
 async def watch_nothing(client: EngineClient) -> None:
