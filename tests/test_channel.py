@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
-from cluster.engine.request import SequenceOutput
+from cluster.engine.request import EngineRequest, SequenceOutput
 from cluster.serve import prompt_run
 from cluster.serve.channel import (
     BEAT_S,
@@ -31,6 +31,7 @@ from cluster.serve.channel import (
 from cluster.serve.routing.replicas import HUNG_BEATS, SILENT_BEATS
 from cluster.serve.start_failure import InWords
 from tests.local_server import local_server, post, until
+from workers.sampling_params import SamplingParams
 from workers.step import StepInput
 
 resource = pytest.importorskip("resource")
@@ -279,6 +280,29 @@ def test_a_request_whose_engine_is_stuck_ends_after_its_deadline(monkeypatch: py
         asyncio.run(run())
     finally:
         goes_on.set()
+
+
+def test_a_client_with_many_requests_at_once_holds_up_no_other_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        async with local_server() as server:
+            begun: list[str] = []
+
+            async def generate(request: EngineRequest, _: Address) -> RequestResult:
+                begun.append(request.client)
+                return RequestResult()
+
+            monkeypatch.setattr(server.replica, "generate", generate)
+            client, address = server.ingress._client, Address("127.0.0.1", 1, "")
+            requests = [
+                EngineRequest(request_id=str(number), prompt_token_ids=[5], params=SamplingParams(), client=name)
+                for number, name in enumerate(["a"] * 50 + ["b"])
+            ]
+            await asyncio.gather(*(client._call(request, address) for request in requests))
+            assert len(begun) == 51
+            assert begun.index("b") < 5
+            assert not client._call_locks
+
+    asyncio.run(run())
 
 
 def test_what_an_engine_runs_that_starts_its_ranks_anew_goes_on_where_another_one_is(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import weakref
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
@@ -87,7 +88,8 @@ class EngineClient:
         self._replicas = replicas.known_replicas()
         self._receiver = OutputReceiver(host, self._on_outputs, self._on_lost, self._on_report)
         self._ending: set[asyncio.Task[None]] = set()
-        self._call_lock = asyncio.Lock()
+        self._call_locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
+        """Of clients with calls that begin."""
         self.suspects = asyncio.Lock()
         self._watching: asyncio.Task[None] | None = None
         self._is_removed = is_removed
@@ -175,7 +177,8 @@ class EngineClient:
         return await self._call(request, address)
 
     async def _call(self, request: EngineRequest, address: Address) -> RequestResult:
-        async with self._call_lock:  # one a turn of the event loop: 1,000 at once hold it for half a second
+        # One of each client a turn of the event loop: 1,000 at once would hold it for half a second
+        async with self._call_locks.setdefault(request.client, asyncio.Lock()):
             await asyncio.sleep(0)
         return await answer_of(self._engine.generate.remote(request, address))
 
