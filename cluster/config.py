@@ -249,7 +249,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """
     client_weights: dict[str, Annotated[float, Meta(gt=0, le=1000)]] = {}
     """Shares of API keys in a full engine, by name: one with 3 has three turns where one with 1 has one. Those that are
-    not named have 1.
+    not named have 1. The batches of a key are one client more, of the same weight.
     """
     allowed_hosts: tuple[str, ...] = ()
     """Names in a request's Host header that this server answers to, beside its own and, on a loopback address, those of

@@ -117,16 +117,22 @@ def rank(number: int) -> Victims:
     """Of the ranks of the only engine, which has two; those of its standby are others."""
 
     def find(application: Application) -> list[psutil.Process]:
-        (engine,) = application.processes(ENGINE)
-        ports = {each.laddr.port for each in engine.net_connections() if each.raddr}
-        ranks = [
-            process
-            for process in application.processes(RANK)
-            if any(each.raddr and each.raddr.port in ports for each in process.net_connections())
-        ]
-        return sorted(ranks, key=_holds_store, reverse=True)[number : number + 1]
+        with contextlib.suppress(AssertionError):  # an engine finds out at its next step that one is dead
+            until(lambda: len(_ranks(application)) == 2, 3.0)
+        return sorted(_ranks(application), key=_holds_store, reverse=True)[number : number + 1]
 
     return find
+
+
+def _ranks(application: Application) -> list[psutil.Process]:
+    """Those that the engine is connected to."""
+    (engine,) = application.processes(ENGINE)
+    ports = {each.laddr.port for each in engine.net_connections() if each.raddr}
+    return [
+        process
+        for process in application.processes(RANK)
+        if any(each.raddr and each.raddr.port in ports for each in process.net_connections())
+    ]
 
 
 def _holds_store(process: psutil.Process) -> bool:
@@ -137,8 +143,9 @@ def _holds_store(process: psutil.Process) -> bool:
 
 def kill(*victims: Victims) -> Act:
     def act(application: Application) -> list[Stream]:
+        found = [process for find in victims for process in find(application)]  # which takes a while
         streams = begin(application)
-        for victim in [process for find in victims for process in find(application)]:
+        for victim in found:
             victim.kill()
         return streams.join()
 
@@ -147,8 +154,8 @@ def kill(*victims: Victims) -> Act:
 
 def hang(victims: Victims) -> Act:
     def act(application: Application) -> list[Stream]:
-        streams = begin(application)
         hung = victims(application)
+        streams = begin(application)
         for victim in hung:
             victim.suspend()
         found = streams.join()

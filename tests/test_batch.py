@@ -23,14 +23,16 @@ from cluster.batch import engine_client, job
 from cluster.batch.application import batch_application
 from cluster.batch.journal import BatchRefused, Journal, count_lines, read_lines
 from cluster.batch.lines import BadLine, BatchRequest, BatchResult, LineKey, encode, parse
+from cluster.batch.runner import sharer_of
 from cluster.cli.__main__ import main
 from cluster.config import EngineConfig, ServeConfig
 from cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput, Usage
+from cluster.http.access.keys import ApiKeys
 from cluster.http.engines import Event
 from cluster.http.errors import ApiError
 from cluster.http.metrics import Metrics
 from cluster.llm import LLM, SamplingParams
-from cluster.serve.channel import Address
+from cluster.serve.channel import Address, RequestResult
 from cluster.serve.engine_deployment import EngineReplica
 from cluster.serve.gathering import Gathering, joined
 from cluster.serve.submission import Submission
@@ -322,6 +324,30 @@ def test_lines_share_calls_and_each_is_answered_or_left_by_itself(monkeypatch: p
         await client.close()
 
     asyncio.run(scenario())
+
+
+def test_a_batch_has_the_weight_of_its_key() -> None:
+    engine = EngineConfig(model=str(checkpoint("llama")))
+    keys = ("boss:a-secret-of-the-test", "team:another-secret-of-it")
+    config = ServeConfig(engine=engine, api_keys=keys, client_weights={"boss": 3})
+    weights: list[float] = []
+
+    async def generate_group(requests: list[EngineRequest], _: Address) -> list[RequestResult]:
+        weights.extend(each.weight for each in requests)
+        return [RequestResult(refused="not now")] * len(requests)
+
+    async def scenario() -> None:
+        handle: Any = Handle(types.SimpleNamespace(generate_group=generate_group))
+        application, client = batch_application(config, handle, "127.0.0.1")
+        body = msgspec.Raw(json.dumps({"model": config.model_name, "prompt": "a"}).encode())
+        for name in ("team", "boss"):
+            owner = ApiKeys(keys).owner_of(name)
+            answer = await job.ask(application, BatchRequest("1", "/v1/completions", body), "1", sharer_of(owner))
+            assert answer.status_code == 400
+        await client.close()
+
+    asyncio.run(scenario())
+    assert weights == [1, 3]
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

@@ -7,7 +7,9 @@ from typing import Any
 import msgspec
 
 from cluster.batch.engine_client import BatchEngineClient
+from cluster.batch.runner import sharer_of
 from cluster.config import ServeConfig
+from cluster.http.access.keys import ApiKeys
 from cluster.http.app import HttpApp
 from cluster.http.metrics import Metrics
 from cluster.serve.replica_process import collect_rarely
@@ -22,9 +24,11 @@ def batch_application(
     tokenizer = Tokenizer(config.engine.tokenizer or str(resolve_model_folder(config.engine.model)))
     metrics = Metrics(config.model_name)
     client = BatchEngineClient(engine, tokenizer, host, metrics, standby)
+    keys = ApiKeys(config.api_keys or ())
     inside = msgspec.structs.replace(
         config,
         api_keys=None,  # whoever may make a batch was asked for a key then
+        client_weights={sharer_of(keys.owner_of(name)): weight for name, weight in config.client_weights.items()},
         priority_clients=priority_clients,
         log_requests=False,  # a line each would be the output again
         batch_storage=None,

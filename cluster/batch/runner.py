@@ -39,6 +39,11 @@ _REASONS: dict[Ending, BatchError] = {
 }
 
 
+def sharer_of(owner: str) -> str:
+    """Who takes turns with others in the engines: the batches of one API key, or of everybody, are one client."""
+    return f"batches of {owner}"
+
+
 class _Run:
     """One batch that runs here."""
 
@@ -169,7 +174,7 @@ class Runner:
             self._max_line_bytes,
             lambda _: None,
             endpoint=batch.endpoint,
-            client=f"batches of {run.owner}",
+            client=sharer_of(run.owner),
         )
         try:
             with await asyncio.to_thread(self._records.content, run.owner, batch.input_file_id) as source:

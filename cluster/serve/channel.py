@@ -197,7 +197,8 @@ class OutputReceiver:
 
 class OutputSender:
     """The engine's end: one connection an ingress, made at its first request or before. `replica` is the engine's name;
-    `take_report` gives what an ingress is to be told beside its deltas.
+    `take_report` gives what an ingress is to be told beside its deltas, and `is_away` whether the engine starts its
+    ranks anew.
     """
 
     def __init__(
@@ -206,11 +207,13 @@ class OutputSender:
         on_control: Callable[[Control], None],
         on_lost: Callable[[Address], None],
         take_report: Callable[[Address], Report | None] = lambda _address: None,
+        is_away: Callable[[], bool] = lambda: False,
     ) -> None:
         self._replica = replica
         self._on_control = on_control
         self._on_lost = on_lost
         self._take_report = take_report
+        self._is_away = is_away
         self._connections: dict[Address, asyncio.Task[Connection]] = {}
         self._readers: set[asyncio.Task[None]] = set()
 
@@ -252,15 +255,15 @@ class OutputSender:
         """Sends one step's deltas; those for an ingress that is gone are dropped."""
         task = self._connections.get(address)
         if task is not None and _is_open(task):
-            task.result().send(Frame(outputs, self._take_report(address)))
+            task.result().send(Frame(outputs, self._take_report(address), self._is_away()))
 
-    def beat(self, is_away: bool = False) -> None:
+    def beat(self) -> None:
         """A frame without deltas on each connection that had none since the last call, or that a report is due on."""
         for address, task in self._connections.items():
             if _is_open(task):
                 connection, report = task.result(), self._take_report(address)
                 if report is not None or not connection.has_sent:
-                    connection.send(Frame([], report, is_away))
+                    connection.send(Frame([], report, self._is_away()))
                 connection.has_sent = False
 
 

@@ -89,7 +89,13 @@ class EngineReplica:
         blocks = self.engine.scheduler.blocks
         self._reporter = CacheReporter(lambda: blocks.num_free * blocks.block_size)
         blocks.on_change = self._reporter.note
-        self._sender = OutputSender(own_name(), self._on_control, self._on_lost_ingress, self._reporter.take)
+        self._sender = OutputSender(
+            own_name(),
+            self._on_control,
+            self._on_lost_ingress,
+            self._reporter.take,
+            is_away=lambda: self.engine.is_rebuilding,
+        )
         self._num_calls = 0
         """Of `generate`, open."""
         self._beating: asyncio.Task[None] | None = None
@@ -133,10 +139,12 @@ class EngineReplica:
             self._num_calls -= 1
 
     async def _beat(self) -> None:
-        """Signs of life while something runs."""
-        while self._num_calls:
+        """Signs of life while something runs, and until it is told that ranks which were lost are back."""
+        is_away = False
+        while self._num_calls or is_away:
             await asyncio.sleep(BEAT_S)
-            self._sender.beat(self.engine.is_rebuilding)
+            is_away = self.engine.is_rebuilding
+            self._sender.beat()
         self._beating = None
 
     async def _generate(self, request: EngineRequest, address: Address) -> RequestResult:

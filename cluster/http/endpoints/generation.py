@@ -102,7 +102,7 @@ async def _generate(
             priority=request.priority,
             timeout_s=state.config.request_timeout_s,
             client=exchange.sharer,
-            weight=state.config.client_weights.get(exchange.client, 1.0),
+            weight=state.config.client_weights.get(exchange.sharer, 1.0),
             session=_session(exchange),
             shown_ids=shown_ids,
             traceparent=exchange.traceparent,
