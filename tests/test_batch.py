@@ -336,8 +336,13 @@ def test_a_batch_has_the_weight_of_its_key() -> None:
         weights.extend(each.weight for each in requests)
         return [RequestResult(refused="not now")] * len(requests)
 
+    async def model() -> Any:
+        return types.SimpleNamespace(max_model_len=64, vocab_size=64)
+
     async def scenario() -> None:
-        handle: Any = Handle(types.SimpleNamespace(generate_group=generate_group))
+        handle: Any = Handle(types.SimpleNamespace(generate_group=generate_group, model=model))
+        without_keys = msgspec.structs.replace(config, api_keys=None)  # as `manta batch` reads it
+        assert batch_application(without_keys, handle, "127.0.0.1")[0]._config.client_weights == {}
         application, client = batch_application(config, handle, "127.0.0.1")
         body = msgspec.Raw(json.dumps({"model": config.model_name, "prompt": "a"}).encode())
         for name in ("team", "boss"):

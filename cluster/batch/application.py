@@ -24,11 +24,11 @@ def batch_application(
     tokenizer = Tokenizer(config.engine.tokenizer or str(resolve_model_folder(config.engine.model)))
     metrics = Metrics(config.model_name)
     client = BatchEngineClient(engine, tokenizer, host, metrics, standby)
-    keys = ApiKeys(config.api_keys or ())
+    keys, weights = ApiKeys(config.api_keys or ()), config.client_weights
     inside = msgspec.structs.replace(
         config,
         api_keys=None,  # whoever may make a batch was asked for a key then
-        client_weights={sharer_of(keys.owner_of(name)): weight for name, weight in config.client_weights.items()},
+        client_weights={sharer_of(keys.owner_of(name)): weights[name] for name in keys.by_name.keys() & weights},
         priority_clients=priority_clients,
         log_requests=False,  # a line each would be the output again
         batch_storage=None,
