@@ -363,6 +363,7 @@ def test_claims_share_nodes_out() -> None:
     assert rank_bundle(EngineConfig(num_threads=3, device="cuda", claims_cpus=False)) == {"GPU": 1}
     assert rank_bundle(EngineConfig(num_threads=3, claims_cpus=False)) == {"memory": 1}
     check_room(EngineConfig(num_threads=2), 3, [4, 3])
+    check_room(EngineConfig(num_threads=2, claims_cpus=False), 4, [4, 3])
     with pytest.raises(CannotPlace, match=r"engines claim 4 x 2 CPUs, .* have 4, 3 CPUs; lower"):
         check_room(EngineConfig(num_threads=2), 4, [4, 3])
 

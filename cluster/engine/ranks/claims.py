@@ -59,7 +59,7 @@ def gpus_each(config: EngineConfig) -> int:
 def check_room(config: EngineConfig, num_engines: int, nodes: list[int]) -> None:
     """Raises `CannotPlace` where the nodes, be they empty, have no room for the processes that run the model."""
     num_threads, num_wanted = threads_each(config, num_engines, nodes), num_engines * config.tensor_parallel_size
-    if sum(count // num_threads for count in nodes) < num_wanted:
+    if config.claims_cpus and sum(count // num_threads for count in nodes) < num_wanted:
         raise CannotPlace(
             f"engines claim {num_wanted} x {num_threads} CPUs, one a thread, and the cluster's nodes have "
             f"{listed(nodes)}; lower engine.num_threads, num_engine_replicas or engine.tensor_parallel_size, or add "
