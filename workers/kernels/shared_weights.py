@@ -30,7 +30,12 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "manta-weights-"
 HUGE_PAGE = 2 << 20
-"""Each weight begins at a multiple of it. What lies between two takes no memory."""
+"""The file has a multiple of it: all of it lies in huge pages, and weights share those in which they begin and end."""
+_PAGE = 4096
+_CACHE_LINE = 64
+"""A weight begins so much after a page does. Where both begin at once, a decode step of 64 rows takes 4% longer in AMX,
+and one of 32 rows 2%: measured, not explained. What malloc gives to a process begins there too.
+"""
 PATIENCE_S = 120.0
 """With another process that packs the same. Who has waited for so long packs a copy."""
 _SEALS = 0x0001 | 0x0002 | 0x0004 | 0x0008
@@ -64,10 +69,10 @@ class SharedWeights:
 
     def place(self, size: int, dtype: torch.dtype, fill: Callable[[torch.Tensor], None]) -> torch.Tensor:
         """The next tensor, [size], which nobody may write to. If it is not there yet, `fill` is given it first."""
-        start, num_bytes = self._end, size * dtype.itemsize
-        self._end += -(-num_bytes // HUGE_PAGE) * HUGE_PAGE
+        start, num_bytes = self._end + _CACHE_LINE, size * dtype.itemsize
+        self._end = _up_to(start + num_bytes, _PAGE)
         if not self.is_whole:
-            os.truncate(self._file, self._end)
+            os.truncate(self._file, _up_to(self._end, HUGE_PAGE))
             fill(self._map(start, num_bytes, writes=True).view(dtype))
         return self._map(start, num_bytes, writes=False).view(dtype)
 
@@ -86,11 +91,15 @@ class SharedWeights:
     def finish(self) -> None:
         """All have been asked for: the file may be lent from now on."""
         size = os.fstat(self._file).st_size
-        if self._end != size:
+        if _up_to(self._end, HUGE_PAGE) != size:
             raise RuntimeError(f"shared weights have {size} bytes, and {self._end} were asked for")
         if not self.is_whole:
             fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, _SEALS)
             self.is_whole = True
+
+
+def _up_to(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
 
 
 @contextlib.contextmanager
