@@ -34,7 +34,7 @@ from ray.dag import InputNode, MultiOutputNode
 from benchmarks.autoscaling import autoscaling
 from benchmarks.batch import batch as measure_batches
 from benchmarks.checkpoints import benchmark_checkpoint
-from benchmarks.cluster_http import STREAMS, http
+from benchmarks.cluster_http import ALL_WAYS, STREAMS, http
 from benchmarks.own_ray import own_ray_extras
 from benchmarks.report import machine
 from benchmarks.resume import resume
@@ -199,7 +199,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], None]] = {
     "tp": lambda options: tensor_parallel(options.rounds, options.tokens),
     "resume": lambda options: resume(options.rounds, options.tokens),
     "own-ray": lambda options: own_ray_extras(options.rounds),
-    "http": lambda options: http(options.rounds, options.tokens, [int(count) for count in options.streams.split(",")]),
+    "http": lambda options: http(options.starts, options.rounds, options.tokens, options.streams, options.ways),
     "autoscaling": lambda options: autoscaling(options.rounds, options.tokens),
     "batch": lambda options: measure_batches(options.rounds),
     "routing": lambda options: routing(options.rounds),
@@ -219,7 +219,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="blocks of each transport, or of batches; resume takes three pairs for each (default: 10)",
     )
     parser.add_argument("--tokens", type=int, default=100, help="steps of a block (default: 100)")
-    parser.add_argument("--streams", default=",".join(map(str, STREAMS)), help="http: how many at a time")
+    parser.add_argument(
+        "--streams",
+        type=int,
+        nargs="+",
+        default=STREAMS,
+        help=f"http: how many at a time (default: {', '.join(map(str, STREAMS))})",
+    )
+    parser.add_argument("--ways", nargs="+", choices=ALL_WAYS, default=ALL_WAYS, help="http: which, beside own Ray")
+    parser.add_argument("--starts", type=int, default=3, help="http: times that all servers start anew (default: 3)")
     options = parser.parse_args(arguments)
     print(machine(), file=sys.stderr)
     for part in options.parts.split(","):

@@ -37,7 +37,7 @@ STREAMS = (1, 16, 64, 256)
 PROMPT = 32
 BAR = 0.95
 """Of own Ray's events a second, for the joined cluster."""
-OWN, JOINED = "own Ray", "joined"
+OWN, JOINED, OFFLINE = "own Ray", "joined", "LLM.generate"
 START_S = 60.0
 
 COLUMNS = (
@@ -71,6 +71,7 @@ WAYS = {
     "proxy": Way(joins=True, options={"http_server": "proxy"}),
     "HAProxy": Way(joins=True, options={"http_server": "proxy"}, environment=HAPROXY),
 }
+ALL_WAYS = (*WAYS, OFFLINE)
 
 
 class Figures(NamedTuple):
@@ -141,7 +142,7 @@ class Server(ServerProcess):
 class Offline(EngineProcess):
     """Without HTTP: each token of a step counts as an event."""
 
-    way = "LLM.generate"
+    way = OFFLINE
 
     def turn(self, prompts: Prompts, num_tokens: int) -> Figures:
         timing = self.generate(prompts, num_tokens)
@@ -150,52 +151,59 @@ class Offline(EngineProcess):
         return Figures(timing.num_tokens / timing.seconds, statistics.median(gaps), moments[0], 0.0)
 
 
-def http(num_rounds: int, num_tokens: int, streams: Sequence[int]) -> None:
-    """Prints a row for each model, number of streams and way; `num_tokens` for each stream a round."""
+def http(num_starts: int, num_rounds: int, num_tokens: int, streams: Sequence[int], ways: Sequence[str]) -> None:
+    """Prints a row for each model, number of streams and way, of which own Ray is always one; `num_tokens` for each
+    stream a round, and `num_rounds` after each of `num_starts`.
+    """
     print(f"| {' | '.join(COLUMNS)} |")
     print(f"| {' | '.join('---' for _ in COLUMNS)} |")
+    ways = [OWN, *(way for way in ways if way != OWN)]
     for name, model, token_limit in (
         ("tiny", str(benchmark_checkpoint("tiny-llama")), 30_000),
         (DEMO_MODEL, DEMO_MODEL, 2_000),
     ):
-        with interrupted_once(), contextlib.ExitStack() as stack:
-            children = _children(model, stack)
-            for num_streams in streams:
-                _rows(name, num_streams, children, PromptSource(token_limit), num_rounds, num_tokens)
+        prompts = PromptSource(token_limit)
+        measured: dict[tuple[int, str], list[Figures]] = {(count, way): [] for count in streams for way in ways}
+        for start in range(num_starts):
+            with interrupted_once(), contextlib.ExitStack() as stack:
+                children = _children(model, ways[::-1] if start % 2 else ways, stack)
+                for count in streams:
+                    print(f"{name}, start {start + 1} of {num_starts}, {count} streams:", file=sys.stderr, end=" ")
+                    for way, rounds in _turns(children, prompts, count, num_rounds, num_tokens).items():
+                        measured[count, way] += rounds
+        for (count, way), rounds in measured.items():
+            _print_row(name, count, way, rounds, measured[count, OWN])
 
 
-def _children(model: str, stack: contextlib.ExitStack) -> list[Server | Offline]:
+def _children(model: str, ways: Sequence[str], stack: contextlib.ExitStack) -> list[Server | Offline]:
     setup = Setup(kv_cache_bytes=1 << 28, max_model_len=1024)
     children: list[Server | Offline] = []
-    for way in [*WAYS, Offline.way]:
+    for way in ways:
         children.append(Server(way, model, setup) if way in WAYS else Offline("manta", model, setup))
         stack.callback(children[-1].stop)
         children[-1].rest()  # so that the next one starts in peace
     return children
 
 
-def _rows(
-    model: str,
-    num_streams: int,
-    children: list[Server | Offline],
-    prompts: PromptSource,
-    num_rounds: int,
-    num_tokens: int,
-) -> None:
+def _turns(
+    children: list[Server | Offline], prompts: PromptSource, num_streams: int, num_rounds: int, num_tokens: int
+) -> dict[str, list[Figures]]:
     def run(child: Server | Offline, block: Prompts) -> Figures:
         return child.turn(block, num_tokens)
 
     def hear(text: str) -> None:
-        print(f"{model}, {num_streams} streams: {text}", file=sys.stderr, flush=True)
+        print(text, file=sys.stderr, flush=True)
 
     turns = alternate(children, num_rounds, lambda: [prompts(num_streams, PROMPT)], run, hear)
-    by_way = {child.way: [figures for (figures,) in rounds] for child, rounds in zip(children, turns, strict=True)}
-    for way, rounds in by_way.items():
-        cells = [model, str(num_streams), way, f"{statistics.median(each.events_per_s for each in rounds):,.0f}"]
-        cells += _ratio(way, rounds, by_way[OWN])
-        gap, ttft = (statistics.median(column) * 1e3 for column in list(zip(*rounds, strict=True))[1:3])
-        cells += [f"{gap:.2f}", f"{ttft:.1f}", f"{statistics.median(each.client_cores for each in rounds):.2f}"]
-        print(f"| {' | '.join(cells)} |", flush=True)
+    return {child.way: [figures for (figures,) in rounds] for child, rounds in zip(children, turns, strict=True)}
+
+
+def _print_row(model: str, num_streams: int, way: str, rounds: list[Figures], own: list[Figures]) -> None:
+    cells = [model, str(num_streams), way, f"{statistics.median(each.events_per_s for each in rounds):,.0f}"]
+    cells += _ratio(way, rounds, own)
+    gap, ttft = (statistics.median(column) * 1e3 for column in list(zip(*rounds, strict=True))[1:3])
+    cells += [f"{gap:.2f}", f"{ttft:.1f}", f"{statistics.median(each.client_cores for each in rounds):.2f}"]
+    print(f"| {' | '.join(cells)} |", flush=True)
 
 
 def _ratio(way: str, rounds: list[Figures], own: list[Figures]) -> list[str]:
