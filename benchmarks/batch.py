@@ -1,7 +1,7 @@
 """What a batch's lines cost beside the engine: `manta batch` over `LLM.generate`, the same prompts in turns.
 
-The batch goes the way of `manta batch`: lines from a file, the HTTP application in this process, an engine in its own,
-and a journal on the disk. `LLM` has a process to itself. Both have one thread a core, which spins as shortly.
+The batch goes the way of `manta batch`: lines from a file, the endpoints in this process, an engine in its own, and a
+journal on the disk. `LLM` has a process to itself. Both have one thread a core, which spins as shortly.
 What a batch does once (Ray, loading) is not in the figures. Every round has new prompts; half the tokens of each are
 common to 16 lines.
 """
@@ -24,9 +24,9 @@ import msgspec
 
 from benchmarks.checkpoints import benchmark_checkpoint
 from benchmarks.report import bootstrap_interval
-from cluster.batch.job import Job, run
+from cluster.batch.job import Answer, Job, run
 from cluster.batch.journal import Journal
-from cluster.cli.batch import application_before, num_in_flight
+from cluster.cli.batch import answering_by, num_in_flight
 from cluster.config import DEMO_MODEL, EngineConfig, ServeConfig
 from cluster.llm import LLM, SamplingParams
 from cluster.serve import app
@@ -71,9 +71,9 @@ async def _measure(model: str, num_rounds: int, num_lines: int) -> list[Round]:
     try:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _load, (model,)) as offline:
             vocab_size = offline.submit(_vocab_size).result()
-            async with application_before(engine, host, config) as application:
+            async with answering_by(engine, host, config) as answer:
                 lines = _lines(config.model_name, num_lines, vocab_size)
-                rounds = [await _round(offline, application, config, next(lines)) for _ in range(num_rounds + 1)]
+                rounds = [await _round(offline, answer, config, next(lines)) for _ in range(num_rounds + 1)]
         return rounds[1:]  # the first one warms up
     finally:
         await asyncio.to_thread(app.stop, name)
@@ -115,7 +115,7 @@ def _generate(bodies: list[dict[str, Any]]) -> float:
 
 
 async def _round(
-    offline: ProcessPoolExecutor, application: Any, config: ServeConfig, bodies: list[dict[str, Any]]
+    offline: ProcessPoolExecutor, answer: Answer, config: ServeConfig, bodies: list[dict[str, Any]]
 ) -> Round:
     alone = offline.submit(_generate, bodies).result()
     with tempfile.TemporaryDirectory() as folder:
@@ -127,7 +127,7 @@ async def _round(
             places = asyncio.Semaphore(num_in_flight(config))
             failed: list[bool] = []
             report = lambda progress: failed.append(progress.has_failed)  # noqa: E731
-            await run(Job(application, journal, places, config.max_body_bytes, report), lines)
+            await run(Job(answer, journal, places, config.max_body_bytes, report), lines)
         took = time.perf_counter() - started
     assert failed == [False] * len(bodies), f"{sum(failed)} of {len(failed)} lines failed"
     return Round(alone, took, sum(body["max_tokens"] for body in bodies))

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from ray import serve
 
-from cluster.batch.application import batch_application
+from cluster.batch.application import batch_endpoints
 from cluster.batch.records import Records
 from cluster.batch.runner import Runner
 from cluster.batch.storage import Storage
@@ -26,11 +26,11 @@ class BatchRunner:
     def __init__(self, config: ServeConfig, engine: Any, standby: Any = None) -> None:
         assert config.batch_storage is not None
         with told_in_words():
-            application, self._client = batch_application(config, engine, ray.util.get_node_ip_address(), standby)
+            endpoints, self._client = batch_endpoints(config, engine, ray.util.get_node_ip_address(), standby)
             num_places = config.max_engines * config.engine.max_num_sequences
             self._runner = Runner(
                 Records(Storage(config.batch_storage), config.batches),
-                application,
+                endpoints.answer,
                 config.batches.max_in_flight or max(1, num_places // 2),
                 config.max_body_bytes,
             )

@@ -64,6 +64,10 @@ class _Running(msgspec.Struct):
     """Of a request whose output nobody reads before its end."""
 
 
+_Result = tuple[asyncio.Future[RequestResult], RequestResult]
+"""Who waits for it, and what it is."""
+
+
 class EngineReplica:
     """One model replica. Its constructor loads the model, so that Serve calls it ready when it is."""
 
@@ -274,9 +278,9 @@ class EngineReplica:
             # One that was admitted once is not refused for a full queue.
             self.engine.add_request(request, constraint, queue_is_bounded=request.continued is None)
         except RequestRefused as error:
-            self._reply(running, RequestResult(refused=str(error), param=error.param))
+            self._tell({}, [(running.result, RequestResult(refused=str(error), param=error.param))])
         except QueueFull as error:
-            self._reply(running, self._full(error))
+            self._tell({}, [(running.result, self._full(error))])
         else:
             self._running[request.request_id] = running
             self._watch.added(request, running.called_ns)
@@ -287,10 +291,11 @@ class EngineReplica:
 
     def _finish(self, control: Control) -> None:
         assert control.index is not None
-        self._end_choices(self.engine.finish(control.request_id, control.index, control.num_kept_tokens))
+        ended = self.engine.finish(control.request_id, control.index, control.num_kept_tokens)
+        self._tell({}, self._results(ended))
 
     def _abort(self, request_id: str) -> None:
-        self._end_choices(self.engine.abort(request_id))
+        self._tell({}, self._results(self.engine.abort(request_id)))
 
     def _deliver(self, outputs: list[SequenceOutput]) -> None:
         """One frame for each ingress with news, then the results of what ended."""
@@ -303,17 +308,25 @@ class EngineReplica:
                 self._meter.has_first_token(output.request_id)
             if running.gathering is None or running.gathering.add(output):
                 frames.setdefault(running.address, []).append(output)
-        if frames:
-            assert self._loop is not None
-            self._loop.call_soon_threadsafe(self._send, frames)
-        self._end_choices(output for output in outputs if output.finish is not None)
+        self._tell(frames, self._results(output for output in outputs if output.finish is not None))
 
-    def _send(self, frames: dict[Address, list[SequenceOutput]]) -> None:
+    def _tell(self, frames: dict[Address, list[SequenceOutput]], results: list[_Result]) -> None:
+        """Everything of a step in one turn of the event loop, since to wake it costs a system call."""
+        if frames or results:
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(self._send, frames, results)
+
+    def _send(self, frames: dict[Address, list[SequenceOutput]], results: list[_Result]) -> None:
         for address, outputs in frames.items():
             self._reporter.note_outputs(address, outputs)
             self._sender.send(address, outputs)
+        for future, result in results:
+            if not future.done():
+                future.set_result(result)
 
-    def _end_choices(self, ended: Iterable[SequenceOutput]) -> None:
+    def _results(self, ended: Iterable[SequenceOutput]) -> list[_Result]:
+        """Of the requests whose last choice is among those that ended."""
+        results = []
         for output in ended:
             running = self._running.get(output.request_id)
             if running is None:
@@ -328,15 +341,8 @@ class EngineReplica:
                 self._meter.ended(output.request_id)
                 usage = Usage.of_choices(usage.num_prompt_tokens, running.usages)
                 self._watch.ended(output.request_id, output, usage)
-                self._reply(running, RequestResult(finish=output.finish, usage=usage))
-
-    def _reply(self, running: _Running, result: RequestResult) -> None:
-        def set_result() -> None:
-            if not running.result.done():
-                running.result.set_result(result)
-
-        assert self._loop is not None
-        self._loop.call_soon_threadsafe(set_result)
+                results.append((running.result, RequestResult(finish=output.finish, usage=usage)))
+        return results
 
     def _fail(self, running: _Running) -> None:
         def set_exception() -> None:
