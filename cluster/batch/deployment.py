@@ -16,7 +16,7 @@ from cluster.batch.records import Records
 from cluster.batch.runner import Runner
 from cluster.batch.storage import Storage
 from cluster.config import ServeConfig
-from cluster.serve.replica_process import REPLICA_ENVIRONMENT
+from cluster.serve.replica_process import REPLICA_ENVIRONMENT, yield_to_engines
 from cluster.serve.start_failure import told_in_words
 
 
@@ -35,6 +35,7 @@ class BatchRunner:
                 config.max_body_bytes,
             )
         self._serving: asyncio.Task[None] | None = None
+        yield_to_engines()
 
     async def check_health(self) -> None:
         """Called by Serve, the first time before the replica counts as ready."""

@@ -23,8 +23,8 @@ from workers.sampling_params import SamplingParams
 PRIORITY = 1000
 """Added to that of each line: below what interactive requests ask for."""
 MAX_GROUP, GROUP_SHARE = 64, 8
-"""Requests of one call: no more than so many, nor than the eighth part of all that are under way: the rest keeps the
-engines busy.
+"""Requests of one call: no more than so many. It waits for no more than the eighth part of all that are under way: the
+rest keeps the engines busy.
 """
 LINGER_S = 0.25
 """A group waits no longer for its last one."""
@@ -53,8 +53,10 @@ class BatchEngineClient(EngineClient):
             group = self._open = _Group()
             group.task = asyncio.get_running_loop().create_task(self._run(group), context=contextvars.Context())
         group.requests[run] = request
-        if len(group.requests) >= min(MAX_GROUP, len(self.runs) / GROUP_SHARE):
+        if len(group.requests) == MAX_GROUP:
             self._close(group)
+        elif len(group.requests) >= len(self.runs) / GROUP_SHARE:
+            asyncio.get_running_loop().call_soon(self._close, group)  # what comes with it comes along
         return _Place(group, run)
 
     def cancel_later(self, call: Any) -> None:

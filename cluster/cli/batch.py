@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import os
 import pathlib
 import sys
 from collections.abc import AsyncIterator
@@ -21,6 +22,7 @@ from cluster.cli.check import check_quickly
 from cluster.cli.refusal import NotStarted, Refusal
 from cluster.cli.serve import stopped_by_sigterm
 from cluster.config import ServeConfig, load_config
+from cluster.serve.replica_process import REPLICA_ENVIRONMENT, yield_to_engines
 from workers.checkpoints.model_config import ModelError
 
 IN_FLIGHT_PER_PLACE = 2
@@ -64,7 +66,8 @@ def _run(source: BinaryIO, journal: Journal, config: ServeConfig) -> int:
     if num_done == num_lines:
         return 0
     print(f"Starting Ray and loading {config.engine.model} ...", file=sys.stderr)
-    from cluster.serve import app  # imports Ray, which takes seconds
+    os.environ.update(REPLICA_ENVIRONMENT)  # this process calls the engines as an ingress does
+    from cluster.serve import app  # imports Ray, which takes seconds and reads it
 
     # The same batch, started again on a cluster, finds the engines that it left there when it was killed.
     journal_digest = hashlib.blake2b(str(journal.path.resolve()).encode(), digest_size=4).hexdigest()
@@ -100,6 +103,7 @@ async def answering_by(engine: Any, host: str, config: ServeConfig) -> AsyncIter
 
     # Nobody else asks these engines, so its lines may go before each other as they like.
     endpoints, client = batch_endpoints(config, engine, host, priority_clients=("*",))
+    yield_to_engines()
     try:
         yield endpoints.answer
     finally:

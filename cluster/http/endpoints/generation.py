@@ -39,7 +39,7 @@ async def chat(state: AppState, exchange: GenerationExchange, request: ChatCompl
     model = await state.model_info()
     prompt = await encode(state.tokenizer, plan.prompt, False, model.max_model_len, "messages")
     check_num_logprobs(state.config.body, plan.params, [prompt], model.max_model_len, bool(request.stream))
-    answer = ChatAnswer(request, _new_id("chatcmpl"), state.config.model_name, state.tokenizer, plan)
+    answer = ChatAnswer(request, _new_id("chatcmpl"), state.model_name, state.tokenizer, plan)
     await _generate(state, exchange, [prompt], plan.params, request, answer, plan.shown_ids)
 
 
@@ -54,7 +54,7 @@ async def completions(state: AppState, exchange: GenerationExchange, request: Co
     model = await state.model_info()
     prompts = await encode_all(state.tokenizer, given, request.add_special_tokens, model.max_model_len, "prompt")
     check_num_logprobs(state.config.body, params, prompts, model.max_model_len, bool(request.stream))
-    answer = CompletionAnswer(request, _new_id("cmpl"), state.config.model_name, state.tokenizer, given, prompts)
+    answer = CompletionAnswer(request, _new_id("cmpl"), state.model_name, state.tokenizer, given, prompts)
     await _generate(state, exchange, prompts, params, request, answer)
 
 
@@ -92,7 +92,7 @@ async def _generate(
         params = await _enforceable(state, exchange, params)
         chats = isinstance(request, ChatCompletionRequest)
         if exchange.span is not None:
-            name, stream = state.config.model_name, bool(request.stream)
+            name, stream = state.model_name, bool(request.stream)
             exchange.span.set_attributes(generation_attributes(name, params, chat=chats, stream=stream))
         generation = state.engines.submit(
             f"{exchange.request_id}-{secrets.token_hex(4)}",
