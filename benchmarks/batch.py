@@ -1,7 +1,7 @@
 """What a batch's lines cost beside the engine: `manta batch` over `LLM.generate`, the same prompts in turns.
 
-The batch goes the way of `manta batch`: lines from a file, the HTTP application in this process, an engine in its own,
-and a journal on the disk. `LLM` has a process to itself. Both have one thread a core, which spins as shortly.
+The batch goes the way of `manta batch`: lines from a file, the endpoints in this process, an engine in its own, and a
+journal on the disk. `LLM` has a process to itself. Both have one thread a core, which spins as shortly.
 What a batch does once (Ray, loading) is not in the figures. Every round has new prompts; half the tokens of each are
 common to 16 lines.
 """
@@ -24,12 +24,12 @@ import msgspec
 
 from benchmarks.checkpoints import benchmark_checkpoint
 from benchmarks.report import bootstrap_interval
-from cluster.batch.job import Job, run
+from cluster.batch.job import Answer, Job, run
 from cluster.batch.journal import Journal
-from cluster.cli.batch import application_before, num_in_flight
+from cluster.cli.batch import answering_by, num_in_flight
 from cluster.config import DEMO_MODEL, EngineConfig, ServeConfig
 from cluster.llm import LLM, SamplingParams
-from cluster.serve import app
+from cluster.serve.replica_process import REPLICA_ENVIRONMENT
 from workers.checkpoints.model_config import resolve_model_folder
 
 MODELS = {"tiny": ("tiny-llama", 2000), "demo": (DEMO_MODEL, 2000), "0.5B": ("qwen2.5-0.5b", 256)}
@@ -52,9 +52,11 @@ def batch(num_rounds: int) -> None:
     """Prints a row for each model."""
     print("| model | lines | LLM.generate, output tokens/s | manta batch, output tokens/s | ratio |")
     print("| --- | --- | --- | --- | --- |")
+    os.environ.update(REPLICA_ENVIRONMENT)  # as `manta batch` has it; Serve reads it when a process imports it
     for name, (model, num_lines) in MODELS.items():
         folder = str(resolve_model_folder(model) if model == DEMO_MODEL else benchmark_checkpoint(model))
-        rounds = asyncio.run(_measure(folder, num_rounds, num_lines))
+        with _process() as apart:
+            rounds = apart.submit(_measured, folder, num_rounds, num_lines).result()
         speeds = [statistics.median(each.num_tokens / each[way] for each in rounds) for way in (0, 1)]
         ratios = [each.offline / each.batch for each in rounds]
         low, high = bootstrap_interval(ratios)
@@ -62,18 +64,29 @@ def batch(num_rounds: int) -> None:
         print(f"| {name} | {num_lines} | {speeds[0]:,.0f} | {speeds[1]:,.0f} | {ratio} |", flush=True)
 
 
+def _process(*arguments: Any) -> ProcessPoolExecutor:
+    """A new one; `arguments` are a function that it calls first, and that function's."""
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), *arguments)
+
+
+def _measured(model: str, num_rounds: int, num_lines: int) -> list[Round]:
+    return asyncio.run(_measure(model, num_rounds, num_lines))
+
+
 async def _measure(model: str, num_rounds: int, num_lines: int) -> list[Round]:
+    from cluster.serve import app
+
     config = ServeConfig(engine=EngineConfig(model=model, kv_cache_bytes=KV_CACHE_BYTES))
     name = app.engines_name("bench", config)
     engine, host = await asyncio.to_thread(app.start_engines, config, name)
     # As Manta's replicas have it: threads that spin for long starve what else runs
     os.environ["GOMP_SPINCOUNT"] = "1000"
     try:
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _load, (model,)) as offline:
+        with _process(_load, (model,)) as offline:
             vocab_size = offline.submit(_vocab_size).result()
-            async with application_before(engine, host, config) as application:
+            async with answering_by(engine, host, config) as answer:
                 lines = _lines(config.model_name, num_lines, vocab_size)
-                rounds = [await _round(offline, application, config, next(lines)) for _ in range(num_rounds + 1)]
+                rounds = [await _round(offline, answer, config, next(lines)) for _ in range(num_rounds + 1)]
         return rounds[1:]  # the first one warms up
     finally:
         await asyncio.to_thread(app.stop, name)
@@ -115,7 +128,7 @@ def _generate(bodies: list[dict[str, Any]]) -> float:
 
 
 async def _round(
-    offline: ProcessPoolExecutor, application: Any, config: ServeConfig, bodies: list[dict[str, Any]]
+    offline: ProcessPoolExecutor, answer: Answer, config: ServeConfig, bodies: list[dict[str, Any]]
 ) -> Round:
     alone = offline.submit(_generate, bodies).result()
     with tempfile.TemporaryDirectory() as folder:
@@ -127,7 +140,7 @@ async def _round(
             places = asyncio.Semaphore(num_in_flight(config))
             failed: list[bool] = []
             report = lambda progress: failed.append(progress.has_failed)  # noqa: E731
-            await run(Job(application, journal, places, config.max_body_bytes, report), lines)
+            await run(Job(answer, journal, places, config.max_body_bytes, report), lines)
         took = time.perf_counter() - started
     assert failed == [False] * len(bodies), f"{sum(failed)} of {len(failed)} lines failed"
     return Round(alone, took, sum(body["max_tokens"] for body in bodies))

@@ -16,18 +16,21 @@ import time
 import types
 from typing import Any
 
+import httpx2
 import msgspec
 import pytest
+from ray.exceptions import RayActorError
 
 from cluster.batch import engine_client, job
-from cluster.batch.application import batch_application
+from cluster.batch.application import batch_endpoints
 from cluster.batch.journal import BatchRefused, Journal, count_lines, read_lines
-from cluster.batch.lines import BadLine, BatchRequest, BatchResult, LineKey, encode, parse
+from cluster.batch.lines import BadLine, BatchRequest, BatchResponse, BatchResult, LineKey, encode, parse
 from cluster.batch.runner import sharer_of
 from cluster.cli.__main__ import main
 from cluster.config import EngineConfig, ServeConfig
 from cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput, Usage
 from cluster.http.access.keys import ApiKeys
+from cluster.http.app import HttpApp
 from cluster.http.engines import Event
 from cluster.http.errors import ApiError
 from cluster.http.metrics import Metrics
@@ -119,15 +122,15 @@ def test_a_journal_refuses_what_is_not_its_own(tmp_path: pathlib.Path) -> None:
 
 
 class Echo:
-    """An ASGI application that answers with the prompt, and fails where it is told to."""
+    """Answers with the prompt, and fails where it is told to."""
 
     def __init__(self, statuses: dict[str, list[int]]) -> None:
         self.statuses = statuses
         self.asked: list[str] = []
         self.num_running = self.most_running = 0
 
-    async def __call__(self, scope, receive, send) -> None:
-        body = json.loads((await receive())["body"])
+    async def __call__(self, request: BatchRequest, request_id: str, client: str) -> BatchResponse:
+        body = json.loads(bytes(request.body))
         self.asked.append(body["prompt"])
         self.num_running += 1
         self.most_running = max(self.most_running, self.num_running)
@@ -136,18 +139,16 @@ class Echo:
         left = self.statuses.get(body["prompt"])
         status = left.pop(0) if left else 200
         answer = json.dumps({"echo": body["prompt"], "usage": {"prompt_tokens": 2, "completion_tokens": 3}}).encode()
-        await send({"type": "http.response.start", "status": status, "headers": []})
-        await send({"type": "http.response.body", "body": answer[:5], "more_body": True})
-        await send({"type": "http.response.body", "body": answer[5:]})
+        return BatchResponse(status, request_id, msgspec.Raw(answer))
 
 
-def run(application: Echo, source: pathlib.Path, target: pathlib.Path, num_in_flight: int = 4) -> list[job.Progress]:
+def run(echo: Echo, source: pathlib.Path, target: pathlib.Path, num_in_flight: int = 4) -> list[job.Progress]:
     reports: list[job.Progress] = []
 
     async def answer_all(journal: Journal) -> None:
         with source.open("rb") as lines:
             places = asyncio.Semaphore(num_in_flight)
-            await job.run(job.Job(application, journal, places, MAX_BYTES, reports.append), lines)
+            await job.run(job.Job(echo, journal, places, MAX_BYTES, reports.append), lines)
 
     with Journal(target) as journal:
         asyncio.run(answer_all(journal))
@@ -290,12 +291,93 @@ class CountingHandle(Handle):
         return types.SimpleNamespace(remote=remote)
 
 
+OPTIONS = {"dtype": "float32", "kv_cache_bytes": 8 << 20, "num_threads": 1, "max_num_sequences": 8}
+CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "ignore_eos": True}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+DIGITS = {"structured_outputs": {"regex": "[0-9]{3}"}}
+BODIES: list[tuple[str, dict[str, Any]]] = [
+    ("completions", {"prompt": "hello", "n": 2, "logprobs": 2, "echo": True, "max_tokens": 5, "seed": 3}),
+    ("completions", {"prompt": [[5, 6], [7, 8, 9]], "max_tokens": 30, "stop": ["e", "a"]}),
+    ("completions", {"prompt": "hello", "max_tokens": 40, **DIGITS}),
+    ("completions", {"prompt": "hello", "prompt_logprobs": 1, "max_tokens": 2}),
+    ("completions", {"prompt": "hello", "bad_words": ["a"], "max_tokens": 5}),
+    ("completions", {"prompt": [5] * 9, "max_tokens": 10**6}),
+    ("completions", {"prompt": "hello", "allowed_token_ids": [10**30]}),
+    ("completions", {"prompt": "hello", "temperature": 9}),
+    ("completions", {"prompt": "hello", "colour": "red"}),
+    ("completions", {"prompt": "hello", "model": "another"}),
+    ("chat/completions", {**CHAT, "n": 2, "logprobs": True, "top_logprobs": 1, "seed": 4, "temperature": 1}),
+    ("chat/completions", {**CHAT, "max_tokens": 40, "response_format": {"type": "json_object"}}),
+    ("chat/completions", {**CHAT, "max_tokens": 40, **DIGITS}),
+    ("chat/completions", {**CHAT, "tools": [TOOL]}),
+    ("chat/completions", {**CHAT, "structured_outputs": {"regex": "["}}),
+]
+
+
+def test_a_line_means_what_its_body_means_over_http() -> None:
+    model = checkpoint("llama")
+    # Without a cache neither reads what the other one has computed.
+    config = ServeConfig(engine=EngineConfig(model=str(model), enable_prefix_caching=False, **OPTIONS))
+
+    def same(answer: bytes) -> dict[str, Any]:
+        """Log-probabilities may differ in rounding."""
+        fields = json.loads(answer, parse_float=lambda _: None)
+        return {key: value for key, value in fields.items() if key not in ("id", "created")}
+
+    async def scenario() -> list[int]:
+        replica = await asyncio.to_thread(EngineReplica, config.engine)
+        endpoints, client = batch_endpoints(config, Handle(replica), "127.0.0.1")
+        state = endpoints.state
+        transport = httpx2.ASGITransport(HttpApp(state.config, state.tokenizer, client, state.metrics))
+        statuses = []
+        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost/v1", trust_env=False) as http:
+            for path, fields in BODIES:
+                content = json.dumps({"model": model.name, "temperature": 0, **fields}).encode()
+                asked, line = await asyncio.gather(
+                    http.post(path, content=content),
+                    endpoints.answer(BatchRequest("a", f"/v1/{path}", msgspec.Raw(content)), "line"),
+                )
+                assert (line.status_code, same(bytes(line.body))) == (asked.status_code, same(asked.content)), fields
+                statuses.append(line.status_code)
+        await client.close()
+        return statuses
+
+    assert asyncio.run(scenario()) == [200] * 5 + [400] * 4 + [404] + [200] * 4 + [400]
+
+
+def test_lines_of_a_call_that_fails_go_on_one_by_one() -> None:
+    """The first call ends with its engine's death and the second one in an unknown way."""
+    config = ServeConfig(engine=EngineConfig(model=str(checkpoint("llama")), **OPTIONS))
+    failures: list[Exception] = [RayActorError(), ValueError("unknown")]
+
+    class FailingHandle(Handle):
+        def __getattr__(self, name: str) -> Any:
+            if name != "generate_group" or not failures:
+                return super().__getattr__(name)
+            error = failures.pop(0)
+
+            async def fail(requests: list[EngineRequest], _: Address) -> None:
+                raise error
+
+            return types.SimpleNamespace(remote=lambda *arguments: asyncio.ensure_future(fail(*arguments)))
+
+    async def scenario() -> None:
+        replica = await asyncio.to_thread(EngineReplica, config.engine)
+        endpoints, client = batch_endpoints(config, FailingHandle(replica), "127.0.0.1")
+        body = msgspec.Raw(json.dumps({"model": config.model_name, "prompt": [5, 6], "max_tokens": 3}).encode())
+        ask = lambda: endpoints.answer(BatchRequest("1", "/v1/completions", body), "line")  # noqa: E731
+        assert [(await ask()).status_code for _ in range(3)] == [200, 500, 200]
+        assert not client.runs
+        await client.close()
+
+    asyncio.run(scenario())
+
+
 def test_lines_share_calls_and_each_is_answered_or_left_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 60 lines 20 are refused, and 8 of those that take long are left: their engine ends them, and no other."""
     monkeypatch.setattr(engine_client, "GROUP_SHARE", 4)
     model = checkpoint("llama")
-    options = {"dtype": "float32", "kv_cache_bytes": 8 << 20, "num_threads": 1, "max_num_sequences": 8}
-    config = ServeConfig(engine=EngineConfig(model=str(model), **options))
+    config = ServeConfig(engine=EngineConfig(model=str(model), **OPTIONS))
 
     def request(number: int, **fields: object) -> BatchRequest:
         body = {"model": model.name, "prompt": [5, number + 6], "temperature": 0, "ignore_eos": True, **fields}
@@ -304,8 +386,8 @@ def test_lines_share_calls_and_each_is_answered_or_left_by_itself(monkeypatch: p
     async def scenario() -> None:
         replica = await asyncio.to_thread(EngineReplica, config.engine)
         handle = CountingHandle(replica)
-        application, client = batch_application(config, handle, "127.0.0.1")
-        ask = lambda number, **fields: job.ask(application, request(number, **fields), f"line-{number}")  # noqa: E731
+        endpoints, client = batch_endpoints(config, handle, "127.0.0.1")
+        ask = lambda number, **fields: endpoints.answer(request(number, **fields), f"line-{number}")  # noqa: E731
         kept = [asyncio.ensure_future(ask(number, max_tokens=4 + number % 9)) for number in range(40)]
         refused = [ask(number, max_tokens=4, allowed_token_ids=[10_000]) for number in range(40, 60)]
         left = [asyncio.ensure_future(ask(number, max_tokens=400)) for number in range(60, 68)]
@@ -342,12 +424,12 @@ def test_a_batch_has_the_weight_of_its_key() -> None:
     async def scenario() -> None:
         handle: Any = Handle(types.SimpleNamespace(generate_group=generate_group, model=model))
         without_keys = msgspec.structs.replace(config, api_keys=None)  # as `manta batch` reads it
-        assert batch_application(without_keys, handle, "127.0.0.1")[0]._config.client_weights == {}
-        application, client = batch_application(config, handle, "127.0.0.1")
+        assert batch_endpoints(without_keys, handle, "127.0.0.1")[0].state.config.client_weights == {}
+        endpoints, client = batch_endpoints(config, handle, "127.0.0.1")
         body = msgspec.Raw(json.dumps({"model": config.model_name, "prompt": "a"}).encode())
         for name in ("team", "boss"):
             owner = ApiKeys(keys).owner_of(name)
-            answer = await job.ask(application, BatchRequest("1", "/v1/completions", body), "1", sharer_of(owner))
+            answer = await endpoints.answer(BatchRequest("1", "/v1/completions", body), "1", sharer_of(owner))
             assert answer.status_code == 400
         await client.close()
 

@@ -18,6 +18,7 @@ import pytest
 
 from cluster.batch import runner as runner_module
 from cluster.batch import stored
+from cluster.batch.endpoints import Endpoints
 from cluster.batch.records import Records
 from cluster.batch.runner import Runner
 from cluster.batch.storage import Storage, with_storage
@@ -75,9 +76,9 @@ class Service:
 
     def _start(self) -> None:
         inside = ServeConfig(engine=EngineConfig(model="demo"), log_requests=False)
-        application = HttpApp(inside, TOKENIZER, self.engines, Metrics("demo"))
+        endpoints = Endpoints(inside, TOKENIZER, self.engines, Metrics("demo"))
         records = Records(Storage(self.config.batch_storage or ""), self.config.batches)
-        self.runner = Runner(records, application, self.config.batches.max_in_flight or 4, 4096)
+        self.runner = Runner(records, endpoints.answer, self.config.batches.max_in_flight or 4, 4096)
         self._serving = asyncio.create_task(self.runner.serve())
 
     async def restart(self) -> None:

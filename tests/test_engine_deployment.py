@@ -7,14 +7,15 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
 
 from cluster.config import EngineConfig
 from cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput
-from cluster.serve import burst
-from cluster.serve.channel import Connection, Control, Hello, OutputReceiver
+from cluster.serve import burst, engine_deployment
+from cluster.serve.channel import Connection, Control, EngineFailed, Hello, OutputReceiver
 from cluster.serve.engine_deployment import EngineReplica
 from structured.constraint import ConstraintSpec
 from tests.checkpoints import checkpoint, reference_greedy
@@ -29,12 +30,15 @@ class Ingress:
 
     def __init__(self) -> None:
         self.outputs: list[SequenceOutput] = []
+        self.num_frames = 0
         self.connection: Connection | None = None
         self._news = asyncio.Event()
         self.receiver = OutputReceiver("127.0.0.1", self._on_outputs, lambda _: None)
 
     def _on_outputs(self, outputs: list[SequenceOutput], connection: Connection) -> None:
-        self.outputs += [output for output in outputs if output.token_ids or output.finish is not None]
+        news = [output for output in outputs if output.token_ids or output.finish is not None]
+        self.outputs += news
+        self.num_frames += bool(news)
         self.connection = connection
         if self.outputs:
             self._news.set()
@@ -45,8 +49,9 @@ class Ingress:
         return self.connection
 
 
-def new_replica() -> EngineReplica:
-    return EngineReplica(EngineConfig(model=str(checkpoint("llama")), dtype="float32", kv_cache_bytes=8 << 20))
+def new_replica(**options: Any) -> EngineReplica:
+    model = str(checkpoint("llama"))
+    return EngineReplica(EngineConfig(model=model, dtype="float32", kv_cache_bytes=8 << 20, **options))
 
 
 def request(name: str, num_tokens: int = 400) -> EngineRequest:
@@ -70,6 +75,55 @@ async def until_idle(replica: EngineReplica) -> None:
         return stats.num_running == stats.num_waiting == 0 and stats.kv_usage == 0
 
     await until(idle)
+
+
+@pytest.mark.parametrize("hold_s", [60.0, 0.0])
+def test_while_requests_wait_the_ends_of_others_that_are_read_whole_are_held(
+    hold_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of 12 run at a time; what is held comes once the last two have places."""
+    monkeypatch.setattr(engine_deployment, "HOLD_S", hold_s)
+
+    async def scenario() -> int:
+        replica, ingress = new_replica(max_num_sequences=2), Ingress()
+        address = await ingress.receiver.start()
+        requests = [msgspec.structs.replace(request(name, 8), reads_whole=True) for name in "abcdefghijkl"]
+        results = await replica.generate_group(requests, address)
+        assert [result.finish for result in results] == [FinishStatus.FINISHED_LENGTH] * 12
+        await until(lambda: sum(len(output.token_ids) for output in ingress.outputs) == 12 * 8)
+        await until_idle(replica)
+        return ingress.num_frames
+
+    num_frames = asyncio.run(scenario())
+    assert num_frames <= 6 if hold_s else num_frames >= 12
+
+
+def test_what_is_held_is_told_before_an_engine_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_deployment, "HOLD_S", 60.0)
+
+    async def scenario() -> None:
+        replica, ingress = new_replica(max_num_sequences=1), Ingress()
+        address = await ingress.receiver.start()
+        short, long = (
+            msgspec.structs.replace(request(name, n), reads_whole=True) for name, n in (("a", 2), ("b", 400))
+        )
+        first = asyncio.ensure_future(replica.generate(short, address))
+        others = [msgspec.structs.replace(long, request_id=name) for name in "bc"]
+        rest = asyncio.ensure_future(replica.generate_group(others, address))
+        await until(lambda: bool(replica._held.results))
+        assert not first.done()
+
+        def fail() -> None:
+            raise ValueError("a bug")
+
+        replica._inbox.put(fail)
+        assert (await first).finish is FinishStatus.FINISHED_LENGTH
+        with pytest.raises(EngineFailed, match="a bug"):
+            await rest
+        await ingress.first()
+        assert sum(len(output.token_ids) for output in ingress.outputs if output.request_id == "a") == 2
+
+    asyncio.run(scenario())
 
 
 def test_tokens_travel_on_the_channel_and_the_call_answers_with_the_result() -> None:

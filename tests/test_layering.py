@@ -199,6 +199,7 @@ INSIDE: dict[str, tuple[str, ...]] = {
         "cluster.chat",
         "cluster.llm",
         "cluster.batch",
+        "cluster.batch.endpoints",
         "cluster.batch.job",
         "cluster.batch.runner",
         "cluster.serve",

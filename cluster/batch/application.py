@@ -1,4 +1,4 @@
-"""The HTTP application as batches ask it: in their own process and without HTTP, with the engines behind it."""
+"""The endpoints of a batch with the engines behind them."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from typing import Any
 
 import msgspec
 
+from cluster.batch.endpoints import Endpoints
 from cluster.batch.engine_client import BatchEngineClient
 from cluster.batch.runner import sharer_of
 from cluster.config import ServeConfig
 from cluster.http.access.keys import ApiKeys
-from cluster.http.app import HttpApp
 from cluster.http.metrics import Metrics
 from cluster.serve.replica_process import collect_rarely
 from cluster.text.tokenizer import Tokenizer
 from workers.checkpoints.model_config import resolve_model_folder
 
 
-def batch_application(
+def batch_endpoints(
     config: ServeConfig, engine: Any, host: str, standby: Any = None, priority_clients: tuple[str, ...] = ()
-) -> tuple[HttpApp, BatchEngineClient]:
-    """The application and its client of the engines, which is its caller's to close; arguments are the client's."""
+) -> tuple[Endpoints, BatchEngineClient]:
+    """The endpoints and their client of the engines, which is its caller's to close; arguments are the client's."""
     tokenizer = Tokenizer(config.engine.tokenizer or str(resolve_model_folder(config.engine.model)))
     metrics = Metrics(config.model_name)
     client = BatchEngineClient(engine, tokenizer, host, metrics, standby)
@@ -30,10 +30,9 @@ def batch_application(
         api_keys=None,  # whoever may make a batch was asked for a key then
         client_weights={sharer_of(keys.owner_of(name)): weights[name] for name in keys.by_name.keys() & weights},
         priority_clients=priority_clients,
-        log_requests=False,  # a line each would be the output again
         batch_storage=None,
         request_timeout_s=max(config.request_timeout_s, config.batches.keep_s),  # a line has its batch's time
     )
-    application = HttpApp(inside, tokenizer, client, metrics)
+    endpoints = Endpoints(inside, tokenizer, client, metrics)
     collect_rarely()
-    return application, client
+    return endpoints, client

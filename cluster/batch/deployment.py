@@ -11,12 +11,12 @@ from typing import Any
 import ray
 from ray import serve
 
-from cluster.batch.application import batch_application
+from cluster.batch.application import batch_endpoints
 from cluster.batch.records import Records
 from cluster.batch.runner import Runner
 from cluster.batch.storage import Storage
 from cluster.config import ServeConfig
-from cluster.serve.replica_process import REPLICA_ENVIRONMENT
+from cluster.serve.replica_process import REPLICA_ENVIRONMENT, yield_to_engines
 from cluster.serve.start_failure import told_in_words
 
 
@@ -26,15 +26,16 @@ class BatchRunner:
     def __init__(self, config: ServeConfig, engine: Any, standby: Any = None) -> None:
         assert config.batch_storage is not None
         with told_in_words():
-            application, self._client = batch_application(config, engine, ray.util.get_node_ip_address(), standby)
+            endpoints, self._client = batch_endpoints(config, engine, ray.util.get_node_ip_address(), standby)
             num_places = config.max_engines * config.engine.max_num_sequences
             self._runner = Runner(
                 Records(Storage(config.batch_storage), config.batches),
-                application,
+                endpoints.answer,
                 config.batches.max_in_flight or max(1, num_places // 2),
                 config.max_body_bytes,
             )
         self._serving: asyncio.Task[None] | None = None
+        yield_to_engines()
 
     async def check_health(self) -> None:
         """Called by Serve, the first time before the replica counts as ready."""

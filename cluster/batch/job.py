@@ -1,6 +1,6 @@
-"""Runs a batch: every line of a file through the HTTP application, without HTTP, and every answer into another file.
+"""Runs a batch: every line of a file through the endpoint that it names, and every answer into another file.
 
-A line means what the same body means at its URL, since the same code answers it; a line that fails is a result like any
+A line means what the same body means at its URL (`cluster/batch/endpoints.py`); a line that fails is a result like any
 other. `cluster/cli/batch.py` starts the engines and calls `run`; for `/v1/batches` `cluster/batch/runner.py` does.
 
 Why not Ray Data: it splits the input into blocks, runs a block after a failure again, and fills each engine with one
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import msgspec
@@ -19,7 +19,6 @@ import msgspec
 from cluster.batch.journal import Line, read_lines
 from cluster.batch.lines import BadLine, BatchRequest, BatchResponse, BatchResult, LineKey, parse, refused
 from cluster.http.errors import RETRIED_STATUSES
-from cluster.http.exchange import Receive, Scope, Send
 
 WINDOW_LINES = 4096
 """So many lines are read ahead and sorted, so that those with a common prefix run together."""
@@ -32,8 +31,8 @@ PATIENCE_S = 1800.0
 RETRY_S, MAX_RETRY_S = 1.0, 10.0
 """Before the second try; each later one waits for as much longer, up to the second value."""
 
-Application = Callable[[Scope, Receive, Send], Awaitable[None]]
-"""ASGI's."""
+Answer = Callable[[BatchRequest, str, str], Coroutine[Any, Any, BatchResponse]]
+"""What a request came to; its second argument is the request's id, the third one whose it is."""
 Request = tuple[LineKey, BatchRequest | BadLine]
 
 
@@ -56,7 +55,7 @@ class Results(Protocol):
 class Job(NamedTuple):
     """One batch: what it asks of whom, and how."""
 
-    application: Application
+    answer: Answer
     results: Results
     places: asyncio.Semaphore
     """As many requests are under way; batches that share it take turns."""
@@ -149,7 +148,7 @@ async def _tried(job: Job, key: LineKey, request: BatchRequest) -> BatchResponse
     """The first answer that another try would not change, or the last one."""
     num_failures, begun, pause_s = 0, time.monotonic(), RETRY_S
     while True:
-        response = await ask(job.application, request, key.id, job.client)
+        response = await job.answer(request, key.id, job.client)
         if response.status_code in RETRIED_STATUSES:
             is_last = time.monotonic() - begun > PATIENCE_S
         else:
@@ -159,26 +158,6 @@ async def _tried(job: Job, key: LineKey, request: BatchRequest) -> BatchResponse
             return response
         await asyncio.sleep(pause_s)
         pause_s = min(pause_s + RETRY_S, MAX_RETRY_S)
-
-
-async def ask(application: Application, request: BatchRequest, request_id: str, client: str = "") -> BatchResponse:
-    """One request to an ASGI application, and its whole answer. `client` stands in place of an address."""
-    headers = [(b"content-type", b"application/json"), (b"x-request-id", request_id.encode())]
-    scope = {"type": "http", "method": request.method, "path": request.url, "headers": headers, "client": (client, 0)}
-    body = iter([{"type": "http.request", "body": bytes(request.body), "more_body": False}])
-    status, answer = 0, bytearray()
-
-    async def receive() -> dict[str, Any]:
-        message = next(body, None)
-        return message if message is not None else await asyncio.Future()  # this client never leaves
-
-    async def send(message: dict[str, Any]) -> None:
-        nonlocal status, answer
-        status = message.get("status", status)
-        answer += message.get("body", b"")
-
-    await application(scope, receive, send)
-    return BatchResponse(status, request_id, msgspec.Raw(bytes(answer)))
 
 
 class _Usage(msgspec.Struct):

@@ -12,7 +12,7 @@ import logging
 import time
 from typing import Any, Literal
 
-from cluster.batch.job import Application, Job
+from cluster.batch.job import Answer, Job
 from cluster.batch.job import run as answer_all
 from cluster.batch.journal import BatchRefused, count_lines, read_lines
 from cluster.batch.lines import BatchError, BatchResult, custom_id_of
@@ -63,11 +63,11 @@ class _Run:
 
 
 class Runner:
-    """`application` answers the lines, `max_in_flight` of them at a time."""
+    """`answer` answers the lines, `max_in_flight` of them at a time."""
 
-    def __init__(self, records: Records, application: Application, max_in_flight: int, max_line_bytes: int) -> None:
+    def __init__(self, records: Records, answer: Answer, max_in_flight: int, max_line_bytes: int) -> None:
         self._records = records
-        self._application = application
+        self._answer_line = answer
         self._places = asyncio.Semaphore(max_in_flight)
         self._max_line_bytes = max_line_bytes
         self._runs: dict[str, _Run] = {}
@@ -168,7 +168,7 @@ class Runner:
         if batch.status == "validating":
             await asyncio.to_thread(self._count, run, batch, results)
         job = Job(
-            self._application,
+            self._answer_line,
             results,
             self._places,
             self._max_line_bytes,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import os
 import pathlib
 import sys
 from collections.abc import AsyncIterator
@@ -15,12 +16,13 @@ from typing import Any, BinaryIO
 
 from tqdm import tqdm
 
-from cluster.batch.job import Application, Job, Progress, run
+from cluster.batch.job import Answer, Job, Progress, run
 from cluster.batch.journal import BatchRefused, Journal, count_lines
 from cluster.cli.check import check_quickly
 from cluster.cli.refusal import NotStarted, Refusal
 from cluster.cli.serve import stopped_by_sigterm
 from cluster.config import ServeConfig, load_config
+from cluster.serve.replica_process import REPLICA_ENVIRONMENT, yield_to_engines
 from workers.checkpoints.model_config import ModelError
 
 IN_FLIGHT_PER_PLACE = 2
@@ -64,7 +66,8 @@ def _run(source: BinaryIO, journal: Journal, config: ServeConfig) -> int:
     if num_done == num_lines:
         return 0
     print(f"Starting Ray and loading {config.engine.model} ...", file=sys.stderr)
-    from cluster.serve import app  # imports Ray, which takes seconds
+    os.environ.update(REPLICA_ENVIRONMENT)  # this process calls the engines as an ingress does
+    from cluster.serve import app  # imports Ray, which takes seconds and reads it
 
     # The same batch, started again on a cluster, finds the engines that it left there when it was killed.
     journal_digest = hashlib.blake2b(str(journal.path.resolve()).encode(), digest_size=4).hexdigest()
@@ -84,9 +87,9 @@ def _run(source: BinaryIO, journal: Journal, config: ServeConfig) -> int:
 async def _answer_all(
     engine: Any, host: str, source: BinaryIO, journal: Journal, config: ServeConfig, counter: Counter
 ) -> None:
-    async with application_before(engine, host, config) as application:
+    async with answering_by(engine, host, config) as answer:
         places = asyncio.Semaphore(num_in_flight(config))
-        await run(Job(application, journal, places, config.max_body_bytes, counter.add), source)
+        await run(Job(answer, journal, places, config.max_body_bytes, counter.add), source)
 
 
 def num_in_flight(config: ServeConfig) -> int:
@@ -94,14 +97,15 @@ def num_in_flight(config: ServeConfig) -> int:
 
 
 @contextlib.asynccontextmanager
-async def application_before(engine: Any, host: str, config: ServeConfig) -> AsyncIterator[Application]:
-    """The HTTP application, in this process and without HTTP, before what `app.start_engines` returned."""
-    from cluster.batch.application import batch_application  # imports Ray, which takes seconds
+async def answering_by(engine: Any, host: str, config: ServeConfig) -> AsyncIterator[Answer]:
+    """Answers lines by the engines that `app.start_engines` returned."""
+    from cluster.batch.application import batch_endpoints  # imports Ray, which takes seconds
 
     # Nobody else asks these engines, so its lines may go before each other as they like.
-    application, client = batch_application(config, engine, host, priority_clients=("*",))
+    endpoints, client = batch_endpoints(config, engine, host, priority_clients=("*",))
+    yield_to_engines()
     try:
-        yield application
+        yield endpoints.answer
     finally:
         await client.close()
         await engine.shutdown_async()

@@ -15,8 +15,8 @@ import math
 import secrets
 import time
 import urllib.parse
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from cluster.config import ServeConfig
 from cluster.http.engines import Generation
@@ -107,6 +107,34 @@ class BodyRoom:
 
     def give_back(self, num_bytes: int) -> None:
         self.num_bytes -= num_bytes
+
+
+class GenerationExchange(Protocol):
+    """What a generation needs of its exchange. A line of a batch has another one (`cluster/batch/endpoints.py`)."""
+
+    request_id: str
+    headers_out: list[tuple[bytes, bytes]]
+    span: Span | None
+
+    @property
+    def headers(self) -> Mapping[str, str]: ...
+
+    @property
+    def client(self) -> str: ...
+
+    @property
+    def sharer(self) -> str: ...
+
+    @property
+    def traceparent(self) -> str: ...
+
+    async def unless_gone(self, work: Awaitable[Result]) -> Result: ...
+
+    async def send_json(self, body: bytes) -> None: ...
+
+    async def stream(self, events: AsyncIterator[bytes], generation: Generation) -> None: ...
+
+    def note(self, generation: Generation) -> None: ...
 
 
 class Exchange:

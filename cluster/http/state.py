@@ -62,6 +62,8 @@ class AppState:
         document: dict[str, Any],
     ) -> None:
         self.config = config
+        self.model_name = config.model_name
+        """The model's name in the API."""
         self.tokenizer = tokenizer
         self.engines = engines
         self.metrics = metrics
@@ -79,7 +81,7 @@ class AppState:
 
     def check_model(self, name: str) -> None:
         """Raises `ApiError` 404 if another model is asked for."""
-        served = self.config.model_name
+        served = self.model_name
         if name != served:
             message = f"model {name!r} is not served here; {served!r} is"
             raise ApiError(404, message, param="model", code="model_not_found")

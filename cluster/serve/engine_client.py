@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import logging
 import weakref
 from collections.abc import Awaitable, Callable, Iterable
@@ -163,18 +164,26 @@ class EngineClient:
         except OSError as error:
             raise ApiError(503, f"the ingress cannot listen for engines: {in_words(error)}; retry") from error
 
+    def call(self, run: PromptRun, request: EngineRequest, pause_s: float) -> Any:
+        # In a context of its own: Serve takes calls of one HTTP request, which it knows by the context, for one call
+        # that it tries again, and forgets all but one of those that wait for a replica.
+        return asyncio.get_running_loop().create_task(run.call(request, pause_s), context=contextvars.Context())
+
     async def generate(self, request: EngineRequest) -> RequestResult:
         """One Serve call that stays open as long as the request runs; Serve asks `EngineRouter` for the replica.
 
         Raises `ApiError` 503 if no engine is there in time.
         """
+        address, left_s = await self._ready(request)
+        return await self._call(msgspec.structs.replace(request, deadline_s=left_s), address)
+
+    async def _ready(self, request: EngineRequest) -> tuple[Address, float]:
+        """Once there is an engine for a request: where to send its tokens, and the seconds that are left."""
         address = await self._listen()
         assert request.deadline_s is not None
         if self._watching is None:
             self._watching = asyncio.ensure_future(self._watch())
-        left_s = await self._waker.wait(request.deadline_s, is_new=request.continued is None)
-        request = msgspec.structs.replace(request, deadline_s=left_s)
-        return await self._call(request, address)
+        return address, await self._waker.wait(request.deadline_s, is_new=request.continued is None)
 
     async def _call(self, request: EngineRequest, address: Address) -> RequestResult:
         # One of each client a turn of the event loop: 1,000 at once would hold it for half a second
@@ -235,9 +244,10 @@ class EngineClient:
         """Requests that wait here for an engine to start."""
         return self._waker.num_held
 
-    def cancel_later(self, call: asyncio.Task[None]) -> None:
+    def cancel_later(self, call: Any) -> None:
         self._ending.add(call)
         call.add_done_callback(self._ending.discard)
+        call.add_done_callback(lambda task: task.cancelled() or task.exception())
         asyncio.get_running_loop().call_later(1.0, call.cancel)
 
     # ---- who is there --------------------------------------------------------------------------------------------

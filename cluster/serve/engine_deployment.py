@@ -14,7 +14,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -45,6 +45,11 @@ from workers.phases import Phases
 logger = logging.getLogger(__name__)
 
 
+HOLD_S = 0.1
+"""News of requests that nobody reads before their end wait so long for others like them, while more requests wait for a
+place: each time an ingress is woken costs it more than what a step has for it.
+"""
+
 IMPORTS, ENGINE, WARM_UP, FIRST_HEALTH = "imports", "engine", "warm_up", "first_health"
 """Phases of a start, after `process` (Python and Ray's worker) and beside those of `ModelInfo`: torch; of the engine
 what loading the model is not, such as the start of ranks; compilers; until Serve knows.
@@ -62,6 +67,16 @@ class _Running(msgspec.Struct):
     """Of the choices that have ended."""
     gathering: Gathering | None = None
     """Of a request whose output nobody reads before its end."""
+
+
+class _News(msgspec.Struct):
+    """What steps brought, until the event loop is told."""
+
+    frames: dict[Address, list[SequenceOutput]] = {}
+    results: list[tuple[asyncio.Future[RequestResult], RequestResult]] = []
+    """Of requests: who waits for it, and what it is."""
+    since: float | None = None
+    """When the first of it came; None if there is nothing."""
 
 
 class EngineReplica:
@@ -84,6 +99,8 @@ class EngineReplica:
         self._meter = LoadMeter()
         self._running: dict[str, _Running] = {}
         """Read and changed by the step thread only."""
+        self._held = _News()
+        """Of requests that are read whole."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._node = ray.util.get_node_ip_address()
         blocks = self.engine.scheduler.blocks
@@ -274,9 +291,9 @@ class EngineReplica:
             # One that was admitted once is not refused for a full queue.
             self.engine.add_request(request, constraint, queue_is_bounded=request.continued is None)
         except RequestRefused as error:
-            self._reply(running, RequestResult(refused=str(error), param=error.param))
+            self._tell(_News(results=[(running.result, RequestResult(refused=str(error), param=error.param))]))
         except QueueFull as error:
-            self._reply(running, self._full(error))
+            self._tell(_News(results=[(running.result, self._full(error))]))
         else:
             self._running[request.request_id] = running
             self._watch.added(request, running.called_ns)
@@ -292,51 +309,67 @@ class EngineReplica:
     def _abort(self, request_id: str) -> None:
         self._end_choices(self.engine.abort(request_id))
 
+    def _end_choices(self, ended: list[SequenceOutput]) -> None:
+        news = _News()
+        for output in ended:
+            self._note_end(output, news)
+        self._tell(news)
+        self._tell_held()
+
     def _deliver(self, outputs: list[SequenceOutput]) -> None:
         """One frame for each ingress with news, then the results of what ended."""
-        if not outputs:
-            return
-        frames: dict[Address, list[SequenceOutput]] = {}
+        now, news = time.monotonic(), _News()
         for output in outputs:
             running = self._running[output.request_id]
             if output.token_ids:
                 self._meter.has_first_token(output.request_id)
-            if running.gathering is None or running.gathering.add(output):
-                frames.setdefault(running.address, []).append(output)
-        if frames:
-            assert self._loop is not None
-            self._loop.call_soon_threadsafe(self._send, frames)
-        self._end_choices(output for output in outputs if output.finish is not None)
+            if running.gathering is None:
+                news.frames.setdefault(running.address, []).append(output)
+            elif running.gathering.add(output):
+                self._held.frames.setdefault(running.address, []).append(output)
+                self._held.since = self._held.since or now
+        for output in outputs:
+            if output.finish is not None:
+                self._note_end(output, news)
+        self._tell(news)
+        if self._held.since is not None and (now >= self._held.since + HOLD_S or not self.engine.num_waiting):
+            self._tell_held()
 
-    def _send(self, frames: dict[Address, list[SequenceOutput]]) -> None:
-        for address, outputs in frames.items():
+    def _note_end(self, output: SequenceOutput, news: _News) -> None:
+        """Of one choice; with the last one the request has a result, for `news` or for what is held."""
+        running = self._running.get(output.request_id)
+        if running is None:
+            return
+        running.num_open -= 1
+        usage = output.usage
+        assert usage is not None
+        running.usages.append(usage)
+        self._watch.choice_ended(output)
+        if not running.num_open:
+            del self._running[output.request_id]
+            self._meter.ended(output.request_id)
+            usage = Usage.of_choices(usage.num_prompt_tokens, running.usages)
+            self._watch.ended(output.request_id, output, usage)
+            news = news if running.gathering is None else self._held
+            news.results.append((running.result, RequestResult(finish=output.finish, usage=usage)))
+
+    def _tell_held(self) -> None:
+        self._tell(self._held)
+        self._held = _News()
+
+    def _tell(self, news: _News) -> None:
+        """In one turn of the event loop, since to wake it costs a system call."""
+        if news.frames or news.results:
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(self._send, news)
+
+    def _send(self, news: _News) -> None:
+        for address, outputs in news.frames.items():
             self._reporter.note_outputs(address, outputs)
             self._sender.send(address, outputs)
-
-    def _end_choices(self, ended: Iterable[SequenceOutput]) -> None:
-        for output in ended:
-            running = self._running.get(output.request_id)
-            if running is None:
-                continue
-            running.num_open -= 1
-            usage = output.usage
-            assert usage is not None
-            running.usages.append(usage)
-            self._watch.choice_ended(output)
-            if not running.num_open:
-                del self._running[output.request_id]
-                self._meter.ended(output.request_id)
-                usage = Usage.of_choices(usage.num_prompt_tokens, running.usages)
-                self._watch.ended(output.request_id, output, usage)
-                self._reply(running, RequestResult(finish=output.finish, usage=usage))
-
-    def _reply(self, running: _Running, result: RequestResult) -> None:
-        def set_result() -> None:
-            if not running.result.done():
-                running.result.set_result(result)
-
-        assert self._loop is not None
-        self._loop.call_soon_threadsafe(set_result)
+        for future, result in news.results:
+            if not future.done():
+                future.set_result(result)
 
     def _fail(self, running: _Running) -> None:
         def set_exception() -> None:
@@ -349,6 +382,7 @@ class EngineReplica:
     def _die(self, reason: str) -> None:
         """Makes every open call raise, later ones too; then Serve's health check replaces this replica."""
         self._failure = reason
+        self._tell_held()
         for running in self._running.values():
             self._fail(running)
         self._running.clear()

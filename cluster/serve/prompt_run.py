@@ -8,11 +8,10 @@ the tokens is the business of `submission.py`; who is lost is found out by `engi
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import secrets
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 from ray.exceptions import RayActorError
@@ -41,6 +40,14 @@ OVERDUE_S = 30.0
 Tell = Callable[[SequenceOutput | RequestResult | Exception], None]
 
 
+class Call(Protocol):
+    """In which a request travels to an engine: an `asyncio.Task`, or a place in one."""
+
+    def cancel(self) -> object:
+        """The request is given up."""
+        ...
+
+
 class Caller(Protocol):
     """What runs and submissions need of the ingress that they belong to; `EngineClient` is it."""
 
@@ -48,6 +55,10 @@ class Caller(Protocol):
     metrics: Metrics
     runs: dict[str, PromptRun]
     """By the name under which an engine runs each now."""
+
+    def call(self, run: PromptRun, request: EngineRequest, pause_s: float) -> Call:
+        """Begins the call of a request: `run.call`, or another one that tells `run.has_returned` what it came to."""
+        ...
 
     async def generate(self, request: EngineRequest) -> RequestResult:
         """One call that stays open as long as the request runs."""
@@ -70,8 +81,10 @@ class Caller(Protocol):
     suspects: asyncio.Lock
     """Held by the one suspect that goes on, until it has gained something."""
 
-    def cancel_later(self, call: asyncio.Task[None]) -> None:
-        """Cancels the call of a request that has ended, after it had a second to return by itself."""
+    def cancel_later(self, call: Any) -> None:
+        """Cancels the call of a request that has ended, after it had a second to return by itself. It is one of those
+        that `call` returned.
+        """
         ...
 
 
@@ -95,7 +108,7 @@ class PromptRun:
         self._request = request
         self._tell = tell
         self._deadline = time.monotonic() + request.deadline_s
-        self._call: asyncio.Task[None] | None = None
+        self._call: Call | None = None
         self._progress = Progress(request)
         """All that came, read or not."""
         self._untold: list[Control] = []
@@ -120,11 +133,9 @@ class PromptRun:
 
     def _send(self, request: EngineRequest, pause_s: float = 0.0) -> None:
         self._client.runs[request.request_id] = self
-        # In a context of its own: Serve takes calls of one HTTP request, which it knows by the context, for one call
-        # that it tries again, and forgets all but one of those that wait for a replica.
-        self._call = asyncio.get_running_loop().create_task(self._run(request, pause_s), context=contextvars.Context())
+        self._call = self._client.call(self, request, pause_s)
 
-    async def _run(self, request: EngineRequest, pause_s: float) -> None:
+    async def call(self, request: EngineRequest, pause_s: float) -> None:
         """One call, which stays open as long as the request runs."""
         assert request.deadline_s is not None
         overdue = asyncio.timeout(request.deadline_s + OVERDUE_S)
@@ -139,12 +150,15 @@ class PromptRun:
                     await asyncio.wait_for(self.has_all_frames.wait(), LAST_FRAME_TIMEOUT_S)
                     return
         except Exception as error:
-            if overdue.expired():
-                self._fail(_overdue(self._request.deadline_s))
-            else:
-                self._on_error(error)
-            return
-        if result.queue_full is not None and self._num_attempts:  # it was admitted once
+            self.has_returned(overdue_error(self._request.deadline_s) if overdue.expired() else error)
+        else:
+            self.has_returned(result)
+
+    def has_returned(self, result: RequestResult | Exception) -> None:
+        """The call is over, and not all frames are here: the engine refused, or something failed."""
+        if isinstance(result, Exception):
+            self._on_error(result)
+        elif result.queue_full is not None and self._num_attempts:  # it was admitted once
             self.go_on(RETRY_PAUSE_S)
         else:
             self._fail(result)
@@ -263,11 +277,11 @@ class PromptRun:
         """Every choice has ended: the call may run out, which keeps Serve's counts right."""
         self._forget()
         if self._call is not None:
-            self._call.add_done_callback(lambda task: task.cancelled() or task.exception())
             self._client.cancel_later(self._call)
 
 
-def _overdue(deadline_s: float | None) -> ApiError:
+def overdue_error(deadline_s: float | None) -> ApiError:
+    """Of a request about which its engine says nothing."""
     return ApiError(
         408,
         f"no engine ended the request at its deadline; the limit is request_timeout_s, {deadline_s:g}",

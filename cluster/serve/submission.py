@@ -138,8 +138,9 @@ class Submission:
     def _tell(self, prompt: Prompt, item: SequenceOutput | RequestResult | Exception) -> None:
         if isinstance(item, SequenceOutput):
             choice = prompt.choices[item.index]
-            is_behind, choice.unread = choice.unread is not None, joined(choice.unread, item)
-            if not is_behind:
+            is_news = item.finish is not None if self._reads_whole else choice.unread is None
+            choice.unread = joined(choice.unread, item)
+            if is_news:
                 self._news.put_nowait((prompt, choice))
         else:
             self._news.put_nowait((prompt, item))

@@ -171,9 +171,10 @@ class Tokenizer:
             return WindowDecoder(self._fast, skip_special_tokens, self.special_ids - shown_ids)
         table = self._pieces
         if skip_special_tokens:
-            table = self._tables.setdefault(
-                shown_ids, PieceTable(self._fast, self._decoding, skipped=self.special_ids - shown_ids)
-            )
+            if shown_ids not in self._tables:
+                skipped = self.special_ids - shown_ids
+                self._tables[shown_ids] = PieceTable(self._fast, self._decoding, skipped)
+            table = self._tables[shown_ids]
         return PieceDecoder(table, "none" if continues_prompt else self._decoding.first)
 
     def token_bytes(self, token_id: int) -> bytes:

@@ -13,7 +13,7 @@ import msgspec
 from cluster.http.answers import Answer, ChatAnswer, CompletionAnswer
 from cluster.http.chat_output import plan_chat
 from cluster.http.errors import ApiError, refuse
-from cluster.http.exchange import Exchange
+from cluster.http.exchange import GenerationExchange
 from cluster.http.prompts import aside, encode, encode_all, render
 from cluster.http.protocol.body_limits import check_counts, check_echo, check_num_logprobs
 from cluster.http.protocol.requests import ChatCompletionRequest, CompletionRequest
@@ -29,7 +29,7 @@ SESSION_HEADER = "x-session-id"
 MAX_SESSION_CHARACTERS = 256
 
 
-async def chat(state: AppState, exchange: Exchange, request: ChatCompletionRequest) -> None:
+async def chat(state: AppState, exchange: GenerationExchange, request: ChatCompletionRequest) -> None:
     state.check_model(request.model)
     _check_priority(state, exchange, request.priority)
     check_counts(state.config, 1, request.num_choices)
@@ -39,11 +39,11 @@ async def chat(state: AppState, exchange: Exchange, request: ChatCompletionReque
     model = await state.model_info()
     prompt = await encode(state.tokenizer, plan.prompt, False, model.max_model_len, "messages")
     check_num_logprobs(state.config.body, plan.params, [prompt], model.max_model_len, bool(request.stream))
-    answer = ChatAnswer(request, _new_id("chatcmpl"), state.config.model_name, state.tokenizer, plan)
+    answer = ChatAnswer(request, _new_id("chatcmpl"), state.model_name, state.tokenizer, plan)
     await _generate(state, exchange, [prompt], plan.params, request, answer, plan.shown_ids)
 
 
-async def completions(state: AppState, exchange: Exchange, request: CompletionRequest) -> None:
+async def completions(state: AppState, exchange: GenerationExchange, request: CompletionRequest) -> None:
     state.check_model(request.model)
     _check_priority(state, exchange, request.priority)
     given = request.prompts()
@@ -54,11 +54,11 @@ async def completions(state: AppState, exchange: Exchange, request: CompletionRe
     model = await state.model_info()
     prompts = await encode_all(state.tokenizer, given, request.add_special_tokens, model.max_model_len, "prompt")
     check_num_logprobs(state.config.body, params, prompts, model.max_model_len, bool(request.stream))
-    answer = CompletionAnswer(request, _new_id("cmpl"), state.config.model_name, state.tokenizer, given, prompts)
+    answer = CompletionAnswer(request, _new_id("cmpl"), state.model_name, state.tokenizer, given, prompts)
     await _generate(state, exchange, prompts, params, request, answer)
 
 
-def _check_priority(state: AppState, exchange: Exchange, priority: int) -> None:
+def _check_priority(state: AppState, exchange: GenerationExchange, priority: int) -> None:
     """Raises `ApiError` 400 for whoever may not go before others."""
     allowed = state.config.priority_clients
     if priority < 0 and "*" not in allowed and not (exchange.client and exchange.client in allowed):
@@ -80,7 +80,7 @@ async def _sampling_params(state: AppState, request: ChatCompletionRequest | Com
 
 async def _generate(
     state: AppState,
-    exchange: Exchange,
+    exchange: GenerationExchange,
     prompts: list[list[int]],
     params: SamplingParams,
     request: ChatCompletionRequest | CompletionRequest,
@@ -92,7 +92,7 @@ async def _generate(
         params = await _enforceable(state, exchange, params)
         chats = isinstance(request, ChatCompletionRequest)
         if exchange.span is not None:
-            name, stream = state.config.model_name, bool(request.stream)
+            name, stream = state.model_name, bool(request.stream)
             exchange.span.set_attributes(generation_attributes(name, params, chat=chats, stream=stream))
         generation = state.engines.submit(
             f"{exchange.request_id}-{secrets.token_hex(4)}",
@@ -127,7 +127,7 @@ async def _generate(
 
 
 async def _field_at_fault(
-    state: AppState, exchange: Exchange, request: ChatCompletionRequest | CompletionRequest, error: ApiError
+    state: AppState, exchange: GenerationExchange, request: ChatCompletionRequest | CompletionRequest, error: ApiError
 ) -> tuple[str, ApiError]:
     """The body's field that a refusal is about; of several tools the one whose schema alone is refused too."""
     assert error.param is not None
@@ -139,7 +139,7 @@ async def _field_at_fault(
     return request.field_of(error.param), error
 
 
-async def _enforceable(state: AppState, exchange: Exchange, params: SamplingParams) -> SamplingParams:
+async def _enforceable(state: AppState, exchange: GenerationExchange, params: SamplingParams) -> SamplingParams:
     """`params` with a loose constraint resolved; a header of the answer says what is not enforced."""
     if params.constraint is None or not params.constraint.loose:
         return params
@@ -149,7 +149,7 @@ async def _enforceable(state: AppState, exchange: Exchange, params: SamplingPara
     return msgspec.structs.replace(params, constraint=spec)
 
 
-def _session(exchange: Exchange) -> str:
+def _session(exchange: GenerationExchange) -> str:
     """What the client calls its conversation, empty for nothing. Raises `ApiError` 400 for a name that is too long."""
     session = exchange.headers.get(SESSION_HEADER, "")
     if len(session) > MAX_SESSION_CHARACTERS:

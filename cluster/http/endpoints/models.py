@@ -34,4 +34,4 @@ async def one_model(state: AppState, exchange: Exchange, _: None) -> ModelCard:
 
 async def _card(state: AppState) -> ModelCard:
     info = await state.model_info()
-    return ModelCard(id=state.config.model_name, created=state.created, max_model_len=info.max_model_len)
+    return ModelCard(id=state.model_name, created=state.created, max_model_len=info.max_model_len)

@@ -55,7 +55,7 @@ async def docs(state: AppState, exchange: Exchange, _: None) -> None:
 
 def _home(state: AppState, host: str) -> Home:
     needs_key = bool(state.config.api_keys)
-    name = None if needs_key else state.config.model_name
+    name = None if needs_key else state.model_name
     url = f"http://{host or f'{state.config.host}:{state.config.port}'}"
     return Home(
         version=version(),

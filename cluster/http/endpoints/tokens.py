@@ -65,7 +65,7 @@ class DetokenizeResponse(msgspec.Struct):
 
 
 async def tokenize(state: AppState, exchange: Exchange, request: TokenizeRequest) -> TokenizeResponse:
-    state.check_model(request.model or state.config.model_name)
+    state.check_model(request.model or state.model_name)
     tokenizer, info = state.tokenizer, await state.model_info()
     if request.messages is not None:
         tokens = await encode(tokenizer, render(tokenizer, request), False, info.max_model_len, "messages")
@@ -77,7 +77,7 @@ async def tokenize(state: AppState, exchange: Exchange, request: TokenizeRequest
 
 
 async def detokenize(state: AppState, exchange: Exchange, request: DetokenizeRequest) -> DetokenizeResponse:
-    state.check_model(request.model or state.config.model_name)
+    state.check_model(request.model or state.model_name)
     info = await state.model_info()
     if len(request.tokens) > info.max_model_len:
         message = f"tokens has {len(request.tokens)} entries and the longest sequence has {info.max_model_len}"

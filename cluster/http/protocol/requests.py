@@ -272,7 +272,7 @@ class CompletionRequest(_SamplingFields, kw_only=True):
             prompt = [prompt]
         if not prompt:
             refuse("prompt", "prompt is empty; give a string, token ids, or a list of either")
-        if all(type(item) is int for item in prompt):
+        if set(map(type, prompt)) == {int}:
             return [checked_token_ids(prompt, "prompt")]
         found: list[str | list[int]] = []
         for index, item in enumerate(prompt):

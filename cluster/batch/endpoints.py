@@ -1,0 +1,90 @@
+"""The endpoints as batches ask them: the handlers of HTTP requests, without HTTP.
+
+A line means what the same body means at its URL, since the same functions decode it, turn it into prompts and write its
+answer. An exchange with a client, which may be slow and may leave, costs more than they do.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Awaitable
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+
+from cluster.batch.lines import BatchRequest, BatchResponse
+from cluster.config import ServeConfig
+from cluster.http.app import no_cluster, no_other_metrics
+from cluster.http.codec import decode
+from cluster.http.endpoints import generation
+from cluster.http.engines import Engines, Generation
+from cluster.http.errors import ApiError
+from cluster.http.metrics import Metrics
+from cluster.http.protocol.requests import ChatCompletionRequest, CompletionRequest
+from cluster.http.state import AppState
+from cluster.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
+
+Result = TypeVar("Result")
+
+
+class Endpoints:
+    """Those that `cluster.batch.lines.URLS` names."""
+
+    def __init__(self, config: ServeConfig, tokenizer: Tokenizer, engines: Engines, metrics: Metrics) -> None:
+        self.state = AppState(config, tokenizer, engines, metrics, no_other_metrics, no_cluster, {})
+
+    async def answer(self, request: BatchRequest, request_id: str, client: str = "") -> BatchResponse:
+        """The whole answer, be it an error. `client` is whose line it is: the engines let clients take turns. If it is
+        cancelled, the engines leave the line.
+        """
+        exchange = LineExchange(request_id, client)
+        try:
+            await self._handle(request, exchange)
+        except ApiError as error:
+            return _failed(request_id, error)
+        except Exception as error:
+            logging.getLogger(__name__).exception("line %s failed", request_id)
+            return _failed(request_id, ApiError(500, f"internal error: {type(error).__name__}"))
+        return BatchResponse(200, request_id, msgspec.Raw(exchange.answer))
+
+    async def _handle(self, request: BatchRequest, exchange: LineExchange) -> None:
+        body, limits = bytes(request.body), self.state.config.body
+        if request.url == "/v1/completions":
+            await generation.completions(self.state, exchange, decode(CompletionRequest, body, limits))
+        else:
+            await generation.chat(self.state, exchange, decode(ChatCompletionRequest, body, limits))
+
+
+def _failed(request_id: str, error: ApiError) -> BatchResponse:
+    return BatchResponse(error.status, request_id, msgspec.Raw(error.body()))
+
+
+class LineExchange:
+    """A `cluster.http.exchange.GenerationExchange` without headers and anybody who leaves; the answer is kept."""
+
+    client = ""
+    """It brought no API key: whoever may make a batch was asked for one then."""
+    traceparent = ""
+    span: Span | None = None
+
+    def __init__(self, request_id: str, sharer: str) -> None:
+        self.request_id = request_id
+        self.sharer = sharer
+        self.headers: dict[str, str] = {}
+        self.headers_out: list[tuple[bytes, bytes]] = []
+        self.answer = b""
+
+    async def unless_gone(self, work: Awaitable[Result]) -> Result:
+        return await work
+
+    async def send_json(self, body: bytes) -> None:
+        self.answer = body
+
+    async def stream(self, events: AsyncIterator[bytes], generation: Generation) -> None:
+        raise AssertionError("a batch has no streams")
+
+    def note(self, generation: Generation) -> None:
+        pass
