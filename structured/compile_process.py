@@ -163,8 +163,21 @@ def _compile(backends: Backends, spec: ConstraintSpec, limits: ConstraintLimits)
 
 
 def _lower_priority() -> None:
-    """Runs only in time that no other process wants, so that a step never waits for a compilation."""
-    with contextlib.suppress(AttributeError, OSError):  # not Linux, or not allowed: its niceness remains
+    """Runs only in time that no other process wants, so that a step never waits for a compilation, if it may have other
+    time again: of ordinary users Linux takes that right for good (sched(7)). Else its niceness remains.
+    """
+    may_come_back: list[bool] = []
+
+    def try_it() -> None:
+        with contextlib.suppress(AttributeError, OSError):  # not Linux, or not allowed
+            for policy in os.SCHED_IDLE, os.SCHED_OTHER:
+                os.sched_setscheduler(0, policy, os.sched_param(0))
+            may_come_back.append(True)
+
+    thread = threading.Thread(target=try_it)  # which has a priority of its own
+    thread.start()
+    thread.join()
+    if may_come_back:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
@@ -17,7 +16,7 @@ from cluster.text.tokenizer import LONG_TEXT, TextError, Tokenizer
 CHARACTERS_A_TOKEN = 8
 """A text with more than so many for each token that fits is looked at in pieces first; English has four or five."""
 NICENESS = 10
-"""Of the thread that tokenises long texts."""
+"""Of the thread that tokenises long texts, beyond that of its process."""
 
 Result = TypeVar("Result")
 
@@ -91,7 +90,7 @@ async def _tokenised(tokenizer: Tokenizer, texts: list[str], add_special_tokens:
 def _yield_to_others() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads would have our priority, not this one's
     if sys.platform == "linux":  # elsewhere a thread has no priority of its own
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        os.nice(NICENESS)  # not to a value: below what Ray gives its workers, nobody but root may set one
 
 
 _aside = ThreadPoolExecutor(1, "aside")

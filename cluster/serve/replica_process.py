@@ -19,14 +19,14 @@ OBJECTS_BETWEEN_COLLECTIONS = 20_000
 
 
 NICENESS = 10
-"""Of what nobody waits for."""
+"""Of what nobody waits for, beyond that of engines."""
 
 
 def yield_to_engines() -> None:
     """The calling thread, and those that it starts, get the processor where others leave it: a model's threads wait for
     each other, so that whoever takes the core of one holds up all.
     """
-    os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
+    os.nice(NICENESS)
 
 
 def collect_rarely() -> None:
