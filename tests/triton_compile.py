@@ -18,7 +18,7 @@ from triton.compiler import ASTSource
 from structured.masks import MaskBatch, row_words
 from tests.test_sampler import CASES, EOS, state_of
 from workers.checkpoints.model_config import HeadShape
-from workers.kernels.triton import attention, launch, rope, rows, sampler
+from workers.kernels.triton import attention, edits, launch, rope, rows, sampler
 from workers.kernels.triton.metadata import build_metadata
 from workers.sampling_params import SamplingParams
 from workers.step import SequenceStart
@@ -34,6 +34,11 @@ POINTERS = {
     torch.int64: "*i64",
     torch.uint8: "*u8",
 }
+LAUNCHED = (
+    "_attend", "_merge", "_rope_and", "_rms", "_silu", "_find_", "_choose", "_count", "_edit_rows", "_replace", "_add"
+)  # fmt: skip
+"""Beginnings of the names of kernels that the host launches; the others are called by these."""
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 CPU = torch.device("cpu")
 VOCAB_SIZE = 151_936
 
@@ -51,7 +56,7 @@ class Compiled:
 
     def _compile(self, *arguments: Any, **named: Any) -> None:
         kernel = self._kernel
-        options = {name: named.pop(name) for name in ("num_warps", "num_stages") if name in named}
+        options = {name: named.pop(name) for name in OPTIONS if name in named}
         values = dict(zip(kernel.arg_names, arguments, strict=False)) | named
         signature: dict[str, str] = {}
         constants: dict[str, Any] = {}
@@ -80,12 +85,11 @@ class Compiled:
 
 def stand_in() -> None:
     """Puts `Compiled` in the place of every kernel that the host launches."""
-    for module in (attention, rope, rows, sampler):
+    for module in (attention, edits, rope, rows, sampler):
         for name, value in list(vars(module).items()):
-            if isinstance(value, triton.runtime.jit.JITFunction) and value.__module__ == module.__name__:
-                launched = name.startswith(("_attend", "_merge", "_rope_and", "_rms", "_silu", "_find_", "_choose"))
-                if launched:
-                    setattr(module, name, Compiled(value))
+            is_own = isinstance(value, triton.runtime.jit.JITFunction) and value.__module__ == module.__name__
+            if is_own and name.startswith(LAUNCHED):
+                setattr(module, name, Compiled(value))
     attention.num_processors = lambda device: 132  # type: ignore[assignment]
 
 
@@ -128,7 +132,7 @@ def main() -> None:
         rows.add_rms_norm(x, x.clone(), weight, 1e-5)
         rows.silu_and_mul(torch.zeros(3, 28_672, dtype=dtype))
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for names in (["greedy"], ["temperature", "top_p"], ["logit_bias", "top_k_top_p_min_p"]):
+        for names in (["greedy"], ["temperature", "top_p"], ["logit_bias", "top_k_top_p_min_p"], ["everything"]):
             draw(names, dtype)
     print(f"{len(Compiled.forms)} forms compiled by triton {triton.__version__}")
 

@@ -20,6 +20,7 @@ from workers.attention import AttentionMetadata
 from workers.checkpoints.model_config import UNQUANTIZED, ModelConfig, ModelError
 from workers.checkpoints.weights import DecoderWeights, Linear, LinearWeight
 from workers.kernels.protocol import Forward, Kernels, SamplerKernels
+from workers.kernels.transfer import place
 from workers.kernels.triton import launch, layers, sampler
 from workers.kernels.triton.graphs import GraphedLayers, padded_to, record, sizes_to_capture
 from workers.kernels.triton.metadata import build_metadata
@@ -114,7 +115,7 @@ class CudaPlatform:
         return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[dtype]
 
     def place(self, array: np.ndarray) -> torch.Tensor:
-        return launch.place(array, self.device)
+        return place(array, self.device)
 
     def place_weight(self, view: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return view.to(self.device, dtype, copy=True)

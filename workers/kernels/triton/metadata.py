@@ -13,13 +13,9 @@ import numpy as np
 import torch
 
 from workers.attention import AttentionMetadata
-from workers.kernels.triton.launch import place
+from workers.kernels.transfer import place
+from workers.kernels.triton.launch import aligned_places
 from workers.shared_prefixes import SharedPrefixes
-
-_ALIGNMENT = 4
-"""Every array begins at a multiple of so many words: Triton compiles another form of a kernel for an address that is no
-multiple of 16 bytes, and a step would wait a second for it.
-"""
 
 
 @dataclasses.dataclass(slots=True)
@@ -78,7 +74,7 @@ def build_metadata(
     tables = host.block_tables.numpy()
     arrays = _padded(host, num_padded) if num_padded else _arrays(host)
     words = {name: array.view(np.int32) for name, array in arrays.items()}
-    places, end = _places({name: len(array) for name, array in words.items()})
+    places, end = aligned_places({name: len(array) for name, array in words.items()})
     packed = np.zeros(end + tables.size, dtype=np.int32)
     for name, where in places.items():
         packed[where] = words[name]
@@ -100,15 +96,6 @@ def build_metadata(
         packed=buffer[:end] if num_padded else None,
         num_padded=num_padded,
     )
-
-
-def _places(sizes: dict[str, int]) -> tuple[dict[str, slice], int]:
-    """Where arrays of so many words lie in a buffer, and its words."""
-    places, end = {}, 0
-    for name, size in sizes.items():
-        places[name] = slice(end, end + size)
-        end += -(-size // _ALIGNMENT) * _ALIGNMENT
-    return places, end
 
 
 def prefix_rows_of(views: dict[str, torch.Tensor]) -> PrefixRows:
@@ -142,7 +129,7 @@ _PADDING = {"slot_mapping": -1, "first_rows": -1}
 
 def padding(num_padded: int, has_groups: bool) -> torch.Tensor:
     """The buffer, int32 on the CPU, of a step without sequences in the layout of `num_padded`."""
-    places, end = _places(padded_sizes(num_padded, has_groups))
+    places, end = aligned_places(padded_sizes(num_padded, has_groups))
     buffer = torch.zeros(end, dtype=torch.int32)
     for name, value in _PADDING.items():
         if name in places:
@@ -153,7 +140,7 @@ def padding(num_padded: int, has_groups: bool) -> torch.Tensor:
 
 def padded_views(buffer: torch.Tensor, num_padded: int, has_groups: bool) -> dict[str, torch.Tensor]:
     """The arrays of a buffer in that layout, int32."""
-    places, _ = _places(padded_sizes(num_padded, has_groups))
+    places, _ = aligned_places(padded_sizes(num_padded, has_groups))
     return {name: buffer[where] for name, where in places.items()}
 
 
