@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from cluster.engine.overlap.stream import DeviceStream
 from cluster.llm import LLM, SamplingParams
 from tests.checkpoints import VOCAB_SIZE, checkpoint, reference_greedy
 from tests.triton_device import DEVICE, NEEDS_GPU, THOROUGH
@@ -197,6 +198,36 @@ def test_the_demo_model_is_greedy_equal_to_the_cpu(monkeypatch: pytest.MonkeyPat
         for each in (llm, on_cpu)
     ]
     assert texts[0] == texts[1]
+
+
+@NEEDS_GPU
+def test_a_step_is_launched_and_drawn_without_waiting_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch's own watch over calls that wait: with edits, filters and log-probabilities."""
+    llm = make_llm(monkeypatch, "demo", max_model_len=None, max_num_sequences=8, kv_cache_bytes=1 << 26)
+    stream, waits = llm.engine.executor, []
+    assert isinstance(stream, DeviceStream)
+
+    def watched(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return call(*arguments)
+            except Exception as error:
+                waits.append(error)
+                raise
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        return run
+
+    monkeypatch.setattr(stream.inner, "execute", watched(stream.inner.execute))
+    monkeypatch.setattr(stream.inner, "draw", watched(stream.inner.draw))
+    asked = [{"frequency_penalty": 0.5}, {"repetition_penalty": 1.2, "top_p": 0.9}, {"logit_bias": {7: 2.0}}]
+    asked += [{"logprobs": 3}, {"bad_words": ["Manta"]}, {"temperature": 0.0, "min_tokens": 9}, {"n": 2}]
+    params = [SamplingParams(**{"max_tokens": 20, "seed": 1} | fields) for fields in asked]
+    outputs = llm.generate([[5, 6, 7]] * len(params), params, use_tqdm=False)
+    assert all(output.outputs[0].token_ids for output in outputs)
+    assert not waits
 
 
 @NEEDS_GPU

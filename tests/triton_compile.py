@@ -1,4 +1,5 @@
-"""Compiles every Triton kernel for an H100, without one: `python -m tests.triton_compile` prints a line for each form.
+"""Compiles every Triton kernel for an H100, and attention for lesser GPUs too, without one:
+`python -m tests.triton_compile` prints a line for each form.
 
 The host's functions run with tensors on the CPU; in the place of each launch, its kernel is compiled for the arguments.
 A process of its own, because Triton's interpreter must be off when triton is imported.
@@ -23,9 +24,9 @@ from workers.kernels.triton.metadata import build_metadata
 from workers.sampling_params import SamplingParams
 from workers.step import SequenceStart
 
-TARGET = GPUTarget("cuda", 90, 32)
-SHARED_BYTES = 227 << 10
-"""That a program may use on an H100."""
+H100 = 90
+SHARED_BYTES = {H100: 227 << 10, 89: 99 << 10}
+"""Compute capability to the shared memory that a program may use: H100, then L4 and RTX 4090."""
 POINTERS = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
@@ -47,6 +48,7 @@ class Compiled:
     """Stands for a kernel: what would launch it compiles it, once for each form."""
 
     forms: set[str] = set()
+    capability = H100
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
@@ -72,14 +74,15 @@ class Compiled:
                 signature[name] = "i32" if isinstance(value, int) else "fp32"
             if isinstance(value, torch.Tensor) or (is_special and value % 16 == 0 and name not in constants):
                 attributes[(index,)] = [["tt.divisibility", 16]]
-        form = f"{kernel.__name__} {signature} {constants} {options}"
+        form = f"{kernel.__name__} for {self.capability} {signature} {constants} {options}"
         if form in self.forms:
             return
         self.forms.add(form)
         started = time.perf_counter()
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-        shared = triton.compile(source, target=TARGET, options=options).metadata.shared
-        assert shared <= SHARED_BYTES, f"{form} needs {shared} bytes of shared memory"
+        target = GPUTarget("cuda", self.capability, 32)
+        shared = triton.compile(source, target=target, options=options).metadata.shared
+        assert shared <= SHARED_BYTES[self.capability], f"{form} needs {shared} bytes of shared memory"
         print(f"{kernel.__name__}: {shared} bytes shared, {time.perf_counter() - started:.1f} s", flush=True)
 
 
@@ -91,6 +94,7 @@ def stand_in() -> None:
             if is_own and name.startswith(LAUNCHED):
                 setattr(module, name, Compiled(value))
     attention.num_processors = lambda device: 132  # type: ignore[assignment]
+    attention.shared_bytes = lambda device: SHARED_BYTES[Compiled.capability]  # type: ignore[assignment]
 
 
 def attend(lengths: list[tuple[int, int]], shape: tuple[int, int, int], dtype: torch.dtype, **case: Any) -> None:
@@ -122,10 +126,13 @@ def main() -> None:
     stand_in()
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for shape in ((32, 8, 128), (14, 2, 64), (8, 2, 96), (8, 4, 256)):
+            for Compiled.capability in SHARED_BYTES:
+                attend([(2000, 1)] * 64, shape, dtype, shared=100)
+                attend([(0, 500), (30, 1)], shape, dtype)
+            Compiled.capability = H100
             attend([(100, 1)], shape, dtype)
             attend([(100, 1)] * 64, shape, dtype)
-            attend([(2000, 1)] * 64, shape, dtype, shared=100)
-            attend([(0, 500), (30, 1)], shape, dtype)
+            attend([(100, 5), (30, 1)], shape, dtype)
             attend([(0, 500), (30, 1)], shape, dtype, window=100)
         x, weight = torch.zeros(3, 4096, dtype=dtype), torch.zeros(4096, dtype=dtype)
         rows.rms_norm(x, weight, 1e-5)
