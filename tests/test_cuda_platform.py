@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import multiprocessing
+import pathlib
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -23,8 +25,10 @@ from workers.attention import AttentionMetadata
 from workers.kernels.protocol import KVCaches
 from workers.kernels.triton import graphs, launch
 from workers.kernels.triton.metadata import DeviceMetadata, Layout, build_metadata
-from workers.parallel.group import CollectiveGroup
+from workers.parallel.group import CollectiveGroup, GlooGroup, open_store
+from workers.platforms import cuda
 from workers.platforms.cuda import CudaPlatform
+from workers.step import SamplePoint, ScheduledSequence, SequenceStart, StepInput
 
 NUM_TOKENS = 12 if THOROUGH else 3
 
@@ -249,6 +253,60 @@ def test_drafts_are_verified_by_graphs_and_by_kernels_alike(monkeypatch: pytest.
     assert output.outputs[0].token_ids == reference_greedy(folder, prompt, 6)
     assert num_replays[1] > 1
     assert num_replays[2] > 1
+
+
+RANK_PROMPT, RANK_TOKENS = [5, 9, 13, 40, 7], 4
+
+
+def generate_as_rank(rank: int, address: str, folder: str) -> tuple[list[int], int]:
+    """(tokens, replays of graphs) of one of two ranks, which stands in a process of its own, over gloo."""
+    replayed: list[int] = []
+    capture = launch.GraphCapture.capture
+
+    def counted(*arguments: Any) -> tuple[torch.Tensor, Callable[[], object]]:
+        result, replay = capture(*arguments)
+        return result, lambda: (replayed.append(1), replay())
+
+    launch.GraphCapture.capture = counted  # type: ignore[method-assign]
+    cuda.NcclGroup = lambda rank, num_ranks, address, device: GlooGroup(rank, num_ranks, address)  # type: ignore
+    worker.choose_platform = lambda device, num_threads: CudaPlatform(DEVICE)  # type: ignore[assignment]
+    limits = {"max_model_len": 32, "block_size": 32, "kv_cache_bytes": 1 << 18, "kv_cache_fraction": None}
+    own = worker.Worker(
+        worker.WorkerConfig(
+            model=folder, dtype="float32", device="cuda", num_threads=1, max_num_sequences=1, rank=rank, num_ranks=2,
+            group_address=address, max_num_batched_tokens=32, **limits,
+        )
+    )  # fmt: skip
+    store, tokens = own.group.store, []  # type: ignore[attr-defined]
+    replayed.clear()
+    position = len(RANK_PROMPT)
+    start = SequenceStart(0, SamplingParams(temperature=0), 0, RANK_PROMPT, position)
+    step = StepInput(0, [], [start], [], [], [ScheduledSequence(0, 0, position, [0])])
+    for index in range(RANK_TOKENS):
+        step.sample_points = [SamplePoint(step.num_tokens - 1, 0, position)]
+        own.execute(step)
+        output = own.sample()
+        if rank == 0:
+            tokens += output.token_ids[0]
+            store.set(f"token {index}", str(tokens[-1]))
+        else:
+            tokens.append(int(store.get(f"token {index}")))
+            own.adopt({0: tokens[-1:]})
+        step = StepInput(index + 1, scheduled=[ScheduledSequence(0, position, 1, [])])
+        position += 1
+    return tokens, len(replayed)
+
+
+@pytest.mark.prove
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="two ranks need two GPUs")
+def test_two_ranks_replay_graphs_with_their_sums() -> None:
+    folder = str(checkpoint("llama", num_hidden_layers=1))
+    store, address = open_store("127.0.0.1")
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+        ranks = list(pool.map(generate_as_rank, range(2), [address] * 2, [folder] * 2))
+    expected = reference_greedy(pathlib.Path(folder), RANK_PROMPT, RANK_TOKENS)
+    assert ranks == [(expected, RANK_TOKENS - 1)] * 2
+    del store
 
 
 @NEEDS_GPU

@@ -142,9 +142,9 @@ def record(
     layers.capture = GraphCapture(device)
     try:
         for layout in sorted(layouts, key=lambda each: (each.tokens_each, -each.num_sequences)):
-            if not agree(time.perf_counter() <= deadline):
+            if not agree(int(time.perf_counter() <= deadline)):
                 break
-            if not agree(_can_capture(layout, tables, forward, block_size, max_model_len, share_prefixes)):
+            if not agree(int(_can_capture(layout, tables, forward, block_size, max_model_len, share_prefixes))):
                 layers.forget(layout)
                 break
             captured.append(layout)
