@@ -63,7 +63,7 @@ class Engine:
     def graph_sizes(self) -> tuple[int, ...]:
         """Batch sizes whose decode steps were captured."""
         platform = self.llm.engine.executor.inner._worker.runner.platform  # type: ignore[attr-defined]
-        return platform.graph_sizes
+        return tuple(each.num_sequences for each in platform.graph_layouts if each.tokens_each == 1)
 
     def generate(self, prompts: list[list[int]], params: SamplingParams) -> float:
         """Seconds of a whole run."""

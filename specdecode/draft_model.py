@@ -187,7 +187,7 @@ class DraftModel:
         ends = np.cumsum(counts) - 1
         for row, start, count in zip(chosen, starts, counts, strict=True):
             self._mark(batch[row].progress, start + count, tables[row])
-        hidden = hidden[torch.from_numpy(ends[complete])]
+        hidden = hidden[self._runner.platform.place(ends[complete])]
         return hidden, [row for row, is_complete in zip(chosen, complete, strict=True) if is_complete]
 
     def _mark(self, progress: Progress, num_computed: int, table: np.ndarray) -> None:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import multiprocessing
+import pathlib
+import threading
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import distributed
 
+from cluster.engine.overlap.stream import DeviceStream
 from cluster.llm import LLM, SamplingParams
 from tests.checkpoints import VOCAB_SIZE, checkpoint, reference_greedy
 from tests.triton_device import DEVICE, NEEDS_GPU, THOROUGH
@@ -18,8 +24,11 @@ from workers import worker
 from workers.attention import AttentionMetadata
 from workers.kernels.protocol import KVCaches
 from workers.kernels.triton import graphs, launch
-from workers.kernels.triton.metadata import DeviceMetadata, build_metadata
+from workers.kernels.triton.metadata import DeviceMetadata, Layout, build_metadata
+from workers.parallel.group import CollectiveGroup, GlooGroup, open_store
+from workers.platforms import cuda
 from workers.platforms.cuda import CudaPlatform
+from workers.step import SamplePoint, ScheduledSequence, SequenceStart, StepInput
 
 NUM_TOKENS = 12 if THOROUGH else 3
 
@@ -34,14 +43,31 @@ def make_llm(monkeypatch: pytest.MonkeyPatch, model: str, **options: Any) -> LLM
     return llm
 
 
+def decodes(*sizes: int) -> tuple[Layout, ...]:
+    return tuple(Layout(1, size) for size in sizes)
+
+
 def test_a_decode_step_is_padded_to_the_next_size_that_is_captured() -> None:
-    sizes = graphs.sizes_to_capture(200)
-    assert sizes == (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 200)
-    assert graphs.sizes_to_capture(1) == (1,)
-    assert graphs.sizes_to_capture(4096)[-1] == graphs.MOST_SEQUENCES
-    assert [graphs.padded_to(sizes, np.ones(count)) for count in (1, 3, 17, 200, 201)] == [1, 4, 32, 200, 0]
-    assert graphs.padded_to(sizes, np.array([1, 2])) == 0
-    assert graphs.padded_to((), np.ones(1)) == 0
+    layouts = graphs.layouts_to_capture(200)
+    assert layouts == decodes(1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 200)
+    assert graphs.layouts_to_capture(1) == decodes(1)
+    assert graphs.layouts_to_capture(4096)[-1] == (1, graphs.MOST_SEQUENCES)
+    sizes = [graphs.padded_to(layouts, np.ones(count)) for count in (1, 3, 17, 200, 201)]
+    assert sizes == [*decodes(1, 4, 32, 200), None]
+    assert graphs.padded_to(layouts, np.array([1, 2])) is None
+    assert graphs.padded_to(layouts, np.array([], dtype=np.int64)) is None
+    assert graphs.padded_to((), np.ones(1)) is None
+
+
+def test_a_step_that_verifies_drafts_is_padded_to_the_most_of_each_sequence() -> None:
+    layouts = graphs.layouts_to_capture(200, max_draft_tokens=8)
+    assert layouts[-4:] == (Layout(9, 1), Layout(9, 2), Layout(9, 4), Layout(9, 8))
+    assert layouts[:-4] == graphs.layouts_to_capture(200)
+    assert graphs.padded_to(layouts, np.ones(1)) == Layout(1, 1)
+    assert graphs.padded_to(layouts, np.array([1, 9, 3])) == Layout(9, 4)
+    assert graphs.padded_to(layouts, np.array([2] * 8)) == Layout(9, 8)
+    assert graphs.padded_to(layouts, np.array([2] * 9)) is None
+    assert graphs.padded_to(layouts, np.array([10])) is None
 
 
 class NoLayers:
@@ -49,27 +75,59 @@ class NoLayers:
 
     def __init__(self) -> None:
         self.layers = graphs.GraphedLayers(lambda residual, *rest: residual + 1)
-        self.captured: list[tuple[int, bool]] = []
+        self.captured: list[tuple[Layout, bool]] = []
         self._caches: KVCaches = []
 
     def forward(self, token_ids: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
         assert isinstance(metadata, DeviceMetadata)
-        self.captured.append((metadata.num_padded, metadata.prefix_rows is not None))
+        if metadata.layout is not None:
+            self.captured.append((metadata.layout, metadata.prefix_rows is not None))
         return self.layers(torch.zeros(len(token_ids), 4), torch.empty(0), metadata, self._caches)
 
 
 def test_large_batches_are_captured_first_and_what_takes_too_long_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = NoLayers()
-    record = functools.partial(graphs.record, model.layers, model.forward, (1, 2, 4), 8, 64, torch.device("cpu"))
-    assert record() == (1, 2, 4)
-    assert model.captured == [(4, False), (4, True), (2, False), (2, True), (1, False)]
+    model, (one, two, four), verify = NoLayers(), decodes(1, 2, 4), Layout(3, 2)
+    layouts, device = (one, two, four, verify), torch.device("cpu")
+    record = functools.partial(graphs.record, model.layers, model.forward, layouts, 8, 64, device)
+    assert record() == layouts
+    both = [(each, has_groups) for each in (four, two, one, verify) for has_groups in (False, True)]
+    assert model.captured == [each for each in both if each != (one, True)]  # one sequence is no group
     model.captured.clear()
-    assert record(share_prefixes=False) == (1, 2, 4)
-    assert model.captured == [(4, False), (2, False), (1, False)]
+    assert record(share_prefixes=False) == layouts
+    assert model.captured == [(four, False), (two, False), (one, False), (verify, False)]
     clock = iter([0.0, 0.0, graphs.MOST_SECONDS, graphs.MOST_SECONDS + 1])
     monkeypatch.setattr(graphs.time, "perf_counter", lambda: next(clock))
-    assert record() == (2, 4)
-    assert graphs.padded_to((2, 4), np.ones(1)) == 2
+    assert record() == (two, four)
+    assert graphs.padded_to((two, four), np.ones(1)) == two
+
+
+def test_ranks_keep_only_what_all_of_them_have_captured(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In threads: the second rank cannot capture its third layout, so that both stop there."""
+    said, barrier = [0, 0], threading.Barrier(2, timeout=60)
+
+    def run(rank: int) -> tuple[tuple[Layout, ...], int]:
+        model = NoLayers()
+
+        def agree(value: int) -> int:
+            said[rank] = value
+            barrier.wait()
+            least = min(said)
+            barrier.wait()
+            return least
+
+        def forward(token_ids: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+            if rank == 1 and len(model.captured) == 2:
+                raise RuntimeError("operation not permitted when stream is capturing")
+            return model.forward(token_ids, metadata)
+
+        captured = graphs.record(model.layers, forward, decodes(1, 2, 4, 8), 8, 64, torch.device("cpu"), False, agree)
+        return captured, len(model.layers._graphs)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(run, range(2))) == [(decodes(4, 8), 2)] * 2
+    assert caplog.text.count("kernel by kernel") == 1
 
 
 def test_where_steps_cannot_be_captured_they_run_kernel_by_kernel(caplog: pytest.LogCaptureFixture) -> None:
@@ -79,21 +137,32 @@ def test_where_steps_cannot_be_captured_they_run_kernel_by_kernel(caplog: pytest
     platform, model = CudaPlatform(torch.device("cpu")), NoLayers()
     platform._graphed = model.layers
     platform.record_decodes(forward, 2, 64, 8)
-    assert platform.graph_sizes == ()
+    assert platform.graph_layouts == ()
     assert "kernel by kernel" in caplog.text
     metadata = platform.build_metadata(np.array([3]), np.ones(1, dtype=np.int64), np.zeros((1, 1), np.int32), 8)
     assert model.forward(torch.zeros(1, dtype=torch.int64), metadata).tolist() == [[1.0] * 4]
 
 
+def test_a_rank_that_is_measured_alone_replays_no_sums_over_ranks() -> None:
+    platform = CudaPlatform(torch.device("cpu"))
+    platform.graph_layouts = decodes(1)
+    step = np.array([3]), np.ones(1, dtype=np.int64), np.zeros((1, 1), np.int32), 8
+    group = CollectiveGroup(0, 2, distributed.HashStore(), None, torch.device("cpu"))
+    platform._group = group  # type: ignore[assignment]
+    assert platform.build_metadata(*step).layout == Layout(1, 1)
+    with group.alone():
+        assert platform.build_metadata(*step).layout is None
+
+
 @pytest.mark.parametrize("num_sequences", range(1, 6))
-@pytest.mark.parametrize("num_padded", [0, 7])
-def test_every_array_of_a_step_begins_where_a_kernel_reads_16_bytes(num_sequences: int, num_padded: int) -> None:
+@pytest.mark.parametrize("layout", [None, Layout(1, 7), Layout(3, 7)])
+def test_every_array_of_a_step_begins_where_a_kernel_reads_16_bytes(num_sequences: int, layout: Layout | None) -> None:
     """Else kernels would be compiled anew for steps of other sizes."""
     starts = np.full(num_sequences, 1030)
     tables = np.arange(num_sequences * 17, dtype=np.int32).reshape(num_sequences, 17)
     tables[:, :16] = np.arange(100, 116)
     lens = np.ones(num_sequences, dtype=np.int64)
-    metadata = build_metadata(starts, lens, tables, 64, torch.device("cpu"), num_padded=num_padded)
+    metadata = build_metadata(starts, lens, tables, 64, torch.device("cpu"), layout=layout)
     assert (metadata.prefix_rows is not None) == (num_sequences > 1)
     fields = [getattr(metadata, field.name) for field in dataclasses.fields(metadata)]
     if metadata.prefix_rows is not None:
@@ -157,7 +226,8 @@ def test_a_cpu_refuses_float16() -> None:
         LLM("demo", device="cpu", dtype="float16")
 
 
-def test_a_draft_model_replays_graphs_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_are_verified_by_graphs_and_by_kernels_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a draft model, whose own steps that compute what it lacks replay graphs too. Only prefills do not."""
     folder = checkpoint("llama") if THOROUGH else checkpoint("llama", num_hidden_layers=1)
     prompt = np.random.default_rng(2).integers(3, VOCAB_SIZE, 9).tolist()
     num_replays: list[int] = []
@@ -177,10 +247,66 @@ def test_a_draft_model_replays_graphs_of_its_own(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(launch.GraphCapture, "capture", counted)
     options = {"proposers": ["draft"], "draft_model": str(folder), "max_draft_tokens": 2, "adaptive": False}
     llm = make_llm(monkeypatch, str(folder), speculative=options, max_num_sequences=1)
-    assert num_replays == [1, 1]  # the model's and the draft model's
-    (output,) = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), use_tqdm=False)
-    assert output.outputs[0].token_ids == reference_greedy(folder, prompt, 4)
+    # The model's and the draft model's, to decode and to verify
+    assert num_replays == [1, 1, 1, 1]
+    (output,) = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True), use_tqdm=False)
+    assert output.outputs[0].token_ids == reference_greedy(folder, prompt, 6)
     assert num_replays[1] > 1
+    assert num_replays[2] > 1
+
+
+RANK_PROMPT, RANK_TOKENS = [5, 9, 13, 40, 7], 4
+
+
+def generate_as_rank(rank: int, address: str, folder: str) -> tuple[list[int], int]:
+    """(tokens, replays of graphs) of one of two ranks, which stands in a process of its own, over gloo."""
+    replayed: list[int] = []
+    capture = launch.GraphCapture.capture
+
+    def counted(*arguments: Any) -> tuple[torch.Tensor, Callable[[], object]]:
+        result, replay = capture(*arguments)
+        return result, lambda: (replayed.append(1), replay())
+
+    launch.GraphCapture.capture = counted  # type: ignore[method-assign]
+    cuda.NcclGroup = lambda rank, num_ranks, address, device: GlooGroup(rank, num_ranks, address)  # type: ignore
+    worker.choose_platform = lambda device, num_threads: CudaPlatform(DEVICE)  # type: ignore[assignment]
+    limits = {"max_model_len": 32, "block_size": 32, "kv_cache_bytes": 1 << 18, "kv_cache_fraction": None}
+    own = worker.Worker(
+        worker.WorkerConfig(
+            model=folder, dtype="float32", device="cuda", num_threads=1, max_num_sequences=1, rank=rank, num_ranks=2,
+            group_address=address, max_num_batched_tokens=32, **limits,
+        )
+    )  # fmt: skip
+    store, tokens = own.group.store, []  # type: ignore[attr-defined]
+    replayed.clear()
+    position = len(RANK_PROMPT)
+    start = SequenceStart(0, SamplingParams(temperature=0), 0, RANK_PROMPT, position)
+    step = StepInput(0, [], [start], [], [], [ScheduledSequence(0, 0, position, [0])])
+    for index in range(RANK_TOKENS):
+        step.sample_points = [SamplePoint(step.num_tokens - 1, 0, position)]
+        own.execute(step)
+        output = own.sample()
+        if rank == 0:
+            tokens += output.token_ids[0]
+            store.set(f"token {index}", str(tokens[-1]))
+        else:
+            tokens.append(int(store.get(f"token {index}")))
+            own.adopt({0: tokens[-1:]})
+        step = StepInput(index + 1, scheduled=[ScheduledSequence(0, position, 1, [])])
+        position += 1
+    return tokens, len(replayed)
+
+
+@pytest.mark.prove
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="two ranks need two GPUs")
+def test_two_ranks_replay_graphs_with_their_sums() -> None:
+    folder = str(checkpoint("llama", num_hidden_layers=1))
+    store, address = open_store("127.0.0.1")
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+        ranks = list(pool.map(generate_as_rank, range(2), [address] * 2, [folder] * 2))
+    expected = reference_greedy(pathlib.Path(folder), RANK_PROMPT, RANK_TOKENS)
+    assert ranks == [(expected, RANK_TOKENS - 1)] * 2
+    del store
 
 
 @NEEDS_GPU
@@ -197,6 +323,36 @@ def test_the_demo_model_is_greedy_equal_to_the_cpu(monkeypatch: pytest.MonkeyPat
         for each in (llm, on_cpu)
     ]
     assert texts[0] == texts[1]
+
+
+@NEEDS_GPU
+def test_a_step_is_launched_and_drawn_without_waiting_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch's own watch over calls that wait: with edits, filters and log-probabilities."""
+    llm = make_llm(monkeypatch, "demo", max_model_len=None, max_num_sequences=8, kv_cache_bytes=1 << 26)
+    stream, waits = llm.engine.executor, []
+    assert isinstance(stream, DeviceStream)
+
+    def watched(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return call(*arguments)
+            except Exception as error:
+                waits.append(error)
+                raise
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        return run
+
+    monkeypatch.setattr(stream.inner, "execute", watched(stream.inner.execute))
+    monkeypatch.setattr(stream.inner, "draw", watched(stream.inner.draw))
+    asked = [{"frequency_penalty": 0.5}, {"repetition_penalty": 1.2, "top_p": 0.9}, {"logit_bias": {7: 2.0}}]
+    asked += [{"logprobs": 3}, {"bad_words": ["Manta"]}, {"temperature": 0.0, "min_tokens": 9}, {"n": 2}]
+    params = [SamplingParams(**{"max_tokens": 20, "seed": 1} | fields) for fields in asked]
+    outputs = llm.generate([[5, 6, 7]] * len(params), params, use_tqdm=False)
+    assert all(output.outputs[0].token_ids for output in outputs)
+    assert not waits
 
 
 @NEEDS_GPU

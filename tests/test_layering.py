@@ -102,6 +102,7 @@ INSIDE: dict[str, tuple[str, ...]] = {
         "workers.checkpoints.weights",
         "workers.checkpoints.checkpoint",
         "workers.checkpoints.schemes",
+        "workers.kernels.transfer",
         "workers.shared_prefixes",
         "workers.attention",
         "workers.sampling.logits_processors",
@@ -132,6 +133,7 @@ INSIDE: dict[str, tuple[str, ...]] = {
         "workers.kernels.triton.layers",
         "workers.kernels.triton.graphs",
         "workers.kernels.triton.noise",
+        "workers.kernels.triton.edits",
         "workers.kernels.triton.sampler",
         "workers.platforms.cuda_group",
         "workers.platforms.cuda",
@@ -369,6 +371,18 @@ def test_nobody_but_kernels_asks_which_device_a_tensor_is_on() -> None:
         and not module.startswith("workers.kernels.")
     ]
     assert not asking
+
+
+def test_one_module_alone_copies_to_and_from_a_device_without_waiting() -> None:
+    """What looks like a copy that does not wait may wait for the whole stream, if the host's memory is not pinned."""
+    copying = [
+        f"{module} line {node.value.lineno}"
+        for room in ROOMS
+        for module, tree in modules(room).items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.keyword) and node.arg == "non_blocking" and module != "workers.kernels.transfer"
+    ]
+    assert not copying
 
 
 def test_imports_in_functions_and_for_type_checkers_count() -> None:

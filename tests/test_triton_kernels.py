@@ -16,7 +16,7 @@ from tests.triton_device import DEVICE, THOROUGH
 from workers.attention import AttentionMetadata
 from workers.kernels import reference
 from workers.kernels.triton import attention, layers
-from workers.kernels.triton.metadata import build_metadata
+from workers.kernels.triton.metadata import Layout, build_metadata
 
 pytestmark = pytest.mark.usefixtures("cheap_groups")
 
@@ -45,7 +45,7 @@ def check_attention(
     dtype: torch.dtype,
     window: int | None = None,
     tables: np.ndarray | None = None,
-    num_padded: int = 0,
+    layout: Layout | None = None,
 ) -> bool:
     """Compares with the reference, NaN lying in every slot that no sequence may read. Returns whether groups were
     found.
@@ -55,7 +55,7 @@ def check_attention(
     tables = tables_of(lengths, block_size) if tables is None else tables
     starts, counts = np.array(lengths).T
     plain = AttentionMetadata.build(starts, counts, tables, block_size, share_prefixes=False)
-    placed = build_metadata(starts, counts, tables, block_size, DEVICE, num_padded=num_padded)
+    placed = build_metadata(starts, counts, tables, block_size, DEVICE, layout=layout)
     kv = torch.randn(2, int(tables.max()) + 1, block_size, num_kv_heads, head_dim).to(dtype)
     used = torch.zeros(kv.shape[1] * block_size, dtype=torch.bool)
     for table, context_len in zip(plain.block_tables.long(), plain.context_lens.tolist(), strict=True):
@@ -150,7 +150,13 @@ def test_a_window_takes_no_notice_of_shared_prefixes() -> None:
 @pytest.mark.parametrize("case", ["pair", "two groups and others"] if THOROUGH else ["two groups and others"])
 def test_a_padded_decode_step_gives_the_same_rows(case: str) -> None:
     lengths, tables = shared_batch(case, 16)
-    assert check_attention(lengths, (2, 1, 64), 16, torch.float32, tables=tables, num_padded=16)
+    assert check_attention(lengths, (2, 1, 64), 16, torch.float32, tables=tables, layout=Layout(1, 16))
+
+
+def test_a_padded_step_that_verifies_drafts_gives_the_same_rows() -> None:
+    lengths, tables = shared_batch("drafts", 16)
+    assert check_attention(lengths, (2, 1, 64), 16, torch.float32, tables=tables, layout=Layout(5, 8))
+    check_attention([(100, 5), (17, 1), (63, 3)], (14, 2, 64), 16, torch.float32, layout=Layout(9, 4))
 
 
 def test_a_nan_in_one_sequence_stays_in_it() -> None:

@@ -14,9 +14,12 @@ from tests.triton_device import DEVICE, THOROUGH
 from workers.kernels import torch_sampler
 from workers.kernels.protocol import INFINITE, MASKED, NAN
 from workers.kernels.protocol import LATE as LATE_STATUS
+from workers.kernels.triton import edits as edits_module
 from workers.kernels.triton import sampler
+from workers.kernels.triton.edits import Edits, edited_rows, edits_of
 from workers.kernels.triton.noise import gumbel_noise
 from workers.sampling import noise
+from workers.sampling.sampling_state import SequenceState
 from workers.sampling_params import SamplingParams
 from workers.step import SequenceStart
 
@@ -78,6 +81,78 @@ def random_masks(count: int, vocab_size: int, seed: int) -> MaskBatch:
     adjusted = next(index for index in range(count) if slots[index] >= 0)
     ids = random.choice(vocab_size, 9, replace=False).astype(np.int32)
     return MaskBatch(0, slots, rows, {adjusted: (ids, random.normal(size=9).astype(np.float32) * 4)})
+
+
+def random_edits(random: np.random.Generator, vocab_size: int) -> SamplingParams:
+    """Every kind of edit, or none, for tokens that come often and for any."""
+
+    def tokens(most: int) -> list[int]:
+        bound = min(vocab_size, int(random.choice([13, vocab_size])))
+        return random.integers(0, bound, int(random.integers(0, most))).tolist()
+
+    def maybe(value: float, otherwise: float) -> float:
+        return value if random.random() < 0.4 else otherwise
+
+    return SamplingParams(
+        allowed_token_ids=tuple(tokens(30)) if random.random() < 0.2 else None,
+        bad_words_token_ids=tuple((*tokens(3), token) for token in tokens(4)),
+        min_tokens=int(random.integers(0, 12)),
+        logit_bias={token: float(random.normal() * 5) for token in tokens(20)} if random.random() < 0.5 else {},
+        repetition_penalty=maybe(float(random.uniform(0.3, 3)), 1.0),
+        presence_penalty=maybe(float(random.uniform(-2, 2)), 0.0),
+        frequency_penalty=maybe(float(random.uniform(-2, 2)), 0.0),
+    )
+
+
+def edited_by_reference(
+    logits: torch.Tensor, edits: Edits, sequences: list[SequenceState], positions: list[int], masks: MaskBatch
+) -> torch.Tensor:
+    rows = logits[edits.points.tolist()].float()
+    for row, point in zip(rows, edits.points.tolist(), strict=True):
+        torch_sampler.edit(row, sequences[point], positions[point])
+        if point in masks.adjustments:
+            ids, values = masks.adjustments[point]
+            row[torch.from_numpy(ids).long()] += torch.from_numpy(values)
+    return rows
+
+
+@pytest.mark.parametrize("seed", range(BATCHES * 6))
+def test_rows_are_edited_as_the_reference_edits_them_one_by_one(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the last bit: sequences without output, with long ones, at two positions, and rows of -inf."""
+    random = np.random.default_rng(seed)
+    vocab_size = int(random.choice([37, 700, 4099, 151_669 if THOROUGH else 9001]))
+    monkeypatch.setattr(edits_module, "_BLOCK", int(random.choice([16, 1024])))
+    starts = []
+    for index in range(int(random.integers(1, 9))):
+        prompt, output = random.integers(0, 13, 5), random.integers(0, min(vocab_size, 60), random.choice([0, 6, 900]))
+        tokens = np.concatenate([prompt, output]).tolist()
+        starts.append(SequenceStart(index, random_edits(random, vocab_size), 0, tokens, len(prompt), (EOS,)))
+    state = state_of(vocab_size, starts)
+    held = [state.sequences[start.sequence_id] for start in starts]
+    sequences = [*held, held[0]]
+    positions = [*(sequence.num_tokens for sequence in held), max(5, held[0].num_tokens - 3)]
+    logits = some_logits(vocab_size + 5, seed, rows=len(sequences))
+    logits = logits.to([torch.float32, torch.bfloat16, torch.float16][seed % 3])
+    logits[0, 3:] = float("-inf")
+    ids = random.choice(vocab_size, 9, replace=False).astype(np.int32)
+    adjustments = {int(random.integers(len(sequences))): (ids, random.normal(size=9).astype(np.float32))}
+    masks = MaskBatch(0, [NO_MASK] * len(sequences), np.zeros((0, row_words(vocab_size)), np.int32), adjustments)
+    rows = state.table[[sequence.row for sequence in sequences]]
+    edits = edits_of(rows, sequences, np.array(positions), masks)
+    assert edits is not None
+    unedited = set(range(len(sequences))).difference(edits.points.tolist(), adjustments)
+    assert all(not sequences[point].banned_by_words(positions[point]) for point in unedited)
+    expected = edited_by_reference(logits[:, :vocab_size], edits, sequences, positions, masks)
+    actual = edited_rows(logits.to(DEVICE), edits, vocab_size)
+    torch.testing.assert_close(actual.cpu(), expected, rtol=0, atol=0)
+
+
+def test_a_step_without_edits_copies_no_row() -> None:
+    names = ["greedy", "temperature", "top_k_top_p_min_p", "min_tokens_reached"]
+    state = state_of(200, starts_of(names, 1))
+    sequences = list(state.sequences.values())
+    rows = state.table[[sequence.row for sequence in sequences]]
+    assert edits_of(rows, sequences, np.full(4, 8), None) is None
 
 
 @pytest.mark.parametrize("seed", range(BATCHES))

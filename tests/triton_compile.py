@@ -1,4 +1,5 @@
-"""Compiles every Triton kernel for an H100, without one: `python -m tests.triton_compile` prints a line for each form.
+"""Compiles every Triton kernel for an H100, and attention for lesser GPUs too, without one:
+`python -m tests.triton_compile` prints a line for each form.
 
 The host's functions run with tensors on the CPU; in the place of each launch, its kernel is compiled for the arguments.
 A process of its own, because Triton's interpreter must be off when triton is imported.
@@ -18,14 +19,14 @@ from triton.compiler import ASTSource
 from structured.masks import MaskBatch, row_words
 from tests.test_sampler import CASES, EOS, state_of
 from workers.checkpoints.model_config import HeadShape
-from workers.kernels.triton import attention, launch, rope, rows, sampler
+from workers.kernels.triton import attention, edits, launch, rope, rows, sampler
 from workers.kernels.triton.metadata import build_metadata
 from workers.sampling_params import SamplingParams
 from workers.step import SequenceStart
 
-TARGET = GPUTarget("cuda", 90, 32)
-SHARED_BYTES = 227 << 10
-"""That a program may use on an H100."""
+H100 = 90
+SHARED_BYTES = {H100: 227 << 10, 89: 99 << 10}
+"""Compute capability to the shared memory that a program may use: H100, then L4 and RTX 4090."""
 POINTERS = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
@@ -34,6 +35,11 @@ POINTERS = {
     torch.int64: "*i64",
     torch.uint8: "*u8",
 }
+LAUNCHED = (
+    "_attend", "_merge", "_rope_and", "_rms", "_silu", "_find_", "_choose", "_count", "_edit_rows", "_replace", "_add"
+)  # fmt: skip
+"""Beginnings of the names of kernels that the host launches; the others are called by these."""
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 CPU = torch.device("cpu")
 VOCAB_SIZE = 151_936
 
@@ -42,6 +48,7 @@ class Compiled:
     """Stands for a kernel: what would launch it compiles it, once for each form."""
 
     forms: set[str] = set()
+    capability = H100
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
@@ -51,7 +58,7 @@ class Compiled:
 
     def _compile(self, *arguments: Any, **named: Any) -> None:
         kernel = self._kernel
-        options = {name: named.pop(name) for name in ("num_warps", "num_stages") if name in named}
+        options = {name: named.pop(name) for name in OPTIONS if name in named}
         values = dict(zip(kernel.arg_names, arguments, strict=False)) | named
         signature: dict[str, str] = {}
         constants: dict[str, Any] = {}
@@ -67,26 +74,27 @@ class Compiled:
                 signature[name] = "i32" if isinstance(value, int) else "fp32"
             if isinstance(value, torch.Tensor) or (is_special and value % 16 == 0 and name not in constants):
                 attributes[(index,)] = [["tt.divisibility", 16]]
-        form = f"{kernel.__name__} {signature} {constants} {options}"
+        form = f"{kernel.__name__} for {self.capability} {signature} {constants} {options}"
         if form in self.forms:
             return
         self.forms.add(form)
         started = time.perf_counter()
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-        shared = triton.compile(source, target=TARGET, options=options).metadata.shared
-        assert shared <= SHARED_BYTES, f"{form} needs {shared} bytes of shared memory"
+        target = GPUTarget("cuda", self.capability, 32)
+        shared = triton.compile(source, target=target, options=options).metadata.shared
+        assert shared <= SHARED_BYTES[self.capability], f"{form} needs {shared} bytes of shared memory"
         print(f"{kernel.__name__}: {shared} bytes shared, {time.perf_counter() - started:.1f} s", flush=True)
 
 
 def stand_in() -> None:
     """Puts `Compiled` in the place of every kernel that the host launches."""
-    for module in (attention, rope, rows, sampler):
+    for module in (attention, edits, rope, rows, sampler):
         for name, value in list(vars(module).items()):
-            if isinstance(value, triton.runtime.jit.JITFunction) and value.__module__ == module.__name__:
-                launched = name.startswith(("_attend", "_merge", "_rope_and", "_rms", "_silu", "_find_", "_choose"))
-                if launched:
-                    setattr(module, name, Compiled(value))
+            is_own = isinstance(value, triton.runtime.jit.JITFunction) and value.__module__ == module.__name__
+            if is_own and name.startswith(LAUNCHED):
+                setattr(module, name, Compiled(value))
     attention.num_processors = lambda device: 132  # type: ignore[assignment]
+    attention.shared_bytes = lambda device: SHARED_BYTES[Compiled.capability]  # type: ignore[assignment]
 
 
 def attend(lengths: list[tuple[int, int]], shape: tuple[int, int, int], dtype: torch.dtype, **case: Any) -> None:
@@ -118,17 +126,20 @@ def main() -> None:
     stand_in()
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for shape in ((32, 8, 128), (14, 2, 64), (8, 2, 96), (8, 4, 256)):
+            for Compiled.capability in SHARED_BYTES:
+                attend([(2000, 1)] * 64, shape, dtype, shared=100)
+                attend([(0, 500), (30, 1)], shape, dtype)
+            Compiled.capability = H100
             attend([(100, 1)], shape, dtype)
             attend([(100, 1)] * 64, shape, dtype)
-            attend([(2000, 1)] * 64, shape, dtype, shared=100)
-            attend([(0, 500), (30, 1)], shape, dtype)
+            attend([(100, 5), (30, 1)], shape, dtype)
             attend([(0, 500), (30, 1)], shape, dtype, window=100)
         x, weight = torch.zeros(3, 4096, dtype=dtype), torch.zeros(4096, dtype=dtype)
         rows.rms_norm(x, weight, 1e-5)
         rows.add_rms_norm(x, x.clone(), weight, 1e-5)
         rows.silu_and_mul(torch.zeros(3, 28_672, dtype=dtype))
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for names in (["greedy"], ["temperature", "top_p"], ["logit_bias", "top_k_top_p_min_p"]):
+        for names in (["greedy"], ["temperature", "top_p"], ["logit_bias", "top_k_top_p_min_p"], ["everything"]):
             draw(names, dtype)
     print(f"{len(Compiled.forms)} forms compiled by triton {triton.__version__}")
 

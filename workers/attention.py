@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from workers.kernels.transfer import place
 from workers.shared_prefixes import SharedPrefixes, find_shared_prefixes
 
 
@@ -107,5 +108,5 @@ def copy_blocks(kv: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
     """
     if not pairs:
         return
-    sources, destinations = torch.tensor(pairs, dtype=torch.int64).to(kv.device, non_blocking=True).unbind(1)
+    sources, destinations = place(np.array(pairs, dtype=np.int64), kv.device).unbind(1)
     kv[:, :, destinations] = kv[:, :, sources]

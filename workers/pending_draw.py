@@ -6,9 +6,11 @@ for each step, and it alone calls `hold_places` and `fill_in`.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from structured.masks import LATE, MaskBatch
+from workers.kernels.transfer import place
 from workers.platforms import Platform
 from workers.sampling.sampler import Sampled
 from workers.sampling.sampling_state import SamplingState
@@ -67,7 +69,7 @@ class PendingDraw:
                 rows.append(end - 1)
                 indices.append(index)
         if rows:
-            pairs = torch.tensor([rows, indices], dtype=torch.int64).to(token_ids.device, non_blocking=True)
+            pairs = place(np.array([rows, indices], dtype=np.int64), token_ids.device)
             token_ids[pairs[0]] = sampled.token_ids[pairs[1]]
 
     def result(self) -> StepOutput:

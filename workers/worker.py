@@ -47,6 +47,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_fraction: float | None
     max_num_sequences: int
     max_num_batched_tokens: int = 2048
+    max_draft_tokens: int = 0
+    """Most drafts of a sequence that a step verifies."""
     logits_processors: dict[str, str | None] = {}
     rank: int = 0
     num_ranks: int = 1
@@ -111,6 +113,8 @@ class Worker:
             config.max_num_sequences,
             max_model_len,
             config.block_size,
+            max_draft_tokens=config.max_draft_tokens,
+            agree=self.group.least,
         )
         phases.end("runner")
         self.info = ModelInfo(

@@ -13,6 +13,7 @@ import torch
 from structured.masks import LATE as LATE_SLOT
 from structured.masks import MaskBatch
 from workers.kernels.protocol import INFINITE, LATE, MASKED, NAN, OK
+from workers.kernels.transfer import place
 from workers.sampling.noise import gumbel_noise, noise_keys
 from workers.sampling.sampling_state import SamplingState, SequenceState
 
@@ -53,19 +54,14 @@ def draw(
     status = torch.where(infinite | (processed == torch.inf).any(1), INFINITE, status)
     status = torch.where(invalid, NAN, status)
     if masks is not None:
-        late = _place(np.array(masks.slots) == LATE_SLOT, device)
+        late = place(np.array(masks.slots) == LATE_SLOT, device)
         status = torch.where(late, LATE, status)
     token_ids = processed.argmax(1)
     random = rows["inverse_temperature"] > 0
     if random.any():
         drawn = _draw_random(processed, rows, np.array(positions, dtype=np.int64))
-        token_ids = torch.where(_place(random, device), drawn, token_ids)
+        token_ids = torch.where(place(random, device), drawn, token_ids)
     return torch.where(status == OK, token_ids, 0), status.to(torch.uint8)
-
-
-def _place(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """On the device, without waiting for what it does: the array, which is not pinned, is read before this returns."""
-    return torch.from_numpy(array).to(device, non_blocking=True)
 
 
 def apply(logits: torch.Tensor, masks: MaskBatch) -> torch.Tensor:
@@ -77,11 +73,11 @@ def apply(logits: torch.Tensor, masks: MaskBatch) -> torch.Tensor:
     constrained = np.flatnonzero(slots >= 0)
     logits = logits.clone()
     for index, (ids, values) in masks.adjustments.items():
-        logits[index, _place(ids.astype(np.int64), device)] += _place(values.copy(), device)
-    packed = _place(masks.rows[slots[constrained]], device)
+        logits[index, place(ids.astype(np.int64), device)] += place(values.copy(), device)
+    packed = place(masks.rows[slots[constrained]], device)
     bits = (packed[:, :, None] >> torch.arange(32, dtype=torch.int32, device=device)) & 1
     allowed = bits.flatten(1)[:, : logits.shape[1]] == 1
-    rows = _place(constrained, device)
+    rows = place(constrained, device)
     logits[rows] = logits[rows].masked_fill(~allowed, -torch.inf)
     return logits
 
@@ -110,7 +106,7 @@ def edit(logits: torch.Tensor, sequence: SequenceState, position: int) -> None:
     """Applies all that comes before the logits processors and the constraint to one row [V], float32, in place."""
 
     def indices(ids: np.ndarray | list[int]) -> torch.Tensor:
-        return _place(np.asarray(ids, dtype=np.int64), logits.device)
+        return place(np.asarray(ids, dtype=np.int64), logits.device)
 
     params = sequence.params
     if params.allowed_token_ids:
@@ -124,7 +120,7 @@ def edit(logits: torch.Tensor, sequence: SequenceState, position: int) -> None:
     if banned:
         logits[indices(banned)] = -torch.inf
     if params.logit_bias:
-        logits[indices(sequence.bias_ids)] += _place(sequence.bias_values, logits.device)
+        logits[indices(sequence.bias_ids)] += place(sequence.bias_values, logits.device)
     if params.repetition_penalty != 1.0:
         seen = indices(np.unique(sequence.tokens[:position]))
         values = logits[seen]
@@ -134,18 +130,18 @@ def edit(logits: torch.Tensor, sequence: SequenceState, position: int) -> None:
         output = sequence.tokens[sequence.num_prompt_tokens : position]
         ids, counts = np.unique(output, return_counts=True)
         cost = counts.astype(np.float32) * np.float32(params.frequency_penalty) + np.float32(params.presence_penalty)
-        logits[indices(ids)] -= _place(cost, logits.device)
+        logits[indices(ids)] -= place(cost, logits.device)
 
 
 def _draw_random(logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> torch.Tensor:
     """Gumbel-max over the kept tokens of every row; the result of a greedy row is not used."""
     device = logits.device
-    keys = _place(noise_keys(rows["seed"], positions).view(np.int32), device)
+    keys = place(noise_keys(rows["seed"], positions).view(np.int32), device)
     noise = gumbel_noise(keys, torch.arange(logits.shape[1], dtype=torch.int32, device=device))
-    scores = logits * _place(rows["inverse_temperature"], device)[:, None] + noise
+    scores = logits * place(rows["inverse_temperature"], device)[:, None] + noise
     filtered = np.flatnonzero((rows["top_k"] > 0) | (rows["top_p"] < 1) | (rows["log_min_p"] > -np.inf))
     if filtered.size:
-        indices = _place(filtered, device)
+        indices = place(filtered, device)
         scores[indices] = scores[indices].masked_fill(~kept_tokens(logits[indices], rows[filtered]), -torch.inf)
     return scores.argmax(1)
 
@@ -177,7 +173,7 @@ def _num_kept(logits: torch.Tensor, ordered: torch.Tensor, rows: np.ndarray) -> 
     """How many of the descending `ordered` [R, C] are kept, at least 1, int64 [R]. If it is C, more may be kept."""
 
     def column(values: np.ndarray) -> torch.Tensor:
-        return _place(values, logits.device)[:, None]
+        return place(values, logits.device)[:, None]
 
     inverse_temperature = column(rows["inverse_temperature"])
     top_k = column(np.where(rows["top_k"] > 0, rows["top_k"], logits.shape[1]))
@@ -208,6 +204,7 @@ def logprobs(
     order = (sortable << 32) | torch.arange(values.shape[1] - 1, -1, -1, device=values.device)
     own = order.gather(1, token_ids[:, None])
     ranks = (order > own).sum(1) + 1
-    top_ids = values.shape[1] - 1 - (order.topk(min(num_top, values.shape[1]), dim=1).values & 0xFFFFFFFF)
+    largest = order.topk(min(max(num_top, 1), values.shape[1]), dim=1).values[:, :num_top]
+    top_ids = values.shape[1] - 1 - (largest & 0xFFFFFFFF)
     own_logprobs = values.gather(1, token_ids[:, None]) - log_total
     return own_logprobs[:, 0], ranks, top_ids, values.gather(1, top_ids) - log_total

@@ -96,7 +96,8 @@ class CollectiveGroup:
         self.store = store
         self._backend = backend
         self._device = device
-        self._is_alone = False
+        self.is_alone = False
+        """Within `alone`."""
         self.num_sharing_memory = 1
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -104,13 +105,13 @@ class CollectiveGroup:
         bits; with more than two ranks it is rounded at each hop. To gather all parts over gloo and sum them here in
         float32 took two to three times as long.
         """
-        if not self._is_alone:
+        if not self.is_alone:
             x = x.contiguous()
             self._backend.allreduce([x]).wait()
         return x
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor] | None:
-        if self._is_alone:
+        if self.is_alone:
             return [x] * self.num_ranks
         x = x.contiguous()
         parts = [torch.empty_like(x) for _ in range(self.num_ranks)] if self.rank == 0 else None
@@ -125,11 +126,11 @@ class CollectiveGroup:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        self._is_alone = True
+        self.is_alone = True
         try:
             yield
         finally:
-            self._is_alone = False
+            self.is_alone = False
 
     def _all(self, value: int) -> list[int]:
         parts = [torch.empty(1, dtype=torch.int64, device=self._device) for _ in range(self.num_ranks)]

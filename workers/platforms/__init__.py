@@ -69,10 +69,13 @@ class Platform(Protocol):
         max_model_len: int,
         block_size: int,
         share_prefixes: bool = True,
+        max_draft_tokens: int = 0,
+        agree: Callable[[int], int] = int,
     ) -> None:
         """Called for each model once its KV cache is there, before the first step: time for what makes decode steps
         faster. `forward` runs the model on token ids, int64 [num_tokens]. With `share_prefixes` a step's metadata may
-        have shared prefixes.
+        have shared prefixes. A step verifies at most `max_draft_tokens` of a sequence. `agree` is the least of what all
+        ranks give it that share the model.
         """
         ...
 

@@ -63,6 +63,8 @@ class CpuPlatform:
         max_model_len: int,
         block_size: int,
         share_prefixes: bool = True,
+        max_draft_tokens: int = 0,
+        agree: Callable[[int], int] = int,
     ) -> None:
         """There is nothing to save here."""
 

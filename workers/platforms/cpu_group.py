@@ -44,7 +44,7 @@ class CpuGroup(GlooGroup):
         return super().all_reduce(x) if self.shared is None else self.shared.all_reduce(x)
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor] | None:
-        if self.shared is None or self._is_alone:
+        if self.shared is None or self.is_alone:
             return super().gather(x)
         return self.shared.gather(x)
 

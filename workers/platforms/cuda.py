@@ -20,9 +20,10 @@ from workers.attention import AttentionMetadata
 from workers.checkpoints.model_config import UNQUANTIZED, ModelConfig, ModelError
 from workers.checkpoints.weights import DecoderWeights, Linear, LinearWeight
 from workers.kernels.protocol import Forward, Kernels, SamplerKernels
+from workers.kernels.transfer import place
 from workers.kernels.triton import launch, layers, sampler
-from workers.kernels.triton.graphs import GraphedLayers, padded_to, record, sizes_to_capture
-from workers.kernels.triton.metadata import build_metadata
+from workers.kernels.triton.graphs import GraphedLayers, layouts_to_capture, padded_to, record
+from workers.kernels.triton.metadata import DeviceMetadata, Layout, build_metadata
 from workers.platforms.cuda_group import NcclGroup
 
 logger = logging.getLogger(__name__)
@@ -44,11 +45,11 @@ class CudaPlatform:
         self.advice = None
         self.linears: Mapping[str, Callable[[LinearWeight], Linear]] = {UNQUANTIZED: self._make_unquantized_linear}
         """For each scheme of weights, the function that makes a linear."""
-        self._has_group = False
+        self._group: NcclGroup | None = None
         self._graphed: GraphedLayers | None = None
-        """The layers of the model that was loaded last, until its decode steps are captured."""
-        self.graph_sizes: tuple[int, ...] = ()
-        """Batch sizes of which decode steps are captured, ascending."""
+        """The layers of the model that was loaded last, until its steps are captured."""
+        self.graph_layouts: tuple[Layout, ...] = ()
+        """Layouts in which steps are captured, ascending."""
 
     def make_linear(self, weight: LinearWeight) -> Linear:
         make = self.linears.get(weight.scheme)
@@ -66,9 +67,6 @@ class CudaPlatform:
         return nullcontext()
 
     def compile_decoder(self, weights: DecoderWeights, config: ModelConfig, run_layers: Forward) -> Forward | None:
-        """None where ranks share the model: their sums would have to be captured on all of them together."""
-        if self._has_group:
-            return None
         self._graphed = GraphedLayers(run_layers)
         return self._graphed
 
@@ -79,23 +77,25 @@ class CudaPlatform:
         max_model_len: int,
         block_size: int,
         share_prefixes: bool = True,
+        max_draft_tokens: int = 0,
+        agree: Callable[[int], int] = int,
     ) -> None:
-        """Where a step cannot be captured, steps run kernel by kernel, and the log says why."""
+        """Where a step cannot be captured, it runs kernel by kernel, and the log says why."""
         graphed, self._graphed = self._graphed, None
         if graphed is None:
             return
-        sizes = self.graph_sizes or sizes_to_capture(max_num_sequences)  # a draft model's are those of its model
         before, started = launch.used_memory(self.device), time.perf_counter()
-        try:
-            self.graph_sizes = record(graphed, forward, sizes, block_size, max_model_len, self.device, share_prefixes)
-        except RuntimeError as error:
-            graphed.forget_graphs()
-            logger.warning("decode steps run kernel by kernel, for they cannot be captured as graphs: %s", error)
+        # A draft model's are those of its model
+        layouts = self.graph_layouts or layouts_to_capture(max_num_sequences, max_draft_tokens)
+        sizes = (block_size, max_model_len)
+        captured = record(graphed, forward, layouts, *sizes, self.device, share_prefixes, agree)
+        if not captured:
             return
+        self.graph_layouts = captured
         logger.info(
-            "captured decode steps of %d batch sizes up to %d as graphs in %.1f s, %.2f GiB",
-            len(self.graph_sizes),
-            max(self.graph_sizes, default=0),
+            "captured steps of up to %d sequences in %d sizes as graphs in %.1f s, %.2f GiB",
+            max(each.num_sequences for each in captured),
+            len(captured),
             time.perf_counter() - started,
             (launch.used_memory(self.device) - before) / 2**30,
         )
@@ -114,7 +114,7 @@ class CudaPlatform:
         return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[dtype]
 
     def place(self, array: np.ndarray) -> torch.Tensor:
-        return launch.place(array, self.device)
+        return place(array, self.device)
 
     def place_weight(self, view: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return view.to(self.device, dtype, copy=True)
@@ -128,9 +128,11 @@ class CudaPlatform:
         block_tables: np.ndarray,
         block_size: int,
         share_prefixes: bool = True,
-    ) -> AttentionMetadata:
-        num_padded = padded_to(self.graph_sizes, query_lens)
-        return build_metadata(starts, query_lens, block_tables, block_size, self.device, share_prefixes, num_padded)
+    ) -> DeviceMetadata:
+        # A graph has the sums over ranks in it, and none of them may be left out while this rank is measured alone
+        is_alone = self._group is not None and self._group.is_alone
+        layout = None if is_alone else padded_to(self.graph_layouts, query_lens)
+        return build_metadata(starts, query_lens, block_tables, block_size, self.device, share_prefixes, layout)
 
     def allocate_kv(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype) -> torch.Tensor:
         shape = (config.num_layers, 2, num_blocks, block_size, config.num_kv_heads, config.head_dim)
@@ -143,5 +145,5 @@ class CudaPlatform:
         return launch.record_event(self.device)
 
     def open_group(self, rank: int, num_ranks: int, address: str) -> NcclGroup:
-        self._has_group = True
-        return NcclGroup(rank, num_ranks, address, self.device)
+        self._group = NcclGroup(rank, num_ranks, address, self.device)
+        return self._group

@@ -26,12 +26,14 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import torch
 
 from structured.masks import LATE as LATE_SLOT
 from structured.masks import MaskBatch
 from workers.kernels import torch_sampler
 from workers.kernels.protocol import INFINITE, LATE, NAN, OK, SamplerKernels
+from workers.kernels.transfer import place, to_host
 from workers.sampling.logits_processors import ProcessorFailed
 from workers.sampling.sampling_state import SamplingState, SequenceState
 from workers.step import RowError, SamplePoint, TokenLogprobs
@@ -68,8 +70,8 @@ class Processed:
 
     def to_cpu(self) -> Processed:
         """See `Sampled.to_cpu`."""
-        checks = [(index, name, _to_cpu(check)) for index, name, check in self.checks]
-        return dataclasses.replace(self, status=_to_cpu(self.status), checks=checks)
+        checks = [(index, name, to_host(check)) for index, name, check in self.checks]
+        return dataclasses.replace(self, status=to_host(self.status), checks=checks)
 
     def failures(self) -> dict[int, str]:
         """Point index to how a processor failed, for points whose logits were valid before. Waits for the device."""
@@ -101,12 +103,12 @@ class Sampled:
         """A copy in the host's memory that may be read once the device has done what it was told so far."""
         logprobs = self.logprobs
         if logprobs is not None:
-            logprobs = _to_cpu(logprobs[0]), _to_cpu(logprobs[1]), _to_cpu(logprobs[2]), _to_cpu(logprobs[3])
+            logprobs = to_host(logprobs[0]), to_host(logprobs[1]), to_host(logprobs[2]), to_host(logprobs[3])
         processed = None if self.processed is None else self.processed.to_cpu()
         return dataclasses.replace(
             self,
-            token_ids=_to_cpu(self.token_ids),
-            status=_to_cpu(self.status),
+            token_ids=to_host(self.token_ids),
+            status=to_host(self.status),
             logprobs=logprobs,
             processed=processed,
         )
@@ -148,10 +150,6 @@ class Sampled:
             f"every token is masked at position {position}: allowed_token_ids, bad_words, min_tokens{processors} and "
             "the constraint leave none; loosen one of them"
         )
-
-
-def _to_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to("cpu", non_blocking=True)
 
 
 def sample(
@@ -223,7 +221,7 @@ def _draw_processed(
         return drawn, status
     # Drawing all, and these again, is cheaper than copying the logits of the others.
     all_drawn, all_status = kernels.draw(logits, sequences, positions, state, masks)
-    rows = torch.tensor(chosen).to(logits.device, non_blocking=True)
+    rows = place(np.array(chosen), logits.device)
     all_drawn[rows], all_status[rows] = drawn, status
     return all_drawn, all_status
 
@@ -237,7 +235,7 @@ def _logprobs(
 ) -> LogprobTensors:
     """Those of the rows of `logits` [P, width] that `reported` names: (row, number of alternatives) of each."""
     if len(reported) < len(logits):
-        rows = torch.tensor([index for index, _ in reported]).to(logits.device, non_blocking=True)
+        rows = place(np.array([index for index, _ in reported]), logits.device)
         logits, token_ids = logits[rows], token_ids[rows]
     return kernels.logprobs(logits[:, :vocab_size], token_ids, max(num_top for _, num_top in reported))
 
@@ -258,7 +256,7 @@ def _processed(
     if not chosen:
         return None
     indices = [index for index, _, _ in chosen]
-    rows = logits[torch.tensor(indices).to(logits.device, non_blocking=True), : state.vocab_size].float()
+    rows = logits[place(np.array(indices), logits.device), : state.vocab_size].float()
     names = {index: processors.names for index, _, processors in chosen}
     result = Processed(names, rows, torch_sampler.invalid(rows), {}, [])
     for row, (index, sequence, processors) in zip(rows, chosen, strict=True):

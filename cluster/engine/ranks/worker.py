@@ -12,6 +12,7 @@ def make_worker(config: EngineConfig, rank: int = 0, group_address: str | None =
     """Loads the model, of several ranks this one's share. Raises `ModelError` or `ValueError` where it cannot be
     served.
     """
+    speculative = config.speculative
     worker_config = WorkerConfig(
         model=config.model,
         dtype=config.dtype,
@@ -23,12 +24,12 @@ def make_worker(config: EngineConfig, rank: int = 0, group_address: str | None =
         kv_cache_fraction=config.kv_cache_fraction,
         max_num_sequences=config.max_num_sequences,
         max_num_batched_tokens=config.max_num_batched_tokens,
+        max_draft_tokens=0 if speculative is None else speculative.max_draft_tokens,
         logits_processors=config.logits_processors,
         rank=rank,
         num_ranks=config.tensor_parallel_size,
         group_address=group_address,
     )
-    speculative = config.speculative
     # Every worker verifies drafts; one that proposes some or measures what they cost is made where that is wanted.
     if rank > 0 or speculative is None or not (speculative.rank_proposers or speculative.adaptive):
         return Worker(worker_config)

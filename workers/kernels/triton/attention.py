@@ -16,7 +16,7 @@ import triton.language as tl
 
 from workers.attention import AttentionMetadata
 from workers.checkpoints.model_config import HeadShape
-from workers.kernels.triton.launch import needs_wide_dot, num_processors, padded_size
+from workers.kernels.triton.launch import needs_wide_dot, num_processors, padded_size, shared_bytes
 from workers.kernels.triton.metadata import DeviceMetadata, PrefixRows
 
 LEAST_DOT = 16
@@ -28,7 +28,7 @@ decodes, and those that verify drafts.
 PREFILL_ROWS = 64
 """Rows of a tile otherwise, if so many heads read a KV head at most."""
 TILE_BYTES = 16384
-"""Of keys, and of values, that a tile of keys holds: three stages of both fit any GPU's shared memory."""
+"""Of keys, and of values, that a tile of keys holds."""
 MOST_TILE_KEYS = 128
 PROGRAMS_PER_PROCESSOR = 2
 """Splits are added until there are so many programs for each multiprocessor."""
@@ -54,6 +54,7 @@ def paged_attention(
     else:
         tile_tokens = max(1, PREFILL_ROWS // group)
         num_tiles = metadata.num_tokens // tile_tokens + metadata.num_sequences
+    tile_rows = padded_size(tile_tokens * group, LEAST_DOT)
     num_splits = _num_splits(num_tiles * num_kv_heads, MOST_SPLITS, qkv.device)
     constants = {
         "NUM_KV_HEADS": num_kv_heads,
@@ -99,13 +100,13 @@ def paged_attention(
         scale_log2,
         **constants,
         TILE_TOKENS=tile_tokens,
-        TILE_ROWS=padded_size(tile_tokens * group, LEAST_DOT),
+        TILE_ROWS=tile_rows,
         IS_SPLIT=num_splits > 1,
         HAS_PREFIX=rows is not None,
         IS_SHORT=is_short,
         HAS_WINDOW=sliding_window is not None,
         num_warps=4,
-        num_stages=_num_stages(qkv.dtype),
+        num_stages=_num_stages(qkv, tile_rows * constants["PADDED_DIM"]),
     )
     if num_splits > 1:
         _merge[(qkv.shape[0], num_heads)](
@@ -136,6 +137,7 @@ def _attend_prefixes(
     qkv = caches[0]
     group, num_kv_heads, head_dim = constants["GROUP"], constants["NUM_KV_HEADS"], constants["HEAD_DIM"]
     tile_tokens = max(1, min(padded_size(rows.num_rows), PREFILL_ROWS // group))
+    tile_rows = padded_size(tile_tokens * group, LEAST_DOT)
     num_tiles = rows.num_rows // tile_tokens + rows.num_groups
     # Of the most groups possible few tiles have rows, so that their number says little of the programs at work
     num_splits = _num_splits(triton.cdiv(rows.num_rows, tile_tokens) * num_kv_heads, MOST_PREFIX_SPLITS, qkv.device)
@@ -156,9 +158,9 @@ def _attend_prefixes(
         scale_log2,
         **constants,
         TILE_TOKENS=tile_tokens,
-        TILE_ROWS=padded_size(tile_tokens * group, LEAST_DOT),
+        TILE_ROWS=tile_rows,
         num_warps=4,
-        num_stages=_num_stages(qkv.dtype),
+        num_stages=_num_stages(qkv, tile_rows * constants["PADDED_DIM"]),
     )
     return partials, log_sums
 
@@ -181,8 +183,12 @@ def _tile_keys(head_dim: int, dtype: torch.dtype) -> int:
     return max(LEAST_DOT, min(MOST_TILE_KEYS, fitting))
 
 
-def _num_stages(dtype: torch.dtype) -> int:
-    return 3 if dtype.itemsize == 2 else 2
+def _num_stages(qkv: torch.Tensor, tile_size: int) -> int:
+    """Tiles of keys, and of values, that are on their way at a time, as far as a program has memory for them beside its
+    tile of queries.
+    """
+    fitting = (shared_bytes(qkv.device) - tile_size * qkv.dtype.itemsize) // (2 * TILE_BYTES)
+    return max(1, min(3 if qkv.dtype.itemsize == 2 else 2, fitting))
 
 
 @triton.jit

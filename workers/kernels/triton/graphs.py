@@ -1,14 +1,16 @@
-"""CUDA graphs of decode steps: all layers of a step of one token a sequence, captured at start for a few batch sizes.
+"""CUDA graphs of steps that decode or verify drafts: all layers of a step of few tokens a sequence, captured at start
+for a few batch sizes.
 
 Launching a layer's dozen kernels from Python takes longer than a small model takes to run them. A step is padded to the
-next size; rows that pad have no context and write no key. Everything else (prefill, drafts, larger batches) runs kernel
-by kernel. `workers/platforms/cuda.py` decides what is captured; `launch.GraphCapture` does it.
+next size; what pads writes no key, and nobody reads what is computed of it. Everything else (prefill, larger batches)
+runs kernel by kernel. Ranks that share a model capture the same graphs, sums over ranks among them, and agree on each.
+`workers/platforms/cuda.py` decides what is captured; `launch.GraphCapture` does it.
 """
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Sequence
 
@@ -18,60 +20,70 @@ import torch
 from workers.attention import AttentionMetadata
 from workers.kernels.protocol import Forward, KVCaches
 from workers.kernels.triton.launch import GraphCapture, synchronize
-from workers.kernels.triton.metadata import DeviceMetadata, padded_views, padding, prefix_rows_of
+from workers.kernels.triton.metadata import DeviceMetadata, Layout, padded_views, padding, prefix_rows_of
+
+logger = logging.getLogger(__name__)
 
 SMALL_SIZES = (1, 2, 4, 8)
 SIZE_STEP, LARGE_SIZE_STEP, LARGE_SIZE = 16, 32, 64
 """Then every 16 sequences, and above 64 every 32: a padded row costs little beside the weights."""
 MOST_SEQUENCES = 256
+MOST_VERIFIED_TOKENS = 128
+"""Of a step that verifies drafts. Every sequence is padded to the most drafts, which costs little only as long as
+reading the weights takes longer than multiplying them.
+"""
 MOST_SECONDS = 60.0
-"""For all captures of a model. Large sizes come first: smaller ones then fit in the memory of theirs, and a step whose
-size was not captured by then is padded to one that was.
+"""For all captures of a model. Of each kind large sizes come first: smaller ones then fit in the memory of theirs, and
+a step whose size was not captured by then is padded to one that was.
 """
 
 
-def sizes_to_capture(max_num_sequences: int) -> tuple[int, ...]:
-    """Batch sizes to capture, ascending; the last one is the largest batch, or `MOST_SEQUENCES`."""
+def layouts_to_capture(max_num_sequences: int, max_draft_tokens: int = 0) -> tuple[Layout, ...]:
+    """The layouts to capture, ascending: those of decode steps, whose last one is the largest batch, or
+    `MOST_SEQUENCES`; with drafts also those of steps that verify up to `max_draft_tokens` of each sequence.
+    """
     most = min(max_num_sequences, MOST_SEQUENCES)
     sizes = {*SMALL_SIZES, *range(SIZE_STEP, LARGE_SIZE, SIZE_STEP), *range(LARGE_SIZE, most, LARGE_SIZE_STEP), most}
-    return tuple(size for size in sorted(sizes) if size <= most)
+    layouts = [Layout(tokens, size) for tokens in {1, 1 + max_draft_tokens} for size in sizes if size <= most]
+    return tuple(sorted(each for each in layouts if each.tokens_each == 1 or each.num_tokens <= MOST_VERIFIED_TOKENS))
 
 
-def padded_to(sizes: Sequence[int], query_lens: np.ndarray) -> int:
-    """The size that a step is padded to; 0 if it is no decode step or too large."""
-    index = bisect.bisect_left(sizes, len(query_lens))
-    is_decode = len(query_lens) > 0 and query_lens.max() == 1
-    return sizes[index] if is_decode and index < len(sizes) else 0
+def padded_to(layouts: Sequence[Layout], query_lens: np.ndarray) -> Layout | None:
+    """The first of the ascending layouts that a step fits in; None if it fits in none."""
+    if not len(query_lens):
+        return None
+    num_sequences, longest = len(query_lens), query_lens.max()
+    return next((each for each in layouts if each.tokens_each >= longest and each.num_sequences >= num_sequences), None)
 
 
 @dataclasses.dataclass(slots=True)
 class _Graph:
-    """One captured size: what it reads, what it computes, and how to run it."""
+    """One captured layout: what it reads, what it computes, and how to run it."""
 
     residual: torch.Tensor
-    """[size, hidden]. Rows that pad keep what they last held: no other row reads them."""
+    """[num_tokens, hidden]. Rows that pad keep what they last held: no other row reads them."""
     metadata: DeviceMetadata
     hidden: torch.Tensor
     replay: Callable[[], object]
 
 
 class GraphedLayers:
-    """A `Forward` that replays the graph of a step's size if it has one, else runs the layers one by one."""
+    """A `Forward` that replays the graph of a step's layout if it has one, else runs the layers one by one."""
 
     def __init__(self, run_layers: Forward) -> None:
         self.capture: GraphCapture | None = None
         """While there is one, each call captures a graph of its metadata's layout."""
         self._run_layers = run_layers
         self._kv_caches: KVCaches | None = None
-        self._graphs: dict[tuple[int, bool], _Graph] = {}
-        """By padded size, and whether groups of sequences share prefixes."""
+        self._graphs: dict[tuple[Layout, bool], _Graph] = {}
+        """By layout, and whether groups of sequences share prefixes."""
 
     def __call__(
         self, residual: torch.Tensor, cos_sin: torch.Tensor, metadata: AttentionMetadata, kv_caches: KVCaches
     ) -> torch.Tensor:
-        if not isinstance(metadata, DeviceMetadata):
+        if not isinstance(metadata, DeviceMetadata) or metadata.layout is None:
             return self._run_layers(residual, cos_sin, metadata, kv_caches)
-        key = (metadata.num_padded, metadata.prefix_rows is not None)
+        key = (metadata.layout, metadata.prefix_rows is not None)
         if self.capture is not None:
             self._kv_caches = kv_caches
             self._graphs[key] = self._record(self.capture, residual, cos_sin, metadata, kv_caches)
@@ -80,12 +92,12 @@ class GraphedLayers:
             return self._run_layers(residual, cos_sin, metadata, kv_caches)
         assert metadata.packed is not None
         assert graph.metadata.packed is not None
-        num_rows, num_blocks = metadata.block_tables.shape
-        graph.residual[:num_rows].copy_(residual)
+        num_sequences, num_blocks = metadata.block_tables.shape
+        graph.residual[: metadata.num_tokens].copy_(residual)
         graph.metadata.packed.copy_(metadata.packed)
-        graph.metadata.block_tables[:num_rows, :num_blocks].copy_(metadata.block_tables)
+        graph.metadata.block_tables[:num_sequences, :num_blocks].copy_(metadata.block_tables)
         graph.replay()
-        return graph.hidden[:num_rows]
+        return graph.hidden[: metadata.num_tokens]
 
     def _record(
         self,
@@ -100,57 +112,90 @@ class GraphedLayers:
         hidden, replay = capture.capture(lambda: self._run_layers(own_residual, cos_sin, metadata, kv_caches))
         return _Graph(own_residual, metadata, hidden, replay)
 
-    def forget_graphs(self) -> None:
-        self._graphs.clear()
+    def forget(self, layout: Layout) -> None:
+        for has_groups in (False, True):
+            self._graphs.pop((layout, has_groups), None)
 
 
 def record(
     layers: GraphedLayers,
     forward: Callable[[torch.Tensor, AttentionMetadata], object],
-    sizes: Sequence[int],
+    layouts: Sequence[Layout],
     block_size: int,
     max_model_len: int,
     device: torch.device,
     share_prefixes: bool = True,
-) -> tuple[int, ...]:
-    """Captures `layers` at every size, ascending, by `forward` (token ids, metadata) of their model; with
-    `share_prefixes` once more for steps with groups that share prefixes. Returns the sizes that were captured in time.
+    agree: Callable[[int], int] = int,
+) -> tuple[Layout, ...]:
+    """Captures `layers` in every layout by `forward` (token ids, metadata) of their model; with `share_prefixes` once
+    more for steps with groups that share prefixes. Returns the layouts that were captured, ascending: as far as time
+    went, or up to one that cannot be captured, which the log says.
+
+    Ranks that share the model call this with the same layouts. `agree` is the least of what all of them give it, so
+    that no rank captures sums over ranks in which another one takes no part.
     """
     deadline = time.perf_counter() + MOST_SECONDS
     # One for all graphs: each reads of it what its sequences' lengths say
-    tables = torch.zeros((max(sizes), -(-max_model_len // block_size)), dtype=torch.int32, device=device)
-    captured: list[int] = []
+    most = max(each.num_sequences for each in layouts)
+    tables = torch.zeros((most, -(-max_model_len // block_size)), dtype=torch.int32, device=device)
+    captured: list[Layout] = []
     layers.capture = GraphCapture(device)
     try:
-        for size in reversed(sizes):
-            if time.perf_counter() > deadline:
+        for layout in sorted(layouts, key=lambda each: (each.tokens_each, -each.num_sequences)):
+            if not agree(int(time.perf_counter() <= deadline)):
                 break
-            for has_groups in (False, True)[: 1 + (share_prefixes and size > 1)]:
-                metadata = empty_step(tables[:size], block_size, max_model_len, has_groups)
-                forward(torch.zeros(size, dtype=torch.int64, device=device), metadata)
-            captured.append(size)
-        synchronize(device)
+            if not agree(int(_can_capture(layout, tables, forward, block_size, max_model_len, share_prefixes))):
+                layers.forget(layout)
+                break
+            captured.append(layout)
     finally:
         layers.capture = None
-    return tuple(reversed(captured))
+    return tuple(sorted(captured))
 
 
-def empty_step(tables: torch.Tensor, block_size: int, max_model_len: int, has_groups: bool) -> DeviceMetadata:
-    """A step of rows that all pad, in the layout of any step of so many; `tables` are their block tables."""
-    size = tables.shape[0]
-    packed = padding(size, has_groups).to(tables.device)
-    arrays = padded_views(packed, size, has_groups)
+def _can_capture(
+    layout: Layout,
+    tables: torch.Tensor,
+    forward: Callable[[torch.Tensor, AttentionMetadata], object],
+    block_size: int,
+    max_model_len: int,
+    share_prefixes: bool,
+) -> bool:
+    """Has `forward` run an empty step in the layout, while it captures what it runs."""
+    device = tables.device
+    try:
+        for has_groups in (False, True)[: 1 + (share_prefixes and layout.num_sequences > 1)]:
+            metadata = empty_step(tables, layout, block_size, max_model_len, has_groups)
+            forward(torch.zeros(layout.num_tokens, dtype=torch.int64, device=device), metadata)
+        synchronize(device)
+    except RuntimeError as error:
+        logger.warning(
+            "steps of %d sequences with up to %d tokens each run kernel by kernel, for they cannot be captured: %s",
+            layout.num_sequences,
+            layout.tokens_each,
+            error,
+        )
+        return False
+    return True
+
+
+def empty_step(
+    tables: torch.Tensor, layout: Layout, block_size: int, max_model_len: int, has_groups: bool
+) -> DeviceMetadata:
+    """A step all of which pads; the first of `tables` are its block tables."""
+    packed = padding(layout, has_groups).to(tables.device)
+    arrays = padded_views(packed, layout, has_groups)
     return DeviceMetadata(
         positions=arrays["positions"].view(torch.int64),
         slot_mapping=arrays["slot_mapping"].view(torch.int64),
         query_start=arrays["query_start"],
         context_lens=arrays["context_lens"],
-        block_tables=tables,
+        block_tables=tables[: layout.num_sequences],
         block_size=block_size,
-        max_query_len=1,
+        max_query_len=layout.tokens_each,
         max_context_len=max_model_len,
-        total_context_len=size * max_model_len,
+        total_context_len=layout.num_sequences * max_model_len,
         prefix_rows=prefix_rows_of(arrays) if has_groups else None,
         packed=packed,
-        num_padded=size,
+        layout=layout,
     )

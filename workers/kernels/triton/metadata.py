@@ -1,25 +1,34 @@
 """A step's attention metadata on an accelerator: one copy from the host, and of shared prefixes what the kernels read.
 
-Every array lies in one buffer of int32, so that a step waits for one transfer instead of a dozen. A decode step may be
-padded: its buffer then has the layout of a larger batch, from which a captured graph reads it
+Every array lies in one buffer of int32, so that a step waits for one transfer instead of a dozen. A step of few tokens
+for each sequence may be padded: its buffer then has the layout of a larger batch, from which a captured graph reads it
 (`workers/kernels/triton/graphs.py`). Built once a step by `workers/platforms/cuda.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from workers.attention import AttentionMetadata
-from workers.kernels.triton.launch import place
+from workers.kernels.transfer import place
+from workers.kernels.triton.launch import aligned_places
 from workers.shared_prefixes import SharedPrefixes
 
-_ALIGNMENT = 4
-"""Every array begins at a multiple of so many words: Triton compiles another form of a kernel for an address that is no
-multiple of 16 bytes, and a step would wait a second for it.
-"""
+
+class Layout(NamedTuple):
+    """The sizes that a step is padded to."""
+
+    tokens_each: int
+    """The most that a sequence may have: 1 if steps only decode; more if they also verify drafts."""
+    num_sequences: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_sequences * self.tokens_each
 
 
 @dataclasses.dataclass(slots=True)
@@ -57,9 +66,9 @@ class DeviceMetadata(AttentionMetadata):
 
     prefix_rows: PrefixRows | None = None
     packed: torch.Tensor | None = None
-    """All arrays but the block tables, int32: in the layout of `num_padded` sequences. None if they lie apart."""
-    num_padded: int = 0
-    """Sequences of the layout, if this is a decode step that a graph may run; else 0."""
+    """All arrays but the block tables, int32, in the sizes of `layout`. None if they are not padded."""
+    layout: Layout | None = None
+    """If a graph may run this step: what it is padded to."""
 
 
 def build_metadata(
@@ -69,16 +78,16 @@ def build_metadata(
     block_size: int,
     device: torch.device,
     share_prefixes: bool = True,
-    num_padded: int = 0,
+    layout: Layout | None = None,
 ) -> DeviceMetadata:
-    """Arguments as those of `AttentionMetadata.build`. With `num_padded` sequences, at least as many as there are, the
-    buffer has that layout; every query must then be one token.
+    """Arguments as those of `AttentionMetadata.build`. With a `layout`, in which the step must fit, it is padded to
+    that.
     """
     host = AttentionMetadata.build(starts, query_lens, block_tables, block_size, share_prefixes)
     tables = host.block_tables.numpy()
-    arrays = _padded(host, num_padded) if num_padded else _arrays(host)
+    arrays = _arrays(host) if layout is None else _padded(host, layout)
     words = {name: array.view(np.int32) for name, array in arrays.items()}
-    places, end = _places({name: len(array) for name, array in words.items()})
+    places, end = aligned_places({name: len(array) for name, array in words.items()})
     packed = np.zeros(end + tables.size, dtype=np.int32)
     for name, where in places.items():
         packed[where] = words[name]
@@ -97,63 +106,57 @@ def build_metadata(
         max_context_len=host.max_context_len,
         total_context_len=host.total_context_len,
         prefix_rows=prefix_rows_of(views) if host.shared_prefixes is not None else None,
-        packed=buffer[:end] if num_padded else None,
-        num_padded=num_padded,
+        packed=None if layout is None else buffer[:end],
+        layout=layout,
     )
-
-
-def _places(sizes: dict[str, int]) -> tuple[dict[str, slice], int]:
-    """Where arrays of so many words lie in a buffer, and its words."""
-    places, end = {}, 0
-    for name, size in sizes.items():
-        places[name] = slice(end, end + size)
-        end += -(-size // _ALIGNMENT) * _ALIGNMENT
-    return places, end
 
 
 def prefix_rows_of(views: dict[str, torch.Tensor]) -> PrefixRows:
     return PrefixRows(**{field.name: views[field.name] for field in dataclasses.fields(PrefixRows)})
 
 
-def padded_sizes(num_padded: int, has_groups: bool) -> dict[str, int]:
-    """int32 words of each array in the layout of so many sequences of one token."""
+def padded_sizes(layout: Layout, has_groups: bool) -> dict[str, int]:
+    """int32 words of each array."""
+    num_tokens, num_sequences = layout.num_tokens, layout.num_sequences
     sizes = {
-        "positions": 2 * num_padded,
-        "slot_mapping": 2 * num_padded,
-        "query_start": num_padded + 1,
-        "context_lens": num_padded,
+        "positions": 2 * num_tokens,
+        "slot_mapping": 2 * num_tokens,
+        "query_start": num_sequences + 1,
+        "context_lens": num_sequences,
     }
     if has_groups:
-        most_groups = max(1, num_padded // 2)
+        most_groups = max(1, num_sequences // 2)
         sizes |= {
             "row_start": most_groups + 1,
-            "tokens": num_padded,
+            "tokens": num_tokens,
             "leaders": most_groups,
             "group_lens": most_groups,
-            "prefix_lens": num_padded,
-            "first_rows": num_padded,
+            "prefix_lens": num_sequences,
+            "first_rows": num_sequences,
         }
     return sizes
 
 
 _PADDING = {"slot_mapping": -1, "first_rows": -1}
-"""What pads an array; 0 pads the others. A row that pads has no context, writes no key, and its output is 0."""
+"""What pads an array; cumulative ones end with their last value, and 0 pads the others. A sequence that pads has no
+tokens; a token that pads belongs to no sequence: it writes no key, and attention leaves its output as it is.
+"""
+_CUMULATIVE = ("query_start", "row_start")
 
 
-def padding(num_padded: int, has_groups: bool) -> torch.Tensor:
-    """The buffer, int32 on the CPU, of a step without sequences in the layout of `num_padded`."""
-    places, end = _places(padded_sizes(num_padded, has_groups))
+def padding(layout: Layout, has_groups: bool) -> torch.Tensor:
+    """The buffer, int32 on the CPU, of a step without sequences."""
+    places, end = aligned_places(padded_sizes(layout, has_groups))
     buffer = torch.zeros(end, dtype=torch.int32)
     for name, value in _PADDING.items():
         if name in places:
             buffer[places[name]] = value  # -1 is all ones in 64 bits too
-    buffer[places["query_start"]] = torch.arange(num_padded + 1, dtype=torch.int32)
     return buffer
 
 
-def padded_views(buffer: torch.Tensor, num_padded: int, has_groups: bool) -> dict[str, torch.Tensor]:
+def padded_views(buffer: torch.Tensor, layout: Layout, has_groups: bool) -> dict[str, torch.Tensor]:
     """The arrays of a buffer in that layout, int32."""
-    places, _ = _places(padded_sizes(num_padded, has_groups))
+    places, _ = aligned_places(padded_sizes(layout, has_groups))
     return {name: buffer[where] for name, where in places.items()}
 
 
@@ -166,19 +169,16 @@ def _arrays(host: AttentionMetadata) -> dict[str, np.ndarray]:
     return arrays
 
 
-def _padded(host: AttentionMetadata, num_padded: int) -> dict[str, np.ndarray]:
-    """The arrays, filled up to the layout of `num_padded` sequences."""
+def _padded(host: AttentionMetadata, layout: Layout) -> dict[str, np.ndarray]:
+    """The arrays, filled up to the sizes of the layout."""
     arrays = _arrays(host)
     padded = {}
-    for name, words in padded_sizes(num_padded, host.shared_prefixes is not None).items():
+    for name, words in padded_sizes(layout, host.shared_prefixes is not None).items():
         array = arrays[name]
         size = words * 4 // array.itemsize
-        padded[name] = np.full(size, _PADDING.get(name, 0), dtype=array.dtype)
+        value = array[-1] if name in _CUMULATIVE else _PADDING.get(name, 0)
+        padded[name] = np.full(size, value, dtype=array.dtype)
         padded[name][: len(array)] = array
-        if name == "row_start":  # groups that are not there have no rows
-            padded[name][len(array) :] = array[-1]
-        if name == "query_start":
-            padded[name] = np.arange(size, dtype=array.dtype)
     return padded
 
 

@@ -1,8 +1,8 @@
 """The sampler of an accelerator: masks, temperature, filters and Gumbel-max in Triton, over logits that stay there.
 
-`workers/kernels/torch_sampler.py` says what is computed, and serves what is rare: edits of single rows before the
-constraint (penalties, biases, bad words) and log-probabilities. Nothing here waits for the device. A row's vocabulary
-is cut into chunks, so that one row keeps a whole GPU busy.
+`workers/kernels/torch_sampler.py` says what is computed, and serves log-probabilities. Edits of rows before the mask
+(penalties, biases, bad words) are in `edits.py`. Nothing here waits for the device. A row's vocabulary is cut into
+chunks, so that one row keeps a whole GPU busy. A sum of a product is rounded twice, as on a CPU: the same tokens win.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import triton.language as tl
 
 from structured.masks import LATE as LATE_SLOT
 from structured.masks import NO_MASK, MaskBatch
-from workers.kernels import torch_sampler
 from workers.kernels.protocol import INFINITE, LATE, MASKED, NAN, OK
 from workers.kernels.torch_sampler import logprobs
-from workers.kernels.triton.launch import padded_size, place
+from workers.kernels.transfer import place
+from workers.kernels.triton.edits import edited_rows, edits_of
+from workers.kernels.triton.launch import padded_size
 from workers.kernels.triton.noise import gumbel_noise
 from workers.sampling.noise import noise_keys
 from workers.sampling.sampling_state import SamplingState, SequenceState
@@ -52,31 +53,33 @@ def draw(
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     count = len(sequences)
-    table = _table(sequences, positions, state)
-    edited_points = _edited_points(sequences, positions, masks)
-    table[edited_points, _EDITED.value] = np.arange(len(edited_points))
-    words = logits
+    rows, before = state.table[[sequence.row for sequence in sequences]], np.array(positions, dtype=np.int64)
+    table = _table(rows, before)
+    edited, words = logits, logits
+    edits = edits_of(rows, sequences, before, masks)
+    if edits is not None:
+        table[edits.points, _EDITED.value] = np.arange(len(edits.points))
+        edited = edited_rows(logits, edits, vocab_size)
     if masks is not None:
         packed = masks.packed()
         table[:, _SLOT.value] = packed.slots
         if len(packed.rows):
             words = place(packed.rows, device)
-    edited = _edit(logits, edited_points, sequences, positions, state, masks) if edited_points else logits
     points = place(table.ravel(), device)
     num_chunks = triton.cdiv(vocab_size, CHUNK)
     best = torch.empty((count, num_chunks), dtype=torch.float32, device=device)
     best_ids = torch.empty((count, num_chunks), dtype=torch.int32, device=device)
     flags = torch.empty((count, num_chunks), dtype=torch.int32, device=device)
-    rows = (logits, edited, words, points, logits.stride(0), vocab_size, words.stride(0))
-    constants = {"HAS_EDITED": bool(edited_points), "HAS_MASKS": words is not logits}
-    chunk = min(CHUNK, padded_size(vocab_size, 128))
+    arguments = (logits, edited, words, points, logits.stride(0), vocab_size, words.stride(0))
+    constants = {"HAS_EDITED": edits is not None, "HAS_MASKS": words is not logits}
+    options = {"CHUNK": min(CHUNK, padded_size(vocab_size, 128)), "enable_fp_fusion": False}
     thresholds = points
     has_filters = bool(_is_filtered(table).any())
     if has_filters:
         thresholds = torch.empty((count, 3), dtype=torch.int32, device=device)
-        _find_thresholds[(count,)](*rows, thresholds, **constants, CHUNK=chunk, num_warps=16)
+        _find_thresholds[(count,)](*arguments, thresholds, **constants, **options, num_warps=16)
     _find_best[(count, num_chunks)](
-        *rows, thresholds, best, best_ids, flags, **constants, HAS_FILTERS=has_filters, CHUNK=chunk, num_warps=8
+        *arguments, thresholds, best, best_ids, flags, **constants, **options, HAS_FILTERS=has_filters, num_warps=8
     )
     token_ids = torch.empty(count, dtype=torch.int64, device=device)
     status = torch.empty(count, dtype=torch.uint8, device=device)
@@ -86,12 +89,11 @@ def draw(
     return token_ids, status
 
 
-def _table(sequences: list[SequenceState], positions: list[int], state: SamplingState) -> np.ndarray:
+def _table(rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """int32 [P, 8]: what the kernels need of each sample point. A greedy row has no filters."""
-    rows = state.table[[sequence.row for sequence in sequences]]
     is_random = rows["inverse_temperature"] > 0
-    table = np.empty((len(sequences), _NUM_COLUMNS.value), dtype=np.int32)
-    table[:, : _KEY_HIGH.value + 1] = noise_keys(rows["seed"], np.array(positions, dtype=np.int64)).view(np.int32)
+    table = np.empty((len(rows), _NUM_COLUMNS.value), dtype=np.int32)
+    table[:, : _KEY_HIGH.value + 1] = noise_keys(rows["seed"], positions).view(np.int32)
     table[:, _INVERSE_TEMPERATURE.value] = rows["inverse_temperature"].view(np.int32)
     table[:, _SLOT.value] = NO_MASK
     table[:, _EDITED.value] = -1
@@ -104,36 +106,6 @@ def _table(sequences: list[SequenceState], positions: list[int], state: Sampling
 def _is_filtered(table: np.ndarray) -> np.ndarray:
     top_p, log_min_p = (table[:, column.value].view(np.float32) for column in (_TOP_P, _LOG_MIN_P))
     return (table[:, _TOP_K.value] > 0) | (top_p < 1) | (log_min_p > -np.inf)
-
-
-def _edited_points(sequences: list[SequenceState], positions: list[int], masks: MaskBatch | None) -> list[int]:
-    """Sample points whose logits change before the mask, which single rows do: they are copied."""
-    adjusted = masks.adjustments if masks is not None else {}
-    return [
-        index
-        for index, (sequence, position) in enumerate(zip(sequences, positions, strict=True))
-        if index in adjusted or (sequence.processors is None and torch_sampler.edits(sequence, position))
-    ]
-
-
-def _edit(
-    logits: torch.Tensor,
-    points: list[int],
-    sequences: list[SequenceState],
-    positions: list[int],
-    state: SamplingState,
-    masks: MaskBatch | None,
-) -> torch.Tensor:
-    """float32 [len(points), V]: the rows as they are before the mask."""
-    chosen = place(np.array(points, dtype=np.int64), logits.device)
-    edited = logits[chosen, : state.vocab_size].float()
-    for row, index in zip(edited, points, strict=True):
-        if sequences[index].processors is None:
-            torch_sampler.edit(row, sequences[index], positions[index])
-        if masks is not None and index in masks.adjustments:
-            ids, values = masks.adjustments[index]
-            row[place(ids.astype(np.int64), logits.device)] += place(values.copy(), logits.device)
-    return edited
 
 
 @triton.jit

@@ -1,0 +1,20 @@
+"""How arrays get to the device and back, without waiting for what the device does."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+
+def place(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """The array on the device, in the order of its stream; on a CPU the array itself, which nobody changes while the
+    result is in use. Through pinned memory, which torch keeps until it has been read: from other memory CUDA may first
+    wait for all that the stream has to do.
+    """
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in the host's memory, which torch pins, to be read once the device has done what it was told so far."""
+    return tensor.to("cpu", non_blocking=True)

@@ -1,0 +1,235 @@
+"""Edits of logits before the mask, for all rows that have some at once: allowed tokens, bad words, `min_tokens`,
+biases, penalties, and a constraint's adjustments.
+
+`torch_sampler.edit` says what is computed, row by row. Here the host gathers what the edits are into one transfer, and
+at most four kernels make float32 copies of the edited rows. Not in the pass that draws, because with filters that reads
+each row a dozen times or more: it reads 4 bytes a token of an edited copy, where it would read logits, counts and
+biases, and rows without edits pay nothing.
+
+The copies are a function of the tokens that the host knows when it draws; no counts are kept on the device, so that
+drafts, preemption and forks need nothing of their own here.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from structured.masks import MaskBatch
+from workers.kernels.triton.launch import padded_size, place_together
+from workers.sampling.sampling_state import SequenceState
+
+CHUNK = 4096
+"""Tokens of the vocabulary that a program copies."""
+_BLOCK = 1024
+"""Tokens of a sequence, or entries, of one program."""
+
+_NUM_COLUMNS = tl.constexpr(8)
+_POINT, _FIRST, _END, _NUM_PROMPT = (tl.constexpr(column) for column in range(4))
+_ONLY_ALLOWED, _REPETITION, _PRESENCE, _FREQUENCY = (tl.constexpr(column) for column in range(4, 8))
+"""Columns of the table of edited rows, int32; the last three hold the bits of a float32. `_FIRST` and `_END` say where
+the row's tokens lie, of which the first `_NUM_PROMPT` are the prompt's.
+"""
+_IN_PROMPT, _COUNT = tl.constexpr(1 << 30), tl.constexpr((1 << 30) - 1)
+"""A count's bit for tokens of the prompt, and its bits that say how often the output has the token."""
+
+Entries = list[tuple[int, np.ndarray, np.ndarray]]
+"""Of sample points: token ids int32 [n], and a float32 for each."""
+
+
+class Edits(NamedTuple):
+    """What is edited in a step; every array is int32."""
+
+    points: np.ndarray
+    """[R]: the sample point of each edited row. Those with penalties come first."""
+    num_counted: int
+    """Rows with penalties."""
+    longest: int
+    """Most tokens that a row has in `tokens`."""
+    table: np.ndarray
+    """[R, 8]"""
+    tokens: np.ndarray
+    """The tokens that rows with penalties count: of the output, and of the prompt if there is a repetition penalty."""
+    replaced: np.ndarray
+    """[n, 3]: (row, token, bits of a float32) that is added to the model's logit before the penalties. If a row has
+    allowed tokens, these are they, and all other tokens are masked.
+    """
+    added: np.ndarray
+    """[n, 3]: (row, token, bits of a float32) that is added after the penalties; -inf masks the token."""
+
+
+def edits_of(
+    rows: np.ndarray, sequences: list[SequenceState], positions: np.ndarray, masks: MaskBatch | None
+) -> Edits | None:
+    """The edits of sample points, whose rows of `SamplingState.table` are `rows`; None if there are none."""
+    num_output = positions - rows["num_prompt_tokens"]
+    has_penalties = rows["repetition_penalty"] != 1
+    has_penalties |= (rows["presence_penalty"] != 0) | (rows["frequency_penalty"] != 0)
+    is_replaced = (rows["num_biases"] > 0) | (rows["num_allowed_ids"] > 0)
+    may_ban = (rows["num_bad_words"] > 0) | (num_output < rows["min_tokens"])
+    adjusted = {} if masks is None else masks.adjustments
+    if not (adjusted or has_penalties.any() or is_replaced.any() or may_ban.any()):
+        return None
+    replaced = [(point, *_replacements(sequences[point])) for point in np.flatnonzero(is_replaced).tolist()]
+    added = [(point, ids, values) for point, (ids, values) in adjusted.items()]
+    for point in np.flatnonzero(may_ban).tolist():
+        banned = sequences[point].banned_by_words(int(positions[point]))
+        if num_output[point] < rows["min_tokens"][point]:
+            banned += sequences[point].stop_ids.tolist()
+        if banned:
+            added.append((point, np.array(banned, dtype=np.int32), np.full(len(banned), -np.inf, dtype=np.float32)))
+    counted = np.flatnonzero(has_penalties)
+    others = {point for point, _, _ in itertools.chain(replaced, added)}.difference(counted.tolist())
+    points = np.concatenate([counted, sorted(others)]).astype(np.int32)
+    if not len(points):
+        return None
+    first = np.where(rows["repetition_penalty"] != 1, 0, rows["num_prompt_tokens"])
+    tokens = [sequences[point].tokens[first[point] : positions[point]] for point in counted.tolist()]
+    row_of = {point: row for row, point in enumerate(points.tolist())}
+    return Edits(
+        points,
+        len(counted),
+        max(map(len, tokens), default=0),
+        _table(points, rows[points], tokens),
+        np.concatenate([*tokens, np.empty(0, dtype=np.int32)]),
+        _flat(replaced, row_of),
+        _flat(added, row_of),
+    )
+
+
+def _replacements(sequence: SequenceState) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids, and what is added to their logits: the allowed tokens if there are some, else those with a bias."""
+    if not len(sequence.allowed_ids):
+        return sequence.bias_ids, sequence.bias_values
+    bias = sequence.params.logit_bias
+    values = [bias.get(token_id, 0.0) for token_id in sequence.params.allowed_token_ids or ()]
+    return sequence.allowed_ids, np.array(values, dtype=np.float32)
+
+
+def _table(points: np.ndarray, rows: np.ndarray, tokens: list[np.ndarray]) -> np.ndarray:
+    table = np.zeros((len(points), _NUM_COLUMNS.value), dtype=np.int32)
+    ends = np.cumsum([len(each) for each in tokens])
+    table[:, _POINT.value] = points
+    table[1 : len(tokens), _FIRST.value] = ends[:-1]
+    table[: len(tokens), _END.value] = ends
+    table[:, _NUM_PROMPT.value] = np.where(rows["repetition_penalty"] != 1, rows["num_prompt_tokens"], 0)
+    table[:, _ONLY_ALLOWED.value] = rows["num_allowed_ids"] > 0
+    for column, name in ((_REPETITION, "repetition"), (_PRESENCE, "presence"), (_FREQUENCY, "frequency")):
+        table[:, column.value] = rows[f"{name}_penalty"].view(np.int32)
+    return table
+
+
+def _flat(entries: Entries, row_of: dict[int, int]) -> np.ndarray:
+    """int32 [n, 3]."""
+    if not entries:
+        return np.empty((0, 3), dtype=np.int32)
+    flat = [np.repeat([row_of[point] for point, _, _ in entries], [len(ids) for _, ids, _ in entries])]
+    flat.append(np.concatenate([ids for _, ids, _ in entries]))
+    flat.append(np.concatenate([values for _, _, values in entries]).view(np.int32))
+    return np.stack(flat, axis=1).astype(np.int32)
+
+
+def edited_rows(logits: torch.Tensor, edits: Edits, vocab_size: int) -> torch.Tensor:
+    """float32 [R, vocab_size]: the edited rows as they are before the mask."""
+    device = logits.device
+    arrays = {name: getattr(edits, name) for name in ("table", "tokens", "replaced", "added")}
+    table, tokens, replaced, added = place_together(arrays, device).values()
+    counts = torch.zeros((edits.num_counted, vocab_size), dtype=torch.int32, device=device)
+    edited = torch.empty((len(edits.points), vocab_size), dtype=torch.float32, device=device)
+    if edits.longest:
+        num_blocks = triton.cdiv(edits.longest, _BLOCK)
+        _count[(edits.num_counted, num_blocks)](table, tokens, counts, vocab_size, BLOCK=_BLOCK)
+    shared = (logits, table, counts if edits.num_counted else table, edited)
+    sizes = (logits.stride(0), vocab_size, edits.num_counted)
+    chunk = min(CHUNK, padded_size(vocab_size, 128))
+    _edit_rows[(len(edits.points), triton.cdiv(vocab_size, chunk))](
+        *shared, *sizes, CHUNK=chunk, num_warps=8, enable_fp_fusion=False
+    )
+    if len(edits.replaced):
+        num_programs = triton.cdiv(len(edits.replaced), _BLOCK)
+        _replace[(num_programs,)](*shared, replaced, len(edits.replaced), *sizes, BLOCK=_BLOCK, enable_fp_fusion=False)
+    if len(edits.added):
+        num_programs = triton.cdiv(len(edits.added), _BLOCK)
+        _add[(num_programs,)](edited, added, len(edits.added), vocab_size, BLOCK=_BLOCK)
+    return edited
+
+
+@triton.jit(do_not_specialize=["vocab_size"])
+def _count(table, tokens, counts, vocab_size, BLOCK: tl.constexpr):
+    """A row's tokens: how often each is in its output, and whether it is in its prompt."""
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.load(table + row * _NUM_COLUMNS + _FIRST)
+    end = tl.load(table + row * _NUM_COLUMNS + _END)
+    num_prompt = tl.load(table + row * _NUM_COLUMNS + _NUM_PROMPT)
+    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    exists = index < end - first
+    token = tl.load(tokens + first + index, mask=exists, other=0)
+    place = counts + row * vocab_size + token
+    tl.atomic_add(place, 1, mask=exists & (index >= num_prompt), sem="relaxed")
+    tl.atomic_or(place, _IN_PROMPT, mask=exists & (index < num_prompt), sem="relaxed")
+
+
+@triton.jit
+def _column(table, row, COLUMN: tl.constexpr):
+    """A float32 of each row."""
+    return tl.load(table + row * _NUM_COLUMNS + COLUMN).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _penalised(values, count, table, row):
+    """Logits under the penalties of their rows, which are none for tokens whose count is 0."""
+    repetition = _column(table, row, _REPETITION)
+    repeated = tl.where(values > 0.0, tl.div_rn(values, repetition), values * repetition)
+    num_output = count & _COUNT
+    cost = num_output.to(tl.float32) * _column(table, row, _FREQUENCY) + _column(table, row, _PRESENCE)
+    values = tl.where(count != 0, repeated, values)
+    return tl.where(num_output > 0, values - cost, values)
+
+
+@triton.jit(do_not_specialize=["vocab_size", "num_counted"])
+def _edit_rows(logits, table, counts, edited, logits_stride, vocab_size, num_counted, CHUNK: tl.constexpr):
+    """A chunk of one row a program: copied with its penalties, or masked if the row has allowed tokens."""
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    exists = token < vocab_size
+    point = tl.load(table + row * _NUM_COLUMNS + _POINT).to(tl.int64)
+    values = tl.load(logits + point * logits_stride + token, mask=exists, other=0.0).to(tl.float32)
+    is_counted = token < tl.where(row < num_counted, vocab_size, 0)
+    count = tl.load(counts + row * vocab_size + token, mask=is_counted, other=0)
+    values = _penalised(values, count, table, row)
+    only_allowed = tl.load(table + row * _NUM_COLUMNS + _ONLY_ALLOWED)
+    values = tl.where(only_allowed != 0, float("-inf"), values)
+    tl.store(edited + row * vocab_size + token, values, mask=exists)
+
+
+@triton.jit(do_not_specialize=["num_entries", "vocab_size", "num_counted"])
+def _replace(
+    logits, table, counts, edited, entries, num_entries, logits_stride, vocab_size, num_counted, BLOCK: tl.constexpr
+):
+    """Tokens that are allowed or have a bias: from the model's logits anew, so that equal entries do no harm."""
+    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    exists = entry < num_entries
+    row = tl.load(entries + entry * 3, mask=exists, other=0).to(tl.int64)
+    token = tl.load(entries + entry * 3 + 1, mask=exists, other=0)
+    bias = tl.load(entries + entry * 3 + 2, mask=exists, other=0).to(tl.float32, bitcast=True)
+    point = tl.load(table + row * _NUM_COLUMNS + _POINT).to(tl.int64)
+    values = tl.load(logits + point * logits_stride + token, mask=exists, other=0.0).to(tl.float32) + bias
+    place = row * vocab_size + token
+    count = tl.load(counts + place, mask=exists & (row < num_counted), other=0)
+    tl.store(edited + place, _penalised(values, count, table, row), mask=exists)
+
+
+@triton.jit(do_not_specialize=["num_entries", "vocab_size"])
+def _add(edited, entries, num_entries, vocab_size, BLOCK: tl.constexpr):
+    """Of the entries of one token at most one is finite, so that their order changes nothing."""
+    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    exists = entry < num_entries
+    row = tl.load(entries + entry * 3, mask=exists, other=0).to(tl.int64)
+    token = tl.load(entries + entry * 3 + 1, mask=exists, other=0)
+    value = tl.load(entries + entry * 3 + 2, mask=exists, other=0).to(tl.float32, bitcast=True)
+    tl.atomic_add(edited + row * vocab_size + token, value, mask=exists, sem="relaxed")
