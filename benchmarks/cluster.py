@@ -199,7 +199,13 @@ PARTS: dict[str, Callable[[argparse.Namespace], None]] = {
     "tp": lambda options: tensor_parallel(options.rounds, options.tokens),
     "resume": lambda options: resume(options.rounds, options.tokens),
     "own-ray": lambda options: own_ray_extras(options.rounds),
-    "http": lambda options: http(options.starts, options.rounds, options.tokens, options.streams, options.ways),
+    "http": lambda options: http(
+        options.starts,
+        options.rounds,
+        options.tokens,
+        [int(count) for count in options.streams.split(",")],
+        options.ways.split(","),
+    ),
     "autoscaling": lambda options: autoscaling(options.rounds, options.tokens),
     "batch": lambda options: measure_batches(options.rounds),
     "routing": lambda options: routing(options.rounds),
@@ -219,20 +225,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="blocks of each transport, or of batches; resume takes three pairs for each (default: 10)",
     )
     parser.add_argument("--tokens", type=int, default=100, help="steps of a block (default: 100)")
-    parser.add_argument(
-        "--streams",
-        type=int,
-        nargs="+",
-        default=STREAMS,
-        help=f"http: how many at a time (default: {', '.join(map(str, STREAMS))})",
-    )
-    parser.add_argument("--ways", nargs="+", choices=ALL_WAYS, default=ALL_WAYS, help="http: which, beside own Ray")
+    parser.add_argument("--streams", default=",".join(map(str, STREAMS)), help="http: how many at a time")
+    parser.add_argument("--ways", default=",".join(ALL_WAYS), help="http: some of these, compared with own Ray")
     parser.add_argument("--starts", type=int, default=3, help="http: times that all servers start anew (default: 3)")
     options = parser.parse_args(arguments)
     print(machine(), file=sys.stderr)
     for part in options.parts.split(","):
         if part not in PARTS:
             parser.error(f"--parts {part}: use some of {', '.join(PARTS)}")
+    for way in options.ways.split(","):
+        if way not in ALL_WAYS:
+            parser.error(f"--ways {way}: use some of {', '.join(ALL_WAYS)}")
+    for part in options.parts.split(","):
         PARTS[part](options)
     return 0
 
