@@ -86,6 +86,9 @@ class FailingClient:
     def note_end(self, request_id: str) -> None:
         pass
 
+    def call(self, run: PromptRun, request: EngineRequest, pause_s: float) -> asyncio.Task[None]:
+        return asyncio.ensure_future(run.call(request, pause_s))
+
     async def generate(self, request: EngineRequest) -> RequestResult:
         raise RayTaskError("generate", "a whole traceback", self._error).as_instanceof_cause()
 

@@ -144,7 +144,10 @@ def test_a_library_that_others_could_have_written_is_compiled_again(compiled: li
 @pytest.mark.skipif(os.getuid() != 0, reason="gives files to another user")
 def test_a_library_and_a_folder_of_another_user_are_not_loaded(compiled: list[pathlib.Path]) -> None:
     path = library()
-    os.chown(path, 12345, 12345)
+    try:
+        os.chown(path, 12345, 12345)
+    except PermissionError:
+        pytest.skip("root without its rights gives no files away")
     library()
     assert len(compiled) == 2
     os.chown(path.parent, 12345, 12345)
