@@ -21,6 +21,7 @@ import shutil
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -39,6 +40,8 @@ BAR = 0.95
 """Of own Ray's events a second, for the joined cluster."""
 OWN, JOINED, OFFLINE = "own Ray", "joined", "LLM.generate"
 START_S = 60.0
+SETTLE_S = 1.0
+"""After a server's rest. What Ray's processes and Serve have put off meanwhile they do at once."""
 
 COLUMNS = (
     "model",
@@ -132,6 +135,7 @@ class Server(ServerProcess):
 
     def turn(self, prompts: Prompts, num_tokens: int) -> Figures:
         self.wait_until_healthy()  # HAProxy sends nothing to an ingress that was paused until it has answered again
+        time.sleep(SETTLE_S)
         load = run_load(self.port, self.model_name, prompts, num_tokens, len(prompts))
         num_events = len(load.ttft) + len(load.gaps)
         return Figures(
