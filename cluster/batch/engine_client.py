@@ -16,7 +16,7 @@ import msgspec
 from cluster.engine.request import EngineRequest
 from cluster.serve.channel import RequestResult
 from cluster.serve.engine_client import EngineClient, answer_of
-from cluster.serve.prompt_run import LAST_FRAME_TIMEOUT_S, OVERDUE_S, PromptRun, overdue_error
+from cluster.serve.prompt_run import LAST_FRAME_TIMEOUT_S, OVERDUE_S, Call, PromptRun, overdue_error
 from cluster.serve.submission import Submission
 from workers.sampling_params import SamplingParams
 
@@ -45,7 +45,7 @@ class BatchEngineClient(EngineClient):
     ) -> Submission:
         return super().submit(request_id, prompts, params, priority=priority + PRIORITY, **options)
 
-    def call(self, run: PromptRun, request: EngineRequest, pause_s: float) -> Any:
+    def call(self, run: PromptRun, request: EngineRequest, pause_s: float) -> Call:
         if request.continued is not None:  # its engine is gone, and others may wait for what becomes of it
             return super().call(run, request, pause_s)
         group = self._open

@@ -98,7 +98,7 @@ def num_in_flight(config: ServeConfig) -> int:
 
 @contextlib.asynccontextmanager
 async def answering_by(engine: Any, host: str, config: ServeConfig) -> AsyncIterator[Answer]:
-    """Answers lines by the engines that `app.start_engines` returned."""
+    """Answers lines by the engines that `app.start_engines` returned, to which this process yields from then on."""
     from cluster.batch.application import batch_endpoints  # imports Ray, which takes seconds
 
     # Nobody else asks these engines, so its lines may go before each other as they like.

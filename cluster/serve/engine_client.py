@@ -22,7 +22,7 @@ from cluster.engine.stats import EngineStats
 from cluster.http.errors import ApiError
 from cluster.http.metrics import Metrics
 from cluster.serve.channel import BEAT_S, Address, Connection, Control, OutputReceiver, RequestResult
-from cluster.serve.prompt_run import PromptRun
+from cluster.serve.prompt_run import Call, PromptRun
 from cluster.serve.routing import replicas
 from cluster.serve.routing.reports import Report
 from cluster.serve.scaling.waking import Waker
@@ -164,7 +164,7 @@ class EngineClient:
         except OSError as error:
             raise ApiError(503, f"the ingress cannot listen for engines: {in_words(error)}; retry") from error
 
-    def call(self, run: PromptRun, request: EngineRequest, pause_s: float) -> Any:
+    def call(self, run: PromptRun, request: EngineRequest, pause_s: float) -> Call:
         # In a context of its own: Serve takes calls of one HTTP request, which it knows by the context, for one call
         # that it tries again, and forgets all but one of those that wait for a replica.
         return asyncio.get_running_loop().create_task(run.call(request, pause_s), context=contextvars.Context())
