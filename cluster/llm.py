@@ -166,7 +166,7 @@ class LLM:
 
     def __init__(self, model: str = DEMO_MODEL, **options: Any) -> None:
         self.config = read_options({"model": model, **options}, EngineConfig)
-        # Read when torch loads its OpenMP: threads that spin for long keep a core from all other threads.
+        # Read when torch loads its OpenMP, whose threads, spinning for long, would keep the kernels' from the cores.
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
         from cluster.engine.overlap.engine import make_engine  # imports torch
 

@@ -107,7 +107,7 @@ def _program(name: str) -> pathlib.Path:
     folder = pathlib.Path(tempfile.mkdtemp(prefix="manta-emulated-"))
     form = next(form for form in processor.FORMS if form.name == name)
     sources = [*build.SOURCES.glob("*.cpp"), pathlib.Path(__file__).with_name("emulated_kernels.cpp")]
-    command = [COMPILER, *build.FLAGS, *form.flags, "-fopenmp", "-static", *map(str, sources)]
+    command = [COMPILER, *build.FLAGS, *form.flags, "-static", *map(str, sources)]
     subprocess.run([*command, "-o", str(folder / name)], check=True)
     return folder / name
 

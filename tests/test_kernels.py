@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import itertools
 import math
-import pathlib
 import shutil
 from collections.abc import Iterator
 
@@ -418,36 +416,6 @@ def test_without_a_compiler_the_reference_serves():
     with in_form(TORCH):
         x, weight = torch.randn(3, 8), torch.rand(8)
         assert torch.equal(cpu.rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6))
-
-
-def test_the_kernels_share_the_openmp_runtime_of_torch():
-    if cpu._library() is None:
-        pytest.skip("no C++ compiler")
-    torch.randn(512, 512) @ torch.randn(512, 512)
-    cpu.rms_norm(torch.randn(100, 4096), torch.ones(4096), 1e-6)
-    maps = pathlib.Path("/proc/self/maps")
-    if not maps.exists():
-        pytest.skip("no /proc")
-    runtimes = {line.split()[-1] for line in maps.read_text().splitlines() if "libgomp" in line or "libomp" in line}
-    assert len(runtimes) == 1, runtimes
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
-def test_threads_of_our_own_serve_where_the_compiler_has_no_openmp(tmp_path, monkeypatch):
-    """The same bits with one thread and many, from several callers at once."""
-    monkeypatch.setattr(build, "OPENMP", (build.OPENMP[1], build.OPENMP[1]))
-    monkeypatch.setenv("MANTA_CACHE", str(tmp_path))
-    with in_form(processor.best_form().name):
-        library = build.load_library()
-        linear = cpu_linear.pack(torch.randn(500, 320), None)
-        x = torch.randn(700, 320)
-        library.manta_set_num_threads(1)
-        expected = linear(x)
-        for num_threads in (2, 5):
-            library.manta_set_num_threads(num_threads)
-            with concurrent.futures.ThreadPoolExecutor(3) as pool:
-                for result in pool.map(linear, [x] * 60):
-                    assert torch.equal(result, expected)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")

@@ -112,7 +112,7 @@ def compiled(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> list[pa
     """Where kernels would be compiled to, each time; what is compiled is a text."""
     made: list[pathlib.Path] = []
 
-    def write(command: Any, openmp: Any, library: pathlib.Path) -> None:
+    def write(command: Any, library: pathlib.Path) -> None:
         made.append(library)
         library.unlink(missing_ok=True)
         library.write_text("compiled")

@@ -433,10 +433,9 @@ def engine_deployment(
             "runtime_env": {
                 "env_vars": {
                     **REPLICA_ENVIRONMENT,
-                    # Ray gives an actor one OpenMP thread unless told otherwise, and torch reads this when it loads.
+                    # Both are read when torch loads its OpenMP. Ray gives an actor one thread unless told otherwise.
                     "OMP_NUM_THREADS": str(config.num_threads),
-                    # Threads that spin for long take the core from the ingress: short spinning makes steps 3 times
-                    # faster.
+                    # torch's threads, which spin for long after each operation, would keep the kernels' from the cores.
                     "GOMP_SPINCOUNT": "1000",
                 }
             },

@@ -24,12 +24,8 @@ import tempfile
 
 from workers.kernels import processor
 
-FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-std=c++17", "-fPIC", "-w")
+FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-std=c++17", "-fPIC", "-pthread", "-w")
 # Not -ffast-math: infinities mark masked logits and NaN marks a failed row, and linking with it would flush denormals
-OPENMP = ((("-fopenmp",), ("-fopenmp",)), ((), ("-pthread",)))
-"""(flags to compile, flags to link), first with OpenMP. Without it, as with Apple's or Zig's compiler, the kernels run
-their own threads (parallel.h).
-"""
 
 REMEDY = f"install one: apt install g++, or {shlex.quote(sys.executable)} -m pip install ziglang"
 SOURCES = pathlib.Path(__file__).parent / "native"
@@ -63,10 +59,7 @@ def find_compiler() -> tuple[str, ...] | None:
 
 
 def load_library() -> ctypes.CDLL | None:
-    """All `workers/kernels/native/*.cpp`, compiled for this processor; None without a compiler, or if it fails.
-
-    torch must be imported first: the library then uses torch's OpenMP runtime, so both share one thread pool.
-    """
+    """All `workers/kernels/native/*.cpp`, compiled for this processor; None without a compiler, or if it fails."""
     return _load()[0]
 
 
@@ -107,8 +100,8 @@ def form_in_use() -> str:
 def library_for(form: processor.Form, compiler: tuple[str, ...], extra: tuple[str, ...] = ()) -> pathlib.Path:
     """The library's file, compiled if it is not in the cache.
 
-    Raises `OSError` or `CalledProcessError` if it compiles neither with OpenMP nor without, and `UntrustedCache` if the
-    cache's folder belongs to another user.
+    Raises `OSError` or `CalledProcessError` if it does not compile, and `UntrustedCache` if the cache's folder belongs
+    to another user.
     """
     flags = (*FLAGS, *form.flags, *extra)
     sources = sorted(path for pattern in ("*.cpp", "*.h") for path in SOURCES.glob(pattern))
@@ -117,10 +110,7 @@ def library_for(form: processor.Form, compiler: tuple[str, ...], extra: tuple[st
     key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
     library = private_folder() / f"{form.name}-{key}.so"
     if not _is_ours(library):  # missing, or others could have changed it
-        try:
-            _compile((*compiler, *flags), OPENMP[0], library)
-        except subprocess.CalledProcessError:
-            _compile((*compiler, *flags), OPENMP[1], library)
+        _compile((*compiler, *flags), library)
     return library
 
 
@@ -148,7 +138,7 @@ def _is_ours(library: pathlib.Path) -> bool:
     return trusted and not status.st_mode & OTHERS_WRITE
 
 
-def _compile(command: tuple[str, ...], openmp: tuple[tuple[str, ...], tuple[str, ...]], library: pathlib.Path) -> None:
+def _compile(command: tuple[str, ...], library: pathlib.Path) -> None:
     def run(*arguments: str) -> None:
         subprocess.run([*command, *arguments], check=True, capture_output=True, text=True)
 
@@ -156,13 +146,10 @@ def _compile(command: tuple[str, ...], openmp: tuple[tuple[str, ...], tuple[str,
         sources = sorted(SOURCES.glob("*.cpp"))
         objects = [f"{folder}/{source.stem}.o" for source in sources]
         with concurrent.futures.ThreadPoolExecutor() as pool:
-            jobs = [
-                pool.submit(run, *openmp[0], "-c", str(source), "-o", to)
-                for source, to in zip(sources, objects, strict=True)
-            ]
+            jobs = [pool.submit(run, "-c", str(source), "-o", to) for source, to in zip(sources, objects, strict=True)]
             for job in jobs:
                 job.result()
         partial = f"{folder}/{library.name}"
-        run(*openmp[1], "-shared", *objects, "-o", partial)
+        run("-shared", *objects, "-o", partial)
         os.chmod(partial, 0o755)
         os.replace(partial, library)  # atomic: several ranks may compile at once

@@ -1,35 +1,28 @@
-// Runs a function on several threads at once. If the compiler has OpenMP, they are OpenMP's, so that torch and these
-// kernels share one pool; else (Apple's clang, a compiler from pip) they are our own. Included by every kernel.
+// Runs a function on several threads at once. The threads are one pool of the process's, whoever calls: OpenMP has a
+// pool for each calling thread, and when the pools together have more threads than there are cores, its threads sleep
+// at every barrier. Included by every kernel.
 #pragma once
 
 #include <algorithm>
 #include <atomic>
-#include <cstdint>
-
-#if defined(_OPENMP)
-#include <omp.h>
-#else
+#include <chrono>
 #include <condition_variable>
+#include <cstdint>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
-#endif
 
-inline std::atomic<int> configured_threads{0};  // 0: as many as the pool has
+inline std::atomic<int> configured_threads{0};  // 0: as many as this process has cores
 
 inline int max_threads() {
     const int configured = configured_threads.load(std::memory_order_relaxed);
-    if (configured > 0) return configured;
-#if defined(_OPENMP)
-    return omp_get_max_threads();
-#else
-    return std::max(1u, std::thread::hardware_concurrency());
-#endif
+    return configured > 0 ? configured : std::max(1u, std::thread::hardware_concurrency());
 }
 
-#if !defined(_OPENMP)
-// Threads that wait for work. They stay awake for a moment first, because the next call mostly comes within
-// microseconds.
+// Threads that wait for work. A call's parts have a thread each, which knows the caches that it filled last time. But
+// the caller waits only for those that have begun: the part of a thread that is asleep, or that another process keeps
+// from running, it does itself.
 class Pool {
   public:
     static Pool& get() {
@@ -37,67 +30,101 @@ class Pool {
         return *pool;
     }
 
-    // call(argument, thread) for each thread; all on the caller's thread if the pool is busy with another caller.
-    void run(int threads, void (*call)(const void*, int), const void* argument) {
-        std::unique_lock<std::mutex> serving(serving_, std::try_to_lock);
-        if (!serving || threads == 1) {
-            for (int thread = 0; thread < threads; thread++) call(argument, thread);
+    // call(argument, part) for each part in [0, parts); all by the caller if the pool is busy with another one.
+    void run(int parts, void (*call)(const void*, int), const void* argument) {
+        const std::unique_lock<std::mutex> serving(serving_, std::try_to_lock);
+        if (!serving) {
+            for (int part = 0; part < parts; part++) call(argument, part);
             return;
         }
-        while ((int)workers_.size() < threads - 1) {
-            const int thread = (int)workers_.size() + 1;
-            workers_.emplace_back([this, thread, seen = round_.load()] { work(thread, seen); });
-        }
-        call_ = call, argument_ = argument, threads_ = threads;
-        running_.store((int)workers_.size(), std::memory_order_relaxed);
-        {
-            std::lock_guard<std::mutex> lock(mutex_);
-            round_.fetch_add(1, std::memory_order_release);
-        }
-        wake_.notify_all();
+        while ((int)workers_.size() < parts - 1) add_worker();
+        call_ = call, argument_ = argument;
+        const uint64_t round = ++num_rounds_;
+        announce(round << PARTS_BITS | (uint64_t)parts);
         call(argument, 0);
-        while (running_.load(std::memory_order_acquire) > 0) std::this_thread::yield();
+        for (int part = 1; part < parts; part++)
+            if (workers_[part - 1]->claim(round)) {
+                call(argument, part);
+                workers_[part - 1]->end(round);
+            }
+        for (int part = 1; part < parts; part++)
+            while (!workers_[part - 1]->has_ended(round)) std::this_thread::yield();
     }
 
   private:
-    static constexpr int AWAKE = 2000;  // how often a thread looks for work before it sleeps
+    static constexpr int PARTS_BITS = 16;
+    static constexpr auto AWAKE = std::chrono::microseconds(200);  // how long a thread looks for work before it sleeps
 
-    void work(int thread, uint64_t seen) {
-        for (;;) {
-            for (int i = 0; i < AWAKE && round_.load(std::memory_order_acquire) == seen; i++) std::this_thread::yield();
-            if (round_.load(std::memory_order_acquire) == seen) {
-                std::unique_lock<std::mutex> lock(mutex_);
-                wake_.wait(lock, [&] { return round_.load(std::memory_order_acquire) != seen; });
-            }
-            seen = round_.load(std::memory_order_acquire);
-            if (thread < threads_) call_(argument_, thread);
-            running_.fetch_sub(1, std::memory_order_release);
+    // A thread's part of a round: who claims it first, the thread or the caller, does it.
+    class alignas(64) Worker {
+      public:
+        bool claim(uint64_t round) {
+            uint64_t before = state_.load(std::memory_order_relaxed);
+            return before < 2 * round && state_.compare_exchange_strong(before, 2 * round, std::memory_order_acq_rel);
         }
+        void end(uint64_t round) { state_.store(2 * round + 1, std::memory_order_release); }
+        bool has_ended(uint64_t round) const { return state_.load(std::memory_order_acquire) > 2 * round; }
+
+      private:
+        std::atomic<uint64_t> state_{0};  // twice the round that was claimed last, and 1 if that part has ended
+    };
+
+    void add_worker() {
+        workers_.push_back(std::make_unique<Worker>());
+        const int part = (int)workers_.size();
+        std::thread([this, part, worker = workers_.back().get(), seen = announced_.load()] {
+            work(part, *worker, seen);
+        }).detach();
+    }
+
+    void announce(uint64_t round_and_parts) {
+        announced_.store(round_and_parts);
+        if (num_asleep_.load() == 0) return;  // in this order, as `sleep` has the opposite one
+        { const std::lock_guard<std::mutex> lock(mutex_); }
+        wake_.notify_all();
+    }
+
+    [[noreturn]] void work(int part, Worker& worker, uint64_t seen) {
+        for (;;) {
+            seen = next(seen);
+            const uint64_t round = seen >> PARTS_BITS;
+            if (part >= int(seen & ((1 << PARTS_BITS) - 1)) || !worker.claim(round)) continue;
+            call_(argument_, part);  // the round cannot end before this part does, so they are the round's own
+            worker.end(round);
+        }
+    }
+
+    uint64_t next(uint64_t seen) {
+        const auto until = std::chrono::steady_clock::now() + AWAKE;
+        do {
+            const uint64_t announced = announced_.load(std::memory_order_acquire);
+            if (announced != seen) return announced;
+            std::this_thread::yield();
+        } while (std::chrono::steady_clock::now() < until);
+        std::unique_lock<std::mutex> lock(mutex_);
+        num_asleep_.fetch_add(1);
+        wake_.wait(lock, [&] { return announced_.load() != seen; });
+        num_asleep_.fetch_sub(1);
+        return announced_.load(std::memory_order_acquire);
     }
 
     std::mutex serving_, mutex_;
     std::condition_variable wake_;
-    std::vector<std::thread> workers_;
-    std::atomic<uint64_t> round_{0};
-    std::atomic<int> running_{0};
+    std::vector<std::unique_ptr<Worker>> workers_;  // of parts 1, 2, ...
+    uint64_t num_rounds_ = 0;
+    std::atomic<uint64_t> announced_{0};  // the latest round and the number of its parts
+    std::atomic<int> num_asleep_{0};
     void (*call_)(const void*, int) = nullptr;
     const void* argument_ = nullptr;
-    int threads_ = 0;
 };
-#endif
 
 // body(thread) for each thread in [0, threads), at once if there are so many; a single one runs on the caller's thread.
 template <class Body>
 inline void parallel(int threads, const Body& body) {
     if (threads <= 1) return body(0);
-#if defined(_OPENMP)
-#pragma omp parallel num_threads(threads)
-    for (int thread = omp_get_thread_num(); thread < threads; thread += omp_get_num_threads()) body(thread);
-#else
     Pool::get().run(
         threads, [](const void* argument, int thread) { (*static_cast<const Body*>(argument))(thread); }, &body
     );
-#endif
 }
 
 // body(i) for each i in [0, count), split evenly among the threads.
