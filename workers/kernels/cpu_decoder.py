@@ -20,6 +20,7 @@ from workers.checkpoints.weights import DecoderWeights, Linear, max_mlp_rows
 from workers.kernels import build
 from workers.kernels.cpu import HEAD_DIM_MULTIPLE, NO_WINDOW
 from workers.kernels.cpu_linear import DTYPES, HasNative, NativeLinear
+from workers.kernels.kept_memory import KeptMemory
 from workers.kernels.layout import check, structure
 from workers.kernels.protocol import KVCaches
 
@@ -131,7 +132,8 @@ class FusedLayers:
                     self._raise_errors[native.raise_error] = None
             to.window = NO_WINDOW if window is None else window
         self._kv_caches: KVCaches | None = None
-        self._memory = torch.empty(0, dtype=self._dtype)
+        self._memory = KeptMemory()
+        self._buffer: torch.Tensor | None = None
 
     def __call__(
         self,
@@ -186,15 +188,13 @@ class FusedLayers:
         return called_back.native()
 
     def _buffers(self, residual: torch.Tensor) -> Any:
-        """Memory that all steps use: the system would zero new pages for each large step."""
         hidden, qkv, attended, gated = self._widths
         rows = residual.shape[0]
         mlp_rows = -(-rows // -(-rows // self._mlp_rows))  # as few parts as possible, of about equal size
         sizes = [rows * hidden, rows * qkv, rows * attended, mlp_rows * gated, rows * hidden]
-        if self._memory.numel() < sum(sizes):
-            self._memory = torch.empty(0, dtype=self._dtype)
-            self._memory = torch.empty(sum(sizes), dtype=self._dtype)
-        addresses, at = [residual.data_ptr()], self._memory.data_ptr()
+        self._buffer = None
+        self._buffer = self._memory.empty((sum(sizes),), self._dtype)
+        addresses, at = [residual.data_ptr()], self._buffer.data_ptr()
         for size in sizes:
             addresses.append(at)
             at += self._dtype.itemsize * size

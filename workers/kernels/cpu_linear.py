@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 
 from workers.kernels import build, layout
+from workers.kernels.kept_memory import KeptMemory
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 """The numbers by which the kernels know dtypes."""
@@ -73,6 +74,7 @@ class PackedLinear:
 
     __slots__ = (
         "_library",
+        "_outputs",
         "_run",
         "_state",
         "bias",
@@ -100,6 +102,7 @@ class PackedLinear:
         self._library = library
         self._run = library.manta_linear
         self._state: Any = None
+        self._outputs = KeptMemory()
         size = -(-self.out_features // panel) * panel * (-(-self.in_features // step) * step)
         self.packed = place(size, self.dtype, lambda packed: self._pack(weight.contiguous(), packed))
         self.bias = bias
@@ -118,7 +121,7 @@ class PackedLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
-        y = x.new_empty((*x.shape[:-1], self.width))
+        y = self._outputs.empty((*x.shape[:-1], self.width), self.dtype)
         self._run(
             DTYPES[self.dtype],
             x.data_ptr(),
