@@ -9,6 +9,7 @@ import pathlib
 import threading
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -131,12 +132,12 @@ def test_ranks_keep_only_what_all_of_them_have_captured(
 
 
 def test_where_steps_cannot_be_captured_they_run_kernel_by_kernel(caplog: pytest.LogCaptureFixture) -> None:
-    def forward(token_ids: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+    def forward(*arguments: object) -> torch.Tensor:
         raise RuntimeError("operation not permitted when stream is capturing")
 
     platform, model = CudaPlatform(torch.device("cpu")), NoLayers()
-    platform._graphed = model.layers
-    platform.record_decodes(forward, 2, 64, 8)
+    refused = SimpleNamespace(compiled=model.layers, forward=forward)
+    platform.record_decodes(refused, [], 2, 64, 8)  # type: ignore[arg-type]
     assert platform.graph_layouts == ()
     assert "kernel by kernel" in caplog.text
     metadata = platform.build_metadata(np.array([3]), np.ones(1, dtype=np.int64), np.zeros((1, 1), np.int32), 8)

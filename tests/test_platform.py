@@ -70,9 +70,13 @@ class OtherPlatform:
         self.num_compiled_calls = 0
         self.num_caches = 0
         self.num_inputs = 0
+        self.num_weights = 0
+        self.num_weights_at_plan = 0
+        """When the KV cache was planned."""
         self._compiles = compiles
 
     def make_linear(self, weight: LinearWeight) -> Linear:
+        self.num_weights += 1
         own = weight.weight.to(weight.dtype, copy=True)
         if weight.gated:
             return lambda x: reference.silu_and_mul(F.linear(x, own, weight.bias))
@@ -138,6 +142,7 @@ class OtherPlatform:
         return torch.empty(shape, dtype=dtype)
 
     def free_memory(self, largest_step: Callable[[], object]) -> int:
+        self.num_weights_at_plan = self.num_weights
         largest_step()
         return 1 << 30
 
@@ -199,8 +204,10 @@ def test_models_of_transformers_ask_the_platform_too(monkeypatch: pytest.MonkeyP
     assert platform.num_caches == 3  # one for the probe at load, and one for the largest step
 
 
-def test_a_draft_model_lives_on_the_platform_of_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_model_is_on_the_platform_before_the_kv_cache_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what its weights and its largest step leave free."""
     platform = OtherPlatform(compiles=False)
     speculative = {"proposers": ["draft"], "draft_model": str(checkpoint("llama"))}
     run(platform, "llama", monkeypatch, speculative=speculative)
-    assert platform.num_caches == 3
+    assert platform.num_caches == 4  # two for the largest steps
+    assert platform.num_weights_at_plan == platform.num_weights > 0

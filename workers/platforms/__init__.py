@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from workers.attention import AttentionMetadata
     from workers.checkpoints.model_config import ModelConfig
     from workers.checkpoints.weights import DecoderWeights, Linear, LinearWeight, SharedLinears
-    from workers.kernels.protocol import Forward, Kernels, SamplerKernels
+    from workers.kernels.protocol import Forward, Kernels, KVCaches, SamplerKernels
+    from workers.models.protocol import Model
     from workers.parallel.group import Group
 
 
@@ -64,7 +65,8 @@ class Platform(Protocol):
 
     def record_decodes(
         self,
-        forward: Callable[[torch.Tensor, AttentionMetadata], object],
+        model: Model,
+        kv_caches: KVCaches,
         max_num_sequences: int,
         max_model_len: int,
         block_size: int,
@@ -73,9 +75,8 @@ class Platform(Protocol):
         agree: Callable[[int], int] = int,
     ) -> None:
         """Called for each model once its KV cache is there, before the first step: time for what makes decode steps
-        faster. `forward` runs the model on token ids, int64 [num_tokens]. With `share_prefixes` a step's metadata may
-        have shared prefixes. A step verifies at most `max_draft_tokens` of a sequence. `agree` is the least of what all
-        ranks give it that share the model.
+        faster. With `share_prefixes` a step's metadata may have shared prefixes. A step verifies at most
+        `max_draft_tokens` of a sequence. `agree` is the least of what all ranks give it that share the model.
         """
         ...
 
