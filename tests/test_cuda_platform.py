@@ -23,9 +23,11 @@ from tests.checkpoints import VOCAB_SIZE, checkpoint, reference_greedy
 from tests.triton_device import DEVICE, NEEDS_GPU, THOROUGH
 from workers import worker
 from workers.attention import AttentionMetadata
+from workers.checkpoints.model_config import load_model_config
 from workers.kernels.protocol import KVCaches
 from workers.kernels.triton import graphs, launch
 from workers.kernels.triton.metadata import DeviceMetadata, Layout, build_metadata
+from workers.loader import load_model
 from workers.parallel.group import CollectiveGroup, GlooGroup, open_store
 from workers.platforms import cuda
 from workers.platforms.cuda import CudaPlatform
@@ -153,6 +155,25 @@ def test_a_rank_that_is_measured_alone_replays_no_sums_over_ranks() -> None:
     assert platform.build_metadata(*step).layout == Layout(1, 1)
     with group.alone():
         assert platform.build_metadata(*step).layout is None
+
+
+@pytest.mark.parametrize(("family", "count"), [("qwen2", 1), ("llama", 2)])
+def test_a_tied_head_and_its_embedding_are_one_tensor_on_the_device(family: str, count: int) -> None:
+    sizes = []
+
+    class Counting(CudaPlatform):
+        def place_weight(self, view: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+            sizes.append(view.numel())
+            return super().place_weight(view, dtype)
+
+        place_embedding = place_weight
+
+    folder = checkpoint(family, num_hidden_layers=1)
+    config = load_model_config(folder)
+    assert config.tie_word_embeddings == (count == 1)
+    model = load_model(folder, config, "float32", Counting(DEVICE))
+    assert sizes.count(config.vocab_size * config.hidden_size) == count
+    assert model.compute_logits(torch.zeros(2, config.hidden_size, device=DEVICE)).shape == (2, config.vocab_size)
 
 
 @pytest.mark.parametrize("num_sequences", range(1, 6))

@@ -98,6 +98,10 @@ class Platform(Protocol):
         """The lookup table on the device: in `dtype`, or `view` itself if the device reads the host's memory."""
         ...
 
+    def tied_head(self, table: torch.Tensor) -> Linear | None:
+        """A head that multiplies by what `place_embedding` returned; None if the device wants a packed copy of it."""
+        ...
+
     def build_metadata(
         self,
         starts: np.ndarray,

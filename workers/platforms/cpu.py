@@ -91,6 +91,9 @@ class CpuPlatform:
         """
         return view
 
+    def tied_head(self, table: torch.Tensor) -> None:
+        """Its kernels read packed weights."""
+
     def allocate_kv(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype) -> torch.Tensor:
         return allocate_kv(config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim, dtype)
 

@@ -124,6 +124,9 @@ class CudaPlatform:
 
     place_embedding = place_weight
 
+    def tied_head(self, table: torch.Tensor) -> Linear:
+        return lambda x: F.linear(x, table)
+
     def build_metadata(
         self,
         starts: np.ndarray,
