@@ -73,11 +73,11 @@ class DraftModel:
         later.
         """
         platform = runner.platform
-        self._config, self._model = draft
+        self._config, self._model, dtype = draft
         self._runner = runner
         self._max_catch_up_tokens = max_catch_up_tokens
         num_blocks = runner.kv_cache.shape[2]
-        kv_cache = platform.allocate_kv(self._config, num_blocks, runner.block_size, runner.kv_cache.dtype)
+        kv_cache = platform.allocate_kv(self._config, num_blocks, runner.block_size, dtype)
         self._layers = [(layer[0], layer[1]) for layer in kv_cache]
         platform.record_decodes(
             self._model,

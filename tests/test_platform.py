@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -211,6 +213,14 @@ def test_a_draft_model_is_on_the_platform_before_the_kv_cache_is_planned(monkeyp
     """Of what its weights and its largest step leave free."""
     platform = OtherPlatform(compiles=False)
     speculative = {"proposers": ["draft"], "draft_model": str(checkpoint("llama"))}
-    run(platform, "llama", monkeypatch, speculative=speculative)
+    rows = []
+
+    def draw(logits: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        rows.append(len(logits))
+        return torch_sampler.draw(logits, *arguments)
+
+    platform.sampler = SimpleNamespace(draw=draw, logprobs=torch_sampler.logprobs)  # type: ignore[assignment]
+    run(platform, "llama", monkeypatch, speculative=speculative, max_num_sequences=5)
     assert platform.num_caches == 4  # two for the largest steps
+    assert rows[:2] == [5 * (1 + 8), 5]
     assert platform.num_weights_at_plan == platform.num_weights > 0

@@ -36,7 +36,8 @@ POINTERS = {
     torch.uint8: "*u8",
 }
 LAUNCHED = (
-    "_attend", "_merge", "_rope_and", "_rms", "_silu", "_find_", "_choose", "_count", "_edit_rows", "_replace", "_add"
+    "_attend", "_merge", "_rope_and", "_rms", "_silu", "_find_", "_choose", "_count", "_compute", "_edit_rows",
+    "_replace", "_add",
 )  # fmt: skip
 """Beginnings of the names of kernels that the host launches; the others are called by these."""
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")

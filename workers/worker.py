@@ -6,6 +6,7 @@ The executor constructs it, in its own process or as an actor, and calls `execut
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import pathlib
 from collections.abc import Iterator, Mapping
@@ -78,24 +79,19 @@ class Worker:
         model = load_model(folder, model_config, dtype, platform, group=self.group)
         self.draft: LoadedModel | None = None
         if draft_folder is not None and draft_config is not None:
-            self.draft = LoadedModel(draft_config, load_model(draft_folder, draft_config, dtype, platform))
+            draft = load_model(draft_folder, draft_config, dtype, platform)
+            self.draft = LoadedModel(draft_config, draft, platform.torch_dtype(dtype))
         self.group.least(0)  # all have their weights: what is free now is free for the KV cache
         phases.end("weights")
-        loaded = [each for each in (LoadedModel(share, model), self.draft) if each is not None]
-
-        def run_largest_steps() -> None:
-            for each in loaded:
-                run_largest_step(
-                    each, platform, dtype, config.block_size, config.max_num_batched_tokens, config.max_num_sequences
-                )
-
+        loaded = LoadedModel(share, model, platform.torch_dtype(dtype))
+        largest_steps = functools.partial(_run_largest_steps, loaded, self.draft, platform, config)
         kv_bytes, num_blocks = plan_kv_cache(
             share,
             dtype,
             block_size=config.block_size,
             kv_cache_bytes=config.kv_cache_bytes,
             kv_cache_fraction=config.kv_cache_fraction,
-            free_bytes=platform.free_memory(run_largest_steps) // self.group.num_sharing_memory,
+            free_bytes=platform.free_memory(largest_steps) // self.group.num_sharing_memory,
             weight_bytes=_weight_bytes(folder, dtype) // config.num_ranks,
             max_num_sequences=config.max_num_sequences,
             max_model_len=config.max_model_len,
@@ -214,6 +210,14 @@ def _open_group(config: WorkerConfig, platform: Platform) -> Group:
     if config.group_address is None:
         raise ValueError(f"rank {config.rank} of {config.num_ranks} needs group_address, that of rank 0's store")
     return platform.open_group(config.rank, config.num_ranks, config.group_address)
+
+
+def _run_largest_steps(model: LoadedModel, draft: LoadedModel | None, platform: Platform, config: WorkerConfig) -> None:
+    sizes = (config.block_size, config.max_num_batched_tokens)
+    num_rows = config.max_num_sequences * (1 + config.max_draft_tokens)
+    run_largest_step(model, platform, *sizes, num_rows, draws=config.rank == 0)
+    if draft is not None:
+        run_largest_step(draft, platform, *sizes, config.max_num_sequences, draws=True)
 
 
 def _weight_bytes(folder: pathlib.Path, dtype: str) -> int:

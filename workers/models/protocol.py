@@ -30,3 +30,5 @@ class LoadedModel(NamedTuple):
     config: ModelConfig
     """Of what this rank holds of it."""
     model: Model
+    dtype: torch.dtype
+    """Of its activations, keys and values."""
