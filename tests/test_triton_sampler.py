@@ -211,7 +211,8 @@ def test_a_batch_of_every_kind_of_row_draws_the_same_tokens(vocab_size: int, dty
 
 
 def test_a_vocabulary_of_several_chunks_draws_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampler, "CHUNK", 128)
+    for name in ("CHUNK", "SEARCH_CHUNK"):
+        monkeypatch.setattr(sampler, name, 128)
     names = ["greedy", "temperature", "top_k", "top_k_top_p_min_p", "logit_bias"]
     logits = some_logits(300, 3, rows=len(names))
     compare(logits, starts_of(names, 3), random_masks(len(names), 295, 3))
