@@ -20,7 +20,7 @@ from tests.checkpoints import VOCAB_SIZE, checkpoint, reference_greedy
 from tests.cpu_forms import forget_libraries
 from workers import worker
 from workers.attention import AttentionMetadata
-from workers.checkpoints.model_config import HeadShape, ModelConfig
+from workers.checkpoints.model_config import HeadShape, ModelConfig, ModelError
 from workers.checkpoints.weights import DecoderWeights, Linear, LinearWeight
 from workers.kernels import build, reference, torch_sampler
 from workers.kernels.protocol import Forward, KVCaches
@@ -207,6 +207,16 @@ def test_models_of_transformers_ask_the_platform_too(monkeypatch: pytest.MonkeyP
     platform = OtherPlatform(compiles=False)
     run(platform, "gpt_neox", monkeypatch)
     assert platform.num_caches == 3  # one for the probe at load, and one for the largest step
+
+
+def test_where_the_largest_step_does_not_fit_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def draw(*arguments: object) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+    platform = OtherPlatform(compiles=False)
+    platform.sampler = SimpleNamespace(draw=draw)  # type: ignore[assignment]
+    with pytest.raises(ModelError, match=r"largest step \(tried .*\); lower max_num_batched_tokens or max_num_seq"):
+        run(platform, "llama", monkeypatch)
 
 
 def test_a_draft_model_is_on_the_platform_before_the_kv_cache_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:

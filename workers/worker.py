@@ -9,7 +9,7 @@ import contextlib
 import functools
 import logging
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 import torch
@@ -91,7 +91,7 @@ class Worker:
             block_size=config.block_size,
             kv_cache_bytes=config.kv_cache_bytes,
             kv_cache_fraction=config.kv_cache_fraction,
-            free_bytes=platform.free_memory(largest_steps) // self.group.num_sharing_memory,
+            free_bytes=_free_memory(platform, largest_steps) // self.group.num_sharing_memory,
             weight_bytes=_weight_bytes(folder, dtype) // config.num_ranks,
             max_num_sequences=config.max_num_sequences,
             max_model_len=config.max_model_len,
@@ -210,6 +210,16 @@ def _open_group(config: WorkerConfig, platform: Platform) -> Group:
     if config.group_address is None:
         raise ValueError(f"rank {config.rank} of {config.num_ranks} needs group_address, that of rank 0's store")
     return platform.open_group(config.rank, config.num_ranks, config.group_address)
+
+
+def _free_memory(platform: Platform, largest_steps: Callable[[], None]) -> int:
+    try:
+        return platform.free_memory(largest_steps)
+    except torch.OutOfMemoryError as error:
+        raise ModelError(
+            f"beside its weights there is no memory for its largest step ({error}); "
+            "lower max_num_batched_tokens or max_num_sequences"
+        ) from error
 
 
 def _run_largest_steps(model: LoadedModel, draft: LoadedModel | None, platform: Platform, config: WorkerConfig) -> None:
