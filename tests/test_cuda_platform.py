@@ -104,6 +104,24 @@ def test_large_batches_are_captured_first_and_what_takes_too_long_is_left_out(mo
     assert graphs.padded_to((two, four), np.ones(1)) == two
 
 
+def test_attention_over_prompts_is_compiled_before_any_comes() -> None:
+    """In every form: over few sequences, whose keys are split, and over many; with groups and without."""
+    steps: list[tuple[int, int, bool]] = []
+
+    def forward(token_ids: torch.Tensor, metadata: AttentionMetadata) -> None:
+        assert isinstance(metadata, DeviceMetadata)
+        assert metadata.layout is None
+        assert len(token_ids) == metadata.num_tokens == 2 * metadata.num_sequences
+        steps.append((metadata.max_query_len, metadata.num_sequences, metadata.prefix_rows is not None))
+
+    graphs.compile_prompts(forward, 1000, 8, 64, torch.device("cpu"), share_prefixes=True)
+    assert steps == [(2, 2, False), (2, 2, True), (2, 256, False), (2, 256, True)]
+    steps.clear()
+    graphs.compile_prompts(forward, 1, 8, 64, torch.device("cpu"), share_prefixes=True)
+    graphs.compile_prompts(forward, 2, 8, 64, torch.device("cpu"), share_prefixes=False)
+    assert steps == [(2, 1, False), (2, 2, False)]
+
+
 def test_ranks_keep_only_what_all_of_them_have_captured(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -134,7 +152,9 @@ def test_ranks_keep_only_what_all_of_them_have_captured(
 
 
 def test_where_steps_cannot_be_captured_they_run_kernel_by_kernel(caplog: pytest.LogCaptureFixture) -> None:
-    def forward(*arguments: object) -> torch.Tensor:
+    def forward(token_ids: torch.Tensor, metadata: DeviceMetadata, *caches: object) -> torch.Tensor:
+        if metadata.layout is None:
+            return model.forward(token_ids, metadata)
         raise RuntimeError("operation not permitted when stream is capturing")
 
     platform, model = CudaPlatform(torch.device("cpu")), NoLayers()

@@ -22,7 +22,7 @@ from workers.checkpoints.weights import DecoderWeights, Linear, LinearWeight
 from workers.kernels.protocol import Forward, Kernels, KVCaches, SamplerKernels
 from workers.kernels.transfer import place
 from workers.kernels.triton import launch, layers, sampler
-from workers.kernels.triton.graphs import GraphedLayers, layouts_to_capture, padded_to, record
+from workers.kernels.triton.graphs import GraphedLayers, compile_prompts, layouts_to_capture, padded_to, record
 from workers.kernels.triton.metadata import DeviceMetadata, Layout, build_metadata
 from workers.models.protocol import Model
 from workers.platforms.cuda_group import NcclGroup
@@ -88,6 +88,7 @@ class CudaPlatform:
             return model.forward(token_ids, metadata, kv_caches)
 
         before, started = launch.used_memory(self.device), time.perf_counter()
+        compile_prompts(forward, max_num_sequences, block_size, max_model_len, self.device, share_prefixes)
         # A draft model's are those of its model
         layouts = self.graph_layouts or layouts_to_capture(max_num_sequences, max_draft_tokens)
         sizes = (block_size, max_model_len)
