@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from cluster.llm import LLM, SamplingParams
+from structured.masks import MaskBatch
 from tests.checkpoints import VOCAB_SIZE, checkpoint, reference_greedy
 from tests.cpu_forms import forget_libraries
 from workers import worker
@@ -24,6 +25,7 @@ from workers.checkpoints.model_config import HeadShape, ModelConfig, ModelError
 from workers.checkpoints.weights import DecoderWeights, Linear, LinearWeight
 from workers.kernels import build, reference, torch_sampler
 from workers.kernels.protocol import Forward, KVCaches
+from workers.sampling.sampling_state import SequenceState
 
 NUM_TOKENS = 12
 
@@ -220,17 +222,22 @@ def test_where_the_largest_step_does_not_fit_the_remedy_is_named(monkeypatch: py
 
 
 def test_a_draft_model_is_on_the_platform_before_the_kv_cache_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what its weights and its largest step leave free."""
+    """Of what its weights and its largest step leave free; that step also draws under everything a request may ask."""
     platform = OtherPlatform(compiles=False)
     speculative = {"proposers": ["draft"], "draft_model": str(checkpoint("llama"))}
-    rows = []
+    rows, kinds = [], set()
 
-    def draw(logits: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def draw(
+        logits: torch.Tensor, sequences: list[SequenceState], positions: Any, state: Any, masks: MaskBatch | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        params = sequences[0].params
         rows.append(len(logits))
-        return torch_sampler.draw(logits, *arguments)
+        kinds.add((params.repetition_penalty != 1, params.top_p < 1, masks is not None))
+        return torch_sampler.draw(logits, sequences, positions, state, masks)
 
     platform.sampler = SimpleNamespace(draw=draw, logprobs=torch_sampler.logprobs)  # type: ignore[assignment]
     run(platform, "llama", monkeypatch, speculative=speculative, max_num_sequences=5)
     assert platform.num_caches == 4  # two for the largest steps
-    assert rows[:2] == [5 * (1 + 8), 5]
+    assert [count for count in rows[:18] if count > 1] == [5 * (1 + 8), 5]
+    assert len(kinds) == 8
     assert platform.num_weights_at_plan == platform.num_weights > 0
