@@ -9,6 +9,7 @@ a row of the table, and the next one runs; the table is written anew with every 
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import datetime
 import importlib.metadata
@@ -58,9 +59,14 @@ def main(arguments: list[str] | None = None) -> int:
     import torch
 
     if not torch.cuda.is_available():
-        print(f"gpu-check: torch {torch.__version__} finds no CUDA GPU, so nothing was checked.", file=sys.stderr)
+        build = "is built without CUDA" if torch.version.cuda is None else "finds no CUDA GPU"
+        print(
+            f"gpu-check: torch {torch.__version__} {build}, so nothing was checked: run it on a machine with a CUDA "
+            "GPU, or name an interpreter whose torch has CUDA with GPU_PYTHON=python3.",
+            file=sys.stderr,
+        )
         return 2
-    path = options.output or ROOT / "benchmarks" / "results" / f"gpu-{datetime.date.today().isoformat()}.md"
+    path = options.output or ROOT / "benchmarks" / "results" / _file_name(parts)
     table = [*_heading(parts), "| what | figure | bar |", "| --- | --- | --- |"]
     print("\n".join(table), flush=True)
     failed = False
@@ -71,6 +77,12 @@ def main(arguments: list[str] | None = None) -> int:
         path.write_text("\n".join([*table, ""]))
     print(f"written to {path}")
     return int(failed)
+
+
+def _file_name(parts: list[str]) -> str:
+    """Of its own for some of the parts, so that they do not replace the others' figures of this day."""
+    chosen = "" if parts == list(PARTS) else "-" + "-".join(parts)
+    return f"gpu-{datetime.date.today().isoformat()}{chosen}.md"
 
 
 def _heading(parts: list[str]) -> list[str]:
@@ -128,21 +140,24 @@ def measured_figures(part: str, seconds: float) -> Iterator[Figure]:
 
 def tested_figures(part: str, seconds: float) -> Iterator[Figure]:
     """How the tests of a file ended, and those that failed."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=", "-q", "-rfE", TESTS[part]]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=", "-v", "-rfE", TESTS[part]]
     if part in PARALLEL and importlib.util.find_spec("xdist") is not None:
         command += ["--numprocesses", str(min(PARALLEL[part], os.cpu_count() or 1)), "--dist", "worksteal"]
     process = Process(command, seconds)
-    summary, failures = "", []
+    summary, failures, ended = "", [], collections.Counter[str]()
     for line in process.lines():
         print(line, end="", file=sys.stderr, flush=True)
         if re.match(r"(FAILED|ERROR) ", line):
             failures.append(line)
+        elif "%]" in line and (how := re.search(r"\b(PASSED|FAILED|ERROR|SKIPPED)\b", line)):
+            ended[how[0].lower()] += 1
         if re.match(r"=*\s*\d+ \w+.* in [\d.]+s", line):
             summary = line.strip("= \n")
     if process.why_failed is None:
         yield Figure(TESTS[part], summary, "all pass")
         return
-    yield Figure(TESTS[part], f"failed: {summary or process.why_failed}", "all pass")
+    so_far = ", ".join(f"{count} {how}" for how, count in ended.items()) or "none ended"
+    yield Figure(TESTS[part], f"failed: {summary or f'{process.why_failed}; so far {so_far}'}", "all pass")
     for line in failures[:SHOWN_FAILURES]:
         name, _, why = line.partition(" - ")
         yield Figure(name.split(" ", 1)[1].strip(), f"failed: {one_line(why)}")
@@ -176,6 +191,7 @@ class Process:
                     if has_ended:
                         break
                     if time.monotonic() > deadline:
+                        last = read.read().strip() or last  # the name of the test that hangs has no end of line
                         self.why_failed = f"not done after {self._seconds:.0f} s; last: {one_line(last)}"
                         return
                     time.sleep(0.1)

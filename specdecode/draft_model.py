@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import pathlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -24,15 +23,12 @@ from specdecode.measure import measure_step
 from specdecode.proposers import DraftRequest
 from structured.constraint import ConstraintError
 from structured.vocabulary import Vocabulary
-from workers.checkpoints.model_config import ModelConfig, ModelError
+from workers.checkpoints.model_config import ModelError
 from workers.kernels.protocol import OK
-from workers.loader import load_model
 from workers.model_runner import ModelRunner
+from workers.models.protocol import LoadedModel
 from workers.sampling.sampling_state import SequenceState
 from workers.step import StepInput
-
-CATCH_UP_TOKENS = 2048
-"""Most tokens that a draft model computes to catch up after one step; sequences that lack more get drafts later."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -72,16 +68,20 @@ class DraftModel:
 
     name = "draft"
 
-    def __init__(self, folder: pathlib.Path, config: ModelConfig, dtype: str, runner: ModelRunner) -> None:
+    def __init__(self, draft: LoadedModel, runner: ModelRunner, max_catch_up_tokens: int) -> None:
+        """In one step it computes at most `max_catch_up_tokens` that it lacks; sequences that lack more get drafts
+        later.
+        """
         platform = runner.platform
-        self._config = config
+        self._config, self._model, dtype = draft
         self._runner = runner
-        self._model = load_model(folder, config, dtype, platform)
+        self._max_catch_up_tokens = max_catch_up_tokens
         num_blocks = runner.kv_cache.shape[2]
-        kv_cache = platform.allocate_kv(config, num_blocks, runner.block_size, platform.torch_dtype(dtype))
+        kv_cache = platform.allocate_kv(self._config, num_blocks, runner.block_size, dtype)
         self._layers = [(layer[0], layer[1]) for layer in kv_cache]
         platform.record_decodes(
-            lambda token_ids, metadata: self._model.forward(token_ids, metadata, self._layers),
+            self._model,
+            self._layers,
             runner.max_num_sequences,
             runner.max_model_len,
             runner.block_size,
@@ -167,10 +167,10 @@ class DraftModel:
                 hidden = self._forward(newest, [1] * len(rows), np.array(tokens), tables[rows])
 
     def _catch_up(self, batch: list[_Drafting], tables: np.ndarray) -> tuple[torch.Tensor, list[int]]:
-        """Computes missing keys and values, at most `CATCH_UP_TOKENS`. Returns the last hidden states of the sequences
+        """Computes missing keys and values, as many as one step may. Returns the last hidden states of the sequences
         that lack nothing any more, and their rows in `batch`.
         """
-        budget = CATCH_UP_TOKENS
+        budget = self._max_catch_up_tokens
         chosen, starts, counts, pieces, complete = [], [], [], [], []
         for row, each in enumerate(batch):
             start = min(each.progress.num_draft_computed, each.num_tokens - 1)

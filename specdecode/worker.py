@@ -18,7 +18,7 @@ from specdecode.measure import measure_step
 from specdecode.proposers import NgramProposer, Proposer, ProposerChain
 from structured.logits_processors import LogitsProcessorFactory
 from structured.masks import MaskBatch
-from workers.checkpoints.model_config import load_model_config, resolve_model_folder
+from workers.checkpoints.model_config import resolve_model_folder
 from workers.model_info import ModelInfo
 from workers.model_runner import ModelRunner
 from workers.rank_worker import RankWorker
@@ -35,8 +35,7 @@ class SpeculativeWorker:
 
     def __init__(self, config: WorkerConfig, speculative: SpeculativeConfig, tokenizer: str | None) -> None:
         folder = None if speculative.draft_model is None else resolve_model_folder(speculative.draft_model)
-        draft = None if folder is None else load_model_config(folder)
-        target = Worker(config, draft)
+        target = Worker(config, folder)
         self.target: RankWorker = target
         self.runner: ModelRunner = target.runner
         self._cost: StepCost | None = None
@@ -44,9 +43,9 @@ class SpeculativeWorker:
         for name in speculative.rank_proposers:
             if name == "ngram":
                 proposers.append(NgramProposer(speculative.ngram_min, speculative.ngram_max))
-            elif folder is not None and draft is not None:
+            elif target.draft is not None:
                 check_same_tokenizer(tokenizer or self.info.folder, str(folder), self.info.vocab_size)
-                proposers.append(DraftModel(folder, draft, self.info.dtype, self.runner))
+                proposers.append(DraftModel(target.draft, self.runner, config.max_num_batched_tokens))
         runner = self.runner
         costs = None
         if speculative.adaptive:

@@ -9,6 +9,7 @@ import pathlib
 import threading
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,11 @@ from tests.checkpoints import VOCAB_SIZE, checkpoint, reference_greedy
 from tests.triton_device import DEVICE, NEEDS_GPU, THOROUGH
 from workers import worker
 from workers.attention import AttentionMetadata
+from workers.checkpoints.model_config import load_model_config
 from workers.kernels.protocol import KVCaches
 from workers.kernels.triton import graphs, launch
 from workers.kernels.triton.metadata import DeviceMetadata, Layout, build_metadata
+from workers.loader import load_model
 from workers.parallel.group import CollectiveGroup, GlooGroup, open_store
 from workers.platforms import cuda
 from workers.platforms.cuda import CudaPlatform
@@ -101,6 +104,24 @@ def test_large_batches_are_captured_first_and_what_takes_too_long_is_left_out(mo
     assert graphs.padded_to((two, four), np.ones(1)) == two
 
 
+def test_attention_over_prompts_is_compiled_before_any_comes() -> None:
+    """In every form: over few sequences, whose keys are split, and over many; with groups and without."""
+    steps: list[tuple[int, int, bool]] = []
+
+    def forward(token_ids: torch.Tensor, metadata: AttentionMetadata) -> None:
+        assert isinstance(metadata, DeviceMetadata)
+        assert metadata.layout is None
+        assert len(token_ids) == metadata.num_tokens == 2 * metadata.num_sequences
+        steps.append((metadata.max_query_len, metadata.num_sequences, metadata.prefix_rows is not None))
+
+    graphs.compile_prompts(forward, 1000, 8, 64, torch.device("cpu"), share_prefixes=True)
+    assert steps == [(2, 2, False), (2, 2, True), (2, 256, False), (2, 256, True)]
+    steps.clear()
+    graphs.compile_prompts(forward, 1, 8, 64, torch.device("cpu"), share_prefixes=True)
+    graphs.compile_prompts(forward, 2, 8, 64, torch.device("cpu"), share_prefixes=False)
+    assert steps == [(2, 1, False), (2, 2, False)]
+
+
 def test_ranks_keep_only_what_all_of_them_have_captured(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -131,12 +152,14 @@ def test_ranks_keep_only_what_all_of_them_have_captured(
 
 
 def test_where_steps_cannot_be_captured_they_run_kernel_by_kernel(caplog: pytest.LogCaptureFixture) -> None:
-    def forward(token_ids: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+    def forward(token_ids: torch.Tensor, metadata: DeviceMetadata, *caches: object) -> torch.Tensor:
+        if metadata.layout is None:
+            return model.forward(token_ids, metadata)
         raise RuntimeError("operation not permitted when stream is capturing")
 
     platform, model = CudaPlatform(torch.device("cpu")), NoLayers()
-    platform._graphed = model.layers
-    platform.record_decodes(forward, 2, 64, 8)
+    refused = SimpleNamespace(compiled=model.layers, forward=forward)
+    platform.record_decodes(refused, [], 2, 64, 8)  # type: ignore[arg-type]
     assert platform.graph_layouts == ()
     assert "kernel by kernel" in caplog.text
     metadata = platform.build_metadata(np.array([3]), np.ones(1, dtype=np.int64), np.zeros((1, 1), np.int32), 8)
@@ -152,6 +175,25 @@ def test_a_rank_that_is_measured_alone_replays_no_sums_over_ranks() -> None:
     assert platform.build_metadata(*step).layout == Layout(1, 1)
     with group.alone():
         assert platform.build_metadata(*step).layout is None
+
+
+@pytest.mark.parametrize(("family", "count"), [("qwen2", 1), ("llama", 2)])
+def test_a_tied_head_and_its_embedding_are_one_tensor_on_the_device(family: str, count: int) -> None:
+    sizes = []
+
+    class Counting(CudaPlatform):
+        def place_weight(self, view: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+            sizes.append(view.numel())
+            return super().place_weight(view, dtype)
+
+        place_embedding = place_weight
+
+    folder = checkpoint(family, num_hidden_layers=1)
+    config = load_model_config(folder)
+    assert config.tie_word_embeddings == (count == 1)
+    model = load_model(folder, config, "float32", Counting(DEVICE))
+    assert sizes.count(config.vocab_size * config.hidden_size) == count
+    assert model.compute_logits(torch.zeros(2, config.hidden_size, device=DEVICE)).shape == (2, config.vocab_size)
 
 
 @pytest.mark.parametrize("num_sequences", range(1, 6))

@@ -38,7 +38,8 @@ def test_it_needs_no_ray() -> None:
 def test_it_says_in_one_sentence_that_there_is_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu_check.main([]) != 0
     captured = capsys.readouterr()
-    assert "no CUDA GPU" in captured.err
+    assert "nothing was checked: run it on a machine with a CUDA GPU" in captured.err
+    assert "GPU_PYTHON" in captured.err
     assert captured.err.count("\n") == 1
     assert captured.out == ""
 
@@ -65,11 +66,11 @@ def test_a_part_that_hangs_is_ended_with_all_that_it_started() -> None:
     process = python(
         "import subprocess, sys, time\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
-        "print(child.pid, flush=True); time.sleep(600)",
+        "print(child.pid, flush=True); print('test_b', end='', flush=True); time.sleep(600)",
         seconds=1.0,
     )
     (pid,) = process.lines()
-    assert process.why_failed == f"not done after 1 s; last: {pid.strip()}"
+    assert process.why_failed == "not done after 1 s; last: test_b"
     deadline = time.monotonic() + 30
     while is_running(int(pid)) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -105,5 +106,14 @@ def test_the_next_part_runs_after_one_that_failed(monkeypatch: pytest.MonkeyPatc
         Figure("tests/test_x.py::test_a", "failed: AssertionError: 1 / 2"),
         Figure("attention", "9 us", "0.8"),
     ]
+
+    def cut(process: gpu_check.Process) -> Iterator[str]:
+        yield "tests/test_x.py::test_a PASSED          [ 33%]\n"
+        yield "[gw1] [ 66%] FAILED tests/test_x.py::test_b[1, 2]\n"
+        process.why_failed = "not done after 5 s; last: tests/test_x.py::test_c"
+
+    monkeypatch.setattr(gpu_check.Process, "lines", cut)
+    (cut_off,) = gpu_check.check(["engine"], 100)
+    assert cut_off.value == ("failed: not done after 5 s; last: tests/test_x.py::test_c; so far 1 passed, 1 failed")
     (late,) = gpu_check.check(["attention"], 0)
     assert late.value.startswith("failed: not begun")

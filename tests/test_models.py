@@ -177,11 +177,11 @@ def test_all_layers_in_one_call_give_the_bits_of_the_loop(
     for fuses in (True, False):
         cache = Cache(folder, dtype)
         if form == TORCH:
-            assert cache.model._compiled is None  # type: ignore[attr-defined]
+            assert cache.model.compiled is None  # type: ignore[attr-defined]
             pytest.skip("torch alone has no such call")
-        assert cache.model._compiled is not None  # type: ignore[attr-defined]
+        assert cache.model.compiled is not None  # type: ignore[attr-defined]
         if not fuses:
-            cache.model._compiled = None  # type: ignore[attr-defined]
+            cache.model.compiled = None  # type: ignore[attr-defined]
         cache.block_tables[1, :6] = cache.block_tables[0, :6]
         of_form = cache.run((0, random_tokens(100)))
         cache.lengths[1] = 96

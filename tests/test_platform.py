@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,14 +16,16 @@ import torch
 import torch.nn.functional as F
 
 from cluster.llm import LLM, SamplingParams
+from structured.masks import MaskBatch
 from tests.checkpoints import VOCAB_SIZE, checkpoint, reference_greedy
 from tests.cpu_forms import forget_libraries
 from workers import worker
 from workers.attention import AttentionMetadata
-from workers.checkpoints.model_config import HeadShape, ModelConfig
+from workers.checkpoints.model_config import HeadShape, ModelConfig, ModelError
 from workers.checkpoints.weights import DecoderWeights, Linear, LinearWeight
 from workers.kernels import build, reference, torch_sampler
 from workers.kernels.protocol import Forward, KVCaches
+from workers.sampling.sampling_state import SequenceState
 
 NUM_TOKENS = 12
 
@@ -70,9 +74,13 @@ class OtherPlatform:
         self.num_compiled_calls = 0
         self.num_caches = 0
         self.num_inputs = 0
+        self.num_weights = 0
+        self.num_weights_at_plan = 0
+        """When the KV cache was planned."""
         self._compiles = compiles
 
     def make_linear(self, weight: LinearWeight) -> Linear:
+        self.num_weights += 1
         own = weight.weight.to(weight.dtype, copy=True)
         if weight.gated:
             return lambda x: reference.silu_and_mul(F.linear(x, own, weight.bias))
@@ -120,6 +128,9 @@ class OtherPlatform:
 
     place_embedding = place_weight
 
+    def tied_head(self, table: torch.Tensor) -> Linear:
+        return lambda x: F.linear(x, table)
+
     def build_metadata(
         self,
         starts: np.ndarray,
@@ -138,6 +149,7 @@ class OtherPlatform:
         return torch.empty(shape, dtype=dtype)
 
     def free_memory(self, largest_step: Callable[[], object]) -> int:
+        self.num_weights_at_plan = self.num_weights
         largest_step()
         return 1 << 30
 
@@ -199,8 +211,33 @@ def test_models_of_transformers_ask_the_platform_too(monkeypatch: pytest.MonkeyP
     assert platform.num_caches == 3  # one for the probe at load, and one for the largest step
 
 
-def test_a_draft_model_lives_on_the_platform_of_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_largest_step_does_not_fit_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def draw(*arguments: object) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+    platform = OtherPlatform(compiles=False)
+    platform.sampler = SimpleNamespace(draw=draw)  # type: ignore[assignment]
+    with pytest.raises(ModelError, match=r"largest step \(tried .*\); lower max_num_batched_tokens or max_num_seq"):
+        run(platform, "llama", monkeypatch)
+
+
+def test_a_draft_model_is_on_the_platform_before_the_kv_cache_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what its weights and its largest step leave free; that step also draws under everything a request may ask."""
     platform = OtherPlatform(compiles=False)
     speculative = {"proposers": ["draft"], "draft_model": str(checkpoint("llama"))}
-    run(platform, "llama", monkeypatch, speculative=speculative)
-    assert platform.num_caches == 3
+    rows, kinds = [], set()
+
+    def draw(
+        logits: torch.Tensor, sequences: list[SequenceState], positions: Any, state: Any, masks: MaskBatch | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        params = sequences[0].params
+        rows.append(len(logits))
+        kinds.add((params.repetition_penalty != 1, params.top_p < 1, masks is not None))
+        return torch_sampler.draw(logits, sequences, positions, state, masks)
+
+    platform.sampler = SimpleNamespace(draw=draw, logprobs=torch_sampler.logprobs)  # type: ignore[assignment]
+    run(platform, "llama", monkeypatch, speculative=speculative, max_num_sequences=5)
+    assert platform.num_caches == 4  # two for the largest steps
+    assert [count for count in rows[:18] if count > 1] == [5 * (1 + 8), 5]
+    assert len(kinds) == 8
+    assert platform.num_weights_at_plan == platform.num_weights > 0

@@ -120,11 +120,11 @@ def test_an_int8_linear_computes_what_its_weight_stands_for_and_the_others_stay_
     assert isinstance(expected, Decoder)
     torch.testing.assert_close(logits_of(folder, model), logits_of(expected_folder, expected), atol=3e-4, rtol=1e-4)
 
-    assert expected._compiled is not None
-    assert model._compiled is not None
-    assert len(expected._compiled.called_back) == 0  # type: ignore[attr-defined]
+    assert expected.compiled is not None
+    assert model.compiled is not None
+    assert len(expected.compiled.called_back) == 0  # type: ignore[attr-defined]
     linears = {"down": 1, "attention, of three parts in one": 1, "gate and up": 1}.get(parts, 4)
-    assert len(model._compiled.called_back) == linears * model.config.num_layers  # type: ignore[attr-defined]
+    assert len(model.compiled.called_back) == linears * model.config.num_layers  # type: ignore[attr-defined]
 
 
 @needs_kernels
@@ -134,8 +134,8 @@ def test_mixed_kinds_in_one_call_give_the_bits_of_the_loop(dtype: str, tmp_path:
     quantise(folder, "down_proj", "o_proj")
     model = load_int8(folder, dtype)
     together = logits_of(folder, model, dtype)
-    assert model._compiled is not None
-    model._compiled = None
+    assert model.compiled is not None
+    model.compiled = None
     assert torch.equal(together, logits_of(folder, model, dtype))
 
 
@@ -144,9 +144,9 @@ def test_a_gate_of_a_size_that_the_kernel_does_not_take_leaves_the_rest_in_one_c
     folder = checkpoint("llama", intermediate_size=40)
     model = load_model(folder, load_model_config(folder), "float32", CpuPlatform(None))
     assert isinstance(model, Decoder)
-    assert len(model._compiled.called_back) == 3  # type: ignore[union-attr]
+    assert len(model.compiled.called_back) == 3  # type: ignore[union-attr]
     together = logits_of(folder, model)
-    model._compiled = None
+    model.compiled = None
     assert torch.equal(together, logits_of(folder, model))
 
 
@@ -174,7 +174,7 @@ def test_without_a_compiler_the_loop_runs_it_too(tmp_path: pathlib.Path) -> None
     quantise(folder, "down_proj")
     with in_form(TORCH):
         model = load_int8(folder, "float32")
-        assert model._compiled is None
+        assert model.compiled is None
         by_torch = logits_of(folder, model)
     torch.testing.assert_close(by_torch, logits_of(folder, load_int8(folder, "float32")), atol=3e-4, rtol=1e-4)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from structured.masks import LATE, NO_MASK, MaskBatch, row_words
 from tests.test_sampler import CASES, EOS, some_logits, state_of
@@ -147,6 +150,49 @@ def test_rows_are_edited_as_the_reference_edits_them_one_by_one(seed: int, monke
     torch.testing.assert_close(actual.cpu(), expected, rtol=0, atol=0)
 
 
+class Allocations(TorchDispatchMode):
+    """Bytes of every tensor that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        result = function(*arguments, **(options or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, torch.Tensor):
+                self.sizes[tensor.data_ptr()] = max(tensor.nbytes, self.sizes.get(tensor.data_ptr(), 0))
+        return result
+
+
+def test_an_edited_row_takes_four_bytes_a_token() -> None:
+    """Its counts too."""
+    vocab_size, names = 5000, ["repetition", "frequency", "logit_bias"]
+    state = state_of(vocab_size, starts_of(names, 1))
+    sequences = list(state.sequences.values())
+    edits = edits_of(state.table[[sequence.row for sequence in sequences]], sequences, np.full(3, 8), None)
+    assert edits is not None
+    logits = some_logits(vocab_size, 1, rows=3).to(DEVICE)
+    with Allocations() as made:
+        edited_rows(logits, edits, vocab_size)
+    made.sizes.pop(logits.data_ptr(), None)  # the interpreter looks at its arguments
+    assert 12 * vocab_size <= sum(made.sizes.values()) < 16 * vocab_size
+
+
+def test_log_probabilities_of_many_rows_are_computed_in_parts() -> None:
+    vocab_size, num_rows = 50, 3 * torch_sampler.LOGPROB_ROWS + 1
+    logits, token_ids = some_logits(vocab_size, 1, rows=num_rows), torch.arange(num_rows) % vocab_size
+    with Allocations() as made:
+        reports = sampler.logprobs(logits, token_ids, 2)
+    assert max(made.sizes.values()) <= 8 * torch_sampler.LOGPROB_ROWS * vocab_size
+    logprobs, ranks, top_ids, top = reports
+    expected = logits.log_softmax(1)
+    torch.testing.assert_close(logprobs, expected.gather(1, token_ids[:, None])[:, 0])
+    torch.testing.assert_close(top, expected.topk(2).values)
+    assert top_ids.tolist() == expected.topk(2).indices.tolist()
+    assert ranks.tolist() == (1 + (logits > logits.gather(1, token_ids[:, None])).sum(1)).tolist()
+
+
 def test_a_step_without_edits_copies_no_row() -> None:
     names = ["greedy", "temperature", "top_k_top_p_min_p", "min_tokens_reached"]
     state = state_of(200, starts_of(names, 1))
@@ -165,7 +211,8 @@ def test_a_batch_of_every_kind_of_row_draws_the_same_tokens(vocab_size: int, dty
 
 
 def test_a_vocabulary_of_several_chunks_draws_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampler, "CHUNK", 128)
+    for name in ("CHUNK", "SEARCH_CHUNK"):
+        monkeypatch.setattr(sampler, name, 128)
     names = ["greedy", "temperature", "top_k", "top_k_top_p_min_p", "logit_bias"]
     logits = some_logits(300, 3, rows=len(names))
     compare(logits, starts_of(names, 3), random_masks(len(names), 295, 3))

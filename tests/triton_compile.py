@@ -1,13 +1,19 @@
-"""Compiles every Triton kernel for an H100, and attention for lesser GPUs too, without one:
-`python -m tests.triton_compile` prints a line for each form.
+"""Compiles every Triton kernel for an H100, and attention for lesser GPUs too, without one: `python -m
+tests.triton_compile` prints a table of what each form takes of a multiprocessor, and fails if one spills registers.
 
 The host's functions run with tensors on the CPU; in the place of each launch, its kernel is compiled for the arguments.
 A process of its own, because Triton's interpreter must be off when triton is imported.
+
+What hides the latency of memory: at 3.35 TB/s and 700 ns an H100 has 2.3 MB on their way, 18 KiB for each of its 132
+multiprocessors. The last column says how much of a kernel's data its resident programs ask for at a time.
 """
 
 from __future__ import annotations
 
-import time
+import pathlib
+import re
+import subprocess
+import tempfile
 from typing import Any
 
 import numpy as np
@@ -36,10 +42,32 @@ POINTERS = {
     torch.uint8: "*u8",
 }
 LAUNCHED = (
-    "_attend", "_merge", "_rope_and", "_rms", "_silu", "_find_", "_choose", "_count", "_edit_rows", "_replace", "_add"
+    "_attend", "_merge", "_rope_and", "_rms", "_silu", "_find_", "_choose", "_count", "_compute", "_edit_rows",
+    "_replace", "_add",
 )  # fmt: skip
 """Beginnings of the names of kernels that the host launches; the others are called by these."""
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+MOST_SPILLED = {H100: 16, 89: 64}
+"""Bytes a thread: the compiler may put a few scalars aside so that one program more is resident. Not to be raised."""
+REGISTERS, WARPS, PROGRAMS = 65_536, {90: 64, 89: 48}, {90: 32, 89: 24}
+"""Of a multiprocessor, by compute capability."""
+SHARED_RESERVED = 1 << 10
+"""Bytes that the system takes of a multiprocessor's shared memory for each program, and at least one."""
+COLUMNS = (
+    "kernel", "for", "dtype", "form", "registers", "spilled", "shared", "warps", "programs", "all warps",
+    "KiB at a time",
+)  # fmt: skip
+"""The last three of all programs that a multiprocessor holds at a time."""
+AT_A_TIME = {
+    "_attend": lambda c: 2 * c["TILE_KEYS"] * c["PADDED_DIM"],
+    "_attend_prefix": lambda c: 2 * c["TILE_KEYS"] * c["PADDED_DIM"],
+    "_find_best": lambda c: c["CHUNK"],
+    "_find_thresholds": lambda c: c["CHUNK"],
+    "_edit_rows": lambda c: c["CHUNK"],
+    "_rms_norm": lambda c: c["COLUMNS"],
+    "_silu_and_mul": lambda c: 2 * c["COLUMNS"],
+}
+"""Elements of its first argument's dtype that a program asks for at a time: of attention a tile of keys and values."""
 CPU = torch.device("cpu")
 VOCAB_SIZE = 151_936
 
@@ -78,12 +106,42 @@ class Compiled:
         if form in self.forms:
             return
         self.forms.add(form)
-        started = time.perf_counter()
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
         target = GPUTarget("cuda", self.capability, 32)
-        shared = triton.compile(source, target=target, options=options).metadata.shared
+        compiled = triton.compile(source, target=target, options=options)
+        registers, spilled = resources(compiled.asm["cubin"])
+        shared, warps = compiled.metadata.shared, compiled.metadata.num_warps
         assert shared <= SHARED_BYTES[self.capability], f"{form} needs {shared} bytes of shared memory"
-        print(f"{kernel.__name__}: {shared} bytes shared, {time.perf_counter() - started:.1f} s", flush=True)
+        assert spilled <= MOST_SPILLED[self.capability], f"{form} spills {spilled} bytes of registers a thread"
+        resident = num_resident(self.capability, registers, shared, warps)
+        own = {name: value for name, value in constants.items() if name.isupper()}
+        first = next(value for value in values.values() if isinstance(value, torch.Tensor))
+        at_a_time = AT_A_TIME[kernel.__name__](own) * first.itemsize if kernel.__name__ in AT_A_TIME else 0
+        cells = [kernel.__name__, f"sm_{self.capability}", str(first.dtype).removeprefix("torch.")]
+        cells += [" ".join(f"{name}={int(value)}" for name, value in own.items())]
+        cells += map(str, (registers, spilled, shared, warps, resident, resident * warps))
+        cells.append(f"{resident * at_a_time >> 10}" if at_a_time else "")
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """Registers of a thread, and bytes of its stack, which has what does not fit in them."""
+    tool = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [tool, "--dump-resource-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
+    assert found is not None, said
+    return int(found[1]), int(found[2])
+
+
+def num_resident(capability: int, registers: int, shared: int, warps: int) -> int:
+    """Programs that a multiprocessor holds at a time. A warp's registers come in units of 256."""
+    of_warp = -(-registers * 32 // 256) * 256
+    of_shared = (SHARED_BYTES[capability] + SHARED_RESERVED) // (shared + SHARED_RESERVED)
+    return min(REGISTERS // (of_warp * warps), of_shared, WARPS[capability] // warps, PROGRAMS[capability])
 
 
 def stand_in() -> None:
@@ -124,6 +182,7 @@ def draw(names: list[str], dtype: torch.dtype) -> None:
 def main() -> None:
     assert not launch.INTERPRETED
     stand_in()
+    print(f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}")
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for shape in ((32, 8, 128), (14, 2, 64), (8, 2, 96), (8, 4, 256)):
             for Compiled.capability in SHARED_BYTES:

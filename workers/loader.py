@@ -113,6 +113,8 @@ class _WeightPlatform(Protocol):
 
     def place_embedding(self, view: torch.Tensor, dtype: torch.dtype) -> torch.Tensor: ...
 
+    def tied_head(self, table: torch.Tensor) -> Linear | None: ...
+
 
 class _NoPlatform:
     """Takes weights and keeps none: for headers without data."""
@@ -124,6 +126,9 @@ class _NoPlatform:
         return view
 
     place_embedding = place_weight
+
+    def tied_head(self, table: torch.Tensor) -> None:
+        """So that it is read like any other linear."""
 
 
 class _WeightReader:
@@ -148,14 +153,23 @@ class _WeightReader:
 
     def read(self) -> DecoderWeights:
         config = self.config
-        # The head first: it is the largest weight, and is held twice while it is packed.
-        head_name = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
-        head = self._linear([(head_name, config.vocab_size)], config.hidden_size, bias=False)
+        view = self.checkpoint.view("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
+        table = self.platform.place_embedding(view, self.dtype)
+        embedding = functools.partial(_embed, table, self.dtype)
+        # The head before the layers: it is the largest weight, and is held twice while it is packed.
+        head = self._head(table)
         layers = [self._layer(f"model.layers.{index}") for index in range(config.num_layers)]
-        table = self.checkpoint.view("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
-        embedding = functools.partial(_embed, self.platform.place_embedding(table, self.dtype), self.dtype)
         final_norm = self._vector("model.norm.weight", config.hidden_size)
         return DecoderWeights(embedding, layers, final_norm, head)
+
+    def _head(self, table: torch.Tensor) -> Linear:
+        """`table` is the placed embedding, with which a tied head may share its memory."""
+        config = self.config
+        is_tied = config.tie_word_embeddings
+        if is_tied and (head := self.platform.tied_head(table)) is not None:
+            return head
+        name = "model.embed_tokens" if is_tied else "lm_head"
+        return self._linear([(name, config.vocab_size)], config.hidden_size, bias=False)
 
     def _layer(self, prefix: str) -> LayerWeights:
         config = self.config

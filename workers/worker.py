@@ -9,20 +9,20 @@ import contextlib
 import functools
 import logging
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
-import numpy as np
 import torch
 
 from structured.logits_processors import LogitsProcessorFactory, LogitsProcessorRegistry
 from structured.masks import MaskBatch
 from workers.checkpoints.memory import plan_kv_cache, plan_max_model_len, weight_bytes
-from workers.checkpoints.model_config import ModelConfig, ModelError, load_model_config, resolve_model_folder
+from workers.checkpoints.model_config import ModelError, load_model_config, resolve_model_folder
+from workers.largest_step import run_largest_step
 from workers.loader import load_model
 from workers.model_info import ModelInfo
 from workers.model_runner import ModelRunner
-from workers.models.protocol import Model
+from workers.models.protocol import LoadedModel
 from workers.parallel.group import Group, OneRank
 from workers.parallel.runner import FollowerRunner, RankRunner
 from workers.parallel.shard import shard_config
@@ -59,36 +59,43 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 class Worker:
     """Raises `ModelError` if the model cannot be served within the configured memory or length, and
-    `LogitsProcessorError` if a configured processor cannot be loaded. `draft` is the draft model, whose keys and values
-    will lie in blocks with the same ids and so count in the planning of this one's KV cache.
+    `LogitsProcessorError` if a configured processor cannot be loaded. `draft_folder` is a draft model's, which is
+    loaded whole beside this rank's share: its weights take memory before the KV cache is planned, and its keys and
+    values will lie in blocks with the same ids.
     """
 
-    def __init__(self, config: WorkerConfig, draft: ModelConfig | None = None) -> None:
+    def __init__(self, config: WorkerConfig, draft_folder: pathlib.Path | None = None) -> None:
         phases = Phases()
         self.processors = LogitsProcessorRegistry(config.logits_processors if config.rank == 0 else {})
         platform = choose_platform(config.device, config.num_threads)
         folder = resolve_model_folder(config.model)
         model_config = load_model_config(folder)
+        draft_config = None if draft_folder is None else load_model_config(draft_folder)
         share = shard_config(model_config, config.num_ranks)
         dtype = platform.resolve_dtype(config.dtype, model_config.dtype)
         self.group = _open_group(config, platform)
         phases.end("config")
         dtype = _COMMON_DTYPES[self.group.least(_COMMON_DTYPES.index(dtype))]
         model = load_model(folder, model_config, dtype, platform, group=self.group)
+        self.draft: LoadedModel | None = None
+        if draft_folder is not None and draft_config is not None:
+            draft = load_model(draft_folder, draft_config, dtype, platform)
+            self.draft = LoadedModel(draft_config, draft, platform.torch_dtype(dtype))
         self.group.least(0)  # all have their weights: what is free now is free for the KV cache
         phases.end("weights")
-        largest_step = functools.partial(_run_largest_step, model, platform, share, dtype, config)
+        loaded = LoadedModel(share, model, platform.torch_dtype(dtype))
+        largest_steps = functools.partial(_run_largest_steps, loaded, self.draft, platform, config)
         kv_bytes, num_blocks = plan_kv_cache(
             share,
             dtype,
             block_size=config.block_size,
             kv_cache_bytes=config.kv_cache_bytes,
             kv_cache_fraction=config.kv_cache_fraction,
-            free_bytes=platform.free_memory(largest_step) // self.group.num_sharing_memory,
+            free_bytes=_free_memory(platform, largest_steps) // self.group.num_sharing_memory,
             weight_bytes=_weight_bytes(folder, dtype) // config.num_ranks,
             max_num_sequences=config.max_num_sequences,
             max_model_len=config.max_model_len,
-            draft=draft,
+            draft=draft_config,
             most_of_free=platform.kv_share,
         )
         block_bytes = kv_bytes // num_blocks
@@ -107,9 +114,9 @@ class Worker:
             max_model_len,
             self.processors,
         )
-        kv_layers = self.runner.kv_layers
         platform.record_decodes(
-            lambda token_ids, metadata: model.forward(token_ids, metadata, kv_layers),
+            model,
+            self.runner.kv_layers,
             config.max_num_sequences,
             max_model_len,
             config.block_size,
@@ -205,22 +212,22 @@ def _open_group(config: WorkerConfig, platform: Platform) -> Group:
     return platform.open_group(config.rank, config.num_ranks, config.group_address)
 
 
-@torch.inference_mode()
-def _run_largest_step(
-    model: Model, platform: Platform, share: ModelConfig, dtype: str, config: WorkerConfig
-) -> torch.Tensor:
-    """Runs a step of as many tokens, and computes as many rows of logits, as any step can have, over KV blocks of its
-    own: so much memory a step takes besides the weights and the KV cache.
-    """
-    num_tokens = min(config.max_num_batched_tokens, share.max_position_embeddings)
-    num_blocks = -(-num_tokens // config.block_size)
-    kv_cache = platform.allocate_kv(share, num_blocks, config.block_size, platform.torch_dtype(dtype))
-    tables = np.arange(num_blocks, dtype=np.int32)[None]
-    metadata = platform.build_metadata(np.array([0]), np.array([num_tokens]), tables, config.block_size)
-    token_ids = platform.place(np.zeros(num_tokens, dtype=np.int64))
-    hidden = model.forward(token_ids, metadata, [(layer[0], layer[1]) for layer in kv_cache])
-    # Filters and log-probabilities read logits in float32
-    return model.compute_logits(hidden[: config.max_num_sequences]).float()
+def _free_memory(platform: Platform, largest_steps: Callable[[], None]) -> int:
+    try:
+        return platform.free_memory(largest_steps)
+    except torch.OutOfMemoryError as error:
+        raise ModelError(
+            f"beside its weights there is no memory for its largest step ({error}); "
+            "lower max_num_batched_tokens or max_num_sequences"
+        ) from error
+
+
+def _run_largest_steps(model: LoadedModel, draft: LoadedModel | None, platform: Platform, config: WorkerConfig) -> None:
+    sizes = (config.block_size, config.max_num_batched_tokens)
+    num_rows = config.max_num_sequences * (1 + config.max_draft_tokens)
+    run_largest_step(model, platform, *sizes, num_rows, draws=config.rank == 0)
+    if draft is not None:
+        run_largest_step(draft, platform, *sizes, config.max_num_sequences, draws=True)
 
 
 def _weight_bytes(folder: pathlib.Path, dtype: str) -> int:

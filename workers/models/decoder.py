@@ -32,7 +32,7 @@ class Decoder:
         next_norms = [*(layer.input_norm for layer in weights.layers[1:]), weights.final_norm]
         self._layers = list(zip(weights.layers, config.sliding_windows, next_norms, strict=True))
         self._mlp_rows = max_mlp_rows(config, weights.dtype) if platform.splits_mlp else None
-        self._compiled = platform.compile_decoder(weights, config, self._run_layers)
+        self.compiled = platform.compile_decoder(weights, config, self._run_layers)
         self._cos_sin = torch.empty(0)
 
     @torch.inference_mode()
@@ -43,7 +43,7 @@ class Decoder:
         `token_ids` is int64 [num_tokens]; `kv_caches` holds (k_cache, v_cache) of each layer.
         """
         cos_sin = self._rotary_table(metadata.max_context_len, token_ids.device)
-        run = self._compiled or self._run_layers
+        run = self.compiled or self._run_layers
         return run(self._weights.embedding(token_ids), cos_sin, metadata, kv_caches)
 
     def _run_layers(

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from workers.attention import AttentionMetadata
-from workers.kernels.protocol import KVCaches
+from workers.checkpoints.model_config import ModelConfig
+from workers.kernels.protocol import Forward, KVCaches
 
 
 class Model(Protocol):
     """`workers/models/decoder.py` and `workers/models/transformers_fallback.py`."""
+
+    compiled: Forward | None
+    """What the platform made of its layers (`Platform.compile_decoder`); None if it made nothing."""
 
     def forward(self, token_ids: torch.Tensor, metadata: AttentionMetadata, kv_caches: KVCaches) -> torch.Tensor:
         """Final hidden states [num_tokens, hidden] of int64 token_ids [num_tokens]; fills the layers' KV caches."""
@@ -20,3 +24,11 @@ class Model(Protocol):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[num_rows, vocab_size] of final hidden states [num_rows, hidden]."""
         ...
+
+
+class LoadedModel(NamedTuple):
+    config: ModelConfig
+    """Of what this rank holds of it."""
+    model: Model
+    dtype: torch.dtype
+    """Of its activations, keys and values."""

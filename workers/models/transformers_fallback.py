@@ -20,7 +20,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from workers.attention import AttentionMetadata
 from workers.checkpoints.model_config import HeadShape, ModelConfig, ModelError
 from workers.checkpoints.weights import LinearWeight
-from workers.kernels.protocol import KVCaches
+from workers.kernels.protocol import Forward, KVCaches
 from workers.platforms import Platform
 
 _ATTENTION_NAME = "manta_paged"
@@ -62,6 +62,8 @@ class TransformersModel:
 
     Raises `ModelError` if the model turns out not to run over the paged cache.
     """
+
+    compiled: Forward | None = None
 
     def __init__(self, folder: str | pathlib.Path, config: ModelConfig, dtype: torch.dtype, platform: Platform) -> None:
         self.config = config

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from workers.attention import AttentionMetadata
     from workers.checkpoints.model_config import ModelConfig
     from workers.checkpoints.weights import DecoderWeights, Linear, LinearWeight, SharedLinears
-    from workers.kernels.protocol import Forward, Kernels, SamplerKernels
+    from workers.kernels.protocol import Forward, Kernels, KVCaches, SamplerKernels
+    from workers.models.protocol import Model
     from workers.parallel.group import Group
 
 
@@ -64,7 +65,8 @@ class Platform(Protocol):
 
     def record_decodes(
         self,
-        forward: Callable[[torch.Tensor, AttentionMetadata], object],
+        model: Model,
+        kv_caches: KVCaches,
         max_num_sequences: int,
         max_model_len: int,
         block_size: int,
@@ -73,9 +75,8 @@ class Platform(Protocol):
         agree: Callable[[int], int] = int,
     ) -> None:
         """Called for each model once its KV cache is there, before the first step: time for what makes decode steps
-        faster. `forward` runs the model on token ids, int64 [num_tokens]. With `share_prefixes` a step's metadata may
-        have shared prefixes. A step verifies at most `max_draft_tokens` of a sequence. `agree` is the least of what all
-        ranks give it that share the model.
+        faster. With `share_prefixes` a step's metadata may have shared prefixes. A step verifies at most
+        `max_draft_tokens` of a sequence. `agree` is the least of what all ranks give it that share the model.
         """
         ...
 
@@ -95,6 +96,10 @@ class Platform(Protocol):
 
     def place_embedding(self, view: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The lookup table on the device: in `dtype`, or `view` itself if the device reads the host's memory."""
+        ...
+
+    def tied_head(self, table: torch.Tensor) -> Linear | None:
+        """A head that multiplies by what `place_embedding` returned; None if the device wants a packed copy of it."""
         ...
 
     def build_metadata(

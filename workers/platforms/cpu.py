@@ -14,8 +14,9 @@ from workers.checkpoints.model_config import UNQUANTIZED, ModelConfig, ModelErro
 from workers.checkpoints.weights import DecoderWeights, Linear, LinearWeight, SharedLinears
 from workers.kernels import build, cpu, cpu_decoder, cpu_sampler, processor
 from workers.kernels.cpu_kv_cache import allocate_kv
-from workers.kernels.protocol import Forward, Kernels, SamplerKernels
+from workers.kernels.protocol import Forward, Kernels, KVCaches, SamplerKernels
 from workers.kernels.shared_weights import shared_weights
+from workers.models.protocol import Model
 from workers.platforms.cpu_group import CpuGroup
 from workers.platforms.cpu_linears import CpuSharedLinears, make_unquantized_linear
 
@@ -58,7 +59,8 @@ class CpuPlatform:
 
     def record_decodes(
         self,
-        forward: Callable[[torch.Tensor, AttentionMetadata], object],
+        model: Model,
+        kv_caches: KVCaches,
         max_num_sequences: int,
         max_model_len: int,
         block_size: int,
@@ -88,6 +90,9 @@ class CpuPlatform:
         too.
         """
         return view
+
+    def tied_head(self, table: torch.Tensor) -> None:
+        """Its kernels read packed weights."""
 
     def allocate_kv(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype) -> torch.Tensor:
         return allocate_kv(config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim, dtype)

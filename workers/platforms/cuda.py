@@ -19,11 +19,12 @@ import triton
 from workers.attention import AttentionMetadata
 from workers.checkpoints.model_config import UNQUANTIZED, ModelConfig, ModelError
 from workers.checkpoints.weights import DecoderWeights, Linear, LinearWeight
-from workers.kernels.protocol import Forward, Kernels, SamplerKernels
+from workers.kernels.protocol import Forward, Kernels, KVCaches, SamplerKernels
 from workers.kernels.transfer import place
 from workers.kernels.triton import launch, layers, sampler
-from workers.kernels.triton.graphs import GraphedLayers, layouts_to_capture, padded_to, record
+from workers.kernels.triton.graphs import GraphedLayers, compile_prompts, layouts_to_capture, padded_to, record
 from workers.kernels.triton.metadata import DeviceMetadata, Layout, build_metadata
+from workers.models.protocol import Model
 from workers.platforms.cuda_group import NcclGroup
 
 logger = logging.getLogger(__name__)
@@ -46,8 +47,6 @@ class CudaPlatform:
         self.linears: Mapping[str, Callable[[LinearWeight], Linear]] = {UNQUANTIZED: self._make_unquantized_linear}
         """For each scheme of weights, the function that makes a linear."""
         self._group: NcclGroup | None = None
-        self._graphed: GraphedLayers | None = None
-        """The layers of the model that was loaded last, until its steps are captured."""
         self.graph_layouts: tuple[Layout, ...] = ()
         """Layouts in which steps are captured, ascending."""
 
@@ -67,12 +66,12 @@ class CudaPlatform:
         return nullcontext()
 
     def compile_decoder(self, weights: DecoderWeights, config: ModelConfig, run_layers: Forward) -> Forward | None:
-        self._graphed = GraphedLayers(run_layers)
-        return self._graphed
+        return GraphedLayers(run_layers)
 
     def record_decodes(
         self,
-        forward: Callable[[torch.Tensor, AttentionMetadata], object],
+        model: Model,
+        kv_caches: KVCaches,
         max_num_sequences: int,
         max_model_len: int,
         block_size: int,
@@ -81,14 +80,19 @@ class CudaPlatform:
         agree: Callable[[int], int] = int,
     ) -> None:
         """Where a step cannot be captured, it runs kernel by kernel, and the log says why."""
-        graphed, self._graphed = self._graphed, None
-        if graphed is None:
+        layers = model.compiled
+        if not isinstance(layers, GraphedLayers):
             return
+
+        def forward(token_ids: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+            return model.forward(token_ids, metadata, kv_caches)
+
         before, started = launch.used_memory(self.device), time.perf_counter()
+        compile_prompts(forward, max_num_sequences, block_size, max_model_len, self.device, share_prefixes)
         # A draft model's are those of its model
         layouts = self.graph_layouts or layouts_to_capture(max_num_sequences, max_draft_tokens)
         sizes = (block_size, max_model_len)
-        captured = record(graphed, forward, layouts, *sizes, self.device, share_prefixes, agree)
+        captured = record(layers, forward, layouts, *sizes, self.device, share_prefixes, agree)
         if not captured:
             return
         self.graph_layouts = captured
@@ -120,6 +124,9 @@ class CudaPlatform:
         return view.to(self.device, dtype, copy=True)
 
     place_embedding = place_weight
+
+    def tied_head(self, table: torch.Tensor) -> Linear:
+        return lambda x: F.linear(x, table)
 
     def build_metadata(
         self,

@@ -21,12 +21,11 @@ from workers.kernels.triton.metadata import DeviceMetadata, PrefixRows
 
 LEAST_DOT = 16
 """No side of a product in Triton may be shorter."""
-SHORT_ROWS = 64
-"""If the query tokens of a sequence, times the heads that read one KV head, are at most so many, one tile holds them:
-decodes, and those that verify drafts.
+TILE_ROWS = 64
+"""Rows of a tile, query tokens times the heads that read one KV head, where a step does more than decode: few tokens
+too, because each size of a tile is a kernel of its own, for which a step would wait seconds until it is compiled. Of
+float32 a tile has `LEAST_DOT` rows, for a product of three passes takes four times the registers.
 """
-PREFILL_ROWS = 64
-"""Rows of a tile otherwise, if so many heads read a KV head at most."""
 TILE_BYTES = 16384
 """Of keys, and of values, that a tile of keys holds."""
 MOST_TILE_KEYS = 128
@@ -47,13 +46,9 @@ def paged_attention(
     num_heads, num_kv_heads, head_dim, scale = heads
     group = num_heads // num_kv_heads
     output = qkv.new_empty((qkv.shape[0], num_heads * head_dim))
-    tile_tokens = padded_size(metadata.max_query_len)  # else each number of drafts would be a kernel of its own
-    is_short = tile_tokens * group <= SHORT_ROWS or metadata.max_query_len == 1
-    if is_short:
-        num_tiles = metadata.num_sequences
-    else:
-        tile_tokens = max(1, PREFILL_ROWS // group)
-        num_tiles = metadata.num_tokens // tile_tokens + metadata.num_sequences
+    is_decode = metadata.max_query_len == 1
+    tile_tokens = 1 if is_decode else _tile_tokens(group, qkv.dtype)
+    num_tiles = metadata.num_sequences + (0 if is_decode else metadata.num_tokens // tile_tokens)
     tile_rows = padded_size(tile_tokens * group, LEAST_DOT)
     num_splits = _num_splits(num_tiles * num_kv_heads, MOST_SPLITS, qkv.device)
     constants = {
@@ -103,9 +98,9 @@ def paged_attention(
         TILE_ROWS=tile_rows,
         IS_SPLIT=num_splits > 1,
         HAS_PREFIX=rows is not None,
-        IS_SHORT=is_short,
+        IS_DECODE=is_decode,
         HAS_WINDOW=sliding_window is not None,
-        num_warps=4,
+        num_warps=_num_warps(head_dim, qkv.dtype),
         num_stages=_num_stages(qkv, tile_rows * constants["PADDED_DIM"]),
     )
     if num_splits > 1:
@@ -136,7 +131,7 @@ def _attend_prefixes(
     """
     qkv = caches[0]
     group, num_kv_heads, head_dim = constants["GROUP"], constants["NUM_KV_HEADS"], constants["HEAD_DIM"]
-    tile_tokens = max(1, min(padded_size(rows.num_rows), PREFILL_ROWS // group))
+    tile_tokens = _tile_tokens(group, qkv.dtype)
     tile_rows = padded_size(tile_tokens * group, LEAST_DOT)
     num_tiles = rows.num_rows // tile_tokens + rows.num_groups
     # Of the most groups possible few tiles have rows, so that their number says little of the programs at work
@@ -159,7 +154,7 @@ def _attend_prefixes(
         **constants,
         TILE_TOKENS=tile_tokens,
         TILE_ROWS=tile_rows,
-        num_warps=4,
+        num_warps=_num_warps(head_dim, qkv.dtype),
         num_stages=_num_stages(qkv, tile_rows * constants["PADDED_DIM"]),
     )
     return partials, log_sums
@@ -176,6 +171,15 @@ def _num_splits(num_programs: int, most: int, device: torch.device) -> int:
     """It does not depend on the length of the context: a captured graph runs for every length."""
     wanted = PROGRAMS_PER_PROCESSOR * num_processors(device)
     return min(most, max(1, wanted // max(1, num_programs)))
+
+
+def _tile_tokens(group: int, dtype: torch.dtype) -> int:
+    return max(1, (TILE_ROWS if dtype.itemsize == 2 else LEAST_DOT) // group)
+
+
+def _num_warps(head_dim: int, dtype: torch.dtype) -> int:
+    """Every warp holds all rows of its queries: of 256 float32 they would not fit in the registers of four."""
+    return 8 if dtype.itemsize == 4 and head_dim > 128 else 4
 
 
 def _tile_keys(head_dim: int, dtype: torch.dtype) -> int:
@@ -211,7 +215,8 @@ def _dot(a, b, WIDE: tl.constexpr):
     if WIDE:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
-    return tl.dot(a, b, input_precision="ieee")
+    # Of float32: three products on tensor cores, about as exact as one without them, which spills all it holds
+    return tl.dot(a, b, input_precision="tf32x3")
 
 
 @triton.jit
@@ -304,7 +309,7 @@ def _attend(
     TILE_ROWS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     HAS_PREFIX: tl.constexpr,
-    IS_SHORT: tl.constexpr,
+    IS_DECODE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
     """A tile of a sequence's query tokens, one KV head and one split of the keys a program. What a group has read of a
@@ -313,7 +318,7 @@ def _attend(
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
-    if IS_SHORT:
+    if IS_DECODE:
         sequence = tile
         first_token = 0
     else:

@@ -2,11 +2,12 @@
 biases, penalties, and a constraint's adjustments.
 
 `torch_sampler.edit` says what is computed, row by row. Here the host gathers what the edits are into one transfer, and
-at most four kernels make float32 copies of the edited rows. Not in the pass that draws, because with filters that reads
-each row a dozen times or more: it reads 4 bytes a token of an edited copy, where it would read logits, counts and
-biases, and rows without edits pay nothing.
+at most five kernels make float32 copies of the edited rows, 4 bytes a token. Not in the pass that draws, because with
+filters that reads each row a dozen times or more: it reads 4 bytes a token of an edited copy, where it would read
+logits, counts and biases, and rows without edits pay nothing.
 
-The copies are a function of the tokens that the host knows when it draws; no counts are kept on the device, so that
+The copies are a function of the tokens that the host knows when it draws. How often a row has each token is counted
+anew in the memory of its copy, where logits then take the counts' place; no counts are kept on the device, so that
 drafts, preemption and forks need nothing of their own here.
 """
 
@@ -24,8 +25,8 @@ from structured.masks import MaskBatch
 from workers.kernels.triton.launch import padded_size, place_together
 from workers.sampling.sampling_state import SequenceState
 
-CHUNK = 4096
-"""Tokens of the vocabulary that a program copies."""
+CHUNK = 1024
+"""Tokens of the vocabulary that a program copies, 8 of them a thread: so an H100's multiprocessor holds 36 warps."""
 _BLOCK = 1024
 """Tokens of a sequence, or entries, of one program."""
 
@@ -139,23 +140,24 @@ def edited_rows(logits: torch.Tensor, edits: Edits, vocab_size: int) -> torch.Te
     device = logits.device
     arrays = {name: getattr(edits, name) for name in ("table", "tokens", "replaced", "added")}
     table, tokens, replaced, added = place_together(arrays, device).values()
-    counts = torch.zeros((edits.num_counted, vocab_size), dtype=torch.int32, device=device)
     edited = torch.empty((len(edits.points), vocab_size), dtype=torch.float32, device=device)
+    counts = edited.view(torch.int32)
+    counts[: edits.num_counted].zero_()
     if edits.longest:
         num_blocks = triton.cdiv(edits.longest, _BLOCK)
         _count[(edits.num_counted, num_blocks)](table, tokens, counts, vocab_size, BLOCK=_BLOCK)
-    shared = (logits, table, counts if edits.num_counted else table, edited)
-    sizes = (logits.stride(0), vocab_size, edits.num_counted)
+    rows = (logits, table, counts, logits.stride(0), vocab_size, edits.num_counted)
+    num_replaced, num_added = len(edits.replaced), len(edits.added)
+    if num_replaced:
+        _compute_replaced[(triton.cdiv(num_replaced, _BLOCK),)](
+            *rows, replaced, num_replaced, BLOCK=_BLOCK, enable_fp_fusion=False
+        )
     chunk = min(CHUNK, padded_size(vocab_size, 128))
-    _edit_rows[(len(edits.points), triton.cdiv(vocab_size, chunk))](
-        *shared, *sizes, CHUNK=chunk, num_warps=8, enable_fp_fusion=False
-    )
-    if len(edits.replaced):
-        num_programs = triton.cdiv(len(edits.replaced), _BLOCK)
-        _replace[(num_programs,)](*shared, replaced, len(edits.replaced), *sizes, BLOCK=_BLOCK, enable_fp_fusion=False)
-    if len(edits.added):
-        num_programs = triton.cdiv(len(edits.added), _BLOCK)
-        _add[(num_programs,)](edited, added, len(edits.added), vocab_size, BLOCK=_BLOCK)
+    _edit_rows[(len(edits.points), triton.cdiv(vocab_size, chunk))](*rows, edited, CHUNK=chunk, enable_fp_fusion=False)
+    if num_replaced:
+        _replace[(triton.cdiv(num_replaced, _BLOCK),)](edited, replaced, num_replaced, vocab_size, BLOCK=_BLOCK)
+    if num_added:
+        _add[(triton.cdiv(num_added, _BLOCK),)](edited, added, num_added, vocab_size, BLOCK=_BLOCK)
     return edited
 
 
@@ -191,9 +193,30 @@ def _penalised(values, count, table, row):
     return tl.where(num_output > 0, values - cost, values)
 
 
+@triton.jit(do_not_specialize=["vocab_size", "num_counted", "num_entries"])
+def _compute_replaced(
+    logits, table, counts, logits_stride, vocab_size, num_counted, entries, num_entries, BLOCK: tl.constexpr
+):
+    """In the place of each entry's bias, the logit of a token that is allowed or has a bias: from the model's logit, so
+    that equal entries do no harm, and with its penalties, while the counts are there.
+    """
+    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    exists = entry < num_entries
+    row = tl.load(entries + entry * 3, mask=exists, other=0).to(tl.int64)
+    token = tl.load(entries + entry * 3 + 1, mask=exists, other=0)
+    bias = tl.load(entries + entry * 3 + 2, mask=exists, other=0).to(tl.float32, bitcast=True)
+    point = tl.load(table + row * _NUM_COLUMNS + _POINT).to(tl.int64)
+    values = tl.load(logits + point * logits_stride + token, mask=exists, other=0.0).to(tl.float32) + bias
+    count = tl.load(counts + row * vocab_size + token, mask=exists & (row < num_counted), other=0)
+    values = _penalised(values, count, table, row)
+    tl.store(entries + entry * 3 + 2, values.to(tl.int32, bitcast=True), mask=exists)
+
+
 @triton.jit(do_not_specialize=["vocab_size", "num_counted"])
-def _edit_rows(logits, table, counts, edited, logits_stride, vocab_size, num_counted, CHUNK: tl.constexpr):
-    """A chunk of one row a program: copied with its penalties, or masked if the row has allowed tokens."""
+def _edit_rows(logits, table, counts, logits_stride, vocab_size, num_counted, edited, CHUNK: tl.constexpr):
+    """A chunk of one row a program: copied with its penalties into the place of its counts, or masked if the row has
+    allowed tokens.
+    """
     row = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     exists = token < vocab_size
@@ -207,21 +230,15 @@ def _edit_rows(logits, table, counts, edited, logits_stride, vocab_size, num_cou
     tl.store(edited + row * vocab_size + token, values, mask=exists)
 
 
-@triton.jit(do_not_specialize=["num_entries", "vocab_size", "num_counted"])
-def _replace(
-    logits, table, counts, edited, entries, num_entries, logits_stride, vocab_size, num_counted, BLOCK: tl.constexpr
-):
-    """Tokens that are allowed or have a bias: from the model's logits anew, so that equal entries do no harm."""
+@triton.jit(do_not_specialize=["num_entries", "vocab_size"])
+def _replace(edited, entries, num_entries, vocab_size, BLOCK: tl.constexpr):
+    """Puts the entries' values in their places."""
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = entry < num_entries
     row = tl.load(entries + entry * 3, mask=exists, other=0).to(tl.int64)
     token = tl.load(entries + entry * 3 + 1, mask=exists, other=0)
-    bias = tl.load(entries + entry * 3 + 2, mask=exists, other=0).to(tl.float32, bitcast=True)
-    point = tl.load(table + row * _NUM_COLUMNS + _POINT).to(tl.int64)
-    values = tl.load(logits + point * logits_stride + token, mask=exists, other=0.0).to(tl.float32) + bias
-    place = row * vocab_size + token
-    count = tl.load(counts + place, mask=exists & (row < num_counted), other=0)
-    tl.store(edited + place, _penalised(values, count, table, row), mask=exists)
+    value = tl.load(entries + entry * 3 + 2, mask=exists, other=0).to(tl.float32, bitcast=True)
+    tl.store(edited + row * vocab_size + token, value, mask=exists)
 
 
 @triton.jit(do_not_specialize=["num_entries", "vocab_size"])

@@ -56,6 +56,26 @@ def padded_to(layouts: Sequence[Layout], query_lens: np.ndarray) -> Layout | Non
     return next((each for each in layouts if each.tokens_each >= longest and each.num_sequences >= num_sequences), None)
 
 
+def compile_prompts(
+    forward: Callable[[torch.Tensor, AttentionMetadata], object],
+    max_num_sequences: int,
+    block_size: int,
+    max_model_len: int,
+    device: torch.device,
+    share_prefixes: bool,
+) -> None:
+    """Has `forward` run empty steps of more than one token a sequence, few and many, without and with groups: else the
+    first prompts, and all that run beside them, would wait seconds for their attention to be compiled.
+    """
+    most = min(max_num_sequences, MOST_SEQUENCES)
+    tables = torch.zeros((most, -(-max_model_len // block_size)), dtype=torch.int32, device=device)
+    for layout in sorted({Layout(2, min(2, most)), Layout(2, most)}):
+        for has_groups in (False, True)[: 1 + (share_prefixes and layout.num_sequences > 1)]:
+            step = empty_step(tables, layout, block_size, max_model_len, has_groups)
+            token_ids = torch.zeros(layout.num_tokens, dtype=torch.int64, device=device)
+            forward(token_ids, dataclasses.replace(step, layout=None))
+
+
 @dataclasses.dataclass(slots=True)
 class _Graph:
     """One captured layout: what it reads, what it computes, and how to run it."""

@@ -25,8 +25,10 @@ from workers.sampling.sampling_state import SamplingState, SequenceState
 
 __all__ = ["draw", "logprobs"]
 
-CHUNK = 4096
-"""Tokens of one program."""
+CHUNK = 1024
+"""Tokens of one program, 8 of them a thread: so an H100's multiprocessor holds 36 warps."""
+SEARCH_CHUNK = 4096
+"""Tokens that a row's only program, of 32 warps, looks at at a time in search of what filters keep."""
 
 _NUM_COLUMNS = tl.constexpr(8)
 _KEY_LOW, _KEY_HIGH, _INVERSE_TEMPERATURE, _SLOT = (tl.constexpr(column) for column in range(4))
@@ -72,15 +74,18 @@ def draw(
     flags = torch.empty((count, num_chunks), dtype=torch.int32, device=device)
     arguments = (logits, edited, words, points, logits.stride(0), vocab_size, words.stride(0))
     constants = {"HAS_EDITED": edits is not None, "HAS_MASKS": words is not logits}
-    options = {"CHUNK": min(CHUNK, padded_size(vocab_size, 128)), "enable_fp_fusion": False}
+    chunk, search_chunk = (min(size, padded_size(vocab_size, 128)) for size in (CHUNK, SEARCH_CHUNK))
     thresholds = points
     has_filters = bool(_is_filtered(table).any())
     if has_filters:
         thresholds = torch.empty((count, 3), dtype=torch.int32, device=device)
-        _find_thresholds[(count,)](*arguments, thresholds, **constants, **options, num_warps=16)
+        _find_thresholds[(count,)](
+            *arguments, thresholds, **constants, CHUNK=search_chunk, enable_fp_fusion=False, num_warps=32
+        )
     _find_best[(count, num_chunks)](
-        *arguments, thresholds, best, best_ids, flags, **constants, **options, HAS_FILTERS=has_filters, num_warps=8
-    )
+        *arguments, thresholds, best, best_ids, flags, **constants, HAS_FILTERS=has_filters, CHUNK=chunk,
+        enable_fp_fusion=False, num_warps=4,
+    )  # fmt: skip
     token_ids = torch.empty(count, dtype=torch.int64, device=device)
     status = torch.empty(count, dtype=torch.uint8, device=device)
     _choose[(count,)](
