@@ -97,12 +97,13 @@ class Replicas:
         """The replica of a deployment that gets some requests, all where the first one should go. Each learns how much
         of its prompt is to be computed.
         """
-        avoided: Iterable[str] = self._now_avoided()
-        for request in requests:
-            prompt = _prompt(request, block_size)
-            replica, request.num_new_tokens = self.placement.place(prompt, deployment, avoided)
-            self.routed[request.request_id] = replica
-            avoided = self.running[deployment] - {replica}
+        first, *others = requests
+        replica, first.num_new_tokens = self.placement.place(
+            _prompt(first, block_size), deployment, self._now_avoided()
+        )
+        for request in others:
+            request.num_new_tokens = self.placement.follow(_prompt(request, block_size), replica)
+        self.routed.update(dict.fromkeys((request.request_id for request in requests), replica))
         return replica
 
     def pick(self, deployment: str) -> str:
