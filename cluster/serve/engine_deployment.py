@@ -96,13 +96,16 @@ class _News(msgspec.Struct):
 
 
 class EngineReplica:
-    """One model replica. Its constructor loads the model, so that Serve calls it ready when it is."""
+    """One model replica. Its constructor loads the model, so that Serve calls it ready when it is.
 
-    def __init__(self, config: EngineConfig) -> None:
+    If `is_alone`, ingresses have no other one to choose, and are not told which blocks its prefix cache has.
+    """
+
+    def __init__(self, config: EngineConfig, is_alone: bool = False) -> None:
         with told_in_words():
-            self._start(config)
+            self._start(config, is_alone)
 
-    def _start(self, config: EngineConfig) -> None:
+    def _start(self, config: EngineConfig, is_alone: bool) -> None:
         self._phases = Phases(process=time.time() - psutil.Process().create_time())
         # Imports torch, which whoever only deploys this class needs not.
         from cluster.engine.overlap.engine import make_engine
@@ -121,7 +124,8 @@ class EngineReplica:
         self._node = ray.util.get_node_ip_address()
         blocks = self.engine.scheduler.blocks
         self._reporter = CacheReporter(lambda: blocks.num_free * blocks.block_size)
-        blocks.on_change = self._reporter.note
+        if not is_alone:
+            blocks.on_change = self._reporter.note
         self._sender = OutputSender(
             own_name(),
             self._on_control,
@@ -442,10 +446,14 @@ def _with_time_left(request: EngineRequest, arrived: float) -> EngineRequest:
 
 
 def engine_deployment(
-    config: EngineConfig, num_replicas: int, name: str = "engine", autoscaling: AutoscalingOptions | None = None
+    config: EngineConfig,
+    num_replicas: int,
+    name: str = "engine",
+    autoscaling: AutoscalingOptions | None = None,
+    is_alone: bool = False,
 ) -> Any:
-    """The Serve deployment; bind it with the configuration, which says how many threads the model has. With
-    `autoscaling` there are as many replicas as that says.
+    """The Serve deployment; bind it with the configuration, which says how many threads the model has, and with
+    `is_alone`: there is never more than one replica. With `autoscaling` there are as many replicas as that says.
     """
     return serve.deployment(
         EngineReplica,
@@ -460,7 +468,7 @@ def engine_deployment(
             request_router_class=EngineRouter,  # type: ignore[arg-type]
             request_router_kwargs={
                 "deployment": name,
-                "block_size": config.block_size if config.enable_prefix_caching else 0,
+                "block_size": config.block_size if config.enable_prefix_caching and not is_alone else 0,
             },
         ),
         ray_actor_options={
