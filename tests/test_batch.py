@@ -8,6 +8,7 @@ import io
 import json
 import os
 import pathlib
+import pickle
 import random
 import signal
 import subprocess
@@ -33,13 +34,15 @@ from cluster.http.access.keys import ApiKeys
 from cluster.http.app import HttpApp
 from cluster.http.engines import Event
 from cluster.http.errors import ApiError
-from cluster.http.metrics import Metrics
+from cluster.http.metrics import Unmeasured
 from cluster.llm import LLM, SamplingParams
 from cluster.serve.channel import Address, RequestResult
 from cluster.serve.engine_deployment import EngineReplica
 from cluster.serve.gathering import Gathering, joined
+from cluster.serve.packed import Packed
 from cluster.serve.submission import Submission
 from cluster.text.tokenizer import Tokenizer
+from structured.constraint import ConstraintSpec
 from tests.checkpoints import checkpoint
 from tests.conftest import PROVE
 from tests.local_server import Handle, until
@@ -212,7 +215,7 @@ def events_of(
 ) -> list[Event]:
     """What the reader of a body with one prompt gets, in `found`: each output as it comes, or all at last."""
     found = [] if found is None else found
-    client: Any = types.SimpleNamespace(tokenizer=Tokenizer("demo"), metrics=Metrics("m"))
+    client: Any = types.SimpleNamespace(tokenizer=Tokenizer("demo"), measure=lambda _: Unmeasured())
     submission = Submission(client, [[5, 6]], params, chat=False)
     (prompt,) = submission._prompts
     prompt.run = types.SimpleNamespace(release=lambda: None)  # type: ignore[assignment]
@@ -273,6 +276,20 @@ def test_what_came_before_a_failure_is_read_before_it() -> None:
         with pytest.raises(ApiError, match="choice 0 failed: x"):
             events_of(copies, SamplingParams(), is_behind=True, found=found)
         assert [event.token_ids for event in found] == [[20, 21]]
+
+
+def test_requests_arrive_as_they_were_sent() -> None:
+    """Also with what msgpack cannot carry: the engine refuses that one, and no other of its call."""
+    params = [
+        SamplingParams(temperature=0, seed=-(2**63), logit_bias={5: -1.5}, stop=("é",), bad_words_token_ids=((1, 2),)),
+        SamplingParams(constraint=ConstraintSpec(kind="regex", text="[a-z]", begin_after=(3,))),
+        SamplingParams(allowed_token_ids=(10**30,)),
+        SamplingParams(stop=("\ud800",)),
+    ]
+    requests = [EngineRequest(request_id="a", prompt_token_ids=[5, 6], params=each, deadline_s=1.0) for each in params]
+    assert len(pickle.dumps(Packed(EngineRequest, requests[:2]))) < len(pickle.dumps(requests[:2])) / 2
+    for sent in (requests[:2], requests[1:], [requests[0], requests[3]]):
+        assert pickle.loads(pickle.dumps(Packed(EngineRequest, sent))) == sent
 
 
 class CountingHandle(Handle):

@@ -207,6 +207,7 @@ INSIDE: dict[str, tuple[str, ...]] = {
         "cluster.batch.runner",
         "cluster.serve",
         "cluster.serve.burst",
+        "cluster.serve.packed",
         "cluster.serve.listening",
         "cluster.serve.listening.connections",
         "cluster.serve.listening.port",

@@ -19,6 +19,7 @@ from cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput
 from cluster.serve.routing import placement
 from cluster.serve.routing.placement import SEQUENCE_TOKENS, SESSION_TOKENS, Placement, Prompt
 from cluster.serve.routing.prefix_index import NUM_SHARDS, PrefixIndex, block_keys
+from cluster.serve.routing.replicas import Replicas
 from cluster.serve.routing.reports import CacheReporter, Report, unpacked
 from tests.conftest import PROVE
 from tests.test_layering import modules, packages
@@ -376,6 +377,18 @@ def test_an_engine_tells_each_ingress_of_the_others_work() -> None:
     assert last is not None
     assert (last.other_tokens, last.other_sequences) == (0, 0)
     assert reporter.take("second") is None, "nothing is new"
+
+
+@pytest.mark.parametrize(("block_size", "num_new_tokens"), [(0, [50, 50, 50]), (BLOCK, [50, 50 - 3 * BLOCK, 50])])
+def test_requests_of_one_call_go_to_one_replica(block_size: int, num_new_tokens: list[int]) -> None:
+    """Each learns what it shares with those before it, which is nothing without prefix caches."""
+    replicas = Replicas()
+    replicas.set_running("engine", ["one", "another"])
+    prompts = {"a": [1] * 50, "b": [1] * 50, "c": [2] * 50}
+    some = [EngineRequest(request_id=name, prompt_token_ids=p, params=SamplingParams()) for name, p in prompts.items()]
+    replica = replicas.place(some, "engine", block_size)
+    assert replicas.routed == dict.fromkeys("abc", replica)
+    assert [each.num_new_tokens for each in some] == num_new_tokens
 
 
 def test_conversations_keep_their_caches_and_spread_evenly() -> None:

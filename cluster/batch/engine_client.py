@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 import msgspec
 
 from cluster.engine.request import EngineRequest
+from cluster.http.metrics import RequestMetrics, Unmeasured
 from cluster.serve.channel import RequestResult
 from cluster.serve.engine_client import EngineClient, answer_of
+from cluster.serve.packed import Packed
 from cluster.serve.prompt_run import LAST_FRAME_TIMEOUT_S, OVERDUE_S, Call, PromptRun, overdue_error
 from cluster.serve.submission import Submission
 from workers.sampling_params import SamplingParams
@@ -28,6 +30,8 @@ rest keeps the engines busy.
 """
 LINGER_S = 0.25
 """A group waits no longer for its last one."""
+
+UNMEASURED = Unmeasured()
 
 
 class BatchEngineClient(EngineClient):
@@ -44,6 +48,9 @@ class BatchEngineClient(EngineClient):
         self, request_id: str, prompts: list[list[int]], params: SamplingParams, *, priority: int, **options: Any
     ) -> Submission:
         return super().submit(request_id, prompts, params, priority=priority + PRIORITY, **options)
+
+    def measure(self, num_choices: int) -> RequestMetrics:
+        return UNMEASURED
 
     def call(self, run: PromptRun, request: EngineRequest, pause_s: float) -> Call:
         if request.continued is not None:  # its engine is gone, and others may wait for what becomes of it
@@ -88,7 +95,7 @@ class BatchEngineClient(EngineClient):
         address, left_s = await self._ready(requests[0])
         if left_s != requests[0].deadline_s:
             requests = [msgspec.structs.replace(each, deadline_s=left_s) for each in requests]
-        return await answer_of(self._engine.generate_group.remote(requests, address))
+        return await answer_of(self._engine.generate_group.remote(Packed(EngineRequest, requests), address))
 
     async def _see_last_frames(self, group: _Group) -> None:
         """A result may overtake them."""

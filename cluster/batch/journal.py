@@ -104,8 +104,7 @@ class Journal(DoneLines):
         super().__init__(str(path))
         self.path = path
         try:
-            path.touch()
-            self._file = path.open("r+b")
+            self._file = path.open("ab")
         except OSError as error:
             raise BatchRefused(f"cannot write {path}: {error.strerror}") from error
         try:
@@ -124,19 +123,19 @@ class Journal(DoneLines):
     def _read(self) -> None:
         decoder = msgspec.json.Decoder(_Id)
         end = 0
-        for line in self._file:
-            if not line.endswith(b"\n"):
-                break
-            try:
-                key = LineKey.from_id(decoder.decode(line).id)
-            except (msgspec.DecodeError, UnicodeDecodeError):
-                key = None
-            if key is None:
-                raise BatchRefused(f"{self.path} holds something that is no batch's output; choose another file")
-            self.note(key)
-            end += len(line)
+        with self.path.open("rb") as lines:
+            for line in lines:
+                if not line.endswith(b"\n"):
+                    break
+                try:
+                    key = LineKey.from_id(decoder.decode(line).id)
+                except (msgspec.DecodeError, UnicodeDecodeError):
+                    key = None
+                if key is None:
+                    raise BatchRefused(f"{self.path} holds something that is no batch's output; choose another file")
+                self.note(key)
+                end += len(line)
         self._file.truncate(end)
-        self._file.seek(end)
 
     def write(self, key: LineKey, result: BatchResult) -> None:
         """Hands the line to the system at once: it survives the death of this process."""

@@ -42,13 +42,12 @@ class Usage(msgspec.Struct, array_like=True):
     @classmethod
     def of_choices(cls, num_prompt_tokens: int, choices: list[Usage]) -> Usage:
         """Counts the prompt once, and the output of all choices, of which there is at least one."""
-        return cls(
-            num_prompt_tokens,
-            sum(choice.num_output_tokens for choice in choices),
-            choices[0].num_cached_tokens,
-            sum(choice.num_accepted_drafts for choice in choices),
-            sum(choice.num_rejected_drafts for choice in choices),
-        )
+        total = cls(num_prompt_tokens, 0, choices[0].num_cached_tokens)
+        for choice in choices:
+            total.num_output_tokens += choice.num_output_tokens
+            total.num_accepted_drafts += choice.num_accepted_drafts
+            total.num_rejected_drafts += choice.num_rejected_drafts
+        return total
 
 
 class ContinuedChoice(msgspec.Struct, array_like=True):

@@ -192,7 +192,8 @@ class CompletionAnswer:
         """Reported with a prompt's first choice, before anything else of the prompt; shown with each."""
         num_choices = len(prompts) * request.num_choices
         skip_special = request.skip_special_tokens is not False
-        self._logprob_texts = [CompletionLogprobText(tokenizer, skip_special) for _ in range(num_choices)]
+        num_texts = 0 if request.logprobs is None else num_choices
+        self._logprob_texts = [CompletionLogprobText(tokenizer, skip_special) for _ in range(num_texts)]
         self._num_shown_entries: list[int | None] = [None] * num_choices
         self._begun = [False] * num_choices
 
@@ -208,8 +209,9 @@ class CompletionAnswer:
         async for event in generation:
             choice = choices[event.index]
             choice.text += self._text(event)
-            num_logprobs += _num_logprobs(event)
-            logprobs = await _perhaps_aside(_num_logprobs(event), self._logprobs, event)
+            num_new = _num_logprobs(event)
+            num_logprobs += num_new
+            logprobs = await _perhaps_aside(num_new, self._logprobs, event)
             if choice.logprobs is not None and logprobs is not None:
                 choice.logprobs.extend(logprobs)
             if event.finish is not None:

@@ -273,3 +273,16 @@ class RequestMetrics:
         self._metrics.request_ended(reason)
         self._metrics.e2e_latency.observe(time.perf_counter() - self._arrival)
         self._metrics.prompt_tokens.inc(self._num_prompt_tokens)
+
+
+class Unmeasured(RequestMetrics):
+    """Of all prompts whose measures nobody asks for."""
+
+    def __init__(self) -> None:
+        pass
+
+    def tokens(self, index: int, count: int) -> None:
+        pass
+
+    def ended(self, reason: FinishStatus, usage: Usage | None) -> None:
+        pass

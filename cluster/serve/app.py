@@ -62,8 +62,11 @@ def application(config: ServeConfig, nodes: list[int], shares_port: bool = True)
 
 
 def _engines(config: ServeConfig) -> serve.Application:
-    deployment = engine_deployment(config.engine, config.num_engine_replicas, autoscaling=config.autoscaling)
-    return deployment.bind(config.engine)
+    is_alone = config.max_engines == 1
+    deployment = engine_deployment(
+        config.engine, config.num_engine_replicas, autoscaling=config.autoscaling, is_alone=is_alone
+    )
+    return deployment.bind(config.engine, is_alone)
 
 
 def _for_nodes(config: ServeConfig, nodes: list[int], num_nodes: int = 1) -> ServeConfig:

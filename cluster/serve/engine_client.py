@@ -20,7 +20,7 @@ from cluster.config import EngineConfig
 from cluster.engine.request import EngineRequest, QueueFull, RequestRefused, SequenceOutput
 from cluster.engine.stats import EngineStats
 from cluster.http.errors import ApiError
-from cluster.http.metrics import Metrics
+from cluster.http.metrics import Metrics, RequestMetrics
 from cluster.serve.channel import BEAT_S, Address, Connection, Control, OutputReceiver, RequestResult
 from cluster.serve.prompt_run import Call, PromptRun
 from cluster.serve.routing import replicas
@@ -114,6 +114,9 @@ class EngineClient:
         submission = Submission(self, prompts, params, chat, shown_ids, self.reads_whole)
         submission.start(request_id, priority, timeout_s, client, weight, session, traceparent)
         return submission
+
+    def measure(self, num_choices: int) -> RequestMetrics:
+        return RequestMetrics(self.metrics, num_choices)
 
     async def check_reachable(self) -> None:
         address = await self._listen()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import queue
 import threading
@@ -30,6 +31,7 @@ from cluster.engine.stats import EngineStats, ServiceStats
 from cluster.serve.burst import Burst
 from cluster.serve.channel import BEAT_S, Address, Control, EngineFailed, OutputSender, RequestResult
 from cluster.serve.gathering import Gathering
+from cluster.serve.packed import Packed
 from cluster.serve.replica_process import REPLICA_ENVIRONMENT, collect_rarely
 from cluster.serve.routing.replicas import own_name
 from cluster.serve.routing.reports import CacheReporter
@@ -56,13 +58,27 @@ what loading the model is not, such as the start of ranks; compilers; until Serv
 """
 
 
+class _Call:
+    """One of `generate_group`, which ends with the last of its requests. Only the event loop changes it."""
+
+    def __init__(self, requests: list[EngineRequest], address: Address) -> None:
+        self.address = address
+        self.open = dict(enumerate(requests))
+        """Requests without a result, by their place."""
+        self.results = [RequestResult()] * len(requests)
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.arrived = time.monotonic()
+        self.arrived_ns = time.time_ns()
+        """Since 1970."""
+
+
 class _Running(msgspec.Struct):
-    address: Address
-    result: asyncio.Future[RequestResult]
+    request: EngineRequest
+    call: _Call
+    place: int
+    """In the call."""
     num_open: int
     """Choices that have not ended."""
-    called_ns: int
-    """When the engine was called, since 1970."""
     usages: list[Usage] = []
     """Of the choices that have ended."""
     gathering: Gathering | None = None
@@ -73,20 +89,23 @@ class _News(msgspec.Struct):
     """What steps brought, until the event loop is told."""
 
     frames: dict[Address, list[SequenceOutput]] = {}
-    results: list[tuple[asyncio.Future[RequestResult], RequestResult]] = []
-    """Of requests: who waits for it, and what it is."""
+    results: list[tuple[_Running, RequestResult]] = []
+    """Of requests that have ended or never ran."""
     since: float | None = None
     """When the first of it came; None if there is nothing."""
 
 
 class EngineReplica:
-    """One model replica. Its constructor loads the model, so that Serve calls it ready when it is."""
+    """One model replica. Its constructor loads the model, so that Serve calls it ready when it is.
 
-    def __init__(self, config: EngineConfig) -> None:
+    If `is_alone`, ingresses have no other one to choose, and are not told which blocks its prefix cache has.
+    """
+
+    def __init__(self, config: EngineConfig, is_alone: bool = False) -> None:
         with told_in_words():
-            self._start(config)
+            self._start(config, is_alone)
 
-    def _start(self, config: EngineConfig) -> None:
+    def _start(self, config: EngineConfig, is_alone: bool) -> None:
         self._phases = Phases(process=time.time() - psutil.Process().create_time())
         # Imports torch, which whoever only deploys this class needs not.
         from cluster.engine.overlap.engine import make_engine
@@ -105,7 +124,8 @@ class EngineReplica:
         self._node = ray.util.get_node_ip_address()
         blocks = self.engine.scheduler.blocks
         self._reporter = CacheReporter(lambda: blocks.num_free * blocks.block_size)
-        blocks.on_change = self._reporter.note
+        if not is_alone:
+            blocks.on_change = self._reporter.note
         self._sender = OutputSender(
             own_name(),
             self._on_control,
@@ -151,7 +171,7 @@ class EngineReplica:
         if self._beating is None:
             self._beating = asyncio.ensure_future(self._beat())
         try:
-            return await asyncio.gather(*(self._generate(request, address) for request in requests))
+            return await self._results_of(_Call(requests, address))
         finally:
             self._num_calls -= 1
 
@@ -164,33 +184,48 @@ class EngineReplica:
             self._sender.beat()
         self._beating = None
 
-    async def _generate(self, request: EngineRequest, address: Address) -> RequestResult:
-        self._reporter.begin(address, request)
+    async def _results_of(self, call: _Call) -> list[RequestResult]:
+        """Only requests with a constraint, which may have to be compiled, have a task."""
+        plain: list[_Running] = []
+        constrained: list[_Running] = []
+        for place, request in call.open.items():
+            self._reporter.begin(call.address, request)
+            running = _Running(request, call, place, len(request.continued or ()) or request.params.n)
+            if request.reads_whole:
+                running.gathering = Gathering()
+            (plain if request.params.constraint is None else constrained).append(running)
+        if plain:
+            self._inbox.put(lambda: self._add_all(plain))
         try:
-            return await self._run(request, address)
+            await asyncio.gather(call.ended, *map(self._add_resolved, constrained))
+            return Packed(RequestResult, call.results)
         finally:
-            self._reporter.end(address, request)
+            while call.open:
+                _, request = call.open.popitem()
+                self._inbox.put(functools.partial(self._abort, request.request_id))
+                self._reporter.end(call.address, request)
 
-    async def _run(self, request: EngineRequest, address: Address) -> RequestResult:
-        constraint, arrived, called_ns = None, time.monotonic(), time.time_ns()
-        if request.params.constraint is not None:
-            try:
-                constraint = await asyncio.wrap_future(self.engine.resolve(request.params.constraint, request.client))
-            except RequestRefused as error:
-                return RequestResult(refused=str(error), param=error.param)
-            except QueueFull as error:
-                return self._full(error)
-        result: asyncio.Future[RequestResult] = asyncio.get_running_loop().create_future()
-        num_open = len(request.continued or ()) or request.params.n
-        running = _Running(address, result, num_open, called_ns)
-        if request.reads_whole:
-            running.gathering = Gathering()
-        self._inbox.put(lambda: self._add(_with_time_left(request, arrived), constraint, running))
+    async def _add_resolved(self, running: _Running) -> None:
+        spec = running.request.params.constraint
+        assert spec is not None
         try:
-            return await result
-        except asyncio.CancelledError:
-            self._inbox.put(lambda: self._abort(request.request_id))
-            raise
+            constraint = await asyncio.wrap_future(self.engine.resolve(spec, running.request.client))
+        except RequestRefused as error:
+            self._end(running, RequestResult(refused=str(error), param=error.param))
+        except QueueFull as error:
+            self._end(running, self._full(error))
+        else:
+            self._inbox.put(lambda: self._add(running, constraint))
+
+    def _end(self, running: _Running, result: RequestResult) -> None:
+        call = running.call
+        request = call.open.pop(running.place, None)
+        if request is None:  # the call is over
+            return
+        self._reporter.end(call.address, request)
+        call.results[running.place] = result
+        if not call.open and not call.ended.done():
+            call.ended.set_result(None)
 
     async def connect(self, address: Address) -> None:
         """Tells an ingress of this engine's cache and load before it sends the first request."""
@@ -252,7 +287,7 @@ class EngineReplica:
         self._reporter.forget(address)
 
         def abort_all() -> None:
-            for request_id in [name for name, running in self._running.items() if running.address == address]:
+            for request_id in [name for name, running in self._running.items() if running.call.address == address]:
                 self._abort(request_id)
 
         self._inbox.put(abort_all)
@@ -283,20 +318,25 @@ class EngineReplica:
             while True:
                 self._inbox.get_nowait()()
 
-    def _add(self, request: EngineRequest, constraint: Resolved | None, running: _Running) -> None:
+    def _add_all(self, plain: list[_Running]) -> None:
+        for running in plain:
+            self._add(running, None)
+
+    def _add(self, running: _Running, constraint: Resolved | None) -> None:
         if self._failure is not None:
-            self._fail(running)
+            self._fail([running])
             return
+        request = _with_time_left(running.request, running.call.arrived)
         try:
             # One that was admitted once is not refused for a full queue.
             self.engine.add_request(request, constraint, queue_is_bounded=request.continued is None)
         except RequestRefused as error:
-            self._tell(_News(results=[(running.result, RequestResult(refused=str(error), param=error.param))]))
+            self._tell(_News(results=[(running, RequestResult(refused=str(error), param=error.param))]))
         except QueueFull as error:
-            self._tell(_News(results=[(running.result, self._full(error))]))
+            self._tell(_News(results=[(running, self._full(error))]))
         else:
             self._running[request.request_id] = running
-            self._watch.added(request, running.called_ns)
+            self._watch.added(request, running.call.arrived_ns)
             self._meter.arrived(request.request_id, len(request.prompt_token_ids))
 
     def _full(self, error: QueueFull) -> RequestResult:
@@ -324,9 +364,9 @@ class EngineReplica:
             if output.token_ids:
                 self._meter.has_first_token(output.request_id)
             if running.gathering is None:
-                news.frames.setdefault(running.address, []).append(output)
+                news.frames.setdefault(running.call.address, []).append(output)
             elif running.gathering.add(output):
-                self._held.frames.setdefault(running.address, []).append(output)
+                self._held.frames.setdefault(running.call.address, []).append(output)
                 self._held.since = self._held.since or now
         for output in outputs:
             if output.finish is not None:
@@ -351,7 +391,7 @@ class EngineReplica:
             usage = Usage.of_choices(usage.num_prompt_tokens, running.usages)
             self._watch.ended(output.request_id, output, usage)
             news = news if running.gathering is None else self._held
-            news.results.append((running.result, RequestResult(finish=output.finish, usage=usage)))
+            news.results.append((running, RequestResult(finish=output.finish, usage=usage)))
 
     def _tell_held(self) -> None:
         self._tell(self._held)
@@ -367,24 +407,24 @@ class EngineReplica:
         for address, outputs in news.frames.items():
             self._reporter.note_outputs(address, outputs)
             self._sender.send(address, outputs)
-        for future, result in news.results:
-            if not future.done():
-                future.set_result(result)
+        for running, result in news.results:
+            self._end(running, result)
 
-    def _fail(self, running: _Running) -> None:
-        def set_exception() -> None:
-            if not running.result.done():
-                running.result.set_exception(EngineFailed(self._failure))
+    def _fail(self, lost: list[_Running]) -> None:
+        def set_exceptions() -> None:
+            for running in lost:
+                if not running.call.ended.done():
+                    running.call.ended.set_exception(EngineFailed(self._failure))
 
-        assert self._loop is not None
-        self._loop.call_soon_threadsafe(set_exception)
+        if lost:
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(set_exceptions)
 
     def _die(self, reason: str) -> None:
         """Makes every open call raise, later ones too; then Serve's health check replaces this replica."""
         self._failure = reason
         self._tell_held()
-        for running in self._running.values():
-            self._fail(running)
+        self._fail(list(self._running.values()))
         self._running.clear()
         while True:
             with contextlib.suppress(Exception):  # the engine's own state may be what broke
@@ -406,10 +446,14 @@ def _with_time_left(request: EngineRequest, arrived: float) -> EngineRequest:
 
 
 def engine_deployment(
-    config: EngineConfig, num_replicas: int, name: str = "engine", autoscaling: AutoscalingOptions | None = None
+    config: EngineConfig,
+    num_replicas: int,
+    name: str = "engine",
+    autoscaling: AutoscalingOptions | None = None,
+    is_alone: bool = False,
 ) -> Any:
-    """The Serve deployment; bind it with the configuration, which says how many threads the model has. With
-    `autoscaling` there are as many replicas as that says.
+    """The Serve deployment; bind it with the configuration, which says how many threads the model has, and with
+    `is_alone`: there is never more than one replica. With `autoscaling` there are as many replicas as that says.
     """
     return serve.deployment(
         EngineReplica,
@@ -424,7 +468,7 @@ def engine_deployment(
             request_router_class=EngineRouter,  # type: ignore[arg-type]
             request_router_kwargs={
                 "deployment": name,
-                "block_size": config.block_size if config.enable_prefix_caching else 0,
+                "block_size": config.block_size if config.enable_prefix_caching and not is_alone else 0,
             },
         ),
         ray_actor_options={

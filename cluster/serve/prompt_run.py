@@ -18,7 +18,7 @@ from ray.exceptions import RayActorError
 
 from cluster.engine.request import EngineRequest, SequenceOutput
 from cluster.http.errors import ApiError
-from cluster.http.metrics import Metrics
+from cluster.http.metrics import Metrics, RequestMetrics
 from cluster.serve.channel import Connection, Control, EngineFailed, RequestResult
 from cluster.serve.progress import Progress
 from cluster.telemetry.request_log import log_event
@@ -55,6 +55,10 @@ class Caller(Protocol):
     metrics: Metrics
     runs: dict[str, PromptRun]
     """By the name under which an engine runs each now."""
+
+    def measure(self, num_choices: int) -> RequestMetrics:
+        """What is to be told of one prompt's output."""
+        ...
 
     def call(self, run: PromptRun, request: EngineRequest, pause_s: float) -> Call:
         """Begins the call of a request: `run.call`, or another one that tells `run.has_returned` what it came to."""
@@ -268,6 +272,7 @@ class PromptRun:
             self.connection = None
         if self._call is not None:
             self._call.cancel()  # Serve cancels the remote call, and the engine aborts it
+            self._call = None
 
     def _forget(self) -> None:
         self._client.runs.pop(self.request_id, None)
@@ -278,6 +283,7 @@ class PromptRun:
         self._forget()
         if self._call is not None:
             self._client.cancel_later(self._call)
+            self._call = None
 
 
 def overdue_error(deadline_s: float | None) -> ApiError:

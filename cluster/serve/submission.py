@@ -90,7 +90,7 @@ class Submission:
             Prompt(
                 token_ids,
                 self.choices[number * params.n : (number + 1) * params.n],
-                RequestMetrics(client.metrics, params.n),
+                client.measure(params.n),
             )
             for number, token_ids in enumerate(prompts)
         ]
@@ -233,12 +233,12 @@ class Submission:
             return
         self._closed = True
         for prompt in self._prompts:
-            if prompt.finished:
-                continue
-            prompt.run.leave()
+            if not prompt.finished:
+                prompt.run.leave()
             for choice in prompt.choices:
                 if not choice.finished:
                     prompt.metrics.ended(FinishStatus.FINISHED_ABORTED, None)
+            del prompt.run  # it refers to this submission: a cycle, which would wait for the collector
 
 
 def _refusal(result: RequestResult) -> ApiError:

@@ -63,7 +63,7 @@ class SequenceText:
         """Characters given out."""
         self._searchable_from = 0
         """Stop strings ending at or before this character came before `min_tokens` and do not count."""
-        self._certain = _TokenCounter(self._new_decoder())
+        self._certain = _TokenCounter(self._new_decoder()) if params.stop else None
 
     def append(self, delta: SequenceOutput) -> TextDelta:
         """Adds a delta and returns the text that is certain now; with `delta.finish` everything left is."""
@@ -82,7 +82,7 @@ class SequenceText:
 
     def num_certain_tokens(self) -> int:
         """Output tokens that no stop string can take back any more, while the sequence goes on."""
-        return self._certain.count(self._token_ids, self._num_emitted) if self._stops else self._num_tokens
+        return self._num_tokens if self._certain is None else self._certain.count(self._token_ids, self._num_emitted)
 
     def _new_decoder(self) -> TextDecoder:
         return self._tokenizer.text_decoder(self._skip_special_tokens, self._continues_prompt, self._shown_ids)

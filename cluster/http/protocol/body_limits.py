@@ -44,13 +44,15 @@ def check_lists(body: Any, limits: BodyLimits) -> None:
 
 def _sizes(body: Any) -> Iterator[tuple[str, str, int, str]]:
     """Field, what is counted, how many there are, and the option that bounds them."""
-    words = getattr(body, "bad_words", None) or ()
-    stop = getattr(body, "stop", None) or ()
-    yield "messages", "messages, parts and calls", _num_parts(getattr(body, "messages", None) or ()), "max_messages"
-    yield "tools", "entries", len(getattr(body, "tools", None) or ()), "max_tools"
-    yield "stop", "characters", len(stop) if isinstance(stop, str) else sum(map(len, stop)), "max_stop_characters"
-    yield "bad_words", "entries", len(words), "max_bad_words"
-    yield "bad_words", "characters", sum(map(len, words)), "max_bad_word_characters"
+    if messages := getattr(body, "messages", None):
+        yield "messages", "messages, parts and calls", _num_parts(messages), "max_messages"
+    if tools := getattr(body, "tools", None):
+        yield "tools", "entries", len(tools), "max_tools"
+    if stop := getattr(body, "stop", None):
+        yield "stop", "characters", len(stop) if isinstance(stop, str) else sum(map(len, stop)), "max_stop_characters"
+    if words := getattr(body, "bad_words", None):
+        yield "bad_words", "entries", len(words), "max_bad_words"
+        yield "bad_words", "characters", sum(map(len, words)), "max_bad_word_characters"
 
 
 def _num_parts(messages: Sequence[Any]) -> int:

@@ -303,7 +303,7 @@ def _only(request: msgspec.Struct, name: str, allowed: Any, message: str) -> Non
 
 def checked_token_ids(token_ids: list[Any], param: str) -> list[int]:
     """Refuses ids that no vocabulary has. The model's own bound is checked later, where the model is known."""
-    for index, token_id in enumerate(token_ids):
-        if not 0 <= token_id < 2**31:
-            refuse(f"{param}[{index}]", f"{param}[{index}]: token id {token_id} is outside every vocabulary")
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < 2**31:
+        index, token_id = next((i, each) for i, each in enumerate(token_ids) if not 0 <= each < 2**31)
+        refuse(f"{param}[{index}]", f"{param}[{index}]: token id {token_id} is outside every vocabulary")
     return token_ids

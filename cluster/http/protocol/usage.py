@@ -28,11 +28,12 @@ class UsageInfo(msgspec.Struct):
 
 def usage_info(parts: Iterable[Usage]) -> UsageInfo:
     """The usage of a response: the sum of `parts`, which holds one usage for each prompt."""
-    usages = list(parts)
-    prompt = sum(usage.num_prompt_tokens for usage in usages)
-    output = sum(usage.num_output_tokens for usage in usages)
-    cached = sum(usage.num_cached_tokens for usage in usages)
-    drafts = CompletionTokensDetails(
-        sum(usage.num_accepted_drafts for usage in usages), sum(usage.num_rejected_drafts for usage in usages)
-    )
+    prompt = output = cached = accepted = rejected = 0
+    for usage in parts:
+        prompt += usage.num_prompt_tokens
+        output += usage.num_output_tokens
+        cached += usage.num_cached_tokens
+        accepted += usage.num_accepted_drafts
+        rejected += usage.num_rejected_drafts
+    drafts = CompletionTokensDetails(accepted, rejected)
     return UsageInfo(prompt, output, prompt + output, PromptTokensDetails(cached), drafts)

@@ -259,17 +259,31 @@ class Placement:
         be computed there. Until `end` they count as under way. Raises `LookupError` if the group has no replica.
         """
         with self._lock:
-            if prompt.request_id in self._placed:  # by an attempt that reached no replica
-                self.end(prompt.request_id)
+            self._forget(prompt)
             replica, num_blocks = self._choose(prompt, self._among(group, avoided))
-            placed = _Placed(prompt, replica, prompt.keys[num_blocks:], prompt.num_new_tokens(num_blocks))
-            self._placed[prompt.request_id] = placed
-            self.index.expect(replica.slot, placed.expected)
-            replica.wait_for(prompt.client, placed.new_tokens)
-            self._add_sequences(replica, prompt.num_sequences)
-            if prompt.session:
-                self._remember(prompt, replica)
-            return replica.name, placed.new_tokens
+            return replica.name, self._put(prompt, replica, num_blocks)
+
+    def follow(self, prompt: Prompt, name: str) -> int:
+        """As `place`, of a prompt that goes to the replica of another one, which `place` has just chosen."""
+        with self._lock:
+            self._forget(prompt)
+            replica = self._replica(name)
+            return self._put(prompt, replica, self._num_leading(prompt.keys, replica))
+
+    def _forget(self, prompt: Prompt) -> None:
+        if prompt.request_id in self._placed:  # by an attempt that reached no replica
+            self.end(prompt.request_id)
+
+    def _put(self, prompt: Prompt, replica: _Replica, num_blocks: int) -> int:
+        """Where it holds so many leading blocks; returns how many tokens are to be computed."""
+        placed = _Placed(prompt, replica, prompt.keys[num_blocks:], prompt.num_new_tokens(num_blocks))
+        self._placed[prompt.request_id] = placed
+        self.index.expect(replica.slot, placed.expected)
+        replica.wait_for(prompt.client, placed.new_tokens)
+        self._add_sequences(replica, prompt.num_sequences)
+        if prompt.session:
+            self._remember(prompt, replica)
+        return placed.new_tokens
 
     def pick(self, group: str, avoided: Iterable[str] = ()) -> str:
         """One of the least busy replicas, for what is no prompt. Raises `LookupError` if the group has none."""

@@ -97,12 +97,13 @@ class Replicas:
         """The replica of a deployment that gets some requests, all where the first one should go. Each learns how much
         of its prompt is to be computed.
         """
-        avoided: Iterable[str] = self._now_avoided()
-        for request in requests:
-            prompt = _prompt(request, block_size)
-            replica, request.num_new_tokens = self.placement.place(prompt, deployment, avoided)
-            self.routed[request.request_id] = replica
-            avoided = self.running[deployment] - {replica}
+        first, *others = requests
+        replica, first.num_new_tokens = self.placement.place(
+            _prompt(first, block_size), deployment, self._now_avoided()
+        )
+        for request in others:
+            request.num_new_tokens = self.placement.follow(_prompt(request, block_size), replica)
+        self.routed.update(dict.fromkeys((request.request_id for request in requests), replica))
         return replica
 
     def pick(self, deployment: str) -> str:
@@ -127,7 +128,7 @@ def _prompt(request: EngineRequest, block_size: int) -> Prompt:
     num_blocks = (len(token_ids) - 1) // block_size if is_cached else 0
     return Prompt(
         request_id=request.request_id,
-        keys=block_keys(hash_blocks(token_ids, num_blocks, block_size)),
+        keys=block_keys(hash_blocks(token_ids, num_blocks, block_size)) if num_blocks else (),
         num_tokens=len(token_ids),
         block_size=block_size,
         num_sequences=request.params.n,

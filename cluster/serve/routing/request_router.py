@@ -14,7 +14,7 @@ from cluster.serve.routing.replicas import known_replicas
 
 class EngineRouter(RequestRouter):
     """Made by Serve; `deployment` is the name of the engines' deployment, `block_size` that of their prefix caches, or
-    0 without any.
+    0 if there are none, or only one of them.
     """
 
     def initialize_state(self, deployment: str, block_size: int) -> None:  # type: ignore[override]
