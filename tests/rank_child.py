@@ -107,7 +107,7 @@ def num_sharing_memory(holder: Holder) -> int:
 
 def num_called_back(holder: Holder) -> int | None:
     """Linears that the one call of all layers leaves C++ for; None where there is no such call."""
-    layers = holder.worker.runner.model._compiled
+    layers = holder.worker.runner.model.compiled
     return None if layers is None else len(layers.called_back)
 
 

@@ -13,7 +13,7 @@ from cluster.engine.request import EngineRequest
 from cluster.engine.stats import ConstraintStats, EngineStats
 from cluster.http.endpoints.status import Health, health_of
 from cluster.http.errors import ApiError
-from cluster.http.metrics import Metrics
+from cluster.http.metrics import Metrics, RequestMetrics
 from cluster.llm import LLM, ConstraintSpec, SamplingParams
 from cluster.serve.channel import RequestResult
 from cluster.serve.prompt_run import PromptRun
@@ -85,6 +85,9 @@ class FailingClient:
 
     def note_end(self, request_id: str) -> None:
         pass
+
+    def measure(self, num_choices: int) -> RequestMetrics:
+        return RequestMetrics(self.metrics, num_choices)
 
     def call(self, run: PromptRun, request: EngineRequest, pause_s: float) -> asyncio.Task[None]:
         return asyncio.ensure_future(run.call(request, pause_s))
