@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tests import emulated
 from workers.kernels import build, cpu, cpu_decoder, cpu_linear, cpu_sampler, processor, shared_weights
@@ -57,3 +58,15 @@ def in_form(name: str) -> Iterator[None]:
         finally:
             patch.undo()
             forget_libraries()
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    """The kernels run on so many."""
+    library = build.load_library()
+    assert library is not None
+    library.manta_set_num_threads(count)
+    try:
+        yield
+    finally:
+        library.manta_set_num_threads(torch.get_num_threads())

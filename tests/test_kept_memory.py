@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from workers.kernels import cpu_linear
@@ -27,7 +28,7 @@ def test_it_is_used_again_when_the_tensor_and_its_views_are_gone() -> None:
 def test_a_linear_does_not_overwrite_what_it_returned_before() -> None:
     linear = cpu_linear.pack(torch.randn(1024, 64), None)
     if linear is None:
-        return  # no compiler: torch serves
+        pytest.skip("no C++ compiler")
     inputs = [torch.randn(ROWS, 64) for _ in range(3)]
     alone = [linear(x).clone() for x in inputs]
     together = [linear(x) for x in inputs]

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
-import ctypes
 import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
 
+from tests.cpu_forms import threads
 from workers.kernels import build, cpu_linear
 
 CALLS = 2000
@@ -21,38 +19,23 @@ LIMIT_S = 20.0
 """The calls take less than one second. If each waited for a thread of the idle class, they would take fifty."""
 
 
-@pytest.fixture(scope="module")
-def library() -> ctypes.CDLL:
-    library = build.load_library()
-    if library is None:
-        pytest.skip("no C++ compiler")
-    return library
-
-
-@contextlib.contextmanager
-def threads(library: ctypes.CDLL, count: int) -> Iterator[None]:
-    library.manta_set_num_threads(count)
-    try:
-        yield
-    finally:
-        library.manta_set_num_threads(torch.get_num_threads())
-
-
-def test_callers_share_the_threads(library: ctypes.CDLL) -> None:
+@pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
+def test_callers_share_the_threads() -> None:
     """The same bits with one thread and many, from several callers at once."""
     linear = cpu_linear.pack(torch.randn(500, 320), None)
     assert linear is not None
     x = torch.randn(700, 320)
-    with threads(library, 1):
+    with threads(1):
         expected = linear(x)
     before = _thread_ids()
     for num_threads in (2, 5, 40):
-        with threads(library, num_threads), concurrent.futures.ThreadPoolExecutor(3) as pool:
+        with threads(num_threads), concurrent.futures.ThreadPoolExecutor(3) as pool:
             for result in pool.map(linear, [x] * 60):
                 assert torch.equal(result, expected)
     assert len(_thread_ids() - before) < 2 * num_threads, "a caller has threads of its own"
 
 
+@pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="gives a thread a core, which only Linux can")
 def test_no_call_waits_for_a_thread_that_does_not_run() -> None:
     with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as apart:
@@ -61,10 +44,9 @@ def test_no_call_waits_for_a_thread_that_does_not_run() -> None:
 
 def _seconds_beside_starved_threads() -> float:
     """Of `CALLS`, while the kernels' other thread is of the idle class on a core that another process keeps busy."""
-    library = build.load_library()
-    if library is None:
-        return 0.0
     weight, x = torch.randn(512, 512), torch.randn(64, 512)
+    library = build.load_library()
+    assert library is not None
     library.manta_set_num_threads(2)
     before = _thread_ids()
     linear = cpu_linear.pack(weight, None)

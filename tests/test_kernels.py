@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import shutil
-from collections.abc import Iterator
 
 import hypothesis
 import hypothesis.strategies as st
@@ -16,7 +14,7 @@ import torch
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from tests.cpu_forms import COMPILED, EMULATED, TORCH, forget_libraries, in_form
+from tests.cpu_forms import COMPILED, EMULATED, TORCH, forget_libraries, in_form, threads
 from workers.attention import AttentionMetadata, copy_blocks
 from workers.checkpoints.model_config import HeadShape
 from workers.kernels import build, cpu, cpu_decoder, cpu_linear, cpu_sampler, layout, processor, reference
@@ -136,16 +134,6 @@ def test_attention_of_a_row_does_not_depend_on_its_batchmates(kernels):
         )
         result = kernels.paged_attention(qkv[first:last], *caches, alone, heads_of(6, 2, 64))
         assert torch.equal(result, together[first:last])
-
-
-@contextlib.contextmanager
-def threads(count: int) -> Iterator[None]:
-    library = cpu._library()
-    library.manta_set_num_threads(count)
-    try:
-        yield
-    finally:
-        library.manta_set_num_threads(torch.get_num_threads())
 
 
 def check_shared_prefixes(kernels, groups, others, shape, block_size, dtype, num_threads) -> AttentionMetadata:

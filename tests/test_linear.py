@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.cpu_forms import COMPILED, EMULATED, FORMS, TORCH, in_form
-from workers.kernels import build, cpu_linear, processor
+from tests.cpu_forms import COMPILED, EMULATED, FORMS, TORCH, in_form, threads
+from workers.kernels import cpu_linear, processor
 from workers.platforms import cpu_linears
 from workers.platforms.cpu import CpuPlatform
 from workers.platforms.cpu_linears import make_cpu_gated_linear, make_cpu_linear
@@ -148,17 +148,14 @@ def test_without_tiles_a_row_of_bfloat16_does_not_either(name: str) -> None:
 @pytest.mark.parametrize("name", COMPILED)
 def test_any_number_of_threads_gives_the_same_bits(name: str) -> None:
     with in_form(name):
-        library = build.load_library()
-        assert library is not None
         for dtype in (torch.bfloat16, torch.float32):
             linear = make_cpu_linear(torch.randn(500, 320).to(dtype), None)
             for num_rows in (1, 9, 40, 700):
                 x = torch.randn(num_rows, 320).to(dtype)
                 results = []
                 for num_threads in (1, 2, 3, 7):
-                    library.manta_set_num_threads(num_threads)
-                    results.append(linear(x))
-                library.manta_set_num_threads(torch.get_num_threads())
+                    with threads(num_threads):
+                        results.append(linear(x))
                 assert all(torch.equal(results[0], each) for each in results)
 
 

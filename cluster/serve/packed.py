@@ -1,7 +1,7 @@
 """Lists of structs that Ray carries as one piece of msgpack.
 
-Pickled one by one, as Ray would, 64 requests and their results cost both processes together four times as much: 14.6 µs
-a request instead of 3.5, a good half of it while the engine's own thread waits for the interpreter.
+Pickled one by one, as Ray would, they cost both processes several times as much, while the engine's own thread waits
+for the interpreter (benchmarks/results/2026-11-23.md).
 """
 
 from __future__ import annotations

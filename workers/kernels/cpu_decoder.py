@@ -133,7 +133,6 @@ class FusedLayers:
             to.window = NO_WINDOW if window is None else window
         self._kv_caches: KVCaches | None = None
         self._memory = KeptMemory()
-        self._buffer: torch.Tensor | None = None
 
     def __call__(
         self,
@@ -165,6 +164,7 @@ class FusedLayers:
             metadata.block_size,
         )
         output = torch.empty_like(residual)
+        buffers, _memory = self._buffers(residual)  # the memory lives until the call has returned
         library = _library()
         assert library is not None
         library.manta_decoder(
@@ -173,7 +173,7 @@ class FusedLayers:
             len(self._layers),
             _address(self._weights.final_norm),
             step,
-            self._buffers(residual),
+            buffers,
             output.data_ptr(),
         )
         for raise_error in self._raise_errors:
@@ -187,18 +187,18 @@ class FusedLayers:
         self.called_back.append(called_back)
         return called_back.native()
 
-    def _buffers(self, residual: torch.Tensor) -> Any:
+    def _buffers(self, residual: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        """Where they lie, and the memory that they lie in."""
         hidden, qkv, attended, gated = self._widths
         rows = residual.shape[0]
         mlp_rows = -(-rows // -(-rows // self._mlp_rows))  # as few parts as possible, of about equal size
         sizes = [rows * hidden, rows * qkv, rows * attended, mlp_rows * gated, rows * hidden]
-        self._buffer = None
-        self._buffer = self._memory.empty((sum(sizes),), self._dtype)
-        addresses, at = [residual.data_ptr()], self._buffer.data_ptr()
+        memory = self._memory.empty((sum(sizes),), self._dtype)
+        addresses, at = [residual.data_ptr()], memory.data_ptr()
         for size in sizes:
             addresses.append(at)
             at += self._dtype.itemsize * size
-        return _Buffers(*addresses, mlp_rows)
+        return _Buffers(*addresses, mlp_rows), memory
 
 
 def compile_decoder(weights: DecoderWeights, config: ModelConfig) -> FusedLayers | None:
