@@ -80,10 +80,11 @@ class LogitsProcessorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
             return
         try:
             text = json.dumps(self.arguments, allow_nan=False)
-        except (TypeError, ValueError, RecursionError) as error:
+            msgspec.msgpack.encode(self.arguments)  # as they travel to the ranks
+        except (TypeError, ValueError, RecursionError, OverflowError) as error:
             raise ValueError(
                 f"logits_processors: the arguments of {self.name!r} are not plain JSON: {error}; give objects, lists, "
-                "strings, finite numbers, booleans and null only"
+                "strings, finite numbers (integers of 64 bits), booleans and null only"
             ) from error
         if len(text) > MAX_ARGUMENT_BYTES:
             raise ValueError(

@@ -129,7 +129,7 @@ class LocalServer:
         self.replica.engine.check_integrity()
 
 
-async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"it did not come true within {seconds:g} s"

@@ -61,6 +61,7 @@ INSIDE: dict[str, tuple[str, ...]] = {
         "cluster.engine.sequence",
         "cluster.engine.turns",
         "cluster.engine.kv_cache_manager",
+        "cluster.engine.admission",
         "cluster.engine.plan",
         "cluster.engine.outcome",
         "cluster.engine.scheduler",

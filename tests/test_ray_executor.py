@@ -189,6 +189,20 @@ def test_the_overlapped_loop_draws_the_tokens_of_the_plain_one(
     assert stats.num_rank_disagreements == 0
 
 
+def test_a_sequence_that_no_rank_can_start_costs_no_step(llm: LLM, expected: list[Any]) -> None:
+    """Its seed overflows a table of every rank. The ranks are not rebuilt."""
+    before = llm.engine.stats().num_rank_rebuilds
+    ids = submit(llm)
+    llm.add_request("bad", [5, 6], SamplingParams(max_tokens=NUM_TOKENS))
+    (sequence,) = llm.engine.scheduler.of_request("bad")
+    sequence.seed = 2**63
+    *good, ((tokens, _, reason, error),) = finish(llm, [*ids, "bad"])
+    assert good == expected
+    assert (tokens, reason) == ([], "error")
+    assert "could not be started: OverflowError" in error
+    assert llm.engine.stats().num_rank_rebuilds == before
+
+
 def test_masks_have_as_long_as_the_forward_pass_takes(llm: LLM) -> None:
     """A rank that stands still computes; the others wait for it."""
     ranks, scheduler = executor(llm), llm.engine.scheduler

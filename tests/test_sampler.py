@@ -307,3 +307,21 @@ def test_wrong_input_is_named() -> None:
 def test_noise_and_state_import_no_torch() -> None:
     code = "import sys, workers.sampling.noise, workers.sampling.sampling_state; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("params", "named"),
+    [
+        ({"repetition_penalty": 0.5}, "repetition_penalty"),
+        ({"repetition_penalty": 0.5, "logit_bias": {2: 1.0}, "temperature": 0}, "logit_bias and repetition_penalty"),
+    ],
+)
+def test_edits_that_overflow_name_the_parameters_and_spare_the_cache(params: dict[str, Any], named: str) -> None:
+    logits = some_logits(40, 1)[0]
+    logits[7] = 3e38
+    drawn = draw_one(logits, SamplingParams(**params), [7, 7])
+    error = drawn.errors[0]
+    assert not error.is_corrupt
+    assert f"under {named};" in error.reason
+    logits[8] = float("inf")
+    assert draw_one(logits, SamplingParams(**params), [7, 7]).errors[0].is_corrupt

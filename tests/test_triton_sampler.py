@@ -15,7 +15,7 @@ from structured.masks import LATE, NO_MASK, MaskBatch, row_words
 from tests.test_sampler import CASES, EOS, some_logits, state_of
 from tests.triton_device import DEVICE, THOROUGH
 from workers.kernels import torch_sampler
-from workers.kernels.protocol import INFINITE, MASKED, NAN
+from workers.kernels.protocol import INFINITE, MASKED, NAN, OVERFLOW
 from workers.kernels.protocol import LATE as LATE_STATUS
 from workers.kernels.triton import edits as edits_module
 from workers.kernels.triton import sampler
@@ -225,6 +225,17 @@ def test_a_row_of_invalid_logits_fails_alone(name: str) -> None:
     logits[1, 150], logits[2, 150], logits[3, :200] = float("nan"), float("inf"), float("-inf")
     logits[4, 200:] = float("nan")  # padding
     assert compare(logits, starts) == [0, NAN, INFINITE, MASKED, 0]
+
+
+def test_edits_that_overflow_are_told_from_the_models_infinite_logits() -> None:
+    starts = starts_of(["repetition", "reward_repetition", "logit_bias", "reward_repetition"], 1)
+    logits = some_logits(205, 1, rows=4)
+    logits[:, : starts_vocabulary(logits, None)] *= 1e37
+    logits[:3] = logits[:3].clamp(-1e38, 1e38)
+    logits[3, 150] = float("inf")
+    masks = MaskBatch(0, [NO_MASK] * 4, np.zeros((1, row_words(200)), dtype=np.int32), {})
+    logits[1, starts[1].token_ids] = 2e38
+    assert compare(logits, starts) == compare(logits, starts, masks) == [0, OVERFLOW, 0, INFINITE]
 
 
 def test_a_mask_that_forbids_all_and_a_late_one_are_told_apart() -> None:

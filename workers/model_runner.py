@@ -6,6 +6,7 @@ way. `draw` is `sample` without waiting for the device: the next step may be exe
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,7 +21,10 @@ from workers.pending_draw import PendingDraw
 from workers.platforms import Platform
 from workers.sampling.sampler import HostSample, Sampled, prompt_logprobs, sample
 from workers.sampling.sampling_state import SamplingState
-from workers.step import SamplePoint, SequenceStart, StepInput, StepOutput, TokenLogprobs
+from workers.sampling_params import SamplingParams
+from workers.step import RowError, SamplePoint, SequenceStart, StepInput, StepOutput, TokenLogprobs
+
+logger = logging.getLogger(__name__)
 
 PROMPT_LOGPROB_ROWS = 64
 """Rows of logits held at a time for prompt log-probabilities: 64 x 152k float32 are 37 MiB."""
@@ -62,6 +66,8 @@ class ModelRunner:
         self.state.clear()
         self._step: StepInput | None = None
         self._hidden: torch.Tensor | None = None
+        self._start_errors: dict[int, RowError] = {}
+        """Sequences that could not be started, until they are forgotten."""
         self._pending = PendingDraw(StepOutput(-1), self.state)
         """What was drawn last."""
         self._computed: torch.Event | None = None
@@ -78,16 +84,30 @@ class ModelRunner:
         for sequence in step.started:
             self._start(sequence)
         for fork in step.forked:
-            self._enter(fork.sequence_id)
-            self.state.fork(fork.parent_id, fork.sequence_id, fork.seed)
+            self._start(self.state.start_of_fork(fork.parent_id, fork.sequence_id, fork.seed))
+            self.state.fork_processors(fork.parent_id, fork.sequence_id)
+            if fork.parent_id in self._start_errors:
+                self._start_errors[fork.sequence_id] = self._start_errors[fork.parent_id]
         copy_blocks(self.kv_cache, step.block_copies)
         self._step = step
         self._hidden = self._forward(step) if step.scheduled else None
         self._computed = self.platform.record_event()
 
     def _start(self, sequence: SequenceStart) -> None:
+        """Starts one sequence. If its parameters make that fail, steps report an error for it alone.
+
+        Until it is forgotten the sequence has default parameters, because every rank computes what was scheduled.
+        Raises what starting it with default parameters raises.
+        """
         self._enter(sequence.sequence_id)
-        self.state.start(sequence)
+        try:
+            self.state.start(sequence)
+        except Exception as error:
+            logger.exception("sequence %d could not be started", sequence.sequence_id)
+            reason = f"the sequence could not be started: {type(error).__name__}: {error}"
+            self._start_errors[sequence.sequence_id] = RowError(reason)
+            tokens = sequence.token_ids, sequence.num_prompt_tokens
+            self.state.start(SequenceStart(sequence.sequence_id, SamplingParams(), 0, *tokens))
 
     def _enter(self, sequence_id: int) -> None:
         row = self._free_rows.pop()
@@ -99,6 +119,7 @@ class ModelRunner:
         if row is not None:
             self._free_rows.append(row)
             self.state.forget(sequence_id)
+            self._start_errors.pop(sequence_id, None)
 
     def _forward(self, step: StepInput) -> torch.Tensor:
         scheduled = step.scheduled
@@ -163,6 +184,9 @@ class ModelRunner:
             raise RuntimeError("sample() was called without an execute() before it")
         self._step = self._hidden = None
         output = StepOutput(step.step_id)
+        if self._start_errors:
+            members = {each.sequence_id for each in step.scheduled} | {each.sequence_id for each in step.forked}
+            output.errors = {each: self._start_errors[each] for each in members & self._start_errors.keys()}
         self._pending = PendingDraw(output, self.state)
         if hidden is None:
             return self._pending
@@ -204,7 +228,7 @@ class ModelRunner:
         self, points: list[SamplePoint], drafts: dict[int, list[int]], drawn: HostSample, output: StepOutput
     ) -> None:
         """Keeps each sequence's tokens in the order of their positions, up to and with the first that is no draft."""
-        settled = set()
+        settled = set(output.errors)
         for index in sorted(range(len(points)), key=lambda index: points[index].position):
             sequence_id = points[index].sequence_id
             if sequence_id in settled:

@@ -91,11 +91,12 @@ class PendingDraw:
             self._state.replace_each(gained, {point.sequence_id: point.position for point in points})
         else:
             self._state.append_each(gained)
-        output.token_ids = {sequence_id: [token_id] for sequence_id, token_id in gained.items()}
-        for index, logprobs in drawn.logprobs.items():
-            output.logprobs[points[index].sequence_id] = [logprobs]
         for index, error in drawn.errors.items():  # its token stays 0: the next step may have been planned already
-            sequence_id = points[index].sequence_id
-            output.errors[sequence_id] = error
-            del output.token_ids[sequence_id]
+            output.errors.setdefault(points[index].sequence_id, error)
+        for sequence_id, token_id in gained.items():
+            if sequence_id not in output.errors:
+                output.token_ids[sequence_id] = [token_id]
+        for index, logprobs in drawn.logprobs.items():
+            if points[index].sequence_id in output.token_ids:
+                output.logprobs[points[index].sequence_id] = [logprobs]
         return output

@@ -1,13 +1,15 @@
-"""How the tokens of one request are drawn: plain, immutable data that every room may read.
+"""Sampling parameters of one request: plain, immutable data that every room may read.
 
-It stands in `workers/` because the sampler reads it; the ingress or the caller of `cluster.llm.LLM` fills it in. It
-never holds state or code. Imports no torch. Field names follow the OpenAI API and, beyond that, vLLM's extensions.
+The ingress or the caller of `cluster.llm.LLM` fills them in, and the sampler of a rank reads them. They never hold
+state or code. Imports no torch. Field names follow the OpenAI API and, beyond that, vLLM's extensions.
 """
 
 from __future__ import annotations
 
 import enum
 import hashlib
+from collections.abc import Collection
+from typing import NamedTuple
 
 import msgspec
 
@@ -15,10 +17,59 @@ from structured.constraint import ConstraintSpec
 from structured.logits_processors import MAX_LOGITS_PROCESSORS, LogitsProcessorSpec
 
 MAX_LOGPROBS = 64
-"""Most alternatives reported for a position; this bounds the size of the answer."""
+"""Maximum number of alternatives reported for a position; it bounds the size of the answer."""
 
 MAX_STOP_STRINGS = 16
-"""Most stop strings of a request; each is searched for in every new piece of text."""
+"""Maximum number of stop strings of a request; each is searched for in every new piece of text."""
+
+INT32_MAX = 2**31 - 1
+"""Upper bound of counts and token ids: the ranks keep them in int32 tables."""
+
+
+class Bound(NamedTuple):
+    """Inclusive range of a number."""
+
+    low: float
+    high: float
+    remedy: str = ""
+    """Text after the bounds in the error message."""
+
+    def check(self, name: str, value: float) -> None:
+        """Raises `ValueError` naming the value and the bounds if `value` is NaN or outside them."""
+        if not self.low <= value <= self.high:
+            low, high = (bound if isinstance(bound, int) else f"{bound:g}" for bound in (self.low, self.high))
+            raise ValueError(f"{name} {shown(value)} must be between {low} and {high}{self.remedy}")
+
+
+BOUNDS = {
+    "n": Bound(1, INT32_MAX),
+    "temperature": Bound(0, 2, "; 0 is greedy"),
+    "top_p": Bound(0, 1, "; 1 keeps all tokens"),
+    "top_k": Bound(-1, INT32_MAX, "; 0 and -1 keep all tokens"),
+    "min_p": Bound(0, 1),
+    "presence_penalty": Bound(-2, 2),
+    "frequency_penalty": Bound(-2, 2),
+    "repetition_penalty": Bound(0.01, 10, "; 1 means none"),
+    "seed": Bound(-(2**63), 2**63 - 1),
+    "max_tokens": Bound(1, INT32_MAX),
+    "min_tokens": Bound(0, INT32_MAX),
+    "logprobs": Bound(0, MAX_LOGPROBS),
+    "prompt_logprobs": Bound(0, MAX_LOGPROBS),
+}
+"""Range of every number in `SamplingParams`, so that each fits the ranks' tables and the messages to them."""
+
+LOGIT_BIAS = Bound(-100, 100)
+"""Range of the values of `logit_bias`."""
+
+_TOKEN_ID = Bound(0, INT32_MAX)
+"""Range of a token id before the vocabulary is known."""
+
+
+def shown(value: float) -> str:
+    """`value` as an error message shows it: a client may send an integer of any length."""
+    if isinstance(value, int) and value.bit_length() > 64:
+        return f"(an integer of {value.bit_length()} bits)"
+    return str(value)
 
 
 class OutputKind(enum.StrEnum):
@@ -65,15 +116,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     frequency_penalty: float = 0.0
     """Subtracted for each occurrence in the output, in [-2, 2]."""
     repetition_penalty: float = 1.0
-    """Divides positive and multiplies negative logits of tokens in prompt or output (CTRL, arXiv:1909.05858), in (0,
-    10].
+    """Divides positive and multiplies negative logits of tokens in prompt or output (CTRL, arXiv:1909.05858), in
+    [0.01, 10]. Below 0.01 a finite logit could overflow.
     """
     seed: int | None = None
     """Seed of the noise; the same seed gives the same tokens alone and in any batch. None draws one at admission."""
     max_tokens: int | None = None
     """Most tokens to generate; None means up to the context length."""
     min_tokens: int = 0
-    """No end-of-sequence or stop token is sampled before this many tokens."""
+    """No end-of-sequence or stop token is sampled before this many tokens; at most what the sequence can hold after its
+    prompt, which the scheduler checks.
+    """
     stop: tuple[str, ...] = ()
     """Strings that end the output. They are matched on text, so only the side that detokenises knows of them."""
     stop_token_ids: tuple[int, ...] = ()
@@ -111,37 +164,24 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """What `LLM.step` and `LLM.stream` return."""
 
     def __post_init__(self) -> None:
-        if self.n < 1:
-            raise ValueError(f"n {self.n} must be at least 1")
-        _check_range("temperature", self.temperature, 0.0, 2.0)
-        _check_range("top_p", self.top_p, 0.0, 1.0)
+        for name, bound in BOUNDS.items():
+            value = getattr(self, name)
+            if value is not None:
+                bound.check(name, value)
         if self.top_p == 0.0:
             raise ValueError("top_p 0 keeps no token; it must be in (0, 1], and temperature 0 is greedy")
-        if self.top_k < -1:
-            raise ValueError(f"top_k {self.top_k} must be positive, or 0 or -1 to keep all tokens")
-        _check_range("min_p", self.min_p, 0.0, 1.0)
-        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_range("repetition_penalty", self.repetition_penalty, 0.0, 10.0)
-        if self.repetition_penalty == 0.0:
-            raise ValueError("repetition_penalty 0 divides by zero; it must be in (0, 10], and 1 means none")
-        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
-            raise ValueError(f"seed {self.seed} does not fit in 64 signed bits")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise ValueError(f"max_tokens {self.max_tokens} must be at least 1")
-        if self.min_tokens < 0:
-            raise ValueError(f"min_tokens {self.min_tokens} must not be negative")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}")
         if len(self.stop) > MAX_STOP_STRINGS:
             raise ValueError(f"stop has {len(self.stop)} strings; at most {MAX_STOP_STRINGS} are allowed")
         if "" in self.stop:
             raise ValueError("stop contains an empty string, which would end every output at once; remove it")
-        for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
-            if count is not None and not 0 <= count <= MAX_LOGPROBS:
-                raise ValueError(f"{name} {count} must be between 0 and {MAX_LOGPROBS}")
         for token_id, bias in self.logit_bias.items():
-            _check_range(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+            LOGIT_BIAS.check(f"logit_bias[{shown(token_id)}]", bias)
+        for name, ids in self.token_ids().items():
+            if ids:
+                _TOKEN_ID.check(f"{name}: token id", min(ids))
+                _TOKEN_ID.check(f"{name}: token id", max(ids))
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise ValueError("allowed_token_ids is empty, which allows no token; leave it out to allow all")
         if any(not word for word in self.bad_words):
@@ -152,20 +192,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             count = len(self.logits_processors)
             raise ValueError(f"logits_processors has {count} entries; at most {MAX_LOGITS_PROCESSORS} are allowed")
 
-    def validate_vocabulary(self, vocab_size: int) -> None:
-        """Raises `ValueError` naming the field if a token id is outside `[0, vocab_size)`."""
-        groups = {
+    def token_ids(self) -> dict[str, Collection[int]]:
+        """All token ids, by the name of their field."""
+        return {
             "logit_bias": self.logit_bias,
             "stop_token_ids": self.stop_token_ids,
             "allowed_token_ids": self.allowed_token_ids or (),
             "bad_words_token_ids": [token_id for ids in self.bad_words_token_ids for token_id in ids],
         }
-        for name, ids in groups.items():
+
+    def validate_vocabulary(self, vocab_size: int) -> None:
+        """Raises `ValueError` naming the field if a token id is outside `[0, vocab_size)`."""
+        for name, ids in self.token_ids().items():
             for token_id in ids:
                 if not 0 <= token_id < vocab_size:
                     raise ValueError(f"{name}: token id {token_id} is outside the vocabulary [0, {vocab_size})")
-
-
-def _check_range(name: str, value: float, low: float, high: float) -> None:
-    if not low <= value <= high:  # also refuses NaN
-        raise ValueError(f"{name} {value} must be between {low:g} and {high:g}")

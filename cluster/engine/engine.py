@@ -17,12 +17,13 @@ from concurrent.futures import Future
 import msgspec
 
 from cluster.config import EngineConfig
+from cluster.engine.admission import check_request
 from cluster.engine.constraints import ConstraintService
 from cluster.engine.executor import Executor, make_executor
 from cluster.engine.kv_blocks import KVBlocks
 from cluster.engine.masks import Masks, StepMasks
 from cluster.engine.plan import StepBudget
-from cluster.engine.request import Branch, ContinuedChoice, EngineRequest, QueueFull, RequestRefused, SequenceOutput
+from cluster.engine.request import Branch, EngineRequest, QueueFull, SequenceOutput
 from cluster.engine.scheduler import Scheduler
 from cluster.engine.sequence import Sequence
 from cluster.engine.stats import EngineStats
@@ -251,7 +252,8 @@ class Engine:
                 "retry later or raise max_num_waiting"
             )
         params = request.params
-        self._validate(request)
+        max_num_tokens = min(self.max_model_len, self.model.num_blocks * self.config.block_size)
+        check_request(request, self.vocab_size, max_num_tokens, self.processors)
         if constraint is not None:
             params = msgspec.structs.replace(params, constraint=constraint.spec)
         elif params.constraint is not None:
@@ -307,36 +309,6 @@ class Engine:
 
     def _free_slots(self) -> int:
         return max(0, self.config.max_num_sequences - self.scheduler.num_running)
-
-    def _validate(self, request: EngineRequest) -> None:
-        if not request.prompt_token_ids:
-            raise RequestRefused("the prompt is empty; it needs at least one token", "prompt")
-        low, high = min(request.prompt_token_ids), max(request.prompt_token_ids)
-        if low < 0 or high >= self.vocab_size:
-            bad = low if low < 0 else high
-            raise RequestRefused(f"prompt: token id {bad} is outside the vocabulary [0, {self.vocab_size})", "prompt")
-        for choice in request.continued or ():
-            self._validate_continued(len(request.prompt_token_ids), choice)
-        try:
-            request.params.validate_vocabulary(self.vocab_size)
-            self.processors.check(request.params.logits_processors, self.vocab_size)
-        except ValueError as error:
-            raise RequestRefused(str(error), str(error).partition(":")[0]) from error
-
-    def _validate_continued(self, num_prompt_tokens: int, choice: ContinuedChoice) -> None:
-        """An engine of another configuration or version may have brought the choice where this one cannot follow."""
-        num_tokens = num_prompt_tokens + len(choice.token_ids)
-        limit = min(self.max_model_len, self.model.num_blocks * self.config.block_size)
-        if num_tokens >= limit:
-            raise RequestRefused(
-                f"choice {choice.index} cannot be continued here: it has {num_tokens} tokens, and this engine's limit "
-                f"is {limit}; give all replicas one max_model_len and kv_cache_bytes"
-            )
-        if max(choice.token_ids, default=0) >= self.vocab_size:
-            raise RequestRefused(
-                f"choice {choice.index} cannot be continued here: token id {max(choice.token_ids)} is outside this "
-                f"model's vocabulary [0, {self.vocab_size})"
-            )
 
     def abort(self, request_id: str) -> list[SequenceOutput]:
         """Ends a request and frees its blocks at once; unknown or ended ones are no error."""

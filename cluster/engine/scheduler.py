@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import msgspec
 
+from cluster.engine.admission import check_room
 from cluster.engine.kv_blocks import IntegrityError, KVBlocks
 from cluster.engine.kv_cache_manager import KVCacheManager
 from cluster.engine.outcome import advance, computed_by
 from cluster.engine.plan import StepPlan
-from cluster.engine.request import FinishStatus, RequestRefused, SequenceOutput
+from cluster.engine.request import FinishStatus, SequenceOutput
 from cluster.engine.sequence import Sequence
 from cluster.engine.stats import DraftCounts
 from cluster.engine.turns import SequenceQueue, Turns
@@ -94,28 +95,8 @@ class Scheduler:
         """Queues a sequence, which stands for its `unforked` choices too. Raises `RequestRefused` if they can never be
         served whole.
         """
-        if sequence.num_places > self.max_num_sequences:
-            raise RequestRefused(
-                f"n {sequence.num_places} exceeds the {self.max_num_sequences} sequences that run at a time; "
-                "lower it or raise max_num_sequences",
-                "n",
-            )
         limit = min(self.max_model_len, self._cache.num_tokens)
-        room = limit - sequence.num_prompt_tokens
-        if room < 1:
-            raise RequestRefused(
-                f"the prompt has {sequence.num_prompt_tokens} tokens and leaves no room for output: both share {limit} "
-                f"tokens; shorten the prompt{self._length_remedy}",
-                "prompt",
-            )
-        max_tokens = sequence.params.max_tokens
-        if max_tokens is not None and max_tokens > room:
-            raise RequestRefused(
-                f"max_tokens {max_tokens} exceeds the {room} left after a {sequence.num_prompt_tokens}-token prompt; "
-                f"lower it, or shorten the prompt{self._length_remedy}",
-                "max_tokens",
-            )
-        sequence.max_length = sequence.num_prompt_tokens + (max_tokens or room)
+        sequence.max_length = check_room(sequence, limit, self.max_num_sequences, self._length_remedy)
         self._turns.give(sequence)
         self._register(sequence)
         self.waiting.add(sequence)

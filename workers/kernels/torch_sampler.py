@@ -12,7 +12,7 @@ import torch
 
 from structured.masks import LATE as LATE_SLOT
 from structured.masks import MaskBatch
-from workers.kernels.protocol import INFINITE, LATE, MASKED, NAN, OK
+from workers.kernels.protocol import INFINITE, LATE, MASKED, NAN, OK, OVERFLOW
 from workers.kernels.transfer import place
 from workers.sampling.noise import gumbel_noise, noise_keys
 from workers.sampling.sampling_state import SamplingState, SequenceState
@@ -42,9 +42,7 @@ def draw(
     device = logits.device
     rows = state.table[[sequence.row for sequence in sequences]]
     processed = logits[:, : state.vocab_size].float()
-    status = torch.zeros(len(sequences), dtype=torch.uint8, device=device)
-    infinite = (processed == torch.inf).any(1)
-    invalid = processed.isnan().any(1)
+    of_model = invalid(processed)
     plain = [index for index, sequence in enumerate(sequences) if sequence.processors is None]
     if any(edits(sequences[index], positions[index]) for index in plain):
         processed = processed.clone()
@@ -52,9 +50,9 @@ def draw(
             edit(processed[index], sequences[index], positions[index])
     if masks is not None:
         processed = apply(processed, masks)
-    status = torch.where((processed == -torch.inf).all(1), MASKED, status)
-    status = torch.where(infinite | (processed == torch.inf).any(1), INFINITE, status)
-    status = torch.where(invalid, NAN, status)
+    status = torch.where((processed == -torch.inf).all(1), MASKED, OK)
+    status = torch.where(invalid(processed) != OK, OVERFLOW, status)
+    status = torch.where(of_model != OK, of_model, status)
     if masks is not None:
         late = place(np.array(masks.slots) == LATE_SLOT, device)
         status = torch.where(late, LATE, status)

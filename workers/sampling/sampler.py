@@ -32,11 +32,16 @@ import torch
 from structured.masks import LATE as LATE_SLOT
 from structured.masks import MaskBatch
 from workers.kernels import torch_sampler
-from workers.kernels.protocol import INFINITE, LATE, NAN, OK, SamplerKernels
+from workers.kernels.protocol import INFINITE, LATE, NAN, OK, OVERFLOW, SamplerKernels
 from workers.kernels.transfer import place, to_host
 from workers.sampling.logits_processors import ProcessorFailed
 from workers.sampling.sampling_state import SamplingState, SequenceState
+from workers.sampling_params import SamplingParams
 from workers.step import RowError, SamplePoint, TokenLogprobs
+
+_EDITS = ("logit_bias", "repetition_penalty", "frequency_penalty", "presence_penalty")
+"""Parameters that change the values of logits."""
+_DEFAULTS = SamplingParams()
 
 LogprobTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """What `SamplerKernels.logprobs` returns."""
@@ -62,7 +67,7 @@ class Processed:
     logits: torch.Tensor
     """float32 [R, V]."""
     status: torch.Tensor
-    """uint8 [R]: the status of the model's logits, before the processors."""
+    """uint8 [R]: the status of the logits before the processors: the model's own, or `OVERFLOW`."""
     raised: dict[int, str]
     """Point index to the error of a processor."""
     checks: list[tuple[int, str, torch.Tensor]]
@@ -94,6 +99,8 @@ class Sampled:
     token_ids: torch.Tensor
     status: torch.Tensor
     points: list[SamplePoint]
+    sequences: list[SequenceState]
+    """The sequence of each point."""
     reported: list[tuple[int, int]]
     """(point index, number of alternatives) of the points whose logprobs are reported."""
     logprobs: LogprobTensors | None
@@ -144,6 +151,15 @@ class Sampled:
             return RowError(f"the model produced NaN logits at position {position}", is_corrupt=True)
         if code == INFINITE:
             return RowError(f"the model produced infinite logits at position {position}", is_corrupt=True)
+        if code == OVERFLOW:
+            params = self.sequences[index].params
+            edits = [name for name in _EDITS if getattr(params, name) != getattr(_DEFAULTS, name)]
+            if params.constraint is not None:
+                edits.append("the constraint")
+            return RowError(
+                f"a logit leaves the range of float32 at position {position} under {' and '.join(edits)}; "
+                "choose values nearer to the defaults"
+            )
         names = "" if self.processed is None else self.processed.names.get(index, "")
         processors = f", the logits processors {names}" if names else ""
         return RowError(
@@ -184,7 +200,7 @@ def sample(
         asked = ((index, sequence.params.logprobs) for index, sequence in enumerate(sequences))
         reported = [(index, num_top) for index, num_top in asked if num_top is not None]
     logprobs = _logprobs(kernels, logits, token_ids, reported, state.vocab_size) if reported else None
-    return Sampled(token_ids, status, points, reported, logprobs, processed)
+    return Sampled(token_ids, status, points, sequences, reported, logprobs, processed)
 
 
 def _check_points(points: list[SamplePoint], sequences: list[SequenceState], masks: MaskBatch | None) -> None:
@@ -216,6 +232,8 @@ def _draw_processed(
         state,
         None if masks is None else _masks_of(masks, chosen),
     )
+    is_invalid = (status == NAN) | (status == INFINITE)
+    status = torch.where(is_invalid, OVERFLOW, status)  # the kernel calls what it is given the model's logits
     status = torch.where(processed.status == OK, status, processed.status)
     if len(chosen) == len(sequences):
         return drawn, status
@@ -258,10 +276,13 @@ def _processed(
     indices = [index for index, _, _ in chosen]
     rows = logits[place(np.array(indices), logits.device), : state.vocab_size].float()
     names = {index: processors.names for index, _, processors in chosen}
-    result = Processed(names, rows, torch_sampler.invalid(rows), {}, [])
+    status = torch_sampler.invalid(rows)
+    for row, (index, sequence, _) in zip(rows, chosen, strict=True):
+        torch_sampler.edit(row, sequence, positions[index])
+    overflows = (status == OK) & (torch_sampler.invalid(rows) != OK)
+    result = Processed(names, rows, torch.where(overflows, OVERFLOW, status), {}, [])
     for row, (index, sequence, processors) in zip(rows, chosen, strict=True):
         position = positions[index]
-        torch_sampler.edit(row, sequence, position)
         try:
             checks = processors.run(sequence.tokens, sequence.num_prompt_tokens, position, row)
         except ProcessorFailed as error:

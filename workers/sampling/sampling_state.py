@@ -136,7 +136,8 @@ class SamplingState:
         self.forget(sequence.sequence_id)
         if not self._free_rows:
             self._grow()
-        state = SequenceState(sequence, self._free_rows.pop())
+        state = SequenceState(sequence, self._free_rows[-1])
+        self._free_rows.pop()  # once nothing can fail that would lose it
         self.sequences[sequence.sequence_id] = state
         self.num_wanting_logprobs += state.params.logprobs is not None
         self.num_wanting_prompt_logprobs += state.params.prompt_logprobs is not None
@@ -148,12 +149,21 @@ class SamplingState:
 
     def fork(self, parent_id: int, sequence_id: int, seed: int) -> None:
         """Starts a sequence with the tokens and parameters that another one has now, and a seed of its own."""
+        self.start(self.start_of_fork(parent_id, sequence_id, seed))
+        self.fork_processors(parent_id, sequence_id)
+
+    def start_of_fork(self, parent_id: int, sequence_id: int, seed: int) -> SequenceStart:
+        """What a fork of a sequence would be rebuilt from now."""
         parent = self.sequences[parent_id]
         tokens = parent.tokens[: parent.num_tokens].tolist()
         eos_token_ids = tuple(parent.stop_ids[: len(parent.stop_ids) - len(parent.params.stop_token_ids)].tolist())
-        self.start(SequenceStart(sequence_id, parent.params, seed, tokens, parent.num_prompt_tokens, eos_token_ids))
-        if parent.processors is not None:
-            self.sequences[sequence_id].processors = parent.processors.fork()
+        return SequenceStart(sequence_id, parent.params, seed, tokens, parent.num_prompt_tokens, eos_token_ids)
+
+    def fork_processors(self, parent_id: int, sequence_id: int) -> None:
+        """Gives a fork copies of its parent's logits processors, if both have some."""
+        parent, child = self.sequences[parent_id], self.sequences[sequence_id]
+        if parent.processors is not None and child.processors is not None:
+            child.processors = parent.processors.fork()
 
     def append(self, sequence_id: int, token_ids: Sequence[int]) -> None:
         """Adds sampled tokens to a sequence."""

@@ -141,9 +141,13 @@ class RankChannel:
         return range(1, len(self._connections))
 
     def send(self, message: Message, ranks: Iterable[int], owing: Iterable[int]) -> None:
-        """Sends a message, encoded once, to `ranks`; those `owing` answer it. Raises `RankLost` for a dead one."""
-        self._owed.update(owing)
+        """Sends a message, encoded once, to `ranks`; those `owing` answer it.
+
+        Raises `RankLost` for a dead rank, and what msgspec raises for a message that cannot be encoded; then nothing
+        was sent and no answer is awaited.
+        """
         data = frame(_encoder.encode(message))
+        self._owed.update(owing)
         for rank in ranks:
             connection = self._connections[rank]
             connection.unsent += data

@@ -19,7 +19,7 @@ constexpr float LOG2E = 1.44269504088896341f;
 constexpr float LN2 = 0.693147180559945309f;
 constexpr float LARGEST_V = 0x1.fffffep-1f;  // 1 - 2^-24
 constexpr float LARGEST_NOISE = 22.9f;       // -log(2^-33), rounded up
-enum Status : uint8_t { OK, NOT_A_NUMBER, INFINITE, MASKED, LATE };
+enum Status : uint8_t { OK, NOT_A_NUMBER, INFINITE, MASKED, LATE, OVERFLOWED };  // workers/kernels/protocol.py
 
 // One sequence's parameters: workers/sampling/sampling_state.py, ROW
 struct Row {
@@ -529,7 +529,8 @@ void sample(const T* logits, int64_t stride, int num_rows, int vocab_size, const
             status[i] = why_invalid(raw);
         } else {
             Dense<float> edited = edit(raw, row, positions[i], constraint, scratch);
-            status[i] = draw_row(edited, row, positions[i], scratch, token_ids + i);
+            Status drawn = draw_row(edited, row, positions[i], scratch, token_ids + i);
+            status[i] = drawn == NOT_A_NUMBER || drawn == INFINITE ? OVERFLOWED : drawn;  // the model's were valid
         }
     });
 }

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from structured.masks import LATE as LATE_SLOT
 from structured.masks import NO_MASK, MaskBatch
-from workers.kernels.protocol import INFINITE, LATE, MASKED, NAN, OK
+from workers.kernels.protocol import INFINITE, LATE, MASKED, NAN, OK, OVERFLOW
 from workers.kernels.torch_sampler import logprobs
 from workers.kernels.transfer import place
 from workers.kernels.triton.edits import edited_rows, edits_of
@@ -35,8 +35,9 @@ _KEY_LOW, _KEY_HIGH, _INVERSE_TEMPERATURE, _SLOT = (tl.constexpr(column) for col
 _EDITED, _TOP_K, _TOP_P, _LOG_MIN_P = (tl.constexpr(column) for column in range(4, 8))
 """Columns of the table of sample points, int32; three hold the bits of a float32."""
 
-_HAS_NAN, _HAS_INFINITE, _HAS_TOKEN = (tl.constexpr(1 << bit) for bit in range(3))
-_OK, _NAN, _INFINITE, _MASKED, _LATE = (tl.constexpr(code) for code in (OK, NAN, INFINITE, MASKED, LATE))
+_HAS_NAN, _HAS_INFINITE, _HAS_TOKEN, _HAS_OVERFLOW = (tl.constexpr(1 << bit) for bit in range(4))
+_OK, _NAN, _INFINITE = (tl.constexpr(code) for code in (OK, NAN, INFINITE))
+_MASKED, _LATE, _OVERFLOW = (tl.constexpr(code) for code in (MASKED, LATE, OVERFLOW))
 _LATE_SLOT = tl.constexpr(LATE_SLOT)
 _LEAST_KEY = tl.constexpr(-(2**31))
 _GREATEST_KEY = tl.constexpr(2**31 - 1)
@@ -361,8 +362,8 @@ def _find_best(
     values = _processed(
         logits, edited, words, points, row, token, exists, vocab_size, num_words, raw, HAS_EDITED, HAS_MASKS
     )
-    is_infinite = (raw == float("inf")) | (values == float("inf"))
-    has_infinite = tl.max(is_infinite.to(tl.int32), axis=0)
+    has_infinite = tl.max((raw == float("inf")).to(tl.int32), axis=0)
+    has_overflow = tl.max(((values == float("inf")) | (values != values)).to(tl.int32), axis=0)
     has_token = tl.max((values > float("-inf")).to(tl.int32), axis=0)
 
     inverse_temperature = _float(points, row, _INVERSE_TEMPERATURE)
@@ -382,7 +383,8 @@ def _find_best(
     place = row * tl.num_programs(1) + chunk
     tl.store(best + place, largest)
     tl.store(best_ids + place, tl.min(tl.where(score == largest, token, _NO_TOKEN), axis=0))
-    tl.store(flags + place, has_nan * _HAS_NAN + has_infinite * _HAS_INFINITE + has_token * _HAS_TOKEN)
+    found = has_nan * _HAS_NAN + has_infinite * _HAS_INFINITE + has_token * _HAS_TOKEN + has_overflow * _HAS_OVERFLOW
+    tl.store(flags + place, found)
 
 
 @triton.jit(do_not_specialize=["num_chunks"])
@@ -398,7 +400,9 @@ def _choose(points, best, best_ids, flags, token_ids, status, num_chunks, CHUNKS
     has_nan = tl.max(flag & _HAS_NAN, axis=0) > 0
     has_infinite = tl.max(flag & _HAS_INFINITE, axis=0) > 0
     has_token = tl.max(flag & _HAS_TOKEN, axis=0) > 0
+    has_overflow = tl.max(flag & _HAS_OVERFLOW, axis=0) > 0
     code = tl.where(has_token, _OK, _MASKED)
+    code = tl.where(has_overflow, _OVERFLOW, code)
     code = tl.where(has_infinite, _INFINITE, code)
     code = tl.where(has_nan, _NAN, code)
     code = tl.where(tl.load(points + row * _NUM_COLUMNS + _SLOT) == _LATE_SLOT, _LATE, code)

@@ -1,0 +1,99 @@
+"""Admission checks: whether an engine can ever serve a request. Nothing has been allocated for it by then.
+
+The engine checks each request as it comes (`check_request`), the scheduler the room that its sequences need
+(`check_room`). What passes both cannot make a rank fail by its numbers. Imports neither torch nor ray.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from cluster.engine.request import ContinuedChoice, EngineRequest, RequestRefused
+from cluster.engine.sequence import Sequence
+from structured.logits_processors import LogitsProcessorRegistry
+from workers.sampling_params import SamplingParams
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def check_request(
+    request: EngineRequest, vocab_size: int, max_num_tokens: int, processors: LogitsProcessorRegistry
+) -> None:
+    """Raises `RequestRefused` naming the field if the request does not fit the model.
+
+    Token ids must be in `[0, vocab_size)`; a continued choice must have fewer than `max_num_tokens` tokens, which is
+    the longest sequence of this engine; `processors` must know the logits processors.
+    """
+    if not request.prompt_token_ids:
+        raise RequestRefused("the prompt is empty; it needs at least one token", "prompt")
+    low, high = min(request.prompt_token_ids), max(request.prompt_token_ids)
+    if low < 0 or high >= vocab_size:
+        bad = low if low < 0 else high
+        raise RequestRefused(f"prompt: token id {bad} is outside the vocabulary [0, {vocab_size})", "prompt")
+    for choice in request.continued or ():
+        _check_continued(choice, len(request.prompt_token_ids), vocab_size, max_num_tokens)
+    try:
+        request.params.validate_vocabulary(vocab_size)
+        processors.check(request.params.logits_processors, vocab_size)
+    except ValueError as error:
+        raise RequestRefused(str(error), str(error).partition(":")[0]) from error
+    _check_encodable(request.params)
+
+
+def _check_continued(choice: ContinuedChoice, num_prompt_tokens: int, vocab_size: int, max_num_tokens: int) -> None:
+    """An engine of another configuration or version may have brought the choice where this one cannot follow."""
+    num_tokens = num_prompt_tokens + len(choice.token_ids)
+    if num_tokens >= max_num_tokens:
+        raise RequestRefused(
+            f"choice {choice.index} cannot be continued here: it has {num_tokens} tokens, and this engine's limit "
+            f"is {max_num_tokens}; give all replicas one max_model_len and kv_cache_bytes"
+        )
+    if max(choice.token_ids, default=0) >= vocab_size:
+        raise RequestRefused(
+            f"choice {choice.index} cannot be continued here: token id {max(choice.token_ids)} is outside this "
+            f"model's vocabulary [0, {vocab_size})"
+        )
+
+
+def _check_encodable(params: SamplingParams) -> None:
+    """Refuses parameters that cannot travel to the ranks as msgpack, whether or not this engine's ranks are remote."""
+    try:
+        _encoder.encode(params)
+    except (OverflowError, ValueError, TypeError, RecursionError):
+        for field in params.__struct_fields__:
+            try:
+                _encoder.encode(getattr(params, field))
+            except (OverflowError, ValueError, TypeError, RecursionError) as error:
+                message = f"{field} cannot be sent to the model's ranks: {error}"
+                raise RequestRefused(f"{message}; use integers of 64 bits and whole characters", field) from error
+        raise
+
+
+def check_room(sequence: Sequence, max_num_tokens: int, max_num_sequences: int, length_remedy: str) -> int:
+    """Returns the length at which the sequence ends, prompt and output together, in tokens.
+
+    Raises `RequestRefused` naming the field if the sequence and its choices need more than `max_num_sequences` places
+    or `max_num_tokens` tokens. `length_remedy` says what would let longer sequences in.
+    """
+    if sequence.num_places > max_num_sequences:
+        raise RequestRefused(
+            f"n {sequence.num_places} exceeds the {max_num_sequences} sequences that run at a time; "
+            "lower it or raise max_num_sequences",
+            "n",
+        )
+    num_prompt_tokens, params = sequence.num_prompt_tokens, sequence.params
+    room = max_num_tokens - num_prompt_tokens
+    if room < 1:
+        raise RequestRefused(
+            f"the prompt has {num_prompt_tokens} tokens and leaves no room for output: both share {max_num_tokens} "
+            f"tokens; shorten the prompt{length_remedy}",
+            "prompt",
+        )
+    for field, value in (("max_tokens", params.max_tokens), ("min_tokens", params.min_tokens)):
+        if value is not None and value > room:
+            raise RequestRefused(
+                f"{field} {value} exceeds the {room} left after a {num_prompt_tokens}-token prompt; "
+                f"lower it, or shorten the prompt{length_remedy}",
+                field,
+            )
+    return num_prompt_tokens + (params.max_tokens or room)
