@@ -84,6 +84,9 @@ class CallExecutor:
     def execute(self, step: StepInput) -> None:
         self._answers = self._call(msgspec.msgpack.encode(Step(step, self._adopted)))
 
+    def has_lost_ranks(self) -> bool:
+        return False
+
     def is_computing(self) -> bool:
         return False
 

@@ -96,6 +96,9 @@ class PacedDevice(FreeExecutor):
     def sample(self, masks: MaskBatch | None = None) -> StepOutput:
         return self.draw(masks).result()
 
+    def has_lost_ranks(self) -> bool:
+        return False
+
     def is_computing(self) -> bool:
         return time.perf_counter() < self._done_at
 

@@ -112,6 +112,9 @@ class PipeExecutor:
         self.gained = {}
         self._answers()
 
+    def has_lost_ranks(self) -> bool:
+        return False
+
     def is_computing(self) -> bool:
         return False  # `execute` has waited
 

@@ -272,7 +272,7 @@ def test_a_request_whose_engine_is_stuck_ends_after_its_deadline(monkeypatch: py
             for stream in (False, True):
                 status, body = await server.post(max_tokens=500, stream=stream)
                 assert status == 408
-                assert "request_timeout_s, 0.3" in json.loads(body)["error"]["message"]
+                assert "request_timeout_s" in json.loads(body)["error"]["message"]
             goes_on.set()
             await server.until_idle()
 

@@ -36,6 +36,9 @@ class PicklingExecutor:
     def execute(self, step: StepInput) -> None:
         self._inner.execute(_sent(step))
 
+    def has_lost_ranks(self) -> bool:
+        return False
+
     def is_computing(self) -> bool:
         return self._inner.is_computing()
 

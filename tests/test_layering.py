@@ -191,6 +191,7 @@ INSIDE: dict[str, tuple[str, ...]] = {
         "cluster.http.metrics",
         "cluster.http.engines",
         "cluster.http.answers",
+        "cluster.http.preparation",
         "cluster.http.exchange",
         "cluster.telemetry.server_span",
         "cluster.http.state",

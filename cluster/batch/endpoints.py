@@ -7,8 +7,8 @@ answer. An exchange with a client, which may be slow and may leave, costs more t
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -27,8 +27,6 @@ from cluster.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
-Result = TypeVar("Result")
-
 
 class Endpoints:
     """Those that `cluster.batch.lines.URLS` names."""
@@ -40,7 +38,7 @@ class Endpoints:
         """The whole answer, be it an error. `client` is whose line it is: the engines let clients take turns. If it is
         cancelled, the engines leave the line.
         """
-        exchange = LineExchange(request_id, client)
+        exchange = LineExchange(request_id, client, self.state.config.request_timeout_s)
         try:
             await self._handle(request, exchange)
         except ApiError as error:
@@ -70,15 +68,16 @@ class LineExchange:
     traceparent = ""
     span: Span | None = None
 
-    def __init__(self, request_id: str, sharer: str) -> None:
+    def __init__(self, request_id: str, sharer: str, timeout_s: float) -> None:
         self.request_id = request_id
         self.sharer = sharer
+        self.remaining_s = timeout_s
         self.headers: dict[str, str] = {}
         self.headers_out: list[tuple[bytes, bytes]] = []
         self.answer = b""
 
-    async def unless_gone(self, work: Awaitable[Result]) -> Result:
-        return await work
+    def hand_over(self) -> None:
+        pass
 
     async def send_json(self, body: bytes) -> None:
         self.answer = body

@@ -83,7 +83,7 @@ class BatchEngineClient(EngineClient):
                 results = await self._generate(list(sent.values()))
         except Exception as error:
             for run in group.leave_open():
-                run.has_returned(overdue_error(sent[run].deadline_s) if overdue.expired() else error)
+                run.has_returned(overdue_error() if overdue.expired() else error)
             return
         for run, result in zip(sent, results, strict=True):
             if (result.refused or result.queue_full) is not None and group.leave(run):

@@ -193,6 +193,15 @@ class Engine:
             self.is_rebuilding = False
         self.scheduler.recompute_all()
 
+    def check_ranks(self) -> None:
+        """Rebuilds the ranks if one died while no step ran, so that the next request does not wait for that.
+
+        Raises `EngineDead` if they cannot be rebuilt.
+        """
+        if self.alive and not self.has_unfinished and self.executor.has_lost_ranks():
+            logger.error("a rank died while the engine was idle")
+            self._rebuild_ranks()
+
     def _count_step(self, made_progress: bool) -> None:
         self._num_steps += 1
         if made_progress:

@@ -54,6 +54,10 @@ class Executor(Protocol):
         """Makes a factory known to the rank that samples. Raises `LogitsProcessorError` where the name is taken."""
         ...
 
+    def has_lost_ranks(self) -> bool:
+        """Whether a rank has died, as far as can be told at once. Called between two steps. Raises nothing."""
+        ...
+
     def rebuild(self) -> None:
         """Drops every sequence and all keys and values that the workers hold; the weights stay, but those of a rank
         that is lost: it is started anew. Raises `RuntimeError` where that cannot be done.
@@ -103,6 +107,9 @@ class InProcessExecutor:
 
     def register_logits_processor(self, name: str, factory: LogitsProcessorFactory) -> None:
         self._worker.register_logits_processor(name, factory)
+
+    def has_lost_ranks(self) -> bool:
+        return False
 
     def rebuild(self) -> None:
         self._worker.reset()

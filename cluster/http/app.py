@@ -23,6 +23,7 @@ from cluster.http.errors import ApiError
 from cluster.http.exchange import BodyRoom, ClientGone, Exchange, Receive, Scope, Send
 from cluster.http.metrics import Metrics
 from cluster.http.openapi import openapi_document
+from cluster.http.preparation import Preparing
 from cluster.http.routes import ROUTES
 from cluster.http.routing import Route, Router
 from cluster.http.state import AppState, ClusterState, DeploymentState, NodeState, OtherMetrics
@@ -66,6 +67,7 @@ class HttpApp:
         self._state = AppState(config, tokenizer, engines, metrics, other_metrics, cluster, openapi_document(routes))
         self._router = Router(routes)
         self._room = BodyRoom(config.max_bodies_bytes)
+        self._preparing = Preparing(config)
         self._origins = Origins(config)
         self._keys = ApiKeys(config.api_keys or ())
         self._returns_request_id = returns_request_id
@@ -119,8 +121,12 @@ class HttpApp:
     async def _handle(self, route: Route, exchange: Exchange) -> None:
         if not route.public:
             self._check_key(exchange)
-        body = None if route.body is None else decode(route.body, await exchange.body(), self._config.body)
-        answer = await route.handler(self._state, exchange, body)
+        if route.form is not None:  # its handler reads the body, which has a bound and a deadline of its own
+            answer = await route.handler(self._state, exchange, None)
+        else:
+            body = None if route.body is None else decode(route.body, await exchange.body(), self._config.body)
+            async with self._preparing.one(is_counted=not route.public) as exchange.preparation:
+                answer = await exchange.unless_gone(route.handler(self._state, exchange, body))
         if answer is not None:
             await exchange.send_json(encode(answer))
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from cluster.config import ServeConfig
 from cluster.http.engines import Generation
 from cluster.http.errors import RETRIED_STATUSES, ApiError
+from cluster.http.preparation import Preparation
 from cluster.telemetry.exporting import traceparent_of
 
 if TYPE_CHECKING:
@@ -128,7 +129,14 @@ class GenerationExchange(Protocol):
     @property
     def traceparent(self) -> str: ...
 
-    async def unless_gone(self, work: Awaitable[Result]) -> Result: ...
+    @property
+    def remaining_s(self) -> float:
+        """Seconds until the request's deadline, at least 0."""
+        ...
+
+    def hand_over(self) -> None:
+        """The engines have the request and its deadline from now on."""
+        ...
 
     async def send_json(self, body: bytes) -> None: ...
 
@@ -175,6 +183,17 @@ class Exchange:
         """The path of its route, as the table of routes has it."""
         self.span: Span | None = None
         """Its own, if it is traced."""
+        self.preparation: Preparation | None = None
+        """Its place among the requests that are prepared; set before its handler is called."""
+
+    @property
+    def remaining_s(self) -> float:
+        assert self.preparation is not None
+        return self.preparation.remaining_s
+
+    def hand_over(self) -> None:
+        assert self.preparation is not None
+        self.preparation.end()
 
     @property
     def traceparent(self) -> str:
@@ -295,7 +314,7 @@ class Exchange:
         buffer = StreamBuffer(self._config.client_buffer_bytes)
         filling = asyncio.ensure_future(_fill(buffer, events, generation))
         try:
-            await self.unless_gone(self._send_stream(buffer))
+            await self._send_stream(buffer)
         finally:
             filling.cancel()
 
@@ -350,6 +369,8 @@ class Exchange:
             await self.send_body(error.body(), "application/json", error.status, headers)
 
     async def _start(self, status: int, content_type: str, headers: list[tuple[bytes, bytes]]) -> None:
+        if self.preparation is not None:  # from now on the client's own pace is timed
+            self.preparation.end()
         self.status = status
         fixed = [(b"content-type", content_type.encode()), *self._id_header]
         fixed += self.headers_always

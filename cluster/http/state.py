@@ -77,7 +77,8 @@ class AppState:
         self.created = int(time.time())
         """Seconds since 1970: when the model began to be served."""
         self._model: ModelInfo | None = None
-        self._asking = asyncio.Lock()
+        self._asking: asyncio.Future[ModelInfo] | None = None
+        """The one question to the engines for it, for all requests that wait."""
 
     def check_model(self, name: str) -> None:
         """Raises `ApiError` 404 if another model is asked for."""
@@ -87,7 +88,15 @@ class AppState:
             raise ApiError(404, message, param="model", code="model_not_found")
 
     async def model_info(self) -> ModelInfo:
+        """What an engine loaded. Raises `ApiError` 503 if there will be no engine."""
         if self._model is None:
-            async with self._asking:  # a batch begins with hundreds of lines at once, and one call is enough
-                self._model = self._model or await self.engines.model()
+            if self._asking is None:
+                self._asking = asyncio.ensure_future(self.engines.model())
+                self._asking.add_done_callback(self._note_model)
+            return await asyncio.shield(self._asking)  # it goes on for others when one client leaves
         return self._model
+
+    def _note_model(self, answer: asyncio.Future[ModelInfo]) -> None:
+        self._asking = None
+        if not answer.cancelled() and answer.exception() is None:
+            self._model = answer.result()

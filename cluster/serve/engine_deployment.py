@@ -133,8 +133,8 @@ class EngineReplica:
             self._reporter.take,
             is_away=lambda: self.engine.is_rebuilding,
         )
-        self._num_calls = 0
-        """Of `generate`, open."""
+        self._calls: set[_Call] = set()
+        """Calls of `generate` and `generate_group` that have not returned. Used in the event loop only."""
         self._beating: asyncio.Task[None] | None = None
         self._failure: str | None = None
         self._step_seconds = 0.0
@@ -167,18 +167,19 @@ class EngineReplica:
             raise EngineFailed(self._failure)
         await self._sender.connect(address)
         self._sender.send(address, [SequenceOutput(request.request_id, 0, []) for request in requests])
-        self._num_calls += 1
+        call = _Call(requests, address)
+        self._calls.add(call)
         if self._beating is None:
             self._beating = asyncio.ensure_future(self._beat())
         try:
-            return await self._results_of(_Call(requests, address))
+            return await self._results_of(call)
         finally:
-            self._num_calls -= 1
+            self._calls.discard(call)
 
     async def _beat(self) -> None:
         """Signs of life while something runs, and until it is told that ranks which were lost are back."""
         is_away = False
-        while self._num_calls or is_away:
+        while self._calls or is_away:
             await asyncio.sleep(BEAT_S)
             is_away = self.engine.is_rebuilding
             self._sender.beat()
@@ -276,6 +277,8 @@ class EngineReplica:
         if FIRST_HEALTH not in self._phases.seconds:
             self._phases.end(FIRST_HEALTH)
             print(start_line(self._phases.seconds), flush=True)
+        if self.engine.config.tensor_parallel_size > 1:
+            self._inbox.put(self.engine.check_ranks)
 
     def _on_control(self, control: Control) -> None:
         if control.index is None:
@@ -284,13 +287,15 @@ class EngineReplica:
             self._inbox.put(lambda: self._finish(control))
 
     def _on_lost_ingress(self, address: Address) -> None:
+        """Fails the calls of an ingress whose connection broke, which aborts their requests.
+
+        An ingress that lives calls again at once. One whose request came just before the break would wait in vain for
+        frames that were sent into the broken connection.
+        """
         self._reporter.forget(address)
-
-        def abort_all() -> None:
-            for request_id in [name for name, running in self._running.items() if running.call.address == address]:
-                self._abort(request_id)
-
-        self._inbox.put(abort_all)
+        for call in self._calls:
+            if call.address == address and not call.ended.done():
+                call.ended.set_exception(ConnectionError("the connection to the ingress broke"))
 
     # ---- the step thread -----------------------------------------------------------------------------------------
 
@@ -325,6 +330,8 @@ class EngineReplica:
     def _add(self, running: _Running, constraint: Resolved | None) -> None:
         if self._failure is not None:
             self._fail([running])
+            return
+        if running.place not in running.call.open:  # the call ended while the constraint was resolved
             return
         request = _with_time_left(running.request, running.call.arrived)
         try:

@@ -31,7 +31,13 @@ before it has gained something; if an engine dies over that, the one suspect fai
 MAX_DEATHS = 6
 """At most, whatever it gained in between."""
 RETRY_PAUSE_S = 0.1
-"""Before a call is repeated that reached no engine: Serve's router learns within about a second who is dead."""
+"""Pause before a call that reached no engine is repeated; it doubles with each further call in a row."""
+MAX_RETRY_PAUSE_S = 2.0
+"""Longest such pause. Serve's router learns within about a second which replicas are dead."""
+GRACE_S = 1.0
+"""How long after its deadline a request is given up that no engine has taken. Whoever else watches the deadline and
+knows more about the cause answers within it.
+"""
 LAST_FRAME_TIMEOUT_S = 30.0
 """The result of a request may overtake its last frames; if one comes later than this, the request goes on elsewhere."""
 OVERDUE_S = 30.0
@@ -113,6 +119,10 @@ class PromptRun:
         self._tell = tell
         self._deadline = time.monotonic() + request.deadline_s
         self._call: Call | None = None
+        self._overdue: asyncio.TimerHandle | None = None
+        """Ends the request after its deadline if no engine has taken it by then."""
+        self._num_calls_in_vain = 0
+        """Calls in a row that reached no engine."""
         self._progress = Progress(request)
         """All that came, read or not."""
         self._untold: list[Control] = []
@@ -137,7 +147,14 @@ class PromptRun:
 
     def _send(self, request: EngineRequest, pause_s: float = 0.0) -> None:
         self._client.runs[request.request_id] = self
-        self._call = self._client.call(self, request, pause_s)
+        remaining_s = max(0.0, self._deadline - time.monotonic())
+        self._overdue = asyncio.get_running_loop().call_later(remaining_s + GRACE_S, self._on_overdue)
+        self._call = self._client.call(self, request, min(pause_s, remaining_s))
+
+    def _on_overdue(self) -> None:
+        """The deadline is over. An engine that has taken the request ends it itself."""
+        if self.connection is None and not self.has_all_frames.is_set():
+            self.refuse(overdue_error())
 
     async def call(self, request: EngineRequest, pause_s: float) -> None:
         """One call, which stays open as long as the request runs."""
@@ -154,16 +171,18 @@ class PromptRun:
                     await asyncio.wait_for(self.has_all_frames.wait(), LAST_FRAME_TIMEOUT_S)
                     return
         except Exception as error:
-            self.has_returned(overdue_error(self._request.deadline_s) if overdue.expired() else error)
+            self.has_returned(overdue_error() if overdue.expired() else error)
         else:
             self.has_returned(result)
+        finally:
+            self._client.forget_sent(request.request_id)
 
     def has_returned(self, result: RequestResult | Exception) -> None:
         """The call is over, and not all frames are here: the engine refused, or something failed."""
         if isinstance(result, Exception):
             self._on_error(result)
         elif result.queue_full is not None and self._num_attempts:  # it was admitted once
-            self.go_on(RETRY_PAUSE_S)
+            self._try_again()
         else:
             self._fail(result)
 
@@ -171,13 +190,22 @@ class PromptRun:
         cause = getattr(error, "cause", None) or error  # Ray raises a copy of what the engine raised
         if isinstance(cause, RayActorError | EngineFailed):
             if self.connection is None:
-                self.go_on(RETRY_PAUSE_S)
+                self._try_again()
             else:
                 self.lose()
-        elif isinstance(cause, TimeoutError | ConnectionError):  # engine and ingress do not reach each other just now
-            self.go_on(RETRY_PAUSE_S)
+        elif isinstance(cause, OSError):  # engine and ingress do not reach each other just now
+            self._try_again()
         else:
             self._fail(error)
+
+    def _try_again(self) -> None:
+        """Calls an engine again after a pause, or gives the request up if its deadline is over."""
+        if time.monotonic() >= self._deadline:
+            self.refuse(overdue_error())
+            return
+        pause_s = min(RETRY_PAUSE_S * 2**self._num_calls_in_vain, MAX_RETRY_PAUSE_S)
+        self._num_calls_in_vain = min(self._num_calls_in_vain + 1, 16)
+        self.go_on(pause_s)
 
     def _fail(self, reason: RequestResult | Exception) -> None:
         self._clear_of_suspicion()
@@ -191,6 +219,7 @@ class PromptRun:
             self._take(connection)
         if not self._progress.add(output):
             return  # the engine's word that it has the request
+        self._num_calls_in_vain = 0
         if not self._has_output and output.token_ids:
             self._has_output = True
             self._client.note_output(self.request_id)
@@ -264,7 +293,6 @@ class PromptRun:
         """Aborts what runs."""
         self._clear_of_suspicion()
         self._forget()
-        self._client.forget_sent(self.request_id)
         self._untold.clear()
         self._has_output = False
         if self.connection is not None:
@@ -277,6 +305,10 @@ class PromptRun:
     def _forget(self) -> None:
         self._client.runs.pop(self.request_id, None)
         self._client.note_end(self.request_id)
+        self._client.forget_sent(self.request_id)  # a refusal may have overtaken the word that it was taken
+        if self._overdue is not None:
+            self._overdue.cancel()
+            self._overdue = None
 
     def release(self) -> None:
         """Every choice has ended: the call may run out, which keeps Serve's counts right."""
@@ -286,10 +318,10 @@ class PromptRun:
             self._call = None
 
 
-def overdue_error(deadline_s: float | None) -> ApiError:
-    """Of a request about which its engine says nothing."""
+def overdue_error() -> ApiError:
+    """The error of a request about which no engine says anything."""
     return ApiError(
         408,
-        f"no engine ended the request at its deadline; the limit is request_timeout_s, {deadline_s:g}",
+        "no engine took or ended the request by its deadline; the limit is request_timeout_s",
         type="timeout_error",
     )

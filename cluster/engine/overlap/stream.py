@@ -72,6 +72,9 @@ class DeviceStream:
     def register_logits_processor(self, name: str, factory: LogitsProcessorFactory) -> None:
         self.inner.register_logits_processor(name, factory)
 
+    def has_lost_ranks(self) -> bool:
+        return self.inner.has_lost_ranks()
+
     def rebuild(self) -> None:
         self._has_failed = False
         self.inner.rebuild()
@@ -130,6 +133,9 @@ class ThreadStream:
 
     def register_logits_processor(self, name: str, factory: LogitsProcessorFactory) -> None:
         self._thread.submit(self.inner.register_logits_processor, name, factory).result()
+
+    def has_lost_ranks(self) -> bool:
+        return self._thread.submit(self.inner.has_lost_ranks).result()
 
     def rebuild(self) -> None:
         """Comes after all that was asked for before, whatever that comes to."""

@@ -117,6 +117,13 @@ class RayExecutor:
             raise LogitsProcessorError(f"logits processor {name!r} cannot be sent to its rank: {error}") from error
         self._factories[name] = pickled
 
+    def has_lost_ranks(self) -> bool:
+        try:
+            self._ranks.owes(0)
+        except RankLost:
+            return True
+        return False
+
     def rebuild(self) -> None:
         if self._reset():
             return

@@ -6,6 +6,7 @@ body's field.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 
 import msgspec
@@ -100,18 +101,19 @@ async def _generate(
             params,
             chat=chats,
             priority=request.priority,
-            timeout_s=state.config.request_timeout_s,
+            timeout_s=exchange.remaining_s,
             client=exchange.sharer,
             weight=state.config.client_weights.get(exchange.sharer, 1.0),
             session=_session(exchange),
             shown_ids=shown_ids,
             traceparent=exchange.traceparent,
         )
+        exchange.hand_over()
         try:
             if request.stream:
                 await exchange.stream(answer.stream(generation), generation)
             else:
-                await exchange.send_json(await exchange.unless_gone(answer.whole(generation)))
+                await exchange.send_json(await answer.whole(generation))
         finally:
             generation.close()
             exchange.note(generation)
@@ -133,9 +135,12 @@ async def _field_at_fault(
     assert error.param is not None
     for field, spec in request.tool_constraints() if error.param == "constraint" else []:
         try:
-            await exchange.unless_gone(state.engines.resolve(spec, exchange.sharer))
+            async with asyncio.timeout(exchange.remaining_s):
+                await state.engines.resolve(spec, exchange.sharer)
         except ApiError as of_tool:
             return field, of_tool
+        except TimeoutError:
+            break
     return request.field_of(error.param), error
 
 
@@ -143,7 +148,7 @@ async def _enforceable(state: AppState, exchange: GenerationExchange, params: Sa
     """`params` with a loose constraint resolved; a header of the answer says what is not enforced."""
     if params.constraint is None or not params.constraint.loose:
         return params
-    spec, not_enforced = await exchange.unless_gone(state.engines.resolve(params.constraint, exchange.sharer))
+    spec, not_enforced = await state.engines.resolve(params.constraint, exchange.sharer)
     if not_enforced:
         exchange.headers_out.append((b"x-manta-not-enforced", _header_value(not_enforced)))
     return msgspec.structs.replace(params, constraint=spec)

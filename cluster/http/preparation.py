@@ -1,0 +1,82 @@
+"""Requests that an ingress prepares: read and checked here, not yet with an engine, not yet answered.
+
+Whatever the ingress awaits for such a request has the request's deadline, ends when its client leaves
+(`Exchange.unless_gone`) and counts in one bound. `cluster/http/app.py` prepares every request; the endpoints await what
+they need without a thought for either.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+
+from cluster.config import ServeConfig
+from cluster.http.errors import ApiError
+
+
+class Preparation:
+    """One request. It has a deadline here and a place in the bound until `end`."""
+
+    def __init__(self, preparing: Preparing, timeout: asyncio.Timeout, is_counted: bool) -> None:
+        self._preparing = preparing
+        self._timeout: asyncio.Timeout | None = timeout
+        self._deadline = time.monotonic() + preparing.timeout_s
+        self._is_counted = is_counted
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds until the request's deadline, at least 0."""
+        return max(0.0, self._deadline - time.monotonic())
+
+    def end(self) -> None:
+        """An engine has the request and its deadline from now on, or its answer begins. Later calls do nothing."""
+        if self._timeout is None:
+            return
+        if not self._timeout.expired():
+            self._timeout.reschedule(None)
+        self._timeout = None
+        self._preparing.num_requests -= self._is_counted
+
+
+class Preparing:
+    """All requests that one ingress prepares: at most as many as all its engines may run and queue."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        engine = config.engine
+        self.max_requests = config.max_engines * (engine.max_num_sequences + engine.max_num_waiting)
+        self.timeout_s = config.request_timeout_s
+        self.num_requests = 0
+        """Requests that are counted now."""
+
+    @contextlib.asynccontextmanager
+    async def one(self, is_counted: bool) -> AsyncIterator[Preparation]:
+        """Prepares one request in the body of the `async with`; what says how the server is need not count.
+
+        Raises `ApiError` 429 if as many as may be are prepared, and 408 if `request_timeout_s` is over before
+        `Preparation.end`.
+        """
+        if is_counted and self.num_requests >= self.max_requests:
+            raise ApiError(
+                429,
+                f"{self.num_requests} requests wait here for an engine and the limit is {self.max_requests}; retry "
+                "later, or raise engine.max_num_waiting",
+                code="queue_full",
+            )
+        self.num_requests += is_counted
+        try:
+            async with asyncio.timeout(self.timeout_s) as timeout:
+                preparation = Preparation(self, timeout, is_counted)
+                try:
+                    yield preparation
+                finally:
+                    preparation.end()
+        except TimeoutError as error:
+            if not timeout.expired():
+                raise
+            raise ApiError(
+                408,
+                f"no engine took the request within its time; the limit is request_timeout_s, {self.timeout_s:g}",
+                type="timeout_error",
+            ) from error
