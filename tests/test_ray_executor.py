@@ -161,6 +161,20 @@ def test_ranks_that_are_killed_one_after_another_cost_no_token(llm: LLM, expecte
     assert stats.num_rank_disagreements == 0
 
 
+def test_an_idle_engine_rebuilds_a_rank_that_died(llm: LLM, expected: list[Any]) -> None:
+    """The next request finds the ranks there."""
+    num_rebuilds = llm.engine.stats().num_rank_rebuilds
+    pid = executor(llm)._ranks.pids[1]
+    llm.engine.check_ranks()
+    assert executor(llm)._ranks.pids[1] == pid
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: executor(llm).has_lost_ranks())
+    llm.engine.check_ranks()
+    assert llm.engine.stats().num_rank_rebuilds == num_rebuilds + 1
+    assert finish(llm, submit(llm)) == expected
+    assert llm.engine.stats().num_rank_rebuilds == num_rebuilds + 1
+
+
 @pytest.fixture
 def overlapped(llm: LLM) -> Iterator[LLM]:
     """The same ranks under the other loop."""
