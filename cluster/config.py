@@ -40,8 +40,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     trained in bfloat16 it may overflow, which ends the sequence with an error.
     """
     device: Literal["auto", "cpu", "cuda", "tpu"] = "auto"
-    """`auto` takes a CUDA GPU if the engine's process sees one, else the CPU. Ray shows one to an engine, or to each of
-    its ranks, only if this is `cuda`.
+    """`auto` takes CUDA GPUs if the cluster has any when the application starts, else CPUs; without Ray, a GPU if this
+    process sees one. With `cuda` each engine, or each of its ranks, claims one GPU from Ray and sees no other one.
     """
     num_threads: Count | None = None
     """CPU threads of the model, of each rank where there are several. They are claimed from Ray as CPUs. None takes

@@ -26,11 +26,20 @@ from cluster.engine.overlap.engine import OverlappedEngine
 from cluster.engine.overlap.stream import ThreadStream
 from cluster.engine.ranks import channel, deadline, group
 from cluster.engine.ranks.channel import Hello, Listener, RankChannel, RankLost, connect
-from cluster.engine.ranks.claims import CannotPlace, check_room, num_claimed, own_cpus, rank_bundle, threads_each
+from cluster.engine.ranks.claims import (
+    CannotPlace,
+    check_room,
+    num_claimed,
+    own_cpus,
+    rank_bundle,
+    threads_each,
+    with_device,
+)
 from cluster.engine.ranks.deadline import StepDeadline
 from cluster.engine.ranks.executor import RayExecutor
 from cluster.engine.ranks.messages import Done, Masks, Message, Output, Ping, Sample, Step
 from cluster.llm import LLM, ConstraintSpec, LogitsProcessorSpec, RequestOutput, SamplingParams
+from cluster.serve.engine_deployment import engine_deployment
 from structured.frames import frame
 from structured.masks import LATE, NO_MASK, MaskBatch
 from tests.checkpoints import checkpoint
@@ -323,6 +332,20 @@ if sys.argv[2] == "lives":
     print("done", flush=True)
 time.sleep(600)
 """
+
+
+@pytest.mark.parametrize(
+    ("device", "num_gpus", "resolved"),
+    [("auto", 0, "cpu"), ("auto", 2, "cuda"), ("cpu", 2, "cpu"), ("cuda", 0, "cuda")],
+)
+def test_the_device_is_known_before_anything_is_placed(device: Any, num_gpus: int, resolved: str) -> None:
+    """Ray shows every GPU to an actor that claims none, so an engine on the CPU hides them from itself."""
+    config = with_device(EngineConfig(device=device, num_threads=1), num_gpus)
+    assert config.device == resolved
+    options = engine_deployment(config, 1).ray_actor_options
+    assert options["num_gpus"] == (resolved == "cuda")
+    hidden = options["runtime_env"]["env_vars"].get("CUDA_VISIBLE_DEVICES")
+    assert hidden == (None if resolved == "cuda" else "")
 
 
 @pytest.mark.parametrize("end", ["dies", pytest.param("lives", marks=pytest.mark.prove)])

@@ -25,7 +25,7 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 
 from cluster.config import AutoscalingOptions, EngineConfig
-from cluster.engine.ranks.claims import gpus_each, own_cpus
+from cluster.engine.ranks.claims import gpu_environment, gpus_each, own_cpus
 from cluster.engine.request import EngineRequest, QueueFull, RequestRefused, SequenceOutput, Usage
 from cluster.engine.stats import EngineStats, ServiceStats
 from cluster.serve.burst import Burst
@@ -484,6 +484,7 @@ def engine_deployment(
             "runtime_env": {
                 "env_vars": {
                     **REPLICA_ENVIRONMENT,
+                    **gpu_environment(config),
                     # Both are read when torch loads its OpenMP. Ray gives an actor one thread unless told otherwise.
                     "OMP_NUM_THREADS": str(config.num_threads),
                     # torch's threads, which spin for long after each operation, would keep the kernels' from the cores.

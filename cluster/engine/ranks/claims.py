@@ -4,6 +4,7 @@ GPU each if the model is to run there.
 
 from __future__ import annotations
 
+import msgspec
 import ray
 
 from cluster.config import EngineConfig
@@ -17,6 +18,31 @@ def node_cpus() -> list[int]:
     """CPUs of each node of the cluster that has some, as Ray counts them, the largest first."""
     cpus = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
     return sorted((count for count in cpus if count > 0), reverse=True)
+
+
+def cluster_gpus() -> int:
+    """GPUs of the cluster, as Ray counts them."""
+    return sum(int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"])
+
+
+def with_device(config: EngineConfig, num_gpus: int) -> EngineConfig:
+    """`config` whose `device` is not `auto` any more: `cuda` if the cluster has `num_gpus` of at least 1, else `cpu`.
+
+    Engines are placed by what they claim, so the device must be known before. Left to the engines' processes, several
+    would take the same GPU.
+    """
+    if config.device != "auto":
+        return config
+    return msgspec.structs.replace(config, device="cuda" if num_gpus else "cpu")
+
+
+def gpu_environment(config: EngineConfig) -> dict[str, str]:
+    """Environment of an engine that hides the GPUs it does not claim.
+
+    Ray 2.60 shows all GPUs to an actor that claims none. An engine whose ranks claim GPUs hides nothing, because the
+    ranks inherit its environment, and Ray shows each of them its own.
+    """
+    return {} if config.device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
 
 
 def threads_each(config: EngineConfig, num_engines: int, nodes: list[int]) -> int:
@@ -52,7 +78,7 @@ def rank_bundle(config: EngineConfig) -> dict[str, float]:
 
 
 def gpus_each(config: EngineConfig) -> int:
-    """GPUs of the process that runs the model, or of each rank if there are several. Ray hides them from all others."""
+    """GPUs of the process that runs the model, or of each rank if there are several."""
     return int(config.device == "cuda")
 
 

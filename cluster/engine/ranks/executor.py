@@ -18,7 +18,7 @@ from ray import cloudpickle
 from cluster import own_ray
 from cluster.config import EngineConfig, ray_address
 from cluster.engine.ranks.channel import RankLost
-from cluster.engine.ranks.claims import node_cpus, threads_each
+from cluster.engine.ranks.claims import cluster_gpus, node_cpus, threads_each, with_device
 from cluster.engine.ranks.deadline import StepDeadline
 from cluster.engine.ranks.group import RankGroup
 from cluster.engine.ranks.messages import Answer, Failed, Masks, Message, Output, Ping, Register, Reset, Sample, Step
@@ -182,4 +182,5 @@ def _on_ray(config: EngineConfig) -> EngineConfig:
             own_ray.start(num_threads * config.tensor_parallel_size)
         else:
             ray.init(log_to_driver=False, logging_level=logging.ERROR)
+    config = with_device(config, cluster_gpus())
     return msgspec.structs.replace(config, num_threads=threads_each(config, 1, node_cpus()))
