@@ -14,12 +14,15 @@ from typing import Any
 import pytest
 
 from cluster.http.endpoints import tokens
+from tests.conftest import PROVE
+from tests.documented import Document
 from tests.fuzz.http import campaign as campaigns
+from tests.fuzz.http import extremes
 from tests.fuzz.http.bodies import changed
 from tests.fuzz.http.campaign import NUM_EXAMPLES, HttpCampaign, serving_processes
 from tests.fuzz.http.clients import ACTIONS, World
-from tests.fuzz.http.connection import Answer
-from tests.fuzz.http.good import essence
+from tests.fuzz.http.connection import Answer, connect, request
+from tests.fuzz.http.good import CATALOGUE, essence
 from tests.local_server import LocalServer, local_server
 from tests.server import Server, shared_server
 
@@ -59,6 +62,84 @@ def test_ten_minutes_of_clients_of_all_kinds(settings: tuple[str, ...], record_p
         record_property(name, counts[name])
     assert not [name for name in ACTIONS if not counts[name]]
     assert counts["disconnects"] >= 1000
+
+
+# ---- extreme numbers -----------------------------------------------------------------------------------------------
+
+RANKS = ("engine.tensor_parallel_size=2",)
+EXTREME_SECONDS = 600.0
+
+
+async def extremes_beside_a_stream(server: LocalServer, asked: list[tuple[str, bytes]]) -> None:
+    """Each is answered 2xx or 4xx, in OpenAI's shape, and the stream that runs meanwhile keeps its tokens."""
+    world = World(server.port, server.model, seed=1, num_examples=0)
+    document = json.loads((await server.get("/openapi.json"))[1])
+    world.document = Document(document)
+    good = CATALOGUE[1]
+    stream = request(good.path, good.body(server.model, stream=True))
+
+    async def streamed() -> Any:
+        connection = await connect(server.port, [])
+        await connection.send(stream)
+        try:
+            return essence(await connection.answer())
+        finally:
+            connection.close()
+
+    alone = await streamed()
+    engine, num_rebuilds = server.replica.engine, server.replica.engine.stats().num_rank_rebuilds
+    beside = asyncio.ensure_future(streamed())
+    for path, body in asked:
+        transcript: list[str] = []
+        connection = await connect(server.port, transcript)
+        await connection.send(request(path, body))
+        try:
+            world.check(path, await connection.answer())
+        except Exception as error:
+            raise AssertionError(f"{path} {body[:1000]!r}: {error}") from error
+        finally:
+            connection.close()
+        if beside.done():
+            assert beside.result() == alone
+            beside = asyncio.ensure_future(streamed())
+    assert await beside == alone
+    await server.until_idle()
+    stats = engine.stats()
+    assert stats.alive
+    assert stats.num_rank_rebuilds == num_rebuilds
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.usefixtures("plugin")
+def test_extreme_numbers_in_every_field_cost_nobody_else_anything() -> None:
+    """Each alone; every 25th unless all are to be proved."""
+
+    async def run() -> None:
+        processors = {"automaton": "manta_example_processor:Automaton"}
+        async with local_server(engine_options={"logits_processors": processors}) as server:
+            document = json.loads((await server.get("/openapi.json"))[1])
+            every = [(place, name) for place in extremes.places(document) for name in extremes.EXTREMES]
+            chosen = every if PROVE else every[::25]
+            assert len(every) > 1000
+            asked = [(place.path, extremes.body(server.model, place.path, (place, name))) for place, name in chosen]
+            await extremes_beside_a_stream(server, asked)
+
+    asyncio.run(run())
+
+
+@pytest.mark.prove
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("settings", [(), RANKS], ids=["one process", "two ranks"])
+def test_extreme_numbers_among_clients_of_all_kinds(settings: tuple[str, ...], record_property) -> None:
+    """An hour in all with the two campaigns above: alone and in pairs, on one engine and on two ranks."""
+    server = Server("engine.logits_processors={automaton: manta_example_processor:Automaton}", *settings)
+    try:
+        counts = fuzz(server, seed=10 + len(settings), seconds=3 * EXTREME_SECONDS, num_examples=5).world.counts
+    finally:
+        server.stop()
+    for name in ("equal answers", "send_extremes", *(name for name in sorted(counts) if name.startswith("answers "))):
+        record_property(name, counts[name])
+    assert counts["send_extremes"] > 1000
 
 
 # ---- what is wrong is found ----------------------------------------------------------------------------------------

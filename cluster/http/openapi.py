@@ -75,13 +75,13 @@ def _parameters(route: Route) -> Iterator[dict[str, Any]]:
 
 def _error_statuses(route: Route) -> list[int]:
     """The errors of its handler, and those that the application finds before it calls the handler."""
-    found = {403, 405, 500, *route.errors}
+    found = {403, 405, 408, 500, *route.errors}
     if not route.public:
-        found.add(401)
+        found |= {401, 429, 503}
     if route.query is not None:
         found.add(400)
     if route.body is not None or route.form is not None:
-        found |= {400, 408, 413, 503}
+        found |= {400, 413}
     return sorted(found)
 
 

@@ -76,7 +76,8 @@ class LLGuidanceBackend:
         row = np.zeros(row_words(self._vocabulary.vocab_size), dtype=np.int32)
         try:
             session = LLGuidanceGrammar(self._tokenizer, Compiled(grammar, 0), self._vocabulary).session()
-            session.fill(row)  # automata are built lazily: the first row proves that they stay within limits
+            session.fill(row)
+            session.check_next_row(row)
         except ConstraintError as error:
             raise ConstraintError(f"{spec.kind}: {error}") from error
         if not row.any() and not session.is_finished():
@@ -158,6 +159,16 @@ class LLGuidanceSession:
         self._check()
         self._vocabulary.forbid_padding(row)
         self._vocabulary.set_tokens(row, self._vocabulary.eos_token_ids, self._matcher.is_accepting())
+
+    def check_next_row(self, row: np.ndarray) -> None:
+        """Accepts the first token that `row` allows and fills the next row; `row` itself stays as it is.
+
+        Automata are built lazily, so only rows prove that they stay within llguidance's limits. A long text that the
+        grammar forces is walked through at the first token. Raises `ConstraintError` where a limit is exceeded.
+        """
+        allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
+        if len(allowed) and self.accept(int(allowed[0])) and not self.is_finished():
+            self.fill(row.copy())
 
     def rollback(self, num_tokens: int) -> None:
         if num_tokens and not self._matcher.rollback(num_tokens):

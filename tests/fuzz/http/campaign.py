@@ -27,6 +27,8 @@ SETTLE_S = 30.0
 SPARE_FDS = 8
 """File descriptors that a process may have gained without having lost any of the clients' sockets."""
 SHOWN_LINES = 40
+STARTS = ("manta:rank_rebuilds", "manta:start_seconds", "manta:continuations")
+"""Metrics that change where an engine or a rank was started anew, or a request went on elsewhere."""
 IDLE = ("manta:num_requests_running", "manta:num_requests_waiting", "manta:kv_cache_usage_perc")
 
 
@@ -58,6 +60,8 @@ class HttpCampaign:
         self.world = World(port, model, seed, num_examples)
         self.failures: list[Failure] = []
         self._processes = processes
+        self._starts: dict[str, float] = {}
+        """`STARTS` before the first client."""
 
     def run(self, seconds: float) -> None:
         asyncio.run(self.run_async(seconds))
@@ -65,7 +69,7 @@ class HttpCampaign:
     async def run_async(self, seconds: float, num_clients: int = NUM_CLIENTS) -> None:
         """Everything alone first, then all clients, then a look at what is left."""
         await self.world.prepare()
-        before = self._num_fds()
+        before, self._starts = self._num_fds(), await self._metrics(STARTS)
         deadline = time.monotonic() + seconds
         await asyncio.gather(*(self._drive(Client(self.world, number), deadline) for number in range(num_clients)))
         await self._check_nothing_is_left(before)
@@ -87,7 +91,14 @@ class HttpCampaign:
             await asyncio.sleep(0.2)
 
     async def _left(self, before: list[int]) -> list[str]:
-        found = [f"{name} is {value:g}" for name, value in (await self._metrics()).items() if value]
+        if gone := [process.pid for process in self._processes if not process.is_running()]:
+            return [f"processes {gone} of the server have ended"]
+        found = [f"{name} is {value:g}" for name, value in (await self._metrics(IDLE)).items() if value]
+        found += [
+            f"{name} was {self._starts[name]:g} and is {value:g}"
+            for name, value in (await self._metrics(STARTS)).items()
+            if value != self._starts[name]
+        ]
         health = json.loads(await self._get("/health"))
         if health != {"status": "ok"}:
             found.append(f"/health says {health}")
@@ -98,9 +109,10 @@ class HttpCampaign:
         ]
         return found
 
-    async def _metrics(self) -> dict[str, float]:
+    async def _metrics(self, names: tuple[str, ...]) -> dict[str, float]:
+        """The sum of each metric's series."""
         lines = (await self._get("/metrics")).decode().splitlines()
-        return {name: sum(float(line.split()[-1]) for line in lines if line.startswith(name)) for name in IDLE}
+        return {name: sum(float(line.split()[-1]) for line in lines if line.startswith(name)) for name in names}
 
     async def _get(self, path: str) -> bytes:
         connection = await connect(self.world.port, [])

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from tests.documented import Document, check_error
-from tests.fuzz.http import bodies
+from tests.fuzz.http import bodies, extremes
 from tests.fuzz.http.connection import Answer, Closed, Connection, chunked, connect, encoded, request
 from tests.fuzz.http.good import CATALOGUE, COMPLETIONS, Good, essence
 
@@ -225,6 +225,10 @@ class Client:
         path, body = self._random.choice(self.world.drawn)
         await self._ask(path, encoded(bodies.tamed(path, body, self.world.model)))
 
+    async def send_extremes(self) -> None:
+        path, body = extremes.drawn(self.world.document.content, self.world.model, self._random)
+        await self._ask(path, body)
+
     async def send_too_much(self) -> None:
         _, good = self._good()
         await self._ask(good.path, b'{"prompt": "' + b" " * HUGE_BYTES + b'"}')
@@ -320,6 +324,7 @@ ACTIONS = {
     "send_no_json": 6,
     "send_wrong_values": 40,
     "send_what_is_drawn": 40,
+    "send_extremes": 60,
     "send_too_much": 0.3,
     "go_astray": 6,
     "close_half": 8,
