@@ -92,7 +92,7 @@ def make_pool(request: pytest.FixtureRequest, vocabulary: Vocabulary) -> Iterato
     """Makes grammar pools of one form, whose workers are ready."""
     from structured.config import PoolConfig
     from structured.pool import GrammarPool
-    from tests.grammar_pools import wait_until
+    from tests.patience import wait_until
 
     if request.param == "actors":
         request.getfixturevalue("local_ray")

@@ -22,6 +22,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from benchmarks.processes import free_port
 from tests.checkpoints import checkpoint
+from tests.patience import PATIENCE_S
 
 APP = "faults"
 """Not that of the servers of other tests, whose engines run under this process too."""
@@ -237,7 +238,7 @@ class Application:
 
     def metrics(self) -> dict[str, float]:
         """Series without labels but the model's, by name."""
-        with urllib.request.urlopen(self.url + "/metrics", timeout=30) as response:
+        with urllib.request.urlopen(self.url + "/metrics", timeout=PATIENCE_S) as response:
             lines = response.read().decode().splitlines()
         values = (line.rpartition(" ") for line in lines if not line.startswith("#") and line.count('="') == 1)
         return {name.partition("{")[0]: float(value) for name, _, value in values}

@@ -15,22 +15,14 @@ from structured.constraint import ConstraintSpec
 from structured.grammar_worker import SessionStart, TrackedSession
 from structured.pool import GrammarPool
 from structured.vocabulary import Vocabulary
+from tests.patience import PATIENCE_S, wait_until
 
 DEMO = pathlib.Path(__file__).parents[1] / "configs" / "demo" / "target"
 VOCAB_SIZE = 4160
 EOS = 2
-PATIENCE_S = 60.0
-"""How long a test waits for what must come; a loaded machine may take it."""
 
 MakePool = Callable[..., GrammarPool]
 """What the fixture `make_pool` is."""
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "what must come did not come"
-        time.sleep(0.001)
 
 
 def example(**options: object) -> SessionStart:

@@ -12,7 +12,6 @@ import json
 import pathlib
 import socket
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ from cluster.http.access.keys import with_api_keys
 from cluster.serve.engine_deployment import EngineReplica
 from cluster.serve.ingress import ListeningIngress
 from tests.checkpoints import checkpoint
+from tests.patience import PATIENCE_S, until
 from tests.server import SETTINGS, Client
 
 
@@ -129,13 +129,6 @@ class LocalServer:
         self.replica.engine.check_integrity()
 
 
-async def until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"it did not come true within {seconds:g} s"
-        await asyncio.sleep(0.01)
-
-
 def post(body: dict[str, Any], connection: str = "close", headers: Sequence[str] = ()) -> bytes:
     """A whole request for a completion; `headers` are lines."""
     data = json.dumps(body).encode()
@@ -152,7 +145,7 @@ def post(body: dict[str, Any], connection: str = "close", headers: Sequence[str]
 async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[int, bytes]:
     """(status, body as it came) once the server has closed the connection."""
     try:
-        head, _, body = (await asyncio.wait_for(reader.read(-1), 20)).partition(b"\r\n\r\n")
+        head, _, body = (await asyncio.wait_for(reader.read(-1), PATIENCE_S)).partition(b"\r\n\r\n")
     finally:
         writer.close()
     return int(head.split()[1]), body
@@ -186,7 +179,7 @@ async def _serving(config: ServeConfig) -> AsyncIterator[LocalServer]:
     finally:
         ingress._listener.should_exit = True
         assert ingress._listener._serving is not None
-        await asyncio.wait_for(ingress._listener._serving, 20)
+        await asyncio.wait_for(ingress._listener._serving, PATIENCE_S)
         for opened in replica._sender._connections.values():
             (await opened).close()
 

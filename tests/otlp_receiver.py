@@ -10,6 +10,8 @@ from typing import Any
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
+from tests.patience import PATIENCE_S
+
 
 class Receiver:
     """Listens on a free port until it is closed."""
@@ -43,7 +45,7 @@ class Receiver:
 
     def wait_for(self, trace_id: str, *names: str) -> dict[str, Span]:
         """The spans of a trace by name, once there are as many as `names`."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE_S
         while len(found := self.of_trace(trace_id)) < len(names):
             assert time.monotonic() < deadline, f"of {names} there came {sorted(span.name for span in found)}"
             time.sleep(0.02)

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 
 from benchmarks.processes import free_port
+from tests.patience import PATIENCE_S
 
 BIN = pathlib.Path(sys.executable).parent
 
@@ -36,7 +37,7 @@ class RayCluster:
     def run(self, *command: object) -> subprocess.CompletedProcess[str]:
         """A command with its arguments."""
         words = [str(word) for word in command]
-        return subprocess.run(words, env=self.environment, capture_output=True, text=True, timeout=120)
+        return subprocess.run(words, env=self.environment, capture_output=True, text=True, timeout=PATIENCE_S)
 
 
 def _autoscaler(cluster: RayCluster, node_types: dict[str, Any]) -> dict[str, Any]:
@@ -93,7 +94,7 @@ def ray_cluster(num_cpus: int, node_types: dict[str, Any] | None = None) -> Iter
         processes = [*parent.children(recursive=True), parent]
         for process in processes:
             process.kill()
-        psutil.wait_procs(processes, timeout=10)
+        psutil.wait_procs(processes, timeout=PATIENCE_S)
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -15,6 +15,7 @@ import urllib.request
 
 from benchmarks.processes import free_port
 from tests.checkpoints import checkpoint
+from tests.patience import PATIENCE_S
 
 SETTINGS = ("engine.dtype=float32", "engine.kv_cache_bytes=8388608", "engine.num_threads=1")
 """Of every server of the tests; later ones count."""
@@ -30,7 +31,7 @@ class Client:
         self.url = f"http://127.0.0.1:{port}"
 
     def get(self, path: str) -> str:
-        with urllib.request.urlopen(self.url + path, timeout=30) as response:
+        with urllib.request.urlopen(self.url + path, timeout=PATIENCE_S) as response:
             return response.read().decode()
 
     def metrics(self) -> dict[str, float]:
@@ -47,7 +48,7 @@ class Client:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json", **(headers or {})})
         try:
-            response = urllib.request.urlopen(request, timeout=60)
+            response = urllib.request.urlopen(request, timeout=PATIENCE_S)
         except urllib.error.HTTPError as error:
             response = error
         with response:
@@ -81,7 +82,7 @@ class Server(Client):
     def stop(self) -> None:
         if self.process.poll() is None:
             self.process.terminate()
-            self.process.communicate(timeout=60)
+            self.process.communicate(timeout=PATIENCE_S)
 
 
 @functools.cache

@@ -31,11 +31,11 @@ from cluster.serve.channel import (
 from cluster.serve.routing.replicas import HUNG_BEATS, SILENT_BEATS
 from cluster.serve.start_failure import InWords
 from tests.local_server import local_server, post, until
+from tests.patience import PATIENCE_S
 from workers.sampling_params import SamplingParams
 from workers.step import StepInput
 
 resource = pytest.importorskip("resource")
-pytestmark = pytest.mark.timeout(60)
 
 
 @contextlib.contextmanager
@@ -101,7 +101,7 @@ def test_requests_that_find_no_descriptor_fail_alone() -> None:
 
             async def ask() -> tuple[bytes, dict]:
                 writer.write(post(server.body(max_tokens=2), connection="keep-alive"))
-                head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
+                head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), PATIENCE_S)
                 length = int(head.lower().partition(b"content-length: ")[2].split(b"\r")[0])
                 return head.split()[1], json.loads(await reader.readexactly(length))
 
@@ -195,7 +195,7 @@ def test_a_stream_whose_engine_is_lost_goes_on_and_fails_where_a_third_one_is_lo
                         stands.set()  # what it gains next would clear it of suspicion
                     for opened in list(server.replica._sender._connections.values()):
                         (await opened).close()
-                text += await asyncio.wait_for(reader.read(-1), 20)
+                text += await asyncio.wait_for(reader.read(-1), PATIENCE_S)
                 assert text.endswith(b"0\r\n\r\n"), "the answer is complete"
                 stands.clear()
                 assert (b"3 engine processes died while they ran this request" in text) == (num_breaks == 3)
@@ -332,7 +332,7 @@ def test_what_an_engine_runs_that_starts_its_ranks_anew_goes_on_where_another_on
             monkeypatch.setattr(client._replicas, "is_any_good", lambda _: True)
             await until(lambda: any(name.endswith("/1") for name in client.runs))
             are_there.set()
-            status, body = await asyncio.wait_for(asking, 20)
+            status, body = await asyncio.wait_for(asking, PATIENCE_S)
             assert (status, json.loads(body)["choices"][0]["text"]) == (200, expected)
             await server.until_idle()
 
@@ -357,7 +357,7 @@ def test_a_link_that_stands_still_loses_nothing() -> None:
             await asyncio.sleep((SILENT_BEATS + 3) * BEAT_S)
             assert [name for name in runs if "/" in name] == []
             connection._writer.transport.resume_reading()  # type: ignore[attr-defined]
-            status, body = await asyncio.wait_for(asking, 20)
+            status, body = await asyncio.wait_for(asking, PATIENCE_S)
             assert (status, json.loads(body)["choices"][0]["text"]) == (200, expected)
             await server.until_idle()
 

@@ -45,7 +45,7 @@ def with_tensor(folder: pathlib.Path, to: pathlib.Path, name: str, value: float)
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_step_of_one_layer_runs(family: str, dtype: str) -> None:
-    assert 0 < check_model(config(checkpoint(family), dtype=dtype)).step_seconds < 10
+    assert check_model(config(checkpoint(family), dtype=dtype)).step_seconds > 0
 
 
 def test_the_report_has_a_line_of_the_step(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,9 +22,7 @@ from structured.constraint import ConstraintError, ConstraintLimits, ConstraintS
 from structured.fair_queue import FairQueue
 from structured.frames import frame, read_frame
 from structured.vocabulary import Vocabulary
-from tests.grammar_pools import wait_until
-
-PATIENCE_S = 60.0
+from tests.patience import PATIENCE_S, wait_until
 
 
 @pytest.fixture
@@ -297,16 +295,14 @@ def slow(number: int) -> ConstraintSpec:
 
 
 def test_what_nobody_waits_for_is_not_compiled_any_longer(plugin: None, demo_vocabulary: Vocabulary) -> None:
-    """Neither what waits nor what is under way: those would take a minute here."""
-    compiler = Compiler(demo_vocabulary, ConstraintLimits(compile_seconds=20.0), num_processes=1)
+    """Neither what waits nor what is under way: those would take hours here."""
+    compiler = Compiler(demo_vocabulary, ConstraintLimits(compile_seconds=3600.0), num_processes=1)
     try:
         compile_regex(compiler, "a")
         left = [compiler.resolve(slow(number)) for number in range(3)]
         time.sleep(0.5)  # the first is under way
         assert all(future.cancel() for future in left)
-        begun = time.monotonic()
         compile_regex(compiler, "b")
-        assert time.monotonic() - begun < 15.0
         assert compiler.num_compiled == 2
         assert not compiler._jobs
     finally:
@@ -325,18 +321,15 @@ def test_who_leaves_takes_nothing_from_who_waits_for_the_same(plugin: None, demo
 
 
 def test_one_client_neither_holds_every_process_nor_fills_the_queue(plugin: None, demo_vocabulary: Vocabulary) -> None:
-    compiler = Compiler(demo_vocabulary, ConstraintLimits(compile_seconds=30.0, max_waiting=8), num_processes=2)
+    compiler = Compiler(demo_vocabulary, ConstraintLimits(compile_seconds=3600.0, max_waiting=8), num_processes=2)
     try:
         crowd = [compiler.resolve(slow(number), "crowd") for number in range(7)]
-        time.sleep(0.5)
+        wait_until(lambda: sum(future.done() for future in crowd) >= 2)
         refused = [future for future in crowd if future.done()]
-        assert len(refused) >= 2, "one is compiled and four may wait"
         with pytest.raises(CompilerBusy, match=r"4 of this client wait.* constraints\.max_waiting"):
             refused[0].result()
         quick = ConstraintSpec(kind="regex", text="a")
-        begun = time.monotonic()
         assert compiler.resolve(quick, "other").result(timeout=PATIENCE_S).compiled
-        assert time.monotonic() - begun < 20.0
         for future in crowd:
             future.cancel()
     finally:

@@ -29,6 +29,7 @@ from ray.serve.schema import DeploymentSchema, ServeApplicationSchema, ServeDepl
 from benchmarks.processes import free_port
 from cluster.serve.app import build
 from cluster.serve.replica_process import REPLICA_ENVIRONMENT
+from tests.patience import PATIENCE_S
 from tests.ray_cluster import BIN, RayCluster, ray_cluster, until
 from workers.checkpoints.model_config import ModelError
 from workers.platforms import choose_platform
@@ -143,7 +144,7 @@ def test_serve_deploys_one_file_after_the_other_and_each_serves(tmp_path: pathli
             num_engines = application["args"].get("num_engine_replicas", 1)
             until(lambda number=num_engines: num_running_engines(cluster) == number)
             body = {"model": "demo", "prompt": "Manta", "max_tokens": 4}
-            answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60)
+            answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=PATIENCE_S)
             assert answer.json()["usage"]["completion_tokens"] == 4
 
 
@@ -298,7 +299,7 @@ DOCKERFILE = (ROOT / "Dockerfile").read_text()
 def lint(text: str) -> str:
     """What hadolint says of a Dockerfile; nothing if it is good."""
     command = [BIN / "hadolint", "--no-color", "-"]
-    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=60).stdout
+    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=PATIENCE_S).stdout
 
 
 def test_the_dockerfile_is_a_good_one() -> None:
@@ -316,7 +317,9 @@ def test_the_image_has_every_package_and_every_file_that_they_need() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     rooms = {name.removesuffix("*") for name in project["tool"]["setuptools"]["packages"]["find"]["include"]}
     assert {*rooms, "configs/demo", "pyproject.toml", project["project"]["readme"]} == set(copied())
-    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, timeout=60).stdout
+    tracked = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S
+    ).stdout
     for name in copied():
         assert re.search(rf"(^|\0){re.escape(name)}[/\0]", tracked), f"{name} is not in a clone"
 
@@ -330,7 +333,7 @@ def test_the_image_asks_its_index_for_torch_alone(tmp_path: pathlib.Path) -> Non
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
     )
     wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     assert done.stdout.splitlines() == [name for name in wanted if re.match(r"torch\b", name)] != [], done.stderr
@@ -343,7 +346,7 @@ def test_what_the_image_has_is_enough_to_install_and_to_run_a_model(tmp_path: pa
     for name in copied():
         source, target = ROOT / name, tree / name
         target.parent.mkdir(parents=True, exist_ok=True)
-        subprocess.run(["cp", "-r", source, target], check=True, timeout=60)
+        subprocess.run(["cp", "-r", source, target], check=True, timeout=PATIENCE_S)
     pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--prefix", installed]
     for command in ([*pip, "--editable", "."], [sys.executable, "-m", "cluster.cli", "check", "demo"]):
         done = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=300)

@@ -24,6 +24,7 @@ from cluster.engine.sequence import Sequence
 from cluster.llm import LLM, CompletionOutput, SamplingParams
 from specdecode.lengths import StepCost
 from tests.checkpoints import VOCAB_SIZE
+from tests.patience import PATIENCE_S
 from tests.test_constrained_engine import ORDER, constrained, example, make_llm, settled, spec
 
 pytestmark = pytest.mark.usefixtures("plugin")
@@ -99,7 +100,7 @@ def nothing_left(llm: LLM) -> None:
     settled(llm)
     pool = llm.engine.masks.pool
     assert pool is not None
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while pool.num_slots_in_use:
         assert time.monotonic() < deadline, f"{pool.num_slots_in_use} slots leaked"
         time.sleep(0.01)

@@ -17,6 +17,7 @@ import pytest
 from cluster.engine.request import FinishStatus, RequestRefused
 from cluster.llm import LLM, ConstraintSpec, RequestOutput, SamplingParams
 from tests.checkpoints import VOCAB_SIZE, checkpoint
+from tests.patience import PATIENCE_S
 from workers.checkpoints.model_config import load_model_config
 
 pytestmark = pytest.mark.usefixtures("plugin")
@@ -225,7 +226,7 @@ def test_a_compilation_that_never_ends_is_killed_and_others_go_on() -> None:
     quick = llm.generate([[7]], constrained(spec("regex", "abc")), use_tqdm=False)[0]
     assert quick.outputs[0].text == "abc"
     with pytest.raises(RequestRefused, match="compiling took longer than 2 s"):
-        endless.result(timeout=60)
+        endless.result(timeout=PATIENCE_S)
     assert llm.generate([[7]], constrained(spec("regex", "abd")), use_tqdm=False)[0].outputs[0].text == "abd"
 
 
@@ -233,7 +234,7 @@ def test_one_compilation_serves_all_that_wait_for_it(llm: LLM) -> None:
     constraint = spec("regex", "once[0-9]")
     before = llm.engine.constraints.num_compiled
     futures = [llm.engine.resolve(constraint) for _ in range(20)]
-    assert len({future.result(timeout=60).compiled for future in futures}) == 1
+    assert len({future.result(timeout=PATIENCE_S).compiled for future in futures}) == 1
     assert llm.engine.constraints.num_compiled == before + 1
 
 

@@ -18,6 +18,7 @@ from cluster.engine.request import FinishStatus, RequestRefused
 from cluster.llm import LLM, SamplingParams
 from structured.constraint import ConstraintSpec
 from tests.conftest import PROVE
+from tests.patience import PATIENCE_S
 from tests.schema_cases import CASES
 from tests.test_constrained_engine import make_llm, settled
 from tests.test_schema_conformance import schemas, validator
@@ -43,7 +44,7 @@ def write_and_judge(llm: LLM, wanted: list[Any]) -> Counter[str]:
     for schema in wanted:
         spec = ConstraintSpec(kind="json_schema", text=json.dumps(schema), any_whitespace=False)
         try:
-            llm.engine.resolve(spec).result(timeout=120)
+            llm.engine.resolve(spec).result(timeout=PATIENCE_S)
         except RequestRefused as refusal:
             if not str(refusal):
                 pytest.fail(f"refused without a reason: {schema}")

@@ -22,7 +22,8 @@ from cluster.text.tokenizer import Tokenizer
 from structured.compiler import CACHE_BYTES, CompilerFailed
 from structured.grammar_worker import GRAMMAR_CACHE_BYTES
 from tests.checkpoints import checkpoint
-from tests.grammar_pools import DEMO, wait_until
+from tests.grammar_pools import DEMO
+from tests.patience import wait_until
 from tests.test_engine import make_engine
 
 

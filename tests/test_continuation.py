@@ -32,7 +32,7 @@ from workers.checkpoints.model_config import load_model_config
 from workers.sampling_params import SamplingParams
 from workers.step import TokenLogprobs
 
-pytestmark = [pytest.mark.usefixtures("plugin"), pytest.mark.timeout(120)]
+pytestmark = pytest.mark.usefixtures("plugin")
 
 NUM_CUTS = 40 if PROVE else 4
 PERSON = {

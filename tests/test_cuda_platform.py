@@ -20,6 +20,7 @@ from torch import distributed
 from cluster.engine.overlap.stream import DeviceStream
 from cluster.llm import LLM, SamplingParams
 from tests.checkpoints import VOCAB_SIZE, checkpoint, reference_greedy
+from tests.patience import PATIENCE_S
 from tests.triton_device import DEVICE, NEEDS_GPU, THOROUGH
 from workers import worker
 from workers.attention import AttentionMetadata
@@ -126,7 +127,7 @@ def test_ranks_keep_only_what_all_of_them_have_captured(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In threads: the second rank cannot capture its third layout, so that both stop there."""
-    said, barrier = [0, 0], threading.Barrier(2, timeout=60)
+    said, barrier = [0, 0], threading.Barrier(2, timeout=PATIENCE_S)
 
     def run(rank: int) -> tuple[tuple[Layout, ...], int]:
         model = NoLayers()

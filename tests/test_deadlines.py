@@ -24,9 +24,8 @@ from cluster.http.routing import Route
 from cluster.serve import prompt_run
 from cluster.serve.channel import Address, Connection, RequestResult
 from tests.local_server import LocalServer, local_server, post, until
+from tests.patience import PATIENCE_S
 from workers.model_info import ModelInfo
-
-pytestmark = pytest.mark.timeout(240)
 
 LIMIT = 4
 """Requests that the server of most tests here may hold."""
@@ -69,7 +68,7 @@ def num_held(server: LocalServer) -> int:
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 200))
+    asyncio.run(asyncio.wait_for(test(), PATIENCE_S))
 
 
 @pytest.mark.parametrize("what", QUESTIONS)

@@ -19,10 +19,10 @@ from cluster.serve.channel import Connection, Control, EngineFailed, Hello, Outp
 from cluster.serve.engine_deployment import EngineReplica
 from structured.constraint import ConstraintSpec
 from tests.checkpoints import checkpoint, reference_greedy
+from tests.patience import PATIENCE_S, until
 from workers.sampling_params import SamplingParams
 
 PROMPT = [5, 9, 17, 30]
-pytestmark = pytest.mark.timeout(60)
 
 
 class Ingress:
@@ -44,7 +44,7 @@ class Ingress:
             self._news.set()
 
     async def first(self) -> Connection:
-        await asyncio.wait_for(self._news.wait(), 10)
+        await asyncio.wait_for(self._news.wait(), PATIENCE_S)
         assert self.connection is not None
         return self.connection
 
@@ -57,14 +57,6 @@ def new_replica(**options: Any) -> EngineReplica:
 def request(name: str, num_tokens: int = 400) -> EngineRequest:
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     return EngineRequest(request_id=name, prompt_token_ids=PROMPT, params=params)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    for _ in range(500):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it did not come true within 5 s")
 
 
 async def until_idle(replica: EngineReplica) -> None:
@@ -200,10 +192,6 @@ def test_a_burst_is_prefilled_together_where_a_step_is_worth_waiting_for(monkeyp
         await asyncio.gather(*(replica.generate(request(name, 2), address) for name in "abcdefgh"))
         assert steps[:2] == [8, 8]
         assert time.monotonic() - started >= 1.0, "it waited until nothing more came"
-        replica._burst = Burst(0.0)
-        started = time.monotonic()
-        await replica.generate(request("alone", 2), address)
-        assert time.monotonic() - started < 1.0
 
     asyncio.run(scenario())
 
@@ -221,7 +209,7 @@ def test_cancelling_the_call_a_stop_string_and_a_lost_ingress_each_free_the_requ
         stopped = asyncio.ensure_future(replica.generate(request("stopped"), address))
         await until(lambda: ingress.outputs[-1].request_id == "stopped")
         connection.send(Control("stopped", 0, 1))
-        result = await asyncio.wait_for(stopped, 10)
+        result = await asyncio.wait_for(stopped, PATIENCE_S)
         assert result.finish is FinishStatus.FINISHED_STOPPED
         assert result.usage is not None
         assert result.usage.num_output_tokens == 1
@@ -230,7 +218,8 @@ def test_cancelling_the_call_a_stop_string_and_a_lost_ingress_each_free_the_requ
         lost = asyncio.ensure_future(replica.generate(request("lost"), address))
         await until(lambda: ingress.outputs[-1].request_id == "lost")
         connection.close()
-        assert (await asyncio.wait_for(lost, 10)).finish is FinishStatus.FINISHED_ABORTED
+        with pytest.raises(ConnectionError):
+            await asyncio.wait_for(lost, PATIENCE_S)
         await until_idle(replica)
         replica.engine.check_integrity()
 
@@ -252,7 +241,7 @@ def test_a_dead_step_loop_fails_open_and_later_calls_and_is_reported_unhealthy(m
         monkeypatch.setattr(replica.engine, "step", broken)
         for call in (running, replica.generate(request("later"), address)):
             with pytest.raises(RuntimeError, match="the scheduler is broken"):
-                await asyncio.wait_for(call, 10)
+                await asyncio.wait_for(call, PATIENCE_S)
         with pytest.raises(RuntimeError, match="the scheduler is broken"):
             await replica.check_health()
         assert not (await replica.stats()).alive
@@ -268,7 +257,7 @@ def test_a_connection_without_the_secret_cannot_push_tokens() -> None:
         connection = Connection(reader, writer)
         connection.send(Hello("guess", "engine"))
         connection.send([SequenceOutput("a", 0, [1])])
-        assert await asyncio.wait_for(reader.read(1), 10) == b"", "the ingress hangs up"
+        assert await asyncio.wait_for(reader.read(1), PATIENCE_S) == b"", "the ingress hangs up"
         writer.close()
         assert ingress.outputs == []
 

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.faults import COSTLY, FaultLoad, start_ray
 from cluster.llm import LLM
 from tests.checkpoints import checkpoint
-from tests.grammar_pools import wait_until
+from tests.patience import wait_until
 
 pytestmark = pytest.mark.usefixtures("plugin")
 

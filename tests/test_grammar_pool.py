@@ -22,19 +22,8 @@ from structured.grammar_worker import GrammarWorker, Job, Message, SessionStart,
 from structured.masks import FAILED, FINISHED, BufferShape, MaskBuffer
 from structured.pool import GrammarPool
 from structured.vocabulary import Vocabulary
-from tests.grammar_pools import (
-    EOS,
-    PATIENCE_S,
-    VOCAB_SIZE,
-    MakePool,
-    allowed,
-    bits,
-    end_all,
-    example,
-    finish,
-    llguidance,
-    wait_until,
-)
+from tests.grammar_pools import EOS, VOCAB_SIZE, MakePool, allowed, bits, end_all, example, finish, llguidance
+from tests.patience import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.usefixtures("plugin")
 

@@ -16,7 +16,6 @@ from structured.masks import FINISHED, REFUSED, BufferShape, MaskBuffer
 from structured.vocabulary import Vocabulary
 from tests.grammar_pools import (
     EOS,
-    PATIENCE_S,
     VOCAB_SIZE,
     MakePool,
     allowed,
@@ -32,6 +31,7 @@ from tests.grammar_pools import (
     regex_of,
     spelled,
 )
+from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.usefixtures("plugin")
 

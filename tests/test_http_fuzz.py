@@ -43,7 +43,6 @@ def fuzz(server: Server, seed: int, seconds: float, num_examples: int) -> HttpCa
     return campaign
 
 
-@pytest.mark.timeout(240)
 def test_clients_of_all_kinds_get_what_is_documented_and_what_they_get_alone() -> None:
     campaign = fuzz(shared_server(), seed=1, seconds=SECONDS, num_examples=5)
     assert campaign.world.counts["equal answers"] > 0

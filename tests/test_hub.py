@@ -16,6 +16,7 @@ import pytest
 
 from cluster.llm import LLM, SamplingParams
 from tests.checkpoints import checkpoint
+from tests.patience import PATIENCE_S
 
 HUB_ID = "somebody/tiny-llama"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -85,7 +86,9 @@ def hub() -> Iterator[http.server.ThreadingHTTPServer]:
 def run(command: list[str], hub: http.server.ThreadingHTTPServer, home: pathlib.Path) -> subprocess.CompletedProcess:
     environment = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(home)}
     environment |= {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_OFFLINE": "0"}
-    return subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=PATIENCE_S
+    )
 
 
 def test_a_model_is_downloaded_once_and_served(hub: http.server.ThreadingHTTPServer, tmp_path: pathlib.Path) -> None:

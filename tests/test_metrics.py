@@ -19,7 +19,6 @@ from tests.local_server import local_server
 from tests.server import Server
 from tests.test_engine import make_engine
 
-pytestmark = pytest.mark.timeout(120)
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks.processes import free_port
 from tests.checkpoints import checkpoint
+from tests.patience import PATIENCE_S
 from tests.ray_cluster import ray_cluster, until
 from tests.test_start_failures import serve
 
@@ -26,7 +27,7 @@ NUM_CLIENTS = 8
 
 def numbers(url: str) -> tuple[int, int, int]:
     """(engines, ingresses, nodes) that serve."""
-    status = httpx.get(f"{url}/status", timeout=30, trust_env=False).json()
+    status = httpx.get(f"{url}/status", timeout=PATIENCE_S, trust_env=False).json()
     running = {each["name"]: each["replicas"].get("RUNNING", 0) for each in status["deployments"]}
     return running["engine"], running["ingress"], sum(node["alive"] for node in status["nodes"])
 
@@ -39,7 +40,9 @@ def test_a_node_comes_and_goes_with_the_engine_that_needs_it() -> None:
     def ask() -> list[int]:
         found = []
         while not ended.is_set():
-            found.append(httpx.post(f"{url}/v1/completions", json=body, timeout=120, trust_env=False).status_code)
+            found.append(
+                httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S, trust_env=False).status_code
+            )
         return found
 
     with ray_cluster(num_cpus=1, node_types=NODE_TYPES) as cluster:
@@ -64,5 +67,5 @@ def test_a_node_comes_and_goes_with_the_engine_that_needs_it() -> None:
             until(lambda: numbers(url) == (1, 2, 2))
         finally:
             server.send_signal(signal.SIGTERM)
-            printed, error = server.communicate(timeout=60)
+            printed, error = server.communicate(timeout=PATIENCE_S)
     assert "Traceback" not in printed + error

@@ -16,9 +16,8 @@ import pytest
 
 from tests.checkpoints import VOCAB_SIZE
 from tests.documented import Document
+from tests.patience import PATIENCE_S
 from tests.server import Server, shared_server
-
-pytestmark = pytest.mark.timeout(300)
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 BODIES: dict[str, dict[str, Any]] = {
@@ -54,7 +53,7 @@ class Documented:
 
     def __init__(self, server: Server, **headers: str) -> None:
         self.server = server
-        self.http = httpx.Client(base_url=server.url, headers=headers, trust_env=False, timeout=60)
+        self.http = httpx.Client(base_url=server.url, headers=headers, trust_env=False, timeout=PATIENCE_S)
         self.document = self.http.get("/openapi.json").json()
 
     def ask(self, path: str, body: Any = None, method: str | None = None, **headers: str) -> int:
@@ -179,7 +178,7 @@ def test_an_engine_that_dies_is_documented(narrow: Documented) -> None:
     children = psutil.Process(narrow.server.process.pid).children(recursive=True)
     (engine,) = [each for each in children if "manta:engine" in " ".join(each.cmdline())]
     engine.kill()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     statuses: set[int] = set()
     while time.monotonic() < deadline:
         statuses |= {narrow.ask("/health"), narrow.ask("/metrics")}

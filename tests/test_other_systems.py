@@ -19,7 +19,7 @@ from structured.constraint import ConstraintError, ConstraintLimits
 from structured.masks import BufferShape, MaskBuffer
 from structured.vocabulary import Vocabulary
 from tests.checkpoints import checkpoint
-from tests.grammar_pools import PATIENCE_S
+from tests.patience import PATIENCE_S
 from tests.server import Server
 
 OTHER_SYSTEM = pathlib.Path(__file__).parent / "other_system"

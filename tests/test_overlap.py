@@ -26,16 +26,16 @@ from structured.masks import MaskBatch
 from tests.checkpoints import VOCAB_SIZE, checkpoint
 from tests.conftest import PROVE
 from tests.fuzz.faults import device_of
+from tests.patience import PATIENCE_S
 from workers.checkpoints.model_config import load_model_config
 from workers.sampling_params import SamplingParams
 from workers.step import StepInput, StepOutput
 
-pytestmark = [pytest.mark.usefixtures("plugin"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.usefixtures("plugin")
 
 EXAMPLES = 1000 if PROVE else 30
 NUM_STEPS = 2000
 """More than any workload takes."""
-PATIENCE_S = 60.0
 ROOMY, TIGHT = 256, 9
 """Blocks of the KV cache: in the second one sequences preempt each other all the time."""
 CONSTRAINTS = (

@@ -33,11 +33,11 @@ from cluster.http.protocol.requests import ChatCompletionRequest
 from cluster.llm import LLM, CompletionOutput, ConstraintSpec, OutputKind, RequestOutput, SamplingParams
 from cluster.serve.channel import Control
 from tests.checkpoints import checkpoint
+from tests.patience import PATIENCE_S
 from tests.server import Server, shared_server
 from tests.test_engine_deployment import Ingress, new_replica, until, until_idle
 from workers.sampling_params import child_seed
 
-pytestmark = pytest.mark.timeout(240)
 MESSAGES = [{"role": "user", "content": "Hello"}]
 PROMPTS = ["The quick brown fox", "A scheduler decides which requests run"]
 EXAMPLE_TOKENS = list(range(20, 60))
@@ -127,7 +127,9 @@ def test_eight_streamed_choices_are_whole_and_those_of_the_seed(client: openai.O
 def test_a_stream_of_many_choices_is_done_once(server: Server) -> None:
     body = {"model": server.model, "messages": MESSAGES, "max_tokens": 5, "n": 3, "stream": True}
     url, headers = server.url + "/v1/chat/completions", {"Content-Type": "application/json"}
-    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=60) as answer:
+    with urllib.request.urlopen(
+        urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=PATIENCE_S
+    ) as answer:
         events = answer.read().split(b"\n\n")
     assert events[-2:] == [b"data: [DONE]", b""]
     chunks = [json.loads(event.removeprefix(b"data: ")) for event in events[:-2]]
@@ -386,7 +388,7 @@ def test_a_client_that_leaves_ends_all_its_choices(server: Server) -> None:
     for stream in (True, False):
         before = totals(server)
         data = json.dumps({**body, "stream": stream}).encode()
-        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as connection:
             head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
             connection.sendall(head.encode() + data)
             if stream:
@@ -397,7 +399,7 @@ def test_a_client_that_leaves_ends_all_its_choices(server: Server) -> None:
 
 
 def until_it_runs(server: Server, before: dict[str, float]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE_S
     while True:
         now = totals(server)
         if now["manta:num_requests_running"] or now["manta:sequences_total"] > before["manta:sequences_total"]:
@@ -408,7 +410,7 @@ def until_it_runs(server: Server, before: dict[str, float]) -> None:
 def until_nothing_is_left(server: Server, before: dict[str, float]) -> None:
     """Of two requests with eight choices each."""
     wanted = {"request_success_total": 2, "sequences_total": 16}
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE_S
     while True:
         now = totals(server)
         left = [now[f"manta:{name}"] for name in ("num_requests_running", "num_requests_waiting")]
@@ -428,7 +430,7 @@ def test_one_call_stays_open_until_the_last_choice_has_ended() -> None:
         call = asyncio.ensure_future(replica.generate(request, address))
         connection = await ingress.first()
         connection.send(Control("x", 1, 1))
-        result = await asyncio.wait_for(call, 30)
+        result = await asyncio.wait_for(call, PATIENCE_S)
         assert result.finish is FinishStatus.FINISHED_LENGTH
         assert result.usage == Usage(4, 300 + 1 + 300, 0)
         await until(lambda: sum(output.finish is not None for output in ingress.outputs) == 2)
@@ -436,7 +438,7 @@ def test_one_call_stays_open_until_the_last_choice_has_ended() -> None:
         call = asyncio.ensure_future(replica.generate(request, address))
         await until(lambda: ingress.outputs[-1].finish is None)
         connection.send(Control("x"))
-        assert (await asyncio.wait_for(call, 30)).finish is FinishStatus.FINISHED_ABORTED
+        assert (await asyncio.wait_for(call, PATIENCE_S)).finish is FinishStatus.FINISHED_ABORTED
         await until_idle(replica)
         replica.engine.check_integrity()
 

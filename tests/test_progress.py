@@ -18,10 +18,11 @@ from cluster.http.metrics import Metrics
 from cluster.llm import LLM, SamplingParams
 from cluster.serve.engine_deployment import EngineReplica
 from tests.checkpoints import checkpoint
+from tests.patience import PATIENCE_S
 from tests.test_constrained_engine import constrained, example, make_llm, settled, spec
 from tests.test_engine_deployment import Ingress, until
 
-pytestmark = [pytest.mark.usefixtures("plugin"), pytest.mark.timeout(60)]
+pytestmark = pytest.mark.usefixtures("plugin")
 
 SLOW_S = 2.0
 """What a slow mask takes; all that is said to happen meanwhile takes milliseconds."""
@@ -147,9 +148,9 @@ def test_a_message_ends_the_wait_of_a_replica_that_has_nothing_to_compute(monkey
         )
         await until(lambda: replica.engine.stats().num_late_rows == 1)
         request = EngineRequest(request_id="plain", prompt_token_ids=[8], params=plain())
-        result = await asyncio.wait_for(replica.generate(request, address), 10)
+        result = await asyncio.wait_for(replica.generate(request, address), PATIENCE_S)
         assert result.finish is FinishStatus.FINISHED_LENGTH
         assert not slow_one.done()
-        assert (await asyncio.wait_for(slow_one, 30)).finish is FinishStatus.FINISHED_STOPPED
+        assert (await asyncio.wait_for(slow_one, PATIENCE_S)).finish is FinishStatus.FINISHED_STOPPED
 
     asyncio.run(scenario())

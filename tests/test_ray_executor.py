@@ -45,12 +45,12 @@ from structured.masks import LATE, NO_MASK, MaskBatch
 from tests.checkpoints import checkpoint
 from tests.conftest import PROVE
 from tests.fuzz.faults import device_of
-from tests.grammar_pools import wait_until
+from tests.patience import wait_until
 from workers.checkpoints.model_config import ModelError
 from workers.step import ScheduledSequence, StepInput, StepOutput
 
 ray = pytest.importorskip("ray")
-pytestmark = pytest.mark.timeout(900 if PROVE else 240)
+pytestmark = pytest.mark.timeout(900)
 
 ROOT = str(pathlib.Path(__file__).resolve().parents[1])
 OPTIONS: dict[str, Any] = {"kv_cache_bytes": 1 << 24, "num_threads": 1, "max_num_sequences": 32}

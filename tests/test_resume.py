@@ -31,7 +31,7 @@ from tests.fault_table import (
     undisturbed_streams,
 )
 
-pytestmark = pytest.mark.timeout(3600 if PROVE else 300)
+pytestmark = pytest.mark.timeout(3600 if PROVE else 900)
 
 
 @pytest.fixture(scope="module")

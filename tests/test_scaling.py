@@ -30,6 +30,7 @@ from cluster.serve.scaling.decision import HEADROOM, Lesson, Load, Targets, desi
 from cluster.serve.scaling.meter import MAX_RETRY_S, LoadMeter
 from cluster.serve.scaling.waking import UNMEASURED_START_S, Waker
 from tests.local_server import local_server, post, until
+from tests.patience import PATIENCE_S
 
 TARGETS = Targets(ongoing_requests=8, kv_usage=0.8, waiting_tokens=1000, ttft_s=2.0)
 IDLE = Load(num_running=1, num_target=1, ongoing_requests=0, kv_usage=0, waiting_tokens=0, ttft_s=0)
@@ -363,7 +364,7 @@ def test_a_full_queue_says_when_it_will_have_room(monkeypatch: pytest.MonkeyPatc
             monkeypatch.setattr(server.replica._meter, "retry_after_s", lambda number: asked.append(number) or 17.2)
             reader, writer = await server.connect()
             writer.write(post(server.body(prompt=[[5, 9]] * 30, max_tokens=200)))
-            head, _, body = (await asyncio.wait_for(reader.read(-1), 20)).partition(b"\r\n\r\n")
+            head, _, body = (await asyncio.wait_for(reader.read(-1), PATIENCE_S)).partition(b"\r\n\r\n")
             writer.close()
             assert head.startswith(b"HTTP/1.1 429 ")
             assert b"\r\nretry-after: 18\r\n" in head.lower() + b"\r\n"

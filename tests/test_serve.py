@@ -11,9 +11,9 @@ import transformers
 
 from tests.checkpoints import EOS_TOKEN_ID, VOCAB_SIZE, checkpoint, reference_greedy
 from tests.local_server import ThreadedServer
+from tests.patience import PATIENCE_S
 from tests.server import Server, shared_server
 
-pytestmark = pytest.mark.timeout(240)
 GREEDY = {"temperature": 0, "extra_body": {"ignore_eos": True}}
 MESSAGES = [{"role": "user", "content": "Tell me something."}]
 
@@ -112,7 +112,7 @@ def test_a_stop_string_across_tokens_ends_the_text_and_frees_the_request(client,
         assert choices[-1].stop_reason == stop
         if not stream:
             assert reply.usage.completion_tokens < 40
-    deadline = time.monotonic() + 10  # the engine learns of the stop string between two steps
+    deadline = time.monotonic() + PATIENCE_S  # the engine learns of the stop string between two steps
     while server.metrics()["manta:num_requests_running"] and time.monotonic() < deadline:
         time.sleep(0.05)
     assert server.metrics()["manta:num_requests_running"] == 0

@@ -13,7 +13,7 @@ import pytest
 
 from cluster.llm import LLM, SamplingParams
 from tests.checkpoints import checkpoint
-from tests.grammar_pools import wait_until
+from tests.patience import wait_until
 from tests.server import Server
 
 pytestmark = [pytest.mark.prove, pytest.mark.timeout(300)]

@@ -16,7 +16,7 @@ import torch
 
 from tests.checkpoints import checkpoint, make_checkpoint
 from tests.cpu_forms import FORMS, in_form
-from tests.grammar_pools import wait_until
+from tests.patience import wait_until
 from tests.test_loader import change_tensors, load
 from workers.kernels import build, shared_weights
 from workers.kernels.cpu_linear import PackedLinear

@@ -12,8 +12,8 @@ from cluster.http import exchange
 from cluster.serve import prompt_run
 from cluster.serve.listening import listener
 from tests.local_server import LocalServer, answer, local_server, post, until
+from tests.patience import PATIENCE_S
 
-pytestmark = pytest.mark.timeout(60)
 QUICK_HEADS = ListenerLimits(header_timeout_s=0.5)
 PROMPTS = [[5, 9, 17, 30], [6, 7], [40, 41, 42]]
 
@@ -140,7 +140,7 @@ def test_a_request_that_does_not_come_whole_in_time_is_ended() -> None:
             assert (status, json.loads(body)["error"]["code"]) == (408, "client_too_slow")
             assert "3 bytes of the body came within 0.5 s" in json.loads(body)["error"]["message"]
             reader, writer = await server.connect()
-            assert await asyncio.wait_for(reader.read(-1), 10) == b""
+            assert await asyncio.wait_for(reader.read(-1), PATIENCE_S) == b""
             writer.close()
             for part in (whole[:1], whole[: head - 1]):
                 reader, writer = await server.connect()
@@ -166,7 +166,7 @@ def test_a_head_that_never_ends_does_not_gain_time_by_every_byte() -> None:
                 await asyncio.sleep(0.05)
             await until(lambda: server.num_connections == 0)
 
-    asyncio.run(asyncio.wait_for(run(), 20))
+    asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
 
 
 def test_a_body_that_comes_too_slowly_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +231,7 @@ def test_a_body_byte_by_byte_is_served_and_one_without_end_is_refused() -> None:
                 writer.write(b"200\r\n" + b" " * 512 + b"\r\n")
                 sent += 1
                 await asyncio.sleep(0.01)
-            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
+            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), PATIENCE_S)
             assert head.startswith(b"HTTP/1.1 413")
             assert 16_000 < sent * 512 < 40_000
             writer.close()
@@ -249,7 +249,7 @@ async def leave(server: LocalServer, num_bytes: int, stream: bool) -> None:
     writer.write(post(server.body(prompt=PROMPTS, n=2, temperature=1, max_tokens=500, stream=stream)))
     await writer.drain()
     if num_bytes:
-        await asyncio.wait_for(reader.readexactly(num_bytes), 10)
+        await asyncio.wait_for(reader.readexactly(num_bytes), PATIENCE_S)
     writer.transport.abort()
 
 
@@ -276,7 +276,7 @@ def test_a_client_that_closes_its_half_has_left(stream: bool) -> None:
             writer.write(post(server.body(max_tokens=500, stream=stream)))
             await until(lambda: len(server.ingress._client.runs) > 0)
             writer.write_eof()
-            await asyncio.wait_for(reader.read(-1), 10)
+            await asyncio.wait_for(reader.read(-1), PATIENCE_S)
             await server.until_idle()
             assert await server.num_aborted() == 1
             writer.close()
@@ -290,7 +290,7 @@ def test_requests_sent_ahead_are_answered_in_turn_and_end_with_their_connection(
             reader, writer = await server.connect()
             ahead = post(server.body(max_tokens=2), connection="keep-alive")
             writer.write(ahead + ahead + post(server.body(max_tokens=2)))
-            received = await asyncio.wait_for(reader.read(-1), 10)
+            received = await asyncio.wait_for(reader.read(-1), PATIENCE_S)
             assert received.count(b"HTTP/1.1 200 OK") == 3
             assert await server.num_aborted() == 0
             writer.close()

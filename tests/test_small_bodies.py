@@ -66,7 +66,6 @@ def test_what_is_just_enough_is_decoded() -> None:
     assert len(decode(CompletionRequest, json.dumps(enough).encode()).prompts()) == 1024
 
 
-@pytest.mark.timeout(240)
 def test_prompts_times_n_are_bounded_before_anything_is_made_of_them() -> None:
     server = shared_server()
     limit = ServeConfig().max_choices_per_request

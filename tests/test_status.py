@@ -54,9 +54,8 @@ def test_a_live_server_says_what_runs_where(server: Server, capsys: pytest.Captu
     assert node.address == engine.node
     assert node.resources["CPU"] > 0
     metrics = server.get("/metrics")
-    for phase, seconds in engine.start_seconds.items():
+    for phase in engine.start_seconds:
         assert f'phase="{phase}"' in metrics
-        assert seconds < 120
 
     assert command_line.main(["status", "--url", server.url]) == 0
     shown = capsys.readouterr().out

@@ -26,7 +26,6 @@ from tests.local_server import ThreadedServer
 from tests.server import Client, Server, shared_server
 from workers.checkpoints.model_config import resolve_model_folder
 
-pytestmark = pytest.mark.timeout(240)
 MESSAGES = [{"role": "user", "content": "Hello"}]
 SCHEMA = {
     "type": "object",

@@ -23,11 +23,10 @@ from cluster.telemetry.request_log import request_id_of
 from tests.checkpoints import checkpoint
 from tests.local_server import LocalServer, local_server, post, until
 from tests.otlp_receiver import Receiver, attributes
+from tests.patience import PATIENCE_S
 from tests.server import Server
 from tests.test_engine import make_engine
 from workers.checkpoints.model_config import load_model_config
-
-pytestmark = pytest.mark.timeout(120)
 
 SWITCHES = (exporting.SDK_DISABLED, exporting.EXPORTER, *exporting.ENDPOINTS, *exporting.PROTOCOLS)
 
@@ -141,7 +140,7 @@ async def leave(server: LocalServer, client: Client) -> None:
     """Reads the first event of a long stream, and no more."""
     reader, writer = await server.connect()
     writer.write(post(server.body(max_tokens=400, stream=True), headers=client.headers))
-    await asyncio.wait_for(reader.readuntil(b"data: "), 20)
+    await asyncio.wait_for(reader.readuntil(b"data: "), PATIENCE_S)
     writer.close()
     await server.until_idle()
 

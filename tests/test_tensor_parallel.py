@@ -22,6 +22,7 @@ from cluster.config import EngineConfig
 from cluster.llm import LLM, BeamSearchParams, LogitsProcessorSpec, SamplingParams
 from tests import rank_child
 from tests.checkpoints import VOCAB_SIZE, checkpoint, make_checkpoint
+from tests.patience import PATIENCE_S
 from tests.rank_processes import RankFailed, RankProcesses, over_ranks
 from tests.test_constrained_drafts import mixed_params
 from tests.test_quantised_linear import SCHEME, Int8Platform, int8_config, load_int8, logits_of, quantise, read_int8
@@ -409,7 +410,7 @@ class ThreadGroup(OneRank):
 
     @classmethod
     def of(cls, num_ranks: int) -> list[ThreadGroup]:
-        barrier, parts = threading.Barrier(num_ranks, timeout=60), [torch.empty(0)] * num_ranks
+        barrier, parts = threading.Barrier(num_ranks, timeout=PATIENCE_S), [torch.empty(0)] * num_ranks
         return [cls(rank, barrier, parts) for rank in range(num_ranks)]
 
     def _all(self, x: torch.Tensor) -> list[torch.Tensor]:

@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from tests.checkpoints import checkpoint
+from tests.patience import PATIENCE_S
 from tests.two_nodes import TwoNodes, wait_for_line
 
 pytestmark = [pytest.mark.prove, pytest.mark.timeout(300)]
@@ -35,7 +36,7 @@ def server(namespaces: TwoNodes) -> Iterator[subprocess.Popen[str]]:
     wait_for_line(process, "Ctrl-C stops it.")
     yield process
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
+    process.communicate(timeout=PATIENCE_S)
 
 
 def body(seed: int) -> dict[str, object]:
@@ -66,7 +67,7 @@ async def stream(client: httpx.AsyncClient, address: str, seed: int) -> str:
 
 
 async def streams(address: str) -> list[str | BaseException]:
-    async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+    async with httpx.AsyncClient(trust_env=False, timeout=PATIENCE_S) as client:
         tasks = (stream(client, address, seed) for seed in range(NUM_STREAMS))
         return await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -89,7 +90,7 @@ def test_a_link_that_is_cut_costs_the_heads_clients_a_pause(
     found, took_s = asyncio.run(load())
     record_property("seconds of all streams", round(took_s, 1))
     assert found == expected
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while asyncio.run(streams(namespaces.worker.address)) != expected:
         assert time.monotonic() < deadline, "the other node's ingress does not serve again"
 
@@ -99,7 +100,7 @@ def test_both_nodes_answer_and_the_death_of_one_costs_the_others_clients_nothing
 ) -> None:
     for node in (namespaces.head, namespaces.worker):
         assert httpx.get(f"http://{node.address}:{PORT}/-/healthz", trust_env=False).text == "success"
-        assert httpx.get(f"http://{node.address}:{PORT}/health", trust_env=False, timeout=30).status_code == 200
+        assert httpx.get(f"http://{node.address}:{PORT}/health", trust_env=False, timeout=PATIENCE_S).status_code == 200
     expected = asyncio.run(streams(namespaces.worker.address))
     assert expected == asyncio.run(streams(namespaces.head.address))
     assert all(isinstance(text, str) and text for text in expected)
@@ -116,7 +117,7 @@ def test_both_nodes_answer_and_the_death_of_one_costs_the_others_clients_nothing
     of_head, of_worker = asyncio.run(load())
     assert of_head == expected, f"after {time.monotonic() - begun:.1f} s"
     assert any(isinstance(each, httpx.HTTPError) for each in of_worker), "it died under load"
-    metrics = httpx.get(f"http://{namespaces.head.address}:{PORT}/metrics", trust_env=False, timeout=30).text
+    metrics = httpx.get(f"http://{namespaces.head.address}:{PORT}/metrics", trust_env=False, timeout=PATIENCE_S).text
     moved = [line for line in metrics.splitlines() if line.startswith("manta:continuations_total")]
     assert sum(float(line.split()[-1]) for line in moved) > 0, "some of the head's streams ran on the node that died"
     assert asyncio.run(streams(namespaces.head.address)) == expected

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Sequence
 
 import psutil
 
+from tests.patience import PATIENCE_S
+
 NETWORK = "10.87.0"
 RAY = str(pathlib.Path(sys.executable).parent / "ray")
 START_S = 60.0
@@ -77,7 +79,7 @@ class Node:
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(processes, timeout=10)
+        psutil.wait_procs(processes, timeout=PATIENCE_S)
 
 
 class TwoNodes:
