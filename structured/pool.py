@@ -184,15 +184,17 @@ class GrammarPool:
         is_there: Callable[[int], bool] | None = None,
     ) -> list[int]:
         """Waits until `enough(number of sessions missing)` is true or `seconds` have passed. A session is missing while
-        `is_there` (by default `is_ready`) is False for it. Returns those still missing.
+        `is_there` (by default `is_ready`) is False for it. Returns those missing now: also a session whose row was there
+        when the wait began, if its worker has died since.
         """
         is_there = is_there or self.is_ready
         deadline = time.monotonic() + seconds
-        missing = [session_id for session_id in session_ids if not is_there(session_id)]
+        waited_for = list(session_ids)
+        missing = [session_id for session_id in waited_for if not is_there(session_id)]
         while missing and not enough(len(missing)) and time.monotonic() < deadline:
             time.sleep(WAIT_SLICE_S)
             self.supervise()
-            missing = [session_id for session_id in missing if not is_there(session_id)]
+            missing = [session_id for session_id in waited_for if not is_there(session_id)]
         return missing
 
     def slot(self, session_id: int) -> int:

@@ -77,7 +77,7 @@ def finish(pool: GrammarPool, session_ids: list[int]) -> None:
     while missing:
         assert time.monotonic() < deadline, f"no row for {missing}"
         pool.supervise()
-        missing = pool.wait(missing, 0.01, lambda count: count == 0)
+        missing = pool.wait(session_ids, 0.01, lambda count: count == 0)
 
 
 def finish_drafts(pool: GrammarPool, session_ids: list[int]) -> None:
