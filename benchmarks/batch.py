@@ -89,7 +89,7 @@ async def _measure(model: str, num_rounds: int, num_lines: int) -> list[Round]:
                 rounds = [await _round(offline, answer, config, next(lines)) for _ in range(num_rounds + 1)]
         return rounds[1:]  # the first one warms up
     finally:
-        await asyncio.to_thread(app.stop, name)
+        await asyncio.to_thread(app.stop)
 
 
 def _lines(model: str, count: int, vocab_size: int) -> Iterator[list[dict[str, Any]]]:
