@@ -11,7 +11,7 @@ import signal
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -65,7 +65,14 @@ class Starting:
         )
 
     def has_answered(self) -> None:
-        while not (self.starts / "1").exists() or not self._is_healthy():
+        self.until(lambda: self.num_starts() == 2 and self._is_healthy())
+
+    def num_starts(self) -> int:
+        """Engines that have been started so far, dead ones included."""
+        return sum(path.name.isdigit() for path in self.starts.iterdir())
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
             assert self.process.poll() is None, self.process.communicate()
             time.sleep(0.02)
 
@@ -111,6 +118,7 @@ def test_an_engine_that_dies_after_the_first_answer_is_replaced_and_the_start_go
     streams = Streams(starting.url, [("/v1/completions", body)] * 8)
     streams.wait_for_events(1)
     os.kill(int((starting.starts / "0").read_text()), signal.SIGKILL)
+    starting.until(lambda: starting.num_starts() == 3)  # Serve has noticed, and no engine is ready
     (starting.starts / "open").touch()
     starting.is_ready()
     assert [stream.error for stream in streams.join()] == [None] * 8
