@@ -97,10 +97,10 @@ class HttpApp:
             self._origins.check(exchange.headers)
             if exchange.method == "OPTIONS":
                 await exchange.send_empty(
-                    self._origins.preflight(exchange.headers, self._router.methods(exchange.path))
+                    self._origins.preflight(exchange.headers, self._router.methods(exchange.path, exchange.root_path))
                 )
                 return
-            route, exchange.path_parameter = self._router.find(exchange.method, exchange.path)
+            route, exchange.path_parameter = self._router.find(exchange.method, exchange.path, exchange.root_path)
             exchange.route = route.path
             await self._handle(route, exchange)
         except ApiError as error:

@@ -144,7 +144,10 @@ class Exchange:
         self, scope: Scope, receive: Receive, send: Send, config: ServeConfig, room: BodyRoom, returns_id: bool
     ) -> None:
         self.method: str = scope["method"]
-        self.path: str = scope["path"].rstrip("/") or "/"
+        self.root_path: str = scope.get("root_path", "").rstrip("/")
+        """The prefix below which a proxy in front serves this application, as Serve's `route_prefix`; mostly empty."""
+        self.path = _below(self.root_path, scope["path"])
+        """The path that a route may have: without `root_path`, and without a slash at its end."""
         self.headers = {key.decode("latin-1").lower(): value.decode("latin-1") for key, value in scope["headers"]}
         given = self.headers.get("x-request-id", "")
         self.request_id = given if 0 < len(given) <= 128 and given.isprintable() else f"req-{secrets.token_hex(8)}"
@@ -177,8 +180,13 @@ class Exchange:
         """Its own, if it is traced."""
 
     @property
+    def url_path(self) -> str:
+        """The path as its client knows it."""
+        return f"{self.root_path}{self.path}"
+
+    @property
     def traceparent(self) -> str:
-        """Of its span, in W3C's form; empty if nobody records it."""
+        """W3C's `traceparent` of the request's span; empty if nobody records it."""
         return "" if self.span is None else traceparent_of(self.span)
 
     @property
@@ -372,12 +380,19 @@ class Exchange:
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "request_id": self.request_id,
             **({"client": self.client} if self.client else {}),
-            "path": self.path,
+            "path": self.url_path,
             "status": self.status,
             "seconds": round(seconds, 4),
             **self.notes,
         }
         return json.dumps(entry)
+
+
+def _below(root_path: str, path: str) -> str:
+    """`path` without `root_path`, which ASGI leaves in it; a server that takes it away itself may leave it out."""
+    if path == root_path or path.startswith(f"{root_path}/"):
+        path = path[len(root_path) :]
+    return path.rstrip("/") or "/"
 
 
 def _too_large(num_bytes: int, limit: int, more: bool, option: str) -> ApiError:

@@ -152,4 +152,6 @@ async def metrics(state: AppState, exchange: Exchange, _: None) -> None:
 
 
 async def openapi(state: AppState, exchange: Exchange, _: None) -> dict[str, Any]:
-    return state.document
+    if not exchange.root_path:
+        return state.document
+    return {**state.document, "servers": [{"url": exchange.root_path}]}
