@@ -135,11 +135,11 @@ def start_engines(config: ServeConfig, name: str) -> tuple[Any, str]:
         for other in left - {name}:
             serve.delete(other)
         if name in left:
-            deployed.adopt(name)
+            deployed.adopt(name, config.engine.model)
             wait_until_running(name)
         else:
             deployed.check_name(name, replace=False)
-            _run(_engines(_for_nodes(config, nodes)), name, None)
+            _run(_engines(_for_nodes(config, nodes)), name, None, config.engine.model)
         return serve.get_deployment_handle("engine", name), ray.util.get_node_ip_address()
 
 
@@ -182,7 +182,7 @@ def _start(config: ServeConfig, name: str, replace: bool, on_connected: Callable
     http = HTTPOptions(host=config.host, port=config.port)
     runs_already = get_client(raise_if_no_controller_running=False)
     if runs_already is not None and not listens:
-        _check_port(runs_already.http_config.port, config.port)
+        _check_proxies(runs_already.http_config.port, config.port)
         deployed.check_prefix(name, "/")
     try:
         serve.start(ProxyLocation.Disabled if listens else None, http, logging_config=_LOGGING)
@@ -190,7 +190,8 @@ def _start(config: ServeConfig, name: str, replace: bool, on_connected: Callable
         if runs_already is None:
             serve.shutdown()  # a Serve that cannot listen would be what the next start finds
         raise
-    _run(application(config, nodes, shares_port=not is_alone), name, None if listens else "/")
+    what = f"{config.model_name} on port {config.port}"
+    _run(application(config, nodes, shares_port=not is_alone), name, None if listens else "/", what)
     client = get_client()
     assert client is not None, "an application runs"
     client.wait_for_proxies_serving()
@@ -229,15 +230,22 @@ def _connect(config: ServeConfig) -> list[int]:
     return nodes
 
 
-def _run(app: serve.Application, name: str, prefix: str | None) -> None:
+def _run(app: serve.Application, name: str, prefix: str | None, what: str) -> None:
     # Waiting in Serve would be waiting for all of its tries.
-    updates = deployed.deploy(app, name, prefix, _LOGGING)
+    updates = deployed.deploy(app, name, prefix, _LOGGING, what)
     wait_until_running(name, updates)
     deployed.note_running(name)
 
 
-def _check_port(actual: int, port: int) -> None:
-    """A Serve that runs already keeps its own port, whatever it is asked for; Serve only logs that."""
+def _check_proxies(actual: int, port: int) -> None:
+    """Raises `StartFailed` if a Serve that runs already does not listen at `port`: it keeps the port that it was
+    started with, whatever it is asked for, and only logs that.
+    """
+    if not serve.status().proxies:
+        raise StartFailed(
+            "Serve runs on this cluster already, and without proxies; leave http_server=proxy out, or end all that it "
+            "runs (serve shutdown) and start again"
+        )
     if actual != port:
         raise StartFailed(f"Serve runs on this cluster already and listens on port {actual}; take it: --port {actual}")
 

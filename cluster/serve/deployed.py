@@ -1,17 +1,21 @@
 """The applications that this process has deployed on Serve: it refuses to overwrite others, and deletes only its own.
 
 Serve knows an application by its name alone, and would replace or delete the running application of another command
-without a word. So an application is this process's own only as long as Serve's time of its last deployment is the one
-that this process caused. `cluster/serve/app.py` is the only caller.
+without a word. So whoever deploys one notes in Ray's key-value store that it is theirs, and deletes it only while the
+note stands. `cluster/serve/app.py` is the only caller.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import secrets
 import time
+from typing import Any
 
 import msgspec
 from ray import serve
+from ray.experimental import internal_kv
 from ray.serve import RunTarget
 from ray.serve.context import _get_global_client as get_client
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, LoggingConfig
@@ -21,21 +25,35 @@ from cluster.serve.start_failure import StartFailed, in_words
 POLL_S = 0.5
 """Seconds between two looks at an application that another command is deleting."""
 
+_NAMESPACE = b"manta-applications"
+"""The part of Ray's key-value store that holds the notes, by the applications' names."""
+
 logger = logging.getLogger(__name__)
+
+
+class _Note(msgspec.Struct):
+    """What the command that deployed an application says of it."""
+
+    token: str
+    """Drawn anew for each deployment."""
+    what: str
+    """The model and the port, for people."""
+    process: int
+    """The process id of the command."""
 
 
 class _Own(msgspec.Struct):
     """An application that this process deployed, or is about to deploy."""
 
-    deployed_at: float | None = None
-    """Serve's time of the deployment, in seconds since the epoch; None until Serve has said it."""
-    updates: bool = False
+    token: str
+    """The token of its note."""
+    updates: bool
     """Whether an application of another command ran under its name before."""
     runs: bool = False
 
 
 _own: dict[str, _Own] = {}
-"""By name."""
+"""The applications of this process, by name."""
 
 
 def applications() -> dict[str, ApplicationStatusOverview]:
@@ -53,8 +71,8 @@ def check_name(name: str, replace: bool) -> None:
     running = applications().get(name)
     if running is not None and not replace:
         raise StartFailed(
-            f"the application {name!r} runs on this cluster already ({_described(running)}); add --replace to replace "
-            "it, or --name NAME and another --port to run beside it"
+            f"the application {name!r} runs on this cluster already ({_described(name, running)}); add --replace to "
+            "replace it, or --name NAME and another --port to run beside it"
         )
     told = False
     while running is None and _exists(name):
@@ -66,9 +84,7 @@ def check_name(name: str, replace: bool) -> None:
 
 def check_prefix(name: str, prefix: str) -> None:
     """Raises `StartFailed` if Serve's proxies send requests below `prefix` to another application than `name`."""
-    client = get_client(raise_if_no_controller_running=False)
-    found = {} if client is None else client.get_serve_details()["applications"]
-    for other, details in found.items():
+    for other, details in _details().items():
         if other != name and details["route_prefix"] == prefix:
             raise StartFailed(
                 f"Serve's proxies send requests below {prefix} to the application {other!r} already; give this one a "
@@ -77,21 +93,23 @@ def check_prefix(name: str, prefix: str) -> None:
             )
 
 
-def deploy(app: serve.Application, name: str, prefix: str | None, log: LoggingConfig) -> bool:
-    """Deploys without waiting until the application runs. Returns whether it updates one that runs."""
-    own = _own[name] = _Own(updates=name in applications())
+def deploy(app: serve.Application, name: str, prefix: str | None, log: LoggingConfig, what: str) -> bool:
+    """Deploys without waiting until the application runs. Returns whether it updates one that runs. `what` says for
+    people what is deployed.
+    """
+    updates = name in applications()
+    _note(name, what, updates)
     serve.run_many([RunTarget(app, name, prefix, log)], wait_for_applications_running=False)
-    adopt(name)
-    return own.updates
+    return updates
 
 
-def adopt(name: str) -> None:
-    """Makes the running application `name` this process's own."""
-    _own.setdefault(name, _Own()).deployed_at = serve.status().applications[name].last_deployed_time_s
+def adopt(name: str, what: str) -> None:
+    """Makes the running application `name`, which a command left that was killed, this process's own."""
+    _note(name, what, updates=False)
 
 
 def note_running(name: str) -> None:
-    """The application runs; from now on nothing is left of what it replaced."""
+    """Says that the application runs, so that nothing is left of what it replaced."""
     _own[name].runs = True
 
 
@@ -103,7 +121,7 @@ def delete_own() -> None:
             running = applications().get(name)
             if running is None:
                 continue
-            if own.deployed_at not in (None, running.last_deployed_time_s):
+            if not _is_still_own(name, own):
                 logger.warning("the application %r goes on: another command has replaced it since", name)
             elif own.updates and not own.runs:
                 logger.warning(
@@ -117,13 +135,41 @@ def delete_own() -> None:
             logger.warning("the application %r may still run on the cluster: %s", name, in_words(error))
 
 
+def _note(name: str, what: str, updates: bool) -> None:
+    note = _Note(secrets.token_hex(8), what, os.getpid())
+    _own[name] = _Own(note.token, updates)
+    internal_kv._internal_kv_put(name.encode(), msgspec.json.encode(note), True, namespace=_NAMESPACE)
+
+
+def _note_of(name: str) -> _Note | None:
+    found = internal_kv._internal_kv_get(name.encode(), namespace=_NAMESPACE)
+    return None if found is None else msgspec.json.decode(found, type=_Note)
+
+
+def _is_still_own(name: str, own: _Own) -> bool:
+    """Whether nobody has deployed another application under this name since: `serve deploy` leaves no note."""
+    note, details = _note_of(name), _details().get(name, {})
+    return note is not None and note.token == own.token and details.get("source") != "declarative"
+
+
+def _details() -> dict[str, Any]:
+    """Serve's details of each application, by name."""
+    client = get_client(raise_if_no_controller_running=False)
+    return {} if client is None else client.get_serve_details()["applications"]
+
+
 def _exists(name: str) -> bool:
     return get_client(raise_if_no_controller_running=False) is not None and name in serve.status().applications
 
 
-def _described(running: ApplicationStatusOverview) -> str:
-    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(running.last_deployed_time_s))
+def _described(name: str, running: ApplicationStatusOverview) -> str:
     replicas = ", ".join(
-        f"{sum(each.replica_states.values())} {name}" for name, each in sorted(running.deployments.items())
+        f"{sum(each.replica_states.values())} {deployment}" for deployment, each in sorted(running.deployments.items())
     )
-    return f"{running.status.value}, deployed {since}, replicas: {replicas or 'none'}"
+    found = [running.status.value, f"replicas: {replicas or 'none'}"]
+    note, source = _note_of(name), _details().get(name, {}).get("source")
+    if source == "declarative":
+        found.insert(0, "from serve deploy")
+    elif note is not None:
+        found.insert(0, f"{note.what}, from the command with process id {note.process}")
+    return ", ".join(found)
