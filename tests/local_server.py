@@ -24,7 +24,7 @@ from cluster.http.access.keys import with_api_keys
 from cluster.serve.engine_deployment import EngineReplica
 from cluster.serve.ingress import ListeningIngress
 from tests.checkpoints import checkpoint
-from tests.server import SETTINGS, Client
+from tests.server import PATIENCE_S, SETTINGS, Client
 
 
 class Handle:
@@ -129,7 +129,7 @@ class LocalServer:
         self.replica.engine.check_integrity()
 
 
-async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = PATIENCE_S) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"it did not come true within {seconds:g} s"
@@ -152,7 +152,7 @@ def post(body: dict[str, Any], connection: str = "close", headers: Sequence[str]
 async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[int, bytes]:
     """(status, body as it came) once the server has closed the connection."""
     try:
-        head, _, body = (await asyncio.wait_for(reader.read(-1), 20)).partition(b"\r\n\r\n")
+        head, _, body = (await asyncio.wait_for(reader.read(-1), PATIENCE_S)).partition(b"\r\n\r\n")
     finally:
         writer.close()
     return int(head.split()[1]), body
@@ -186,7 +186,7 @@ async def _serving(config: ServeConfig) -> AsyncIterator[LocalServer]:
     finally:
         ingress._listener.should_exit = True
         assert ingress._listener._serving is not None
-        await asyncio.wait_for(ingress._listener._serving, 20)
+        await asyncio.wait_for(ingress._listener._serving, PATIENCE_S)
         for opened in replica._sender._connections.values():
             (await opened).close()
 
@@ -205,7 +205,7 @@ class ThreadedServer(Client):
         self._run(self._server.__aenter__())
 
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(60)
+        asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(PATIENCE_S)
 
     def stop(self) -> None:
         self._run(self._server.__aexit__(None, None, None))

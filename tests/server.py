@@ -16,6 +16,10 @@ import urllib.request
 from benchmarks.processes import free_port
 from tests.checkpoints import checkpoint
 
+PATIENCE_S = 600.0
+"""A test may wait for up to this long for something that happens at once on an idle machine. It only ends a test that
+would hang: what a user relies on to be quick is measured under `MANTA_PROVE=1`.
+"""
 SETTINGS = ("engine.dtype=float32", "engine.kv_cache_bytes=8388608", "engine.num_threads=1")
 """Of every server of the tests; later ones count."""
 
@@ -30,7 +34,7 @@ class Client:
         self.url = f"http://127.0.0.1:{port}"
 
     def get(self, path: str) -> str:
-        with urllib.request.urlopen(self.url + path, timeout=30) as response:
+        with urllib.request.urlopen(self.url + path, timeout=PATIENCE_S) as response:
             return response.read().decode()
 
     def metrics(self) -> dict[str, float]:
@@ -47,7 +51,7 @@ class Client:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json", **(headers or {})})
         try:
-            response = urllib.request.urlopen(request, timeout=60)
+            response = urllib.request.urlopen(request, timeout=PATIENCE_S)
         except urllib.error.HTTPError as error:
             response = error
         with response:
@@ -81,7 +85,7 @@ class Server(Client):
     def stop(self) -> None:
         if self.process.poll() is None:
             self.process.terminate()
-            self.process.communicate(timeout=60)
+            self.process.communicate(timeout=PATIENCE_S)
 
 
 @functools.cache

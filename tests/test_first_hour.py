@@ -31,7 +31,7 @@ from cluster.cli.serve import _has_chat, ready_message
 from cluster.config import EngineConfig, ServeConfig, load_config
 from cluster.llm import LLM
 from tests.checkpoints import checkpoint
-from tests.server import shared_server
+from tests.server import PATIENCE_S, shared_server
 from workers.checkpoints.model_config import load_model_config
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -112,7 +112,7 @@ def test_make_names_its_own_variable_for_a_port_that_is_taken() -> None:
         }
         # Nothing is installed: what says that it was is a file that is there.
         command = ["make", "serve", f"PORT={port}", f"BIN={pathlib.Path(sys.executable).parent}", "STAMP=Makefile"]
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
     said = " ".join(done.stderr.split())
     assert f"port {port} on 127.0.0.1 is in use by another program" in said
     assert f"with PORT=: make serve PORT={port + 1}" in said
@@ -313,7 +313,7 @@ def _get(path: str, accept: str = "*/*") -> tuple[int, str, str]:
     """Status, content type and body."""
     request = urllib.request.Request(shared_server().url + path, headers={"Accept": accept})
     try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
             return answer.status, answer.headers["content-type"], answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.headers["content-type"], error.read().decode()
@@ -432,7 +432,7 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._terminal, text.encode())
 
-    def wait_for(self, text: str, seconds: float = 30.0) -> None:
+    def wait_for(self, text: str, seconds: float = PATIENCE_S) -> None:
         """Until it was printed since the last call."""
         deadline = time.monotonic() + seconds
         while text not in self.printed:
@@ -443,7 +443,7 @@ class Terminal:
 
     def end(self) -> None:
         self.type("/exit\n")
-        assert self.process.wait(30) == 0
+        assert self.process.wait(PATIENCE_S) == 0
         os.close(self._terminal)
 
 
@@ -464,7 +464,7 @@ def test_pasted_lines_are_one_message_and_thoughts_are_dim(replies: http.server.
 
 def _chat(port: int, typed: str) -> str:
     command = [sys.executable, "-m", "cluster.cli", "chat", "--port", str(port)]
-    done = subprocess.run(command, input=typed, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, input=typed, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
