@@ -209,7 +209,7 @@ def ingress_deployment(config: ServeConfig, num_nodes: int) -> Any:
         DeployedIngress if listens else serve.ingress()(Ingress),
         name="ingress",
         num_replicas=None if "autoscaling_config" in places else num_replicas,
-        health_check_period_s=1,  # a dead ingress serves nobody on its node; a check takes it less than a millisecond
+        health_check_period_s=1,  # its port answers nobody meanwhile; a check takes 10 us
         max_ongoing_requests=100_000,  # the engine's queue limit refuses, and says so in OpenAI's shape
         graceful_shutdown_timeout_s=config.drain_notice_s + config.drain_timeout_s,
         graceful_shutdown_wait_loop_s=DRAIN_POLL_S,
