@@ -82,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _file_name(parts: list[str]) -> str:
-    """Of its own for some of the parts, so that they do not replace the others' figures of this day."""
+    """A name of its own if only some parts run, so that they do not replace the figures of the others on this day."""
     chosen = "" if parts == list(PARTS) else "-" + "-".join(parts)
     return f"gpu-{datetime.date.today().isoformat()}{chosen}.md"
 
@@ -175,7 +175,9 @@ class Process:
         self._seconds = seconds
 
     def lines(self) -> Iterator[str]:
-        """What it writes, as it comes. Through a file, because a pipe may stay open in a process that it leaves."""
+        """The lines that it writes, as they come. They go through a file, because a pipe may stay open in a process that
+        it leaves.
+        """
         last = ""
         with tempfile.NamedTemporaryFile("w") as written, open(written.name, errors="replace") as read:
             environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONUNBUFFERED": "1"}

@@ -40,12 +40,12 @@ class BenchmarkError(RuntimeError):
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """What all engines of one sitting share, and where the peer is."""
+    """The options that all engines of one sitting share, and where the peer is."""
 
     kv_cache_bytes: int
     max_model_len: int = MAX_MODEL_LEN
     environment: dict[str, str] = {}
-    """Of Manta."""
+    """Variables that Manta's processes get in addition."""
     vllm_python: str | None = None
     vllm_preload: tuple[str, ...] = ()
     vllm_environment: dict[str, str] = {}
@@ -281,7 +281,7 @@ class ServerProcess(Child):
     """An OpenAI-compatible server, healthy when constructed; `start_seconds` is from launch to a healthy answer."""
 
     idle_share = 0.15
-    """What Ray's processes use for looking around a few times a second, more or less."""
+    """About the cores that Ray's processes use for their periodic checks."""
 
     def __init__(
         self, engine: str, model: str, setup: Setup, port: int, options: Mapping[str, Any] | None = None
@@ -322,7 +322,9 @@ def python_of(engine: str, setup: Setup) -> str:
 
 
 def environment_of(engine: str, setup: Setup) -> dict[str, str]:
-    """What the child's environment adds. vLLM's default binding leaves a core idle, so it is told to take them all."""
+    """The variables that a child gets in addition. vLLM's default binding leaves a core idle, so it is told to take all
+    of them.
+    """
     common = {"HF_HUB_OFFLINE": "1"}
     if engine in ("manta", PEER):
         return common | {"RAY_USAGE_STATS_ENABLED": "0"} | (setup.environment if engine == "manta" else {})

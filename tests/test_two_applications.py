@@ -134,6 +134,50 @@ def test_two_models_serve_side_by_side_and_nobody_ends_another_ones(cluster: Ray
     assert statuses(cluster) == {}
 
 
+ENGINES = """
+import sys
+from cluster.config import EngineConfig, ServeConfig
+from cluster.serve import app, deployed
+
+deployed.OWNER_PATIENCE_S = float(sys.argv[2])
+engine = EngineConfig(model=sys.argv[1], dtype="float32", kv_cache_bytes=8 << 20, num_threads=1)
+try:
+    app.start_engines(ServeConfig(engine=engine), "batch-family-options")
+    print("ready", flush=True)
+    sys.stdin.readline()
+except app.StartFailed as error:
+    print(error, flush=True)
+finally:
+    app.stop()
+"""
+
+
+def start_engines(cluster: RayCluster, patience_s: float) -> tuple[subprocess.Popen[str], str]:
+    """A command that starts engines as `manta batch` does, and the first line that it prints."""
+    words = [sys.executable, "-c", ENGINES, str(checkpoint("llama")), str(patience_s)]
+    process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=cluster.environment)
+    assert process.stdout is not None
+    return process, process.stdout.readline()
+
+
+def test_engines_of_a_batch_are_taken_over_from_a_command_that_was_killed_and_from_no_other(
+    cluster: RayCluster,
+) -> None:
+    first, said = start_engines(cluster, 60)
+    assert said == "ready\n"
+    second, said = start_engines(cluster, 0)
+    assert f"belong to a command that runs, with process id {first.pid}; wait until it has ended" in said
+    assert second.wait() == 0
+    assert statuses(cluster) == {"batch-family-options": "RUNNING"}
+    first.kill()
+    first.communicate()
+    third, said = start_engines(cluster, 600)
+    assert said == "ready\n"
+    assert statuses(cluster) == {"batch-family-options": "RUNNING"}
+    third.communicate("\n")
+    assert statuses(cluster) == {}
+
+
 def statuses(cluster: RayCluster) -> dict[str, str]:
     """The status of each application, by name."""
     found = yaml.safe_load(cluster.run("serve", "status", "--address", cluster.address).stdout)["applications"]
@@ -168,8 +212,16 @@ def test_two_models_serve_behind_serves_proxies_each_below_its_prefix(
         assert [len(json.loads(shown.stdout)["engines"])] == [1], shown.stderr
     assert httpx.get(f"{url}/first/v1/nothing").json()["error"]["code"] == "unknown_url"
 
-    taken = Command(cluster, "llama", free_port(), "--name", "third", "--set", "http_server=proxy")
-    code, error = taken.ended()
+    port, flags = config["http_options"]["port"], ("--set", "http_server=proxy", "--name")
+    code, error = Command(cluster, "llama", free_port(), *flags, "third").ended()
     assert code == 1
-    assert f"Serve runs on this cluster already and listens on port {config['http_options']['port']}" in error
+    assert f"Serve runs on this cluster already and listens on port {port}; take it: --port {port}" in error
+    third = Command(cluster, "llama", port, *flags, "third").is_ready()
+    third.ask()
+    code, error = Command(cluster, "llama", port, *flags, "fourth").ended()
+    assert code == 1
+    assert "Serve's proxies send requests below / to the application 'third' already; give this one a port" in error
+    third.ask()
+    third.stop()
+    assert statuses(cluster) == {"first": "RUNNING", "second": "RUNNING"}
     assert cluster.run("serve", "shutdown", "--yes", "--address", cluster.address).returncode == 0

@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 
 async def no_other_metrics() -> list[list[Metric]]:
-    """For the only replica of the endpoint."""
+    """The metrics of the others, for the only replica of the endpoint: none."""
     return []
 
 
 async def no_cluster() -> tuple[list[DeploymentState], list[NodeState]]:
-    """For an application that Serve does not run."""
+    """The deployments and nodes of an application that Serve does not run: none."""
     return [], []
 
 
@@ -85,7 +85,7 @@ class HttpApp:
                     await self._answer(exchange)
 
     def begin_drain(self) -> None:
-        """From now on probes are told that this replica goes, and each connection ends with its answer."""
+        """Makes probes fail from now on, and ends each connection after its answer."""
         self._state.drains = True
 
     async def _answer(self, exchange: Exchange) -> None:

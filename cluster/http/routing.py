@@ -58,7 +58,7 @@ class Router:
     def __init__(self, routes: Iterable[Route]) -> None:
         self._exact: dict[str, dict[str, Route]] = {}
         self._with_parameter: dict[tuple[str, str], dict[str, Route]] = {}
-        """By the text before the parameter and after it, the longest text after it first."""
+        """The routes by the text before the parameter and after it, the longest text after it first."""
         routes = tuple(routes)
         self._served = [(route.method, route.path) for route in routes]
         for route in routes:

@@ -125,15 +125,18 @@ def start_engines(config: ServeConfig, name: str) -> tuple[Any, str]:
     """Starts Ray, Serve and the engines alone, with no endpoint before them. Returns what an `EngineClient` needs: the
     handle of their deployment and the address at which they reach this machine.
 
-    If the application `name` runs already on a joined cluster, its engines are taken. Engines of the same family with
-    other options are ended, because they hold the room. Raises as `start` does.
+    A command that was killed may have left the application `name` on a joined cluster; then its engines are taken.
+    Engines of the same family with other options are ended, because they hold the room. Raises as `start` does, and if
+    the command that started these engines still runs.
     """
     with _told_on_failure():
         nodes = _connect(config)
         serve.start(ProxyLocation.Disabled, logging_config=_LOGGING)
         left = _left_engines(name)
-        for other in left - {name}:
-            serve.delete(other)
+        for other in sorted(left):
+            deployed.wait_until_left(other)
+            if other != name:
+                serve.delete(other)
         if name in left:
             deployed.adopt(name, config.engine.model)
             wait_until_running(name)
@@ -199,7 +202,7 @@ def _start(config: ServeConfig, name: str, replace: bool, on_connected: Callable
 
 
 async def _loaded_model(name: str) -> ModelInfo:
-    """What an engine says that it loaded. If the engine dies Serve replaces it, and the next one is asked.
+    """Returns the `ModelInfo` of an engine. If the engine dies Serve replaces it, and the next one is asked.
 
     It is asked in an event loop, as a handle must be if `RAY_SERVE_THROUGHPUT_OPTIMIZED` is set.
     """

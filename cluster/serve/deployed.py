@@ -14,7 +14,9 @@ import time
 from typing import Any
 
 import msgspec
+import ray
 from ray import serve
+from ray._private.state import jobs
 from ray.experimental import internal_kv
 from ray.serve import RunTarget
 from ray.serve.context import _get_global_client as get_client
@@ -23,7 +25,9 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, Loggi
 from cluster.serve.start_failure import StartFailed, in_words
 
 POLL_S = 0.5
-"""Seconds between two looks at an application that another command is deleting."""
+"""Seconds between two looks at an application that another command is deleting, or at that command."""
+OWNER_PATIENCE_S = 60.0
+"""A command that was killed may count as running for up to this long: Ray notices a dead node after about 20 s."""
 
 _NAMESPACE = b"manta-applications"
 """The part of Ray's key-value store that holds the notes, by the applications' names."""
@@ -32,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Note(msgspec.Struct):
-    """What the command that deployed an application says of it."""
+    """The description of an application by the command that deployed it."""
 
     token: str
     """Drawn anew for each deployment."""
@@ -40,6 +44,8 @@ class _Note(msgspec.Struct):
     """The model and the port, for people."""
     process: int
     """The process id of the command."""
+    job: str
+    """The Ray job of the command, which ends with it."""
 
 
 class _Own(msgspec.Struct):
@@ -57,7 +63,7 @@ _own: dict[str, _Own] = {}
 
 
 def applications() -> dict[str, ApplicationStatusOverview]:
-    """Those that run on the cluster, without those that Serve is deleting."""
+    """The applications on the cluster by name, without those that Serve is deleting."""
     if get_client(raise_if_no_controller_running=False) is None:
         return {}
     found = serve.status().applications
@@ -108,6 +114,20 @@ def adopt(name: str, what: str) -> None:
     _note(name, what, updates=False)
 
 
+def wait_until_left(name: str) -> None:
+    """Returns when no command that runs has deployed or adopted the application `name`. Raises `StartFailed` if one
+    still does after `OWNER_PATIENCE_S`.
+    """
+    deadline = time.monotonic() + OWNER_PATIENCE_S
+    while (note := _note_of(name)) is not None and _runs(note):
+        if time.monotonic() > deadline:
+            raise StartFailed(
+                f"the engines of the application {name!r} belong to a command that runs, with process id "
+                f"{note.process}; wait until it has ended, or end it"
+            )
+        time.sleep(POLL_S)
+
+
 def note_running(name: str) -> None:
     """Says that the application runs, so that nothing is left of what it replaced."""
     _own[name].runs = True
@@ -136,7 +156,7 @@ def delete_own() -> None:
 
 
 def _note(name: str, what: str, updates: bool) -> None:
-    note = _Note(secrets.token_hex(8), what, os.getpid())
+    note = _Note(secrets.token_hex(8), what, os.getpid(), ray.get_runtime_context().get_job_id())
     _own[name] = _Own(note.token, updates)
     internal_kv._internal_kv_put(name.encode(), msgspec.json.encode(note), True, namespace=_NAMESPACE)
 
@@ -144,6 +164,11 @@ def _note(name: str, what: str, updates: bool) -> None:
 def _note_of(name: str) -> _Note | None:
     found = internal_kv._internal_kv_get(name.encode(), namespace=_NAMESPACE)
     return None if found is None else msgspec.json.decode(found, type=_Note)
+
+
+def _runs(note: _Note) -> bool:
+    """Whether the command that wrote the note still runs."""
+    return any(job["JobID"] == note.job and not job["IsDead"] for job in jobs())
 
 
 def _is_still_own(name: str, own: _Own) -> bool:
@@ -171,5 +196,6 @@ def _described(name: str, running: ApplicationStatusOverview) -> str:
     if source == "declarative":
         found.insert(0, "from serve deploy")
     elif note is not None:
-        found.insert(0, f"{note.what}, from the command with process id {note.process}")
+        ended = "" if _runs(note) else ", which has ended"
+        found.insert(0, f"{note.what}, from the command with process id {note.process}{ended}")
     return ", ".join(found)

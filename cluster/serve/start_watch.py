@@ -48,7 +48,7 @@ _GIVEN_UP = "rolling update"
 
 
 class Outcome(enum.Enum):
-    """What one look at Serve's status says of a start."""
+    """The state of a start after one look at Serve's status."""
 
     WAITS = enum.auto()
     RUNS = enum.auto()
@@ -57,7 +57,7 @@ class Outcome(enum.Enum):
 
 
 class Start:
-    """What is known of a start: which deployments have had a ready replica.
+    """The record of a start: which deployments have had a ready replica.
 
     `updates` says that an earlier version of the application may run. Its ready replicas prove nothing about the new
     version; Serve's status then does.
