@@ -175,8 +175,8 @@ class Process:
         self._seconds = seconds
 
     def lines(self) -> Iterator[str]:
-        """The lines that it writes, as they come. They go through a file, because a pipe may stay open in a process that
-        it leaves.
+        """The lines that it writes, as they come. They go through a file, because a pipe may stay open in a process
+        that it leaves.
         """
         last = ""
         with tempfile.NamedTemporaryFile("w") as written, open(written.name, errors="replace") as read:

@@ -134,6 +134,24 @@ def test_two_models_serve_side_by_side_and_nobody_ends_another_ones(cluster: Ray
     assert statuses(cluster) == {}
 
 
+@pytest.mark.prove
+def test_an_update_that_fails_deletes_nothing_and_the_next_one_takes_over(cluster: RayCluster) -> None:
+    port = free_port()
+    first = Command(cluster, "llama", port).is_ready()
+    wrong = ("--replace", "--set", "engine.logits_processors={wrong: nowhere:A}")
+    code, error = Command(cluster, "qwen2", port, *wrong).ended()
+    assert code == 1
+    assert "the engine did not start: logits processor 'wrong': 'nowhere:A' cannot be imported" in error
+    assert "the application 'manta' stays as it is" in error
+    assert set(statuses(cluster)) == {"manta"}
+    later = Command(cluster, "qwen2", port, "--replace").is_ready()
+    later.ask()
+    first.stop()
+    later.ask()
+    later.stop()
+    assert statuses(cluster) == {}
+
+
 ENGINES = """
 import sys
 from cluster.config import EngineConfig, ServeConfig
