@@ -1,4 +1,4 @@
-"""What a batch's lines cost beside the engine: `manta batch` over `LLM.generate`, the same prompts in turns.
+"""Measures the cost of a batch's lines beside the engine: `manta batch` over `LLM.generate`, the same prompts in turns.
 
 The batch goes the way of `manta batch`: lines from a file, the endpoints in this process, an engine in its own, and a
 journal on the disk. `LLM` has a process to itself. Both have one thread a core, which spins as shortly.
@@ -45,7 +45,7 @@ class Round(NamedTuple):
     offline: float
     batch: float
     num_tokens: int
-    """Of all outputs together."""
+    """The tokens of all outputs together."""
 
 
 def batch(num_rounds: int) -> None:
@@ -89,7 +89,7 @@ async def _measure(model: str, num_rounds: int, num_lines: int) -> list[Round]:
                 rounds = [await _round(offline, answer, config, next(lines)) for _ in range(num_rounds + 1)]
         return rounds[1:]  # the first one warms up
     finally:
-        await asyncio.to_thread(app.stop, name)
+        await asyncio.to_thread(app.stop)
 
 
 def _lines(model: str, count: int, vocab_size: int) -> Iterator[list[dict[str, Any]]]:
@@ -107,7 +107,7 @@ def _lines(model: str, count: int, vocab_size: int) -> Iterator[list[dict[str, A
 
 
 _llms: list[LLM] = []
-"""Of the process that has one."""
+"""The `LLM` of the process that has one; else empty."""
 
 
 def _load(model: str) -> None:

@@ -1,11 +1,13 @@
 """The engines and servers under test as child processes: start, ask, weigh, stop.
 
 `EngineProcess` is the other end of `benchmarks/engine_child.py`'s pipe; `ServerProcess` is an HTTP server. Each child
-leads a process group of its own, so that stopping it leaves nothing behind.
+leads a process group of its own, so that stopping it leaves nothing behind. A child that still runs when the benchmark
+ends, be it by an exception, Ctrl-C or SIGTERM, is stopped then.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -16,6 +18,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -37,12 +40,12 @@ class BenchmarkError(RuntimeError):
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """What all engines of one sitting share, and where the peer is."""
+    """The options that all engines of one sitting share, and where the peer is."""
 
     kv_cache_bytes: int
     max_model_len: int = MAX_MODEL_LEN
     environment: dict[str, str] = {}
-    """Of Manta."""
+    """Variables that Manta's processes get in addition."""
     vllm_python: str | None = None
     vllm_preload: tuple[str, ...] = ()
     vllm_environment: dict[str, str] = {}
@@ -58,6 +61,25 @@ class Timing(NamedTuple):
     num_tokens: int
     steps: list[tuple[float, int]]
     """(seconds since the start, sequences that gained tokens) of each step that gave any."""
+
+
+_running: list[Child] = []
+"""The children that were started and not stopped yet."""
+
+
+@atexit.register
+def _stop_running() -> None:
+    while _running:
+        _running[-1].stop()
+
+
+def _unwind_on_sigterm() -> None:
+    """Makes SIGTERM raise `KeyboardInterrupt`, as Ctrl-C does, unless somebody handles it already: by default it would
+    end this process at once and leave its children running.
+    """
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 class Child:
@@ -83,6 +105,7 @@ class Child:
         """The most that the child, not paused, used while another had its turn."""
         self._paused: list[psutil.Process] = []
         self.started = time.perf_counter()
+        _unwind_on_sigterm()
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE if self.uses_pipe else subprocess.DEVNULL,
@@ -93,6 +116,7 @@ class Child:
             start_new_session=True,
             text=True,
         )
+        _running.append(self)
 
     def fail(self, what: str) -> BenchmarkError:
         self._log.flush()
@@ -175,6 +199,8 @@ class Child:
 
     def stop(self) -> None:
         """Asks politely, then ends what is left of the process group and of the tree."""
+        with contextlib.suppress(ValueError):  # it was stopped before
+            _running.remove(self)
         self.wake()
         descendants = self.processes()
         if self.uses_pipe and self.process.stdin is not None:
@@ -255,7 +281,7 @@ class ServerProcess(Child):
     """An OpenAI-compatible server, healthy when constructed; `start_seconds` is from launch to a healthy answer."""
 
     idle_share = 0.15
-    """What Ray's processes use for looking around a few times a second, more or less."""
+    """About the cores that Ray's processes use for their periodic checks."""
 
     def __init__(
         self, engine: str, model: str, setup: Setup, port: int, options: Mapping[str, Any] | None = None
@@ -296,7 +322,9 @@ def python_of(engine: str, setup: Setup) -> str:
 
 
 def environment_of(engine: str, setup: Setup) -> dict[str, str]:
-    """What the child's environment adds. vLLM's default binding leaves a core idle, so it is told to take them all."""
+    """The variables that a child gets in addition. vLLM's default binding leaves a core idle, so it is told to take all
+    of them.
+    """
     common = {"HF_HUB_OFFLINE": "1"}
     if engine in ("manta", PEER):
         return common | {"RAY_USAGE_STATS_ENABLED": "0"} | (setup.environment if engine == "manta" else {})

@@ -1,4 +1,5 @@
-"""A Ray for this application alone, on this machine: without what only clusters need, and with fewer periodic checks.
+"""Starts a Ray for this application alone, on this machine: without the parts that only clusters need, and with fewer
+periodic checks.
 
 Each wake of one of Ray's processes holds up a step, whose threads wait for each other. Beside an idle server that was
 already told to report less often, an engine lost 9, 4 and 0% in three runs; its 1,060 wakes a second are 783 without
@@ -25,7 +26,7 @@ from cluster.private_folder import PrivateFolder
 from workers.host import num_cores
 
 STOP_PATIENCE_S = 15.0
-"""How long processes that were asked to end may take; then they are killed."""
+"""Processes that were asked to end are killed after this time."""
 LOOPBACK = "127.0.0.1"
 _OBJECT_STORE_BYTES = 128 * 2**20
 """Manta keeps nothing there: requests and outputs are small."""
@@ -46,7 +47,7 @@ _ENVIRONMENT = {
     "REPORTER_UPDATE_INTERVAL_MS": "60000",
     "SCAN_EVENT_DIR_INTERVAL_SECONDS": "60",
 }
-"""Of Ray's own processes."""
+"""The environment of Ray's own processes."""
 
 
 def _no_api_server(node: Node, **_: Any) -> None:
@@ -68,14 +69,14 @@ a tenth and takes 40 to 60 MiB; `manta bench cluster --parts own-ray` shows it.
 
 
 _folders: list[PrivateFolder] = []
-"""Of the Ray that runs."""
+"""The folders of the Ray that runs."""
 _roots: list[psutil.Process] = []
 """The processes that it began with: this process may have other children."""
 
 
 def start(num_cpus: int = 0) -> None:
-    """With `num_cpus` or as many as there are cores: actors that claim more threads than cores start too. Raises what
-    `ray.init` raises.
+    """Starts Ray with `num_cpus`, or with as many as there are cores if those are more, because actors that claim more
+    threads than cores start too. Raises what `ray.init` raises.
     """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -104,13 +105,13 @@ def _start(folder: pathlib.Path, num_cpus: int) -> None:
 
 
 def keep_logs() -> None:
-    """Its folder stays until the next start."""
+    """Keeps its folder until the next start."""
     for folder in _folders:
         folder.is_kept = True
 
 
 def stop() -> None:
-    """None of its processes outlives it, and none of its files but logs that are kept."""
+    """Ends Ray with all its processes, and removes its files except logs that are kept."""
     started = _processes()
     # Ray ends its processes politely. One that does not listen would hold up the shutdown, so patience has an end.
     impatience = threading.Timer(STOP_PATIENCE_S, _kill, [started])
@@ -129,8 +130,8 @@ def _close_folders() -> None:
 
 @contextlib.contextmanager
 def _for_nobody_else() -> Iterator[None]:
-    """What is written meanwhile, and by the processes that are started, is this user's alone: logs, and the token by
-    which Ray knows its own, which older files of it may show to all.
+    """Makes the files that this process and those that it starts write this user's alone: logs, and the token by which
+    Ray knows its own, which older files of it may show to all.
     """
     with contextlib.suppress(OSError):  # there is none yet
         (pathlib.Path.home() / ".ray" / "auth_token").chmod(0o600)

@@ -183,9 +183,10 @@ class GrammarPool:
         enough: Callable[[int], bool],
         is_there: Callable[[int], bool] | None = None,
     ) -> list[int]:
-        """Waits until `enough(number of sessions missing)` is true or `seconds` have passed. A session is missing while
-        `is_there` (by default `is_ready`) is False for it. Returns those missing now: also a session whose row was there
-        when the wait began, if its worker has died since.
+        """Waits until `enough(number of sessions missing)` is true or `seconds` have passed.
+
+        A session is missing while `is_there` (by default `is_ready`) is False for it. Returns those missing now: also a
+        session whose row was there when the wait began, if its worker has died since.
         """
         is_there = is_there or self.is_ready
         deadline = time.monotonic() + seconds

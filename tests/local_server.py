@@ -198,7 +198,7 @@ class ThreadedServer(Client):
         self._run(self._server.__aenter__())
 
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(60)
+        asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(PATIENCE_S)
 
     def stop(self) -> None:
         self._run(self._server.__aexit__(None, None, None))

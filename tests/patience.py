@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-PATIENCE_S = 240.0
+PATIENCE_S = 600.0
 """Seconds after which a test holds that something will never happen."""
 
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import mmap
+import os
 import random
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -17,9 +21,10 @@ import pytest
 from benchmarks import resume
 from benchmarks.engine_child import resident_bytes
 from benchmarks.http_load import run_load
-from benchmarks.processes import BenchmarkError, Child, Timing
+from benchmarks.processes import ROOT, BenchmarkError, Child, Timing
 from benchmarks.report import Result, bootstrap_interval, combine, header, table_line
 from benchmarks.workloads import WORKLOADS, PromptSource, Row, alternate, run_workload, step_seconds
+from cluster.cli.bench import run_bench
 from cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput
 from cluster.serve.progress import Progress
 from workers.sampling_params import SamplingParams
@@ -40,6 +45,61 @@ def test_streams_that_cannot_go_on_elsewhere_end_all_the_same() -> None:
             assert progress.num_tokens == kept
         finally:
             resume.switch(resumes=True)
+
+
+BENCHMARK = """
+import sys, time
+from benchmarks.processes import Child
+
+child = Child([sys.executable, "-c", {server!r}], {{}})
+child.engine = "server"
+child.wait_until_printed("serves", 60)
+print(*[process.pid for process in child.processes()], flush=True)
+time.sleep(600)
+"""
+SERVER = """
+import subprocess, sys, time
+part = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+print("serves", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_benchmark_that_is_told_to_end_takes_its_servers_along() -> None:
+    """One that does nothing about it itself: its servers are sessions of their own, with processes that are too."""
+    command = [sys.executable, "-c", BENCHMARK.format(server=SERVER)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as benchmark:
+        assert benchmark.stdout is not None
+        started = [psutil.Process(int(pid)) for pid in benchmark.stdout.readline().split()]
+        try:
+            assert len(started) == 2
+            benchmark.send_signal(signal.SIGTERM)
+            assert benchmark.wait(120) != 0
+            assert psutil.wait_procs(started, timeout=30)[1] == []
+        finally:
+            for process in started:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_every_part_of_manta_bench_unwinds_when_it_is_told_to_end(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended = []
+
+    def main(arguments: list[str]) -> int:
+        try:
+            os.kill(os.getpid(), number)
+            time.sleep(60)
+        finally:
+            ended.append(arguments)
+        return 0
+
+    monkeypatch.setattr("benchmarks.host.main", main)
+    assert run_bench(["host", "--steps", "1"]) == 130
+    assert ended == [["--steps", "1"]]
+    assert capsys.readouterr().err == "manta bench: interrupted\n"
 
 
 @pytest.mark.prove

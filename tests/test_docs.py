@@ -277,7 +277,9 @@ def starts_a_server(command: str, manual: Manual) -> None:
     configs: list[ServeConfig] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(serve, "_check_port", lambda host, port: None)  # somebody's own may be there
-        patch.setattr(serve, "_serve_until_signal", lambda config, quiet: configs.append(config))
+        for variable, value in re.findall(r"([A-Z_]+)=(\S+) ", command.removesuffix(bare(command))):
+            patch.setenv(variable, value)
+        patch.setattr(serve, "_serve_until_signal", lambda config, quiet, name, replace: configs.append(config))
         patch.setattr(
             check, "resolve_model_folder", lambda name: DEMO if name == HUB_ID else resolve_model_folder(name)
         )
@@ -452,6 +454,11 @@ COMMANDS: dict[str, Callable[[str, Manual], None]] = {
         "--set engine.placement_strategy=STRICT_SPREAD"
     ): starts_a_server,
     "RAY_ADDRESS=HEAD:6379 manta serve --set host=0.0.0.0 --set num_engine_replicas=2": starts_a_server,
+    "RAY_ADDRESS=HEAD:6379 manta serve demo": starts_a_server,
+    "RAY_ADDRESS=HEAD:6379 manta serve ~/models/Qwen2.5-0.5B-Instruct --name qwen --port 8001": starts_a_server,
+    "RAY_ADDRESS=HEAD:6379 manta serve demo --set engine.max_num_sequences=64 --replace": starts_a_server,
+    "serve deploy configs/serve/two-models.yaml": deploys,
+    "manta status --url http://localhost:8000/first": tells_its_status,
     "ray start --head --port=6379": starts_a_node,
     "ray start --address=HEAD:6379": starts_a_node,
     "serve deploy configs/serve/multi-node.yaml": deploys,

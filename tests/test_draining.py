@@ -14,6 +14,7 @@ from cluster.serve import engine_client as client_module
 from cluster.serve import ingress as ingress_module
 from cluster.serve.listening import listener as listener_module
 from tests.local_server import LocalServer, answer, local_server, post, until
+from tests.patience import PATIENCE_S
 
 
 class Peers:
@@ -66,7 +67,7 @@ async def begun_stream(server: LocalServer) -> tuple[asyncio.StreamReader, async
 
 async def num_tokens_of(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int:
     """Of a stream that is read until the server closes its connection."""
-    text = (await asyncio.wait_for(reader.read(-1), 20)).decode()
+    text = (await asyncio.wait_for(reader.read(-1), PATIENCE_S)).decode()
     writer.close()
     assert "data: [DONE]" in text
     usage = next(line for line in text.splitlines() if '"completion_tokens":' in line)
@@ -98,11 +99,11 @@ def test_readiness_fails_while_requests_are_still_taken_and_streams_end_whole(pe
             peers.places["successor"] = ("here", 8000)
             begun = time.monotonic()
             while not await is_refused(server):
-                assert time.monotonic() - begun < 10
+                assert time.monotonic() - begun < PATIENCE_S
                 await asyncio.sleep(0.05)
             assert not draining.done(), "a stream is still open"
             assert await num_tokens_of(*stream) == NUM_TOKENS
-            await asyncio.wait_for(draining, 10)
+            await asyncio.wait_for(draining, PATIENCE_S)
 
     asyncio.run(run())
 
@@ -117,7 +118,7 @@ def test_the_notice_ends_when_nobody_needs_it(peers: Peers, reason: str) -> None
             if reason == "replaced":
                 peers.places["successor"] = ("here", 8000)
             peers.is_removed = reason == "removed"
-            await asyncio.wait_for(draining, 10)
+            await asyncio.wait_for(draining, PATIENCE_S)
             assert await is_refused(server)
 
     asyncio.run(run())
@@ -130,7 +131,7 @@ def test_streams_of_an_application_that_was_deleted_end_in_time(peers: Peers, mo
     async def run() -> None:
         async with local_server() as server:
             reader, writer = await begun_stream(server)
-            await asyncio.wait_for(server.ingress.drain(), 10)
+            await asyncio.wait_for(server.ingress.drain(), PATIENCE_S)
             assert not reader.at_eof(), "Serve ends the process now"
             assert not server.engine_is_idle
             writer.close()
@@ -160,7 +161,7 @@ def test_who_finds_no_engine_is_answered_when_the_application_ends(
             assert status == 503
             assert "the application was ended" in json.loads(body)["error"]["message"]
             assert await num_tokens_of(*stream) == NUM_TOKENS
-            await asyncio.wait_for(draining, 10)
+            await asyncio.wait_for(draining, PATIENCE_S)
             monkeypatch.setattr(server.replica, "model", lambda: asyncio.sleep(600))
             with pytest.raises(ApiError, match="the application was ended"):
                 await client.model()

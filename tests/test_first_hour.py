@@ -433,7 +433,7 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._terminal, text.encode())
 
-    def wait_for(self, text: str, seconds: float = 30.0) -> None:
+    def wait_for(self, text: str, seconds: float = PATIENCE_S) -> None:
         """Until it was printed since the last call."""
         deadline = time.monotonic() + seconds
         while text not in self.printed:
@@ -444,7 +444,7 @@ class Terminal:
 
     def end(self) -> None:
         self.type("/exit\n")
-        assert self.process.wait(30) == 0
+        assert self.process.wait(PATIENCE_S) == 0
         os.close(self._terminal)
 
 

@@ -25,12 +25,15 @@ import pytest
 
 from benchmarks.processes import free_port
 from tests.checkpoints import checkpoint
+from tests.conftest import PROVE
+from tests.patience import PATIENCE_S
 from tests.test_start_failures import refusal, serve
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(900)
 
 RAY = str(pathlib.Path(sys.executable).parent / "ray")
 SOON_S = 10.0
+"""From the command to its refusal, on a machine that has nothing else to do."""
 
 
 class Cluster:
@@ -57,7 +60,7 @@ class Cluster:
         processes = [*psutil.Process(self.process.pid).children(recursive=True), psutil.Process(self.process.pid)]
         for process in processes:
             process.kill()
-        psutil.wait_procs(processes, timeout=10)
+        psutil.wait_procs(processes, timeout=PATIENCE_S)
 
 
 @pytest.fixture(scope="module")
@@ -70,10 +73,12 @@ def cluster() -> Iterator[Cluster]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def joining(cluster: Cluster, port: int, *settings: str, **environment: str) -> subprocess.Popen[str]:
+def joining(
+    cluster: Cluster, port: int, *settings: str, flags: tuple[str, ...] = (), **environment: str
+) -> subprocess.Popen[str]:
     environment = {"RAY_ADDRESS": cluster.address, "HOME": str(cluster.home), **environment}
     model = f"engine.model={checkpoint('llama')}"
-    return serve(model, f"port={port}", *settings, **environment)
+    return serve(model, f"port={port}", *settings, flags=flags, **environment)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +99,7 @@ def test_a_cluster_that_cannot_be_joined_is_told_in_a_sentence(
 ) -> None:
     started = time.monotonic()
     said = refusal(joining(cluster, free_port(), **environment))
-    assert time.monotonic() - started < SOON_S
+    assert not PROVE or time.monotonic() - started < SOON_S
     for word in words:
         assert word in said
 
@@ -120,11 +125,11 @@ def test_an_engine_that_cannot_start_on_a_joined_cluster_is_told(cluster: Cluste
     try:
         assert process.stdout is not None
         assert any("Ctrl-C stops it." in line for line in process.stdout)
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=30) as response:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=PATIENCE_S) as response:
             assert json.loads(response.read())["data"][0]["id"]
     finally:
         process.send_signal(signal.SIGTERM)
-        printed, error = process.communicate(timeout=60)
+        printed, error = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0
     assert "Traceback" not in printed + error
 
@@ -160,23 +165,23 @@ def test_an_engine_that_waits_for_cpus_that_others_hold_says_so(cluster: Cluster
         holder.kill()
         holder.communicate()
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
+        process.communicate(timeout=PATIENCE_S)
 
 
 # ---- ingresses that listen -----------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def joined(cluster: Cluster, port: int, *settings: str) -> Iterator[subprocess.Popen[str]]:
+def joined(cluster: Cluster, port: int, *settings: str, flags: tuple[str, ...] = ()) -> Iterator[subprocess.Popen[str]]:
     """Serves there; when it was not ended before, it is at the end, in peace."""
-    process = joining(cluster, port, "engine.dtype=float32", *settings)
+    process = joining(cluster, port, "engine.dtype=float32", *settings, flags=flags)
     try:
         assert process.stdout is not None
         assert any("Ctrl-C stops it." in line for line in process.stdout)
         yield process
     finally:
         process.send_signal(signal.SIGTERM)
-        printed, error = process.communicate(timeout=60)
+        printed, error = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0
     assert "Traceback" not in printed + error
 
@@ -184,7 +189,7 @@ def joined(cluster: Cluster, port: int, *settings: str) -> Iterator[subprocess.P
 def completion(port: int, num_tokens: int) -> dict[str, Any]:
     """On a connection of its own."""
     body = {"model": checkpoint("llama").name, "prompt": [5, 6, 7], "max_tokens": num_tokens, "ignore_eos": True}
-    answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60, trust_env=False)
+    answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=PATIENCE_S, trust_env=False)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -222,13 +227,12 @@ def test_a_new_version_of_the_only_ingress_takes_over_without_a_gap(cluster: Clu
         before = completion(port, 1)
         asking = clients.submit(ask)
         try:
-            with joined(cluster, port, *settings, "max_prompts_per_request=7"):
+            with joined(cluster, port, *settings, "max_prompts_per_request=7", flags=("--replace",)):
                 limits = httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False).text
                 assert 'option="max_prompts_per_request"} 7.0' in limits
                 count = num_answers
-                deadline = time.monotonic() + 30
                 while num_answers < count + 10:
-                    assert time.monotonic() < deadline
+                    assert not asking.done(), asking.result()
                     time.sleep(0.1)
                 ended.set()
                 asking.result()
@@ -250,7 +254,7 @@ def test_who_asks_while_the_application_ends_is_answered(cluster: Cluster) -> No
         with contextlib.suppress(httpx.ConnectError):
             while True:
                 url = f"http://127.0.0.1:{port}/v1/completions"
-                found.append(httpx.post(url, json=body, timeout=60, trust_env=False).status_code)
+                found.append(httpx.post(url, json=body, timeout=PATIENCE_S, trust_env=False).status_code)
         return found
 
     with concurrent.futures.ThreadPoolExecutor() as clients, joined(cluster, port):

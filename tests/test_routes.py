@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -121,9 +122,10 @@ ERROR = {"message": "wrong", "type": "not_found_error", "param": None, "code": N
 
 
 class App:
-    """The application with the route of this test, asked without a socket."""
+    """The application with the route of this test, asked without a socket, perhaps below a prefix."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, root_path: str = "", **options: Any) -> None:
+        self.root_path = root_path
         config = ServeConfig(engine=EngineConfig(model="demo"), **options)
         self.tokenizer = Tokenizer("demo")
         self.engines = RepeatingEngines()
@@ -131,7 +133,7 @@ class App:
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> httpx.Response:
         async def send() -> httpx.Response:
-            transport = httpx.ASGITransport(self.app)
+            transport = httpx.ASGITransport(self.app, root_path=self.root_path)
             async with httpx.AsyncClient(transport=transport, base_url="http://localhost", trust_env=False) as client:
                 content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
                 return await client.request(method, path, content=content, headers=headers)
@@ -207,10 +209,65 @@ def test_it_is_logged_and_routes_that_do_not_say_so_are_not() -> None:
         app.ask("POST", "/v1/count/x", {})
         app.ask("POST", "/tokenize", {"prompt": "a"})
         app.ask("GET", "/v1/models")
+        App(root_path="/two").ask("POST", "/two/v1/count/x", {"text": "a"})
     finally:
         logger.removeHandler(handler)
     logged = [(line["path"], line["status"]) for line in map(json.loads, lines)]
-    assert logged == [("/v1/count/x", 200), ("/v1/count/x", 400)]
+    assert logged == [("/v1/count/x", 200), ("/v1/count/x", 400), ("/two/v1/count/x", 200)]
+
+
+@pytest.mark.parametrize("given", ["/two", "/two/", "/v1"])
+def test_below_a_prefix_every_path_is_one_below_it(given: str) -> None:
+    """As Serve's proxies tell an application with a `route_prefix`, and any ASGI server one that is mounted."""
+    app, root = App(root_path=given), given.rstrip("/")
+    body = {"model": "demo", "prompt": "a"}
+    assert app.ask("POST", f"{root}/v1/completions", body).json()["choices"][0]["text"] == "abcabc"
+    assert app.ask("GET", f"{root}/v1/models/demo").json()["id"] == "demo"
+    assert app.ask("POST", f"{root}/v1/count/{root[1:]}", {"text": "a"}).json()["name"] == root[1:]
+    assert app.ask("OPTIONS", f"{root}/v1/models").headers["allow"] == "GET, HEAD, OPTIONS"
+    nothing = app.ask("GET", f"{root}/nothing")
+    assert nothing.status_code == 404
+    assert f"there is nothing at {root}/nothing" in nothing.json()["error"]["message"]
+    assert f"POST {root}/v1/completions" in nothing.json()["error"]["message"]
+    wrong = app.ask("DELETE", f"{root}/v1/models")
+    assert (wrong.status_code, wrong.json()["error"]["message"][: len(root) + 10]) == (405, f"{root}/v1/models")
+
+
+def test_below_a_prefix_every_link_leads_below_it() -> None:
+    app = App(root_path="/two")
+    home = app.ask("GET", "/two").json()
+    assert home == app.ask("GET", "/two/").json()
+    assert "GET /two/v1/models" in home["endpoints"]
+    assert "curl http://localhost/two/v1/chat/completions" in home["example"]
+    for path in (home["docs"], home["openapi"]):
+        assert path.startswith("/two/")
+        assert app.ask("GET", path).status_code == 200
+    document = app.ask("GET", "/two/openapi.json").json()
+    assert document["servers"] == [{"url": "/two"}]
+    assert "servers" not in App().ask("GET", "/openapi.json").json()
+    for page in ("/two", "/two/docs"):
+        text = app.ask("GET", page, accept="text/html").text
+        links = re.findall(r'href="([^"]+)"', text)
+        assert links
+        assert all(link.startswith("/two/") for link in links)
+    assert "POST /two/v1/completions" in text
+
+
+def test_a_server_that_takes_the_prefix_away_itself_is_understood() -> None:
+    answered = []
+
+    async def ask() -> None:
+        async def send(message: dict[str, Any]) -> None:
+            answered.append(message)
+
+        scope = {"type": "http", "method": "GET", "path": "/v1/models", "root_path": "/two", "headers": []}
+        await App().app(scope, ask_nothing, send)
+
+    async def ask_nothing() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    asyncio.run(ask())
+    assert answered[0]["status"] == 200
 
 
 def test_the_application_answers_without_a_cluster() -> None:

@@ -16,6 +16,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import psutil
@@ -23,9 +24,15 @@ import pytest
 
 from benchmarks.processes import free_port
 from tests.checkpoints import checkpoint
+from tests.conftest import PROVE
+from tests.patience import PATIENCE_S
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(900)
 
+COMES_BACK_S = 6.0
+"""From an ingress's death to the first answer of the next one, on a machine that has nothing else to do."""
+LINGER_S = 120.0
+"""A process that was told to end may need up to this long on a machine that has much to do."""
 REQUEST_LINE = r"^\d\d:\d\d:\d\d  200  /v1/chat/completions  [\d,]+ \+ [\d,]+ tokens in [\d.]+ s, [\d,]+ tokens/s$"
 
 
@@ -83,9 +90,9 @@ class Serve:
         """Sends the signal, waits for the end, and returns the processes that outlived it."""
         started = self.started()
         self.process.send_signal(number)
-        rest, _ = self.process.communicate(timeout=60)
+        rest, _ = self.process.communicate(timeout=PATIENCE_S)
         self.printed += rest
-        return psutil.wait_procs(started, timeout=10)[1]
+        return psutil.wait_procs(started, timeout=LINGER_S)[1]
 
     def kill(self) -> None:
         if self.process.poll() is None:
@@ -120,14 +127,14 @@ def test_what_serve_prints_can_be_pasted(running: Serve) -> None:
 
     snippet = re.search(r"or in Python.*?\n\n(.*?)\n\nor in another", running.printed, re.DOTALL)
     assert snippet is not None
-    subprocess.run([sys.executable, "-c", textwrap.dedent(snippet.group(1))], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", textwrap.dedent(snippet.group(1))], check=True, timeout=PATIENCE_S)
 
     chat = subprocess.run(
         [sys.executable, "-m", "cluster.cli", "chat", "--url", running.url],
         input="hello\n/reset\n/system Be brief.\nand again\n/reset\n/fly\n/exit\n",
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
     )
     assert chat.returncode == 0, chat.stderr
     assert "Talking to" in chat.stdout
@@ -138,7 +145,7 @@ def test_what_serve_prints_can_be_pasted(running: Serve) -> None:
         [sys.executable, "-m", "cluster.cli", "chat", "--url", running.url, "--model", "gpt-9"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
     )
     assert unknown.returncode == 2
     assert "does not serve 'gpt-9'" in " ".join(unknown.stderr.split())
@@ -156,22 +163,24 @@ def test_what_serve_prints_can_be_pasted(running: Serve) -> None:
     assert "ray" not in told, "Ray's own messages tell a newcomer nothing"
 
 
-def test_an_ingress_that_is_killed_comes_back_on_its_port(running: Serve) -> None:
+def test_an_ingress_that_is_killed_comes_back_on_its_port(running: Serve, record_property: Any) -> None:
     def answers() -> bool:
         try:
-            return httpx.get(f"{running.url}/v1/models", trust_env=False, timeout=10).status_code == 200
+            return httpx.get(f"{running.url}/v1/models", trust_env=False, timeout=PATIENCE_S).status_code == 200
         except httpx.TransportError:
             return False
 
     (ingress,) = [process for process, title in running.titles() if "manta:ingress" in title]
     assert answers()
     ingress.kill()
-    ingress.wait(10)
-    assert not answers()
-    deadline = time.monotonic() + 60
+    ingress.wait(PATIENCE_S)
+    died = time.monotonic()
     while not answers():
-        assert time.monotonic() < deadline, "nothing listens a minute after the ingress died"
-        time.sleep(0.2)
+        assert running.process.poll() is None
+        time.sleep(0.05)
+    seconds = time.monotonic() - died
+    record_property("seconds until the next ingress answers", round(seconds, 1))
+    assert not PROVE or seconds < COMES_BACK_S
 
 
 def test_ctrl_c_leaves_nothing(running: Serve) -> None:
@@ -197,7 +206,7 @@ def test_without_a_compiler_it_serves_and_says_what_is_lost_and_the_remedy(tmp_p
         assert re.search(lost, serve.printed)
         name = httpx.get(f"{serve.url}/v1/models", trust_env=False).json()["data"][0]["id"]
         body = {"model": name, "prompt": "The manta", "max_tokens": 4, "ignore_eos": True}
-        reply = httpx.post(f"{serve.url}/v1/completions", json=body, trust_env=False, timeout=60)
+        reply = httpx.post(f"{serve.url}/v1/completions", json=body, trust_env=False, timeout=PATIENCE_S)
         assert reply.json()["usage"]["completion_tokens"] == 4
     finally:
         serve.kill()
@@ -205,8 +214,8 @@ def test_without_a_compiler_it_serves_and_says_what_is_lost_and_the_remedy(tmp_p
 
 def test_sigterm_while_starting_leaves_nothing(serve: Serve) -> None:
     serve.wait_for("Starting Ray")
-    deadline = time.monotonic() + 30
-    while not serve.started() and time.monotonic() < deadline:
+    while not serve.started():
+        assert serve.process.poll() is None
         time.sleep(0.1)
     assert serve.end(signal.SIGTERM) == []
     assert serve.process.returncode == 0

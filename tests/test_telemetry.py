@@ -177,7 +177,7 @@ def test_a_missing_exporter_is_named_with_its_remedy(
     assert exporting.open_tracer() is None
     assert "pip install opentelemetry-exporter-otlp-proto-http" in caplog.text
     monkeypatch.setattr(serve, "_check_port", lambda host, port: None)
-    monkeypatch.setattr(serve, "_serve_until_signal", lambda config, quiet: None)
+    monkeypatch.setattr(serve, "_serve_until_signal", lambda config, quiet, name, replace: None)
     assert serve.run_serve(None, {}) == 0
     assert "otlp_proto_http" in capsys.readouterr().err
 

@@ -62,6 +62,8 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     serve.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
     serve.add_argument("--port", type=int, help="port to listen on (default: 8000)")
     serve.add_argument("--quiet", action="store_true", help="print no line for each request")
+    serve.add_argument("--name", help="name of the application on a Ray cluster (default: manta)")
+    serve.add_argument("--replace", action="store_true", help="update the application of that name if it runs already")
     _add_config_flags(serve)
     serve.set_defaults(run=_serve)
 
@@ -103,7 +105,7 @@ def _url(options: argparse.Namespace) -> str:
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    """With or without its flag."""
+    """Adds the model, which may be given with its flag or without."""
     parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--model", dest="model_flag", metavar="MODEL", help="the same")
 
@@ -150,7 +152,7 @@ def _serve(options: argparse.Namespace) -> int:
 
     _model(options)
     flags = {"model": "engine.model", "host": "host", "port": "port"}
-    return run_serve(options.config, _overrides(options, flags), options.quiet)
+    return run_serve(options.config, _overrides(options, flags), options.quiet, options.name, options.replace)
 
 
 def _chat(options: argparse.Namespace) -> int:

@@ -79,7 +79,7 @@ def _run(source: BinaryIO, journal: Journal, config: ServeConfig) -> int:
     except app.StartFailed as error:
         raise NotStarted(str(error)) from error
     finally:
-        app.stop(name)
+        app.stop()
     print(f"{counter.summary()} in {journal.path}", file=sys.stderr)
     return 0
 

@@ -26,8 +26,8 @@ SUITES = {
 
 
 def run_bench(arguments: Sequence[str]) -> int:
-    """Runs `benchmarks/bench.py`, or with a first word of `SUITES` that module, with its own command line; returns its
-    exit code.
+    """Runs `benchmarks/bench.py`, or with a first word of `SUITES` that module, with its own command line. Returns its
+    exit code; Ctrl-C and SIGTERM stop everything that it started and give 130.
     """
     root = pathlib.Path(__file__).resolve().parents[2]
     if not (root / "benchmarks" / "bench.py").exists():
@@ -47,4 +47,10 @@ def run_bench(arguments: Sequence[str]) -> int:
         print("".join(f"  manta bench {part:<18}{what}\n" for part, what in SUITES.items()), flush=True)
     if rest and rest[0] in SUITES:
         name, rest = rest[0].replace("-", "_"), rest[1:]
-    return int(importlib.import_module(f"benchmarks.{name}").main(rest))
+    interrupted_once = importlib.import_module("benchmarks.processes").interrupted_once
+    try:
+        with interrupted_once():
+            return int(importlib.import_module(f"benchmarks.{name}").main(rest))
+    except KeyboardInterrupt:
+        print("manta bench: interrupted", file=sys.stderr)
+        return 130

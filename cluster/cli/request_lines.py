@@ -1,7 +1,7 @@
-"""What `manta serve` prints while it serves: a line for each request, from the log that the ingress writes.
+"""Prints a line for each request while `manta serve` serves, from the log that its ingresses write.
 
-The ingress is a process of Ray's, whose output goes to a file; reading that file costs the ingress nothing. The folder
-with all of Ray's logs is printed when the server is ready.
+An ingress is a process of Ray's, whose output goes to a file; reading that file costs the ingress nothing. The folder
+with all of Ray's logs is printed when the server is ready. `cluster/cli/serve.py` is the only caller.
 """
 
 from __future__ import annotations
@@ -15,44 +15,53 @@ from datetime import datetime
 from typing import Any
 
 POLL_S = 0.5
-"""How long a line may wait: each look wakes this process, and engines that share its cores feel that."""
-_TITLE = b":actor_name:ServeReplica:manta:ingress\n"
-"""Near the beginning of an ingress's file; others' have another name there."""
+"""A line may wait for up to this long: each look wakes this process, and engines that share its cores feel that."""
 _HEAD_BYTES = 512
+"""Ray writes the name of the actor into the first bytes of its worker's file."""
 _NOT_READ = 2**63
-
-
-def follow(logs: pathlib.Path) -> Iterator[str]:
-    """Lines of the requests that end from now on, of every ingress of this machine, as long as it is asked for."""
-    reader = RequestLog(logs)
-    while True:
-        yield from reader.news()
-        time.sleep(POLL_S)
+"""The number of bytes read of a file that is of no interest: more than any file has."""
 
 
 class RequestLog:
-    """The request logs of all ingresses in a folder of Ray's logs, those that are started later too."""
+    """The request logs of all ingresses of one application in a folder of Ray's logs, later ingresses included.
 
-    def __init__(self, logs: pathlib.Path) -> None:
+    An ingress that wrote there before this object was made belongs to an earlier server, whose requests are left out.
+    """
+
+    def __init__(self, logs: pathlib.Path, application: str) -> None:
         self._logs = logs
+        self._title = f":actor_name:ServeReplica:{application}:ingress\n".encode()
         self._read: dict[pathlib.Path, int] = {}
         """Bytes of each file that were read; whole lines only."""
+        for path in self._files():
+            with path.open("rb") as file:
+                if b":actor_name:" in file.read(_HEAD_BYTES):
+                    self._read[path] = _NOT_READ
+
+    def follow(self) -> Iterator[str]:
+        """Lines for people, one for each request, as requests end; the caller stops asking when it has enough."""
+        while True:
+            yield from self.news()
+            time.sleep(POLL_S)
 
     def news(self) -> list[str]:
-        """What was written since the last call, for people."""
+        """Lines for people, one for each request that was logged since the last call."""
         found = []
-        for path in sorted(self._logs.glob("worker-*.out")):
+        for path in self._files():
             for line in self._new_lines(path):
                 with contextlib.suppress(ValueError, KeyError, TypeError):  # not all that is printed there is a request
                     found.append(request_line(json.loads(line)))
         return found
+
+    def _files(self) -> list[pathlib.Path]:
+        return sorted(self._logs.glob("worker-*.out"))
 
     def _new_lines(self, path: pathlib.Path) -> list[str]:
         begin = self._read.get(path, 0)
         if path.stat().st_size <= begin:
             return []
         with path.open("rb") as file:
-            if begin == 0 and _TITLE not in (head := file.read(_HEAD_BYTES)):
+            if begin == 0 and self._title not in (head := file.read(_HEAD_BYTES)):
                 if b":actor_name:" in head:
                     self._read[path] = _NOT_READ
                 return []

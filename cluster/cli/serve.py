@@ -1,7 +1,7 @@
 """`manta serve`: checks what can be checked at once, starts the Serve application, says so in plain words and waits.
 
-Everything that it started is stopped when it ends, by Ctrl-C, SIGTERM or a failure. The application itself is
-`cluster/serve/app.py`.
+When the command ends, by Ctrl-C, SIGTERM or a failure, it stops everything that it started and nothing else. The
+application itself is `cluster/serve/app.py`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import io
 import logging
 import os
 import pathlib
+import re
 import signal
 import sys
 from typing import Any
@@ -20,7 +21,7 @@ from cluster.batch.storage import with_storage
 from cluster.cli.check import check_quickly
 from cluster.cli.invocation import program, under_make
 from cluster.cli.refusal import NotStarted, Refusal
-from cluster.cli.request_lines import follow
+from cluster.cli.request_lines import RequestLog
 from cluster.config import ServeConfig, load_config, ray_address
 from cluster.http.access.keys import VARIABLE, openness, with_api_keys
 from cluster.http.example import curl
@@ -30,13 +31,30 @@ from cluster.text.tokenizer_files import has_chat_template
 from workers.checkpoints.model_config import ModelError, resolve_model_folder
 from workers.model_info import ModelInfo
 
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+"""Names that Serve's actors, log files and metrics can carry."""
 
-def run_serve(config_path: str | None, overrides: dict[str, Any], quiet: bool = False) -> int:
+
+def run_serve(
+    config_path: str | None,
+    overrides: dict[str, Any],
+    quiet: bool = False,
+    name: str | None = None,
+    replace: bool = False,
+) -> int:
     """Serves until Ctrl-C or SIGTERM, with a line for each request unless it is `quiet`.
 
-    Raises `Refusal` for what the user can mend, before Ray is started.
+    The application is called `name`, by default `manta`. If it runs already on the cluster that `RAY_ADDRESS` names,
+    `replace` says that it is to be updated. Raises `Refusal` for what the user can mend, before Ray is started.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if name is not None and not _NAME.fullmatch(name):
+        raise Refusal(f"--name {name!r} is not 1 to 64 letters, digits, _, . or -, the first a letter or a digit")
+    if replace and ray_address() is None:
+        raise Refusal(
+            "--replace replaces an application on a running Ray cluster, and RAY_ADDRESS names none; set RAY_ADDRESS, "
+            "or leave --replace out"
+        )
     if "api_keys" in overrides:
         message = "--set api_keys shows the keys to whoever lists this machine's processes; put them into"
         raise Refusal(f"{message} {VARIABLE}, or into a file that api_keys_file names")
@@ -56,27 +74,35 @@ def run_serve(config_path: str | None, overrides: dict[str, Any], quiet: bool = 
         raise Refusal(f"{config.engine.model} cannot be served: {error}") from error
     with stopped_by_sigterm():
         try:
-            _serve_until_signal(config, quiet)
+            _serve_until_signal(config, quiet, name, replace)
         except (KeyboardInterrupt, SystemExit):
             return 0  # stopped while starting
     return 0
 
 
-def _serve_until_signal(config: ServeConfig, quiet: bool) -> None:
+def _serve_until_signal(config: ServeConfig, quiet: bool, name: str | None, replace: bool) -> None:
     print(f"Starting Ray and loading {config.engine.model} ...", flush=True)
     from cluster.serve import app, start_failure  # these import Ray, which takes seconds
 
     # Ray protects the cluster that it starts by a token and says so at length; the endpoint works without knowing it.
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
+    name = name or app.APP_NAME
+    requests: list[RequestLog] = []
+
+    def begin_log() -> None:
+        logs = start_failure.logs_folder()
+        if logs is not None:
+            requests.append(RequestLog(logs, name))
+
     try:
-        model = app.start(config)
+        model = app.start(config, name, replace=replace, on_connected=begin_log)
         # Ray puts a handler of its own in place while it starts.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         logs = start_failure.logs_folder()
         print(model_message(model), f"Logs: {logs or 'on the nodes of the cluster'}", sep="\n\n")
         print(ready_message(config, has_chat=_has_chat(config)), flush=True)
-        if logs is not None and not quiet:
-            _print_requests(logs)
+        if requests and not quiet:
+            _print_requests(requests[0])
         while True:
             signal.pause()
     except app.StartFailed as error:
@@ -91,10 +117,10 @@ def _serve_until_signal(config: ServeConfig, quiet: bool) -> None:
         print("Stopped.", flush=True)
 
 
-def _print_requests(logs: pathlib.Path) -> None:
-    """Until nobody reads them any more."""
+def _print_requests(requests: RequestLog) -> None:
+    """Returns when nobody reads standard output any more."""
     with contextlib.suppress(BrokenPipeError):
-        for line in follow(logs):
+        for line in requests.follow():
             print(line, flush=True)
 
 
@@ -128,7 +154,7 @@ def _has_chat(config: ServeConfig) -> bool:
 
 
 def model_message(model: ModelInfo) -> str:
-    """What was loaded, how much it holds at a time, and what would make it faster."""
+    """A paragraph: what was loaded, how much it holds at a time, and what would make it faster."""
     text = (
         f"Loaded in {model.load_seconds:.1f} s as {model.dtype} on {model.platform} (kernels: {model.kernels}). The KV "
         f"cache takes up to {model.kv_cache_bytes / 2**30:.2f} GiB ({model.num_blocks * model.block_size:,} tokens) as "
@@ -139,8 +165,8 @@ def model_message(model: ModelInfo) -> str:
 
 
 def ready_message(config: ServeConfig, has_chat: bool = True) -> str:
-    """What a newcomer reads when the server is up: things to paste and how to stop. A model that does not chat is asked
-    to complete.
+    """The text that a newcomer reads when the server is up: things to paste, and how to stop it. Its requests ask a
+    model that does not chat to complete.
     """
     host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
     url = f"http://{f'[{host}]' if ':' in host else host}:{config.port}"

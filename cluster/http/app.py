@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 
 async def no_other_metrics() -> list[list[Metric]]:
-    """For the only replica of the endpoint."""
+    """The metrics of the others, for the only replica of the endpoint: none."""
     return []
 
 
 async def no_cluster() -> tuple[list[DeploymentState], list[NodeState]]:
-    """For an application that Serve does not run."""
+    """The deployments and nodes of an application that Serve does not run: none."""
     return [], []
 
 
@@ -87,7 +87,7 @@ class HttpApp:
                     await self._answer(exchange)
 
     def begin_drain(self) -> None:
-        """From now on probes are told that this replica goes, and each connection ends with its answer."""
+        """Makes probes fail from now on, and ends each connection after its answer."""
         self._state.drains = True
 
     async def _answer(self, exchange: Exchange) -> None:
@@ -99,10 +99,10 @@ class HttpApp:
             self._origins.check(exchange.headers)
             if exchange.method == "OPTIONS":
                 await exchange.send_empty(
-                    self._origins.preflight(exchange.headers, self._router.methods(exchange.path))
+                    self._origins.preflight(exchange.headers, self._router.methods(exchange.path, exchange.root_path))
                 )
                 return
-            route, exchange.path_parameter = self._router.find(exchange.method, exchange.path)
+            route, exchange.path_parameter = self._router.find(exchange.method, exchange.path, exchange.root_path)
             exchange.route = route.path
             await self._handle(route, exchange)
         except ApiError as error:

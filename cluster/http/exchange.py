@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
 DRAINED_BODIES = 16
-"""Of a body that exceeds the limit, this many times the limit is read before the connection is given up."""
+"""A body that is too long is read up to this many times the limit before the connection is given up."""
 SLOW_START_S = 10.0
-"""For so long a body may come more slowly than `min_body_bytes_per_s`."""
+"""A body may come more slowly than `min_body_bytes_per_s` for this long."""
 SEND_BYTES = 65536
 """An answer goes to its connection in pieces of this size, each after most of the last was taken."""
 
@@ -47,7 +47,7 @@ class ClientGone(Exception):
 
 
 class StreamBuffer:
-    """What a stream wrote and its connection has not taken yet. One task fills it, another one empties it."""
+    """The bytes that a stream wrote and its connection has not taken yet. One task fills it, another one empties it."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -111,7 +111,7 @@ class BodyRoom:
 
 
 class GenerationExchange(Protocol):
-    """What a generation needs of its exchange. A line of a batch has another one (`cluster/batch/endpoints.py`)."""
+    """The part of an exchange that a generation needs. Lines of batches have another (`cluster/batch/endpoints.py`)."""
 
     request_id: str
     headers_out: list[tuple[bytes, bytes]]
@@ -152,20 +152,23 @@ class Exchange:
         self, scope: Scope, receive: Receive, send: Send, config: ServeConfig, room: BodyRoom, returns_id: bool
     ) -> None:
         self.method: str = scope["method"]
-        self.path: str = scope["path"].rstrip("/") or "/"
+        self.root_path: str = scope.get("root_path", "").rstrip("/")
+        """The prefix below which a proxy in front serves this application, as Serve's `route_prefix`; mostly empty."""
+        self.path = _below(self.root_path, scope["path"])
+        """The path that a route may have: without `root_path`, and without a slash at its end."""
         self.headers = {key.decode("latin-1").lower(): value.decode("latin-1") for key, value in scope["headers"]}
         given = self.headers.get("x-request-id", "")
         self.request_id = given if 0 < len(given) <= 128 and given.isprintable() else f"req-{secrets.token_hex(8)}"
         self.query = dict(urllib.parse.parse_qsl(scope.get("query_string", b"").decode("latin-1")))
-        """What follows the ? of its URL; of a name that stands there twice, the last value."""
+        """The fields after the ? of the URL; of a name that stands there twice, the last value."""
         self.path_parameter = ""
         """The value of the parameter in the path of its route, if that has one."""
         self.client = ""
         """The name of the API key that the request brought."""
         self.owner = EVERYBODY
-        """Whose files and batches it may see: one API key's, or everybody's where there are no keys."""
+        """The owner of the files and batches that it may see: an API key's, or everybody where there are no keys."""
         self.address: str = (scope.get("client") or ("",))[0]
-        """Of the client, or of a proxy in front."""
+        """The address of the client, or of a proxy in front."""
         self.status = 0
         self.headers_always: list[tuple[bytes, bytes]] = []
         """Sent with every answer."""
@@ -196,13 +199,18 @@ class Exchange:
         self.preparation.end()
 
     @property
+    def url_path(self) -> str:
+        """The path as its client knows it."""
+        return f"{self.root_path}{self.path}"
+
+    @property
     def traceparent(self) -> str:
-        """Of its span, in W3C's form; empty if nobody records it."""
+        """W3C's `traceparent` of the request's span; empty if nobody records it."""
         return "" if self.span is None else traceparent_of(self.span)
 
     @property
     def sharer(self) -> str:
-        """Who takes turns with others: the name of a key, else an address."""
+        """The name under which the client takes turns with others: that of its key, else its address."""
         return self.client or self.address
 
     # ---- the request ---------------------------------------------------------------------------------------------
@@ -393,12 +401,19 @@ class Exchange:
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "request_id": self.request_id,
             **({"client": self.client} if self.client else {}),
-            "path": self.path,
+            "path": self.url_path,
             "status": self.status,
             "seconds": round(seconds, 4),
             **self.notes,
         }
         return json.dumps(entry)
+
+
+def _below(root_path: str, path: str) -> str:
+    """`path` without `root_path`, which ASGI leaves in it; a server that takes it away itself may leave it out."""
+    if path == root_path or path.startswith(f"{root_path}/"):
+        path = path[len(root_path) :]
+    return path.rstrip("/") or "/"
 
 
 def _too_large(num_bytes: int, limit: int, more: bool, option: str) -> ApiError:

@@ -1,4 +1,4 @@
-"""What a route is, and which route takes a request. The routes themselves stand in `cluster/http/routes.py`."""
+"""Defines a route, and finds the route of a request. The routes themselves stand in `cluster/http/routes.py`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ the answer itself.
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """An endpoint: everything that the application and its OpenAPI document know of it."""
+    """An endpoint: everything that the application and its OpenAPI document know about it."""
 
     method: str
     path: str
@@ -58,9 +58,9 @@ class Router:
     def __init__(self, routes: Iterable[Route]) -> None:
         self._exact: dict[str, dict[str, Route]] = {}
         self._with_parameter: dict[tuple[str, str], dict[str, Route]] = {}
-        """By what stands before the parameter and after it, the longest after it first."""
+        """The routes by the text before the parameter and after it, the longest text after it first."""
         routes = tuple(routes)
-        self._served = ", ".join(f"{route.method} {route.path}" for route in routes)
+        self._served = [(route.method, route.path) for route in routes]
         for route in routes:
             if route.parameter is None:
                 self._exact.setdefault(route.path, {})[route.method] = route
@@ -69,28 +69,31 @@ class Router:
                 self._with_parameter.setdefault((prefix, rest.partition("}")[2]), {})[route.method] = route
         self._with_parameter = dict(sorted(self._with_parameter.items(), key=lambda each: -len(each[0][1])))
 
-    def find(self, method: str, path: str) -> tuple[Route, str]:
-        """The route, and the value of its parameter; HEAD is GET without a body in the answer. Raises `ApiError` 404 or
-        405 if there is none.
+    def find(self, method: str, path: str, root_path: str = "") -> tuple[Route, str]:
+        """The route of `path`, and the value of its parameter; HEAD is GET without a body in the answer.
+
+        Raises `ApiError` 404 or 405 if there is none, whose message has paths as clients know them: below `root_path`.
         """
-        methods, value = self._methods(path)
+        methods, value = self._methods(path, root_path)
         wanted = "GET" if method == "HEAD" else method
         if wanted not in methods:
-            allowed = ", ".join(self.methods(path))
-            raise ApiError(405, f"{path} takes {allowed}, not {method}", code="method_not_allowed")
+            allowed = ", ".join(self.methods(path, root_path))
+            raise ApiError(405, f"{root_path}{path} takes {allowed}, not {method}", code="method_not_allowed")
         return methods[wanted], value
 
-    def methods(self, path: str) -> list[str]:
-        """What a path takes. Raises `ApiError` 404."""
-        methods, _ = self._methods(path)
+    def methods(self, path: str, root_path: str = "") -> list[str]:
+        """The methods that a path takes. Raises `ApiError` 404."""
+        methods, _ = self._methods(path, root_path)
         return [*methods, *(["HEAD"] if "GET" in methods else []), "OPTIONS"]
 
-    def _methods(self, path: str) -> tuple[dict[str, Route], str]:
+    def _methods(self, path: str, root_path: str) -> tuple[dict[str, Route], str]:
         methods, value = self._exact.get(path), ""
         if methods is None:
             methods, value = self._find_with_parameter(path)
         if not methods:
-            raise ApiError(404, f"there is nothing at {path}; what is served: {self._served}", code="unknown_url")
+            served = ", ".join(f"{method} {root_path}{each}" for method, each in self._served)
+            message = f"there is nothing at {root_path}{path}; what is served: {served}"
+            raise ApiError(404, message, code="unknown_url")
         return methods, value
 
     def _find_with_parameter(self, path: str) -> tuple[dict[str, Route], str]:

@@ -1,4 +1,4 @@
-"""The Ray Serve application: an ingress before engines. `start` runs it here, `build` is Serve's import path.
+"""Builds the Ray Serve application: ingresses before engines. `start` deploys it, `build` is Serve's import path.
 
 `serve run cluster.serve.app:build` and the files in `configs/serve/` take the same options as `manta serve`, and both
 end in `application`.
@@ -12,42 +12,54 @@ import hashlib
 import logging
 import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 import ray
 from ray import serve
-from ray.serve import RunTarget
+from ray.exceptions import RayActorError
 from ray.serve.config import HTTPOptions, ProxyLocation
 from ray.serve.context import _get_global_client as get_client
-from ray.serve.schema import ApplicationStatus
+from ray.serve.schema import LoggingConfig
 
 from cluster import own_ray
 from cluster.batch.deployment import batch_deployment
 from cluster.batch.storage import with_storage
 from cluster.config import DEMO_MODEL, ServeConfig, ray_address
-from cluster.engine.ranks.claims import CannotPlace, check_room, node_cpus, num_claimed, threads_each
+from cluster.engine.ranks.claims import (
+    CannotPlace,
+    check_room,
+    cluster_gpus,
+    node_cpus,
+    num_claimed,
+    threads_each,
+    with_device,
+)
 from cluster.http.access.keys import with_api_keys
 from cluster.options import read_options
-from cluster.serve import joined_ray
+from cluster.serve import deployed, joined_ray
 from cluster.serve.engine_deployment import engine_deployment
 from cluster.serve.ingress import ingress_deployment
-from cluster.serve.start_failure import StartFailed, in_words, unexpected, wait_until_running
+from cluster.serve.start_failure import StartFailed, unexpected
+from cluster.serve.start_watch import wait_until_running
 from cluster.version import version
 from workers.host import num_cores
 from workers.model_info import ModelInfo
 
 APP_NAME = "manta"
-_LOGGING = {"enable_access_log": False}
+"""The name of the application unless its user gives another one."""
+MODEL_ANSWER_S = 60.0
+"""An engine that has not said within this time what it loaded is asked again, or another one is."""
+_LOGGING = LoggingConfig(enable_access_log=False)
 
 
 def application(config: ServeConfig, nodes: list[int], shares_port: bool = True) -> serve.Application:
-    """The bound application. `nodes` are the cores of each node, which say how many threads an engine has if the
-    configuration does not. Raises `ValueError` for API keys that are too weak and a storage that cannot be used.
+    """Binds the application. Raises `ValueError` for API keys that are too weak and a storage that cannot be used.
 
-    Its ingresses take the connections if `http_server` is `listener`; else Serve's proxies do. Without `shares_port`
-    nothing else may listen at its port: an ingress that is alone and never updated.
+    `nodes` are the cores of each node: they give the threads of an engine if the configuration does not. The ingresses
+    take the connections if `http_server` is `listener`; else Serve's proxies do. Without `shares_port` nothing else may
+    listen at the port, which suits an ingress that is alone and never updated.
     """
     num_nodes = joined_ray.num_nodes() if ray.is_initialized() else 1
     config = with_storage(with_api_keys(_for_nodes(config, nodes, num_nodes)))
@@ -70,11 +82,11 @@ def _engines(config: ServeConfig) -> serve.Application:
 
 
 def _for_nodes(config: ServeConfig, nodes: list[int], num_nodes: int = 1) -> ServeConfig:
-    """With threads, a number of ingresses unless they follow the engines, and absolute paths, since replicas run in
-    folders of their own; the model's name in the API stays.
+    """Fills in the threads of an engine, the number of ingresses unless they follow the engines, and absolute paths,
+    because replicas run in folders of their own. The model's name in the API stays.
     """
     engine = msgspec.structs.replace(
-        config.engine,
+        with_device(config.engine, cluster_gpus() if ray.is_initialized() else 0),
         model=_absolute(config.engine.model),
         tokenizer=_absolute(config.engine.tokenizer),
         num_threads=threads_each(config.engine, config.max_engines, nodes),
@@ -89,7 +101,7 @@ def _for_nodes(config: ServeConfig, nodes: list[int], num_nodes: int = 1) -> Ser
 
 
 def build(options: dict[str, Any]) -> serve.Application:
-    """For Serve's configuration files: `import_path: cluster.serve.app:build` with the options under `args`."""
+    """Builds for Serve's configuration files: `import_path: cluster.serve.app:build`, with the options under `args`."""
     config = read_options(options, ServeConfig)
     nodes = node_cpus() if ray.is_initialized() else [num_cores()]
     if config.http_server != "listener":
@@ -98,58 +110,67 @@ def build(options: dict[str, Any]) -> serve.Application:
     return application(config, nodes)
 
 
-def start(config: ServeConfig) -> ModelInfo:
-    """Starts Ray and Serve in this process; when the application is healthy, returns what its engine loaded.
+def start(
+    config: ServeConfig,
+    name: str = APP_NAME,
+    *,
+    replace: bool = False,
+    on_connected: Callable[[], None] = lambda: None,
+) -> ModelInfo:
+    """Starts Ray and Serve in this process, deploys the application `name`, and returns what its engine loaded once
+    the application runs.
 
     If `RAY_ADDRESS` names a cluster (as in a Ray job) the application runs there; else on a Ray of its own, never on
-    one that happens to run on this machine. Raises `StartFailed` if it cannot be joined or a replica cannot start.
+    one that happens to run on this machine. `on_connected` is called when Ray is joined and nothing is deployed yet.
+    Raises `StartFailed` if Ray cannot be joined, if an application `name` runs there and `replace` is false, or if a
+    replica cannot start.
     """
     with _told_on_failure():
-        return _start(config)
+        return _start(config, name, replace, on_connected)
 
 
 def start_engines(config: ServeConfig, name: str) -> tuple[Any, str]:
     """Starts Ray, Serve and the engines alone, with no endpoint before them. Returns what an `EngineClient` needs: the
     handle of their deployment and the address at which they reach this machine.
 
-    If the application `name` runs already on a joined cluster, its engines are taken; those of the same family with
-    other options are ended, since they hold the room. Raises as `start` does.
+    A command that was killed may have left the application `name` on a joined cluster; then its engines are taken.
+    Engines of the same family with other options are ended, because they hold the room. Raises as `start` does, and if
+    the command that started these engines still runs.
     """
     with _told_on_failure():
         nodes = _connect(config)
         serve.start(ProxyLocation.Disabled, logging_config=_LOGGING)
         left = _left_engines(name)
-        for other in left - {name}:
-            serve.delete(other)
+        for other in sorted(left):
+            deployed.wait_until_left(other)
+            if other != name:
+                serve.delete(other)
         if name in left:
+            deployed.adopt(name, config.engine.model)
             wait_until_running(name)
         else:
-            _run(_engines(_for_nodes(config, nodes)), name, None)
+            deployed.check_name(name, replace=False)
+            _run(_engines(_for_nodes(config, nodes)), name, None, config.engine.model)
         return serve.get_deployment_handle("engine", name), ray.util.get_node_ip_address()
 
 
 def engines_name(family: str, config: ServeConfig) -> str:
-    """For `start_engines`: the application of these engines. Serve would start all of them anew if it were told of the
-    same ones again, so that what differs must differ in name.
+    """The name for `start_engines` of the application of these engines. Serve would start all of them anew if it were
+    told of the same ones again, so applications that differ have names that differ.
     """
     options = msgspec.json.encode((version(), config))
     return f"{family}-{hashlib.blake2b(options, digest_size=4).hexdigest()}"
 
 
 def _left_engines(name: str) -> set[str]:
-    """Applications of `name`'s family that a killed command left."""
+    """The applications of `name`'s family that a killed command left."""
     family = name.rpartition("-")[0]
-    applications = serve.status().applications.items()
-    return {
-        other
-        for other, state in applications
-        if other.rpartition("-")[0] == family and state.status != ApplicationStatus.DELETING
-    }
+    return {other for other in deployed.applications() if other.rpartition("-")[0] == family}
 
 
 @contextlib.contextmanager
 def _told_on_failure() -> Iterator[None]:
-    """Whatever ends the start becomes a `StartFailed`, and the logs that it names stay."""
+    """Turns whatever ends the start into a `StartFailed`, and keeps the logs that it names."""
     try:
         yield
     except Exception as error:  # of Ray and Serve, which raise what they like
@@ -161,8 +182,10 @@ def _told_on_failure() -> Iterator[None]:
         raise unexpected(error) from error
 
 
-def _start(config: ServeConfig) -> ModelInfo:
+def _start(config: ServeConfig, name: str, replace: bool, on_connected: Callable[[], None]) -> ModelInfo:
     nodes = _connect(config)
+    deployed.check_name(name, replace)
+    on_connected()
     listens = config.http_server != "proxy"
     if listens:
         config = msgspec.structs.replace(config, http_server="listener")
@@ -170,32 +193,40 @@ def _start(config: ServeConfig) -> ModelInfo:
     http = HTTPOptions(host=config.host, port=config.port)
     runs_already = get_client(raise_if_no_controller_running=False)
     if runs_already is not None and not listens:
-        _check_port(runs_already.http_config.port, config.port)
+        _check_proxies(runs_already.http_config.port, config.port)
+        deployed.check_prefix(name, "/")
     try:
         serve.start(ProxyLocation.Disabled if listens else None, http, logging_config=_LOGGING)
     except Exception:
         if runs_already is None:
             serve.shutdown()  # a Serve that cannot listen would be what the next start finds
         raise
-    _run(application(config, nodes, shares_port=not is_alone), APP_NAME, None if listens else "/")
+    what = f"{config.model_name} on port {config.port}"
+    _run(application(config, nodes, shares_port=not is_alone), name, None if listens else "/", what)
     client = get_client()
     assert client is not None, "an application runs"
     client.wait_for_proxies_serving()
-    return asyncio.run(_loaded_model())
+    return asyncio.run(_loaded_model(name))
 
 
-async def _loaded_model() -> ModelInfo:
-    """Asked in an event loop, as a handle must be if `RAY_SERVE_THROUGHPUT_OPTIMIZED` is set."""
-    engine = serve.get_deployment_handle("engine", APP_NAME)
+async def _loaded_model(name: str) -> ModelInfo:
+    """Returns the `ModelInfo` of an engine. If the engine dies Serve replaces it, and the next one is asked.
+
+    It is asked in an event loop, as a handle must be if `RAY_SERVE_THROUGHPUT_OPTIMIZED` is set.
+    """
+    engine = serve.get_deployment_handle("engine", name)
     try:
-        return await asyncio.wait_for(engine.model.remote(), 60)
+        while True:
+            with contextlib.suppress(RayActorError, TimeoutError):
+                return await asyncio.wait_for(engine.model.remote(), MODEL_ANSWER_S)
+            await asyncio.sleep(deployed.POLL_S)
     finally:
         await engine.shutdown_async()  # it would look around ten times a second for the next question
 
 
 def _connect(config: ServeConfig) -> list[int]:
-    """To the cluster that `RAY_ADDRESS` names, else to a Ray of our own, which is started. Returns each node's cores.
-    Raises `CannotPlace` if the cluster is too small.
+    """Joins the cluster that `RAY_ADDRESS` names, or starts a Ray of our own. Returns each node's cores. Raises
+    `CannotPlace` if the cluster is too small.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
@@ -210,38 +241,43 @@ def _connect(config: ServeConfig) -> list[int]:
     return nodes
 
 
-def _run(app: serve.Application, name: str, prefix: str | None) -> None:
-    # Waiting for it here would be waiting for all of Serve's tries.
-    serve.run_many([RunTarget(app, name, prefix, _LOGGING)], wait_for_applications_running=False)
-    wait_until_running(name)
+def _run(app: serve.Application, name: str, prefix: str | None, what: str) -> None:
+    # Waiting in Serve would be waiting for all of its tries.
+    updates = deployed.deploy(app, name, prefix, _LOGGING, what)
+    wait_until_running(name, updates)
+    deployed.note_running(name)
 
 
-def _check_port(actual: int, port: int) -> None:
-    """A Serve that runs already keeps its own port, whatever it is asked for; Serve only logs that."""
+def _check_proxies(actual: int, port: int) -> None:
+    """Raises `StartFailed` if a Serve that runs already does not listen at `port`: it keeps the port that it was
+    started with, whatever it is asked for, and only logs that.
+    """
+    if not serve.status().proxies:
+        raise StartFailed(
+            "Serve runs on this cluster already, and without proxies; leave http_server=proxy out, or end all that it "
+            "runs (serve shutdown) and start again"
+        )
     if actual != port:
         raise StartFailed(f"Serve runs on this cluster already and listens on port {actual}; take it: --port {actual}")
 
 
-def stop(name: str = APP_NAME) -> None:
-    """Ends what `start` or `start_engines` began; harmless if nothing runs. No process of a Ray of its own outlives
-    it.
+def stop() -> None:
+    """Ends what `start` or `start_engines` began, and nothing else; harmless if nothing runs. No process of a Ray of
+    our own outlives it.
     """
     if not ray.is_initialized():
         return
-    if ray_address() is not None:
-        try:
-            if get_client(raise_if_no_controller_running=False) is not None:
-                serve.delete(name)
-        except Exception as error:  # the cluster may have ended before, and every end of it looks different
-            logging.getLogger(__name__).warning("the application may still run on the cluster: %s", in_words(error))
-        finally:
-            ray.shutdown()
+    if ray_address() is None:
+        own_ray.stop()
         return
-    own_ray.stop()
+    try:
+        deployed.delete_own()
+    finally:
+        ray.shutdown()
 
 
 def _absolute(name: str | None) -> Any:
-    """A folder's absolute path; `demo` and hub ids as they are."""
+    """The absolute path of a folder; `demo` and hub ids stay as they are."""
     if name is None or name == DEMO_MODEL or not pathlib.Path(name).is_dir():
         return name
     return str(pathlib.Path(name).resolve())

@@ -92,18 +92,18 @@ class Ingress:
         return self._app
 
     async def own_metrics(self) -> tuple[str | None, list[Metric]]:
-        """What this ingress counted, and its name; called by the ingress that answers `/metrics`."""
+        """The name and the metrics of this ingress; called by the ingress that answers `/metrics`."""
         return self._metrics.replica, self._metrics.own()
 
     async def _other_metrics(self) -> list[list[Metric]]:
-        """What the other ingresses counted, of those that answer."""
+        """The metrics of the other ingresses that answer."""
         if self._metrics.replica is None:
             return []
         found = await self._of_peers("own_metrics")
         return [counted for replica, counted in found if replica != self._metrics.replica]
 
     async def _of_peers(self, method: str) -> list[tuple[Any, Any]]:
-        """What a method returns in each replica that is to stay; only of those that answer."""
+        """The results of a method of each replica that is to stay and answers."""
         try:
             answers = self._peers.broadcast(method)
             found = await answers.results_async(timeout_s=ANSWER_TIMEOUT_S, return_exceptions=True)
@@ -174,7 +174,7 @@ class ListeningIngress(Ingress):
 
 
 class DeployedIngress(ListeningIngress):
-    """As Serve runs it, which calls `__del__` of a replica that it tells to go, and then ends the process."""
+    """The class that Serve runs: it calls `__del__` of a replica that it tells to go, and then ends the process."""
 
     async def __del__(self) -> None:
         await self.drain()
@@ -189,7 +189,7 @@ def _app_name() -> str:
 
 
 def _follow_engines(config: ServeConfig) -> bool:
-    """Those whose number is left open, to nodes that come with the load."""
+    """Whether ingresses follow the engines to nodes that come with the load: if their number is left open."""
     return config.autoscaling is not None and config.num_ingress_replicas is None
 
 
@@ -209,7 +209,7 @@ def ingress_deployment(config: ServeConfig, num_nodes: int) -> Any:
         DeployedIngress if listens else serve.ingress()(Ingress),
         name="ingress",
         num_replicas=None if "autoscaling_config" in places else num_replicas,
-        health_check_period_s=5,
+        health_check_period_s=1,  # its port answers nobody meanwhile; a check takes 10 us
         max_ongoing_requests=100_000,  # the engine's queue limit refuses, and says so in OpenAI's shape
         graceful_shutdown_timeout_s=config.drain_notice_s + config.drain_timeout_s,
         graceful_shutdown_wait_loop_s=DRAIN_POLL_S,

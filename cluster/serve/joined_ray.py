@@ -21,7 +21,7 @@ from ray.exceptions import AuthenticationError
 from cluster.serve.start_failure import StartFailed, in_words
 
 ANSWER_S = 5.0
-"""How long the cluster's head may take to answer."""
+"""The cluster's head may take this many seconds to answer."""
 _TOKEN_PLACES = "RAY_AUTH_TOKEN, the file that RAY_AUTH_TOKEN_PATH names, or ~/.ray/auth_token"
 
 

@@ -34,7 +34,7 @@ class ServerSpans:
         """The exchange has it while it is answered."""
         begun = {
             "http.request.method": exchange.method,
-            "url.path": exchange.path,
+            "url.path": exchange.url_path,
             "url.scheme": "http",
             "client.address": exchange.address,
             "manta.request_id": exchange.request_id,

@@ -1,6 +1,7 @@
-"""`GET /` and `GET /docs`: what a browser, or whoever tries the bare address, is shown first.
+"""`GET /` and `GET /docs`: the first pages that a browser shows, or a client of the bare address gets.
 
-Both are derived from the route table and the OpenAPI document, and load nothing from elsewhere.
+Both are derived from the route table and the OpenAPI document, and load nothing from elsewhere. Their links and paths
+are those below the application's prefix, if a proxy in front serves it below one.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _STYLE = "body{font:16px/1.5 sans-serif;max-width:50em;margin:2em auto;padding:0
 
 
 class Home(msgspec.Struct, kw_only=True):
-    """What is served here, and where to read on."""
+    """The answer of `GET /`: the model that is served, and where to read on."""
 
     name: str = "Manta"
     version: str
@@ -28,18 +29,19 @@ class Home(msgspec.Struct, kw_only=True):
     """None if keys are asked for, because this page asks for none."""
     endpoints: list[str]
     example: str
-    docs: str = "/docs"
-    openapi: str = "/openapi.json"
+    docs: str
+    openapi: str
 
 
 async def home(state: AppState, exchange: Exchange, _: None) -> Home | None:
     """JSON, or a page for whoever accepts HTML."""
-    page = _home(state, exchange.headers.get("host", ""))
+    page, root = _home(state, exchange), html.escape(exchange.root_path)
     if "text/html" not in exchange.headers.get("accept", ""):
         return page
     what = f"serves <b>{html.escape(page.model)}</b>" if page.model else "is running; it asks for an API key"
     links = "".join(
-        f'<li><a href="{path}">{path}</a>' for path in ("/docs", "/openapi.json", "/health", "/status", "/metrics")
+        f'<li><a href="{path}">{path}</a>'
+        for path in (f"{root}/{name}" for name in ("docs", "openapi.json", "health", "status", "metrics"))
     )
     body = f"<p>Manta {html.escape(page.version)} {what}.</p><pre>{html.escape(page.example)}</pre><ul>{links}</ul>"
     await _send_page(exchange, "Manta", body)
@@ -47,31 +49,33 @@ async def home(state: AppState, exchange: Exchange, _: None) -> Home | None:
 
 
 async def docs(state: AppState, exchange: Exchange, _: None) -> None:
-    body = "".join(_operations(state.document))
-    await _send_page(
-        exchange, "Manta's endpoints", f'{body}<p>All of it: <a href="/openapi.json">/openapi.json</a></p>'
-    )
+    body = "".join(_operations(state.document, exchange.root_path))
+    openapi = html.escape(f"{exchange.root_path}/openapi.json")
+    await _send_page(exchange, "Manta's endpoints", f'{body}<p>All of it: <a href="{openapi}">{openapi}</a></p>')
 
 
-def _home(state: AppState, host: str) -> Home:
+def _home(state: AppState, exchange: Exchange) -> Home:
     needs_key = bool(state.config.api_keys)
     name = None if needs_key else state.model_name
-    url = f"http://{host or f'{state.config.host}:{state.config.port}'}"
+    host, root = exchange.headers.get("host", ""), exchange.root_path
+    url = f"http://{host or f'{state.config.host}:{state.config.port}'}{root}"
     return Home(
         version=version(),
         model=name,
         endpoints=[
-            f"{method.upper()} {path}" for path, methods in state.document["paths"].items() for method in methods
+            f"{method.upper()} {root}{path}" for path, methods in state.document["paths"].items() for method in methods
         ],
         example=curl(url, name or "YOUR-MODEL", chats=state.tokenizer.has_chat_template, needs_key=needs_key),
+        docs=f"{root}/docs",
+        openapi=f"{root}/openapi.json",
     )
 
 
-def _operations(document: dict[str, Any]) -> Iterator[str]:
+def _operations(document: dict[str, Any], root: str) -> Iterator[str]:
     """A heading for each endpoint, and the fields of its body."""
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
-            yield f"<h3>{method.upper()} {html.escape(path)}</h3><p>{html.escape(operation['summary'])}</p>"
+            yield f"<h3>{method.upper()} {html.escape(root + path)}</h3><p>{html.escape(operation['summary'])}</p>"
             if "requestBody" in operation:
                 (content,) = operation["requestBody"]["content"].values()
                 schema = content["schema"]

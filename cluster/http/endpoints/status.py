@@ -59,7 +59,7 @@ def health_of(engines: list[EngineStats], bound_s: float) -> Health:
 
 
 async def ready(state: AppState, exchange: Exchange, _: None) -> None:
-    """What Serve's proxies answer here, for load balancers that were set up for those."""
+    """Answers as Serve's proxies do, for load balancers that were set up for those."""
     status, text = (503, b"This node is being drained.") if state.drains else (200, b"success")
     await exchange.send_body(text, "text/plain; charset=utf-8", status)
 
@@ -83,7 +83,7 @@ class EngineState(msgspec.Struct, kw_only=True):
     ttft_s: float
     requests_per_s: float
     start_seconds: dict[str, float]
-    """Of each phase of its start, in order."""
+    """The seconds of each phase of its start, in order."""
 
 
 class Status(msgspec.Struct, kw_only=True):
@@ -91,7 +91,7 @@ class Status(msgspec.Struct, kw_only=True):
 
     version: str
     uptime_s: float
-    """Of the ingress that answers."""
+    """The uptime of the ingress that answers."""
     num_held: int
     """Requests that wait at this ingress for an engine to start."""
     engines: list[EngineState]
@@ -152,4 +152,6 @@ async def metrics(state: AppState, exchange: Exchange, _: None) -> None:
 
 
 async def openapi(state: AppState, exchange: Exchange, _: None) -> dict[str, Any]:
-    return state.document
+    if not exchange.root_path:
+        return state.document
+    return {**state.document, "servers": [{"url": exchange.root_path}]}

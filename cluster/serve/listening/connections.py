@@ -1,4 +1,4 @@
-"""How many connections there are, in all and from one address, and which of them gives way to a new one.
+"""Bounds the connections, in all and from one address, and chooses which of them gives way to a new one.
 
 Half-sent requests cost their sender nothing and the ingress a file descriptor each. So at a bound the connection that
 has rested longest goes: one that waits for the head of a request, or for the next request. If none rests the new one is
@@ -18,7 +18,7 @@ class Guest(Protocol):
     """A connection."""
 
     address: str
-    """Of the client."""
+    """The address of the client."""
 
     def give_way(self) -> bool:
         """Closes the connection; False if its client has not taken all of the last answer; then it stays."""
@@ -32,11 +32,11 @@ class _Room:
         self.limit = limit
         self.guests: set[Guest] = set()
         self.resting: OrderedDict[Guest, None] = OrderedDict()
-        """Those without a request, the longest first."""
+        """The connections without a request, the longest first."""
 
 
 class Connections:
-    """At most `max_all`, and `max_per_address` of one address."""
+    """The connections of a listener: at most `max_all`, and `max_per_address` of one address."""
 
     def __init__(self, max_all: int, max_per_address: int) -> None:
         self._max_per_address = max_per_address
@@ -47,7 +47,7 @@ class Connections:
         return len(self._all.guests)
 
     def enter(self, guest: Guest) -> bool:
-        """Whether there is room for it; it rests at first."""
+        """Adds a connection, which rests at first. Returns False if there is no room for it."""
         address = _network(guest.address)
         for room in (self._by_address.get(address), self._all):
             if room is not None and len(room.guests) >= room.limit and not self._make_place(room):
@@ -59,7 +59,7 @@ class Connections:
         return True
 
     def leave(self, guest: Guest) -> None:
-        """Whoever is not here is no error."""
+        """Removes a connection; one that is not here is no error."""
         self.work(guest)
         for room in self._rooms(guest):
             room.guests.discard(guest)
@@ -68,13 +68,13 @@ class Connections:
             del self._by_address[address]
 
     def rest(self, guest: Guest) -> None:
-        """Its request is answered, and none has come whole since."""
+        """Notes that its request is answered, and that none has come whole since."""
         for room in self._rooms(guest):
             if guest in room.guests:
                 room.resting[guest] = None
 
     def work(self, guest: Guest) -> None:
-        """The head of a request has come whole."""
+        """Notes that the head of a request has come whole."""
         for room in self._rooms(guest):
             room.resting.pop(guest, None)
 
@@ -93,7 +93,7 @@ class Connections:
 
 
 def _network(address: str) -> str:
-    """Who has one IPv6 address has the 2**64 beside it."""
+    """The part of an address that a client cannot choose: who has one IPv6 address has the 2**64 beside it."""
     return socket.inet_pton(socket.AF_INET6, address.partition("%")[0])[:8].hex() if ":" in address else address
 
 

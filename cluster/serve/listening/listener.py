@@ -28,11 +28,11 @@ from cluster.serve.listening.connections import Connections, within_file_limit
 from cluster.serve.listening.port import Port
 
 KEEP_ALIVE_S = 90
-"""An idle connection is kept for so long; what Serve's proxy does."""
+"""An idle connection is kept for this long, as by Serve's proxy."""
 PATIENCE_S = 2.0
-"""How long a port that is taken is tried again."""
+"""A port that is taken is tried again for this long."""
 TICK_S = 1.0
-"""How often the date of the answers is set, and slow clients and the end are looked for."""
+"""Seconds between two looks for slow clients and for the end; the date of the answers is set as often."""
 MAX_SENT_AHEAD = 32
 """Requests that a client may send before the first of them is answered: each costs some kilobytes."""
 BACKLOG = 256
@@ -40,29 +40,30 @@ BACKLOG = 256
 stream goes on meanwhile.
 """
 ARRIVAL_S = 0.5
-"""So long the request of a client may take that was among the last to be accepted."""
+"""The request of a client that was accepted last, when the port closes, may take this long to come."""
 LINGER_S = 1.0
-"""So long what a refused client still sends is read and dropped, for a reset would take the answer from it."""
+"""The bytes that a refused client still sends are read and dropped for this long, because a reset would take the answer
+from it."""
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's, within `limits`, and which also ends if its client holds it up."""
+    """uvicorn's connection with `limits`; it also ends if its client holds it up."""
 
     _num_unsent = 0
-    """Bytes that the client had not taken when it was looked at last."""
+    """The bytes that the client had not taken at the last look."""
     _answered: RequestResponseCycle | None = None
     """The request whose turn it is."""
     _num_headers = 0
-    """Of the request that is read; trailers are among them."""
+    """The number of headers of the request that is read, trailers included."""
     _num_header_bytes = 0
     _num_unread = 0
-    """Bytes that came since the parser last found the end of a head, a piece of a body or the end of one. It keeps an
-    unfinished line without a bound of its own.
+    """The bytes that came since the parser last found the end of a head, a piece of a body or the end of one. The
+    parser keeps an unfinished line without a bound of its own.
     """
     _found = False
     """Whether it found one of them in the bytes that came last."""
     _in_head = True
-    """Not in the trailers after a body."""
+    """Whether headers are read, and not the trailers after a body."""
     _refused = False
 
     def __init__(self, limits: ListenerLimits, others: Connections, **options: Any) -> None:
@@ -166,7 +167,7 @@ class Connection(HttpToolsProtocol):
         return f"{what}: the limits are {bounds} (listener.max_headers)"
 
     def _stop(self, status: int, message: str) -> NoReturn:
-        """Out of one of the parser's callbacks; what raises there ends the parsing."""
+        """Refuses the request from one of the parser's callbacks: an exception there ends the parsing."""
         self._refuse(status, message)
         raise _Stopped
 
@@ -187,14 +188,14 @@ class Connection(HttpToolsProtocol):
             self._others.rest(self)
 
     def resume_writing(self) -> None:
-        """What was written has been taken, however much was written since."""
+        """Notes that the client has taken bytes, however many were written since."""
         super().resume_writing()
         self._moved = time.monotonic()
 
     def look(self, timeout_s: float) -> None:
-        """Called now and then. Aborts if for `timeout_s` the client has taken nothing of what was written, and refuses
-        a head that is not whole in its own time; how long a connection rests between two requests is uvicorn's to
-        bound.
+        """Aborts if the client has taken nothing for `timeout_s`, and refuses a head that is not whole in its own time.
+
+        It is called every `TICK_S`. uvicorn bounds how long a connection rests between two requests.
         """
         num_unsent = self.transport.get_write_buffer_size()
         answers = self.cycle is not None and not self.cycle.response_complete
@@ -278,7 +279,7 @@ class Listener(uvicorn.Server):
         await asyncio.sleep(ARRIVAL_S)
 
     def _protocol(self) -> asyncio.Protocol:
-        """For a connection that asyncio's server did not accept, as uvicorn makes it for those that it did."""
+        """Makes the protocol of a connection that asyncio's server did not accept, as uvicorn does for the others."""
         return self.config.http_protocol_class(
             config=self.config,  # type: ignore[call-arg]
             server_state=self.server_state,
@@ -286,7 +287,7 @@ class Listener(uvicorn.Server):
         )
 
     def _accept_all(self) -> list[socket.socket]:
-        """Who has connected and waits: the system would cut them off with the port."""
+        """Accepts the clients that have connected and wait: the system would cut them off with the port."""
         assert self._listening is not None
         found: list[socket.socket] = []
         with contextlib.suppress(OSError):  # nobody waits any more
@@ -296,7 +297,9 @@ class Listener(uvicorn.Server):
         return found
 
     async def _bound(self) -> socket.socket:
-        """Somebody's outgoing connection may have the port by chance for a moment, or a fork until its exec."""
+        """Binds the port, after some tries if need be: an outgoing connection may have it for a moment, or a fork until
+        its exec.
+        """
         deadline = time.monotonic() + PATIENCE_S
         while True:
             try:
@@ -307,7 +310,7 @@ class Listener(uvicorn.Server):
                 await asyncio.sleep(0.1)
 
     async def main_loop(self) -> None:
-        """uvicorn's own wakes ten times a second."""
+        """Replaces uvicorn's loop, which wakes ten times a second."""
         while not await self.on_tick(0):
             for connection in cast(list[Connection], list(self.server_state.connections)):
                 connection.look(self._client_timeout_s)

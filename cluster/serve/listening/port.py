@@ -1,4 +1,4 @@
-"""The port at which an ingress listens: its own alone, or one that it shares with its peers on the node.
+"""Takes the port at which an ingress listens: its own alone, or one that it shares with its peers on the node.
 
 Several sockets may listen at one port if each of them allows it (SO_REUSEPORT); the kernel then spreads the connections
 over them. So replicas listen side by side, and a new version's beside the last one's while that drains. But the kernel
@@ -20,7 +20,7 @@ import tempfile
 
 
 class Port:
-    """`peers` names those who share it, on all nodes, alike for each of them; with None nobody does."""
+    """A port. `peers` is the name that all ingresses that share it give; with None nobody shares it."""
 
     def __init__(self, host: str, number: int, peers: str | None = None) -> None:
         self._host = host
@@ -29,8 +29,8 @@ class Port:
         self._lock: int | None = None
 
     def take(self) -> socket.socket:
-        """A socket bound to it. Raises `OSError` with a message for the person who chose the port, with EADDRINUSE also
-        for a moment while a peer takes it.
+        """Returns a socket bound to the port. Raises `OSError` with a message for the person who chose the port, with
+        EADDRINUSE also for a moment while a peer takes it.
         """
         if self._peers is None:
             return bound(self._host, self._number)
@@ -50,7 +50,7 @@ class Port:
         return listening
 
     def give_back(self) -> None:
-        """The socket is closed."""
+        """Notes that the socket is closed."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -87,8 +87,8 @@ def _locks(file: int, kind: int) -> bool:
 
 
 def _locks_folder() -> pathlib.Path:
-    """On this machine's own disk, since a lock there is no news for other nodes. Raises `OSError` if it is not this
-    user's alone.
+    """The folder of the locks. It is on this machine's own disk, because they say nothing about other nodes. Raises
+    `OSError` if it is not this user's alone.
     """
     folder = pathlib.Path(tempfile.gettempdir()) / f"manta-ports-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
