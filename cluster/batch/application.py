@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
+from cluster.batch.batch_run import sharer_of
 from cluster.batch.endpoints import Endpoints
 from cluster.batch.engine_client import BatchEngineClient
-from cluster.batch.runner import sharer_of
 from cluster.config import ServeConfig
 from cluster.http.access.keys import ApiKeys
 from cluster.http.metrics import Metrics
