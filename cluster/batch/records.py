@@ -25,9 +25,11 @@ Source: https://platform.openai.com/docs/api-reference/files and .../batch.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import secrets
+import threading
 import time
 from typing import Any, BinaryIO, Literal, NamedTuple, TypeVar, get_args
 
@@ -139,7 +141,7 @@ class InputMissing(Exception):
 
 
 class Upload:
-    """A file that is being written; it is there after `commit`."""
+    """A file that is being written; it is there after `commit`. `commit` and `discard` may be called in two threads."""
 
     def __init__(self, records: Records, owner: str, file_id: str, purpose: Literal["batch", "batch_output"]) -> None:
         self.id = file_id
@@ -148,6 +150,8 @@ class Upload:
         self._owner = owner
         self._path = f"files/{owner}/{file_id}"
         self._purpose = purpose
+        self._ending = threading.Lock()
+        self._is_discarded = False
         self._file: BinaryIO = records.storage.create(self._path)
 
     def write(self, content: bytes) -> None:
@@ -159,6 +163,8 @@ class Upload:
         `batches.keep_s`.
         """
         self._file.close()
+        if not self._records.storage.has(self._path):
+            raise OSError(f"{self.id} was removed before it was complete")
         created = int(time.time())
         limit = self._records.limits.keep_s
         return FileObject(
@@ -171,14 +177,21 @@ class Upload:
         )
 
     def commit(self, filename: str, keep_s: float | None = None) -> FileObject:
-        """As `finish`, and publishes the file."""
-        file = self.finish(filename, keep_s)
-        self._records.publish(self._owner, file)
-        return file
+        """As `finish`, and publishes the file. Raises `ValueError` if it was discarded."""
+        with self._ending:
+            if self._is_discarded:
+                raise ValueError(f"{self.id} was discarded")
+            file = self.finish(filename, keep_s)
+            self._records.publish(self._owner, file)
+            return file
 
     def discard(self) -> None:
-        self._file.close()
-        self._records.storage.remove(self._path)
+        """Removes the file, even one that `commit` published without being able to say so."""
+        with self._ending:
+            self._is_discarded = True
+            with contextlib.suppress(OSError):  # what could not be written is of no use
+                self._file.close()
+            self._records.remove_file(self._owner, self.id)
 
 
 class Records:
