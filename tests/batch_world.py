@@ -1,7 +1,7 @@
 """A storage that fails, and a clock that nobody waits for: where `test_batch_storage_faults.py` runs batch runners.
 
-`asyncio.to_thread` runs its function in a thread of its own, but only one thread runs at a time: each stops before every
-operation of the storage until the event loop resumes it. The loop's clock jumps to the next timer. A schedule is
+`asyncio.to_thread` runs its function in a thread of its own, but only one thread runs at a time: each stops before
+every operation of the storage until the event loop resumes it. The loop's clock jumps to the next timer. A schedule is
 therefore a function of its seed.
 """
 
@@ -25,6 +25,8 @@ EPOCH_S = 1_800_000_000.0
 """Unix time at which every schedule begins."""
 CLAIMED = {"finalizing": Finalizing, "result": BatchOutcome, "ended": Batch}
 """Objects of a batch that never change once they can be decoded."""
+AIMED = 0.3
+"""How often a fault that is aimed at certain objects strikes there, as the probability of one operation."""
 
 
 class Killed(BaseException):
@@ -167,7 +169,13 @@ class Faults(msgspec.Struct, frozen=True):
     lists_late: float = 0.0
     """A listing misses what is new and shows what is gone."""
     stalls: float = 0.0
-    """It takes up to a minute: longer than a lease."""
+    """The process stops for up to a minute, longer than a lease, and goes on."""
+    kills: float = 0.0
+    """The runner is killed before or after it."""
+    stalls_at: str = "none"
+    """A part of paths at which `stalls` is `AIMED`."""
+    kills_at: str = "none"
+    """A part of paths at which `kills` is `AIMED`."""
 
 
 CALM = Faults()
@@ -190,9 +198,9 @@ class World:
     def store(self, path: str, content: bytes) -> None:
         old = self.objects.get(path)
         self._check_claimed(path, old, content)
-        if path.startswith("files/") and not path.endswith(".json"):
-            if decodes(self.objects.get(f"{path}.json"), FileObject):
-                self.violations.append(f"{path} was written after its commit")
+        is_content = path.startswith("files/") and not path.endswith(".json")
+        if is_content and decodes(self.objects.get(f"{path}.json"), FileObject):
+            self.violations.append(f"{path} was written after its commit")
         if old is None:
             self.changed_at[path] = self.scheduler.loop.now
         self.objects[path] = content
@@ -225,6 +233,9 @@ class FaultyStorage:
         self._world = world
         self._has_faults = has_faults
         self.is_dead = False
+        self._stalls_until = 0.0
+        self.on_kill: Callable[[], None] | None = None
+        """Called when `Faults.kills` strikes."""
         self.has_atomic_claims = world.has_atomic_claims
 
     @property
@@ -234,20 +245,28 @@ class FaultyStorage:
     def _happens(self, probability: float) -> bool:
         return probability > 0 and self._world.chance.random() < probability
 
-    def _pause(self, most_s: float = 0.05) -> None:
-        self._world.scheduler.pause(self._world.chance.random() * most_s)
+    def _pause(self, path: str) -> None:
+        """Others run; the process may stall or be killed."""
+        now, chance, faults, parts = self._world.scheduler.loop.now, self._world.chance, self._faults, path.split("/")
+        if self._happens(AIMED if faults.stalls_at in parts else faults.stalls):
+            self._stalls_until = now + chance.uniform(10, 60)
+        self._world.scheduler.pause(max(0.0, self._stalls_until - now) + chance.random() * 0.05)
+        if self.on_kill is not None and not self.is_dead:
+            if self._happens(AIMED if faults.kills_at in parts else faults.kills):
+                self.is_dead = True
+                self.on_kill()
         if self.is_dead:
             raise Killed
 
-    def _begin(self) -> None:
+    def _begin(self, path: str) -> None:
         """Before an operation: others run, and it may fail."""
         self._world.num_operations += 1
-        self._pause(60.0 if self._happens(self._faults.stalls) else 0.05)
+        self._pause(path)
         if self._happens(self._faults.fails):
             raise OSError("the storage fails")
 
     def write(self, path: str, content: bytes) -> None:
-        self._begin()
+        self._begin(path)
         self._store(path, content)
 
     def _store(self, path: str, content: bytes) -> None:
@@ -258,16 +277,17 @@ class FaultyStorage:
         if self._happens(self._faults.repeats):
             later_s = self._world.chance.random() * 60
             self._world.scheduler.loop.call_later(later_s, self._world.store, path, content)
+        self._pause(path)
         if self._happens(self._faults.fails):
             raise OSError("the write happened, but its answer is lost")
 
     def claim(self, path: str, content: bytes) -> bytes:
         try:
-            self._begin()
+            self._begin(path)
             if path in self._world.objects:
                 raise FileExistsError(path)
             if not self._world.has_atomic_claims:
-                self._pause()
+                self._pause(path)
             self._store(path, content)
         except Exception:
             found = self.read(path)
@@ -277,7 +297,7 @@ class FaultyStorage:
         return content
 
     def read(self, path: str) -> bytes | None:
-        self._begin()
+        self._begin(path)
         return self._world.objects.get(path)
 
     def read_all(self, folder: str, names: Iterable[str]) -> dict[str, bytes | Exception]:
@@ -295,7 +315,7 @@ class FaultyStorage:
         return found
 
     def create(self, path: str) -> BinaryIO:
-        self._begin()
+        self._begin(path)
         return _Writer(self, path)  # type: ignore[return-value]
 
     def open(self, path: str) -> BinaryIO:
@@ -305,7 +325,7 @@ class FaultyStorage:
         return io.BytesIO(content)
 
     def sizes(self, folder: str) -> dict[str, int]:
-        self._begin()
+        self._begin(folder)
         found = dict(self._listed(folder, self._world.objects))
         if self._happens(self._faults.lists_late):
             for name, _ in list(self._listed(folder, self._world.changed_at)):
@@ -327,11 +347,12 @@ class FaultyStorage:
         return self.read(path) is not None
 
     def remove(self, path: str) -> None:
-        self._begin()
+        self._begin(path)
         self._world.delete(path)
+        self._pause(path)
 
     def remove_stale_partials(self) -> None:
-        self._begin()
+        self._begin("")
 
 
 class _Writer:
@@ -344,7 +365,7 @@ class _Writer:
 
     def write(self, piece: bytes) -> None:
         self._content += piece
-        self._storage._begin()
+        self._storage._begin(self._path)
         self._storage._world.store(self._path, self._content)
 
     def close(self) -> None:
