@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from cluster.batch.records import Batch, BatchOutcome, FileObject, Finalizing
+from cluster.batch.storage import Storage
 
 EPOCH_S = 1_800_000_000.0
 """Unix time at which every schedule begins."""
@@ -223,13 +224,11 @@ def decodes(content: bytes | None, kind: Any) -> bool:
         return False
 
 
-class FaultyStorage:
+class FaultyStorage(Storage):
     """A `Storage` as one process sees it. Nothing that it does happens after `is_dead` is set."""
 
-    is_local = False
-    is_of_one_process = False
-
     def __init__(self, world: World, has_faults: bool = True) -> None:
+        self.is_local = self.is_of_one_process = False
         self._world = world
         self._has_faults = has_faults
         self.is_dead = False
@@ -251,10 +250,10 @@ class FaultyStorage:
         if self._happens(AIMED if faults.stalls_at in parts else faults.stalls):
             self._stalls_until = now + chance.uniform(10, 60)
         self._world.scheduler.pause(max(0.0, self._stalls_until - now) + chance.random() * 0.05)
-        if self.on_kill is not None and not self.is_dead:
-            if self._happens(AIMED if faults.kills_at in parts else faults.kills):
-                self.is_dead = True
-                self.on_kill()
+        is_killed = self._happens(AIMED if faults.kills_at in parts else faults.kills)
+        if is_killed and self.on_kill is not None and not self.is_dead:
+            self.is_dead = True
+            self.on_kill()
         if self.is_dead:
             raise Killed
 
@@ -281,20 +280,13 @@ class FaultyStorage:
         if self._happens(self._faults.fails):
             raise OSError("the write happened, but its answer is lost")
 
-    def claim(self, path: str, content: bytes) -> bytes:
-        try:
-            self._begin(path)
-            if path in self._world.objects:
-                raise FileExistsError(path)
-            if not self._world.has_atomic_claims:
-                self._pause(path)
-            self._store(path, content)
-        except Exception:
-            found = self.read(path)
-            if found is None:
-                raise
-            return found
-        return content
+    def create_exclusively(self, path: str, content: bytes) -> None:
+        self._begin(path)
+        if path in self._world.objects:
+            raise FileExistsError(path)
+        if not self._world.has_atomic_claims:
+            self._pause(path)
+        self._store(path, content)
 
     def read(self, path: str) -> bytes | None:
         self._begin(path)

@@ -348,6 +348,26 @@ def test_two_cancels_at_once_both_succeed(tmp_path: pathlib.Path, monkeypatch: p
     asyncio.run(main())
 
 
+def test_a_cancel_while_another_ones_mark_goes_succeeds(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The batch ends after this client found the other one's mark, and before it reads the mark."""
+    records = Records(Storage(str(tmp_path)), BatchLimits())
+    fields = {"endpoint": "/v1/completions", "input_file_id": "x", "completion_window": "24h", "expires_at": 0}
+    batch = records.create_batch("one", **fields)
+    records.cancel("one", batch.id)
+    read = Storage.read
+
+    def closing(self: Storage, path: str) -> bytes | None:
+        if path.endswith(".cancel"):
+            records.close_batch("one", batch.id)
+        return read(self, path)
+
+    monkeypatch.setattr(Storage, "read", closing)
+    records.cancel("one", batch.id)
+    assert not records.storage.sizes("open")
+
+
 def test_a_flush_that_fails_while_its_batch_is_cancelled_loses_no_answer(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

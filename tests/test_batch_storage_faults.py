@@ -28,7 +28,7 @@ from cluster.config import BatchLimits
 from tests.batch_world import CALM, EPOCH_S, Faults, FaultyStorage, Killed, Scheduler, VirtualLoop, World
 from tests.conftest import PROVE
 
-NUM_SCHEDULES = 600 if PROVE else 30
+NUM_SCHEDULES = 600 if PROVE else 9
 LIMITS = BatchLimits()
 OWNERS = ("one", "two")
 LEGAL = {
@@ -74,7 +74,7 @@ class Cluster:
 
     def start(self) -> None:
         storage = FaultyStorage(self.world)
-        found = Runner(Records(storage, LIMITS), self.answer, 3, 4096)  # type: ignore[arg-type]
+        found = Runner(Records(storage, LIMITS), self.answer, 3, 4096)
         self.running[storage] = asyncio.create_task(found.serve())
         storage.on_kill = lambda: self.reap(storage)
 
@@ -111,7 +111,7 @@ class Client:
         self._world = world
         self._window_s = window_s
         self._cancel_s = cancel_s
-        self._records = Records(FaultyStorage(world, has_faults=False), LIMITS)  # type: ignore[arg-type]
+        self._records = Records(FaultyStorage(world, has_faults=False), LIMITS)
         self._seen: Batch | None = None
         self.is_cancelled = False
 
@@ -245,7 +245,7 @@ async def schedule(world: World, faults: Faults, num_disturbances: int) -> None:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
-    await asyncio.to_thread(remove_expired, Records(FaultyStorage(world), LIMITS))  # type: ignore[arg-type]
+    await asyncio.to_thread(remove_expired, Records(FaultyStorage(world), LIMITS))
     check_leftovers(world, [await client.check() for client in clients])
 
 
@@ -279,6 +279,7 @@ def rate(*values: float) -> st.SearchStrategy[float]:
     return st.sampled_from((0.0, *values))
 
 
+@pytest.mark.timeout(1800)
 @settings(max_examples=NUM_SCHEDULES)
 @given(
     st.integers(0, 2**32),
@@ -301,6 +302,7 @@ def test_batches_end_once_whatever_the_storage_and_the_runners_do(
     run_schedule(seed, faults, num_disturbances)
 
 
+@pytest.mark.timeout(1800)
 @settings(max_examples=NUM_SCHEDULES // 3)
 @given(
     st.integers(0, 2**32),

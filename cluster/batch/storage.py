@@ -26,6 +26,9 @@ from fsspec.core import url_to_fs
 from cluster.batch import local_files
 from cluster.config import ServeConfig
 
+MAX_CLAIMS = 5
+"""Tries to claim an object that others create and remove meanwhile."""
+
 
 def with_storage(config: ServeConfig) -> ServeConfig:
     """`config` with an absolute `batch_storage`, since replicas run in folders of their own.
@@ -72,17 +75,24 @@ class Storage:
 
         A caller that gets its own `content` back has won; contents of different claimants must therefore differ.
         """
-        try:
-            if self.is_local:
-                local_files.create_exclusively(self._root, self._absolute(path), content)
-            else:
-                self._fs.pipe_file(self._absolute(path), content, mode="create")
-        except Exception:  # stores name a refusal differently, and a lost reply may hide a success: reading tells
-            found = self.read(path)
-            if found is None:
-                raise
-            return found
-        return content
+        for _ in range(MAX_CLAIMS):
+            try:
+                self.create_exclusively(path, content)
+                return content
+            except Exception as error:  # stores name a refusal differently, and a lost answer may hide a success
+                found = self.read(path)
+                if found is not None:
+                    return found
+                if not isinstance(error, FileExistsError):
+                    raise
+        raise OSError(f"{path} was created and removed by others {MAX_CLAIMS} times")
+
+    def create_exclusively(self, path: str, content: bytes) -> None:
+        """Creates an object; raises what the store raises if there is one."""
+        if self.is_local:
+            local_files.create_exclusively(self._root, self._absolute(path), content)
+        else:
+            self._fs.pipe_file(self._absolute(path), content, mode="create")
 
     def read(self, path: str) -> bytes | None:
         """None if there is nothing."""
