@@ -246,11 +246,11 @@ class FaultyStorage(Storage):
 
     def _pause(self, path: str) -> None:
         """Others run; the process may stall or be killed."""
-        now, chance, faults, parts = self._world.scheduler.loop.now, self._world.chance, self._faults, path.split("/")
-        if self._happens(AIMED if faults.stalls_at in parts else faults.stalls):
+        now, chance, parts = self._world.scheduler.loop.now, self._world.chance, path.split("/")
+        if self._happens(AIMED if self._faults.stalls_at in parts else self._faults.stalls):
             self._stalls_until = now + chance.uniform(10, 60)
         self._world.scheduler.pause(max(0.0, self._stalls_until - now) + chance.random() * 0.05)
-        is_killed = self._happens(AIMED if faults.kills_at in parts else faults.kills)
+        is_killed = self._happens(AIMED if self._faults.kills_at in parts else self._faults.kills)
         if is_killed and self.on_kill is not None and not self.is_dead:
             self.is_dead = True
             self.on_kill()

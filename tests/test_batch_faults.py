@@ -25,7 +25,8 @@ from cluster.batch.storage import Storage
 from cluster.config import BatchLimits
 from tests.test_batches_api import KEYS, Service, completed, ended, lines_of, requests, serving, started, until
 
-DAMAGED = [b"", b"\x00" * 64, b'{"id": "batc']
+_DAMAGES = {"empty": b"", "zeros": b"\x00" * 64, "torn": b'{"id": "batc'}
+DAMAGED = [pytest.param(content, id=name) for name, content in _DAMAGES.items()]
 """What a power failure leaves of an object."""
 
 
