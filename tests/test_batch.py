@@ -24,9 +24,9 @@ from ray.exceptions import RayActorError
 
 from cluster.batch import engine_client, job
 from cluster.batch.application import batch_endpoints
+from cluster.batch.batch_run import sharer_of
 from cluster.batch.journal import BatchRefused, Journal, count_lines, read_lines
 from cluster.batch.lines import BadLine, BatchRequest, BatchResponse, BatchResult, LineKey, encode, parse
-from cluster.batch.runner import sharer_of
 from cluster.cli.__main__ import main
 from cluster.config import EngineConfig, ServeConfig
 from cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput, Usage

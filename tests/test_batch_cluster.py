@@ -21,6 +21,7 @@ import pytest
 
 from benchmarks.processes import free_port
 from tests.checkpoints import checkpoint
+from tests.patience import PATIENCE_S
 from tests.server import Server
 from tests.test_batch import KilledBatch, arguments, line, results, write_lines
 
@@ -116,7 +117,7 @@ def kill_all(pid: int) -> None:
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(processes, timeout=10)
+    psutil.wait_procs(processes, timeout=PATIENCE_S)
 
 
 @pytest.mark.timeout(300)
@@ -139,7 +140,7 @@ def test_a_ray_job_answers_a_batch(tmp_path: pathlib.Path) -> None:
     words = arguments(pathlib.Path("in.jsonl"), target)
     submit = [binaries / "ray", "job", "submit", "--address", address, "--working-dir", ".", "--", "manta", *words]
     try:
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + PATIENCE_S
         while subprocess.run(submit, cwd=work, env=environment, check=False).returncode != 0:
             assert time.monotonic() < deadline, "the cluster takes no job"
             time.sleep(3)

@@ -16,10 +16,11 @@ import httpx2
 import openai
 import pytest
 
+from cluster.batch import batch_run, stored
 from cluster.batch import runner as runner_module
-from cluster.batch import stored
 from cluster.batch.endpoints import Endpoints
 from cluster.batch.records import Records
+from cluster.batch.retention import remove_expired
 from cluster.batch.runner import Runner
 from cluster.batch.storage import Storage, with_storage
 from cluster.config import BatchLimits, EngineConfig, ServeConfig
@@ -27,6 +28,7 @@ from cluster.http.app import HttpApp
 from cluster.http.engines import Event
 from cluster.http.metrics import Metrics
 from cluster.text.tokenizer import Tokenizer
+from tests.patience import PATIENCE_S
 from tests.test_batch import line
 from tests.test_routes import Repeating, RepeatingEngines
 
@@ -107,7 +109,7 @@ class Service:
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for the next look."""
     monkeypatch.setattr(runner_module, "LOOK_S", 0.01)
-    monkeypatch.setattr(runner_module, "FLUSH_CHECK_S", 0.01)
+    monkeypatch.setattr(batch_run, "FLUSH_CHECK_S", 0.01)
     monkeypatch.setattr(stored, "FLUSH_S", 0.01)
 
 
@@ -133,7 +135,7 @@ async def started(client: openai.AsyncOpenAI, content: bytes, window: Any = "24h
 
 
 async def ended(client: openai.AsyncOpenAI, batch: Any) -> Any:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         while batch.status not in ("completed", "failed", "expired", "cancelled"):
             await asyncio.sleep(0.01)
             batch = await client.batches.retrieve(batch.id)
@@ -142,7 +144,7 @@ async def ended(client: openai.AsyncOpenAI, batch: Any) -> Any:
 
 async def completed(client: openai.AsyncOpenAI, batch: Any, count: int) -> None:
     """Until so many answers are stored."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         while (await client.batches.retrieve(batch.id)).request_counts.completed < count:
             await asyncio.sleep(0.01)
 
@@ -154,7 +156,7 @@ async def lines_of(client: openai.AsyncOpenAI, file_id: str | None) -> list[dict
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         while not condition():
             await asyncio.sleep(0.01)
 
@@ -328,13 +330,13 @@ def test_old_files_and_batches_are_removed(tmp_path: pathlib.Path, monkeypatch: 
             client = service.client()
             batch = await ended(client, await started(client, requests(3)))
             records = Records(Storage(str(tmp_path)), service.config.batches)
-            await asyncio.to_thread(records.remove_expired)
+            await asyncio.to_thread(remove_expired, records)
             assert len([file async for file in client.files.list()]) == 2
             now = runner_module.time.time
             monkeypatch.setattr(runner_module.time, "time", lambda: now() + 31 * 86_400)
             with pytest.raises(openai.NotFoundError):
                 await client.files.retrieve(batch.input_file_id)
-            await asyncio.to_thread(records.remove_expired)
+            await asyncio.to_thread(remove_expired, records)
             assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
     asyncio.run(main())

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import psutil
 import pytest
@@ -27,6 +27,7 @@ from benchmarks.workloads import WORKLOADS, PromptSource, Row, alternate, run_wo
 from cluster.cli.bench import run_bench
 from cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput
 from cluster.serve.progress import Progress
+from tests.patience import PATIENCE_S, wait_until
 from workers.sampling_params import SamplingParams
 
 
@@ -53,7 +54,7 @@ from benchmarks.processes import Child
 
 child = Child([sys.executable, "-c", {server!r}], {{}})
 child.engine = "server"
-child.wait_until_printed("serves", 60)
+child.wait_until_printed("serves", 600)
 print(*[process.pid for process in child.processes()], flush=True)
 time.sleep(600)
 """
@@ -74,8 +75,8 @@ def test_a_benchmark_that_is_told_to_end_takes_its_servers_along() -> None:
         try:
             assert len(started) == 2
             benchmark.send_signal(signal.SIGTERM)
-            assert benchmark.wait(120) != 0
-            assert psutil.wait_procs(started, timeout=30)[1] == []
+            assert benchmark.wait(PATIENCE_S) != 0
+            assert psutil.wait_procs(started, timeout=PATIENCE_S)[1] == []
         finally:
             for process in started:
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -268,22 +269,15 @@ class Spinner(Child):
         super().__init__([sys.executable, "-S", "-c", script], {})
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_a_child_that_spins_is_paused_while_it_rests_and_stopped_with_what_it_started() -> None:
     spinner = Spinner()
     try:
-        wait_for(lambda: len(spinner.processes()) == 2)
+        wait_until(lambda: len(spinner.processes()) == 2)
         spinning = spinner.processes()[1]
-        wait_for(lambda: spinner.rest(limit_s=0.3) or spinner.spins)  # a busy machine may starve it for once
-        wait_for(lambda: spinning.status() == psutil.STATUS_STOPPED)
+        wait_until(lambda: spinner.rest(limit_s=0.3) or spinner.spins)  # a busy machine may starve it for once
+        wait_until(lambda: spinning.status() == psutil.STATUS_STOPPED)
         spinner.wake()
-        wait_for(lambda: spinning.status() != psutil.STATUS_STOPPED)
+        wait_until(lambda: spinning.status() != psutil.STATUS_STOPPED)
         spinner.rest(limit_s=0.3)
     finally:
         spinner.stop()

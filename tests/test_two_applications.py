@@ -91,6 +91,7 @@ class Command:
         return error
 
 
+@pytest.mark.prove
 def test_two_models_serve_side_by_side_and_nobody_ends_another_ones(cluster: RayCluster) -> None:
     port = free_port()
     first = Command(cluster, "llama", port).is_ready()

@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
+from cluster.batch.batch_run import sharer_of
 from cluster.batch.endpoints import Endpoints
 from cluster.batch.engine_client import BatchEngineClient
-from cluster.batch.runner import sharer_of
 from cluster.config import ServeConfig
 from cluster.http.access.keys import ApiKeys
 from cluster.http.metrics import Metrics
@@ -20,18 +20,20 @@ from workers.checkpoints.model_config import resolve_model_folder
 def batch_endpoints(
     config: ServeConfig, engine: Any, host: str, standby: Any = None, priority_clients: tuple[str, ...] = ()
 ) -> tuple[Endpoints, BatchEngineClient]:
-    """The endpoints and their client of the engines, which is its caller's to close; arguments are the client's."""
+    """The endpoints and the client by which they reach the engines. The caller closes the client; the arguments after
+    `config` are passed on to it.
+    """
     tokenizer = Tokenizer(config.engine.tokenizer or str(resolve_model_folder(config.engine.model)))
     metrics = Metrics(config.model_name)
     client = BatchEngineClient(engine, tokenizer, host, metrics, standby)
     keys, weights = ApiKeys(config.api_keys or ()), config.client_weights
     inside = msgspec.structs.replace(
         config,
-        api_keys=None,  # whoever may make a batch was asked for a key then
+        api_keys=None,  # the ingress checked the key when the batch was created
         client_weights={sharer_of(keys.owner_of(name)): weights[name] for name in keys.by_name.keys() & weights},
         priority_clients=priority_clients,
         batch_storage=None,
-        request_timeout_s=max(config.request_timeout_s, config.batches.keep_s),  # a line has its batch's time
+        request_timeout_s=max(config.request_timeout_s, config.batches.keep_s),  # a line may take as long as its batch
     )
     endpoints = Endpoints(inside, tokenizer, client, metrics)
     collect_rarely()

@@ -1,27 +1,37 @@
 """Files and batches of `/v1/files` and `/v1/batches` as they are stored, in OpenAI's shapes.
 
-Each object has one writer, so that ingresses and the runner need no lock: ingresses write files, batches as they were
-asked for, and marks to cancel; the runner writes how a batch goes, and its results. What is a client's (`OWNER`) lies
-in a folder of its own, and nobody else's ids are found there.
+Ingresses and runners share no lock. Ingresses write files, batches as they were asked for, and marks to cancel; the
+runner that has a batch's lease writes how it goes. What is a client's (`OWNER`) lies in a folder of its own, and nobody
+else's ids are found there.
 
-    files/OWNER/ID             content
-    files/OWNER/ID.json        a `FileObject`; written last, and without it the file is not there
-    batches/OWNER/ID/asked     a `Batch` as it was created
-    batches/OWNER/ID/state     the same as the runner left it
-    batches/OWNER/ID/parts/    results, until they become files
-    open/ID.OWNER              it has not ended
-    open/ID.OWNER.cancel       somebody wants it to end
+    files/OWNER/ID                  content
+    files/OWNER/ID.json             a `FileObject`; written last, and without it the file is not there
+    open/ID.OWNER                   the `Batch` as it was created; it is there until the batch has ended
+    open/ID.OWNER.cancel            claimed: when a client asked for its end
+    batches/OWNER/ID/asked          a copy of the `Batch` as it was created
+    batches/OWNER/ID/state          the `Batch` in progress; rewritten, and only its counts may go back
+    batches/OWNER/ID/finalizing     claimed: how it ends (`Finalizing`)
+    batches/OWNER/ID/result         claimed: the `Batch` as it ended and its files (`BatchOutcome`)
+    batches/OWNER/ID/ended          claimed: the `Batch` as it ended, after its files were published
+    batches/OWNER/ID/parts/         results, until they become files
+    batches/OWNER/ID/lease/         which runner has it (`lease.py`)
+
+A claimed object is created once and never rewritten, so a runner that comes back late cannot undo what another one has
+finished. A batch's status is that of the last of these objects that exists. An object that cannot be decoded (torn by a
+power failure, or by a store that writes in pieces) counts as the one before it, and affects no other batch or file.
 
 Source: https://platform.openai.com/docs/api-reference/files and .../batch.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import re
 import secrets
+import threading
 import time
-from collections.abc import Iterator
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple, TypeVar, get_args
 
 import msgspec
 
@@ -29,12 +39,18 @@ from cluster.batch.lines import BatchError
 from cluster.batch.storage import Storage
 from cluster.config import BatchLimits
 
-ENDED = ("completed", "failed", "expired", "cancelled")
-_FILE_ID = re.compile(r"file-[0-9a-f]{30}(-output|-errors)?")
+logger = logging.getLogger(__name__)
+
+Ending = Literal["completed", "failed", "expired", "cancelled"]
+ENDED: tuple[str, ...] = get_args(Ending)
+CANCEL = ".cancel"
+"""The suffix of a mark to cancel."""
+FILE_ID = re.compile(r"file-[0-9a-f]{30}(-[0-9a-f]{8})?(-output|-errors)?")
+"""An input's id is a time and a random number. An output's is that of its batch and of the attempt that wrote it."""
 _BATCH_ID = re.compile(r"batch_[0-9a-f]{30}")
-_CANCEL = ".cancel"
-_EXPIRED_UPLOAD_S = 86_400.0
-"""An upload that was not completed for so long never will be."""
+_OPEN_MARK = re.compile(r"(batch_[0-9a-f]{30})\.([^.]+)")
+
+Stored = TypeVar("Stored")
 
 
 class FileObject(msgspec.Struct, kw_only=True):
@@ -84,6 +100,30 @@ class Batch(msgspec.Struct, kw_only=True):
     metadata: dict[str, str] | None = None
 
 
+class Finalizing(msgspec.Struct):
+    """The decision how a batch ends; a restart continues it."""
+
+    ending: Ending
+    at: int
+
+
+class BatchOutcome(msgspec.Struct):
+    """What a batch came to: all that is needed to publish it, so that any runner can do so."""
+
+    batch: Batch
+    files: list[FileObject]
+
+
+class BatchProgress(NamedTuple):
+    """What is stored of a batch."""
+
+    batch: Batch
+    """With the status that its objects give it; marks to cancel are not seen here."""
+    ending: Ending | None
+    """How it ends, once that is decided."""
+    outcome: BatchOutcome | None
+
+
 class OpenBatch(NamedTuple):
     """A batch that has not ended."""
 
@@ -96,27 +136,38 @@ class TooMuch(ValueError):
     """A client has as much as it may have; the message names the bound and the remedy."""
 
 
+class InputMissing(Exception):
+    """The input file of a batch is not there; nothing else raises this."""
+
+
 class Upload:
-    """A file that is being written; it is there after `commit`."""
+    """A file that is being written; it is there after `commit`. `commit` and `discard` may be called in two threads."""
 
     def __init__(self, records: Records, owner: str, file_id: str, purpose: Literal["batch", "batch_output"]) -> None:
         self.id = file_id
         self.num_bytes = 0
         self._records = records
+        self._owner = owner
         self._path = f"files/{owner}/{file_id}"
         self._purpose = purpose
+        self._ending = threading.Lock()
+        self._is_discarded = False
         self._file: BinaryIO = records.storage.create(self._path)
 
     def write(self, content: bytes) -> None:
         self._file.write(content)
         self.num_bytes += len(content)
 
-    def commit(self, filename: str, keep_s: float | None = None) -> FileObject:
-        """`keep_s` is how long it is kept, at most as long as `batches.keep_s`."""
+    def finish(self, filename: str, keep_s: float | None = None) -> FileObject:
+        """Completes the content; `Records.publish` makes it a file. `keep_s` is how long it is kept, at most as long as
+        `batches.keep_s`.
+        """
         self._file.close()
+        if not self._records.storage.has(self._path):
+            raise OSError(f"{self.id} was removed before it was complete")
         created = int(time.time())
         limit = self._records.limits.keep_s
-        file = FileObject(
+        return FileObject(
             id=self.id,
             bytes=self.num_bytes,
             created_at=created,
@@ -124,12 +175,23 @@ class Upload:
             filename=filename,
             purpose=self._purpose,
         )
-        self._records.storage.write(f"{self._path}.json", msgspec.json.encode(file))
-        return file
+
+    def commit(self, filename: str, keep_s: float | None = None) -> FileObject:
+        """As `finish`, and publishes the file. Raises `ValueError` if it was discarded."""
+        with self._ending:
+            if self._is_discarded:
+                raise ValueError(f"{self.id} was discarded")
+            file = self.finish(filename, keep_s)
+            self._records.publish(self._owner, file)
+            return file
 
     def discard(self) -> None:
-        self._file.close()
-        self._records.storage.remove(self._path)
+        """Removes the file, even one that `commit` published without being able to say so."""
+        with self._ending:
+            self._is_discarded = True
+            with contextlib.suppress(OSError):  # what could not be written is of no use
+                self._file.close()
+            self._records.remove_file(self._owner, self.id)
 
 
 class Records:
@@ -155,23 +217,29 @@ class Records:
                 )
         return Upload(self, owner, f"file-{_new_id()}", "batch")
 
-    def begin_output(self, owner: str, file_id: str) -> Upload:
-        """Of a batch. What an earlier try wrote is written again."""
-        return Upload(self, owner, file_id, "batch_output")
+    def begin_output(self, owner: str, batch_id: str, attempt: str, kind: Literal["output", "errors"]) -> Upload:
+        """A file of a batch's results. `attempt` is the `new_attempt` of who writes it: no two write the same file."""
+        return Upload(self, owner, f"file-{batch_id.removeprefix('batch_')}-{attempt}-{kind}", "batch_output")
+
+    def publish(self, owner: str, file: FileObject) -> None:
+        """Makes content that was written a file of its owner; harmless if it is one."""
+        self._claim(f"files/{owner}/{file.id}.json", file)
 
     def file(self, owner: str, file_id: str) -> FileObject | None:
         """None if there is no such file, or if it has expired."""
-        if not _FILE_ID.fullmatch(file_id):
-            return None
-        found = self._load(f"files/{owner}/{file_id}.json", FileObject)
+        found = self.stored_file(owner, file_id) if FILE_ID.fullmatch(file_id) else None
         return None if found is None or found.expires_at <= time.time() else found
 
+    def stored_file(self, owner: str, file_id: str) -> FileObject | None:
+        """As `file`, for one that may have expired."""
+        return _decoded(self.storage.read(f"files/{owner}/{file_id}.json"), FileObject)
+
     def files(self, owner: str) -> list[FileObject]:
-        """The latest first."""
+        """The latest first, without those that cannot be read."""
         folder, now = f"files/{owner}", time.time()
         names = [name for name in self.storage.sizes(folder) if name.endswith(".json")]
-        decoded = (msgspec.json.decode(data, type=FileObject) for data in self.storage.read_all(folder, names))
-        found = [file for file in decoded if file.expires_at > now]
+        decoded = (_decoded(content, FileObject) for content in self.storage.read_all(folder, names).values())
+        found = [file for file in decoded if file is not None and file.expires_at > now]
         return sorted(found, key=lambda file: (file.created_at, file.id), reverse=True)
 
     def content(self, owner: str, file_id: str) -> BinaryIO:
@@ -182,7 +250,7 @@ class Records:
         self.storage.remove(f"files/{owner}/{file_id}.json")
         self.storage.remove(f"files/{owner}/{file_id}")
 
-    # ---- batches -------------------------------------------------------------------------------------------------
+    # ---- batches, for clients ------------------------------------------------------------------------------------
 
     def create_batch(self, owner: str, **fields: Any) -> Batch:
         """Raises `TooMuch` if as many of the client's have not ended as may be."""
@@ -193,79 +261,172 @@ class Records:
                 "(batches.max_open_batches); wait for some, or cancel them"
             )
         batch = Batch(id=f"batch_{_new_id()}", created_at=int(time.time()), **fields)
-        self.storage.write(f"{_folder(owner, batch.id)}/asked", msgspec.json.encode(batch))
-        self.storage.write(f"open/{batch.id}.{owner}", b"")
+        self.open_batch(owner, batch)
+        try:
+            self.keep_asked(owner, batch)
+        except Exception:
+            self.close_batch(owner, batch.id)
+            raise
         return batch
 
     def batch(self, owner: str, batch_id: str) -> Batch | None:
         """As its client sees it. None if there is no such batch."""
-        batch = self.state(owner, batch_id)
-        if batch is not None and batch.status not in ENDED:
-            asked = self.storage.read(f"open/{batch_id}.{owner}{_CANCEL}")
-            if asked is not None:
-                batch.status, batch.cancelling_at = "cancelling", int(asked)
-        return batch
-
-    def state(self, owner: str, batch_id: str) -> Batch | None:
-        """As its runner left it."""
         if not _BATCH_ID.fullmatch(batch_id):
             return None
-        folder = _folder(owner, batch_id)
-        found: Batch | None = self._load(f"{folder}/state", Batch) or self._load(f"{folder}/asked", Batch)
-        return found
+        asked = self.storage.read(f"open/{batch_id}.{owner}{CANCEL}")  # first: it goes when the batch has ended
+        progress = self.progress(owner, batch_id)
+        if progress is None:
+            return None
+        batch = progress.batch
+        if asked is not None and batch.status not in ENDED:
+            batch.status, batch.cancelling_at = "cancelling", _seconds(asked)
+        return batch
 
     def batch_ids(self, owner: str) -> list[str]:
         """The latest first."""
-        return sorted(self.storage.sizes(f"batches/{owner}"), reverse=True)
+        return sorted(filter(_BATCH_ID.fullmatch, self.storage.sizes(f"batches/{owner}")), reverse=True)
 
     def cancel(self, owner: str, batch_id: str) -> None:
-        self.storage.write(f"open/{batch_id}.{owner}{_CANCEL}", str(int(time.time())).encode())
+        """Asks for a batch's end. The first of several calls counts."""
+        mark = f"open/{batch_id}.{owner}"
+        self.storage.claim(f"{mark}{CANCEL}", str(int(time.time())).encode())
+        if not self.storage.has(mark):  # it has ended meanwhile
+            self.storage.remove(f"{mark}{CANCEL}")
 
-    # ---- for the runner ------------------------------------------------------------------------------------------
+    # ---- batches, for runners ------------------------------------------------------------------------------------
 
     def open_batches(self) -> list[OpenBatch]:
-        """Those that have not ended, the oldest first."""
-        names = list(self.storage.sizes("open"))
-        cancelled = {name.removesuffix(_CANCEL) for name in names if name.endswith(_CANCEL)}
-        found = ((name, *name.split(".")) for name in names if name.count(".") == 1)
-        return [OpenBatch(owner, batch_id, name in cancelled) for name, batch_id, owner in found]
+        """Those that have not ended, the oldest first. A late listing may show others, and miss some."""
+        names = self.storage.sizes("open")
+        marks = filter(None, map(_OPEN_MARK.fullmatch, names))
+        return [OpenBatch(mark[2], mark[1], f"{mark[0]}{CANCEL}" in names) for mark in marks]
+
+    def progress(self, owner: str, batch_id: str) -> BatchProgress | None:
+        """None if there is no such batch. Raises what the storage raises, but nothing for what cannot be decoded."""
+        names = ("asked", "state", "finalizing", "result", "ended")
+        found = self.storage.read_all(_folder(owner, batch_id), names)
+        for content in found.values():
+            if isinstance(content, Exception):
+                raise content
+        outcome = _decoded(found.get("result"), BatchOutcome)
+        finalizing = _decoded(found.get("finalizing"), Finalizing)
+        ending = None if finalizing is None else finalizing.ending
+        ended = None
+        if "ended" in found:
+            ended = _decoded(found["ended"], Batch) or (None if outcome is None else outcome.batch)
+        if ended is not None:
+            return BatchProgress(ended, ending, outcome)
+        batch = _decoded(found.get("state"), Batch) or _decoded(found.get("asked"), Batch)
+        if batch is None:
+            mark = self.storage.read(f"open/{batch_id}.{owner}")
+            batch = _decoded(mark, Batch)
+            if batch is None and not found and not mark:
+                return None
+            batch = batch or unreadable_batch(batch_id)
+        if "finalizing" in found:
+            batch.status = "finalizing"
+            batch.finalizing_at = None if finalizing is None else finalizing.at
+        elif "state" in found and batch.status == "validating":
+            batch.status = "in_progress"
+        return BatchProgress(batch, ending, outcome)
+
+    def input(self, owner: str, file_id: str) -> BinaryIO:
+        """The content of a batch's input. Raises `InputMissing`."""
+        try:
+            return self.content(owner, file_id)
+        except FileNotFoundError as error:
+            raise InputMissing(f"file {file_id} is not there") from error
+
+    def open_batch(self, owner: str, batch: Batch) -> None:
+        """Lets runners find a batch; from now on it is there."""
+        self._claim(f"open/{batch.id}.{owner}", batch)
+
+    def keep_asked(self, owner: str, batch: Batch) -> None:
+        """Keeps what was asked for beyond the batch's end, and lists the batch; harmless if that was done."""
+        self._claim(f"{_folder(owner, batch.id)}/asked", batch)
 
     def save(self, owner: str, batch: Batch) -> None:
+        """Stores how a batch in progress goes."""
         self.storage.write(f"{_folder(owner, batch.id)}/state", msgspec.json.encode(batch))
 
+    def decide(self, owner: str, batch_id: str, ending: Ending) -> Finalizing:
+        """Decides how a batch ends; returns what was decided first."""
+        return self._claim(f"{_folder(owner, batch_id)}/finalizing", Finalizing(ending, int(time.time())))
+
+    def settle(self, owner: str, outcome: BatchOutcome) -> BatchOutcome:
+        """Decides what a batch came to; returns what was decided first, and removes this one's files if it is not."""
+        settled = self._claim(f"{_folder(owner, outcome.batch.id)}/result", outcome)
+        self._remove_others(owner, outcome, settled.batch)
+        return settled
+
+    def end(self, owner: str, outcome: BatchOutcome) -> None:
+        """Publishes what a batch came to: its files, then its end. Whatever interrupts it, it may be done again."""
+        folder = _folder(owner, outcome.batch.id)
+        if not self.storage.has(f"{folder}/ended"):  # afterwards its files may have been deleted by their owner
+            for file in outcome.files:
+                self.publish(owner, file)
+        ended = self._claim(f"{folder}/ended", outcome.batch)
+        self._remove_others(owner, outcome, ended)
+        self.close_batch(owner, outcome.batch.id)
+
+    def _remove_others(self, owner: str, outcome: BatchOutcome, batch: Batch) -> None:
+        """Removes the files of `outcome` that are not those of the batch as it ended."""
+        for file in outcome.files:
+            if file.id not in (batch.output_file_id, batch.error_file_id):
+                self.remove_file(owner, file.id)
+
     def close_batch(self, owner: str, batch_id: str) -> None:
-        """It has ended, and its state says so: what it needed until then goes."""
+        """Removes what an ended batch needed until its end."""
         self.storage.remove(self.parts(owner, batch_id))
-        self.storage.remove(f"open/{batch_id}.{owner}{_CANCEL}")
+        self.storage.remove(f"open/{batch_id}.{owner}{CANCEL}")
         self.storage.remove(f"open/{batch_id}.{owner}")
 
     def parts(self, owner: str, batch_id: str) -> str:
         """The folder of a batch's results."""
         return f"{_folder(owner, batch_id)}/parts"
 
-    def remove_expired(self) -> None:
-        """Files past their time, uploads that were never completed, and batches that ended long ago."""
-        for owner in self.storage.sizes("files"):
-            for name in self._expired_files(owner):
-                self.remove_file(owner, name)
-        still_open = {each.id for each in self.open_batches()}
-        for owner in self.storage.sizes("batches"):
-            for batch_id in self.batch_ids(owner):
-                if _age_s(batch_id) > self.limits.keep_s and batch_id not in still_open:
-                    self.storage.remove(_folder(owner, batch_id))
+    def leases(self, owner: str, batch_id: str) -> str:
+        """The folder of a batch's leases."""
+        return f"{_folder(owner, batch_id)}/lease"
 
-    def _expired_files(self, owner: str) -> Iterator[str]:
-        for name, size in self.storage.sizes(f"files/{owner}").items():
-            if name.endswith(".json") and size:
-                found = self._load(f"files/{owner}/{name}", FileObject)
-                if found is not None and found.expires_at <= time.time():
-                    yield found.id
-            elif _age_s(name) > _EXPIRED_UPLOAD_S and not self.storage.has(f"files/{owner}/{name}.json"):
-                yield name
+    def remove_batch(self, owner: str, batch_id: str) -> None:
+        self.storage.remove(_folder(owner, batch_id))
 
-    def _load(self, path: str, kind: Any) -> Any:
-        data = self.storage.read(path)
-        return None if data is None else msgspec.json.decode(data, type=kind)
+    def _claim(self, path: str, value: Stored) -> Stored:
+        """Stores `value` unless there is one; returns the one that is there. One that cannot be decoded is replaced."""
+        content = msgspec.json.encode(value)
+        found = _decoded(self.storage.claim(path, content), type(value))
+        if found is not None:
+            return found
+        logger.warning("%s cannot be decoded and is replaced", path)
+        self.storage.write(path, content)
+        return value
+
+
+def unreadable_batch(batch_id: str) -> Batch:
+    """What stands for a batch of which nothing can be decoded."""
+    created_at = int(time.time() - age_s(batch_id))
+    message = "what the server had stored of this batch cannot be read; create the batch again"
+    return Batch(
+        id=batch_id,
+        endpoint="",
+        input_file_id="",
+        completion_window="",
+        created_at=created_at,
+        expires_at=created_at,
+        errors=BatchErrors([BatchError("unreadable_batch", message)]),
+    )
+
+
+def new_attempt() -> str:
+    """A name for one attempt to write a batch's files."""
+    return secrets.token_hex(4)
+
+
+def age_s(name: str) -> float:
+    """Seconds since a file or a batch got its id; 0 for a name that holds none."""
+    digits = re.search(r"[0-9a-f]{30}", name)
+    return 0.0 if digits is None else time.time() - int(digits[0][:14], 16) / 1e6
 
 
 def _folder(owner: str, batch_id: str) -> str:
@@ -277,7 +438,16 @@ def _new_id() -> str:
     return f"{time.time_ns() // 1000:014x}{secrets.token_hex(8)}"
 
 
-def _age_s(name: str) -> float:
-    """Of a file or a batch, by its id."""
-    digits = re.search(r"[0-9a-f]{30}", name)
-    return 0.0 if digits is None else time.time() - int(digits[0][:14], 16) / 1e6
+def _seconds(mark: bytes) -> int | None:
+    """The time in a mark to cancel; None if it cannot be decoded."""
+    return int(mark) if mark.isdigit() else None
+
+
+def _decoded(content: bytes | Exception | None, kind: type[Stored]) -> Stored | None:
+    """None if there is nothing, or nothing that can be decoded."""
+    if content is None or isinstance(content, Exception):
+        return None
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None

@@ -1,12 +1,15 @@
 """The results of a batch in a storage: parts that are written whole, until they are joined to files at its end.
 
-A batch that was killed has lost what it had not flushed, and asks those lines again; a line that two runners answered,
-because one of them was thought dead, is in its file once.
+Parts of different runners have different names, so a line that two runners answered may be stored twice; `stored`
+returns it once. A torn or undecodable line of a part counts as not answered. What was not flushed when a runner was
+killed is asked again.
 """
 
 from __future__ import annotations
 
 import collections
+import logging
+import secrets
 import threading
 import time
 from collections.abc import Iterator
@@ -17,12 +20,12 @@ from cluster.batch.journal import DoneLines
 from cluster.batch.lines import BatchResult, LineKey, encode
 from cluster.batch.storage import Storage
 
+logger = logging.getLogger(__name__)
+
 FLUSH_S = 2.0
-"""Between two parts at first; 100 parts later it is twice as long, so that a long batch has no more than can be read
-again soon.
-"""
+"""Seconds between two parts at first. 100 parts later it is twice as long, because a restart reads all parts."""
 FLUSH_BYTES = 1 << 20
-"""Or when so much waits."""
+"""Bytes of unflushed results that are flushed at once."""
 
 
 class _Status(msgspec.Struct):
@@ -38,27 +41,38 @@ class _Result(msgspec.Struct):
         return self.response is not None and self.response.status_code == 200
 
 
+class StoredLine(msgspec.Struct, frozen=True):
+    """One result as it is in a part."""
+
+    key: LineKey
+    is_good: bool
+    """Whether the endpoint answered with status 200."""
+    text: bytes
+    """The line, with its newline."""
+
+
 _decoder = msgspec.json.Decoder(_Result)
 
 
 class StoredResults(DoneLines):
-    """Those in `folder`, which are read at once, and those that are written from now on."""
+    """The results in `folder`, which are read at once, and those that are written from now on."""
 
     def __init__(self, storage: Storage, folder: str) -> None:
         super().__init__(folder)
         self.num_failed = 0
         self._storage = storage
         self._folder = folder
-        self._name = f"{time.time_ns():020}"
-        """Later runners have later names."""
+        self._name = f"{time.time_ns():020}-{secrets.token_hex(8)}"
+        """The beginning of this writer's part names; later writers have later ones."""
         self._num_parts = 0
         self._waiting: collections.deque[bytes] = collections.deque()
-        """One thread adds to it while another one takes what is there."""
-        self._num_waiting_bytes = 0
+        """Lines to be flushed. One thread appends to it while another one removes what it has stored."""
+        self._num_bytes_written = self._num_bytes_flushed = 0
+        """Each is changed by one thread at a time; the difference is what waits."""
         self._last_flush = time.monotonic()
         self._flushing = threading.Lock()
-        for key, is_good, _ in self._stored():
-            self._count(key, is_good)
+        for line in self._stored():
+            self._count(line.key, line.is_good)
 
     @property
     def num_good(self) -> int:
@@ -67,41 +81,57 @@ class StoredResults(DoneLines):
     @property
     def is_due(self) -> bool:
         """Whether it is time to flush."""
-        if self._num_waiting_bytes >= FLUSH_BYTES:
+        if self._num_bytes_written - self._num_bytes_flushed >= FLUSH_BYTES:
             return True
         pause_s = FLUSH_S * (1 + self._num_parts / 100)
         return bool(self._waiting) and time.monotonic() - self._last_flush >= pause_s
 
     def write(self, key: LineKey, result: BatchResult) -> None:
-        """It is stored with the next flush."""
+        """The result is stored with the next flush."""
         line = encode(result)
         self._waiting.append(line)
-        self._num_waiting_bytes += len(line)
+        self._num_bytes_written += len(line)
         self._count(key, result.response is not None and result.response.status_code == 200)
 
     def flush(self) -> None:
-        """Stores what waits. May be called in any thread."""
+        """Stores what waits; what cannot be stored goes on waiting. May be called in any thread."""
         with self._flushing:
-            lines = [self._waiting.popleft() for _ in range(len(self._waiting))]
-            self._num_waiting_bytes, self._last_flush = 0, time.monotonic()
-            if lines:
-                self._storage.write(f"{self._folder}/{self._name}-{self._num_parts:08}", b"".join(lines))
-                self._num_parts += 1
+            self._last_flush = time.monotonic()
+            lines = list(self._waiting)
+            if not lines:
+                return
+            name = f"{self._name}-{self._num_parts:08}"
+            self._num_parts += 1  # another try gets another name: the store may yet execute a write that failed
+            self._storage.write(f"{self._folder}/{name}", b"".join(lines))
+            for line in lines:
+                self._waiting.popleft()
+                self._num_bytes_flushed += len(line)
 
-    def stored(self) -> Iterator[tuple[bool, bytes]]:
-        """Whether it is a good answer, and the line; each line of the input once."""
+    def stored(self) -> Iterator[StoredLine]:
+        """All stored results, each line of the input once."""
         seen = DoneLines(self._folder)
-        for key, is_good, line in self._stored():
-            if seen.note(key):
-                yield is_good, line
+        for line in self._stored():
+            if seen.note(line.key):
+                yield line
 
-    def _stored(self) -> Iterator[tuple[LineKey, bool, bytes]]:
+    def _stored(self) -> Iterator[StoredLine]:
         for name in self._storage.sizes(self._folder):
-            for line in (self._storage.read(f"{self._folder}/{name}") or b"").splitlines(keepends=True):
-                result = _decoder.decode(line)
-                key = LineKey.from_id(result.id)
-                assert key is not None, f"{self._folder}/{name} holds {result.id}"
-                yield key, result.is_good, line
+            for text in (self._storage.read(f"{self._folder}/{name}") or b"").split(b"\n"):
+                line = _stored_line(text)
+                if line is not None:
+                    yield line
+                elif text:
+                    logger.warning("%s/%s holds a line that cannot be decoded; it is asked again", self._folder, name)
 
     def _count(self, key: LineKey, is_good: bool) -> None:
         self.num_failed += self.note(key) and not is_good
+
+
+def _stored_line(text: bytes) -> StoredLine | None:
+    """None for a line that is torn or empty."""
+    try:
+        result = _decoder.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    key = LineKey.from_id(result.id)
+    return None if key is None else StoredLine(key, result.is_good, text + b"\n")

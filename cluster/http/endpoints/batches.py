@@ -1,10 +1,11 @@
-"""`/v1/batches`: files of requests, answered when the engines have room. `cluster/batch/runner.py` runs them; here they
-are only asked for, and looked at.
+"""`/v1/batches`: files of requests, answered when the engines have room. These handlers store what clients ask for and
+show how it goes; `cluster/batch/runner.py` runs the batches.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import time
 from typing import Annotated, Any, Literal
@@ -13,16 +14,23 @@ import msgspec
 from msgspec import Meta
 
 from cluster.batch.lines import URLS
-from cluster.batch.records import ENDED, Batch, TooMuch
+from cluster.batch.records import ENDED, Batch, Records, TooMuch
 from cluster.http.codec import decode_query
 from cluster.http.endpoints.files import not_found, records_of
 from cluster.http.errors import ApiError, refuse
 from cluster.http.exchange import Exchange
 from cluster.http.state import AppState
 
-MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
-"""OpenAI's bounds: pairs, and characters of each."""
+logger = logging.getLogger(__name__)
+
+MAX_METADATA = 16
+"""Pairs of metadata of a batch, as OpenAI bounds them."""
+MAX_METADATA_KEY = 64
+"""Characters of a key of metadata, as OpenAI bounds them."""
+MAX_METADATA_VALUE = 512
+"""Characters of a value of metadata, as OpenAI bounds them."""
 MAX_WINDOW_S = 7 * 86_400
+"""The longest completion window in seconds."""
 _WINDOW = re.compile(r"([1-9]\d{0,5})([mhd])", re.ASCII)
 _UNIT_S = {"m": 60, "h": 3600, "d": 86_400}
 
@@ -33,7 +41,7 @@ class CreateBatchRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=Tru
     input_file_id: str
     endpoint: str
     completion_window: str
-    """OpenAI takes `24h` only; here it is any number of minutes (m), hours (h) or days (d) up to a week."""
+    """Any number of minutes (m), hours (h) or days (d) up to a week; OpenAI takes `24h` only."""
     metadata: dict[str, str] | None = None
     output_expires_after: dict[str, Any] | None = None
     """Accepted for OpenAI's clients; results are kept for `batches.keep_s`."""
@@ -54,7 +62,7 @@ class CreateBatchRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=Tru
 
     @property
     def window_s(self) -> int:
-        """0 if it is none."""
+        """Seconds of the window; 0 if it cannot be parsed."""
         found = _WINDOW.fullmatch(self.completion_window)
         return 0 if found is None else int(found[1]) * _UNIT_S[found[2]]
 
@@ -68,7 +76,7 @@ class BatchList(msgspec.Struct):
 
 
 class BatchQuery(msgspec.Struct):
-    """Of `GET /v1/batches`."""
+    """The query of `GET /v1/batches`."""
 
     after: str | None = None
     limit: Annotated[int, Meta(ge=1, le=100)] = 20
@@ -99,9 +107,18 @@ async def list_batches(state: AppState, exchange: Exchange, _: None) -> BatchLis
     ids = await asyncio.to_thread(records.batch_ids, exchange.owner)
     if query.after is not None:
         ids = [each for each in ids if each < query.after]
-    reading = (asyncio.to_thread(records.batch, exchange.owner, each) for each in ids[: query.limit])
+    reading = (asyncio.to_thread(_listed, records, exchange.owner, each) for each in ids[: query.limit])
     page = [batch for batch in await asyncio.gather(*reading) if batch is not None]
     return BatchList(page, len(ids) > query.limit, page[0].id if page else None, page[-1].id if page else None)
+
+
+def _listed(records: Records, owner: str, batch_id: str) -> Batch | None:
+    """None for a batch that cannot be read now: the list shows the others."""
+    try:
+        return records.batch(owner, batch_id)
+    except Exception:
+        logger.exception("batch %s is left out of a list", batch_id)
+        return None
 
 
 async def one_batch(state: AppState, exchange: Exchange, _: None) -> Batch:
@@ -110,7 +127,7 @@ async def one_batch(state: AppState, exchange: Exchange, _: None) -> Batch:
 
 
 async def cancel(state: AppState, exchange: Exchange, _: None) -> Batch:
-    """What is not answered is given up; what is, becomes a file."""
+    """The runner gives up the lines that are not answered, and makes files of the answers that there are."""
     batch = await one_batch(state, exchange, None)
     if batch.status in ENDED:
         raise ApiError(409, f"batch {batch.id} has ended: it is {batch.status}", code="batch_has_ended")

@@ -1,6 +1,6 @@
 """`/v1/files`: the inputs and the results of batches, each client's own.
 
-Contents go from the connection to the storage and back in pieces; no file is ever in memory as a whole.
+The handlers move contents between connection and storage in pieces; no file is ever in memory as a whole.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from cluster.http.protocol.uploads import MAX_FORM_BYTES, UploadParser
 from cluster.http.state import AppState
 
 PIECE_BYTES = 1 << 20
-"""So much of a file is written or read at a time, in a thread."""
+"""Bytes of a file that a thread writes or reads at a time."""
 MIN_KEEP_S = 3600
-"""OpenAI's bound of `expires_after`."""
+"""The least `expires_after` in seconds, as OpenAI bounds it."""
 
 
 class FileList(msgspec.Struct):
@@ -40,7 +40,7 @@ class FileDeleted(msgspec.Struct):
 
 
 class FileQuery(msgspec.Struct):
-    """Of `GET /v1/files`."""
+    """The query of `GET /v1/files`."""
 
     after: str | None = None
     limit: Annotated[int, Meta(ge=1, le=10_000)] = 10_000

@@ -1,0 +1,125 @@
+"""The lease on one batch: which runner works on it.
+
+`EPOCH` objects in the batch's lease folder are the leases, numbered from 1. The greatest one counts. A runner takes a
+batch by claiming the next epoch once the last lease has expired, and renews the lease by rewriting its own object, so
+no object has two writers. A holder has lost its lease as soon as the next epoch exists, and looks for it before every
+save: this fences off a runner that was thought dead and comes back.
+
+What this guarantees:
+
+- Where `Storage.claim` has one winner (a folder, S3, GCS, Azure), each epoch has exactly one holder.
+- Elsewhere two overlapping claims may both seem to win. Each claimant waits `SETTLE_S` and reads the lease back, so two
+  holders remain only if a write takes longer than that; the next check ends one of them.
+- No store lets a save depend on the lease atomically. A runner that stops between a check and a save, for longer than
+  the lease lasts, still saves. Therefore nothing that it can save undoes what its successor does: parts have names of
+  their own, what a batch came to is claimed and never rewritten, and only counts may go back (`records.py`).
+
+Expiry compares the clocks of two machines. A clock that is wrong by more than a lease costs repeated work, not results.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+
+import msgspec
+
+from cluster.batch.storage import Storage
+
+LEASE_S = 15.0
+"""Seconds from a renewal until others may take the batch: how long a batch stands still after its runner was killed."""
+RENEW_S = 5.0
+"""Seconds between two renewals, so that two may fail before the lease ends."""
+SETTLE_S = 1.0
+"""Seconds after which a claim is read back, where claims may overlap: longer than a small write takes."""
+
+
+class LeaseLost(Exception):
+    """Another runner has the batch, or may have it."""
+
+
+class _Held(msgspec.Struct):
+    holder: str
+    expires_at: float
+    """Unix time in seconds; 0 if the holder gave the lease back."""
+
+
+_decoder = msgspec.json.Decoder(_Held)
+
+
+def new_holder() -> str:
+    """A name that no other runner has; it begins with host and process, for whoever reads the storage."""
+    return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(8)}"
+
+
+class Lease:
+    """A lease that `holder` has. All methods may be called in any thread."""
+
+    def __init__(self, storage: Storage, folder: str, holder: str, epoch: int, expires_at: float) -> None:
+        self._storage = storage
+        self._folder = folder
+        self._holder = holder
+        self.epoch = epoch
+        self._expires_at = expires_at
+        self._is_released = False
+
+    def check(self) -> None:
+        """Returns if the lease holds now; raises `LeaseLost` otherwise. Call it before every save."""
+        if self._is_released:
+            raise LeaseLost(f"lease {self._folder}/{self.epoch} was given back")
+        if self._storage.has(_path(self._folder, self.epoch + 1)):
+            raise LeaseLost(f"lease {self._folder}/{self.epoch} was taken over")
+        if self._expires_at <= time.time():
+            self._write()
+
+    def renew(self) -> None:
+        """Raises `LeaseLost`."""
+        self.check()
+        self._write()
+
+    def release(self) -> None:
+        """Lets another runner take the batch at once."""
+        self._is_released = True
+        self._storage.write(_path(self._folder, self.epoch), msgspec.json.encode(_Held(self._holder, 0.0)))
+
+    def _write(self) -> None:
+        expires_at = time.time() + LEASE_S
+        self._storage.write(_path(self._folder, self.epoch), msgspec.json.encode(_Held(self._holder, expires_at)))
+        self._expires_at = expires_at
+
+
+def acquire(storage: Storage, folder: str, holder: str) -> Lease | float:
+    """The lease, or in how many seconds the present one ends."""
+    epoch = max((int(name) for name in storage.sizes(folder) if name.isdecimal()), default=0)
+    while storage.has(_path(folder, epoch + 1)):  # the listing was late
+        epoch += 1
+    held = _decoded(storage.read(_path(folder, epoch)))
+    left_s = 0.0 if held is None else held.expires_at - time.time()
+    if held is not None and held.holder == holder:
+        lease = Lease(storage, folder, holder, epoch, held.expires_at)
+        lease.renew()
+        return lease
+    if left_s > 0.0:
+        return min(left_s, LEASE_S)
+    mine = _Held(holder, time.time() + LEASE_S)
+    found = _decoded(storage.claim(_path(folder, epoch + 1), msgspec.json.encode(mine)))
+    if not storage.has_atomic_claims:
+        time.sleep(SETTLE_S)
+        found = _decoded(storage.read(_path(folder, epoch + 1)))
+    if found is None or found.holder != holder:
+        return LEASE_S
+    return Lease(storage, folder, holder, epoch + 1, mine.expires_at)
+
+
+def _path(folder: str, epoch: int) -> str:
+    return f"{folder}/{epoch:08}"
+
+
+def _decoded(content: bytes | None) -> _Held | None:
+    """None if there is no lease, or a torn one: its holder stops at its next check, and nothing is lost."""
+    try:
+        return None if content is None else _decoder.decode(content)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None

@@ -1,0 +1,81 @@
+"""Removes what a batch storage keeps no longer: expired files, interrupted uploads, old batches.
+
+Every runner does this now and then, beside other runners and ingresses that write. Nothing is removed because a listing
+does not show it, since listings may be late: each object that speaks against a removal is asked for by its name. An
+object that cannot be read costs its own removal only.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from cluster.batch.records import CANCEL, ENDED, FILE_ID, Records, age_s
+
+logger = logging.getLogger(__name__)
+
+STALE_UPLOAD_S = 86_400.0
+"""Age in seconds after which an upload that was not completed never will be."""
+REOPEN_S = 3600.0
+"""Age in seconds after which a batch without its open mark has lost it, and is not just being created."""
+
+
+def remove_expired(records: Records) -> None:
+    """Raises only what listing the storage raises."""
+    _try("stale partial files", records.storage.remove_stale_partials)
+    for owner in records.storage.sizes("files"):
+        names = records.storage.sizes(f"files/{owner}")
+        for file_id in sorted({name.removesuffix(".json") for name in names}):
+            _try(file_id, _check_file, records, owner, file_id)
+    for owner in records.storage.sizes("batches"):
+        for batch_id in records.batch_ids(owner):
+            _try(batch_id, _check_batch, records, owner, batch_id)
+    for name in records.storage.sizes("open"):
+        if name.endswith(CANCEL):
+            _try(name, _check_cancel, records, name)
+
+
+def _try(name: str, check: Callable[..., None], *arguments: object) -> None:
+    try:
+        check(*arguments)
+    except Exception:
+        logger.exception("%s was not removed; it is tried again", name)
+
+
+def _check_file(records: Records, owner: str, file_id: str) -> None:
+    if records.storage.has(f"files/{owner}/{file_id}.json"):
+        file = records.stored_file(owner, file_id)
+        is_old = age_s(file_id) > records.limits.keep_s if file is None else file.expires_at <= time.time()
+    elif FILE_ID.fullmatch(file_id) and file_id.endswith(("-output", "-errors")):
+        is_old = _is_left_over(records, owner, file_id)
+    else:
+        is_old = age_s(file_id) > STALE_UPLOAD_S
+    if is_old:
+        records.remove_file(owner, file_id)
+
+
+def _is_left_over(records: Records, owner: str, file_id: str) -> bool:
+    """Whether an output that was not published never will be. Its batch's id is part of its own."""
+    progress = records.progress(owner, f"batch_{file_id.split('-')[1]}")
+    if progress is not None and progress.batch.status not in ENDED:
+        return False
+    return not records.storage.has(f"files/{owner}/{file_id}.json")  # published before the batch ended
+
+
+def _check_batch(records: Records, owner: str, batch_id: str) -> None:
+    if records.storage.has(f"open/{batch_id}.{owner}"):
+        return
+    if age_s(batch_id) > records.limits.keep_s:
+        records.remove_batch(owner, batch_id)
+        return
+    progress = records.progress(owner, batch_id)
+    if progress is not None and progress.batch.status not in ENDED and age_s(batch_id) > REOPEN_S:
+        logger.warning("batch %s has not ended and its open mark is lost; it is opened again", batch_id)
+        records.open_batch(owner, progress.batch)
+
+
+def _check_cancel(records: Records, name: str) -> None:
+    """Removes a mark to cancel that came after its batch had ended."""
+    if not records.storage.has(f"open/{name.removesuffix(CANCEL)}"):
+        records.storage.remove(f"open/{name}")
