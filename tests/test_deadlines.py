@@ -8,13 +8,16 @@ import asyncio
 import dataclasses
 import errno
 import json
+import pathlib
 import re
+import threading
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
 
+from cluster.batch.records import Records, Upload
 from cluster.config import ServeConfig
 from cluster.http import prompts
 from cluster.http.app import HttpApp
@@ -23,7 +26,7 @@ from cluster.http.routes import ROUTES
 from cluster.http.routing import Route
 from cluster.serve import prompt_run
 from cluster.serve.channel import Address, Connection, RequestResult
-from tests.local_server import LocalServer, local_server, post, until
+from tests.local_server import LocalServer, answer, local_server, post, until
 from tests.patience import PATIENCE_S
 from workers.model_info import ModelInfo
 
@@ -273,7 +276,9 @@ def test_texts_that_wait_for_the_tokeniser_leave_with_their_clients(
 # ---- every route ---------------------------------------------------------------------------------------------------
 
 PLAIN_ROUTES = [route for route in ROUTES if route.form is None]
-"""An upload is received by its handler, under the deadlines of a body (`tests/test_slow_clients.py`)."""
+"""An upload is received by its handler, under the deadlines of a body (`tests/test_slow_clients.py`), into a storage
+that has the request's time (`test_a_storage_that_does_not_answer_ends_an_upload`).
+"""
 
 
 @pytest.mark.parametrize("end", ["leaves", "waits"])
@@ -317,3 +322,31 @@ def test_a_handler_that_waits_for_ever_ends_with_its_client_or_its_deadline(rout
         assert app._preparing.num_requests == 0
 
     run(test)
+
+
+@pytest.mark.parametrize("method", ["begin_upload", "commit"])
+def test_a_storage_that_does_not_answer_ends_an_upload(
+    method: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+    kind = Records if method == "begin_upload" else Upload
+    monkeypatch.setattr(kind, method, lambda *_: answers.wait())
+
+    async def test() -> None:
+        async with local_server(request_timeout_s=0.5, batch_storage=str(tmp_path)) as server:
+            reader, writer = await server.connect()
+            form = 'Content-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--x\r\n'
+            form += 'Content-Disposition: form-data; name="file"; filename="a"\r\n\r\n{}\r\n'
+            body = f"--x\r\n{form}--x--\r\n"
+            head = "POST /v1/files HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+            head += f"Content-Type: multipart/form-data; boundary=x\r\nContent-Length: {len(body)}\r\n\r\n"
+            writer.write((head + body).encode())
+            status, sent = await answer(reader, writer)
+            assert status == 503, sent
+            assert "request_timeout_s" in json.loads(sent)["error"]["message"]
+            answers.set()
+
+    try:
+        run(test)
+    finally:
+        answers.set()

@@ -6,8 +6,8 @@ The handlers move contents between connection and storage in pieces; no file is 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from typing import Annotated, Any, BinaryIO, Literal, NoReturn
+from collections.abc import AsyncIterator, Callable
+from typing import Annotated, Any, BinaryIO, Literal, NoReturn, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -23,6 +23,8 @@ PIECE_BYTES = 1 << 20
 """Bytes of a file that a thread writes or reads at a time."""
 MIN_KEEP_S = 3600
 """The least `expires_after` in seconds, as OpenAI bounds it."""
+
+Result = TypeVar("Result")
 
 
 class FileList(msgspec.Struct):
@@ -67,16 +69,29 @@ async def upload(state: AppState, exchange: Exchange, _: None) -> FileObject:
     records = records_of(state)
     parser = UploadParser(exchange.headers.get("content-type", ""))
     try:
-        begun = await asyncio.to_thread(records.begin_upload, exchange.owner)
+        begun = await _in_storage(state, records.begin_upload, exchange.owner)
     except TooMuch as error:
         raise ApiError(400, str(error), code="quota_exceeded") from error
     try:
         with exchange.room(PIECE_BYTES):
             await _receive(state, exchange, parser, begun)
-        return await asyncio.to_thread(begun.commit, parser.filename or "", _checked_fields(parser.fields))
+        return await _in_storage(state, begun.commit, parser.filename or "", _checked_fields(parser.fields))
     except BaseException:
-        await asyncio.shield(asyncio.to_thread(begun.discard))
+        await asyncio.shield(_in_storage(state, begun.discard))
         raise
+
+
+async def _in_storage(state: AppState, function: Callable[..., Result], *arguments: Any) -> Result:
+    """Calls `function` in a thread. Raises `ApiError` 503 if the storage takes longer than a request may."""
+    limit = state.config.request_timeout_s
+    try:
+        async with asyncio.timeout(limit) as timeout:
+            return await asyncio.to_thread(function, *arguments)
+    except TimeoutError as error:
+        if not timeout.expired():
+            raise
+        message = f"the batch storage did not answer within {limit:g} s (request_timeout_s); retry later"
+        raise ApiError(503, message) from error
 
 
 async def _receive(state: AppState, exchange: Exchange, parser: UploadParser, begun: Upload) -> None:
@@ -84,9 +99,9 @@ async def _receive(state: AppState, exchange: Exchange, parser: UploadParser, be
     async for piece in exchange.pieces(state.config.batches.max_file_bytes + MAX_FORM_BYTES):
         waiting += parser.feed(piece)
         if len(waiting) >= PIECE_BYTES:
-            await asyncio.to_thread(begun.write, bytes(waiting))
+            await _in_storage(state, begun.write, bytes(waiting))
             waiting.clear()
-    await asyncio.to_thread(begun.write, bytes(waiting))
+    await _in_storage(state, begun.write, bytes(waiting))
     parser.finish()
 
 
@@ -135,11 +150,11 @@ async def content(state: AppState, exchange: Exchange, _: None) -> None:
     except FileNotFoundError:
         not_found("file", file.id)
     with opened, exchange.room(PIECE_BYTES):
-        await exchange.send_pieces(_pieces(opened), file.bytes, "application/octet-stream")
+        await exchange.send_pieces(_pieces(state, opened), file.bytes, "application/octet-stream")
 
 
-async def _pieces(opened: BinaryIO) -> AsyncIterator[bytes]:
-    while piece := await asyncio.to_thread(opened.read, PIECE_BYTES):
+async def _pieces(state: AppState, opened: BinaryIO) -> AsyncIterator[bytes]:
+    while piece := await _in_storage(state, opened.read, PIECE_BYTES):
         yield piece
 
 
