@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import operator
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -57,6 +58,10 @@ BOUNDS = {
     "prompt_logprobs": Bound(0, MAX_LOGPROBS),
 }
 """Range of every number in `SamplingParams`, so that each fits the ranks' tables and the messages to them."""
+
+_bounded_values = operator.attrgetter(*BOUNDS)
+"""Reads the values of the fields in `BOUNDS`, in its order, in one call: every request is checked several times."""
+_BOUNDS = tuple(BOUNDS.values())
 
 LOGIT_BIAS = Bound(-100, 100)
 """Range of the values of `logit_bias`."""
@@ -164,10 +169,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """What `LLM.step` and `LLM.stream` return."""
 
     def __post_init__(self) -> None:
-        for name, bound in BOUNDS.items():
-            value = getattr(self, name)
-            if value is not None:
-                bound.check(name, value)
+        for value, (low, high, _) in zip(_bounded_values(self), _BOUNDS, strict=True):
+            if value is not None and not low <= value <= high:
+                self._refuse_bounds()
         if self.top_p == 0.0:
             raise ValueError("top_p 0 keeps no token; it must be in (0, 1], and temperature 0 is greedy")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -176,12 +180,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ValueError(f"stop has {len(self.stop)} strings; at most {MAX_STOP_STRINGS} are allowed")
         if "" in self.stop:
             raise ValueError("stop contains an empty string, which would end every output at once; remove it")
-        for token_id, bias in self.logit_bias.items():
-            LOGIT_BIAS.check(f"logit_bias[{shown(token_id)}]", bias)
-        for name, ids in self.token_ids().items():
-            if ids:
-                _TOKEN_ID.check(f"{name}: token id", min(ids))
-                _TOKEN_ID.check(f"{name}: token id", max(ids))
+        if self.logit_bias or self.stop_token_ids or self.allowed_token_ids or self.bad_words_token_ids:
+            self._check_token_ids()
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise ValueError("allowed_token_ids is empty, which allows no token; leave it out to allow all")
         if any(not word for word in self.bad_words):
@@ -191,6 +191,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if len(self.logits_processors) > MAX_LOGITS_PROCESSORS:
             count = len(self.logits_processors)
             raise ValueError(f"logits_processors has {count} entries; at most {MAX_LOGITS_PROCESSORS} are allowed")
+
+    def _refuse_bounds(self) -> None:
+        """Raises the `ValueError` of the first number outside its bounds."""
+        for name, bound in BOUNDS.items():
+            value = getattr(self, name)
+            if value is not None:
+                bound.check(name, value)
+
+    def _check_token_ids(self) -> None:
+        for token_id, bias in self.logit_bias.items():
+            LOGIT_BIAS.check(f"logit_bias[{shown(token_id)}]", bias)
+        for name, ids in self.token_ids().items():
+            if ids:
+                _TOKEN_ID.check(f"{name}: token id", min(ids))
+                _TOKEN_ID.check(f"{name}: token id", max(ids))
 
     def token_ids(self) -> dict[str, Collection[int]]:
         """All token ids, by the name of their field."""
