@@ -14,6 +14,9 @@ from cluster.engine.overlap.engine import make_engine
 from cluster.engine.ranks.channel import Listener, RankChannel, connect
 from cluster.engine.ranks.messages import Done, Register
 from cluster.engine.request import EngineRequest, FinishStatus, RequestRefused, SequenceOutput
+from tests.fuzz.http.connection import connect as connect_client
+from tests.fuzz.http.connection import encoded, request
+from tests.fuzz.http.good import CHAT
 from tests.local_server import local_server
 from tests.test_engine import drain, run
 from tests.test_engine import make_engine as make_plain_engine
@@ -83,13 +86,17 @@ EXTREME_BODIES: dict[str, tuple[str, Any]] = {
 
 
 async def _refusal(case: str) -> tuple[int, dict[str, Any], bool]:
+    """Of a chat, which goes on to the context length unless it says how far."""
     name, value = EXTREME_BODIES[case]
     async with local_server() as server:
-        body = {"max_tokens": None} if name == "min_tokens" else {}
-        status, answer = await server.post(**{**body, name: value})
+        fields = {"model": server.model, "messages": [{"role": "user", "content": "Hello"}], "ignore_eos": True}
+        connection = await connect_client(server.port, [])
+        await connection.send(request(CHAT, encoded({**fields, name: value})))
+        answer = await connection.answer()
+        connection.close()
         again, _ = await server.post(max_tokens=3)
         await server.until_idle()
-        return status, json.loads(answer), again == 200
+        return answer.status, json.loads(answer.body), again == 200
 
 
 @pytest.mark.parametrize("case", EXTREME_BODIES)
@@ -179,3 +186,23 @@ def test_an_overflow_after_edits_leaves_the_shared_prefix_cached() -> None:
     hits = engine.stats().prefix_cache_hits
     run(engine, [prompt], GREEDY)
     assert engine.stats().prefix_cache_hits == hits + len(prompt) // 16 * 16
+
+
+# ---- parameters that contradict each other ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_parameters_that_leave_no_token_are_the_clients_fault(stream: bool) -> None:
+    """As the fuzzer found: the grammar and the allowed tokens have none in common."""
+
+    async def test() -> None:
+        async with local_server() as server:
+            format_ = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "string"}}}
+            status, sent = await server.post(response_format=format_, allowed_token_ids=[0, 1, 2], stream=stream)
+            error = json.loads(sent)["error"]
+            assert status == 400
+            assert (error["type"], error["code"]) == ("invalid_request_error", "contradictory_parameters")
+            assert "every token is masked" in error["message"]
+            await server.until_idle()
+
+    asyncio.run(test())

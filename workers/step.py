@@ -132,6 +132,8 @@ class RowError(msgspec.Struct, array_like=True):
     reason: str
     is_corrupt: bool = False
     """Whether the keys and values that the sequence wrote into the KV cache may be wrong too."""
+    is_refusal: bool = False
+    """Whether the request's own parameters are the cause: they contradict each other, or overflow a logit."""
 
 
 class StepOutput(msgspec.Struct, array_like=True):

@@ -119,6 +119,8 @@ class SequenceOutput(msgspec.Struct, array_like=True, gc=False):
     error: str | None = None
     usage: Usage | None = None
     """Set with the first tokens, with the tokens of a step that verified drafts, and with `finish`."""
+    is_refusal: bool = False
+    """Whether the request's own parameters are the cause of `error`."""
 
 
 class RequestRefused(ValueError):

@@ -307,6 +307,7 @@ class Scheduler:
         if error.is_corrupt:
             readers = self._cache.discard(sequence, [other for other in self.running if other is not sequence])
         final = self._final(sequence, FinishStatus.FINISHED_INTERNAL_ERROR, error.reason)
+        final.is_refusal = error.is_refusal
         for reader in readers:
             self._preempt(reader)
         return final

@@ -211,7 +211,10 @@ class Submission:
         if finish is FinishStatus.FINISHED_INTERNAL_ERROR:
             self._num_failed += 1
             if self._params.n == 1 or self._num_failed == len(self.choices):
-                raise ApiError(500, f"choice {choice.index} failed: {error}", code="internal_error")
+                message = f"choice {choice.index} failed: {error}"
+                if output.is_refusal:
+                    raise ApiError(400, message, code="contradictory_parameters")
+                raise ApiError(500, message, code="internal_error")
             log_event("failed", output.request_id, choice=choice.index, reason=error)
 
     def _stop(

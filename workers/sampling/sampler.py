@@ -158,13 +158,15 @@ class Sampled:
                 edits.append("the constraint")
             return RowError(
                 f"a logit leaves the range of float32 at position {position} under {' and '.join(edits)}; "
-                "choose values nearer to the defaults"
+                "choose values nearer to the defaults",
+                is_refusal=True,
             )
         names = "" if self.processed is None else self.processed.names.get(index, "")
         processors = f", the logits processors {names}" if names else ""
         return RowError(
             f"every token is masked at position {position}: allowed_token_ids, bad_words, min_tokens{processors} and "
-            "the constraint leave none; loosen one of them"
+            "the constraint leave none; loosen one of them",
+            is_refusal=not names,  # a processor is the operator's
         )
 
 

@@ -22,7 +22,7 @@ NUM_EXAMPLES = 100
 """A hundred take a quarter of a minute to draw."""
 MAX_FAILURES = 5
 """After so many the campaign ends."""
-SETTLE_S = 30.0
+SETTLE_S = 600.0
 """Within which the server must be idle after the last client."""
 SPARE_FDS = 8
 """File descriptors that a process may have gained without having lost any of the clients' sockets."""
