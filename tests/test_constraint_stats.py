@@ -87,6 +87,9 @@ class FailingClient:
     def note_end(self, request_id: str) -> None:
         pass
 
+    def forget_sent(self, request_id: str) -> None:
+        pass
+
     def measure(self, num_choices: int) -> RequestMetrics:
         return RequestMetrics(self.metrics, num_choices)
 

@@ -192,6 +192,7 @@ def test_how_many_ingresses_there_are(
     """Their number, or None if they follow the engines, and how many a node may have."""
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(joined_ray, "num_nodes", lambda: num_nodes)
+    monkeypatch.setattr(ray, "nodes", list)
     config = load_config(None, {"http_server": "listener", "autoscaling": {}, **options})
     (ingress,) = (each for each in build_app(application(config, [1]), name="m").deployments if each.name == "ingress")
     scaling = ingress._deployment_config.autoscaling_config
