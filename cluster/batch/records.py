@@ -108,14 +108,14 @@ class Finalizing(msgspec.Struct):
 
 
 class BatchOutcome(msgspec.Struct):
-    """What a batch came to: all that is needed to publish it, so that any runner can do so."""
+    """A batch that has ended. It holds all that publishing needs, so that any runner can publish it."""
 
     batch: Batch
     files: list[FileObject]
 
 
 class BatchProgress(NamedTuple):
-    """What is stored of a batch."""
+    """The state of a batch as the storage holds it."""
 
     batch: Batch
     """With the status that its objects give it; marks to cancel are not seen here."""
@@ -404,7 +404,7 @@ class Records:
 
 
 def unreadable_batch(batch_id: str) -> Batch:
-    """What stands for a batch of which nothing can be decoded."""
+    """Returns a failed batch in place of one whose records cannot be decoded."""
     created_at = int(time.time() - age_s(batch_id))
     message = "what the server had stored of this batch cannot be read; create the batch again"
     return Batch(

@@ -1,4 +1,4 @@
-"""What every endpoint may use: configuration, tokenizer, engines and metrics. `cluster/http/app.py` makes one."""
+"""The state that all endpoints share: configuration, tokenizer, engines and metrics. `cluster/http/app.py` makes it."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ from cluster.text.tokenizer import Tokenizer
 from workers.model_info import ModelInfo
 
 OtherMetrics = Callable[[], Awaitable[list[list[Metric]]]]
-"""What the other replicas of the endpoint counted, of those that answer."""
+"""Asks the other replicas of the endpoint for their metrics and returns those of the replicas that answer."""
 
 
 class DeploymentState(msgspec.Struct, kw_only=True):
-    """What Serve says of the engines, the ingress or the standbys."""
+    """Ray Serve's view of one deployment: the engines, the ingress or the standbys."""
 
     name: str
     status: str
-    """Serve's word, such as HEALTHY or UPSCALING."""
+    """Ray Serve's status, such as HEALTHY or UPSCALING."""
     replicas: dict[str, int]
-    """How many are in which state, such as RUNNING or STARTING."""
+    """The number of replicas in each state, such as RUNNING or STARTING."""
     note: str | None = None
-    """What it waits for, or why something does not start."""
+    """Why the deployment waits or does not start. None if Serve reports no reason."""
 
 
 class NodeState(msgspec.Struct, kw_only=True):
-    """A machine of the cluster."""
+    """A node of the Ray cluster."""
 
     address: str
     alive: bool
     resources: dict[str, float]
-    """What Ray may place there: CPUs, GPUs, bytes of memory."""
+    """Ray's resources of the node by name, such as CPU, GPU and memory (bytes)."""
 
 
 ClusterState = Callable[[], Awaitable[tuple[list[DeploymentState], list[NodeState]]]]
-"""What there is beside the engines that answer."""
+"""Asks Ray for the deployments and the nodes, which includes those that answer no request."""
 
 
 class AppState:
-    """`document` is the OpenAPI document of all routes."""
+    """Holds one application's shared state. `document` is the OpenAPI document of all routes."""
 
     def __init__(
         self,
@@ -71,24 +71,24 @@ class AppState:
         self.cluster = cluster
         self.document = document
         self.drains = False
-        """Serve told this replica to go; it takes what still comes."""
+        """Whether Serve has told this replica to stop. The replica still answers the requests that reach it."""
         self.records = None if config.batch_storage is None else Records(Storage(config.batch_storage), config.batches)
-        """Files and batches; None if this server keeps none."""
+        """Files and batches. None if the server has no `batch_storage`."""
         self.created = int(time.time())
-        """Seconds since 1970: when the model began to be served."""
+        """When this replica started, in seconds since 1970."""
         self._model: ModelInfo | None = None
         self._asking: asyncio.Future[ModelInfo] | None = None
-        """The one question to the engines for it, for all requests that wait."""
+        """The one question to the engines that all waiting requests share. None if none is under way."""
 
     def check_model(self, name: str) -> None:
-        """Raises `ApiError` 404 if another model is asked for."""
+        """Raises `ApiError` 404 if `name` is not the served model."""
         served = self.model_name
         if name != served:
             message = f"model {name!r} is not served here; {served!r} is"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     async def model_info(self) -> ModelInfo:
-        """What an engine loaded. Raises `ApiError` 503 if there will be no engine."""
+        """Returns the model's properties as an engine reported them. Raises `ApiError` 503 if no engine will come."""
         if self._model is None:
             if self._asking is None:
                 self._asking = asyncio.ensure_future(self.engines.model())
