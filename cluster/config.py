@@ -251,6 +251,10 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Shares of API keys in a full engine, by name: one with 3 has three turns where one with 1 has one. Those that are
     not named have 1. The batches of a key are one client more, of the same weight.
     """
+    share_prefix_cache: bool = False
+    """Whether clients with different API keys read one another's prompts from the prefix cache. That saves work if they
+    send one system prompt, and lets each of them find out whether another one has sent a text that it guesses.
+    """
     allowed_hosts: tuple[str, ...] = ()
     """Names in a request's Host header that this server answers to, beside its own and, on a loopback address, those of
     loopback addresses. `*` is any. Empty on another address, or under Serve's own configuration, answers to any.

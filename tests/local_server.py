@@ -20,6 +20,7 @@ import yaml
 from benchmarks.processes import free_port
 from cluster.config import EngineConfig, ServeConfig, load_config
 from cluster.http.access.keys import with_api_keys
+from cluster.http.access.prefix_scope import new_secret
 from cluster.serve.engine_deployment import EngineReplica
 from cluster.serve.ingress import ListeningIngress
 from tests.checkpoints import checkpoint
@@ -171,7 +172,7 @@ async def local_server(
 @contextlib.asynccontextmanager
 async def _serving(config: ServeConfig) -> AsyncIterator[LocalServer]:
     replica = await asyncio.to_thread(EngineReplica, config.engine)
-    ingress = ListeningIngress(config, Handle(replica))
+    ingress = ListeningIngress(config, Handle(replica), new_secret())
     await ingress.check_health()
     server = LocalServer(ingress, replica, config.port)
     try:

@@ -24,7 +24,6 @@ from ray.exceptions import RayActorError
 
 from cluster.batch import engine_client, job
 from cluster.batch.application import batch_endpoints
-from cluster.batch.batch_run import sharer_of
 from cluster.batch.journal import BatchRefused, Journal, count_lines, read_lines
 from cluster.batch.lines import BadLine, BatchRequest, BatchResponse, BatchResult, LineKey, encode, parse
 from cluster.cli.__main__ import main
@@ -445,7 +444,7 @@ def test_a_batch_has_the_weight_of_its_key() -> None:
         body = msgspec.Raw(json.dumps({"model": config.model_name, "prompt": "a"}).encode())
         for name in ("team", "boss"):
             owner = ApiKeys(keys).owner_of(name)
-            answer = await endpoints.answer(BatchRequest("1", "/v1/completions", body), "1", sharer_of(owner))
+            answer = await endpoints.answer(BatchRequest("1", "/v1/completions", body), "1", owner)
             assert answer.status_code == 400
         await client.close()
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import msgspec
 
-from cluster.batch.batch_run import sharer_of
-from cluster.batch.endpoints import Endpoints
+from cluster.batch.endpoints import Endpoints, sharer_of
 from cluster.batch.engine_client import BatchEngineClient
 from cluster.config import ServeConfig
 from cluster.http.access.keys import ApiKeys
@@ -18,10 +17,17 @@ from workers.checkpoints.model_config import resolve_model_folder
 
 
 def batch_endpoints(
-    config: ServeConfig, engine: Any, host: str, standby: Any = None, priority_clients: tuple[str, ...] = ()
+    config: ServeConfig,
+    engine: Any,
+    host: str,
+    standby: Any = None,
+    priority_clients: tuple[str, ...] = (),
+    prefix_secret: bytes | None = None,
 ) -> tuple[Endpoints, BatchEngineClient]:
-    """The endpoints and the client by which they reach the engines. The caller closes the client; the arguments after
-    `config` are passed on to it.
+    """Returns the endpoints and the client by which they reach the engines. The caller closes the client.
+
+    `engine`, `host` and `standby` are passed on to the client. `prefix_secret` is that of the application whose engines
+    these are; None draws one.
     """
     tokenizer = Tokenizer(config.engine.tokenizer or str(resolve_model_folder(config.engine.model)))
     metrics = Metrics(config.model_name)
@@ -35,6 +41,6 @@ def batch_endpoints(
         batch_storage=None,
         request_timeout_s=max(config.request_timeout_s, config.batches.keep_s),  # a line may take as long as its batch
     )
-    endpoints = Endpoints(inside, tokenizer, client, metrics)
+    endpoints = Endpoints(inside, tokenizer, client, metrics, prefix_secret)
     collect_rarely()
     return endpoints, client

@@ -78,11 +78,6 @@ class Answering(NamedTuple):
     max_line_bytes: int
 
 
-def sharer_of(owner: str) -> str:
-    """Who takes turns with others in the engines: the batches of one API key, or of everybody, are one client."""
-    return f"batches of {owner}"
-
-
 class BatchRun:
     """One batch that runs here. `holder` names the runner in the lease."""
 
@@ -188,7 +183,7 @@ class BatchRun:
             self._answering.max_line_bytes,
             lambda _: None,
             endpoint=batch.endpoint,
-            client=sharer_of(self.owner),
+            owner=self.owner,
         )
         try:
             with await asyncio.to_thread(self._records.input, self.owner, batch.input_file_id) as source:

@@ -21,12 +21,13 @@ from cluster.serve.start_failure import told_in_words
 
 
 class BatchRunner:
-    """`engine` is the handle of the engines, `standby` that of their standby."""
+    """`engine` is the handle of the engines, `standby` that of their standby; `prefix_secret` is the application's."""
 
-    def __init__(self, config: ServeConfig, engine: Any, standby: Any = None) -> None:
+    def __init__(self, config: ServeConfig, engine: Any, standby: Any, prefix_secret: bytes) -> None:
         assert config.batch_storage is not None
         with told_in_words():
-            endpoints, self._client = batch_endpoints(config, engine, ray.util.get_node_ip_address(), standby)
+            host = ray.util.get_node_ip_address()
+            endpoints, self._client = batch_endpoints(config, engine, host, standby, prefix_secret=prefix_secret)
             num_places = config.max_engines * config.engine.max_num_sequences
             self._runner = Runner(
                 Records(Storage(config.batch_storage), config.batches),

@@ -14,6 +14,7 @@ import msgspec
 
 from cluster.batch.lines import BatchRequest, BatchResponse
 from cluster.config import ServeConfig
+from cluster.http.access.prefix_scope import new_secret
 from cluster.http.app import no_cluster, no_other_metrics
 from cluster.http.codec import decode
 from cluster.http.endpoints import generation
@@ -28,17 +29,31 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
 
+def sharer_of(owner: str) -> str:
+    """Returns the name under which the batches of one API key, or of everybody, take turns with other clients."""
+    return f"batches of {owner}"
+
+
 class Endpoints:
     """Those that `cluster.batch.lines.URLS` names."""
 
-    def __init__(self, config: ServeConfig, tokenizer: Tokenizer, engines: Engines, metrics: Metrics) -> None:
-        self.state = AppState(config, tokenizer, engines, metrics, no_other_metrics, no_cluster, {})
+    def __init__(
+        self,
+        config: ServeConfig,
+        tokenizer: Tokenizer,
+        engines: Engines,
+        metrics: Metrics,
+        prefix_secret: bytes | None = None,
+    ) -> None:
+        secret = prefix_secret or new_secret()
+        self.state = AppState(config, tokenizer, engines, metrics, no_other_metrics, no_cluster, {}, secret)
 
-    async def answer(self, request: BatchRequest, request_id: str, client: str = "") -> BatchResponse:
-        """The whole answer, be it an error. `client` is whose line it is: the engines let clients take turns. If it is
-        cancelled, the engines leave the line.
+    async def answer(self, request: BatchRequest, request_id: str, owner: str = "") -> BatchResponse:
+        """Returns the whole answer, which may be an error. `owner` is the batch's; it is empty for a command's batch.
+
+        If the call is cancelled, the engines abort the line.
         """
-        exchange = LineExchange(request_id, client, self.state.config.request_timeout_s)
+        exchange = LineExchange(request_id, owner, self.state.config.request_timeout_s)
         try:
             await self._handle(request, exchange)
         except ApiError as error:
@@ -68,9 +83,10 @@ class LineExchange:
     traceparent = ""
     span: Span | None = None
 
-    def __init__(self, request_id: str, sharer: str, timeout_s: float) -> None:
+    def __init__(self, request_id: str, owner: str, timeout_s: float) -> None:
         self.request_id = request_id
-        self.sharer = sharer
+        self.owner = owner
+        self.sharer = sharer_of(owner) if owner else ""
         self.remaining_s = timeout_s
         self.headers: dict[str, str] = {}
         self.headers_out: list[tuple[bytes, bytes]] = []

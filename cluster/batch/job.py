@@ -32,7 +32,7 @@ RETRY_S, MAX_RETRY_S = 1.0, 10.0
 """Before the second try; each later one waits for as much longer, up to the second value."""
 
 Answer = Callable[[BatchRequest, str, str], Coroutine[Any, Any, BatchResponse]]
-"""What a request came to; its second argument is the request's id, the third one whose it is."""
+"""Answers a request. The second argument is the request's id, the third one the batch's owner."""
 Request = tuple[LineKey, BatchRequest | BadLine]
 
 
@@ -63,8 +63,8 @@ class Job(NamedTuple):
     report: Callable[[Progress], None]
     endpoint: str | None = None
     """The only URL of its lines; None if each may have its own."""
-    client: str = ""
-    """Whose it is: the engines let clients take turns."""
+    owner: str = ""
+    """The API key's, whose batches take turns with other clients in the engines; empty for a command's batch."""
 
 
 async def run(job: Job, source: BinaryIO) -> None:
@@ -148,7 +148,7 @@ async def _tried(job: Job, key: LineKey, request: BatchRequest) -> BatchResponse
     """The first answer that another try would not change, or the last one."""
     num_failures, begun, pause_s = 0, time.monotonic(), RETRY_S
     while True:
-        response = await job.answer(request, key.id, job.client)
+        response = await job.answer(request, key.id, job.owner)
         if response.status_code in RETRIED_STATUSES:
             is_last = time.monotonic() - begun > PATIENCE_S
         else:

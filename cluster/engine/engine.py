@@ -289,6 +289,7 @@ class Engine:
             priority=request.priority,
             client=request.client,
             weight=request.weight,
+            cache_root=request.cache_root,
             eos_token_ids=self.model.eos_token_ids,
             constraint=constraint,
             deadline=deadline,

@@ -1,8 +1,8 @@
 """The KV cache's blocks: how many sequences hold each, and which contain a prefix that another sequence may read.
 
 Reference-counted pages in the manner of PagedAttention (Kwon et al., 2023) with a hash-chained prefix cache and LRU
-eviction. Knows block ids and hashes, no tensors; the scheduler is its only caller. Whoever sends a prompt to an engine
-makes its hashes too (`hash_blocks`): they are equal in every process.
+eviction. This module knows block ids and hashes, no tensors; the scheduler is its only caller. The router computes the
+same hashes for the prompts that it places (`hash_blocks`), because they are equal in every process.
 """
 
 from __future__ import annotations
@@ -16,12 +16,16 @@ HASH_BYTES = 16
 """With 128 bits of BLAKE2b a collision, which would give one prompt the keys of another, does not happen by chance."""
 
 
-def hash_blocks(token_ids: Sequence[int], count: int, block_size: int, known: Iterable[bytes] = ()) -> list[bytes]:
-    """Hashes of the first `count` full blocks, the first of which are `known`; each covers its block and, through its
-    parent's, all before it.
+def hash_blocks(
+    token_ids: Sequence[int], count: int, block_size: int, known: Iterable[bytes] = (), root: bytes = b""
+) -> list[bytes]:
+    """Returns the hashes of the first `count` full blocks, `HASH_BYTES` each; the first of them are `known`.
+
+    Each hash covers its block, its parent's hash and so all tokens before it. The first block's parent is `root`: two
+    prompts with different roots have no block in common. Nobody who does not know the root can search for a collision.
     """
     hashes = list(known)
-    parent = hashes[-1] if hashes else b""
+    parent = hashes[-1] if hashes else root
     first = len(hashes) * block_size
     tokens = array("i", token_ids[first : count * block_size]).tobytes()
     size = block_size * array("i").itemsize

@@ -90,6 +90,8 @@ class EngineRequest(msgspec.Struct, kw_only=True, array_like=True):
     """The span that those of the engine belong to, in W3C's form; empty if nobody traces the request."""
     reads_whole: bool = False
     """Nobody reads its output before the end: what comes after the first of a choice is sent with the last."""
+    cache_root: bytes = b""
+    """The parent of the first block's hash in the prefix cache. Requests with different roots share no block."""
 
 
 class Branch(NamedTuple):

@@ -51,6 +51,8 @@ class Sequence:
     """Set by the scheduler: prompt and output end here."""
     num_prompt_tokens: int = 0
     block_table: list[int] = dataclasses.field(default_factory=list)
+    cache_root: bytes = b""
+    """The parent of the first block's hash in the prefix cache."""
     block_hashes: list[bytes] = dataclasses.field(default_factory=list)
     """Chained hashes of the full blocks so far, made on demand."""
     num_computed_tokens: int = 0
@@ -182,5 +184,5 @@ class Sequence:
     def hash_blocks(self, count: int, block_size: int) -> list[bytes]:
         """Hashes of the first `count` full blocks; see `cluster.engine.kv_blocks.hash_blocks`."""
         if count > len(self.block_hashes):
-            self.block_hashes = hash_blocks(self.token_ids, count, block_size, self.block_hashes)
+            self.block_hashes = hash_blocks(self.token_ids, count, block_size, self.block_hashes, self.cache_root)
         return self.block_hashes[:count]

@@ -17,6 +17,7 @@ from prometheus_client.metrics_core import Metric
 from cluster.config import ServeConfig
 from cluster.http.access.keys import ApiKeys
 from cluster.http.access.origins import Origins
+from cluster.http.access.prefix_scope import new_secret
 from cluster.http.codec import decode, encode
 from cluster.http.engines import Engines
 from cluster.http.errors import ApiError
@@ -45,8 +46,9 @@ async def no_cluster() -> tuple[list[DeploymentState], list[NodeState]]:
 
 
 class HttpApp:
-    """`returns_request_id` says whether answers have an x-request-id; without it a proxy in front sets one. What is
-    posted gets one of `spans`, if there are any.
+    """`returns_request_id` says whether answers have an x-request-id; without it a proxy in front sets one. Each POST
+    request gets one of `spans`, if there are any. Applications with the same engines have the same `prefix_secret`, or
+    they find nothing of one another in the prefix cache; None draws one.
     """
 
     def __init__(
@@ -61,10 +63,13 @@ class HttpApp:
         routes: Iterable[Route] = ROUTES,
         returns_request_id: bool = True,
         spans: ServerSpans | None = None,
+        prefix_secret: bytes | None = None,
     ) -> None:
         routes = tuple(routes)
         self._config = config
-        self._state = AppState(config, tokenizer, engines, metrics, other_metrics, cluster, openapi_document(routes))
+        document = openapi_document(routes)
+        secret = prefix_secret or new_secret()
+        self._state = AppState(config, tokenizer, engines, metrics, other_metrics, cluster, document, secret)
         self._router = Router(routes)
         self._room = BodyRoom(config.max_bodies_bytes)
         self._preparing = Preparing(config)

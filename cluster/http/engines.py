@@ -69,13 +69,15 @@ class Engines(Protocol):
         session: str = "",
         shown_ids: frozenset[int] = frozenset(),
         traceparent: str = "",
+        cache_root: bytes = b"",
     ) -> Generation:
         """Sends every prompt to an engine; each has `params.n` choices and `timeout_s` seconds.
 
         `client` is whose they are, and clients take turns, `weight` of them where others have one. The prompts of a
         client's `session` go where the last one went. `chat` drops the space that some tokenizers put in front of
         an answer's first word. Special tokens of `shown_ids` stay in the text.
-        `traceparent` is the span that the engines' spans belong to, if there is one.
+        `traceparent` is the span that the engines' spans belong to, if there is one. Prompts with different
+        `cache_root`s read nothing of one another from the prefix cache.
         """
         ...
 

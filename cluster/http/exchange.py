@@ -127,6 +127,9 @@ class GenerationExchange(Protocol):
     def sharer(self) -> str: ...
 
     @property
+    def owner(self) -> str: ...
+
+    @property
     def traceparent(self) -> str: ...
 
     @property
@@ -166,7 +169,9 @@ class Exchange:
         self.client = ""
         """The name of the API key that the request brought."""
         self.owner = EVERYBODY
-        """The owner of the files and batches that it may see: an API key's, or everybody where there are no keys."""
+        """The owner of the files, batches and cached prefixes that the request may use: that of its API key, or
+        `EVERYBODY` if the server has no keys.
+        """
         self.address: str = (scope.get("client") or ("",))[0]
         """The address of the client, or of a proxy in front."""
         self.status = 0

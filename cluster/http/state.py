@@ -13,6 +13,7 @@ from prometheus_client.metrics_core import Metric
 from cluster.batch.records import Records
 from cluster.batch.storage import Storage
 from cluster.config import ServeConfig
+from cluster.http.access.prefix_scope import PrefixScope
 from cluster.http.engines import Engines
 from cluster.http.errors import ApiError
 from cluster.http.metrics import Metrics
@@ -49,7 +50,9 @@ ClusterState = Callable[[], Awaitable[tuple[list[DeploymentState], list[NodeStat
 
 
 class AppState:
-    """Holds one application's shared state. `document` is the OpenAPI document of all routes."""
+    """Holds one application's shared state. `document` is the OpenAPI document of all routes; `prefix_secret` keys the
+    roots of the prefix cache.
+    """
 
     def __init__(
         self,
@@ -60,6 +63,7 @@ class AppState:
         other_metrics: OtherMetrics,
         cluster: ClusterState,
         document: dict[str, Any],
+        prefix_secret: bytes,
     ) -> None:
         self.config = config
         self.model_name = config.model_name
@@ -70,6 +74,7 @@ class AppState:
         self.other_metrics = other_metrics
         self.cluster = cluster
         self.document = document
+        self.prefix_scope = PrefixScope(prefix_secret, config.share_prefix_cache)
         self.drains = False
         """Whether Serve has told this replica to stop. The replica still answers the requests that reach it."""
         self.records = None if config.batch_storage is None else Records(Storage(config.batch_storage), config.batches)

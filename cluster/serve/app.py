@@ -37,6 +37,7 @@ from cluster.engine.ranks.claims import (
     with_device,
 )
 from cluster.http.access.keys import with_api_keys
+from cluster.http.access.prefix_scope import new_secret
 from cluster.options import read_options
 from cluster.serve import deployed, joined_ray
 from cluster.serve.engine_deployment import engine_deployment
@@ -67,10 +68,10 @@ def application(config: ServeConfig, nodes: list[int], shares_port: bool = True)
     if config.num_standby_replicas:
         engine = msgspec.structs.replace(config.engine, claims_cpus=False)
         standby = engine_deployment(engine, config.num_standby_replicas, "standby").bind(engine)
-    engines, batches = _engines(config), None
+    engines, batches, secret = _engines(config), None, new_secret()
     if config.batch_storage is not None:
-        batches = batch_deployment(config).bind(config, engines, standby)
-    return ingress_deployment(config, num_nodes).bind(config, engines, standby, shares_port, batches)
+        batches = batch_deployment(config).bind(config, engines, standby, secret)
+    return ingress_deployment(config, num_nodes).bind(config, engines, secret, standby, shares_port, batches)
 
 
 def _engines(config: ServeConfig) -> serve.Application:

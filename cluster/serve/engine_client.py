@@ -110,9 +110,10 @@ class EngineClient:
         session: str = "",
         shown_ids: frozenset[int] = frozenset(),
         traceparent: str = "",
+        cache_root: bytes = b"",
     ) -> Submission:
         submission = Submission(self, prompts, params, chat, shown_ids, self.reads_whole)
-        submission.start(request_id, priority, timeout_s, client, weight, session, traceparent)
+        submission.start(request_id, priority, timeout_s, client, weight, session, traceparent, cache_root)
         return submission
 
     def measure(self, num_choices: int) -> RequestMetrics:

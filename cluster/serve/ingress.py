@@ -41,21 +41,29 @@ still runs then is told that it has failed.
 
 
 class Ingress:
-    """One replica of the endpoint, behind Serve's proxy. `engine` is the handle of the engines, `standby` that of their
-    standby; `shares_port` is for those that listen. `batches` is that of the runner of batches: Serve starts what is
-    handed over, and nobody calls it.
+    """One replica of the endpoint, behind Serve's proxy.
+
+    `engine` is the handle of the engines, `standby` that of their standby. All ingresses of an application have the
+    same `prefix_secret`. `shares_port` is for ingresses that listen. `batches` is the handle of the runner of batches;
+    nobody calls it, but Serve starts the deployments whose handles it passes on.
     """
 
     returns_request_id = False
     """Serve's proxy gives every request an x-request-id if the client sent none, and returns it."""
 
     def __init__(
-        self, config: ServeConfig, engine: Any, standby: Any = None, shares_port: bool = False, batches: Any = None
+        self,
+        config: ServeConfig,
+        engine: Any,
+        prefix_secret: bytes,
+        standby: Any = None,
+        shares_port: bool = False,
+        batches: Any = None,
     ) -> None:
         with told_in_words():
-            self._start(config, engine, standby)
+            self._start(config, engine, prefix_secret, standby)
 
-    def _start(self, config: ServeConfig, engine: Any, standby: Any) -> None:
+    def _start(self, config: ServeConfig, engine: Any, prefix_secret: bytes, standby: Any) -> None:
         tokenizer = Tokenizer(config.engine.tokenizer or str(resolve_model_folder(config.engine.model)))
         if (warning := openness(config)) is not None:
             logging.getLogger(__name__).warning(warning)
@@ -80,6 +88,7 @@ class Ingress:
             cluster=ClusterWatch(),
             returns_request_id=self.returns_request_id,
             spans=open_server_spans(),
+            prefix_secret=prefix_secret,
         )
         collect_rarely()
 
@@ -128,9 +137,15 @@ class ListeningIngress(Ingress):
     returns_request_id = True
 
     def __init__(
-        self, config: ServeConfig, engine: Any, standby: Any = None, shares_port: bool = False, batches: Any = None
+        self,
+        config: ServeConfig,
+        engine: Any,
+        prefix_secret: bytes,
+        standby: Any = None,
+        shares_port: bool = False,
+        batches: Any = None,
     ) -> None:
-        super().__init__(config, engine, standby)
+        super().__init__(config, engine, prefix_secret, standby)
         self._port = config.port
         self._notice_s = config.drain_notice_s
         peers = f"{ray.get_runtime_context().get_session_name()}/{_app_name()}" if shares_port else None

@@ -117,6 +117,7 @@ class Submission:
         weight: float = 1.0,
         session: str = "",
         traceparent: str = "",
+        cache_root: bytes = b"",
     ) -> None:
         """Sends every prompt to an engine."""
         for number, prompt in enumerate(self._prompts):
@@ -131,6 +132,7 @@ class Submission:
                 weight=weight,
                 session=session,
                 reads_whole=self._reads_whole,
+                cache_root=cache_root,
             )
             prompt.run = PromptRun(self._client, request, functools.partial(self._tell, prompt))
             prompt.run.start()

@@ -107,6 +107,7 @@ async def _generate(
             session=_session(exchange),
             shown_ids=shown_ids,
             traceparent=exchange.traceparent,
+            cache_root=state.prefix_scope.root(exchange.owner, request.cache_salt),
         )
         exchange.hand_over()
         try:

@@ -22,6 +22,9 @@ from workers.sampling_params import SamplingParams
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default `max_tokens` of `/v1/completions`; chat goes on to the context length."""
 
+MAX_SALT_CHARACTERS = 1024
+"""Of `cache_salt`."""
+
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
@@ -63,6 +66,10 @@ class _SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     logits_processors: tuple[LogitsProcessorSpec, ...] | None = None
     """Run in this order; only those that the operator registered."""
 
+    cache_salt: str | None = None
+    """Only requests of this client with the same salt read one another's prompts from the prefix cache (vLLM's
+    extension).
+    """
     user: str | None = None
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
@@ -88,6 +95,9 @@ class _SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             refuse("stream_options", "stream_options is only allowed with stream = true")
         if self.prompt_logprobs is not None and self.stream:
             refuse("prompt_logprobs", "prompt_logprobs is not available with stream = true; leave one of them out")
+        if self.cache_salt is not None and not 0 < len(self.cache_salt) <= MAX_SALT_CHARACTERS:
+            length = len(self.cache_salt)
+            refuse("cache_salt", f"cache_salt has {length} characters and must have 1 to {MAX_SALT_CHARACTERS}")
         if not -(2**31) <= self.priority < 2**31:
             refuse("priority", f"priority {self.priority} does not fit in 32 signed bits")
 
