@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import typing
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from cluster.engine.overlap.engine import make_engine
 from cluster.engine.ranks.channel import Listener, RankChannel, connect
@@ -191,17 +193,43 @@ def test_an_overflow_after_edits_leaves_the_shared_prefix_cached() -> None:
 # ---- parameters that contradict each other ---------------------------------------------------------------------------
 
 
+STRING = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "string"}}}
+NONE_ALLOWED = {"logits_processors": [{"name": "none"}]}
+
+
+class NoneAllowed:
+    """A logits processor that masks every token."""
+
+    def __init__(self, arguments: object, prompt_token_ids: object, output_token_ids: object, vocab_size: int) -> None:
+        pass
+
+    def __call__(self, output_token_ids: object, logits: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(logits, -math.inf)
+
+
 @pytest.mark.parametrize("stream", [False, True])
-def test_parameters_that_leave_no_token_are_the_clients_fault(stream: bool) -> None:
-    """As the fuzzer found: the grammar and the allowed tokens have none in common."""
+@pytest.mark.parametrize(
+    ("fields", "status", "code"),
+    [
+        ({"response_format": STRING, "allowed_token_ids": [0, 1, 2]}, 400, "contradictory_parameters"),
+        ({"response_format": STRING, **NONE_ALLOWED}, 400, "contradictory_parameters"),
+        (NONE_ALLOWED, 500, "internal_error"),
+    ],
+)
+def test_parameters_that_leave_no_token_are_the_clients_fault(
+    stream: bool, fields: dict[str, Any], status: int, code: str
+) -> None:
+    """As the fuzzer found: the grammar and the allowed tokens have none in common.
+
+    The operator is at fault if a logits processor masks every token by itself.
+    """
 
     async def test() -> None:
-        async with local_server() as server:
-            format_ = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "string"}}}
-            status, sent = await server.post(response_format=format_, allowed_token_ids=[0, 1, 2], stream=stream)
+        processors = {"none": "tests.test_extremes:NoneAllowed"}
+        async with local_server(engine_options={"logits_processors": processors}) as server:
+            answered, sent = await server.post(stream=stream, **fields)
             error = json.loads(sent)["error"]
-            assert status == 400
-            assert (error["type"], error["code"]) == ("invalid_request_error", "contradictory_parameters")
+            assert (answered, error["code"]) == (status, code)
             assert "every token is masked" in error["message"]
             await server.until_idle()
 

@@ -58,6 +58,15 @@ class HostSample:
     """Sample point's index to its logprobs, for sequences that asked."""
 
 
+def _is_restricted(params: SamplingParams) -> bool:
+    """Whether parameters of the request, its logits processors aside, mask tokens.
+
+    A logits processor that masks every token by itself is the operator's fault. The request that combines one with
+    such parameters chose both.
+    """
+    return bool(params.constraint or params.allowed_token_ids or params.bad_words or params.min_tokens)
+
+
 @dataclasses.dataclass
 class Processed:
     """The logits of the points that have logits processors, R of them, after the processors have run."""
@@ -166,7 +175,7 @@ class Sampled:
         return RowError(
             f"every token is masked at position {position}: allowed_token_ids, bad_words, min_tokens{processors} and "
             "the constraint leave none; loosen one of them",
-            is_refusal=not names,  # a processor is the operator's
+            is_refusal=not names or _is_restricted(self.sequences[index].params),
         )
 
 
