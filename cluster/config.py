@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import pathlib
 from typing import Annotated, Any, Literal
@@ -73,7 +74,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_num_sequences: Annotated[int, Meta(ge=1, le=4096)] = 256
     """Sequences running at a time."""
     max_num_waiting: Annotated[int, Meta(ge=0)] = 2048
-    """Requests waiting beyond those running; one more is refused (HTTP 429), unless none of its client's waits."""
+    """Requests waiting beyond those running; one more is refused (HTTP 429). A client of which none waits is refused
+    only when an eighth more than that wait.
+    """
     enable_prefix_caching: bool = True
     constraints: ConstraintLimits = ConstraintLimits()
     """What one constraint may cost."""
@@ -256,8 +259,14 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     send one system prompt, and lets each of them find out whether another one has sent a text that it guesses.
     """
     allowed_hosts: tuple[str, ...] = ()
-    """Names in a request's Host header that this server answers to, beside its own and, on a loopback address, those of
-    loopback addresses. `*` is any. Empty on another address, or under Serve's own configuration, answers to any.
+    """Names in a request's Host header that this server answers to; `*` is any. Names of loopback addresses and `host`
+    itself are always among them, and IP addresses if `host` is none of a loopback address. If this is empty, a server
+    without API keys answers to this machine's own name too, and one with keys that others reach answers to any name.
+    Under Serve's own configuration files empty is any.
+    """
+    trusted_proxies: tuple[str, ...] = ()
+    """IP addresses and networks (`10.0.0.0/8`) of proxies in front. Only they may name the client's address, in
+    X-Forwarded-For, by which clients without API keys take turns.
     """
     cors_origins: tuple[str, ...] = ()
     """Origins (`https://chat.example`) of web pages that may use this server; `*` is any. Those of other pages are
@@ -292,6 +301,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """
 
     def __post_init__(self) -> None:
+        for proxy in self.trusted_proxies:
+            _check_network("trusted_proxies", proxy)
         if self.autoscaling is None:
             return
         if self.num_engine_replicas != 1:
@@ -319,6 +330,14 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def model_name(self) -> str:
         """The model's name in the API: the configured one, else the last part of its folder or hub id."""
         return self.served_model_name or pathlib.PurePath(self.engine.model).name
+
+
+def _check_network(option: str, network: str) -> None:
+    try:
+        ipaddress.ip_network(network)
+    except ValueError as error:
+        message = f"{option}: {network!r} is neither an IP address nor a network"
+        raise ValueError(f"{message} ({error}); write 10.0.0.7 or 10.0.0.0/8") from error
 
 
 def ray_address() -> str | None:

@@ -1,13 +1,15 @@
-"""Who may use the server: names in Host, web pages of other origins, and API keys; without a socket and an engine.
+"""Access to the server: names in Host, web pages of other origins, client addresses and API keys.
 
-And what comes with a request or a checkpoint, and must stay text.
+The last tests show that text of a request or a checkpoint stays text wherever it is shown.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import pathlib
+import socket
 from typing import Any
 
 import pytest
@@ -16,11 +18,14 @@ from uvicorn.protocols.http.httptools_impl import HEADER_VALUE_RE
 from cluster.cli import chat
 from cluster.cli.__main__ import main
 from cluster.config import ServeConfig, load_config
+from cluster.engine.request import EngineRequest
+from cluster.http.access.addresses import network_of
 from cluster.http.access.keys import ApiKeys, openness, with_api_keys
 from cluster.http.endpoints.generation import _header_value
 from cluster.text.tokenizer import Tokenizer
 from cluster.text.tokenizer_files import TokenizerError
 from structured.constraint import ConstraintError, ConstraintLimits, ConstraintSpec, Kind, check_limits
+from tests.local_server import local_server
 from tests.test_routes import App
 
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "hello"}]}
@@ -60,12 +65,85 @@ def test_on_a_loopback_address_other_names_and_pages_are_refused(headers: dict[s
 def test_whoever_the_operator_names_may_use_it() -> None:
     assert asked(App(allowed_hosts=("llm.example",)), host="llm.example") == 200
     assert asked(App(allowed_hosts=("*",)), host="evil.example") == 200
-    assert asked(App(host="0.0.0.0"), host="llm.example") == 200
+    assert asked(App(host="0.0.0.0", allowed_hosts=("*",)), host="evil.example") == 200
     named = App(host="0.0.0.0", allowed_hosts=("llm.example",))
     assert [asked(named, host=host) for host in ("llm.example:80", "evil.example")] == [200, 403]
     assert asked(App(cors_origins=(PAGE,)), origin=PAGE) == 200
     assert asked(App(cors_origins=("*",)), origin=PAGE, sec_fetch_site="cross-site") == 200
     assert asked(App(cors_origins=(PAGE,)), origin="https://other.example") == 403
+
+
+HOSTNAME = socket.gethostname()
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("evil.example:8000", 403),
+        (f"evil.{HOSTNAME}", 403),
+        ("192.168.7.5.evil.example", 403),
+        ("192.168.7.5:8000", 200),
+        ("[fd00::5]:8000", 200),
+        ("localhost:8000", 200),
+        (HOSTNAME.upper(), 200),
+        (f"{HOSTNAME.partition('.')[0]}.local:8000", 200),
+    ],
+)
+def test_without_keys_a_server_that_others_reach_answers_to_names_that_no_page_can_have(host: str, status: int) -> None:
+    """A page whose name points here (DNS rebinding) would count as a page of this server."""
+    assert asked(App(host="0.0.0.0"), host=host, origin=f"http://{host}") == status
+    app = App(host="0.0.0.0", api_keys=("a-secret-of-the-test",))
+    assert asked(app, host=host, authorization="Bearer a-secret-of-the-test") == 200, "a page has no key"
+
+
+@pytest.mark.parametrize("proxy", ["*", "proxy.example", "10.0.0.7/8"])
+def test_a_trusted_proxy_is_an_address(proxy: str) -> None:
+    with pytest.raises(ValueError, match="trusted_proxies"):
+        load_config(None, {"trusted_proxies": [proxy]})
+
+
+@pytest.mark.parametrize(
+    ("proxies", "forwarded", "expected"),
+    [
+        ((), "10.1.1.1", {"127.0.0.1"}),
+        (("127.0.0.1",), "10.1.1.1", {"10.1.1.1"}),
+        (("127.0.0.0/8", "10.0.0.0/8"), "192.0.2.9, 10.1.1.1", {"192.0.2.9"}),
+        (("127.0.0.1",), "2001:db8::7", {"2001:db8::/64"}),
+        (("127.0.0.1",), "x" * 900, {"x" * 64}),
+    ],
+)
+def test_only_a_trusted_proxy_names_the_client(proxies: tuple[str, ...], forwarded: str, expected: set[str]) -> None:
+    """By the client's address its requests take turns: who could choose it would have as many turns as names."""
+
+    async def run() -> None:
+        async with local_server(trusted_proxies=proxies) as server:
+            engine, clients = server.replica.engine, set()
+            add_request = engine.add_request
+
+            def noted(request: EngineRequest, *rest: Any, **options: Any) -> None:
+                clients.add(request.client)
+                add_request(request, *rest, **options)
+
+            engine.add_request = noted  # type: ignore[method-assign]
+            status, _ = await server.post((f"X-Forwarded-For: {forwarded}",), max_tokens=1)
+            assert (status, clients) == (200, expected)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("address", "network"),
+    [
+        ("192.0.2.1", "192.0.2.1"),
+        ("::ffff:192.0.2.1", "192.0.2.1"),
+        ("2001:db8::1", "2001:db8::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("", ""),
+        ("unix", "unix"),
+    ],
+)
+def test_addresses_that_a_client_can_choose_are_one(address: str, network: str) -> None:
+    assert network_of(address) == network
 
 
 def test_a_page_that_is_named_reads_every_answer() -> None:

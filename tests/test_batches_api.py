@@ -25,8 +25,10 @@ from cluster.batch.runner import Runner
 from cluster.batch.storage import Storage, with_storage
 from cluster.config import BatchLimits, EngineConfig, ServeConfig
 from cluster.http.app import HttpApp
+from cluster.http.endpoints.files import PARSED_BYTES
 from cluster.http.engines import Event
 from cluster.http.metrics import Metrics
+from cluster.http.protocol.uploads import UploadParser
 from cluster.text.tokenizer import Tokenizer
 from tests.patience import PATIENCE_S
 from tests.test_batch import line
@@ -383,6 +385,9 @@ PURPOSE = b'content-disposition: form-data; name="purpose"\r\n\r\n%s\r\n--b--\r\
         ("multipart/form-data; boundary=b", FORM + PURPOSE % b"vision", "purpose 'vision' is not served"),
         ("multipart/form-data; boundary=b", FORM + PURPOSE % (b"x" * 2000), "purpose has more than 1024 bytes"),
         ("multipart/form-data; boundary=b", FORM + FORM[5:] + PURPOSE % b"batch", "more than one file"),
+        ("multipart/form-data; boundary=b", FORM + (PURPOSE[:-4] % b"batch" + b"\r\n") * 17, "more than 16 parts"),
+        ("multipart/form-data; boundary=b", b"--b\r\nx-long: " + b"x" * 4096, "more than 4096 bytes"),
+        ("multipart/form-data; boundary=b", b"--b\r\n" + b"x: y\r\n" * 10_000, "malformed: Maximum header count"),
     ],
 )
 def test_a_wrong_upload_is_refused(content_type: str, body: bytes, message: str, tmp_path: pathlib.Path) -> None:
@@ -394,6 +399,40 @@ def test_a_wrong_upload_is_refused(content_type: str, body: bytes, message: str,
             assert message in answer.json()["error"]["message"]
             assert not [path for path in (tmp_path / "files").rglob("*") if path.is_file()]
 
+    asyncio.run(main())
+
+
+def test_uploads_together_hold_up_the_event_loop_for_one_piece_at_a_time(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Content that looks like boundaries costs the parser most."""
+    parsed: Counter[int] = Counter()
+    turn = 0
+    feed = UploadParser.feed
+
+    def counted(parser: UploadParser, piece: bytes) -> bytes:
+        parsed[turn] += len(piece)
+        return feed(parser, piece)
+
+    async def count_turns() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    async def main() -> None:
+        async with serving(str(tmp_path)) as service:
+            counting = asyncio.ensure_future(count_turns())
+            headers = {"content-type": "multipart/form-data; boundary=b"}
+            form = FORM.replace(b"1\n", b"\r\n--" * 50_000) + PURPOSE % b"batch"
+            asking = (service.raw("POST", "/v1/files", content=form, headers=headers) for _ in range(8))
+            answers = await asyncio.gather(*asking)
+            counting.cancel()
+            assert {answer.json()["bytes"] for answer in answers} == {200_000}
+        assert sum(parsed.values()) == 8 * len(form)
+        assert max(parsed.values()) <= PARSED_BYTES
+
+    monkeypatch.setattr(UploadParser, "feed", counted)
     asyncio.run(main())
 
 

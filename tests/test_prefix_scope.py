@@ -67,7 +67,8 @@ def test_a_salt_separates_requests_of_one_client_and_is_bounded() -> None:
             for salt in ("", "x" * 1025):
                 status, body = await server.post(cache_salt=salt)
                 error = json.loads(body)["error"]
-                assert (status, error["param"]) == (400, "cache_salt") and str(len(salt)) in error["message"]
+                assert (status, error["param"]) == (400, "cache_salt")
+                assert str(len(salt)) in error["message"]
 
     asyncio.run(run())
 
@@ -76,7 +77,8 @@ def test_a_root_depends_on_secret_owner_and_salt() -> None:
     scope = PrefixScope(new_secret(), is_shared=False)
     roots = {scope.root(owner, salt) for owner in ("", "a", "ab") for salt in (None, "b", "a")}
     roots.add(PrefixScope(new_secret(), is_shared=False).root("a", None))
-    assert len(roots) == 10 and {len(root) for root in roots} == {16}
+    assert len(roots) == 10
+    assert {len(root) for root in roots} == {16}
     first, second = (hash_blocks(PROMPT * 2, 2, BLOCK, root=root) for root in sorted(roots)[:2])
     assert not {*first} & {*second}
     root = max(roots)

@@ -80,6 +80,8 @@ def test_a_queue_that_others_filled_takes_one_request_of_whoever_has_none_there(
         add("b1", "b")
     with pytest.raises(QueueFull):
         add("nobody", "")
+    with pytest.raises(QueueFull):
+        add("c0", "c")  # the next name of one client, perhaps: an eighth more than the queue, and then no more
     while engine.has_unfinished:
         engine.step()
 

@@ -314,8 +314,15 @@ class Engine:
         self.scheduler.branch(request_id, pairs)
 
     def _has_room_for(self, client: str) -> bool:
-        """In a full queue whoever has nobody waiting gets a place all the same: others may have filled it."""
-        return client != "" and all(sequence.client != client for sequence in self.scheduler.waiting)
+        """Whether a full queue takes one more request of `client`.
+
+        It does if no request of this client waits, because others may have filled the queue. These extra places are an
+        eighth of the queue, so that a client that appears under many names cannot take any number of them.
+        """
+        limit = self.config.max_num_waiting + self._free_slots()
+        if not client or self.scheduler.num_waiting >= limit + max(1, limit // 8):
+            return False
+        return all(sequence.client != client for sequence in self.scheduler.waiting)
 
     def _free_slots(self) -> int:
         return max(0, self.config.max_num_sequences - self.scheduler.num_running)

@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from cluster.config import ServeConfig
+from cluster.http.access.addresses import network_of
 from cluster.http.engines import Generation
 from cluster.http.errors import RETRIED_STATUSES, ApiError
 from cluster.http.preparation import Preparation
@@ -172,8 +173,8 @@ class Exchange:
         """The owner of the files, batches and cached prefixes that the request may use: that of its API key, or
         `EVERYBODY` if the server has no keys.
         """
-        self.address: str = (scope.get("client") or ("",))[0]
-        """The address of the client, or of a proxy in front."""
+        self.address = network_of((scope.get("client") or ("",))[0])
+        """The address of the client, or of a proxy in front; of an IPv6 address its network."""
         self.status = 0
         self.headers_always: list[tuple[bytes, bytes]] = []
         """Sent with every answer."""

@@ -79,6 +79,8 @@ class AppState:
         """Whether Serve has told this replica to stop. The replica still answers the requests that reach it."""
         self.records = None if config.batch_storage is None else Records(Storage(config.batch_storage), config.batches)
         """Files and batches. None if the server has no `batch_storage`."""
+        self.parsing = asyncio.Lock()
+        """Held while a piece of an upload is parsed: one piece for each turn of the event loop."""
         self.created = int(time.time())
         """When this replica started, in seconds since 1970."""
         self._model: ModelInfo | None = None

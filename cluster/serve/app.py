@@ -234,6 +234,8 @@ def _connect(config: ServeConfig) -> list[int]:
     address = ray_address()
     if address is None:
         nodes = [num_cores()]
+        # uvicorn in Serve's proxies would otherwise believe X-Forwarded-For of every client on this machine.
+        os.environ["FORWARDED_ALLOW_IPS"] = ",".join(config.trusted_proxies)
         own_ray.start(num_claimed(config.engine, config.max_engines, nodes))
     else:
         joined_ray.start(address)

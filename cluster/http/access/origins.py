@@ -1,15 +1,17 @@
 """Which names and web pages may reach the server: the checks of Host, Origin and Sec-Fetch-Site, and CORS.
 
-A browser sends what any page asks it to, to loopback addresses too, where nobody needs a key. So a loopback address
-answers to loopback names only (a page's own name may be pointed at it), and to other origins only if `cors_origins`
-names them. Who is no browser sends none of these headers but Host. `cluster/http/app.py` asks before it looks for a
-route.
+A browser sends requests for any page, to loopback addresses and into the local network too. The author of a page can
+point the page's own name at such an address (DNS rebinding), and then the page counts as one of this server. So where
+no API key protects the server it answers only to names that nobody else can point somewhere: IP addresses, loopback
+names, this machine's own name and `allowed_hosts`. Pages of other origins need `cors_origins`. Clients that are no
+browsers send none of these headers but Host. `cluster/http/app.py` makes these checks before it looks for a route.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import re
+import socket
 from urllib.parse import urlsplit
 
 from cluster.config import ServeConfig
@@ -26,13 +28,17 @@ Headers = dict[str, str]
 
 
 class Origins:
-    """What the configuration's `host`, `allowed_hosts` and `cors_origins` allow."""
+    """Checks requests against the configuration's `host`, `allowed_hosts`, `api_keys` and `cors_origins`."""
 
     def __init__(self, config: ServeConfig) -> None:
         self._allowed_hosts = frozenset(host.lower() for host in config.allowed_hosts)
         self._is_loopback = is_loopback(config.host)
-        self._any_host = ANY in config.allowed_hosts or not (self._is_loopback or config.allowed_hosts)
-        self._host = config.host.lower()
+        needs_no_name = bool(config.api_keys) and not (self._is_loopback or config.allowed_hosts)
+        self._any_host = ANY in config.allowed_hosts or needs_no_name
+        self._own_names = {config.host.lower()}
+        if not (self._is_loopback or config.allowed_hosts):
+            name = socket.gethostname().lower()
+            self._own_names |= {name, f"{name.partition('.')[0]}.local"}
         self._origins = frozenset(origin.rstrip("/").lower() for origin in config.cors_origins)
 
     def check(self, headers: Headers) -> None:
@@ -75,9 +81,9 @@ class Origins:
         return found
 
     def _answers_to(self, name: str) -> bool:
-        if self._any_host or name in self._allowed_hosts or name == self._host:
+        if self._any_host or name in self._allowed_hosts or name in self._own_names or is_loopback(name):
             return True
-        return self._is_loopback and is_loopback(name)
+        return not self._is_loopback and _is_address(name)
 
     def _allows(self, origin: str) -> bool:
         return bool(origin) and (ANY in self._origins or origin.lower() in self._origins)
@@ -99,6 +105,14 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def _forbidden(message: str) -> ApiError:

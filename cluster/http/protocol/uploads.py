@@ -1,6 +1,6 @@
-"""`multipart/form-data` as it comes: the content of its file is handed on piece by piece, its fields are kept.
+"""Reads `multipart/form-data` (RFC 7578) as it comes: file content is passed on piece by piece, fields are kept.
 
-The grammar is python-multipart's; here are the bounds, and which part is what.
+The grammar is python-multipart's. This module sets the bounds and tells the file from the fields.
 """
 
 from __future__ import annotations
@@ -14,11 +14,16 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 
 from cluster.http.errors import refuse
 
-MAX_FIELDS = 16
+MAX_PARTS = 16
+"""Parts of one form, the file included. OpenAI's upload has four."""
+MAX_HEADER_BYTES = 4096
+"""Names and values of one part's headers together."""
 MAX_FIELD_BYTES = 1024
+"""The value of one field."""
 MAX_FORM_BYTES = 64 * 2**10
-"""Of a body, less the content of its file."""
+"""Bytes of a body that are not the content of its file: boundaries, headers, fields and what precedes them."""
 MAX_FILENAME_CHARACTERS = 255
+"""A longer file name is cut."""
 
 
 class UploadForm(msgspec.Struct, kw_only=True):
@@ -31,7 +36,9 @@ class UploadForm(msgspec.Struct, kw_only=True):
 
 
 class UploadParser:
-    """`feed` takes the body, `finish` its end. Both raise `ApiError` 400 for what is no such form."""
+    """Takes the body with `feed` and its end with `finish`. Both raise `ApiError` 400 for a body that is no such form
+    or exceeds a bound.
+    """
 
     def __init__(self, content_type: str) -> None:
         kind, options = parse_options_header(content_type)
@@ -39,20 +46,24 @@ class UploadParser:
             refuse("file", "the body is no multipart/form-data with a boundary; send the file as a form's field `file`")
         self.fields: dict[str, str] = {}
         self.filename: str | None = None
-        """None until the file's content begins."""
+        """The file's name; None until its content begins."""
+        self._num_parts = 0
+        self._num_form_bytes = 0
+        """The bytes so far that are not the content of the file."""
         self._headers: dict[str, bytes] = {}
         self._header_name = bytearray()
         self._header_value = bytearray()
+        self._num_header_bytes = 0
         self._field: tuple[str, bytearray] | None = None
-        """The one that is coming; None while the file's content comes."""
+        """Name and value of the field that is being read; None while the file's content is."""
         self._content = bytearray()
         self._has_ended = False
         self._parser = MultipartParser(
             options[b"boundary"],
             {
                 "on_part_begin": self._begin_part,
-                "on_header_field": lambda data, start, end: self._header_name.extend(data[start:end]),
-                "on_header_value": lambda data, start, end: self._header_value.extend(data[start:end]),
+                "on_header_field": lambda *span: self._extend_header(self._header_name, *span),
+                "on_header_value": lambda *span: self._extend_header(self._header_value, *span),
                 "on_header_end": self._end_header,
                 "on_headers_finished": self._end_headers,
                 "on_part_data": self._take,
@@ -62,13 +73,17 @@ class UploadParser:
         )
 
     def feed(self, piece: bytes) -> bytes:
-        """What `piece` adds to the file's content."""
+        """Returns the bytes that `piece` adds to the file's content."""
         try:
             self._parser.write(piece)
         except MultipartParseError as error:
             refuse("file", f"the form is malformed: {error}")
         content = bytes(self._content)
         self._content.clear()
+        self._num_form_bytes += len(piece) - len(content)
+        if self._num_form_bytes > MAX_FORM_BYTES:
+            num_bytes = self._num_form_bytes
+            refuse("file", f"the form has {num_bytes} bytes beside its file's content; the limit is {MAX_FORM_BYTES}")
         return content
 
     def finish(self) -> None:
@@ -79,6 +94,16 @@ class UploadParser:
 
     def _begin_part(self) -> None:
         self._headers = {}
+        self._num_header_bytes = 0
+        self._num_parts += 1
+        if self._num_parts > MAX_PARTS:
+            refuse(None, f"the form has more than {MAX_PARTS} parts; send `file` and `purpose` only")
+
+    def _extend_header(self, text: bytearray, data: bytes, start: int, end: int) -> None:
+        text += data[start:end]
+        self._num_header_bytes += end - start
+        if self._num_header_bytes > MAX_HEADER_BYTES:
+            refuse("file", f"the headers of a part have more than {MAX_HEADER_BYTES} bytes; shorten the file name")
 
     def _end_header(self) -> None:
         self._headers[self._header_name.decode("latin-1").lower()] = bytes(self._header_value)
@@ -89,8 +114,6 @@ class UploadParser:
         _, options = parse_options_header(self._headers.get("content-disposition", b""))
         name = options.get(b"name", b"").decode("utf-8", "replace")
         if name != "file":
-            if len(self.fields) >= MAX_FIELDS:
-                refuse(None, f"the form has more than {MAX_FIELDS} fields")
             self._field = (name, bytearray())
             return
         if self.filename is not None:

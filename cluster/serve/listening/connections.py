@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import logging
 import resource
-import socket
 from collections import OrderedDict
 from typing import Protocol
+
+from cluster.http.access.addresses import network_of
 
 
 class Guest(Protocol):
@@ -48,7 +49,7 @@ class Connections:
 
     def enter(self, guest: Guest) -> bool:
         """Adds a connection, which rests at first. Returns False if there is no room for it."""
-        address = _network(guest.address)
+        address = network_of(guest.address)
         for room in (self._by_address.get(address), self._all):
             if room is not None and len(room.guests) >= room.limit and not self._make_place(room):
                 return False
@@ -63,7 +64,7 @@ class Connections:
         self.work(guest)
         for room in self._rooms(guest):
             room.guests.discard(guest)
-        address = _network(guest.address)
+        address = network_of(guest.address)
         if address in self._by_address and not self._by_address[address].guests:
             del self._by_address[address]
 
@@ -88,13 +89,8 @@ class Connections:
         return False
 
     def _rooms(self, guest: Guest) -> list[_Room]:
-        of_address = self._by_address.get(_network(guest.address))
+        of_address = self._by_address.get(network_of(guest.address))
         return [self._all] if of_address is None else [self._all, of_address]
-
-
-def _network(address: str) -> str:
-    """The part of an address that a client cannot choose: who has one IPv6 address has the 2**64 beside it."""
-    return socket.inet_pton(socket.AF_INET6, address.partition("%")[0])[:8].hex() if ":" in address else address
 
 
 def within_file_limit(max_connections: int) -> int:

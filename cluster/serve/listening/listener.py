@@ -242,6 +242,8 @@ class Listener(uvicorn.Server):
                 lifespan="off",
                 access_log=False,
                 log_config=None,
+                proxy_headers=bool(config.trusted_proxies),
+                forwarded_allow_ips=list(config.trusted_proxies),
                 timeout_keep_alive=KEEP_ALIVE_S,
             )
         )
