@@ -192,7 +192,11 @@ class BatchLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_files: Count = 1000
     """Of one client, results of batches included; one more is refused (HTTP 400)."""
     max_stored_bytes: Bytes = 10 * 2**30
-    """Of one client's files; beyond them an upload is refused (HTTP 400). Results are written all the same."""
+    """Of one client's files and results. Beyond them uploads and batches are refused (HTTP 400), and a batch that runs
+    ends as `failed` with the results that it has. An upload without a Content-Length counts as `max_file_bytes`.
+    """
+    max_batches: Count = 10_000
+    """Of one client that are kept, ended ones included; one more is refused (HTTP 400)."""
     max_open_batches: Count = 100
     """Of one client that have not ended; one more is refused (HTTP 400)."""
     keep_s: Seconds = 30 * 86_400.0

@@ -186,12 +186,12 @@ def test_a_claim_works_without_hard_links(tmp_path: pathlib.Path, monkeypatch: p
 
 def test_an_upload_that_its_client_left_is_not_there(tmp_path: pathlib.Path) -> None:
     records = Records(Storage(str(tmp_path)), BatchLimits())
-    left = records.begin_upload("one")
+    left = records.begin_upload("one", 100)
     left.write(b"x")
     left.discard()
     with pytest.raises(ValueError, match="discarded"):
         left.commit("in.jsonl")
-    committed = records.begin_upload("one")
+    committed = records.begin_upload("one", 100)
     committed.commit("in.jsonl")
     committed.discard()
     assert not records.files("one")

@@ -116,7 +116,7 @@ class Client:
         self.is_cancelled = False
 
     async def run(self) -> Batch:
-        upload = await asyncio.to_thread(self._records.begin_upload, self.owner)
+        upload = await asyncio.to_thread(self._records.begin_upload, self.owner, 10_000)
         for number in range(self.num_lines):
             await asyncio.to_thread(upload.write, _line(number))
         file = await asyncio.to_thread(upload.commit, "in.jsonl")

@@ -168,6 +168,7 @@ INSIDE: dict[str, tuple[str, ...]] = {
         "cluster.batch.local_files",
         "cluster.batch.storage",
         "cluster.batch.lease",
+        "cluster.batch.quota",
         "cluster.batch.records",
         "cluster.batch.retention",
         "cluster.batch.stored",

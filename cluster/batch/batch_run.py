@@ -48,11 +48,14 @@ MAX_FLUSH_FAILURES = 5
 UNREADABLE_GRACE_S = 60.0
 """Age in seconds from which a batch that cannot be decoded fails; a store may show a younger one before it is whole."""
 
-GivenUp = Literal["expired", "cancelled"]
-"""Endings that leave lines without an answer."""
+GivenUp = Literal["expired", "cancelled", "failed"]
+"""Endings that leave lines without an answer. A batch fails so if its results have no room."""
 _REASONS: dict[Ending, BatchError] = {
     "expired": BatchError("batch_expired", "the completion window ended before this request was answered"),
     "cancelled": BatchError("batch_cancelled", "the batch was cancelled before this request was answered"),
+    "failed": BatchError(
+        "quota_exceeded", "your files and results have as many bytes as may be kept (batches.max_stored_bytes)"
+    ),
 }
 _Kind = Literal["output", "errors"]
 _Result = TypeVar("_Result")
@@ -203,6 +206,8 @@ class BatchRun:
             try:
                 await asyncio.to_thread(self._flush, batch, results)
                 num_failures = 0
+                if await asyncio.to_thread(self._records.quota.is_full, self.owner):
+                    self.give_up("failed")
             except LeaseLost:
                 raise
             except Exception as error:
@@ -333,6 +338,8 @@ def _ended(batch: Batch, decided: Finalizing, outputs: _Outputs) -> Batch:
         batch.expired_at = now
     elif decided.ending == "cancelled":
         batch.cancelled_at = now
+    elif decided.ending == "failed":
+        batch.failed_at, batch.errors = now, BatchErrors([_REASONS["failed"]])
     else:
         batch.completed_at = now
     return batch

@@ -15,6 +15,7 @@ else's ids are found there.
     batches/OWNER/ID/ended          claimed: the `Batch` as it ended, after its files were published
     batches/OWNER/ID/parts/         results, until they become files
     batches/OWNER/ID/lease/         which runner has it (`lease.py`)
+    reserved/OWNER/ID.BYTES         room that an upload has reserved (`quota.py`)
 
 A claimed object is created once and never rewritten, so a runner that comes back late cannot undo what another one has
 finished. A batch's status is that of the last of these objects that exists. An object that cannot be decoded (torn by a
@@ -36,6 +37,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple, TypeVar, get_args
 import msgspec
 
 from cluster.batch.lines import BatchError
+from cluster.batch.quota import Quota
 from cluster.batch.storage import Storage
 from cluster.config import BatchLimits
 
@@ -132,10 +134,6 @@ class OpenBatch(NamedTuple):
     is_cancelled: bool
 
 
-class TooMuch(ValueError):
-    """A client has as much as it may have; the message names the bound and the remedy."""
-
-
 class InputMissing(Exception):
     """The input file of a batch is not there; nothing else raises this."""
 
@@ -143,7 +141,14 @@ class InputMissing(Exception):
 class Upload:
     """A file that is being written; it is there after `commit`. `commit` and `discard` may be called in two threads."""
 
-    def __init__(self, records: Records, owner: str, file_id: str, purpose: Literal["batch", "batch_output"]) -> None:
+    def __init__(
+        self,
+        records: Records,
+        owner: str,
+        file_id: str,
+        purpose: Literal["batch", "batch_output"],
+        reservation: str | None = None,
+    ) -> None:
         self.id = file_id
         self.num_bytes = 0
         self._records = records
@@ -152,6 +157,8 @@ class Upload:
         self._purpose = purpose
         self._ending = threading.Lock()
         self._is_discarded = False
+        self._reservation = reservation
+        """The object that reserves room for it; None for results, which are counted where they are produced."""
         self._file: BinaryIO = records.storage.create(self._path)
 
     def write(self, content: bytes) -> None:
@@ -183,6 +190,7 @@ class Upload:
                 raise ValueError(f"{self.id} was discarded")
             file = self.finish(filename, keep_s)
             self._records.publish(self._owner, file)
+            self._release()
             return file
 
     def discard(self) -> None:
@@ -192,6 +200,12 @@ class Upload:
             with contextlib.suppress(OSError):  # what could not be written is of no use
                 self._file.close()
             self._records.remove_file(self._owner, self.id)
+            self._release()
+
+    def _release(self) -> None:
+        if self._reservation is not None:
+            with contextlib.suppress(Exception):  # the runner removes one that stays behind
+                self._records.storage.remove(self._reservation)
 
 
 class Records:
@@ -200,22 +214,19 @@ class Records:
     def __init__(self, storage: Storage, limits: BatchLimits) -> None:
         self.storage = storage
         self.limits = limits
+        self.quota = Quota(storage, limits)
 
     # ---- files ---------------------------------------------------------------------------------------------------
 
-    def begin_upload(self, owner: str) -> Upload:
-        """Raises `TooMuch` if the client has as many files or bytes as it may have."""
-        sizes = self.storage.sizes(f"files/{owner}")
-        num_files, num_bytes = sum(not name.endswith(".json") for name in sizes), sum(sizes.values())
-        for have, what, limit, option in (
-            (num_files, "files", self.limits.max_files, "max_files"),
-            (num_bytes, "bytes of files", self.limits.max_stored_bytes, "max_stored_bytes"),
-        ):
-            if have >= limit:
-                raise TooMuch(
-                    f"{have} {what} are kept for you and the limit is {limit} (batches.{option}); delete some"
-                )
-        return Upload(self, owner, f"file-{_new_id()}", "batch")
+    def begin_upload(self, owner: str, max_bytes: int) -> Upload:
+        """Begins a file of at most `max_bytes`. Raises `TooMuch` if the client has no room for it."""
+        file_id = f"file-{_new_id()}"
+        reservation = self.quota.reserve(owner, file_id, max_bytes)
+        try:
+            return Upload(self, owner, file_id, "batch", reservation)
+        except BaseException:
+            self.storage.remove(reservation)
+            raise
 
     def begin_output(self, owner: str, batch_id: str, attempt: str, kind: Literal["output", "errors"]) -> Upload:
         """A file of a batch's results. `attempt` is the `new_attempt` of who writes it: no two write the same file."""
@@ -253,20 +264,15 @@ class Records:
     # ---- batches, for clients ------------------------------------------------------------------------------------
 
     def create_batch(self, owner: str, **fields: Any) -> Batch:
-        """Raises `TooMuch` if as many of the client's have not ended as may be."""
-        num_open = sum(name.endswith(f".{owner}") for name in self.storage.sizes("open"))
-        if num_open >= self.limits.max_open_batches:
-            raise TooMuch(
-                f"{num_open} of your batches have not ended and the limit is {self.limits.max_open_batches} "
-                "(batches.max_open_batches); wait for some, or cancel them"
-            )
+        """Raises `TooMuch` if the client may create no batch now."""
         batch = Batch(id=f"batch_{_new_id()}", created_at=int(time.time()), **fields)
-        self.open_batch(owner, batch)
-        try:
-            self.keep_asked(owner, batch)
-        except Exception:
-            self.close_batch(owner, batch.id)
-            raise
+        with self.quota.new_batch(owner):
+            self.open_batch(owner, batch)
+            try:
+                self.keep_asked(owner, batch)
+            except Exception:
+                self.close_batch(owner, batch.id)
+                raise
         return batch
 
     def batch(self, owner: str, batch_id: str) -> Batch | None:

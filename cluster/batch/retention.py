@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 
 STALE_UPLOAD_S = 86_400.0
 """Age in seconds after which an upload that was not completed never will be."""
+STALE_RESERVATION_S = 3600.0
+"""Age in seconds after which an upload's reservation was left behind; no upload takes as long."""
 REOPEN_S = 3600.0
 """Age in seconds after which a batch without its open mark has lost it, and is not just being created."""
 
@@ -28,6 +30,10 @@ def remove_expired(records: Records) -> None:
         names = records.storage.sizes(f"files/{owner}")
         for file_id in sorted({name.removesuffix(".json") for name in names}):
             _try(file_id, _check_file, records, owner, file_id)
+    for owner in records.storage.sizes("reserved"):
+        for name in records.storage.sizes(f"reserved/{owner}"):
+            if age_s(name) > STALE_RESERVATION_S:
+                _try(name, records.storage.remove, f"reserved/{owner}/{name}")
     for owner in records.storage.sizes("batches"):
         for batch_id in records.batch_ids(owner):
             _try(batch_id, _check_batch, records, owner, batch_id)

@@ -14,7 +14,8 @@ import msgspec
 from msgspec import Meta
 
 from cluster.batch.lines import URLS
-from cluster.batch.records import ENDED, Batch, Records, TooMuch
+from cluster.batch.quota import TooMuch
+from cluster.batch.records import ENDED, Batch, Records
 from cluster.http.codec import decode_query
 from cluster.http.endpoints.files import not_found, records_of
 from cluster.http.errors import ApiError, refuse

@@ -12,7 +12,8 @@ from typing import Annotated, Any, BinaryIO, Literal, NoReturn, TypeVar
 import msgspec
 from msgspec import Meta
 
-from cluster.batch.records import FileObject, Records, TooMuch, Upload
+from cluster.batch.quota import TooMuch
+from cluster.batch.records import FileObject, Records, Upload
 from cluster.http.codec import decode_query
 from cluster.http.errors import ApiError, refuse
 from cluster.http.exchange import Exchange
@@ -73,7 +74,7 @@ async def upload(state: AppState, exchange: Exchange, _: None) -> FileObject:
     records = records_of(state)
     parser = UploadParser(exchange.headers.get("content-type", ""))
     try:
-        begun = await _in_storage(state, records.begin_upload, exchange.owner)
+        begun = await _in_storage(state, records.begin_upload, exchange.owner, _max_bytes(state, exchange))
     except TooMuch as error:
         raise ApiError(400, str(error), code="quota_exceeded") from error
     try:
@@ -83,6 +84,13 @@ async def upload(state: AppState, exchange: Exchange, _: None) -> FileObject:
     except BaseException:
         await asyncio.shield(_in_storage(state, begun.discard))
         raise
+
+
+def _max_bytes(state: AppState, exchange: Exchange) -> int:
+    """Returns how many bytes the uploaded file has at most."""
+    limit = state.config.batches.max_file_bytes + MAX_FORM_BYTES
+    length = exchange.headers.get("content-length", "")
+    return min(int(length), limit) if length.isascii() and length.isdigit() else limit
 
 
 async def _in_storage(state: AppState, function: Callable[..., Result], *arguments: Any) -> Result:

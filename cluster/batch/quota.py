@@ -1,0 +1,125 @@
+"""Bounds what one client may store: files, batches and results together (`BatchLimits`).
+
+An upload reserves room for its whole content before the first byte is written:
+
+    reserved/OWNER/FILE_ID.NUM_BYTES        an empty object; removed when the upload is committed or discarded
+
+Requests of one owner reserve one after another in each process. Two processes may reserve at the same moment; each then
+sees both reservations, and both may be refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from cluster.batch.storage import Storage
+from cluster.config import BatchLimits
+
+_RESERVATION = re.compile(r"(file-[0-9a-f]+)\.(\d+)")
+
+
+class TooMuch(ValueError):
+    """A client has as much as it may have; the message names the bound and the remedy."""
+
+
+class Stored(NamedTuple):
+    """What a storage holds for one client."""
+
+    num_files: int
+    num_bytes: int
+    """Bytes of files, of room that uploads have reserved, and of the results of batches that have not ended."""
+
+
+class Quota:
+    """The bounds of every client of one storage. All methods may wait for the storage."""
+
+    def __init__(self, storage: Storage, limits: BatchLimits) -> None:
+        self._storage = storage
+        self._limits = limits
+        self._locks: dict[str, threading.Lock] = {}
+        """By owner; owners are API keys, so there are few."""
+
+    def stored(self, owner: str) -> Stored:
+        """Counts what `owner` has now."""
+        reserved = {match[1]: int(match[2]) for match in self._reservations(owner)}
+        sizes = self._storage.sizes(f"files/{owner}")
+        contents = {name: size for name, size in sizes.items() if name.removesuffix(".json") not in reserved}
+        num_bytes = sum(contents.values()) + sum(reserved.values())
+        for mark in self._open_marks(owner):
+            batch_id = mark.removesuffix(f".{owner}")
+            num_bytes += sum(self._storage.sizes(f"batches/{owner}/{batch_id}/parts").values())
+        num_files = sum(not name.endswith(".json") for name in contents) + len(reserved)
+        return Stored(num_files, num_bytes)
+
+    def is_full(self, owner: str) -> bool:
+        """Whether `owner` has stored more bytes than it may."""
+        return self.stored(owner).num_bytes > self._limits.max_stored_bytes
+
+    def reserve(self, owner: str, file_id: str, num_bytes: int) -> str:
+        """Reserves room for a file of at most `num_bytes`, until the returned object is removed. Raises `TooMuch`."""
+        with self._lock(owner):
+            path = f"reserved/{owner}/{file_id}.{num_bytes}"
+            self._storage.write(path, b"")
+            try:
+                self._check(self.stored(owner), num_bytes)
+            except BaseException:
+                self._storage.remove(path)
+                raise
+            return path
+
+    @contextlib.contextmanager
+    def new_batch(self, owner: str) -> Iterator[None]:
+        """Lets the body of the `with` create a batch. Raises `TooMuch` if `owner` may create none now."""
+        with self._lock(owner):
+            self._check_batch(owner)
+            yield
+
+    def _check_batch(self, owner: str) -> None:
+        limits = self._limits
+        num_open, num_kept = len(self._open_marks(owner)), len(self._storage.sizes(f"batches/{owner}"))
+        if num_open >= limits.max_open_batches:
+            raise TooMuch(
+                f"{num_open} of your batches have not ended and the limit is {limits.max_open_batches} "
+                "(batches.max_open_batches); wait for some, or cancel them"
+            )
+        if num_kept >= limits.max_batches:
+            raise TooMuch(
+                f"{num_kept} of your batches are kept, ended ones included, and the limit is {limits.max_batches} "
+                f"(batches.max_batches); each is removed {limits.keep_s:g} s after it was created (batches.keep_s)"
+            )
+        if (num_bytes := self.stored(owner).num_bytes) >= limits.max_stored_bytes:
+            raise _too_many_bytes(num_bytes, limits, "and results have no room")
+
+    def _lock(self, owner: str) -> threading.Lock:
+        """Held while an owner's room is checked and taken."""
+        return self._locks.setdefault(owner, threading.Lock())
+
+    def _check(self, stored: Stored, num_bytes: int) -> None:
+        """Raises `TooMuch` if what is stored, a new file of `num_bytes` included, is more than it may be."""
+        limits = self._limits
+        if stored.num_files > limits.max_files:
+            raise TooMuch(
+                f"{stored.num_files - 1} files are kept for you and the limit is {limits.max_files} "
+                "(batches.max_files); delete some"
+            )
+        if stored.num_bytes > limits.max_stored_bytes:
+            asked = f"and this upload may have {num_bytes} more"
+            raise _too_many_bytes(stored.num_bytes - num_bytes, limits, asked)
+
+    def _open_marks(self, owner: str) -> list[str]:
+        return [name for name in self._storage.sizes("open") if name.endswith(f".{owner}")]
+
+    def _reservations(self, owner: str) -> list[re.Match[str]]:
+        names = self._storage.sizes(f"reserved/{owner}")
+        return list(filter(None, map(_RESERVATION.fullmatch, names)))
+
+
+def _too_many_bytes(num_bytes: int, limits: BatchLimits, asked: str) -> TooMuch:
+    return TooMuch(
+        f"{num_bytes} bytes of files and results are kept for you {asked}; the limit is {limits.max_stored_bytes} "
+        "(batches.max_stored_bytes); delete some"
+    )
