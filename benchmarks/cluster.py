@@ -75,7 +75,8 @@ class CallExecutor:
     def __init__(self, config: EngineConfig) -> None:
         actor_class: Any = ray.remote(num_cpus=0)(CalledRank)
         self.actors = [actor_class.remote(config.num_threads) for _ in range(config.tensor_parallel_size)]
-        address = ray.get(self.actors[0].open_store.remote())
+        ray.get(self.actors[0].open_folder.remote())
+        address = ray.get(self.actors[0].open_store.remote(True))
         infos = ray.get([actor.load.remote(config, rank, address) for rank, actor in enumerate(self.actors)])
         self.model: ModelInfo = infos[0]
         self._adopted: dict[int, list[int]] = {}

@@ -12,6 +12,7 @@ import multiprocessing
 import pathlib
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -121,7 +122,7 @@ class _Ranks:
 
 
 class _State:
-    store: Any = None
+    folder: Any = None
     group: Any = None
     worker: Any = None
     num_steps = 0
@@ -135,10 +136,10 @@ def _serve(pipe: Connection) -> None:
 
 
 def _open_store(state: _State) -> str:
-    from workers.parallel.group import open_store
+    from workers.parallel.group import private_address
 
-    state.store, address = open_store("127.0.0.1")
-    return address
+    state.folder = tempfile.TemporaryDirectory()
+    return private_address(pathlib.Path(state.folder.name))
 
 
 def _open_group(state: _State, rank: int, num_ranks: int, address: str) -> None:

@@ -13,6 +13,7 @@ import contextlib
 import logging
 import os
 import pathlib
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,7 +21,10 @@ from typing import Any
 import psutil
 import ray
 from ray._private import ray_constants, services
+from ray._private.authentication import authentication_token_setup
+from ray._private.authentication.authentication_token_generator import generate_new_authentication_token
 from ray._private.node import Node
+from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
 from cluster.private_folder import PrivateFolder
 from workers.host import num_cores
@@ -80,10 +84,11 @@ def start(num_cpus: int = 0) -> None:
     """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    _require_token()
     _folders.append(PrivateFolder())
     others = set(psutil.Process().children())
     try:
-        with _without_extras(), _for_nobody_else():
+        with _without_extras():
             _start(_folders[-1].path / "ray", max(num_cpus, num_cores()))
     except BaseException:
         _close_folders()
@@ -128,18 +133,33 @@ def _close_folders() -> None:
         _folders.pop().close()
 
 
-@contextlib.contextmanager
-def _for_nobody_else() -> Iterator[None]:
-    """Makes the files that this process and those that it starts write this user's alone: logs, and the token by which
-    Ray knows its own, which older files of it may show to all.
+def _require_token() -> None:
+    """Makes this process and Ray's processes demand Ray's token, whatever RAY_AUTH_MODE says.
+
+    Who can talk to Ray can run code as this user. Ray would make a missing token file readable for everybody, and an
+    older one may be so; this function makes it this user's alone.
     """
-    with contextlib.suppress(OSError):  # there is none yet
-        (pathlib.Path.home() / ".ray" / "auth_token").chmod(0o600)
-    previous = os.umask(0o077)
+    authentication_token_setup._enable_token_auth()
+    path = pathlib.Path.home() / ".ray" / "auth_token"
+    with contextlib.suppress(OSError):  # there is none, or it is another user's
+        path.chmod(0o600)
+    loader = AuthenticationTokenLoader.instance()
+    if not loader.has_token(ignore_auth_mode=True):
+        _create_token(path)
+        loader.reset_cache()
+
+
+def _create_token(path: pathlib.Path) -> None:
+    """Writes a new token, unless another process has written one meanwhile."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file, unfinished = tempfile.mkstemp(dir=path.parent)  # mode 0600
     try:
-        yield
+        with os.fdopen(file, "w") as opened:
+            opened.write(generate_new_authentication_token())
+        with contextlib.suppress(FileExistsError):
+            os.link(unfinished, path)
     finally:
-        os.umask(previous)
+        os.unlink(unfinished)
 
 
 def _processes() -> list[psutil.Process]:

@@ -1,8 +1,8 @@
-"""The folder of a Ray of our own: this user's alone, with a path short enough for sockets, and gone with its process.
-Only after a failed start it stays, for its logs, until the next start.
+"""A folder that only this user can enter, with a path short enough for sockets. It is removed with its process.
 
-Ray makes its session folders writable for everybody, so that users of one machine can share a cluster: another user
-could move the sockets away, and read logs. Here they are in a folder that nobody else may enter.
+A Ray of our own has its files in one, because Ray makes its session folders writable for everybody, and another user
+could move the sockets away and read logs. The ranks of one machine find each other in another one. After a failed start
+Ray's folder stays for its logs until the next start.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import os
 import pathlib
 import pickle
 import sys
+import tempfile
 import traceback
 from multiprocessing.connection import Connection
 from typing import Any
@@ -20,14 +21,14 @@ from structured.masks import MaskBatch
 from workers import shared_prefixes
 from workers.kernels import cpu_all_reduce
 from workers.model_info import ModelInfo
-from workers.parallel.group import GlooGroup, open_store
+from workers.parallel.group import GlooGroup, private_address
 from workers.step import StepInput, StepOutput
 
 
 class Holder:
     """What the process keeps between two calls."""
 
-    store: Any = None
+    folder: Any = None
     worker: Any = None
 
 
@@ -49,8 +50,8 @@ def serve(pipe: Connection) -> None:
 
 
 def open_address(holder: Holder) -> str:
-    holder.store, address = open_store("127.0.0.1")
-    return address
+    holder.folder = tempfile.TemporaryDirectory()
+    return private_address(pathlib.Path(holder.folder.name))
 
 
 def make_worker(holder: Holder, config: EngineConfig, rank: int, num_ranks: int, address: str) -> ModelInfo:

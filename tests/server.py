@@ -13,6 +13,8 @@ import subprocess
 import sys
 import urllib.request
 
+import psutil
+
 from benchmarks.processes import free_port
 from tests.checkpoints import checkpoint
 from tests.patience import PATIENCE_S
@@ -54,6 +56,14 @@ class Client:
         with response:
             lowered = {key.lower(): value for key, value in response.headers.items()}
             return response.status, lowered, json.loads(response.read())
+
+
+def addresses_heard(pid: int) -> set[str]:
+    """Returns the addresses at which a process and all that it started listen, TCP and UDP."""
+    root = psutil.Process(pid)
+    pids = {each.pid for each in (root, *root.children(recursive=True))}
+    sockets = (each for each in psutil.net_connections("inet") if each.pid in pids and not each.raddr and each.laddr)
+    return {each.laddr.ip.removeprefix("::ffff:") for each in sockets}
 
 
 class Server(Client):

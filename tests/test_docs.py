@@ -23,6 +23,8 @@ from typing import NamedTuple
 import msgspec
 import pytest
 import yaml
+from ray._private.authentication import authentication_token_setup
+from ray._raylet import AuthenticationMode  # type: ignore[attr-defined]
 from ray.scripts import scripts as ray_commands
 from ray.serve import scripts as serve_commands
 
@@ -309,6 +311,13 @@ def starts_a_node(command: str, manual: Manual) -> None:
     takes_its_flags(command, lambda rest: ray_commands.cli.main(["start", *rest], prog_name="ray"), words[2:])
 
 
+def wants_a_token(command: str, manual: Manual) -> None:
+    """Ray reads this variable and knows this value."""
+    name, _, value = command.removeprefix("export ").partition("=")
+    assert name == authentication_token_setup.AUTH_MODE_ENV_VAR
+    assert hasattr(AuthenticationMode, value.upper())
+
+
 def deploys(command: str, manual: Manual) -> None:
     """Its flags, and the files that it names; `tests/test_configs.py` reads these as Serve and Ray do."""
     program, name, *words = shlex.split(command)
@@ -459,6 +468,8 @@ COMMANDS: dict[str, Callable[[str, Manual], None]] = {
     "RAY_ADDRESS=HEAD:6379 manta serve demo --set engine.max_num_sequences=64 --replace": starts_a_server,
     "serve deploy configs/serve/two-models.yaml": deploys,
     "manta status --url http://localhost:8000/first": tells_its_status,
+    "ray get-auth-token --generate": deploys,
+    "export RAY_AUTH_MODE=token": wants_a_token,
     "ray start --head --port=6379": starts_a_node,
     "ray start --address=HEAD:6379": starts_a_node,
     "serve deploy configs/serve/multi-node.yaml": deploys,

@@ -54,7 +54,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_ranks: int = 1
     """Ranks that hold the model together. `kv_cache_bytes` and `kv_cache_fraction` are each one's own."""
     group_address: str | None = None
-    """"host:port" of rank 0's store (`workers.parallel.group.open_store`), if there are several ranks."""
+    """The address of the ranks' store (`private_address` or `open_store` of `workers.parallel.group`). None for one
+    rank.
+    """
 
 
 class Worker:

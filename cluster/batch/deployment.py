@@ -16,7 +16,7 @@ from cluster.batch.records import Records
 from cluster.batch.runner import Runner
 from cluster.batch.storage import Storage
 from cluster.config import ServeConfig
-from cluster.serve.replica_process import REPLICA_ENVIRONMENT, yield_to_engines
+from cluster.serve.replica_process import REPLICA_ENVIRONMENT, listen_on_own_address, yield_to_engines
 from cluster.serve.start_failure import told_in_words
 
 
@@ -26,6 +26,7 @@ class BatchRunner:
     def __init__(self, config: ServeConfig, engine: Any, standby: Any, prefix_secret: bytes) -> None:
         assert config.batch_storage is not None
         with told_in_words():
+            listen_on_own_address()
             host = ray.util.get_node_ip_address()
             endpoints, self._client = batch_endpoints(config, engine, host, standby, prefix_secret=prefix_secret)
             num_places = config.max_engines * config.engine.max_num_sequences

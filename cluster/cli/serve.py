@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
-import logging
 import os
 import pathlib
 import re
@@ -84,8 +83,6 @@ def _serve_until_signal(config: ServeConfig, quiet: bool, name: str | None, repl
     print(f"Starting Ray and loading {config.engine.model} ...", flush=True)
     from cluster.serve import app, start_failure  # these import Ray, which takes seconds
 
-    # Ray protects the cluster that it starts by a token and says so at length; the endpoint works without knowing it.
-    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     name = name or app.APP_NAME
     requests: list[RequestLog] = []
 

@@ -32,7 +32,7 @@ from cluster.serve.burst import Burst
 from cluster.serve.channel import BEAT_S, Address, Control, EngineFailed, OutputSender, RequestResult
 from cluster.serve.gathering import Gathering
 from cluster.serve.packed import Packed
-from cluster.serve.replica_process import REPLICA_ENVIRONMENT, collect_rarely
+from cluster.serve.replica_process import REPLICA_ENVIRONMENT, collect_rarely, listen_on_own_address
 from cluster.serve.routing.replicas import own_name
 from cluster.serve.routing.reports import CacheReporter
 from cluster.serve.routing.request_router import EngineRouter
@@ -106,6 +106,7 @@ class EngineReplica:
             self._start(config, is_alone)
 
     def _start(self, config: EngineConfig, is_alone: bool) -> None:
+        listen_on_own_address()
         self._phases = Phases(process=time.time() - psutil.Process().create_time())
         # Imports torch, which whoever only deploys this class needs not.
         from cluster.engine.overlap.engine import make_engine

@@ -24,7 +24,7 @@ from cluster.http.exchange import Receive, Scope, Send
 from cluster.http.metrics import Metrics
 from cluster.serve.engine_client import ANSWER_TIMEOUT_S, EngineClient
 from cluster.serve.listening.listener import Listener
-from cluster.serve.replica_process import REPLICA_ENVIRONMENT, collect_rarely
+from cluster.serve.replica_process import REPLICA_ENVIRONMENT, collect_rarely, listen_on_own_address
 from cluster.serve.scaling.autoscaling import ingress_autoscaling_config
 from cluster.serve.scaling.cluster_state import ClusterWatch, is_removed
 from cluster.serve.start_failure import told_in_words
@@ -64,6 +64,7 @@ class Ingress:
             self._start(config, engine, prefix_secret, standby)
 
     def _start(self, config: ServeConfig, engine: Any, prefix_secret: bytes, standby: Any) -> None:
+        listen_on_own_address()
         tokenizer = Tokenizer(config.engine.tokenizer or str(resolve_model_folder(config.engine.model)))
         if (warning := openness(config)) is not None:
             logging.getLogger(__name__).warning(warning)

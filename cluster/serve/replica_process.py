@@ -1,37 +1,56 @@
-"""How each replica's process is set up: its environment, its garbage collector and its place among others."""
+"""Sets up the process of each replica: its environment, where it listens, its garbage collector and its priority."""
+
+from __future__ import annotations
 
 import gc
 import os
+from typing import Any
+
+import ray
+from ray._common.tls_utils import add_port_to_grpc_server
+from ray.serve._private import replica
 
 REPLICA_ENVIRONMENT = {
     # One event loop instead of three: threads of one process share one interpreter lock anyway. Ray's manual names both
     # among the settings for throughput.
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
-    # So often Ray collects metrics; by default Serve hands it each gauge and counter ten times a second.
+    # The interval at which Ray collects metrics; by default Serve hands it each gauge and counter ten times a second.
     "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "10000",
 }
-"""Serve reads it when it is imported, and whoever starts a cluster that is joined later does not set it: so it is
-part of the deployments.
+"""The environment of the deployments' processes. Serve reads it when it is imported, and a cluster that is joined later
+was started without it.
 """
 OBJECTS_BETWEEN_COLLECTIONS = 20_000
-"""Python's 700 are there after a few requests, most of them still in use."""
-
-
+"""Python's default of 700 is reached after a few requests, while most of those objects are still in use."""
 NICENESS = 10
-"""Of what nobody waits for, beyond that of engines."""
+"""Added to the niceness of processes for which nobody waits."""
+
+
+def listen_on_own_address() -> None:
+    """Lets Serve's gRPC server in this process listen at the node's own address, on loopback if Ray is this machine's.
+
+    Serve 2.60 binds it to every address, and it unpickles what it is sent. A replica calls this in its constructor,
+    before Serve starts that server. Elsewhere this has no effect.
+    """
+    host = ray.util.get_node_ip_address()
+    address = f"[{host}]:0" if ":" in host else f"{host}:0"
+
+    def add_port(server: Any, _: str) -> int:
+        return int(add_port_to_grpc_server(server, address))
+
+    replica.add_port_to_grpc_server = add_port
 
 
 def yield_to_engines() -> None:
-    """The calling thread, and those that it starts, get the processor where others leave it: a model's threads wait for
-    each other, so that whoever takes the core of one holds up all.
-    """
+    """Lowers the priority of the calling thread and of those that it starts, so that they never hold up a step."""
     os.nice(NICENESS)
 
 
 def collect_rarely() -> None:
-    """Called when what stays for life is there: the collector of cycles does not look through it again while streams
-    wait, and seldom through the rest. What has no cycle, as most has none, is freed at once all the same.
+    """Keeps the collector of cycles from looking through the objects that stay for life, and makes it run seldom.
+
+    A replica calls it when those objects are there. Objects without a cycle, which are most, are freed at once anyway.
     """
     gc.freeze()
     gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)

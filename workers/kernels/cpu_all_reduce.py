@@ -77,7 +77,7 @@ class SharedGroup:
         if library is None:
             raise OSError("there is no library of kernels to share memory by")
         self._library = library
-        file = os.open(path, os.O_RDWR)
+        file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         weakref.finalize(self, os.close, file)
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
         self._memory = mmap.mmap(file, 0)

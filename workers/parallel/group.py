@@ -1,14 +1,19 @@
-"""The ranks of one model replica as a group that computes together: what they sum, gather and agree on.
+"""The ranks of one model replica as a group that computes together: sums, gathers and agreements.
 
 One process is one rank. Every rank makes the same calls in the same order, with tensors of the same shape; a call
 returns when all have made it. Which group serves is the platform's choice (`Platform.open_group`). The worker opens it,
 the sharded layers (`workers/parallel/layers.py`) call it in every step.
+
+Ranks find each other through a store of torch.distributed. On one machine it is a file that only this user can reach.
+On several machines it is a TCP server on rank 0's machine without authentication, as are gloo and NCCL themselves, so
+those machines need a network of their own (`docs/security.md`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import pathlib
 import socket
 from collections.abc import Iterator
 from typing import Any, Protocol
@@ -20,7 +25,11 @@ from workers import host
 from workers.checkpoints.weights import Linear
 
 LONGEST_WAIT = datetime.timedelta(minutes=30)
-"""How long a rank waits for rank 0's store, and in each call for the others, which may still be reading weights."""
+"""How long a rank waits for the store, and in each call for the other ranks, which may still be reading weights."""
+LOOPBACK = "127.0.0.1"
+"""The address of gloo's connections between ranks of one machine."""
+_PRIVATE = "file:"
+"""The beginning of the address of a store that is a file."""
 
 
 class Group(Protocol):
@@ -54,14 +63,27 @@ class Group(Protocol):
         ...
 
 
-def open_store(address: str) -> tuple[distributed.TCPStore, str]:
-    """A store in this process, and the "host:port" under which all ranks find it; `address` is this host's.
+def private_address(folder: pathlib.Path) -> str:
+    """Returns the address of a store that is a file in `folder`, for ranks of one machine.
 
-    The system chooses the port when the store begins to listen, so nobody can take it in between. Rank 0's process
-    keeps the store as long as the group lives.
+    `folder` must belong to this user alone: whoever can write there can tell the ranks what to do.
     """
-    store = distributed.TCPStore(address, 0, is_master=True, wait_for_workers=False)
-    return store, f"{address}:{store.port}"
+    return f"{_PRIVATE}{folder / 'store'}"
+
+
+def open_store(host: str) -> tuple[distributed.TCPStore, str]:
+    """Opens a store in this process for ranks of several machines, and returns it with its address, "host:port".
+
+    It listens at `host` only, an address of this machine, and asks nobody for a secret: whoever reaches it can write to
+    it. The system chooses the port when the socket is bound, so nobody can take it in between. Rank 0's process keeps
+    the store as long as the group lives.
+    """
+    listening = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    port = listening.getsockname()[1]
+    store = distributed.TCPStore(
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+    )
+    return store, f"{host}:{port}"
 
 
 class OneRank:
@@ -139,21 +161,28 @@ class CollectiveGroup:
 
 
 class GlooGroup(CollectiveGroup):
-    """Over torch.distributed's gloo: TCP between any machines."""
+    """Over torch.distributed's gloo: TCP between any machines, or over the loopback address of one."""
 
     def __init__(self, rank: int, num_ranks: int, address: str) -> None:
-        store = join_store(address)
+        store = join_store(address, num_ranks)
+        self.is_private = address.startswith(_PRIVATE)
+        """Whether the store is a file of this user, on the one machine that has all ranks."""
         gloo: Any = distributed.ProcessGroupGloo  # torch's type stubs know little of it
         options = gloo._Options()
         # Not the address that this host's name stands for, which is often a loopback one, or none
-        options._devices = [gloo.create_device(hostname=_own_address(*_host_and_port(address)))]
+        own_address = LOOPBACK if self.is_private else _own_address(*_host_and_port(address))
+        options._devices = [gloo.create_device(hostname=own_address)]
         options._timeout = LONGEST_WAIT
         super().__init__(rank, num_ranks, store, gloo(store, rank, num_ranks, options), torch.device("cpu"))
         self.num_sharing_memory = self._all(host.identity()).count(host.identity())
 
 
-def join_store(address: str) -> distributed.TCPStore:
-    """Rank 0's store, from any rank; `address` is "host:port"."""
+def join_store(address: str, num_ranks: int) -> distributed.Store:
+    """Opens the group's store from any rank; `address` is from `private_address` or `open_store`."""
+    if address.startswith(_PRIVATE):
+        store = distributed.FileStore(address.removeprefix(_PRIVATE), num_ranks)
+        store.set_timeout(LONGEST_WAIT)
+        return store
     hostname, port = _host_and_port(address)
     return distributed.TCPStore(hostname, port, timeout=LONGEST_WAIT, wait_for_workers=False)
 

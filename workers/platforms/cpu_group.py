@@ -1,4 +1,4 @@
-"""The ranks of a model on CPUs: gloo, and shared memory where all are on one machine.
+"""The ranks of a model on CPUs: shared memory on one machine, gloo on several.
 
 Called by `workers/platforms/cpu.py`.
 """
@@ -18,17 +18,24 @@ from workers.parallel.group import GlooGroup
 
 
 class CpuGroup(GlooGroup):
-    """As gloo's, its tensors through shared memory."""
+    """Sums through shared memory if all ranks can map one file, else through gloo."""
 
     def __init__(self, rank: int, num_ranks: int, address: str) -> None:
         super().__init__(rank, num_ranks, address)
         self.shared = self._share_memory()
-        """None where ranks share no memory, or nothing can be compiled: gloo serves."""
+        """None if the ranks share no memory, or nothing can be compiled; then gloo serves."""
 
     def _share_memory(self) -> SharedGroup | None:
-        """Rank 0 makes a file; whoever cannot map it, in another container perhaps, keeps all others to gloo."""
+        """Rank 0 makes a file and tells its path through the store. A rank that cannot map it keeps all to gloo.
+
+        A store that others can write to could name any file, so ranks of several machines share no memory.
+        """
+        if not self.is_private:
+            return None
+        created = None
         if self.rank == 0:
-            self.store.set("shared_memory", cpu_all_reduce.create_file(self.num_ranks) or "")
+            created = cpu_all_reduce.create_file(self.num_ranks)
+            self.store.set("shared_memory", created or "")
         path = self.store.get("shared_memory").decode()
         shared = None
         try:
@@ -36,8 +43,8 @@ class CpuGroup(GlooGroup):
                 shared = SharedGroup(path, self.rank, self.num_ranks)
             have_all = self.least(int(shared is not None))
         finally:
-            if self.rank == 0 and path:
-                os.unlink(path)  # nothing is left of it, however the ranks end
+            if self.rank == 0 and created is not None:
+                os.unlink(created)  # nothing is left of it, however the ranks end
         return shared if have_all else None
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ class NcclGroup(CollectiveGroup):
     """A call returns when it is queued: the device's stream waits for the other ranks, not the host."""
 
     def __init__(self, rank: int, num_ranks: int, address: str, device: torch.device) -> None:
-        store = join_store(address)
+        store = join_store(address, num_ranks)
         nccl: Any = distributed.ProcessGroupNCCL
         options = nccl.Options()
         options._timeout = LONGEST_WAIT

@@ -16,6 +16,7 @@ from ray import cloudpickle
 from cluster.config import EngineConfig
 from cluster.engine.ranks.channel import Address, connect
 from cluster.engine.ranks.messages import Answer, Done, Failed, Message, Output, Register, Reset, Sample, Step
+from cluster.private_folder import PrivateFolder
 from structured.frames import frame, read_frame
 from workers.model_info import ModelInfo
 
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class RankActor:
-    """In this order: `open_store` on rank 0, `load`, `serve`."""
+    """In this order: `open_folder` on rank 0, `sees`, `open_store` on rank 0, `load`, `serve`."""
 
     def __init__(self, num_threads: int) -> None:
         # Both are read when torch loads its OpenMP. Threads that spin for long take the core from everybody else's.
@@ -34,16 +35,29 @@ class RankActor:
         os.environ["GOMP_SPINCOUNT"] = "1000"
         import cluster.engine.ranks.worker  # noqa: F401  # takes seconds, while there is nothing to load yet
 
+        self._folder: PrivateFolder | None = None
         self._store: Any = None
         self._rank = 0
         self._worker: RankWorker | None = None
         self._failure: Failed | None = None
         """Of the step's first half, until the second is asked for."""
 
-    def open_store(self) -> str:
-        """Where the ranks find each other: "host:port"."""
-        from workers.parallel.group import open_store
+    def open_folder(self) -> str:
+        """Makes a folder that only this user can enter, and returns its path. It is removed with this process."""
+        self._folder = PrivateFolder()
+        return str(self._folder.path)
 
+    def sees(self, folder: str) -> bool:
+        """Whether this rank can enter rank 0's folder: whether it has the same machine, file system and user."""
+        return os.access(folder, os.R_OK | os.W_OK | os.X_OK) and os.stat(folder).st_uid == os.geteuid()
+
+    def open_store(self, is_one_machine: bool) -> str:
+        """Returns the address at which the ranks find each other (`workers.parallel.group`)."""
+        from workers.parallel.group import open_store, private_address
+
+        assert self._folder is not None, "`open_folder` comes first"
+        if is_one_machine:
+            return private_address(self._folder.path)
         self._store, address = open_store(ray.util.get_node_ip_address())
         return address
 

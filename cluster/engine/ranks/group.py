@@ -64,7 +64,9 @@ class RankGroup:
 
     def _load(self) -> tuple[ModelInfo, RankChannel]:
         _results([actor.__ray_ready__.remote() for actor in self._actors], START_S)
-        (group_address,) = _results([self._actors[0].open_store.remote()])
+        (folder,) = _results([self._actors[0].open_folder.remote()])
+        is_one_machine = all(_results([actor.sees.remote(folder) for actor in self._actors]))
+        (group_address,) = _results([self._actors[0].open_store.remote(is_one_machine)])
         loading = [actor.load.remote(self._config, rank, group_address) for rank, actor in enumerate(self._actors)]
         info, *_ = _results(loading)
         listener = Listener(ray.util.get_node_ip_address())

@@ -1,0 +1,74 @@
+"""Sockets that only this machine, or only this user, can reach: of servers, of ranks and of Ray's processes."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import pathlib
+import stat
+
+import psutil
+import pytest
+
+from cluster.private_folder import PrivateFolder
+from tests.server import Server, addresses_heard
+from workers.parallel.group import join_store, open_store, private_address
+
+LOOPBACK = {"127.0.0.1", "::1"}
+EVERYTHING = (
+    "num_engine_replicas=2",
+    "num_ingress_replicas=2",
+    "engine.tensor_parallel_size=2",
+    f"engine.speculative={json.dumps({'num_tokens': 2, 'proposers': ['ngram']})}",
+    "engine.grammar_pool.form=actors",
+)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(("engine.tensor_parallel_size=2", "engine.grammar_pool.form=actors"), id="ranks"),
+        pytest.param(EVERYTHING, id="everything", marks=pytest.mark.prove),
+        pytest.param((*EVERYTHING, "http_server=proxy"), id="proxies", marks=pytest.mark.prove),
+    ],
+)
+def test_nothing_that_a_server_starts_listens_beyond_this_machine(
+    settings: tuple[str, ...], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray would start without its token here, and Serve's replicas would listen everywhere."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    server = Server(*settings, f"batch_storage={tmp_path}")
+    try:
+        body = {"model": server.model, "prompt": "a", "max_tokens": 4, "structured_outputs": {"regex": "[ab]{9}"}}
+        assert server.post("/v1/completions", body)[0] == 200
+        assert addresses_heard(server.process.pid) <= LOOPBACK
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        modes = {each.environ().get("RAY_AUTH_MODE") for each in children if "ray" in each.name()}
+        assert "token" in modes
+        assert "disabled" not in modes
+    finally:
+        server.stop()
+
+
+def test_the_store_of_several_machines_listens_at_one_address() -> None:
+    store, address = open_store("127.0.0.1")
+    host, port = address.rsplit(":", 1)
+    assert ipaddress.ip_address(host).is_loopback
+    heard = {each.laddr.ip for each in psutil.Process().net_connections("tcp") if each.laddr.port == int(port)}
+    assert {each.removeprefix("::ffff:") for each in heard} == {"127.0.0.1"}
+    join_store(address, 2).set("a", "b")
+    assert store.get("a") == b"b"
+
+
+def test_the_store_of_one_machine_is_a_file_that_nobody_else_can_reach() -> None:
+    folder = PrivateFolder()
+    try:
+        num_sockets = len(psutil.Process().net_connections())
+        stores = [join_store(private_address(folder.path), 2) for _ in range(2)]
+        stores[0].set("a", "b")
+        assert stores[1].get("a") == b"b"
+        assert len(psutil.Process().net_connections()) == num_sockets
+        assert stat.S_IMODE(os.stat(folder.path).st_mode) == 0o700
+    finally:
+        folder.close()
