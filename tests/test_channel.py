@@ -17,7 +17,7 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from cluster.engine.request import EngineRequest, SequenceOutput
-from cluster.serve import prompt_run
+from cluster.serve import channel, prompt_run
 from cluster.serve.channel import (
     BEAT_S,
     Address,
@@ -116,6 +116,25 @@ def test_requests_that_find_no_descriptor_fail_alone() -> None:
             await server.ingress.check_health()
             writer.close()
             await server.until_idle()
+
+    asyncio.run(run())
+
+
+def test_of_too_many_strangers_the_oldest_goes_and_engines_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "MAX_UNPROVEN", 4)
+
+    async def run() -> None:
+        ends = Ends()
+        address = await ends.receiver.start()
+        strangers = [await asyncio.open_connection(address.host, address.port) for _ in range(12)]
+        for reader, _ in strangers[:8]:
+            assert await asyncio.wait_for(reader.read(), PATIENCE_S) == b""
+        await ends.sender.connect(address)
+        await ends.check(address)
+        ends.close(address)
+        for _, writer in strangers:
+            writer.close()
+        await ends.receiver.close()
 
     asyncio.run(run())
 

@@ -22,6 +22,7 @@ import pytest
 from benchmarks.processes import free_port
 from cluster.config import ListenerLimits, ServeConfig
 from cluster.serve.listening import listener as listener_module
+from cluster.serve.listening import port as port_module
 from cluster.serve.listening.connections import Connections
 from cluster.serve.listening.listener import Listener
 from cluster.serve.listening.port import Port, bound
@@ -335,6 +336,25 @@ def test_a_port_is_not_shared_with_strangers_who_would_share_it(locks: None) -> 
             Port("127.0.0.1", number).take()
 
 
+def test_a_folder_of_locks_that_another_user_made_first_is_not_used(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = [tmp_path / "tmp", tmp_path / "runtime"]
+    for place in places:
+        place.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(places[0]))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(places[1]))
+    name = f"manta-ports-{os.getuid()}"
+    (places[0] / name).mkdir()
+    (places[0] / name).chmod(0o777)  # as far as a test can be another user
+    number = free_port()
+    with Port("127.0.0.1", number, "cluster/manta").take():
+        assert [path.name.split("-")[0] for path in (places[1] / name).iterdir()] == [str(number)]
+        with Port("127.0.0.1", number, "cluster/manta").take():
+            pass
+    assert not list((places[0] / name).iterdir())
+
+
 def test_a_port_is_free_again_after_its_last_peer(locks: None) -> None:
     number = free_port()
     for peers in ("one", "other"):
@@ -343,8 +363,12 @@ def test_a_port_is_free_again_after_its_last_peer(locks: None) -> None:
         port.give_back()
 
 
-def test_a_folder_of_locks_that_others_may_write_is_refused(tmp_path: pathlib.Path, locks: None) -> None:
+def test_folders_of_locks_that_others_may_write_are_refused(
+    tmp_path: pathlib.Path, locks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(port_module, "OTHER_PLACES", ())
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     (tmp_path / f"manta-ports-{os.getuid()}").mkdir(mode=0o777)
     (tmp_path / f"manta-ports-{os.getuid()}").chmod(0o777)
-    with pytest.raises(OSError, match="is not this user's alone"):
+    with pytest.raises(OSError, match="is this user's alone; remove one"):
         Port("127.0.0.1", free_port(), "cluster/manta").take()

@@ -150,5 +150,33 @@ def test_a_library_and_a_folder_of_another_user_are_not_loaded(compiled: list[pa
     library()
     assert len(compiled) == 2
     os.chown(path.parent, 12345, 12345)
-    with pytest.raises(build.UntrustedCache, match="belongs to user 12345; name another one with MANTA_CACHE"):
+    with pytest.raises(build.UntrustedCache, match=r"belongs to user 12345; .* name another one with MANTA_CACHE"):
         library()
+
+
+def test_a_cache_below_a_folder_that_others_may_change_is_not_used(
+    compiled: list[pathlib.Path], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who may write to a folder may put another one under the name of what is in it."""
+    monkeypatch.setenv("MANTA_CACHE", str(tmp_path / "open" / "cache"))
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    with pytest.raises(build.UntrustedCache, match=r"other users may write to the folder .*/open; "):
+        library()
+    (tmp_path / "open").chmod(0o1777)
+    assert library().is_file(), "as in /tmp nobody can replace what another user has made"
+
+
+def test_the_file_that_is_loaded_is_the_one_that_was_checked(tmp_path: pathlib.Path) -> None:
+    file = build.library_for(processor.form(), build.find_compiler() or ("c++",))
+    loaded = build.load_checked(file)
+    assert loaded._name == str(file)
+    link = tmp_path / "link.so"
+    link.symlink_to(file)
+    with pytest.raises(OSError, match="symbolic link"):
+        build.load_checked(link)
+    copy = tmp_path / "copy.so"
+    copy.write_bytes(file.read_bytes())
+    copy.chmod(0o777)
+    with pytest.raises(build.UntrustedCache, match="others could have written"):
+        build.load_checked(copy)

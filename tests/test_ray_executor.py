@@ -6,12 +6,15 @@ rebuilt.
 
 from __future__ import annotations
 
+import concurrent.futures
+import itertools
 import os
 import pathlib
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -45,7 +48,7 @@ from structured.masks import LATE, NO_MASK, MaskBatch
 from tests.checkpoints import checkpoint
 from tests.conftest import PROVE
 from tests.fuzz.faults import device_of
-from tests.patience import wait_until
+from tests.patience import PATIENCE_S, wait_until
 from workers.checkpoints.model_config import ModelError
 from workers.step import ScheduledSequence, StepInput, StepOutput
 
@@ -463,6 +466,36 @@ def test_strangers_do_not_become_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     ((hello, connection),) = listener.accept(1)
     assert hello.pid == os.getpid()
     assert connection.getpeername() == rank.getsockname()
+
+
+def test_strangers_who_drip_or_are_many_hold_up_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hello has one deadline as a whole, and the oldest of too many strangers goes."""
+    monkeypatch.setattr(channel, "HELLO_S", 0.5)
+    monkeypatch.setattr(channel, "MAX_UNPROVEN", 8)
+    monkeypatch.setattr(channel, "CONNECT_S", PATIENCE_S)
+    listener = Listener("127.0.0.1")
+    place = (listener.address.host, listener.address.port)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        accepting = pool.submit(listener.accept, 1)
+        with socket.create_connection(place) as dripping:
+            for number in itertools.count():  # its hello claims a kilobyte, and would take as many drips
+                try:
+                    dripping.sendall(b"\0\4\0\0"[number : number + 1] or b"x")
+                except OSError:
+                    break
+                assert number < 900
+                time.sleep(0.05)
+        monkeypatch.setattr(channel, "HELLO_S", PATIENCE_S)
+        strangers = [socket.create_connection(place) for _ in range(30)]
+        for stranger in strangers[: 30 - 8]:
+            stranger.settimeout(PATIENCE_S)
+            assert stranger.recv(1) == b"", "it gave way"
+        rank = connect(listener.address, 0)
+        ((hello, _),) = accepting.result(PATIENCE_S)
+        assert hello.pid == os.getpid()
+        rank.close()
+    for stranger in strangers:
+        stranger.close()
 
 
 def test_of_the_answers_that_a_rank_owes_the_last_one_counts() -> None:

@@ -28,6 +28,8 @@ MAX_HELLO_BYTES = 1024
 """Nothing longer is read from a connection that has not shown the secret."""
 CONNECT_TIMEOUT_S = 10.0
 """For a connection to be made, and for its secret to be shown."""
+MAX_UNPROVEN = 64
+"""Connections that have not shown the secret at a time."""
 LINK_TIMEOUT_S = 60.0
 """A link may stand still for so long. Then an engine gives up an ingress whose machine is gone, and what it ran for it.
 """
@@ -147,6 +149,8 @@ class OutputReceiver:
         self._server: asyncio.Server | None = None
         self._starting = asyncio.Lock()
         self._connections: set[Connection] = set()
+        self._unproven: dict[Connection, None] = {}
+        """Those that have not shown the secret, the oldest first."""
 
     async def start(self) -> Address:
         """Listens on a free port, unless it does. Raises `OSError` if it cannot; the next call tries again."""
@@ -163,12 +167,7 @@ class OutputReceiver:
         connection = Connection(reader, writer)
         self._connections.add(connection)
         try:
-            hello = _hello_decoder.decode(
-                await asyncio.wait_for(connection.receive(MAX_HELLO_BYTES), CONNECT_TIMEOUT_S)
-            )
-            if not hmac.compare_digest(hello.secret.encode(), self._secret.encode()):
-                raise ValueError("another secret")
-            connection.replica = hello.replica
+            connection.replica = await self._replica_of(connection)
             while True:
                 message = _frame_decoder.decode(await connection.receive())
                 connection.is_away = message.is_away
@@ -183,6 +182,23 @@ class OutputReceiver:
             self._connections.discard(connection)
             self._on_lost(connection)
             connection.close()
+
+    async def _replica_of(self, connection: Connection) -> str:
+        """Returns the name of the engine at the other end. Raises `ValueError` if it does not show the secret.
+
+        Of more than `MAX_UNPROVEN` connections that have not shown it the oldest is closed.
+        """
+        self._unproven[connection] = None
+        if len(self._unproven) > MAX_UNPROVEN:
+            next(iter(self._unproven)).close()
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                hello = _hello_decoder.decode(await connection.receive(MAX_HELLO_BYTES))
+        finally:
+            del self._unproven[connection]
+        if not hmac.compare_digest(hello.secret.encode(), self._secret.encode()):
+            raise ValueError("another secret")
+        return hello.replica
 
     async def close(self) -> None:
         """Listens no more, and ends what is connected."""

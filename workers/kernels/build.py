@@ -35,7 +35,7 @@ OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class UntrustedCache(RuntimeError):
-    """The cache's folder belongs to another user, who may have put anything there: nothing of it is loaded."""
+    """Another user can put files into the cache, and to load one is to run it: nothing of it is loaded."""
 
 
 def cache_folder() -> pathlib.Path:
@@ -79,7 +79,7 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
     # A compiler that is older than the processor may know only the flags of a lower form.
     for form in processor.lower_forms(processor.form()):
         try:
-            return ctypes.CDLL(str(library_for(form, compiler))), None
+            return load_checked(library_for(form, compiler)), None
         except UntrustedCache as error:
             return None, f"{error}; until then torch alone serves, several times slower"
         except (OSError, subprocess.CalledProcessError) as error:
@@ -115,27 +115,57 @@ def library_for(form: processor.Form, compiler: tuple[str, ...], extra: tuple[st
 
 
 def private_folder() -> pathlib.Path:
-    """Of the cache, the folder in which nobody else can put a file. Raises `UntrustedCache`, and `OSError` if it cannot
-    be made.
+    """Returns the cache's folder for kernels, in which nobody else can put a file.
+
+    Raises `UntrustedCache` if another user could replace it or a folder above it, and `OSError` if it cannot be made.
     """
     folder = cache_folder() / "kernels"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder = folder.resolve()
     status = folder.stat()
-    if status.st_uid not in (os.getuid(), 0):
-        raise UntrustedCache(f"the cache {folder} belongs to user {status.st_uid}; name another one with MANTA_CACHE")
     if status.st_mode & OTHERS_WRITE and status.st_uid == os.getuid():
         folder.chmod(status.st_mode & 0o777 & ~OTHERS_WRITE)
+    for each in (folder, *folder.parents):
+        status = each.stat()
+        remedy = f"the cache is {folder}; name another one with MANTA_CACHE"
+        if status.st_uid not in (os.getuid(), 0):
+            raise UntrustedCache(f"the folder {each} belongs to user {status.st_uid}; {remedy}")
+        # In a sticky folder, such as /tmp, nobody can replace what another user has made.
+        if status.st_mode & OTHERS_WRITE and not status.st_mode & stat.S_ISVTX:
+            raise UntrustedCache(f"other users may write to the folder {each}; {remedy}")
     return folder
+
+
+def load_checked(library: pathlib.Path) -> ctypes.CDLL:
+    """Loads the very file that was checked, whatever stands under its name by then.
+
+    Raises `UntrustedCache` if somebody else could have written it, and `OSError` if it cannot be loaded.
+    """
+    file = os.open(library, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    if not _is_trusted(os.fstat(file)):
+        os.close(file)
+        raise UntrustedCache(f"others could have written {library}; remove it")
+    descriptor = pathlib.Path(f"/proc/self/fd/{file}")
+    if not descriptor.exists():  # not Linux
+        os.close(file)
+        return ctypes.CDLL(str(library))
+    # The descriptor stays open: the loader knows the library by this name, which no other one may get.
+    loaded = ctypes.CDLL(str(descriptor))
+    loaded._name = str(library)
+    return loaded
 
 
 def _is_ours(library: pathlib.Path) -> bool:
     """Whether the file is there, and nobody but this user or root could have written it: to load it is to run it."""
     try:
-        status = library.lstat()
+        return _is_trusted(library.lstat())
     except FileNotFoundError:
         return False
-    trusted = stat.S_ISREG(status.st_mode) and status.st_uid in (os.getuid(), 0)
-    return trusted and not status.st_mode & OTHERS_WRITE
+
+
+def _is_trusted(status: os.stat_result) -> bool:
+    own = stat.S_ISREG(status.st_mode) and status.st_uid in (os.getuid(), 0)
+    return own and not status.st_mode & OTHERS_WRITE
 
 
 def _compile(command: tuple[str, ...], library: pathlib.Path) -> None:

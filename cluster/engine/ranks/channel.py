@@ -7,6 +7,7 @@ calls of Ray's actors 0.9 ms (`manta bench cluster --parts transport`).
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import logging
 import math
@@ -27,13 +28,15 @@ from structured.frames import frame
 logger = logging.getLogger(__name__)
 
 CONNECT_S = 30.0
-"""For all ranks to connect."""
+"""Seconds within which all ranks must connect."""
 HELLO_S = 2.0
-"""For whoever has connected to show the secret: a stranger who says nothing holds up the ranks that come after him."""
+"""Seconds within which a connection must have shown the secret."""
+MAX_UNPROVEN = 64
+"""Connections that have not shown the secret at a time; beyond them the oldest is closed."""
 FAILED_PATIENCE_S = 1.0
 """After one rank has failed in a step, the others may wait for it in vain; those that go on answer within this."""
 _MAX_HELLO_BYTES = 1024
-"""Nothing longer is read from a connection that has not shown the secret."""
+"""The most that is read from a connection that has not shown the secret."""
 _CHUNK_BYTES = 1 << 18
 _LENGTH = struct.Struct("<I")
 
@@ -68,36 +71,97 @@ class Listener:
         self.address = Address(host, self._socket.getsockname()[1], secrets.token_hex(16))
 
     def accept(self, num_ranks: int) -> list[tuple[Hello, socket.socket]]:
-        """A connection to each rank, in their order. Raises `RankLost` for one that does not come in time."""
+        """Returns a connection to each rank, in their order.
+
+        Raises `RankLost` if a rank does not connect within `CONNECT_S`. Strangers cannot hold that up: all connections
+        are read side by side, each has `HELLO_S` for its whole hello, and at most `MAX_UNPROVEN` wait at a time.
+        """
         found: dict[int, tuple[Hello, socket.socket]] = {}
         deadline = time.monotonic() + CONNECT_S
-        try:
+        self._socket.setblocking(False)
+        with selectors.DefaultSelector() as selector, contextlib.closing(self._socket):
+            selector.register(self._socket, selectors.EVENT_READ)
+            unproven: list[_Unproven] = []
             while len(found) < num_ranks:
-                self._socket.settimeout(max(0.001, deadline - time.monotonic()))
-                connection, _ = self._socket.accept()
-                hello = self._hello(connection)
-                if hello is None:
-                    logger.warning("a connection that is no rank's was closed")
-                    connection.close()
-                else:
-                    found[hello.rank] = hello, connection
-        except TimeoutError as error:
-            _close(connection for _, connection in found.values())
-            missing = sorted(set(range(num_ranks)) - set(found))
-            raise RankLost(f"ranks {missing} did not connect to the engine within {CONNECT_S:g} s") from error
-        finally:
-            self._socket.close()
+                now = time.monotonic()
+                if now >= deadline:
+                    _close(connection for _, connection in found.values())
+                    _close(each.socket for each in unproven)
+                    missing = sorted(set(range(num_ranks)) - set(found))
+                    raise RankLost(f"ranks {missing} did not connect to the engine within {CONNECT_S:g} s")
+                for key, _ in selector.select(min([deadline, *(each.deadline for each in unproven)]) - now):
+                    if key.fileobj is self._socket:
+                        self._admit(unproven, selector)
+                        continue
+                    each = key.data
+                    if each in unproven and each.receive():
+                        unproven.remove(each)
+                        selector.unregister(each.socket)
+                        hello = each.hello(self.address.secret)
+                        if hello is None or not 0 <= hello.rank < num_ranks:
+                            _turn_away(each)
+                        else:
+                            found[hello.rank] = hello, each.socket
+                now = time.monotonic()
+                for each in [each for each in unproven if each.deadline <= now]:
+                    unproven.remove(each)
+                    selector.unregister(each.socket)
+                    _turn_away(each)
+            _close(each.socket for each in unproven)
         return [found[rank] for rank in range(num_ranks)]
 
-    def _hello(self, connection: socket.socket) -> Hello | None:
-        connection.settimeout(HELLO_S)
+    def _admit(self, unproven: list[_Unproven], selector: selectors.BaseSelector) -> None:
+        """Accepts one connection; the oldest unproven one gives way to it if there are too many."""
+        with contextlib.suppress(OSError):  # it has gone again
+            connection, _ = self._socket.accept()
+            connection.setblocking(False)
+            unproven.append(_Unproven(connection))
+            selector.register(connection, selectors.EVENT_READ, unproven[-1])
+        if len(unproven) > MAX_UNPROVEN:
+            oldest = unproven.pop(0)
+            selector.unregister(oldest.socket)
+            _turn_away(oldest)
+
+
+class _Unproven:
+    """A connection that has not shown the secret."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self.deadline = time.monotonic() + HELLO_S
+        self._received = bytearray()
+
+    def receive(self) -> bool:
+        """Reads what has come. Returns True if the hello is whole, or will never be."""
         try:
-            with connection.makefile("rb") as stream:
-                (length,) = _LENGTH.unpack(stream.read(_LENGTH.size))
-                hello = msgspec.msgpack.decode(stream.read(length) if length <= _MAX_HELLO_BYTES else b"", type=Hello)
-        except (OSError, struct.error, msgspec.DecodeError):
+            # No more than the hello: what follows it belongs to whoever gets the connection.
+            chunk = self.socket.recv(self._num_missing())
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        self._received += chunk
+        return not chunk or self._num_missing() <= 0 or len(self._received) > _MAX_HELLO_BYTES
+
+    def hello(self, secret: str) -> Hello | None:
+        """Returns the hello if it shows `secret`."""
+        try:
+            hello = msgspec.msgpack.decode(self._received[_LENGTH.size :], type=Hello)
+        except msgspec.DecodeError:
             return None
-        return hello if hmac.compare_digest(hello.secret.encode(), self.address.secret.encode()) else None
+        return hello if hmac.compare_digest(hello.secret.encode(), secret.encode()) else None
+
+    def _num_missing(self) -> int:
+        """Bytes of the hello that have not come, as far as is known."""
+        if len(self._received) < _LENGTH.size:
+            return _LENGTH.size - len(self._received)
+        (length,) = _LENGTH.unpack_from(self._received)
+        return int(min(length, _MAX_HELLO_BYTES)) + _LENGTH.size - len(self._received)
+
+
+def _turn_away(stranger: _Unproven) -> None:
+    logger.warning("a connection that is no rank's was closed")
+    stranger.socket.close()
 
 
 def connect(address: Address, rank: int) -> socket.socket:

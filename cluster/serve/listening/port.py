@@ -9,6 +9,7 @@ which the next one knows that those who listen are its peers.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import hashlib
@@ -17,6 +18,9 @@ import pathlib
 import socket
 import stat
 import tempfile
+
+OTHER_PLACES = ("/dev/shm", "/var/tmp")
+"""Folders on a machine's own disk or memory where every user may make one."""
 
 
 class Port:
@@ -87,15 +91,24 @@ def _locks(file: int, kind: int) -> bool:
 
 
 def _locks_folder() -> pathlib.Path:
-    """The folder of the locks. It is on this machine's own disk, because they say nothing about other nodes. Raises
-    `OSError` if it is not this user's alone.
+    """Returns the folder of the locks, which only this user can enter. Raises `OSError` if none can be made.
+
+    It is on this machine's own disk, because locks say nothing about other nodes. Another user can make a folder of the
+    same name first, in folders where everybody may; then the next place is taken, by all ingresses of this node alike.
     """
-    folder = pathlib.Path(tempfile.gettempdir()) / f"manta-ports-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise OSError(errno.EPERM, f"{folder} is not this user's alone; remove it, or set TMPDIR to another folder")
-    return folder
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    places = [tempfile.gettempdir(), *([runtime] if runtime else []), *OTHER_PLACES]
+    for place in places:
+        folder = pathlib.Path(place) / f"manta-ports-{os.getuid()}"
+        with contextlib.suppress(OSError):
+            folder.mkdir(mode=0o700, exist_ok=True)
+            found = folder.lstat()
+            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
+                return folder
+    raise OSError(
+        errno.EPERM,
+        f"no folder manta-ports-{os.getuid()} in {', '.join(places)} is this user's alone; remove one, or set TMPDIR",
+    )
 
 
 def _digest(text: str) -> str:
