@@ -33,9 +33,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """One model replica: what it loads, where it runs and how much it admits at a time."""
 
     model: str = DEMO_MODEL
-    """Folder with `config.json` and safetensors, a Hugging Face hub id, or `demo`."""
+    """Folder with `config.json` and safetensors, a Hugging Face hub id, or `demo`. `ID@REVISION` is a commit, tag or
+    branch of a hub id; only a commit is the same files for ever.
+    """
     tokenizer: str | None = None
-    """Folder or hub id of the tokenizer; None takes the model's own."""
+    """Folder or hub id of the tokenizer, as for `model`; None takes the model's own."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """`auto` takes the checkpoint's dtype (float16 becomes bfloat16). `float16` is for CUDA GPUs; in a model that was
     trained in bfloat16 it may overflow, which ends the sequence with an error.
@@ -332,8 +334,11 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def model_name(self) -> str:
-        """The model's name in the API: the configured one, else the last part of its folder or hub id."""
-        return self.served_model_name or pathlib.PurePath(self.engine.model).name
+        """The model's name in the API: the configured one, else the last part of its folder or hub id, without a
+        revision.
+        """
+        model = pathlib.Path(self.engine.model)
+        return self.served_model_name or (model.name if model.is_dir() else model.name.partition("@")[0])
 
 
 def _check_network(option: str, network: str) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from cluster.config import load_config
 from cluster.llm import LLM, SamplingParams
 from tests.checkpoints import checkpoint
 from tests.patience import PATIENCE_S
@@ -33,6 +34,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
     folder: pathlib.Path
     served: list[str]
+    revisions: list[str]
 
     def do_HEAD(self) -> None:
         self.do_GET()
@@ -40,6 +42,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         sizes = {path.name: path.stat().st_size for path in self.folder.iterdir()} | {"pytorch_model.bin": 1}
         if self.path.startswith(f"/api/models/{HUB_ID}/revision/"):
+            self.revisions.append(self.path.split("/revision/")[1].partition("?")[0])
             self._send_json({"id": HUB_ID, "sha": COMMIT, "siblings": [{"rfilename": name} for name in sizes]})
             return
         if self.path.startswith(f"/api/models/{HUB_ID}/tree/{COMMIT}"):
@@ -76,7 +79,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub() -> Iterator[http.server.ThreadingHTTPServer]:
-    Hub.folder, Hub.served = checkpoint("llama"), []
+    Hub.folder, Hub.served, Hub.revisions = checkpoint("llama"), [], []
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server
@@ -107,6 +110,13 @@ def test_a_model_is_downloaded_once_and_served(hub: http.server.ThreadingHTTPSer
     second = run(["-c", PROGRAM], hub, tmp_path)
     assert second.returncode == 0, second.stderr
     assert json.loads(second.stdout.splitlines()[-1]) == expected
+
+
+def test_a_revision_is_what_the_hub_is_asked_for(hub: http.server.ThreadingHTTPServer, tmp_path: pathlib.Path) -> None:
+    answer = run(["-m", "cluster.cli", "check", f"{HUB_ID}@v1.2"], hub, tmp_path)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert set(Hub.revisions) == {"v1.2"}
+    assert load_config(None, {"engine.model": f"{HUB_ID}@v1.2"}).model_name == "tiny-llama"
 
 
 def test_a_name_that_the_hub_does_not_know(hub: http.server.ThreadingHTTPServer, tmp_path: pathlib.Path) -> None:

@@ -106,9 +106,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def resolve_model_folder(name: str) -> pathlib.Path:
-    """The folder of a checkpoint given as a folder, as `demo`, or as a hub id (downloaded, or found in its cache).
+    """Returns the folder of a checkpoint given as a folder, as `demo`, or as a hub id.
 
-    Raises `ModelError` if there is no such folder, if it holds no `config.json`, or if the hub cannot be read.
+    A hub id is downloaded, or found in its cache. `ID@REVISION` names a commit, tag or branch of it; a commit never
+    changes. Raises `ModelError` if there is no such folder, if it holds no `config.json`, or if the hub cannot be read.
     """
     folder = _DEMO_FOLDER if name == "demo" else pathlib.Path(name).expanduser()
     if name == "demo" or folder.is_dir():
@@ -122,12 +123,15 @@ def resolve_model_folder(name: str) -> pathlib.Path:
     return _download(name)
 
 
-def _download(hub_id: str) -> pathlib.Path:
+def _download(name: str) -> pathlib.Path:
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    hub_id, _, revision = name.partition("@")
     try:
-        folder = huggingface_hub.snapshot_download(hub_id, allow_patterns=_HUB_FILES, ignore_patterns=["original/*"])
+        folder = huggingface_hub.snapshot_download(
+            hub_id, revision=revision or None, allow_patterns=_HUB_FILES, ignore_patterns=["original/*"]
+        )
     except HFValidationError as error:
         raise ModelError(f"{hub_id!r} is neither a folder nor a Hugging Face hub id") from error
     except LocalEntryNotFoundError as error:
@@ -137,7 +141,7 @@ def _download(hub_id: str) -> pathlib.Path:
         ) from error
     except HfHubHTTPError as error:
         raise ModelError(
-            f"the Hugging Face hub refused {hub_id!r} ({error}); check its name, and for a gated model set HF_TOKEN"
+            f"the Hugging Face hub refused {name!r} ({error}); check its name, and for a gated model set HF_TOKEN"
         ) from error
     except OSError as error:
         raise ModelError(f"downloading {hub_id!r} failed ({error}); give a local folder instead") from error
