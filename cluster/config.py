@@ -247,8 +247,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     drain_timeout_s: Seconds = 120.0
     """How long the streams of an ingress that takes no more requests may go on; then Serve ends it."""
     api_keys: tuple[str, ...] | None = None
-    """Accepted bearer tokens of at least 16 characters, as `KEY` or `NAME:KEY`; names go into log and metrics. Those of
-    `api_keys_file` and of the environment's `MANTA_API_KEYS` count too. None accepts every request.
+    """Accepted bearer tokens of at least 16 characters, as `KEY`, `NAME:KEY` or `NAME:sha256:DIGEST`; names go into log
+    and metrics. Those of `api_keys_file` and of the environment's `MANTA_API_KEYS` count too. None accepts every
+    request.
     """
     api_keys_file: str | None = None
     """A file with such entries, one a line; what follows a # is a remark."""

@@ -6,6 +6,7 @@ The last tests show that text of a request or a checkpoint stays text wherever i
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
 import pathlib
@@ -194,12 +195,30 @@ def test_head_is_taken_where_get_is() -> None:
         (("sixteen letters and spaces",), "neither NAME:KEY nor KEY"),
         (("a:b:sixteen-characters",), "neither NAME:KEY nor KEY"),
         (("team:sixteen-characters", "team:other-sixteen-characters"), "two keys have the name"),
+        (("team:sha256:0123",), "no NAME:sha256:DIGEST with 64 hexadecimal digits"),
+        ((f"sha256:{'0' * 64}",), "no NAME:sha256:DIGEST"),
     ],
 )
 def test_a_key_that_protects_nothing_is_refused(entries: tuple[str, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message) as refused:
         with_api_keys(ServeConfig(api_keys=entries))
     assert not any(entry and entry in str(refused.value) for entry in entries)
+
+
+def test_a_digest_stands_for_its_key(tmp_path: pathlib.Path) -> None:
+    """As `printf %s KEY | sha256sum` prints it; whoever reads the file has no key."""
+    key, other = "a-secret-of-the-test", "another-secret-of-it"
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    file = tmp_path / "keys"
+    file.write_text(f"team:sha256:{digest.upper()}\nboss:{other}\n")
+    config = with_api_keys(ServeConfig(api_keys_file=str(file)))
+    assert key not in repr(config)
+    assert with_api_keys(config) == config
+    keys = ApiKeys(config.api_keys or ())
+    assert [keys.name_of(each) for each in (key, other, digest, f"sha256:{digest}")] == ["team", "boss", None, None]
+    assert keys.owner_of("team") == ApiKeys([f"team:{key}"]).owner_of("team"), "its files stay its own"
+    app = App(api_keys=config.api_keys)
+    assert [asked(app, authorization=f"Bearer {each}") for each in (key, digest)] == [200, 401]
 
 
 def test_keys_come_from_the_configuration_a_file_and_the_environment(

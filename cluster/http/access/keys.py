@@ -1,6 +1,8 @@
-"""API keys: where they come from, which are too weak, and whose key a request brings.
+"""API keys: reads them, refuses weak ones, and finds the name of the key that a request brings.
 
-A key has a name, which goes into the request log and the metrics; the key itself goes nowhere.
+A key has a name, which goes into the request log and the metrics; the key itself goes nowhere. An entry may hold the
+SHA-256 digest of a key instead, so that whoever reads the file or the configuration has no key. The digest needs no
+salt: a key is long and random, so nobody finds it by trying.
 """
 
 from __future__ import annotations
@@ -18,15 +20,16 @@ from cluster.config import ServeConfig
 from cluster.http.access.origins import is_loopback
 
 VARIABLE = "MANTA_API_KEYS"
-"""The environment's: entries as in `api_keys`, between commas or line breaks."""
+"""The environment variable that holds entries as in `api_keys`, between commas or line breaks."""
 MIN_CHARACTERS = 16
-"""Of a key. Drawn from letters and digits these are 95 bits, which nobody guesses; a word is shorter."""
+"""The least length of a key. So many random letters and digits are 95 bits, which nobody guesses; a word is shorter."""
 _UNNAMED = re.compile(r"key-\d+")
-_ENTRY = re.compile(r"(?:(?P<name>[A-Za-z0-9_.-]{1,64}):)?(?P<key>[!-9;-~]*)")
+_ENTRY = re.compile(r"(?:(?P<name>[A-Za-z0-9_.-]{1,64}):)?(?P<key>(sha256:)?[!-9;-~]*)")
+_HASHED = re.compile(r"sha256:([0-9a-fA-F]{64})")
 
 
 class ApiKeys:
-    """Keys by name. Raises `ValueError` for entries that are no keys; the message never holds one."""
+    """Keys, or their digests, by name. Raises `ValueError` for entries that are none; the message never holds one."""
 
     def __init__(self, entries: Sequence[str]) -> None:
         self.by_name: dict[str, str] = {}
@@ -38,7 +41,7 @@ class ApiKeys:
                 name = f"key-{number}"
             if self.by_name.setdefault(name, key) != key:
                 raise ValueError(f"api_keys: two keys have the name {name!r}; give each a name of its own")
-        self._digests = [(name, _digest(key)) for name, key in self.by_name.items()]
+        self._digests = [(name, _digest_of(key)) for name, key in self.by_name.items()]
         self._owners = {
             name: _digest(f"key {key}" if _UNNAMED.fullmatch(name) else f"name {name}").hex()[:32]
             for name, key in self.by_name.items()
@@ -46,24 +49,26 @@ class ApiKeys:
 
     @property
     def entries(self) -> tuple[str, ...]:
-        """What makes the same keys again."""
+        """The entries that make the same keys again."""
         return tuple(f"{name}:{key}" for name, key in self.by_name.items())
 
     def owner_of(self, name: str) -> str:
-        """Whose what the key of this name makes is, in 32 hexadecimal digits: the name's, whatever key it has later. A
-        key without a name is known by itself, since its number goes to another one when keys before it go.
+        """Returns the owner of files, batches and cached prefixes of the key of this name, in 32 hexadecimal digits.
+
+        It depends on the name, whatever key it has later. A key without a name is known by itself, because its number
+        goes to another key when keys before it go.
         """
         return self._owners[name]
 
     def name_of(self, given: str) -> str | None:
-        """Whose key this is; None for nobody's. Takes as long for every key."""
+        """Returns the name of a key, None for one that is not known. It takes as long for every key."""
         digest = _digest(given)
         found = [name for name, known in self._digests if hmac.compare_digest(known, digest)]
         return found[0] if found else None
 
 
 def with_api_keys(config: ServeConfig) -> ServeConfig:
-    """`config` with the keys of `api_keys_file` and of the environment in `api_keys`, each with its name.
+    """Returns `config` with the keys of `api_keys_file` and of the environment in `api_keys`, each with its name.
 
     Raises `ValueError` for a source without keys, for it was meant to hold some, for a key that is too weak, and for
     an option about the key of a name that no key has.
@@ -124,10 +129,21 @@ def _parsed(entry: str, number: int) -> tuple[str | None, str]:
     if match is None:
         form = "printable ASCII without spaces, commas or a second colon"
         raise ValueError(f"{where} is neither NAME:KEY nor KEY; a name is of letters, digits, _, . and -, a key {form}")
+    if "sha256" in (match["name"], match["key"].partition(":")[0]):
+        if match["name"] is None or not _HASHED.fullmatch(match["key"]):
+            made = "printf %s KEY | sha256sum"
+            raise ValueError(f"{where} is no NAME:sha256:DIGEST with 64 hexadecimal digits, as `{made}` prints them")
+        return match["name"], match["key"].lower()
     if len(match["key"]) < MIN_CHARACTERS:
         length = len(match["key"])
         raise ValueError(f"{where} has {length} characters and must have {MIN_CHARACTERS}: openssl rand -hex 16")
     return match["name"], match["key"]
+
+
+def _digest_of(entry: str) -> bytes:
+    """Returns the digest of the key that an entry holds, or holds the digest of."""
+    hashed = _HASHED.fullmatch(entry)
+    return _digest(entry) if hashed is None else bytes.fromhex(hashed[1])
 
 
 def _digest(key: str) -> bytes:
