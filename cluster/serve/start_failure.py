@@ -76,12 +76,13 @@ def unexpected(error: Exception) -> StartFailed:
 
 
 def waiting_for_room(application: ApplicationStatusOverview, which: str | None = None) -> str | None:
-    """A sentence if a replica waits because it claims more than the cluster has free now, with the remedy; else None.
-    Looks at the deployment `which` alone, or at all.
+    """Returns a sentence with the remedy if a replica claims more than the cluster has free now, else None.
+
+    It looks at the deployment `which` alone, or at all. A replica that claims nothing waits for its process only.
     """
     for name, deployment in application.deployments.items():
         match = _NO_ROOM.search(deployment.message)
-        if match is not None and which in (None, name):
+        if match is not None and match[1] != "{}" and which in (None, name):
             return (
                 f"the {name} waits for room on the cluster: each of its replicas claims {match[1]}, and {match[2]} is "
                 "free; end what else runs there, lower engine.num_threads, or add nodes"
