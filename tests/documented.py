@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import jsonschema
@@ -13,13 +14,14 @@ class Document:
 
     def __init__(self, content: dict[str, Any]) -> None:
         self.content = content
+        self._templates = [(name, _pattern(name)) for name in content["paths"] if "{" in name]
         self._validators: dict[tuple[str, int], jsonschema.Draft202012Validator] = {}
 
     def path_of(self, url_path: str) -> str | None:
-        """The document's name for a path; None if it has none."""
+        """Returns the document's name for a path; None if it has none."""
         if url_path in self.content["paths"]:
             return url_path
-        return "/v1/models/{model}" if url_path.startswith("/v1/models/") else None
+        return next((name for name, pattern in self._templates if pattern.fullmatch(url_path)), None)
 
     def check(self, path: str, status: int, content_type: str, body: bytes) -> None:
         """Raises `AssertionError` or `jsonschema.ValidationError`; `path` is one of the document."""
@@ -48,6 +50,14 @@ class Document:
             whole = {"anyOf": schemas, "components": self.content["components"]}
             self._validators[path, status] = jsonschema.Draft202012Validator(whole)
         return self._validators[path, status]
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    """Matches the paths of a template such as `/v1/files/{file_id}`. A model's name may hold slashes."""
+    parameters = (
+        ".+" if part == "{model}" else "[^/]+" if part.startswith("{") else re.escape(part) for part in name.split("/")
+    )
+    return re.compile("/".join(parameters))
 
 
 def check_error(body: bytes) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pathlib
 import random
 from collections.abc import Callable
 from typing import Any
@@ -51,13 +52,20 @@ def test_clients_of_all_kinds_get_what_is_documented_and_what_they_get_alone() -
 @pytest.mark.prove
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("settings", [(), CROWDED], ids=["roomy", "crowded"])
-def test_ten_minutes_of_clients_of_all_kinds(settings: tuple[str, ...], record_property) -> None:
-    server = Server(*settings)
+def test_ten_minutes_of_clients_of_all_kinds(
+    settings: tuple[str, ...], tmp_path: pathlib.Path, record_property
+) -> None:
+    server = Server(*settings, f"batch_storage={tmp_path}")
     try:
         counts = fuzz(server, seed=len(settings), seconds=PART_SECONDS, num_examples=NUM_EXAMPLES).world.counts
     finally:
         server.stop()
-    for name in ("equal answers", "disconnects", *(name for name in sorted(counts) if name.startswith("answers "))):
+    for name in (
+        "equal answers",
+        "equal files",
+        "disconnects",
+        *(name for name in sorted(counts) if name.startswith("answers ")),
+    ):
         record_property(name, counts[name])
     assert not [name for name in ACTIONS if not counts[name]]
     assert counts["disconnects"] >= 1000
@@ -129,16 +137,26 @@ def test_extreme_numbers_in_every_field_cost_nobody_else_anything() -> None:
 @pytest.mark.prove
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("settings", [(), RANKS], ids=["one process", "two ranks"])
-def test_extreme_numbers_among_clients_of_all_kinds(settings: tuple[str, ...], record_property) -> None:
+def test_extreme_numbers_among_clients_of_all_kinds(
+    settings: tuple[str, ...], tmp_path: pathlib.Path, record_property
+) -> None:
     """An hour in all with the two campaigns above: alone and in pairs, on one engine and on two ranks."""
-    server = Server("engine.logits_processors={automaton: manta_example_processor:Automaton}", *settings)
+    processors = "engine.logits_processors={automaton: manta_example_processor:Automaton}"
+    server = Server(processors, *settings, f"batch_storage={tmp_path}")
     try:
         counts = fuzz(server, seed=10 + len(settings), seconds=EXTREME_SECONDS, num_examples=5).world.counts
     finally:
         server.stop()
-    for name in ("equal answers", "send_extremes", *(name for name in sorted(counts) if name.startswith("answers "))):
+    for name in (
+        "equal answers",
+        "equal files",
+        "send_extremes",
+        "send_form",
+        *(name for name in sorted(counts) if name.startswith("answers ")),
+    ):
         record_property(name, counts[name])
     assert counts["send_extremes"] > 1000
+    assert counts["equal files"] > 100
 
 
 # ---- what is wrong is found ----------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from tests.documented import Document, check_error
-from tests.fuzz.http import bodies, extremes
+from tests.fuzz.http import bodies, extremes, forms
 from tests.fuzz.http.connection import Answer, Closed, Connection, chunked, connect, encoded, request
 from tests.fuzz.http.good import CATALOGUE, COMPLETIONS, Good, essence
 
@@ -36,6 +36,33 @@ GARBAGE = (
 )
 PATHS = ("/", "/v1", "/v1/models/%00", "/v1/models/" + "x" * 2000, "/health/", "/metrics?a=%ff", "/../etc")
 METHODS = ("GET", "PUT", "DELETE", "OPTIONS", "PATCH", "POST")
+FILES = "/v1/files"
+FORWARDING = ("x_forwarded_for", "x_real_ip", "forwarded", "x_forwarded_proto", "x_forwarded_host")
+ADDRESSES = (
+    "10.1.2.3",
+    "10.1.2.3, 192.0.2.1",
+    "2001:db8::1",
+    "unknown",
+    "for=192.0.2.60;proto=http",
+    "x" * 900,
+    "\t",
+    "1",
+)
+HOSTS = (
+    ("localhost", True),
+    ("LOCALHOST:8000", True),
+    ("127.0.0.1:1", True),
+    ("127.9.9.9", True),
+    ("[::1]:8000", True),
+    ("a.localhost", True),
+    ("evil.example", False),
+    ("localhost.evil.example", False),
+    ("127.0.0.1.evil.example:8000", False),
+    ("192.0.2.1", False),
+    ("evil.example#localhost", False),
+    ("localhost@evil.example", False),
+)
+"""Values of the Host header, and whether each is a loopback name."""
 STAGES = ("before", "in the head", "after the head", "in the body", "after the body", "in the answer", "in the stream")
 
 
@@ -229,6 +256,62 @@ class Client:
         path, body = extremes.drawn(self.world.document.content, self.world.model, self._random)
         await self._ask(path, body)
 
+    # ---- uploads, hosts and proxies ------------------------------------------------------------------------------
+
+    async def upload(self) -> None:
+        """A file is stored as it was sent, unless there are too many, and is removed again."""
+        form = forms.good(self._random)
+        async with self._connected() as connection:
+            await connection.send(request(FILES, form.body, content_type=form.content_type))
+            answer = await connection.answer()
+            self.world.check(FILES, answer)
+            if answer.status != 200:
+                assert answer.status in (400, 404), f"an upload is answered {answer.status}: {answer.body[:500]!r}"
+                return
+            path = f"{FILES}/{json.loads(answer.body)['id']}"
+            await connection.send(request(f"{path}/content", b"", "GET"))
+            stored = await connection.answer()
+            assert (stored.status, stored.body) == (200, form.content), "the file is not what was sent"
+            await connection.send(request(path, b"", "DELETE"))
+            self.world.check(path, await connection.answer())
+        self.world.counts["equal files"] += 1
+
+    async def send_form(self) -> None:
+        form = forms.drawn(self._random)
+        async with self._connected() as connection:
+            await connection.send(request(FILES, form.body, content_type=form.content_type))
+            answer = await connection.answer()
+            self.world.check(FILES, answer)
+            if answer.status == 200:
+                await connection.send(request(f"{FILES}/{json.loads(answer.body)['id']}", b"", "DELETE"))
+                self.world.check(f"{FILES}/x", await connection.answer())
+
+    async def leave_an_upload(self) -> None:
+        form = forms.good(self._random)
+        data = request(FILES, form.body, content_type=form.content_type)
+        await self._break_off(data, self._random.randrange(len(data)))
+
+    async def claim_an_address(self) -> None:
+        """Whatever a client says of itself, it gets its answer."""
+        number, good = self._good()
+        headers = {name: self._random.choice(ADDRESSES) for name in FORWARDING if self._random.random() < 0.7}
+        async with self._connected() as connection:
+            await connection.send(request(good.path, good.body(self.world.model), **headers))
+            self._check_good(number, await connection.answer())
+
+    async def name_a_host(self) -> None:
+        """A server without keys on a loopback address answers to loopback names only."""
+        number, good = self._good()
+        host, is_own = self._random.choice(HOSTS)
+        async with self._connected() as connection:
+            await connection.send(request(good.path, good.body(self.world.model), host=host))
+            answer = await connection.answer()
+        if is_own:
+            self._check_good(number, answer)
+        else:
+            self.world.check(good.path, answer)
+            assert answer.status == 403, f"Host {host!r} is answered {answer.status}"
+
     async def send_too_much(self) -> None:
         _, good = self._good()
         await self._ask(good.path, b'{"prompt": "' + b" " * HUGE_BYTES + b'"}')
@@ -325,6 +408,11 @@ ACTIONS = {
     "send_wrong_values": 40,
     "send_what_is_drawn": 40,
     "send_extremes": 60,
+    "upload": 12,
+    "send_form": 30,
+    "leave_an_upload": 6,
+    "claim_an_address": 10,
+    "name_a_host": 10,
     "send_too_much": 0.3,
     "go_astray": 6,
     "close_half": 8,
