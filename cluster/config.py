@@ -209,6 +209,15 @@ class BatchLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """
 
 
+class KeyLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one API key may use in a minute; more is refused (HTTP 429). All ingresses together keep the limits."""
+
+    requests_per_minute: Count | None = None
+    """Chat and completion requests; None is any number."""
+    tokens_per_minute: Count | None = None
+    """Tokens of prompts and outputs; None is any number. An output counts when it has ended."""
+
+
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The Ray Serve application: HTTP limits, names and replica counts."""
 
@@ -261,6 +270,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Shares of API keys in a full engine, by name: one with 3 has three turns where one with 1 has one. Those that are
     not named have 1. The batches of a key are one client more, of the same weight.
     """
+    key_limits: dict[str, KeyLimits] = {}
+    """Rates of API keys, by name; `*` is every key that is not named. Lines of batches do not count."""
     share_prefix_cache: bool = False
     """Whether clients with different API keys read one another's prompts from the prefix cache. That saves work if they
     send one system prompt, and lets each of them find out whether another one has sent a text that it guesses.

@@ -101,5 +101,8 @@ class LineExchange:
     async def stream(self, events: AsyncIterator[bytes], generation: Generation) -> None:
         raise AssertionError("a batch has no streams")
 
+    def admit(self, num_prompt_tokens: int) -> None:
+        """Lines of batches have no rate: they run after all other requests."""
+
     def note(self, generation: Generation) -> None:
         pass

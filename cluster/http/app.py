@@ -18,6 +18,7 @@ from cluster.config import ServeConfig
 from cluster.http.access.keys import ApiKeys
 from cluster.http.access.origins import Origins
 from cluster.http.access.prefix_scope import new_secret
+from cluster.http.access.rate_limits import RateLimits
 from cluster.http.codec import decode, encode
 from cluster.http.engines import Engines
 from cluster.http.errors import ApiError
@@ -75,6 +76,7 @@ class HttpApp:
         self._preparing = Preparing(config)
         self._origins = Origins(config)
         self._keys = ApiKeys(config.api_keys or ())
+        self.rate_limits = RateLimits(config.key_limits)
         self._returns_request_id = returns_request_id
         self._spans = spans
         self._log = open_request_log() if config.log_requests else None
@@ -143,6 +145,7 @@ class HttpApp:
         if name is None:
             raise ApiError(401, "a valid API key is required: Authorization: Bearer KEY", code="invalid_api_key")
         exchange.client, exchange.owner = name, self._keys.owner_of(name)
+        exchange.use = self.rate_limits.of(name)
         self._state.metrics.request_of(name)
 
 

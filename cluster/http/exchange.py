@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from cluster.config import ServeConfig
 from cluster.http.access.addresses import network_of
+from cluster.http.access.rate_limits import KeyUse
 from cluster.http.engines import Generation
 from cluster.http.errors import RETRIED_STATUSES, ApiError
 from cluster.http.preparation import Preparation
@@ -146,6 +147,10 @@ class GenerationExchange(Protocol):
 
     async def stream(self, events: AsyncIterator[bytes], generation: Generation) -> None: ...
 
+    def admit(self, num_prompt_tokens: int) -> None:
+        """Raises `ApiError` 429 if the client's key has used its requests or tokens of a minute."""
+        ...
+
     def note(self, generation: Generation) -> None: ...
 
 
@@ -175,6 +180,8 @@ class Exchange:
         """
         self.address = network_of((scope.get("client") or ("",))[0])
         """The address of the client, or of a proxy in front; of an IPv6 address its network."""
+        self.use: KeyUse | None = None
+        """The rate limits of its API key; None if it has none."""
         self.status = 0
         self.headers_always: list[tuple[bytes, bytes]] = []
         """Sent with every answer."""
@@ -392,9 +399,18 @@ class Exchange:
 
     # ---- the request log -----------------------------------------------------------------------------------------
 
+    def admit(self, num_prompt_tokens: int) -> None:
+        if self.use is not None:
+            try:
+                self.use.admit(num_prompt_tokens)
+            finally:
+                self.headers_always += self.use.headers()
+
     def note(self, generation: Generation) -> None:
-        """Adds the token counts of a generation to the log line."""
+        """Adds the token counts of a generation to the log line, and those of its output to the key's use."""
         usages = generation.usages
+        if self.use is not None:
+            self.use.charge_output(sum(usage.num_output_tokens for usage in usages))
         self.notes = {
             "choices": generation.num_choices,
             "prompt_tokens": sum(usage.num_prompt_tokens for usage in usages),

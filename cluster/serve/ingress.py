@@ -34,6 +34,8 @@ from workers.checkpoints.model_config import resolve_model_folder
 
 DRAIN_POLL_S = 0.5
 """How often a replica that was told to go asks whether another one has taken its place."""
+RATES_S = 1.0
+"""Seconds between two questions to the other ingresses what their clients have used."""
 REMOVED_S = 25.0
 """So long streams may go on whose application was deleted: who stops it waits for them. Serve gives engines 20 s; what
 still runs then is told that it has failed.
@@ -91,15 +93,32 @@ class Ingress:
             spans=open_server_spans(),
             prefix_secret=prefix_secret,
         )
+        self._sharing_limits: asyncio.Task[None] | None = None
         collect_rarely()
 
     async def check_health(self) -> None:
         """Called by Serve, the first time before the replica counts as ready; Serve replaces one that raises here."""
         with told_in_words():
             await self._client.check_reachable()
+        if self._sharing_limits is None and self._app.rate_limits and self._metrics.replica is not None:
+            self._sharing_limits = asyncio.ensure_future(self._share_rate_limits())
 
     def __serve_build_asgi_app__(self) -> Any:
         return self._app
+
+    async def own_rates(self) -> tuple[str, dict[str, tuple[float, float]]]:
+        """Returns this replica's name and what it has taken of rate limits; called by the other ingresses."""
+        return _replica_id(), {
+            name: (taken.requests, taken.tokens) for name, taken in self._app.rate_limits.taken().items()
+        }
+
+    async def _share_rate_limits(self) -> None:
+        """Asks the other ingresses every `RATES_S` what they have taken."""
+        while True:
+            await asyncio.sleep(RATES_S)
+            for peer, taken in await self._of_peers("own_rates"):
+                if peer != _replica_id():
+                    self._app.rate_limits.note_peer(peer, taken)
 
     async def own_metrics(self) -> tuple[str | None, list[Metric]]:
         """The name and the metrics of this ingress; called by the ingress that answers `/metrics`."""

@@ -95,6 +95,7 @@ async def _generate(
         if exchange.span is not None:
             name, stream = state.model_name, bool(request.stream)
             exchange.span.set_attributes(generation_attributes(name, params, chat=chats, stream=stream))
+        exchange.admit(sum(map(len, prompts)))
         generation = state.engines.submit(
             f"{exchange.request_id}-{secrets.token_hex(4)}",
             prompts,

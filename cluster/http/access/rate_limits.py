@@ -1,0 +1,171 @@
+"""Limits the requests and tokens that an API key may use in a minute, as OpenAI's API does.
+
+Each limit is a token bucket: it holds at most a minute's worth and refills evenly. A request takes one from the bucket
+of requests and its prompt's tokens from that of tokens; its output's tokens are taken when it has ended, and may leave
+the bucket in debt. So a client never waits for tokens that a model might have generated.
+
+Several ingresses share the limits: each tells the others what it has taken (`RateLimits.taken`), and takes what they
+tell it (`RateLimits.note_peer`). Between two exchanges, a key may use up to what the other ingresses gave it meanwhile.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from cluster.config import KeyLimits
+from cluster.http.errors import ApiError
+
+MINUTE_S = 60.0
+FORGET_S = 600.0
+"""An ingress that has told nothing for so many seconds is gone."""
+EVERY_KEY = "*"
+"""The name in `key_limits` for keys that are not named there."""
+
+
+class Taken(NamedTuple):
+    """What one ingress has taken for a key since it started."""
+
+    requests: float
+    tokens: float
+
+
+class _Bucket:
+    """A token bucket of `limit` a minute."""
+
+    def __init__(self, limit: float, now: float) -> None:
+        self.limit = limit
+        self._level = limit
+        self._at = now
+
+    def level(self, now: float) -> float:
+        """Returns what is left; it is below 0 in debt."""
+        self._level = min(self.limit, self._level + (now - self._at) * self.limit / MINUTE_S)
+        self._at = now
+        return self._level
+
+    def take(self, amount: float, now: float) -> None:
+        self._level = self.level(now) - amount
+
+    def seconds_until(self, amount: float, now: float) -> float:
+        """Returns the time until `amount` is left, or until the bucket is full if it never holds as much."""
+        return max(0.0, (min(amount, self.limit) - self.level(now)) * MINUTE_S / self.limit)
+
+
+class KeyUse:
+    """The buckets of one key."""
+
+    def __init__(self, name: str, limits: KeyLimits, clock: Callable[[], float]) -> None:
+        self.taken = Taken(0.0, 0.0)
+        self._name = name
+        self._clock = clock
+        given = {"requests": limits.requests_per_minute, "tokens": limits.tokens_per_minute}
+        self._buckets = {what: _Bucket(limit, clock()) for what, limit in given.items() if limit is not None}
+
+    def admit(self, num_prompt_tokens: int) -> None:
+        """Takes a request and the tokens of its prompts. Raises `ApiError` 429, and 400 for prompts that never fit."""
+        now = self._clock()
+        for what, amount in (("requests", 1), ("tokens", num_prompt_tokens)):
+            bucket = self._buckets.get(what)
+            if bucket is None:
+                continue
+            limit = f"the limit of {what} a minute for the key {self._name!r} is {bucket.limit:g} (key_limits)"
+            if amount > bucket.limit:
+                raise ApiError(
+                    400, f"the prompt has {amount} tokens and {limit}; send less", code="rate_limit_exceeded"
+                )
+            if bucket.level(now) < amount:
+                wait_s = bucket.seconds_until(amount, now)
+                raise ApiError(
+                    429,
+                    f"{limit} and {max(0, int(bucket.level(now)))} are left; retry after {wait_s:.1f} s",
+                    type=what,
+                    code="rate_limit_exceeded",
+                    retry_after_s=wait_s,
+                )
+        self._take(Taken(1, num_prompt_tokens))
+        self.taken = Taken(self.taken.requests + 1, self.taken.tokens + num_prompt_tokens)
+
+    def charge_output(self, num_tokens: int) -> None:
+        """Takes the tokens of an output that has ended."""
+        self._take(Taken(0, num_tokens))
+        self.taken = Taken(self.taken.requests, self.taken.tokens + num_tokens)
+
+    def note_peer(self, taken: Taken) -> None:
+        """Takes what another ingress has taken since it was last asked."""
+        self._take(taken)
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Returns the `x-ratelimit-*` headers of an answer."""
+        now, found = self._clock(), []
+        for what, bucket in self._buckets.items():
+            values = {
+                "limit": f"{bucket.limit:g}",
+                "remaining": str(max(0, int(bucket.level(now)))),
+                "reset": _duration(bucket.seconds_until(bucket.limit, now)),
+            }
+            found += [(f"x-ratelimit-{name}-{what}".encode(), value.encode()) for name, value in values.items()]
+        return found
+
+    def _take(self, amounts: Taken) -> None:
+        now = self._clock()
+        for what, bucket in self._buckets.items():
+            bucket.take(getattr(amounts, what), now)
+
+
+class RateLimits:
+    """The limits of all keys in this ingress, by the key's name."""
+
+    def __init__(self, limits: Mapping[str, KeyLimits], clock: Callable[[], float] = time.monotonic) -> None:
+        self._limits = limits
+        self._clock = clock
+        self._keys: dict[str, KeyUse] = {}
+        self._peers: dict[str, _Peer] = {}
+        """The other ingresses, by name."""
+
+    def __bool__(self) -> bool:
+        return bool(self._limits)
+
+    def of(self, name: str) -> KeyUse | None:
+        """Returns the buckets of a key; None if it has no limits."""
+        limits = self._limits.get(name) or self._limits.get(EVERY_KEY)
+        if limits is None:
+            return None
+        if name not in self._keys:
+            self._keys[name] = KeyUse(name, limits, self._clock)
+        return self._keys[name]
+
+    def taken(self) -> dict[str, Taken]:
+        """Returns what this ingress has taken since it started, by the key's name."""
+        return {name: use.taken for name, use in self._keys.items()}
+
+    def note_peer(self, peer: str, taken: Mapping[str, tuple[float, float]]) -> None:
+        """Takes what another ingress has taken since the last call. `taken` is its own `taken`.
+
+        What it had taken before the first call counts as of an earlier minute.
+        """
+        now = {name: Taken(*each) for name, each in taken.items()}
+        heard = self._peers.get(peer)
+        if heard is not None:
+            for name, each in now.items():
+                earlier, use = heard.taken.get(name, Taken(0, 0)), self.of(name)
+                if use is not None:
+                    use.note_peer(Taken(each.requests - earlier.requests, each.tokens - earlier.tokens))
+        self._peers[peer] = _Peer(self._clock(), now)
+        self._peers = {name: each for name, each in self._peers.items() if self._clock() - each.at < FORGET_S}
+
+
+class _Peer(NamedTuple):
+    """What another ingress had taken when it last told, at the time `at`."""
+
+    at: float
+    taken: dict[str, Taken]
+
+
+def _duration(seconds: float) -> str:
+    """Returns a time as OpenAI writes it, such as `1m30s` or `250ms`."""
+    if seconds < 1:
+        return f"{round(seconds * 1000)}ms"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}m{rest}s" if minutes else f"{rest}s"
