@@ -25,7 +25,8 @@ import pytest
 from benchmarks.processes import free_port
 from tests.checkpoints import checkpoint
 from tests.conftest import PROVE
-from tests.patience import PATIENCE_S
+from tests.documented import Document
+from tests.patience import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -181,6 +182,27 @@ def test_an_ingress_that_is_killed_comes_back_on_its_port(running: Serve, record
     seconds = time.monotonic() - died
     record_property("seconds until the next ingress answers", round(seconds, 1))
     assert not PROVE or seconds < COMES_BACK_S
+
+
+def test_what_is_said_while_an_engine_is_dead_is_documented(running: Serve) -> None:
+    """Until Serve has replaced it. Each body fits the schema of its status in `/openapi.json`."""
+    judge = Document(httpx.get(f"{running.url}/openapi.json", trust_env=False).json())
+
+    def ask(path: str) -> int:
+        answer = httpx.get(running.url + path, trust_env=False, timeout=PATIENCE_S)
+        judge.check(path, answer.status_code, answer.headers["content-type"], answer.content)
+        return answer.status_code
+
+    (engine,) = [process for process, title in running.titles() if "manta:engine" in title]
+    engine.kill()
+    statuses: set[int] = set()
+
+    def is_replaced() -> bool:
+        health, metrics = ask("/health"), ask("/metrics")
+        statuses.update([health, metrics])
+        return 503 in statuses and health == metrics == 200
+
+    wait_until(is_replaced, poll_s=0.1)
 
 
 def test_ctrl_c_leaves_nothing(running: Serve) -> None:
