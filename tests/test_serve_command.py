@@ -164,10 +164,17 @@ def test_what_serve_prints_can_be_pasted(running: Serve) -> None:
     assert "ray" not in told, "Ray's own messages tell a newcomer nothing"
 
 
+def client(serve: Serve) -> httpx.Client:
+    """For tests that ask again and again: one call of `httpx.get` takes tens of milliseconds of the processor."""
+    return httpx.Client(base_url=serve.url, verify=False, trust_env=False, timeout=PATIENCE_S)
+
+
 def test_an_ingress_that_is_killed_comes_back_on_its_port(running: Serve, record_property: Any) -> None:
+    http = client(running)
+
     def answers() -> bool:
         try:
-            return httpx.get(f"{running.url}/v1/models", trust_env=False, timeout=PATIENCE_S).status_code == 200
+            return http.get("/v1/models").status_code == 200
         except httpx.TransportError:
             return False
 
@@ -186,10 +193,11 @@ def test_an_ingress_that_is_killed_comes_back_on_its_port(running: Serve, record
 
 def test_what_is_said_while_an_engine_is_dead_is_documented(running: Serve) -> None:
     """Until Serve has replaced it. Each body fits the schema of its status in `/openapi.json`."""
-    judge = Document(httpx.get(f"{running.url}/openapi.json", trust_env=False).json())
+    http = client(running)
+    judge = Document(http.get("/openapi.json").json())
 
     def ask(path: str) -> int:
-        answer = httpx.get(running.url + path, trust_env=False, timeout=PATIENCE_S)
+        answer = http.get(path)
         judge.check(path, answer.status_code, answer.headers["content-type"], answer.content)
         return answer.status_code
 

@@ -75,7 +75,7 @@ class Starting:
     def until(self, condition: Callable[[], bool]) -> None:
         while not condition():
             assert self.process.poll() is None, self.process.communicate()
-            time.sleep(0.02)
+            time.sleep(0.1)
 
     def _is_healthy(self) -> bool:
         with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=10) as response:
