@@ -11,14 +11,16 @@ import os
 import pathlib
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
 
+from tests.sharing import end_behind, make_scheduler, put_together
+
 if TYPE_CHECKING:
     from structured.vocabulary import Vocabulary
-    from tests.grammar_pools import MakePool
+    from tests.grammar_pools import MakePool, Pools
     from tests.two_nodes import TwoNodes
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -65,13 +67,21 @@ def vocabulary() -> Vocabulary:
 
 
 @pytest.fixture(scope="module")
-def local_ray(plugin: None) -> Iterator[None]:
-    ray = pytest.importorskip("ray")
-    from benchmarks.faults import start_ray
+def local_ray(plugin: None) -> None:
+    """A Ray runs in this process; `tests/sharing.py` says when it ends."""
+    pytest.importorskip("ray")
+    from tests.grammar_pools import share_ray
 
-    start_ray()
-    yield
-    ray.shutdown()
+    share_ray()
+
+
+@pytest.fixture(scope="module")
+def actor_pools(local_ray: None, vocabulary: Vocabulary) -> Iterator[Pools]:
+    """Those over actors that the tests of a file share."""
+    from tests.grammar_pools import Pools
+
+    with contextlib.closing(Pools(vocabulary, actors=True)) as pools:
+        yield pools
 
 
 @pytest.fixture(scope="module")
@@ -90,24 +100,12 @@ def namespaces() -> Iterator[TwoNodes]:
 @pytest.fixture(params=["threads", "actors"])
 def make_pool(request: pytest.FixtureRequest, vocabulary: Vocabulary) -> Iterator[MakePool]:
     """Makes grammar pools of one form, whose workers are ready."""
-    from structured.config import PoolConfig
-    from structured.pool import GrammarPool
-    from tests.patience import wait_until
+    from tests.grammar_pools import Pools
 
-    if request.param == "actors":
-        request.getfixturevalue("local_ray")
-    pools: list[GrammarPool] = []
-
-    def make(num_sessions: int = 16, num_drafts: int = 0, num_forced: int = 0, **options: float) -> GrammarPool:
-        actors = request.param == "actors"
-        pool = GrammarPool(PoolConfig(**options), vocabulary, num_sessions, actors, num_drafts, num_forced)
-        pools.append(pool)
-        wait_until(lambda: all(worker.transport.is_ready() for worker in pool.workers))
-        return pool
-
-    yield make
-    for pool in pools:
-        pool.close()
+    actors = request.param == "actors"
+    pools: Pools = request.getfixturevalue("actor_pools") if actors else Pools(vocabulary, actors)
+    yield pools.make
+    pools.give_back()
 
 
 @pytest.fixture(params=["kernel", "torch"])
@@ -131,6 +129,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    put_together(items)
     if PROVE:
         return
     skip = pytest.mark.skip(reason="takes minutes; run it with make prove")
@@ -139,8 +138,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
-def pytest_sessionfinish() -> None:
-    from tests.server import shared_server
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    yield
+    end_behind(item, nextitem)
 
-    if shared_server.cache_info().currsize:
-        shared_server().stop()
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    return make_scheduler(config, log) if config.getvalue("dist") == "loadfile" else None

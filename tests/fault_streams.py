@@ -153,6 +153,7 @@ class Setup(msgspec.Struct, frozen=True):
     """What is deployed. Another number of engines or another version leaves the ingress as it is."""
 
     num_engines: int = 2
+    num_ingresses: int = 1
     num_standbys: int = 0
     version: str = "1"
     options: dict[str, Any] = {}
@@ -162,7 +163,7 @@ class Setup(msgspec.Struct, frozen=True):
 
 
 class Application:
-    """Engines of a tiny float32 model behind one ingress, and Serve's proxy, on the head. Serve runs until the caller
+    """Engines of a tiny float32 model, and ingresses behind Serve's proxy, on the head. Serve runs until the caller
     ends it.
     """
 
@@ -170,9 +171,9 @@ class Application:
         self._deployed: Setup | None = None
         self.model = checkpoint("llama").name
         self.requests = bodies(self.model)
-        port = free_port()
-        self.url = f"http://127.0.0.1:{port}"
-        http = HTTPOptions(host="127.0.0.1", port=port)
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        http = HTTPOptions(host="127.0.0.1", port=self.port)
         serve.start(ProxyLocation.HeadOnly, http, logging_config={"enable_access_log": False})
         self.deploy(setup)
 
@@ -185,7 +186,7 @@ class Application:
             schema = ServeDeploySchema(applications=[self._configuration(setup)])  # type: ignore[list-item]
             client.deploy_apps(schema, _blocking=False)
             time.sleep(1.0)  # until Serve has begun
-        self.until_running(setup.num_engines)
+        self.until_running(setup.num_engines, setup.num_ingresses)
 
     def _configuration(self, setup: Setup) -> dict[str, Any]:
         environment = {"env_vars": {"OMP_NUM_THREADS": "1", "VERSION": setup.version}}
@@ -202,25 +203,30 @@ class Application:
             "name": APP,
             "route_prefix": "/",
             "import_path": "cluster.serve.app:build",
-            "args": {"num_standby_replicas": setup.num_standbys, "engine": engine | setup.options},
+            "args": {
+                "num_engine_replicas": 2,  # of which engines tell what they hold; how many run is said below
+                "num_ingress_replicas": setup.num_ingresses,
+                "num_standby_replicas": setup.num_standbys,
+                "engine": engine | setup.options,
+            },
             "deployments": [
-                {"name": "ingress", "ray_actor_options": on_head},
+                {"name": "ingress", "num_replicas": setup.num_ingresses, "ray_actor_options": on_head},
                 {"name": "engine", "num_replicas": setup.num_engines, "ray_actor_options": on_any},
             ],
         }
 
-    def until_running(self, num_engines: int) -> None:
+    def until_running(self, num_engines: int, num_ingresses: int = 1) -> None:
         def runs() -> bool:
             application = serve.status().applications.get(APP)
             if application is None or application.status != "RUNNING":
                 return False
-            states = [deployment.replica_states for deployment in application.deployments.values()]
-            if any(list(each) != ["RUNNING"] for each in states):
+            states = {name: deployment.replica_states for name, deployment in application.deployments.items()}
+            if any(list(each) != ["RUNNING"] for each in states.values()):
                 return False
-            running = application.deployments["engine"].replica_states["RUNNING"]
-            return running == num_engines == len(self.processes(ENGINE))
+            engines, ingresses = states["engine"]["RUNNING"], states["ingress"]["RUNNING"]
+            return engines == num_engines == len(self.processes(ENGINE)) and ingresses == num_ingresses
 
-        until(runs, START_S)
+        until(runs, START_S, poll_s=0.25)  # a look keeps this process and Serve's controller busy
 
     def processes(self, title: str) -> list[psutil.Process]:
         """Those of this Ray whose command line begins so, oldest first."""
@@ -254,8 +260,8 @@ class Application:
         until(is_idle, 30.0)
 
 
-def until(condition: Any, seconds: float) -> None:
+def until(condition: Any, seconds: float, poll_s: float = 0.02) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"it did not come true within {seconds:g} s"
-        time.sleep(0.02)
+        time.sleep(poll_s)

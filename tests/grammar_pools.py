@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import pathlib
 import time
 from collections.abc import Callable
 
 import numpy as np
+import pytest
 
 from structured.backend import Grammar, make_backend
+from structured.config import PoolConfig
 from structured.constraint import ConstraintSpec
 from structured.grammar_worker import SessionStart, TrackedSession
 from structured.pool import GrammarPool
 from structured.vocabulary import Vocabulary
 from tests.patience import PATIENCE_S, wait_until
+from tests.sharing import shared
 
 DEMO = pathlib.Path(__file__).parents[1] / "configs" / "demo" / "target"
 VOCAB_SIZE = 4160
@@ -23,6 +27,78 @@ EOS = 2
 
 MakePool = Callable[..., GrammarPool]
 """What the fixture `make_pool` is."""
+
+PLUGIN = pathlib.Path(__file__).parent / "plugin"
+MAX_IDLE = 3
+"""Pools that wait for a test that asks for the same; each has processes."""
+IDLE_S = 10.0
+"""How long a pool may take to hear that its sessions have ended."""
+
+
+def share_ray() -> None:
+    """Starts a Ray for this process unless one runs: that of `manta serve`, whose actors find the example backend."""
+    from cluster import own_ray
+
+    def start() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", os.pathsep.join([str(PLUGIN), str(PLUGIN.parents[1])]))
+            own_ray.start(num_cpus=4)
+
+    shared("ray", start, lambda _: own_ray.stop())
+
+
+class Pools:
+    """Makes grammar pools of one form. Over actors, a pool that a test leaves as it got it serves the next test that
+    asks for the same, since actors take seconds to start.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, actors: bool) -> None:
+        self._vocabulary = vocabulary
+        self._actors = actors
+        self._used: list[tuple[tuple, GrammarPool]] = []
+        self._idle: dict[tuple, GrammarPool] = {}
+        """By what was asked for, the oldest first."""
+
+    def make(self, num_sessions: int = 16, num_drafts: int = 0, num_forced: int = 0, **options: float) -> GrammarPool:
+        """Returns when its workers are ready."""
+        asked = (num_sessions, num_drafts, num_forced, *sorted(options.items()))
+        pool = self._idle.pop(asked, None)
+        if pool is None:
+            config = PoolConfig(**options)  # type: ignore[arg-type]
+            pool = GrammarPool(config, self._vocabulary, num_sessions, self._actors, num_drafts, num_forced)
+        self._used.append((asked, pool))
+        wait_until(lambda: all(worker.transport.is_ready() for worker in pool.workers))
+        return pool
+
+    def give_back(self) -> None:
+        """At the end of a test."""
+        for asked, pool in self._used:
+            if self._actors and asked not in self._idle and is_as_new(pool):
+                self._idle[asked] = pool
+            else:
+                pool.close()
+        self._used = []
+        while len(self._idle) > MAX_IDLE:
+            self._idle.pop(next(iter(self._idle))).close()
+
+    def close(self) -> None:
+        for pool in self._idle.values():
+            pool.close()
+
+
+def is_as_new(pool: GrammarPool) -> bool:
+    """Ends the pool's sessions, and tells whether it is in the state of a new one."""
+    for session_id in pool.session_ids:
+        pool.end(session_id)
+    pool.prepare([])  # sends the news
+    deadline = time.monotonic() + IDLE_S
+    while (pool.num_replaced, pool.num_given_up, len(pool.workers)) == (0, 0, pool.config.num_workers):
+        if pool.num_slots_in_use == 0:
+            return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return False
 
 
 def example(**options: object) -> SessionStart:

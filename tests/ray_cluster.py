@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -38,6 +39,13 @@ class RayCluster:
         """A command with its arguments."""
         words = [str(word) for word in command]
         return subprocess.run(words, env=self.environment, capture_output=True, text=True, timeout=PATIENCE_S)
+
+    def get(self, path: str) -> Any:
+        """What the dashboard answers, decoded. Ray's commands ask it too, and take seconds to start."""
+        token = (pathlib.Path(self.environment["HOME"]) / ".ray" / "auth_token").read_text().strip()
+        request = urllib.request.Request(self.address + path, headers={"Authorization": f"Bearer {token}"})
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+            return json.loads(answer.read())
 
 
 def _autoscaler(cluster: RayCluster, node_types: dict[str, Any]) -> dict[str, Any]:

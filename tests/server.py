@@ -5,7 +5,6 @@ The example grammar backend of tests/plugin is installed there.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import pathlib
@@ -18,6 +17,7 @@ import psutil
 from benchmarks.processes import free_port
 from tests.checkpoints import checkpoint
 from tests.patience import PATIENCE_S
+from tests.sharing import shared
 
 SETTINGS = ("engine.dtype=float32", "engine.kv_cache_bytes=8388608", "engine.num_threads=1")
 """Of every server of the tests; later ones count."""
@@ -95,7 +95,6 @@ class Server(Client):
             self.process.communicate(timeout=PATIENCE_S)
 
 
-@functools.cache
 def shared_server() -> Server:
-    """Started at first use; `tests/conftest.py` stops it when the session ends."""
-    return Server("engine.max_num_sequences=16", "engine.max_num_waiting=300")
+    """Started at first use; `tests/sharing.py` says when it is stopped."""
+    return shared("server", lambda: Server("engine.max_num_sequences=16", "engine.max_num_waiting=300"), Server.stop)

@@ -34,16 +34,18 @@ def with_tensor(folder: pathlib.Path, to: pathlib.Path, name: str, value: float)
     return to
 
 
+QUICK = (("llama", "float32"), ("llama", "bfloat16"), ("qwen3", "float32"), ("gpt_neox", "float32"))
+"""One of our own models in both types, one with further layers, and one through transformers."""
+
+
 @pytest.mark.parametrize(
-    "family",
+    ("family", "dtype"),
     [
-        "llama",
-        "qwen3",
-        "gpt_neox",
-        *(pytest.param(name, marks=pytest.mark.prove) for name in ("mistral", "qwen2", "mixtral", "gpt2")),
+        pytest.param(family, dtype, marks=[] if (family, dtype) in QUICK else pytest.mark.prove)
+        for family in ("llama", "qwen3", "gpt_neox", "mistral", "qwen2", "mixtral", "gpt2")
+        for dtype in ("float32", "bfloat16")
     ],
 )
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_step_of_one_layer_runs(family: str, dtype: str) -> None:
     assert check_model(config(checkpoint(family), dtype=dtype)).step_seconds > 0
 

@@ -11,7 +11,7 @@ from cluster.llm import LLM, SamplingParams
 from tests.patience import PATIENCE_S
 from tests.server import Server, shared_server
 
-NUM_REQUESTS = 200
+NUM_REQUESTS = 120
 
 
 async def send(server: Server, number: int, leave_after: float | None) -> None:

@@ -5,11 +5,9 @@ The load is the one of `manta bench faults`, which also says what the others' ti
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from benchmarks.faults import COSTLY, FaultLoad, start_ray
+from benchmarks.faults import COSTLY, FaultLoad
 from cluster.llm import LLM
 from tests.checkpoints import checkpoint
 from tests.patience import wait_until
@@ -33,11 +31,8 @@ def threads(plugin: None) -> FaultLoad:
 
 
 @pytest.fixture(scope="module")
-def actors(plugin: None) -> Iterator[FaultLoad]:
-    ray = pytest.importorskip("ray")
-    start_ray()
-    yield make_load("actors")
-    ray.shutdown()
+def actors(local_ray: None) -> FaultLoad:
+    return make_load("actors")
 
 
 @pytest.mark.parametrize("fault", ["raise", "hang", *COSTLY])

@@ -20,7 +20,7 @@ from tests.fuzz.shrink import shrink
 
 pytestmark = pytest.mark.usefixtures("plugin", "quiet")
 
-NUM_SEEDS = 36
+NUM_SEEDS = 24
 """Of the whole suite, in groups small enough for a slow machine."""
 GROUP = 6
 SHRINK_SECONDS = 30.0

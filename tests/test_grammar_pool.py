@@ -26,6 +26,7 @@ from tests.grammar_pools import EOS, VOCAB_SIZE, MakePool, allowed, bits, end_al
 from tests.patience import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.usefixtures("plugin")
+ACTORS = pytest.mark.parametrize("make_pool", ["actors"], indirect=True)
 
 
 def test_rows_arrive_and_follow_the_tokens(make_pool: MakePool) -> None:
@@ -265,65 +266,57 @@ def test_when_every_worker_hangs_sessions_fail_until_one_has_ended(
     assert (pool.num_given_up, pool.num_lost_slots) == (0, 0)
 
 
-def test_a_killed_actor_is_replaced_and_its_sessions_are_replayed(local_ray: None, vocabulary: Vocabulary) -> None:
-    pool = GrammarPool(PoolConfig(), vocabulary, 16, actors=True)
-    try:
-        wait_until(lambda: all(worker.transport.is_ready() for worker in pool.workers))
-        for session_id in range(8):
-            pool.start(session_id, example(allowed=[10 + session_id, 50 + session_id]))
-        outputs: dict[int, list[int]] = {session_id: [] for session_id in range(8)}
-        for step in range(12):
-            pool.prepare(outputs.items())
-            if step in (3, 8):
-                pid = max(pool.workers, key=lambda worker: len(worker.sessions)).transport.pid
-                assert pid is not None
-                os.kill(pid, signal.SIGKILL)
-            finish(pool, list(outputs))
-            for session_id, output in outputs.items():
-                assert pool.error(session_id) is None
-                assert allowed(pool, session_id) == [10 + session_id, 50 + session_id]
-                output.append(random.Random(step).choice([10 + session_id, 50 + session_id]))
-        assert pool.num_replaced >= 1
-        end_all(pool)
-    finally:
-        pool.close()
+@ACTORS
+def test_a_killed_actor_is_replaced_and_its_sessions_are_replayed(make_pool: MakePool) -> None:
+    pool = make_pool()
+    for session_id in range(8):
+        pool.start(session_id, example(allowed=[10 + session_id, 50 + session_id]))
+    outputs: dict[int, list[int]] = {session_id: [] for session_id in range(8)}
+    for step in range(12):
+        pool.prepare(outputs.items())
+        if step in (3, 8):
+            pid = max(pool.workers, key=lambda worker: len(worker.sessions)).transport.pid
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+        finish(pool, list(outputs))
+        for session_id, output in outputs.items():
+            assert pool.error(session_id) is None
+            assert allowed(pool, session_id) == [10 + session_id, 50 + session_id]
+            output.append(random.Random(step).choice([10 + session_id, 50 + session_id]))
+    assert pool.num_replaced >= 1
+    end_all(pool)
 
 
-def test_a_session_that_kills_its_workers_fails_alone(local_ray: None, vocabulary: Vocabulary) -> None:
-    pool = GrammarPool(PoolConfig(), vocabulary, 16, actors=True)
-    try:
-        wait_until(lambda: all(worker.transport.is_ready() for worker in pool.workers))
-        pool.start(0, example(at={"1": "exit"}))
-        pool.start(1, example())
-        pool.prepare([(0, []), (1, [])])
-        finish(pool, [0, 1])
-        pool.prepare([(0, [5])])
-        finish(pool, [0])
-        assert "grammar workers died over its mask" in (pool.error(0) or "")
-        pool.prepare([(1, [5, 6])])
-        finish(pool, [1])
-        assert pool.error(1) is None
-    finally:
-        pool.close()
+@ACTORS
+def test_a_session_that_kills_its_workers_fails_alone(make_pool: MakePool) -> None:
+    pool = make_pool()
+    pool.start(0, example(at={"1": "exit"}))
+    pool.start(1, example())
+    pool.prepare([(0, []), (1, [])])
+    finish(pool, [0, 1])
+    pool.prepare([(0, [5])])
+    finish(pool, [0])
+    assert "grammar workers died over its mask" in (pool.error(0) or "")
+    pool.prepare([(1, [5, 6])])
+    finish(pool, [1])
+    assert pool.error(1) is None
 
 
-def test_grammar_actors_import_neither_torch_nor_transformers(local_ray: None, vocabulary: Vocabulary) -> None:
+@ACTORS
+def test_grammar_actors_import_neither_torch_nor_transformers(make_pool: MakePool) -> None:
     import ray
 
     from structured.transport import ActorTransport
 
-    pool = GrammarPool(PoolConfig(num_workers=1), vocabulary, 4, actors=True)
-    try:
-        pool.start(0, llguidance("a+"))
-        pool.prepare([(0, [])])
-        finish(pool, [0])
-        transport = max(pool.workers, key=lambda worker: len(worker.sessions)).transport
-        assert isinstance(transport, ActorTransport)
-        modules = ray.get(transport._actor.__ray_call__.remote(lambda self: list(__import__("sys").modules)))
-        assert "llguidance" in modules
-        assert not {"torch", "transformers"} & set(modules)
-    finally:
-        pool.close()
+    pool = make_pool(num_workers=1)
+    pool.start(0, llguidance("a+"))
+    pool.prepare([(0, [])])
+    finish(pool, [0])
+    transport = max(pool.workers, key=lambda worker: len(worker.sessions)).transport
+    assert isinstance(transport, ActorTransport)
+    modules = ray.get(transport._actor.__ray_call__.remote(lambda self: list(__import__("sys").modules)))
+    assert "llguidance" in modules
+    assert not {"torch", "transformers"} & set(modules)
 
 
 def test_the_constraint_begins_after_the_marker_and_a_rollback_undoes_it(vocabulary: Vocabulary) -> None:

@@ -76,7 +76,8 @@ def test_an_end_token_among_drafts_has_no_row_behind_it(make_pool: MakePool, voc
 def test_drafts_beyond_the_slots_have_no_rows_and_sessions_lose_none(
     make_pool: MakePool, vocabulary: Vocabulary
 ) -> None:
-    pool = make_pool(num_sessions=2, num_drafts=3, migrate_seconds=30.0)  # a move would leave slots behind
+    # One worker, and patience: a session that moves would leave slots behind.
+    pool = make_pool(num_sessions=2, num_drafts=3, num_workers=1, migrate_seconds=30.0)
     ones = spelled(vocabulary, "11111")
     for session_id in range(2):
         pool.start(session_id, llguidance("1+"))
@@ -84,7 +85,7 @@ def test_drafts_beyond_the_slots_have_no_rows_and_sessions_lose_none(
     finish_drafts(pool, [0, 1])
     assert sorted(len(pool.draft_rows(session_id)[0]) for session_id in range(2)) == [1, 5]
     end_all(pool)
-    plain = make_pool(num_sessions=2)
+    plain = make_pool(num_sessions=2, num_workers=1)
     assert plain.buffer.shape.num_slots == pool.buffer.shape.num_slots - 6
     plain.start(0, llguidance("1+"))
     plain.prepare([(0, [])], {0: ones})
@@ -130,7 +131,7 @@ def test_what_fails_over_a_draft_costs_its_own_session_only(make_pool: MakePool,
 
 
 def test_a_draft_over_which_the_grammar_raises_leaves_the_session_as_it_was(make_pool: MakePool) -> None:
-    pool = make_pool(num_drafts=3)
+    pool = make_pool(num_drafts=4)
     pool.start(0, example(on={"6": "raise"}))
     for length in range(4):
         pool.prepare([(0, [5] * length)], {0: [7, 6, 5]})
@@ -238,7 +239,7 @@ def test_a_session_looks_past_choices_less_often_if_nothing_is_forced(vocabulary
 
 
 def test_forced_tokens_are_not_looked_for_where_nobody_asks(make_pool: MakePool) -> None:
-    pool = make_pool()
+    pool = make_pool(num_drafts=4)
     pool.start(0, llguidance("customer identification"))
     pool.prepare([(0, [])])
     finish_all(pool)

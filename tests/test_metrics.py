@@ -1,11 +1,12 @@
-"""`/metrics`: overlapping scrapes, engines that restart, several ingresses, and the configured limits."""
+"""`/metrics`: overlapping scrapes, engines that restart, several ingresses, and the configured limits.
+
+`tests/test_resume.py` asks several ingresses of a live application.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import math
-from collections.abc import Iterator
 
 import msgspec
 import pytest
@@ -16,7 +17,6 @@ from cluster.engine.request import FinishStatus
 from cluster.engine.stats import DraftCounts, EngineStats
 from cluster.http.metrics import Metrics, numbers
 from tests.local_server import local_server
-from tests.server import Server
 from tests.test_engine import make_engine
 
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -148,32 +148,3 @@ def test_a_counter_does_not_fall_where_an_engine_restarts() -> None:
     assert hits(("a", 50), ("b", 25)) == 75
     assert hits(("a", 75), ("c", 25)) == 125
     assert hits(("c", 50)) == 150
-
-
-# ---- several ingresses behind Serve's proxy ------------------------------------------------------------------------
-
-PROMPT = list(range(5, 25))
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    server = Server("num_ingress_replicas=2", "http_server=proxy")
-    yield server
-    server.stop()
-
-
-def test_any_ingress_shows_what_all_of_them_counted(server: Server) -> None:
-    body = {"model": server.model, "prompt": PROMPT, "max_tokens": 40, "ignore_eos": True, "temperature": 0}
-    with concurrent.futures.ThreadPoolExecutor(8) as clients:
-        answers = list(clients.map(lambda _: server.post("/v1/completions", body), range(32)))
-    assert {status for status, _, _ in answers} == {200}
-    for _ in range(8):  # the proxy asks one or the other
-        found = series(server.get("/metrics"))
-        tokens = [value for (name, _), value in found.items() if name == "manta:generation_tokens_total"]
-        assert len(tokens) == 2
-        assert sum(tokens) == 32 * 40
-        assert min(tokens) > 0, "the test needs both"
-        queries = [value for (name, _), value in found.items() if name == "manta:prefix_cache_queries_total"]
-        assert sum(queries) == 32 * len(PROMPT), "whichever ingress answers, nothing is counted twice"
-        assert found["manta:num_requests_running", ()] == found["manta:kv_cache_usage_perc", ()] == 0
-    assert server.get("/health") == '{"status":"ok"}'

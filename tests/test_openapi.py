@@ -1,9 +1,11 @@
-"""`/openapi.json` beside a live server: each error that can be provoked is documented, and its body fits the schema."""
+"""`/openapi.json` beside a live server: each error that can be provoked is documented, and its body fits the schema.
+
+`tests/test_serve_command.py` asks while an engine is dead.
+"""
 
 from __future__ import annotations
 
 import json
-import pathlib
 import threading
 import time
 from collections.abc import Iterator
@@ -11,13 +13,15 @@ from typing import Any
 
 import httpx
 import jsonschema
-import psutil
+import numpy as np
 import pytest
+import torch
 
 from tests.checkpoints import VOCAB_SIZE
 from tests.documented import Document
+from tests.local_server import ThreadedServer
 from tests.patience import PATIENCE_S
-from tests.server import Server, shared_server
+from tests.server import Client, shared_server
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 BODIES: dict[str, dict[str, Any]] = {
@@ -30,28 +34,30 @@ GETS = ("/v1/models", "/v1/models/{model}", "/health", "/status", "/metrics", "/
 OPEN = ("/health", "/status", "/metrics", "/openapi.json")
 GENERATING = ("/v1/chat/completions", "/v1/completions")
 
-PROCESSORS = """
-import time
-
 
 class Failing:
-    def __init__(self, arguments, prompt_token_ids, output_token_ids, vocab_size):
+    """A logits processor that always fails."""
+
+    def __init__(
+        self, arguments: dict[str, Any], prompt_token_ids: np.ndarray, output_token_ids: np.ndarray, vocab_size: int
+    ) -> None:
         pass
 
-    def __call__(self, output_token_ids, logits):
+    def __call__(self, output_token_ids: np.ndarray, logits: torch.Tensor) -> None:
         raise RuntimeError("this processor always fails")
 
 
 class Slow(Failing):
-    def __call__(self, output_token_ids, logits):
+    """A logits processor that takes 20 ms a token."""
+
+    def __call__(self, output_token_ids: np.ndarray, logits: torch.Tensor) -> None:
         time.sleep(0.02)
-"""
 
 
 class Documented:
     """A server asked through its own document."""
 
-    def __init__(self, server: Server, **headers: str) -> None:
+    def __init__(self, server: Client, **headers: str) -> None:
         self.server = server
         self.http = httpx.Client(base_url=server.url, headers=headers, trust_env=False, timeout=PATIENCE_S)
         self.document = self.http.get("/openapi.json").json()
@@ -81,20 +87,17 @@ def shared() -> Documented:
 
 
 @pytest.fixture(scope="module")
-def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Documented]:
+def narrow() -> Iterator[Documented]:
     """A server with a key, little patience, room for one request, a processor that fails and one that takes long."""
-    folder: pathlib.Path = tmp_path_factory.mktemp("processors")
-    (folder / "processors_of_the_test.py").write_text(PROCESSORS)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(folder))
         patch.setenv("MANTA_API_KEYS", "a-secret-of-the-test")
-        server = Server(
+        server = ThreadedServer(
             "request_timeout_s=1",
             "max_body_bytes=10000",
             "health_bound_s=0.000001",
             "engine.max_num_sequences=1",
             "engine.max_num_waiting=0",
-            "engine.logits_processors={failing: processors_of_the_test:Failing, slow: processors_of_the_test:Slow}",
+            f"engine.logits_processors={{failing: {__name__}:Failing, slow: {__name__}:Slow}}",
         )
     yield Documented(server, authorization="Bearer a-secret-of-the-test")
     server.stop()
@@ -172,17 +175,3 @@ def test_time_limits_full_queues_and_failures_inside_are_documented(narrow: Docu
             thread.join()
         assert {408, 429} <= set(statuses)
         assert 503 in health, "no engine steps a million times a second"
-
-
-def test_an_engine_that_dies_is_documented(narrow: Documented) -> None:
-    children = psutil.Process(narrow.server.process.pid).children(recursive=True)
-    (engine,) = [each for each in children if "manta:engine" in " ".join(each.cmdline())]
-    engine.kill()
-    deadline = time.monotonic() + PATIENCE_S
-    statuses: set[int] = set()
-    while time.monotonic() < deadline:
-        statuses |= {narrow.ask("/health"), narrow.ask("/metrics")}
-        if 503 in statuses and narrow.ask("/metrics") == 200:
-            break
-        time.sleep(0.2)
-    assert 503 in statuses

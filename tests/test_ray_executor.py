@@ -23,6 +23,7 @@ import numpy as np
 import psutil
 import pytest
 
+from cluster import own_ray
 from cluster.config import EngineConfig
 from cluster.engine.engine import EngineDead
 from cluster.engine.overlap.engine import OverlappedEngine
@@ -132,8 +133,9 @@ def nodes() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     os.environ.setdefault("RAY_worker_niceness", "0")
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
-    cluster.add_node(num_cpus=1)
+    with own_ray._without_extras():
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+        cluster.add_node(num_cpus=1)
     ray.init(cluster.address, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": ROOT}})
     cluster.wait_for_nodes()
     yield cluster
@@ -307,17 +309,17 @@ def test_ranks_that_find_no_place_are_told_in_a_sentence(llm: LLM, monkeypatch: 
 
 
 def test_what_is_wrong_with_the_model_is_told_as_without_ranks(llm: LLM, tmp_path: pathlib.Path) -> None:
-    """The group of the engine at hand tries to load another model. An engine that cannot be rebuilt says so, and its
-    ranks leave.
+    """The group of the engine at hand tries to load another model once a rank has died. An engine that cannot be
+    rebuilt says so, and its ranks leave.
     """
     ranks = executor(llm)
     pids = ranks._ranks.pids
     ranks._group._config = msgspec.structs.replace(ranks._group._config, model=str(tmp_path))
-    with pytest.raises(ModelError, match=r"config\.json"):
-        ranks._group.start()
-    submit(llm)
-    with pytest.raises(EngineDead, match=r"the ranks could not be rebuilt: ModelError: .*config\.json"):
-        llm.step()
+    ids = submit(llm)
+    os.kill(pids[1], signal.SIGKILL)
+    with pytest.raises(EngineDead, match=r"the ranks could not be rebuilt: ModelError: .*config\.json") as dead:
+        finish(llm, ids)
+    assert isinstance(dead.value.__cause__, ModelError), "raised as if it had been loaded here"
     assert not llm.engine.alive
     wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
 
@@ -354,7 +356,7 @@ def test_the_device_is_known_before_anything_is_placed(device: Any, num_gpus: in
 @pytest.mark.parametrize("end", ["dies", pytest.param("lives", marks=pytest.mark.prove)])
 def test_no_rank_outlives_its_engine(nodes: Any, end: str) -> None:
     """Neither its process nor its claim, be the process of the engine killed or go on."""
-    wait_until(lambda: ray.available_resources().get("CPU") == 3)
+    wait_until(lambda: ray.available_resources().get("CPU") == 3, poll_s=0.1)
     command = [sys.executable, "-c", DRIVER, str(checkpoint("llama")), end]
     environment = {**os.environ, "RAY_ADDRESS": nodes.address, "PYTHONPATH": ROOT}
     driver = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True)
@@ -371,7 +373,7 @@ def test_no_rank_outlives_its_engine(nodes: Any, end: str) -> None:
         else:
             driver.kill()
         wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
-        wait_until(lambda: ray.available_resources().get("CPU") == 3)
+        wait_until(lambda: ray.available_resources().get("CPU") == 3, poll_s=0.1)
     finally:
         driver.kill()
         driver.communicate()
@@ -380,7 +382,7 @@ def test_no_rank_outlives_its_engine(nodes: Any, end: str) -> None:
 @pytest.mark.prove
 def test_the_ranks_of_a_node_that_goes_find_another_place(nodes: Any, expected: list[Any]) -> None:
     """The last test of these nodes, for one of them is no more."""
-    wait_until(lambda: ray.available_resources().get("CPU") == 3)
+    wait_until(lambda: ray.available_resources().get("CPU") == 3, poll_s=0.1)
     llm = make_llm(tensor_parallel_size=2, placement_strategy="SPREAD")
     ids = submit(llm)
     for _ in range(4):

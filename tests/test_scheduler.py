@@ -26,7 +26,7 @@ from workers.sampling_params import SamplingParams
 from workers.step import RowError, StepInput, StepOutput
 
 BLOCK_SIZE = 4
-EXAMPLES = 20_000 if os.environ.get("MANTA_PROVE") == "1" else 500
+EXAMPLES = 20_000 if os.environ.get("MANTA_PROVE") == "1" else 200
 
 
 def next_token(tokens: list[int], seed: int = 0) -> int:

@@ -1,4 +1,4 @@
-"""Drafts in a live server: answers as without them, usage as OpenAI reports predictions, counters by proposer."""
+"""Drafts over HTTP: answers as without them, usage as OpenAI reports predictions, counters by proposer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from openai import OpenAI
 
 from benchmarks.demo_model.data import ORDER_SCHEMA, held_out
 from cluster.llm import LLM, SamplingParams
-from tests.server import Server
+from tests.local_server import ThreadedServer
 from workers.checkpoints.model_config import resolve_model_folder
 
 TARGET = resolve_model_folder("demo")
@@ -23,18 +23,20 @@ SPECULATIVE = {
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    server = Server(f"engine.speculative={json.dumps(SPECULATIVE)}", "engine.kv_cache_bytes=67108864", folder=TARGET)
+def server() -> Iterator[ThreadedServer]:
+    server = ThreadedServer(
+        f"engine.speculative={json.dumps(SPECULATIVE)}", "engine.kv_cache_bytes=67108864", folder=TARGET
+    )
     yield server
     server.stop()
 
 
 @pytest.fixture
-def client(server: Server) -> OpenAI:
+def client(server: ThreadedServer) -> OpenAI:
     return OpenAI(base_url=f"{server.url}/v1", api_key="none")
 
 
-def test_answers_are_those_without_drafts_and_usage_counts_them(server: Server, client: OpenAI) -> None:
+def test_answers_are_those_without_drafts_and_usage_counts_them(server: ThreadedServer, client: OpenAI) -> None:
     samples = [held_out("order", 1, seed=index)[0] for index in range(3)]
     plain = LLM("demo", dtype="float32", kv_cache_bytes=2**26)
     prompts = [plain.tokenizer.apply_chat_template(list(each.messages)) for each in samples]
@@ -53,7 +55,7 @@ def test_answers_are_those_without_drafts_and_usage_counts_them(server: Server, 
         assert details.rejected_prediction_tokens is not None
 
 
-def test_streamed_json_has_usage_too(server: Server, client: OpenAI) -> None:
+def test_streamed_json_has_usage_too(server: ThreadedServer, client: OpenAI) -> None:
     (sample,) = held_out("order", 1, seed=9)
     schema = {"name": "order", "schema": ORDER_SCHEMA, "strict": True}
     stream = client.chat.completions.create(
@@ -74,7 +76,7 @@ def test_streamed_json_has_usage_too(server: Server, client: OpenAI) -> None:
     assert usage.completion_tokens_details.accepted_prediction_tokens
 
 
-def test_counters_name_proposer_and_place(server: Server) -> None:
+def test_counters_name_proposer_and_place(server: ThreadedServer) -> None:
     found = re.findall(r"^manta:(\S+?)_total\{(.*?)\} (\S+)$", server.get("/metrics"), re.MULTILINE)
     drafts = [(name, labels, float(value)) for name, labels, value in found if "proposer=" in labels]
     assert any(value > 0 for _, _, value in drafts), found

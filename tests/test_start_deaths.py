@@ -10,6 +10,7 @@ import pathlib
 import signal
 import subprocess
 import time
+import types
 import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,7 +19,7 @@ import pytest
 from ray.serve.schema import ApplicationStatusOverview, DeploymentStatusOverview, ReplicaState
 
 from benchmarks.processes import free_port
-from cluster.serve.start_watch import Outcome, Start
+from cluster.serve.start_watch import Outcome, Start, wait_until_running
 from tests.checkpoints import checkpoint
 from tests.fault_streams import Streams
 from tests.test_start_failures import serve
@@ -74,7 +75,7 @@ class Starting:
     def until(self, condition: Callable[[], bool]) -> None:
         while not condition():
             assert self.process.poll() is None, self.process.communicate()
-            time.sleep(0.02)
+            time.sleep(0.1)
 
     def _is_healthy(self) -> bool:
         with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=10) as response:
@@ -125,7 +126,9 @@ def test_an_engine_that_dies_after_the_first_answer_is_replaced_and_the_start_go
     assert "did not start" not in starting.stop()
 
 
+@pytest.mark.prove
 def test_an_engine_that_cannot_start_beside_one_that_answers_is_a_warning(starting: Starting) -> None:
+    """`test_the_failure_of_a_replica_beside_one_that_answers_is_logged_once` looks at the same without engines."""
     (starting.starts / "broken").touch()
     (starting.starts / "open").touch()
     starting.is_ready()
@@ -184,6 +187,22 @@ def test_ready_replicas_of_the_version_before_do_not_hide_that_an_update_fails()
     updated = Start(updates=True)
     assert updated.look(seen("DEPLOY_FAILED", engine=DEATH, ingress=STARTING))[0] == WAITS
     assert updated.look(seen("DEPLOY_FAILED", engine=STOPPED, ingress=READY))[0] == FAILED
+
+
+def test_the_failure_of_a_replica_beside_one_that_answers_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The start ends well all the same, once Serve says that it goes on trying."""
+    looks = iter([(STARTING, STARTING), (CANNOT_AGAIN, STARTING), (CANNOT_AGAIN, READY)])
+
+    def status() -> types.SimpleNamespace:
+        engine, ingress = next(looks)
+        return types.SimpleNamespace(applications={"manta": seen("DEPLOYING", engine=engine, ingress=ingress)})
+
+    monkeypatch.setattr("cluster.serve.start_watch.serve.status", status)
+    wait_until_running("manta")
+    (record,) = caplog.records
+    assert "a replica of the engine did not start, and Serve tries again: ValueError: no" in record.getMessage()
 
 
 def test_engines_alone_have_served_without_an_ingress() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import pathlib
@@ -16,8 +17,12 @@ import psutil
 import pytest
 
 from benchmarks.processes import free_port
+from cluster.config import EngineConfig, ServeConfig
+from cluster.serve.ingress import ListeningIngress
+from cluster.serve.start_failure import InWords
 from tests.checkpoints import checkpoint
 from tests.conftest import PROVE
+from tests.local_server import Handle
 from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.timeout(900)
@@ -149,6 +154,22 @@ def test_a_tensor_that_is_missing_is_named(tmp_path: pathlib.Path) -> None:
     assert "the engine did not start: tensor model.layers.3.input_layernorm.weight of shape [64] is missing" in said
 
 
+def test_an_ingress_whose_port_is_taken_says_so_at_its_first_check() -> None:
+    """Serve takes that for a start that failed, as the next test shows."""
+
+    async def check(port: int) -> None:
+        config = ServeConfig(engine=EngineConfig(model=str(checkpoint("llama"))), port=port)
+        await ListeningIngress(config, Handle()).check_health()
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(InWords, match=f"^port {port} on 127.0.0.1 is in use by another program; .* --port"):
+            asyncio.run(check(port))
+
+
+@pytest.mark.prove
 def test_a_port_that_is_taken_while_ray_starts_is_named() -> None:
     port = free_port()
     process = serve(f"engine.model={checkpoint('llama')}", f"port={port}")

@@ -156,8 +156,9 @@ def test_an_update_that_fails_deletes_nothing_and_the_next_one_takes_over(cluste
 ENGINES = """
 import sys
 from cluster.config import EngineConfig, ServeConfig
-from cluster.serve import app, deployed
+from cluster.serve import app, deployed, joined_ray
 
+joined_ray.ANSWER_S = 600.0
 deployed.OWNER_PATIENCE_S = float(sys.argv[2])
 engine = EngineConfig(model=sys.argv[1], dtype="float32", kv_cache_bytes=8 << 20, num_threads=1)
 try:
@@ -199,7 +200,7 @@ def test_engines_of_a_batch_are_taken_over_from_a_command_that_was_killed_and_fr
 
 def statuses(cluster: RayCluster) -> dict[str, str]:
     """The status of each application, by name."""
-    found = yaml.safe_load(cluster.run("serve", "status", "--address", cluster.address).stdout)["applications"]
+    found = cluster.get("/api/serve/applications/")["applications"]
     return {name: application["status"] for name, application in found.items()}
 
 

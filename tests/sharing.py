@@ -1,0 +1,72 @@
+"""A live server and a Ray that the tests of several files share, and who ends them.
+
+Both take many seconds to start. A file shares one by naming the function or the fixture that starts it. The files that
+share one run one after the other, under xdist in the same worker, and it ends after the last of them. That saves starts
+and nothing else: a test passes alone and in any order, because whoever finds nothing running starts it.
+"""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import pytest
+
+T = TypeVar("T")
+
+NAMED = {"server": re.compile(r"\bshared_server\("), "ray": re.compile(r"\b(local_ray|make_pool)\b")}
+"""What a test file says that shares it, by the name of what it shares."""
+
+_running: dict[str, tuple[Any, Callable[[], None]]] = {}
+"""What runs and what ends it, by its name."""
+
+
+def shared(name: str, start: Callable[[], T], stop: Callable[[T], None]) -> T:
+    """What `start` returns, which is called if nothing with this name runs; `stop` takes it in the end."""
+    if name not in _running:
+        started = start()
+        _running[name] = started, functools.partial(stop, started)
+    return _running[name][0]
+
+
+def end(name: str) -> None:
+    """Ends what runs with this name, if anything does."""
+    if name in _running:
+        _, stop = _running.pop(name)
+        stop()
+
+
+@functools.cache
+def shared_by(path: pathlib.Path) -> str | None:
+    """The name of what the test file shares; None if it shares nothing."""
+    text = path.read_text()
+    return next((name for name, pattern in NAMED.items() if pattern.search(text)), None)
+
+
+def put_together(items: list[pytest.Item]) -> None:
+    """Orders tests so that files that share something follow the first of them."""
+    first: dict[str, int] = {}
+    places = [first.setdefault(shared_by(item.path) or str(item.path), place) for place, item in enumerate(items)]
+    items[:] = [item for _, item in sorted(zip(places, items, strict=True), key=lambda each: each[0])]
+
+
+def end_behind(item: pytest.Item, next_item: pytest.Item | None) -> None:
+    """Ends what the file of a test shares, unless the file of the next test shares it too."""
+    name = shared_by(item.path)
+    if name is not None and (next_item is None or shared_by(next_item.path) != name):
+        end(name)
+
+
+def make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """What xdist distributes tests with: it gives a file to one worker, and so all files that share something."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return shared_by(config.rootpath / file) or file
+
+    return Scheduling(config, log)
