@@ -24,6 +24,8 @@ import psutil
 import pytest
 
 from benchmarks.processes import free_port
+from cluster.serve import joined_ray
+from cluster.serve.start_failure import StartFailed
 from tests.checkpoints import checkpoint
 from tests.conftest import PROVE
 from tests.patience import PATIENCE_S
@@ -85,9 +87,6 @@ def joining(
     ("environment", "words"),
     [
         ({"RAY_ADDRESS": "127.0.0.1:9"}, ["no Ray cluster answers at RAY_ADDRESS=127.0.0.1:9", "ray start"]),
-        ({"RAY_ADDRESS": "nowhere.invalid:6379"}, ["no Ray cluster answers at RAY_ADDRESS=nowhere.invalid:6379"]),
-        ({"RAY_ADDRESS": "http://127.0.0.1:8265"}, ["no Ray cluster's address", "host:port"]),
-        ({"RAY_ADDRESS": "nonsense"}, ["nonsense", "host:port"]),
         ({"HOME": "/nowhere"}, ["wants a token and there is none here", "~/.ray/auth_token"]),
         ({"RAY_AUTH_TOKEN": "12345678"}, ["refuses this machine's token", "RAY_AUTH_TOKEN"]),
         ({"RAY_AUTH_TOKEN_PATH": "/nowhere"}, ["RAY_AUTH_TOKEN_PATH", "/nowhere"]),
@@ -102,6 +101,21 @@ def test_a_cluster_that_cannot_be_joined_is_told_in_a_sentence(
     assert not PROVE or time.monotonic() - started < SOON_S
     for word in words:
         assert word in said
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("nowhere.invalid:6379", ["no Ray cluster answers at RAY_ADDRESS=nowhere.invalid:6379"]),
+        ("http://127.0.0.1:8265", ["no Ray cluster's address", "host:port"]),
+        ("nonsense", ["nonsense", "host:port"]),
+    ],
+)
+def test_an_address_of_no_cluster_is_told_in_a_sentence(address: str, words: list[str]) -> None:
+    with pytest.raises(StartFailed) as failure:
+        joined_ray.start(address)
+    for word in words:
+        assert word in str(failure.value)
 
 
 @pytest.mark.prove
