@@ -18,6 +18,7 @@ import pytest
 
 from benchmarks.processes import free_port
 from cluster.config import EngineConfig, ServeConfig
+from cluster.http.access.prefix_scope import new_secret
 from cluster.serve.ingress import ListeningIngress
 from cluster.serve.start_failure import InWords
 from tests.checkpoints import checkpoint
@@ -159,7 +160,7 @@ def test_an_ingress_whose_port_is_taken_says_so_at_its_first_check() -> None:
 
     async def check(port: int) -> None:
         config = ServeConfig(engine=EngineConfig(model=str(checkpoint("llama"))), port=port)
-        await ListeningIngress(config, Handle()).check_health()
+        await ListeningIngress(config, Handle(), new_secret()).check_health()
 
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
