@@ -232,6 +232,12 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """
     host: str = "127.0.0.1"
     port: Annotated[int, Meta(ge=1, le=65535)] = 8000
+    tls_certificate: str | None = None
+    """PEM file with the certificate chain of the listener, which then speaks HTTPS; None for plain HTTP. It is loaded
+    again when the file changes.
+    """
+    tls_key: str | None = None
+    """PEM file with the certificate's private key, without a password."""
     served_model_name: str | None = None
     """Name in `/v1/models`; None takes the last part of `engine.model`."""
     num_engine_replicas: Count = 1
@@ -321,6 +327,14 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def __post_init__(self) -> None:
         for proxy in self.trusted_proxies:
             _check_network("trusted_proxies", proxy)
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            missing = "tls_key" if self.tls_key is None else "tls_certificate"
+            raise ValueError(f"{missing} is missing: HTTPS needs tls_certificate and tls_key, two PEM files")
+        if self.tls_certificate is not None and self.http_server == "proxy":
+            raise ValueError(
+                "tls_certificate is for the listener, and http_server is proxy: leave http_server out, or give the "
+                "certificate to what stands in front of Serve's proxies"
+            )
         if self.autoscaling is None:
             return
         if self.num_engine_replicas != 1:
@@ -333,6 +347,11 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 f"num_standby_replicas {self.num_standby_replicas} would serve whenever no other engine runs; with it "
                 "autoscaling.min_replicas must be at least 1"
             )
+
+    @property
+    def scheme(self) -> str:
+        """The scheme of the endpoint's URL: `http` or `https`."""
+        return "http" if self.tls_certificate is None else "https"
 
     @property
     def num_initial_engines(self) -> int:

@@ -166,11 +166,11 @@ def ready_message(config: ServeConfig, has_chat: bool = True) -> str:
     model that does not chat to complete.
     """
     host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
-    url = f"http://{f'[{host}]' if ':' in host else host}:{config.port}"
+    url = f"{config.scheme}://{f'[{host}]' if ':' in host else host}:{config.port}"
     name = config.model_name
     key = "YOUR-KEY" if config.api_keys else "none"
     chat_flags = "" if url == "http://127.0.0.1:8000" else f" --url {url}"
-    if host == "127.0.0.1" and chat_flags:
+    if host == "127.0.0.1" and chat_flags and config.scheme == "http":
         chat_flags = f" --port {config.port}"
     chat_key = "MANTA_API_KEY=YOUR-KEY " if config.api_keys else ""
     if has_chat:

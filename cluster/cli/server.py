@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ssl
+
 import httpx
 
 from cluster.cli.invocation import program
@@ -9,20 +11,29 @@ from cluster.cli.refusal import Refusal
 
 
 def connect(url: str, api_key: str | None = None, read_timeout_s: float | None = None) -> tuple[httpx.Client, str]:
-    """A client of the server at `url`, with or without its scheme and `/v1`, and its address. Nothing is asked yet.
-    Raises `Refusal` if `url` is none.
+    """Returns a client of the server at `url`, with or without its scheme and `/v1`, and its address.
+
+    Nothing is asked yet. A certificate is checked against the system's authorities and those of SSL_CERT_FILE. Raises
+    `Refusal` if `url` is none.
     """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     base = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
     timeout = httpx.Timeout(10.0, read=read_timeout_s)
     try:
-        return httpx.Client(base_url=base, headers=headers, timeout=timeout, trust_env=False), base
+        context = ssl.create_default_context()
+        return httpx.Client(base_url=base, headers=headers, timeout=timeout, trust_env=False, verify=context), base
     except (httpx.InvalidURL, ValueError) as error:
         raise Refusal(f"--url {url!r} is not a URL: {error}") from error
 
 
 def no_server(base: str, error: Exception) -> Refusal:
-    """That nothing answers there."""
+    """Returns the refusal of a command whose server does not answer, or shows a certificate that is not trusted."""
+    if "CERTIFICATE_VERIFY_FAILED" in str(error):
+        reason = str(error).rpartition("certificate verify failed: ")[2].partition(" (_ssl")[0]
+        return Refusal(
+            f"the certificate of {base} is not trusted ({reason}); name its authority's file in SSL_CERT_FILE, or ask "
+            "for the server by the name that its certificate has"
+        )
     return Refusal(
         f"no server answers at {base} ({error or type(error).__name__}); start one with '{program()} serve', or "
         "say where it listens with --url or --port"

@@ -42,6 +42,7 @@ from cluster.options import read_options
 from cluster.serve import deployed, joined_ray
 from cluster.serve.engine_deployment import engine_deployment
 from cluster.serve.ingress import ingress_deployment
+from cluster.serve.listening.tls import Certificate
 from cluster.serve.start_failure import StartFailed, unexpected
 from cluster.serve.start_watch import wait_until_running
 from cluster.version import version
@@ -56,7 +57,7 @@ _LOGGING = LoggingConfig(enable_access_log=False)
 
 
 def application(config: ServeConfig, nodes: list[int], shares_port: bool = True) -> serve.Application:
-    """Binds the application. Raises `ValueError` for API keys that are too weak and a storage that cannot be used.
+    """Binds the application. Raises `ValueError` for keys that are too weak, a certificate or a storage of no use.
 
     `nodes` are the cores of each node: they give the threads of an engine if the configuration does not. The ingresses
     take the connections if `http_server` is `listener`; else Serve's proxies do. Without `shares_port` nothing else may
@@ -64,6 +65,7 @@ def application(config: ServeConfig, nodes: list[int], shares_port: bool = True)
     """
     num_nodes = joined_ray.num_nodes() if ray.is_initialized() else 1
     config = with_storage(with_api_keys(_for_nodes(config, nodes, num_nodes)))
+    Certificate.of(config)
     standby = None
     if config.num_standby_replicas:
         engine = msgspec.structs.replace(config.engine, claims_cpus=False)
@@ -97,7 +99,12 @@ def _for_nodes(config: ServeConfig, nodes: list[int], num_nodes: int = 1) -> Ser
     if num_ingresses is None and not follow_engines:
         num_ingresses = num_nodes if listens else 1
     return msgspec.structs.replace(
-        config, engine=engine, served_model_name=config.model_name, num_ingress_replicas=num_ingresses
+        config,
+        engine=engine,
+        served_model_name=config.model_name,
+        num_ingress_replicas=num_ingresses,
+        tls_certificate=_absolute_file(config.tls_certificate),
+        tls_key=_absolute_file(config.tls_key),
     )
 
 
@@ -106,6 +113,8 @@ def build(options: dict[str, Any]) -> serve.Application:
     config = read_options(options, ServeConfig)
     nodes = node_cpus() if ray.is_initialized() else [num_cores()]
     if config.http_server != "listener":
+        if config.tls_certificate is not None:
+            raise ValueError("tls_certificate is for the listener: set http_server: listener, or give it to the proxy")
         # Where Serve listens its own options say, and `host` here says nothing of it.
         config = msgspec.structs.replace(config, allowed_hosts=config.allowed_hosts or ("*",))
     return application(config, nodes)
@@ -277,6 +286,10 @@ def stop() -> None:
         deployed.delete_own()
     finally:
         ray.shutdown()
+
+
+def _absolute_file(path: str | None) -> str | None:
+    return None if path is None else str(pathlib.Path(path).expanduser().resolve())
 
 
 def _absolute(name: str | None) -> Any:

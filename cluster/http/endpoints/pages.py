@@ -58,7 +58,7 @@ def _home(state: AppState, exchange: Exchange) -> Home:
     needs_key = bool(state.config.api_keys)
     name = None if needs_key else state.model_name
     host, root = exchange.headers.get("host", ""), exchange.root_path
-    url = f"http://{host or f'{state.config.host}:{state.config.port}'}{root}"
+    url = f"{state.config.scheme}://{host or f'{state.config.host}:{state.config.port}'}{root}"
     return Home(
         version=version(),
         model=name,

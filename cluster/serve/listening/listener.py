@@ -26,6 +26,7 @@ from cluster.config import ListenerLimits, ServeConfig
 from cluster.http.errors import ApiError
 from cluster.serve.listening.connections import Connections, within_file_limit
 from cluster.serve.listening.port import Port
+from cluster.serve.listening.tls import Certificate, Handshake
 
 KEEP_ALIVE_S = 90
 """An idle connection is kept for this long, as by Serve's proxy."""
@@ -224,11 +225,19 @@ class _Stopped(Exception):
     """The connection is refused."""
 
 
+def _protocol(
+    limits: ListenerLimits, others: Connections, certificate: Certificate | None, **options: Any
+) -> asyncio.Protocol:
+    """Makes the protocol of a connection; uvicorn gives the `options`."""
+    make = functools.partial(Connection, limits, others, **options)
+    return make() if certificate is None else Handshake(certificate, limits.header_timeout_s, others, make)
+
+
 class Listener(uvicorn.Server):
     """Serves an ASGI application in the running event loop, at a port that it shares with `peers` if they are named."""
 
     def __init__(self, app: Any, config: ServeConfig, peers: str | None = None) -> None:
-        limits = config.listener
+        limits, certificate = config.listener, Certificate.of(config)
         others = Connections(within_file_limit(limits.max_connections), limits.max_connections_per_address)
         super().__init__(
             uvicorn.Config(
@@ -236,7 +245,7 @@ class Listener(uvicorn.Server):
                 host=config.host,
                 port=config.port,
                 interface="asgi3",
-                http=functools.partial(Connection, limits, others),  # type: ignore[arg-type]
+                http=functools.partial(_protocol, limits, others, certificate),  # type: ignore[arg-type]
                 ws="none",
                 backlog=BACKLOG,
                 lifespan="off",
@@ -248,6 +257,7 @@ class Listener(uvicorn.Server):
             )
         )
         self._client_timeout_s = config.client_timeout_s
+        self._certificate = certificate
         self._port = Port(config.host, config.port, peers)
         self._listening: socket.socket | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -316,4 +326,6 @@ class Listener(uvicorn.Server):
         while not await self.on_tick(0):
             for connection in cast(list[Connection], list(self.server_state.connections)):
                 connection.look(self._client_timeout_s)
+            if self._certificate is not None:
+                self._certificate.refresh()
             await asyncio.sleep(TICK_S)
