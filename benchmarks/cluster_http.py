@@ -7,6 +7,7 @@ The same requests, in turns, to one server for each way in which connections rea
     2 ingresses   the same, two at one port
     proxy         the same cluster, through Serve's proxies (`http_server: proxy`)
     HAProxy       through Serve's HAProxy, which sends to the ingress what the proxies' processes would carry
+    TLS           as own Ray, over HTTPS
 
 The clusters run here, started as a person would (`ray start --head`), but for their workers' niceness: the clients run
 here too, and on a cluster they would not come before the engines. A ratio is to own Ray in the same round.
@@ -18,7 +19,9 @@ import contextlib
 import itertools
 import pathlib
 import shutil
+import ssl
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -65,6 +68,7 @@ class Way(NamedTuple):
     joins: bool
     options: Mapping[str, Any] = {}
     environment: dict[str, str] = {}
+    is_secured: bool = False
 
 
 WAYS = {
@@ -73,6 +77,7 @@ WAYS = {
     "2 ingresses": Way(joins=True, options={"num_ingress_replicas": 2}),
     "proxy": Way(joins=True, options={"http_server": "proxy"}),
     "HAProxy": Way(joins=True, options={"http_server": "proxy"}, environment=HAPROXY),
+    "TLS": Way(joins=False, is_secured=True),
 }
 ALL_WAYS = (*WAYS, OFFLINE)
 
@@ -120,7 +125,13 @@ class Server(ServerProcess):
             self._head = Head(environment)
             environment["RAY_ADDRESS"] = self._head.address
         setup = Setup(kv_cache_bytes=setup.kv_cache_bytes, max_model_len=setup.max_model_len, environment=environment)
-        super().__init__("manta", model, setup, free_port(), way.options)
+        options = dict(way.options)
+        if way.is_secured:
+            self._folder = tempfile.TemporaryDirectory()
+            certificate, key = make_certificate(pathlib.Path(self._folder.name))
+            options |= {"tls_certificate": str(certificate), "tls_key": str(key)}
+            self.tls = ssl.create_default_context(cafile=certificate)
+        super().__init__("manta", model, setup, free_port(), options)
         # An ingress answers before `manta serve` has asked all that it asks; paused in between, that would fail.
         self.wait_until_printed("Ctrl-C stops it.", START_S)
 
@@ -136,11 +147,20 @@ class Server(ServerProcess):
     def turn(self, prompts: Prompts, num_tokens: int) -> Figures:
         self.wait_until_healthy()  # HAProxy sends nothing to an ingress that was paused until it has answered again
         time.sleep(SETTLE_S)
-        load = run_load(self.port, self.model_name, prompts, num_tokens, len(prompts))
+        load = run_load(self.port, self.model_name, prompts, num_tokens, len(prompts), self.tls)
         num_events = len(load.ttft) + len(load.gaps)
         return Figures(
             num_events / load.seconds, statistics.median(load.gaps), statistics.median(load.ttft), load.generator_cores
         )
+
+
+def make_certificate(folder: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
+    """Makes a certificate of 127.0.0.1 that signs itself, and its key, by the program `openssl`."""
+    certificate, key = folder / "certificate.pem", folder / "key.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1", "-out", str(certificate)]
+    subprocess.run([*command, "-keyout", str(key)], check=True, capture_output=True)
+    return certificate, key
 
 
 class Offline(EngineProcess):

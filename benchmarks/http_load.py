@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import ssl
 import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, NamedTuple
@@ -34,15 +35,24 @@ class _Reply(NamedTuple):
     times: list[float]
 
 
-def run_load(port: int, model: str, prompts: list[list[int]], max_tokens: int, num_streams: int) -> LoadResult:
+def run_load(
+    port: int,
+    model: str,
+    prompts: list[list[int]],
+    max_tokens: int,
+    num_streams: int,
+    tls: ssl.SSLContext | None = None,
+) -> LoadResult:
     """Sends every prompt to `/v1/completions`, `num_streams` at a time, and reads the replies as they stream.
 
-    Raises `BenchmarkError` where a reply is not 200 or has other than `max_tokens` tokens.
+    With `tls` it speaks HTTPS. Raises `BenchmarkError` where a reply is not 200 or has other than `max_tokens` tokens.
     """
-    return asyncio.run(_run(port, model, prompts, max_tokens, num_streams))
+    return asyncio.run(_run(port, model, prompts, max_tokens, num_streams, tls))
 
 
-async def _run(port: int, model: str, prompts: list[list[int]], max_tokens: int, num_streams: int) -> LoadResult:
+async def _run(
+    port: int, model: str, prompts: list[list[int]], max_tokens: int, num_streams: int, tls: ssl.SSLContext | None
+) -> LoadResult:
     waiting = iter(prompts)
     ttft: list[float] = []
     gaps: list[float] = []
@@ -52,7 +62,7 @@ async def _run(port: int, model: str, prompts: list[list[int]], max_tokens: int,
         nonlocal num_tokens
         for prompt in waiting:
             sent = time.perf_counter()
-            reply = await _request(port, model, prompt, max_tokens)
+            reply = await _request(port, model, prompt, max_tokens, tls)
             if reply.num_tokens != max_tokens:
                 raise BenchmarkError(f"a reply has {reply.num_tokens} tokens where {max_tokens} were asked for")
             num_tokens += reply.num_tokens
@@ -65,7 +75,7 @@ async def _run(port: int, model: str, prompts: list[list[int]], max_tokens: int,
     return LoadResult(seconds, num_tokens, ttft, gaps, (time.process_time() - cpu) / seconds)
 
 
-async def _request(port: int, model: str, prompt: list[int], max_tokens: int) -> _Reply:
+async def _request(port: int, model: str, prompt: list[int], max_tokens: int, tls: ssl.SSLContext | None) -> _Reply:
     body = {
         "model": model,
         "prompt": prompt,
@@ -75,7 +85,7 @@ async def _request(port: int, model: str, prompt: list[int], max_tokens: int) ->
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    async with posted(port, "/v1/completions", body) as response:
+    async with posted(port, "/v1/completions", body, tls=tls) as response:
         if response.status != 200:
             answer = b"".join([piece async for piece in response.pieces])
             raise BenchmarkError(f"the server answered {response.status}: {answer[:500].decode()}")
@@ -92,12 +102,16 @@ class Response(NamedTuple):
 
 @contextlib.asynccontextmanager
 async def posted(
-    port: int, path: str, body: dict[str, Any], headers: Mapping[str, str] = {}
+    port: int,
+    path: str,
+    body: dict[str, Any],
+    headers: Mapping[str, str] = {},
+    tls: ssl.SSLContext | None = None,
 ) -> AsyncIterator[Response]:
     """Sends a JSON body on a connection of its own, which ends with the context."""
     more = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
     data = json.dumps(body).encode()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**20)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**20, ssl=tls)
     try:
         head = (
             f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"

@@ -15,6 +15,7 @@ import pathlib
 import random
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -283,6 +284,9 @@ class ServerProcess(Child):
     idle_share = 0.15
     """About the cores that Ray's processes use for their periodic checks."""
 
+    tls: ssl.SSLContext | None = None
+    """The client's side of HTTPS; None for a server that speaks HTTP."""
+
     def __init__(
         self, engine: str, model: str, setup: Setup, port: int, options: Mapping[str, Any] | None = None
     ) -> None:
@@ -302,13 +306,15 @@ class ServerProcess(Child):
         self.spins = engine != "vllm"
 
     def wait_until_healthy(self) -> None:
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        handlers = [] if self.tls is None else [urllib.request.HTTPSHandler(context=self.tls)]
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), *handlers)
+        scheme = "http" if self.tls is None else "https"
         begun = time.perf_counter()
         while time.perf_counter() - begun < START_TIMEOUT_S:
             if self.process.poll() is not None:
                 raise self.fail(f"the {self.engine} server ended with exit code {self.process.returncode}")
             try:
-                with opener.open(f"http://127.0.0.1:{self.port}/health", timeout=5) as response:
+                with opener.open(f"{scheme}://127.0.0.1:{self.port}/health", timeout=5) as response:
                     if response.status == 200:
                         return
             except (urllib.error.URLError, OSError):
