@@ -10,13 +10,16 @@ import asyncio
 import logging
 import pathlib
 import ssl
-from collections.abc import Callable
-from typing import cast
+import types
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from typing import Any, TypeVar, cast
 
 from cluster.config import ServeConfig
 from cluster.serve.listening.connections import Connections
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 
 class Certificate:
@@ -111,8 +114,17 @@ class Handshake(asyncio.Protocol):
         if not self._others.enter(self):
             self._transport.abort()
             return
-        self._transport.pause_reading()
-        self._task = asyncio.ensure_future(self._shake_hands(self._transport))
+        handshake = asyncio.get_running_loop().start_tls(
+            self._transport,
+            self,
+            self._certificate.context,
+            server_side=True,
+            ssl_handshake_timeout=self._timeout_s,
+        )
+        # Up to its first wait at once: then TLS's protocol is the transport's. uvloop reads from a connection as soon
+        # as this method returns, whether or not reading is paused.
+        waits_for = handshake.send(None)
+        self._task = asyncio.ensure_future(self._shake_hands(self._transport, _continued(handshake, waits_for)))
 
     def data_received(self, data: bytes) -> None:
         self._early += data
@@ -126,15 +138,9 @@ class Handshake(asyncio.Protocol):
             self._transport.abort()
         return True
 
-    async def _shake_hands(self, transport: asyncio.Transport) -> None:
+    async def _shake_hands(self, transport: asyncio.Transport, handshake: Awaitable[asyncio.Transport | None]) -> None:
         try:
-            secured = await asyncio.get_running_loop().start_tls(
-                transport,
-                self,
-                self._certificate.context,
-                server_side=True,
-                ssl_handshake_timeout=self._timeout_s,
-            )
+            secured = await handshake
         except (OSError, ssl.SSLError, TimeoutError):  # the client's fault: it left, or speaks no TLS that is taken
             transport.abort()
             return
@@ -148,3 +154,10 @@ class Handshake(asyncio.Protocol):
         protocol.connection_made(secured)
         if self._early:
             protocol.data_received(bytes(self._early))
+
+
+@types.coroutine
+def _continued(coroutine: Coroutine[Any, Any, Result], waits_for: Any) -> Generator[Any, Any, Result]:
+    """Returns an awaitable for a coroutine that has run up to its first wait, which is for `waits_for`."""
+    yield waits_for
+    return (yield from coroutine)  # type: ignore[misc]
