@@ -321,6 +321,11 @@ class Listener(uvicorn.Server):
                     raise
                 await asyncio.sleep(0.1)
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._certificate is not None:
+            self._certificate.end_handshakes()
+        await super().shutdown(sockets)
+
     async def main_loop(self) -> None:
         """Replaces uvicorn's loop, which wakes ten times a second."""
         while not await self.on_tick(0):

@@ -11,7 +11,7 @@ import logging
 import pathlib
 import ssl
 import types
-from collections.abc import Awaitable, Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator
 from typing import Any, TypeVar, cast
 
 from cluster.config import ServeConfig
@@ -28,6 +28,8 @@ class Certificate:
     def __init__(self, certificate: str, key: str) -> None:
         self._paths = pathlib.Path(certificate).expanduser(), pathlib.Path(key).expanduser()
         self._seen = self._stamps()
+        self.handshakes: set[Handshake] = set()
+        """The handshakes that are under way."""
         self.context = self._load()
         """The context of connections that begin now; established ones keep theirs."""
 
@@ -53,6 +55,11 @@ class Certificate:
             logger.warning("the certificate in use stays: %s", error)
         else:
             logger.warning("the certificate in %s was loaded again", self._paths[0])
+
+    def end_handshakes(self) -> None:
+        """Ends the connections that shake hands. In uvloop one whose client has gone would wait until its deadline."""
+        for handshake in list(self.handshakes):
+            handshake.give_way()
 
     def _load(self) -> ssl.SSLContext:
         certificate, key = self._paths
@@ -105,6 +112,7 @@ class Handshake(asyncio.Protocol):
         self._early = bytearray()
         """Decrypted bytes that came with the end of the handshake."""
         self._is_lost = False
+        certificate.handshakes.add(self)
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -112,6 +120,7 @@ class Handshake(asyncio.Protocol):
         peer = transport.get_extra_info("peername")
         self.address = str(peer[0]) if peer else ""
         if not self._others.enter(self):
+            self._certificate.handshakes.discard(self)
             self._transport.abort()
             return
         handshake = asyncio.get_running_loop().start_tls(
@@ -124,7 +133,9 @@ class Handshake(asyncio.Protocol):
         # Up to its first wait at once: then TLS's protocol is the transport's. uvloop reads from a connection as soon
         # as this method returns, whether or not reading is paused.
         waits_for = handshake.send(None)
-        self._task = asyncio.ensure_future(self._shake_hands(self._transport, _continued(handshake, waits_for)))
+        self._task = asyncio.ensure_future(
+            self._shake_hands(self._transport, cast(Any, _continued(handshake, waits_for)))
+        )
 
     def data_received(self, data: bytes) -> None:
         self._early += data
@@ -138,7 +149,9 @@ class Handshake(asyncio.Protocol):
             self._transport.abort()
         return True
 
-    async def _shake_hands(self, transport: asyncio.Transport, handshake: Awaitable[asyncio.Transport | None]) -> None:
+    async def _shake_hands(
+        self, transport: asyncio.Transport, handshake: Coroutine[Any, Any, asyncio.Transport | None]
+    ) -> None:
         try:
             secured = await handshake
         except (OSError, ssl.SSLError, TimeoutError):  # the client's fault: it left, or speaks no TLS that is taken
@@ -146,6 +159,7 @@ class Handshake(asyncio.Protocol):
             return
         finally:
             self._others.leave(self)
+            self._certificate.handshakes.discard(self)
         if secured is None or self._is_lost:
             transport.abort()
             return
@@ -160,4 +174,4 @@ class Handshake(asyncio.Protocol):
 def _continued(coroutine: Coroutine[Any, Any, Result], waits_for: Any) -> Generator[Any, Any, Result]:
     """Returns an awaitable for a coroutine that has run up to its first wait, which is for `waits_for`."""
     yield waits_for
-    return (yield from coroutine)  # type: ignore[misc]
+    return (yield from coroutine)
