@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.patience import PATIENCE_S
 from workers.kernels import build, processor
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
@@ -41,7 +42,7 @@ class EmulatedLibrary:
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(10)
+        self._process.wait(PATIENCE_S)
 
     def note(self, tensor: torch.Tensor, address: int) -> None:
         """Somebody asked for the address of this tensor."""
@@ -94,7 +95,7 @@ class EmulatedLibrary:
     def _read(self, count: int) -> bytes:
         assert self._process.stdout is not None
         data = self._process.stdout.read(count)
-        assert len(data) == count, f"the emulated process ended with status {self._process.wait(10)}"
+        assert len(data) == count, f"the emulated process ended with status {self._process.wait(PATIENCE_S)}"
         return data
 
 

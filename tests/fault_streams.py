@@ -22,15 +22,13 @@ from ray.serve.schema import ServeDeploySchema
 
 from benchmarks.processes import free_port
 from tests.checkpoints import checkpoint
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, wait_until
 
 APP = "faults"
 """Not that of the servers of other tests, whose engines run under this process too."""
 ENGINE, INGRESS = f"ray::ServeReplica:{APP}:engine", f"ray::ServeReplica:{APP}:ingress"
 RANK, GRAMMAR_ACTOR, CONTROLLER = "ray::RankActor", "ray::GrammarActor", "ray::ServeController"
 """How the processes' titles begin."""
-START_S = 120.0
-STREAM_S = 40.0
 WORDS = {"type": "array", "items": {"enum": ["ab", "cde", "f"]}, "minItems": 60, "maxItems": 70}
 TOOL = {
     "type": "function",
@@ -99,7 +97,7 @@ class Stream:
         data = json.dumps(body).encode()
         request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
         try:
-            with urllib.request.urlopen(request, timeout=STREAM_S) as response:
+            with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
                 for line in response:
                     if line.startswith(b"data: {"):
                         self._add(json.loads(line.removeprefix(b"data: ")))
@@ -141,7 +139,7 @@ class Streams:
 
     def wait_for_events(self, count: int) -> None:
         """Until every stream had so many."""
-        until(lambda: all(len(stream.times) >= count or stream.error for stream in self.streams), STREAM_S)
+        wait_until(lambda: all(len(stream.times) >= count or stream.error for stream in self.streams))
 
     def join(self) -> list[Stream]:
         for thread in self._threads:
@@ -226,7 +224,7 @@ class Application:
             engines, ingresses = states["engine"]["RUNNING"], states["ingress"]["RUNNING"]
             return engines == num_engines == len(self.processes(ENGINE)) and ingresses == num_ingresses
 
-        until(runs, START_S, poll_s=0.25)  # a look keeps this process and Serve's controller busy
+        wait_until(runs, poll_s=0.25)  # a look keeps this process and Serve's controller busy
 
     def processes(self, title: str) -> list[psutil.Process]:
         """Those of this Ray whose command line begins so, oldest first."""
@@ -257,11 +255,4 @@ class Application:
             metrics = self.metrics()
             return all(metrics[f"manta:{name}"] == 0 for name in names)
 
-        until(is_idle, 30.0)
-
-
-def until(condition: Any, seconds: float, poll_s: float = 0.02) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"it did not come true within {seconds:g} s"
-        time.sleep(poll_s)
+        wait_until(is_idle)

@@ -6,7 +6,6 @@ A row of the table is a test, which calls `hold`; `make prove` repeats each row 
 from __future__ import annotations
 
 import contextlib
-import pathlib
 import statistics
 import threading
 import time
@@ -17,7 +16,8 @@ import msgspec
 import psutil
 
 from tests.conftest import PROVE
-from tests.fault_streams import ENGINE, INGRESS, RANK, START_S, Application, Setup, Stream, Streams, until
+from tests.fault_streams import ENGINE, INGRESS, RANK, Application, Setup, Stream, Streams
+from tests.patience import PATIENCE_S, wait_until
 
 NUM_REPETITIONS = 20 if PROVE else 1
 MOST_TRIES = 5
@@ -107,19 +107,20 @@ def named(title: str, which: slice = slice(None), of: int = 0) -> Victims:
     """Some of the processes with a title, oldest first, once there are `of` of them."""
 
     def find(application: Application) -> list[psutil.Process]:
-        until(lambda: len(application.processes(title)) >= of, 30.0)
+        wait_until(lambda: len(application.processes(title)) >= of)
         return application.processes(title)[which]
 
     return find
 
 
 def rank(number: int) -> Victims:
-    """Of the ranks of the only engine, which has two; those of its standby are others."""
+    """One of the two ranks of the only engine, by process id: which of them is rank 0 cannot be seen from outside."""
 
     def find(application: Application) -> list[psutil.Process]:
-        with contextlib.suppress(AssertionError):  # an engine finds out at its next step that one is dead
-            until(lambda: len(_ranks(application)) == 2, 3.0)
-        return sorted(_ranks(application), key=_holds_store, reverse=True)[number : number + 1]
+        deadline = time.monotonic() + 3.0  # an engine finds out at its next step that one is dead
+        while len(found := _ranks(application)) < 2 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return sorted(found, key=lambda process: process.pid)[number : number + 1]
 
     return find
 
@@ -133,12 +134,6 @@ def _ranks(application: Application) -> list[psutil.Process]:
         for process in application.processes(RANK)
         if any(each.raddr and each.raddr.port in ports for each in process.net_connections())
     ]
-
-
-def _holds_store(process: psutil.Process) -> bool:
-    """As rank 0 does: torch names the thread that serves it."""
-    names = pathlib.Path(f"/proc/{process.pid}/task").glob("*/comm")
-    return any(name.read_text().startswith("pt_tcpstore") for name in names)
 
 
 def kill(*victims: Victims) -> Act:
@@ -197,7 +192,7 @@ def kill_ingress(application: Application) -> list[Stream]:
     first = begin(application)
     (ingress,) = application.processes(INGRESS)
     ingress.kill()
-    found, deadline = first.join(), time.monotonic() + START_S
+    found, deadline = first.join(), time.monotonic() + PATIENCE_S
     assert any(stream.error for stream in found), "nothing ran any more"
     while any(stream.error for stream in found):
         assert time.monotonic() < deadline, "it is not answered again"

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.autoscaling import MANY, MAX_ENGINES, Trace, trace
 
-pytestmark = [pytest.mark.prove, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.prove
 
 
 @pytest.fixture(scope="module")

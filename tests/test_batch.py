@@ -539,7 +539,6 @@ class KilledBatch:
             assert bodies[f"request-{number}"]["choices"][0]["text"] == output.outputs[0].text
 
 
-@pytest.mark.timeout(900 if PROVE else 180)
 def test_a_batch_that_is_killed_goes_on_where_it_was(tmp_path: pathlib.Path, record_property) -> None:
     batch = KilledBatch(tmp_path, NUM_LINES)
     for number in range(NUM_KILLS):

@@ -51,7 +51,6 @@ def engines_of(node: Any) -> list[psutil.Process]:
     return [child for child in children if ":engine" in " ".join(child.cmdline())]
 
 
-@pytest.mark.timeout(1200)
 def test_a_batch_outlives_its_kills_and_a_node(nodes: Any, tmp_path: pathlib.Path, record_property) -> None:
     second = nodes.add_node(num_cpus=1)
     nodes.wait_for_nodes()
@@ -74,7 +73,6 @@ def test_a_batch_outlives_its_kills_and_a_node(nodes: Any, tmp_path: pathlib.Pat
     batch.finish()
 
 
-@pytest.mark.timeout(600)
 def test_a_server_that_was_killed_goes_on_with_its_batches(tmp_path: pathlib.Path, record_property) -> None:
     """Whatever runs at a kill: every process of the server gets SIGKILL, five times, and interactive requests come
     before the lines.
@@ -120,7 +118,6 @@ def kill_all(pid: int) -> None:
     psutil.wait_procs(processes, timeout=PATIENCE_S)
 
 
-@pytest.mark.timeout(300)
 def test_a_ray_job_answers_a_batch(tmp_path: pathlib.Path) -> None:
     """`ray job submit` to a cluster that runs: the input travels with the job, the output is on shared storage."""
     work = tmp_path / "work"

@@ -23,6 +23,7 @@ from cluster.batch.records import Records
 from cluster.batch.retention import remove_expired
 from cluster.batch.storage import Storage
 from cluster.config import BatchLimits
+from tests.patience import PATIENCE_S
 from tests.test_batches_api import KEYS, Service, completed, ended, lines_of, requests, serving, started, until
 
 _DAMAGES = {"empty": b"", "zeros": b"\x00" * 64, "torn": b'{"id": "batc'}
@@ -333,7 +334,7 @@ def test_two_cancels_at_once_both_succeed(tmp_path: pathlib.Path, monkeypatch: p
 
     def together(source: Any, target: Any, **options: Any) -> None:
         if ".cancel" in str(target):
-            barrier.wait(20)
+            barrier.wait(PATIENCE_S)
         replace(source, target, **options)
 
     monkeypatch.setattr(os, "replace", together)
@@ -378,7 +379,7 @@ def test_a_flush_that_fails_while_its_batch_is_cancelled_loses_no_answer(
     def failing(self: Storage, path: str, content: bytes) -> None:
         if "/parts/" in path and not is_flushing.is_set():
             is_flushing.set()
-            is_cancelled.wait(20)
+            is_cancelled.wait(PATIENCE_S)
             raise OSError(errno.ENOSPC, "no space left on device")
         write(self, path, content)
 
@@ -437,10 +438,10 @@ def test_a_runner_that_was_thought_dead_does_not_undo_a_finished_batch(
 
             def stalling(path: str, content: bytes) -> None:
                 if "/lease/" in path and is_stalled.is_set():
-                    goes_on.wait(20)
+                    goes_on.wait(PATIENCE_S)
                 if path.endswith("/state") and b'"completed":5' in content:
                     is_stalled.set()
-                    goes_on.wait(20)
+                    goes_on.wait(PATIENCE_S)
                 write(path, content)
 
             monkeypatch.setattr(storage, "write", stalling)

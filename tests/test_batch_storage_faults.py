@@ -279,7 +279,6 @@ def rate(*values: float) -> st.SearchStrategy[float]:
     return st.sampled_from((0.0, *values))
 
 
-@pytest.mark.timeout(1800)
 @settings(max_examples=NUM_SCHEDULES)
 @given(
     st.integers(0, 2**32),
@@ -302,7 +301,6 @@ def test_batches_end_once_whatever_the_storage_and_the_runners_do(
     run_schedule(seed, faults, num_disturbances)
 
 
-@pytest.mark.timeout(1800)
 @settings(max_examples=NUM_SCHEDULES // 3)
 @given(
     st.integers(0, 2**32),

@@ -28,7 +28,6 @@ from tests.patience import PATIENCE_S
 from tests.server import Server
 
 PROVE = os.environ.get("MANTA_PROVE") == "1"
-pytestmark = pytest.mark.timeout(1200)
 
 VICTIM, ATTACKER = "the-key-of-the-victim", "the-key-of-the-attacker"
 MAX_GROWTH_BYTES = 100 * 2**20

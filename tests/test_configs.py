@@ -126,7 +126,6 @@ DEPLOYED = ("autoscaling", "replicas", "tensor-parallel", "one-machine")
 
 
 @pytest.mark.prove
-@pytest.mark.timeout(1500)
 def test_serve_deploys_one_file_after_the_other_and_each_serves(tmp_path: pathlib.Path) -> None:
     """On a cluster whose port 8000 is another one; `multi-node.yaml` needs more nodes. The engine that takes all cores
     comes last: Serve starts what an update adds before it stops what that replaces.
@@ -349,7 +348,7 @@ def test_what_the_image_has_is_enough_to_install_and_to_run_a_model(tmp_path: pa
         subprocess.run(["cp", "-r", source, target], check=True, timeout=PATIENCE_S)
     pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--prefix", installed]
     for command in ([*pip, "--editable", "."], [sys.executable, "-m", "cluster.cli", "check", "demo"]):
-        done = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=PATIENCE_S)
         assert done.returncode == 0, done.stdout + done.stderr
     assert (installed / "bin" / "manta").is_file()
 

@@ -28,6 +28,7 @@ from structured.constraint import ConstraintLimits, ConstraintSpec, Resolved
 from structured.logits_processors import LogitsProcessorSpec
 from tests.checkpoints import VOCAB_SIZE, checkpoint
 from tests.conftest import PROVE
+from tests.patience import PATIENCE_S
 from workers.checkpoints.model_config import load_model_config
 from workers.sampling_params import SamplingParams
 from workers.step import TokenLogprobs
@@ -79,7 +80,7 @@ def make_engine(**options: Any) -> Engine:
         model=str(folder),
         kv_cache_bytes=load_model_config(folder).kv_bytes_per_token("float32") * 16 * 128,
         max_num_batched_tokens=16,
-        constraints=ConstraintLimits(compile_seconds=60.0),  # for a machine that has much else to do
+        constraints=ConstraintLimits(compile_seconds=PATIENCE_S),
         logits_processors={"automaton": None},
         **options,
     )
@@ -131,7 +132,7 @@ def _check_logprobs(found: list[TokenLogprobs], expected: list[TokenLogprobs]) -
 def run(engine: Engine, request: EngineRequest, answer: Answer, progress: Progress, num_steps: int = 10**9) -> int:
     """Runs a request for so many steps at most; returns how many it took. Nothing of it stays."""
     spec = request.params.constraint
-    resolved: Resolved | None = None if spec is None else engine.resolve(spec).result(60)
+    resolved: Resolved | None = None if spec is None else engine.resolve(spec).result(PATIENCE_S)
     engine.add_request(request, resolved)
     step = 0
     while engine.has_unfinished and step < num_steps:

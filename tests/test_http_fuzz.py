@@ -50,7 +50,6 @@ def test_clients_of_all_kinds_get_what_is_documented_and_what_they_get_alone() -
 
 
 @pytest.mark.prove
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("settings", [(), CROWDED], ids=["roomy", "crowded"])
 def test_ten_minutes_of_clients_of_all_kinds(
     settings: tuple[str, ...], tmp_path: pathlib.Path, record_property
@@ -116,7 +115,6 @@ async def extremes_beside_a_stream(server: LocalServer, asked: list[tuple[str, b
     assert stats.num_rank_rebuilds == num_rebuilds
 
 
-@pytest.mark.timeout(1800)
 @pytest.mark.usefixtures("plugin")
 def test_extreme_numbers_in_every_field_cost_nobody_else_anything() -> None:
     """Each alone; every 25th unless all are to be proved."""

@@ -31,8 +31,6 @@ from tests.conftest import PROVE
 from tests.patience import PATIENCE_S
 from tests.test_start_failures import refusal, serve
 
-pytestmark = pytest.mark.timeout(900)
-
 RAY = str(pathlib.Path(sys.executable).parent / "ray")
 SOON_S = 10.0
 """From the command to its refusal, on a machine that has nothing else to do."""

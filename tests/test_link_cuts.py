@@ -14,7 +14,7 @@ from cluster.llm import LLM, SamplingParams
 from tests.checkpoints import checkpoint
 from tests.two_nodes import TwoNodes, wait_for_line
 
-pytestmark = [pytest.mark.prove, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.prove
 
 PROMPTS = [[5, 9, 17, 30 + number] for number in range(4)]
 NUM_TOKENS = 400

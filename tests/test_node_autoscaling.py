@@ -18,7 +18,7 @@ from tests.patience import PATIENCE_S
 from tests.ray_cluster import ray_cluster, until
 from tests.test_start_failures import serve
 
-pytestmark = [pytest.mark.prove, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.prove
 
 NODE_TYPES = {"worker": {"resources": {"CPU": 1}, "node_config": {}, "min_workers": 1, "max_workers": 2}}
 AUTOSCALING = "{max_replicas: 3, target_ongoing_requests: 2, look_back_s: 2, upscale_delay_s: 0, downscale_delay_s: 2}"

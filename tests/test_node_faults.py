@@ -19,12 +19,11 @@ import psutil
 import pytest
 
 from benchmarks.processes import free_port
-from tests.conftest import PROVE
 from tests.fault_streams import ENGINE, Application, Setup, Stream
 from tests.fault_table import ANOTHER_S, RecordProperty, Row, begin, hold, undisturbed_streams
 
 ray = pytest.importorskip("ray")
-pytestmark = [pytest.mark.prove, pytest.mark.timeout(3600 if PROVE else 900)]
+pytestmark = [pytest.mark.prove, pytest.mark.timeout(3600)]
 
 ROOT = str(pathlib.Path(__file__).resolve().parents[1])
 PLACE = {"engine": 1}

@@ -57,7 +57,7 @@ def other_system(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_engine_writes_the_same_with_masks_from_threads_or_actors(other_system: None, form: str) -> None:
     folder = str(checkpoint("llama"))
     arguments = json.dumps([folder, OPTIONS, REGEX, form])
-    done = subprocess.run([sys.executable, "-c", WORK, arguments], capture_output=True, text=True, timeout=240)
+    done = subprocess.run([sys.executable, "-c", WORK, arguments], capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr[-3000:]
     llm = LLM(folder, **OPTIONS, constraints={"compile_seconds": 60.0})
     constrained = SamplingParams(seed=3, max_tokens=40, constraint=ConstraintSpec(kind="regex", text=REGEX))
@@ -92,7 +92,7 @@ def compiler(
 ) -> Iterator[Compiler]:
     monkeypatch.delattr("socket.send_fds")
     monkeypatch.delattr("os.sched_setscheduler", raising=False)
-    limits = ConstraintLimits(compile_seconds=60.0, compile_memory_bytes=2**26)
+    limits = ConstraintLimits(compile_seconds=PATIENCE_S, compile_memory_bytes=2**26)
     compiler = Compiler(vocabulary, limits, num_processes=1)
     yield compiler
     compiler.close()

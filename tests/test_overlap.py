@@ -65,7 +65,7 @@ def engine(num_blocks: int, overlap: str) -> Engine:
             max_num_batched_tokens=48,
             max_num_sequences=6,
             overlap=overlap,
-            constraints=ConstraintLimits(compile_seconds=60.0),  # for a machine that has much else to do
+            constraints=ConstraintLimits(compile_seconds=PATIENCE_S),
             logits_processors={"automaton": None},
         )
     )

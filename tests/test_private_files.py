@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from cluster.private_folder import PREFIX, PrivateFolder
+from tests.patience import PATIENCE_S
 from workers.kernels import build, processor
 
 STARTS_AND_LOOKS = """
@@ -41,7 +42,6 @@ print(not folder.exists(), stat.S_IMODE(os.umask(0o022)) == 0o022)
 """
 
 
-@pytest.mark.timeout(120)
 def test_a_ray_of_our_own_is_this_users_alone(tmp_path: pathlib.Path) -> None:
     """Its folder, what it listens on, its token and its logs; nothing is left of it."""
     (tmp_path / ".ray").mkdir()
@@ -53,7 +53,7 @@ def test_a_ray_of_our_own_is_this_users_alone(tmp_path: pathlib.Path) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
     assert "False" not in done.stdout, done.stdout

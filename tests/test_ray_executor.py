@@ -54,7 +54,6 @@ from workers.checkpoints.model_config import ModelError
 from workers.step import ScheduledSequence, StepInput, StepOutput
 
 ray = pytest.importorskip("ray")
-pytestmark = pytest.mark.timeout(900)
 
 ROOT = str(pathlib.Path(__file__).resolve().parents[1])
 OPTIONS: dict[str, Any] = {"kv_cache_bytes": 1 << 24, "num_threads": 1, "max_num_sequences": 32}
@@ -141,6 +140,15 @@ def nodes() -> Iterator[Any]:
     yield cluster
     ray.shutdown()
     cluster.shutdown()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def patient() -> Iterator[None]:
+    """No rank is given up because the machine is busy. After a rank has failed, the others have five seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deadline, "SHORTEST_S", PATIENCE_S)
+        patch.setattr(channel, "FAILED_PATIENCE_S", 5.0)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -252,11 +260,13 @@ def test_masks_have_as_long_as_the_forward_pass_takes(llm: LLM) -> None:
 def test_a_rank_that_hangs_is_given_up(llm: LLM, expected: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     num_rebuilds = llm.engine.stats().num_rank_rebuilds
     finish(llm, submit(llm))  # no first step any more, which may take long
-    monkeypatch.setattr(deadline, "SHORTEST_S", 1.0)
     ids = submit(llm)
     for _ in range(4):
         llm.step()
     os.kill(executor(llm)._ranks.pids[1], signal.SIGSTOP)
+    monkeypatch.setattr(deadline, "SHORTEST_S", 1.0)
+    llm.step()
+    monkeypatch.undo()
     assert finish(llm, ids) == expected
     assert llm.engine.stats().num_rank_rebuilds == num_rebuilds + 1
 
@@ -424,7 +434,8 @@ def test_claims_share_nodes_out() -> None:
         check_room(EngineConfig(num_threads=2), 4, [4, 3])
 
 
-def test_a_deadline_follows_the_steps() -> None:
+def test_a_deadline_follows_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deadline, "SHORTEST_S", 4.0)
     bound = StepDeadline()
     bound.restart()
     assert bound.seconds(1) == deadline.UNKNOWN_S

@@ -28,8 +28,6 @@ from tests.conftest import PROVE
 from tests.documented import Document
 from tests.patience import PATIENCE_S, wait_until
 
-pytestmark = pytest.mark.timeout(900)
-
 COMES_BACK_S = 6.0
 """From an ingress's death to the first answer of the next one, on a machine that has nothing else to do."""
 LINGER_S = 120.0

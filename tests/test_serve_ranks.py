@@ -13,10 +13,10 @@ import pytest
 
 from cluster.llm import LLM, SamplingParams
 from tests.checkpoints import checkpoint
-from tests.patience import wait_until
+from tests.patience import PATIENCE_S, wait_until
 from tests.server import Server
 
-pytestmark = [pytest.mark.prove, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.prove
 
 PROMPT = [5, 6, 7]
 NUM_TOKENS = 40
@@ -78,5 +78,5 @@ def test_four_ranks_on_a_ray_of_their_own_draw_the_tokens_of_one_process() -> No
     root = str(pathlib.Path(__file__).resolve().parents[1])
     environment = {**os.environ, "PYTHONPATH": root}
     command = [sys.executable, "-c", OFFLINE, str(checkpoint("llama"))]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=PATIENCE_S)
     assert done.stdout.split() == [str(token) for token in expected()[1]], done.stderr

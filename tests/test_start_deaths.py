@@ -22,9 +22,8 @@ from benchmarks.processes import free_port
 from cluster.serve.start_watch import Outcome, Start, wait_until_running
 from tests.checkpoints import checkpoint
 from tests.fault_streams import Streams
+from tests.patience import PATIENCE_S
 from tests.test_start_failures import serve
-
-pytestmark = pytest.mark.timeout(300)
 
 GATED_MODULE = """
 import contextlib, os, pathlib, time
@@ -94,7 +93,7 @@ class Starting:
     def stop(self) -> str:
         """What it wrote to standard error."""
         self.process.send_signal(signal.SIGTERM)
-        _, error = self.process.communicate(timeout=120)
+        _, error = self.process.communicate(timeout=PATIENCE_S)
         assert self.process.returncode == 0
         return " ".join(error.split())
 
@@ -109,7 +108,7 @@ def starting(tmp_path: pathlib.Path) -> Iterator[Starting]:
         if started.process.poll() is None:
             started.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                started.process.communicate(timeout=120)
+                started.process.communicate(timeout=PATIENCE_S)
             started.process.kill()
 
 

@@ -26,8 +26,6 @@ from tests.conftest import PROVE
 from tests.local_server import Handle
 from tests.patience import PATIENCE_S
 
-pytestmark = pytest.mark.timeout(900)
-
 SOON_S = 10.0
 """From the failure to the end of the command, with everything that it started stopped, on a machine that has nothing
 else to do.

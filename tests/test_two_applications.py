@@ -22,9 +22,8 @@ import yaml
 
 from benchmarks.processes import free_port
 from tests.checkpoints import checkpoint
+from tests.patience import PATIENCE_S
 from tests.ray_cluster import RayCluster, ray_cluster, until
-
-pytestmark = pytest.mark.timeout(600)
 
 CONFIG = pathlib.Path(__file__).parents[1] / "configs" / "serve" / "two-models.yaml"
 REQUEST_LINE = r"^\d\d:\d\d:\d\d  200  /v1/completions  "
@@ -74,12 +73,12 @@ class Command:
         """Its own model, which it alone names."""
         assert [card["id"] for card in httpx.get(f"{self.url}/v1/models").json()["data"]] == [self.model.name]
         body = {"model": self.model.name, "prompt": [5, 6, 7], "max_tokens": 4, "ignore_eos": True}
-        answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=60)
+        answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=PATIENCE_S)
         assert answer.json()["usage"]["completion_tokens"] == 4
 
     def ended(self) -> tuple[int, str]:
         """The exit code, and standard error on one line."""
-        code = self.process.wait(240)
+        code = self.process.wait(PATIENCE_S)
         assert self.process.stderr is not None
         return code, " ".join(self.process.stderr.read().split())
 
@@ -221,14 +220,14 @@ def test_two_models_serve_behind_serves_proxies_each_below_its_prefix(
     until(lambda: statuses(cluster) == {"first": "RUNNING", "second": "RUNNING"})
     for name in families:
         asked: dict[str, Any] = {"model": name, "prompt": [5, 6, 7], "max_tokens": 4, "ignore_eos": True}
-        answer = httpx.post(f"{url}/{name}/v1/completions", json=asked, timeout=60)
+        answer = httpx.post(f"{url}/{name}/v1/completions", json=asked, timeout=PATIENCE_S)
         assert answer.json()["usage"]["completion_tokens"] == 4
         assert f'model_name="{name}"' in httpx.get(f"{url}/{name}/metrics").text
         home = httpx.get(f"{url}/{name}").json()
         assert httpx.get(url + home["docs"]).status_code == 200
         assert httpx.get(url + home["openapi"]).json()["servers"] == [{"url": f"/{name}"}]
         command = [sys.executable, "-m", "cluster.cli", "status", "--json", "--url", f"{url}/{name}"]
-        shown = subprocess.run(command, capture_output=True, text=True, timeout=120, env=cluster.environment)
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, env=cluster.environment)
         assert [len(json.loads(shown.stdout)["engines"])] == [1], shown.stderr
     assert httpx.get(f"{url}/first/v1/nothing").json()["error"]["code"] == "unknown_url"
 

@@ -17,7 +17,7 @@ from tests.checkpoints import checkpoint
 from tests.patience import PATIENCE_S
 from tests.two_nodes import TwoNodes, wait_for_line
 
-pytestmark = [pytest.mark.prove, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.prove
 
 PORT = 8000
 NUM_TOKENS = 480

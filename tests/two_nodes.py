@@ -18,7 +18,6 @@ from tests.patience import PATIENCE_S
 
 NETWORK = "10.87.0"
 RAY = str(pathlib.Path(sys.executable).parent / "ray")
-START_S = 60.0
 
 
 class NoNamespaces(Exception):

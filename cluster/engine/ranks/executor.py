@@ -30,8 +30,8 @@ from workers.step import StepInput, StepOutput
 
 logger = logging.getLogger(__name__)
 
-CONTROL_S = 10.0
-"""For an answer to what is no step."""
+CONTROL_S = 60.0
+"""Seconds within which a rank answers a message that is no step. Registering a logits processor may import much."""
 START_ATTEMPTS = 2
 """Times that the ranks are started after a failure: another one may die while they start."""
 
