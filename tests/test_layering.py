@@ -218,6 +218,7 @@ INSIDE: dict[str, tuple[str, ...]] = {
         "cluster.serve.listening",
         "cluster.serve.listening.connections",
         "cluster.serve.listening.port",
+        "cluster.serve.listening.tls",
         "cluster.serve.listening.listener",
         "cluster.serve.start_failure",
         "cluster.serve.start_watch",

@@ -179,7 +179,7 @@ def test_a_handshake_has_a_deadline_and_nonsense_ends_it(run: Run, authority: Au
                     assert b"HTTP" not in received
                 writer.close()
             assert (await https_get(server, authority, "/health"))[0] == 200
-            await until(lambda: not server.ingress._listener.config.http_protocol_class.args[1]._all.guests)
+            await until(lambda: not server.ingress._listener._others._all.guests)
 
     run(main())
 

@@ -47,8 +47,12 @@ class Connections:
     def __len__(self) -> int:
         return len(self._all.guests)
 
-    def enter(self, guest: Guest) -> bool:
-        """Adds a connection, which rests at first. Returns False if there is no room for it."""
+    def enter(self, guest: Guest, instead_of: Guest | None = None) -> bool:
+        """Adds a connection, which rests at first, in another one's place if one is named. Returns False if there is no
+        room for it.
+        """
+        if instead_of is not None:
+            self.leave(instead_of)
         address = network_of(guest.address)
         for room in (self._by_address.get(address), self._all):
             if room is not None and len(room.guests) >= room.limit and not self._make_place(room):

@@ -26,7 +26,7 @@ from cluster.config import ListenerLimits, ServeConfig
 from cluster.http.errors import ApiError
 from cluster.serve.listening.connections import Connections, within_file_limit
 from cluster.serve.listening.port import Port
-from cluster.serve.listening.tls import Certificate, Handshake
+from cluster.serve.listening.tls import Certificate, Handshake, TlsServer
 
 KEEP_ALIVE_S = 90
 """An idle connection is kept for this long, as by Serve's proxy."""
@@ -67,10 +67,13 @@ class Connection(HttpToolsProtocol):
     """Whether headers are read, and not the trailers after a body."""
     _refused = False
 
-    def __init__(self, limits: ListenerLimits, others: Connections, **options: Any) -> None:
+    def __init__(
+        self, limits: ListenerLimits, others: Connections, handshake: Handshake | None = None, **options: Any
+    ) -> None:
         super().__init__(**options)
         self._limits = limits
         self._others = others
+        self._handshake = handshake
 
     # ---- coming and going --------------------------------------------------------------------------------------------
 
@@ -78,7 +81,7 @@ class Connection(HttpToolsProtocol):
         super().connection_made(cast(asyncio.Transport, transport))
         self._moved = time.monotonic()
         self.address = self.client[0] if self.client else ""
-        if not self._others.enter(self):
+        if not self._others.enter(self, self._handshake):
             self._refuse(503, f"{len(self._others)} connections are open and all are at work; retry later")
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -225,27 +228,21 @@ class _Stopped(Exception):
     """The connection is refused."""
 
 
-def _protocol(
-    limits: ListenerLimits, others: Connections, certificate: Certificate | None, **options: Any
-) -> asyncio.Protocol:
-    """Makes the protocol of a connection; uvicorn gives the `options`."""
-    make = functools.partial(Connection, limits, others, **options)
-    return make() if certificate is None else Handshake(certificate, limits.header_timeout_s, others, make)
-
-
 class Listener(uvicorn.Server):
     """Serves an ASGI application in the running event loop, at a port that it shares with `peers` if they are named."""
 
     def __init__(self, app: Any, config: ServeConfig, peers: str | None = None) -> None:
-        limits, certificate = config.listener, Certificate.of(config)
-        others = Connections(within_file_limit(limits.max_connections), limits.max_connections_per_address)
+        limits = config.listener
+        self._others = others = Connections(
+            within_file_limit(limits.max_connections), limits.max_connections_per_address
+        )
         super().__init__(
             uvicorn.Config(
                 app,
                 host=config.host,
                 port=config.port,
                 interface="asgi3",
-                http=functools.partial(_protocol, limits, others, certificate),  # type: ignore[arg-type]
+                http=functools.partial(Connection, limits, others),  # type: ignore[arg-type]
                 ws="none",
                 backlog=BACKLOG,
                 lifespan="off",
@@ -257,7 +254,9 @@ class Listener(uvicorn.Server):
             )
         )
         self._client_timeout_s = config.client_timeout_s
-        self._certificate = certificate
+        self._limits = limits
+        self._certificate = Certificate.of(config)
+        self._tls: TlsServer | None = None
         self._port = Port(config.host, config.port, peers)
         self._listening: socket.socket | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -287,15 +286,19 @@ class Listener(uvicorn.Server):
             server.close()
         self._port.give_back()
         for connected in waiting:
-            await asyncio.get_running_loop().connect_accepted_socket(self._protocol, connected)
+            if self._tls is not None:
+                self._tls.secure(connected)
+            else:
+                await asyncio.get_running_loop().connect_accepted_socket(self._protocol, connected)
         await asyncio.sleep(ARRIVAL_S)
 
-    def _protocol(self) -> asyncio.Protocol:
+    def _protocol(self, handshake: Handshake | None = None) -> asyncio.Protocol:
         """Makes the protocol of a connection that asyncio's server did not accept, as uvicorn does for the others."""
         return self.config.http_protocol_class(
             config=self.config,  # type: ignore[call-arg]
             server_state=self.server_state,
             app_state=self.lifespan.state,
+            handshake=handshake,
         )
 
     def _accept_all(self) -> list[socket.socket]:
@@ -321,10 +324,16 @@ class Listener(uvicorn.Server):
                     raise
                 await asyncio.sleep(0.1)
 
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        if self._certificate is not None:
-            self._certificate.end_handshakes()
-        await super().shutdown(sockets)
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Replaces uvicorn's server with one that shakes hands where there is a certificate."""
+        if self._certificate is None:
+            await super().startup(sockets)
+            return
+        assert self._listening is not None
+        timeout_s = self._limits.header_timeout_s
+        self._tls = TlsServer(self._listening, self._certificate, self._others, self._protocol, timeout_s, BACKLOG)
+        self.servers = [cast(Any, self._tls)]
+        self.started = True
 
     async def main_loop(self) -> None:
         """Replaces uvicorn's loop, which wakes ten times a second."""

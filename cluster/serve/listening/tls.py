@@ -1,25 +1,28 @@
-"""TLS in the listener: the certificate, which may be renewed under load, and the handshake of each connection.
+"""TLS in the listener: the certificate, which may be renewed under load, and a server that shakes hands.
 
-A connection counts in the listener's bounds while it shakes hands, which asyncio's own TLS servers do not offer: a
-client that opens connections and says nothing would otherwise hold a file descriptor each.
+A connection counts in the listener's bounds from the moment it is accepted. asyncio's own TLS servers tell of a
+connection only after its handshake: a client that opens connections and says nothing would hold a file descriptor each.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import pathlib
+import socket
 import ssl
-import types
-from collections.abc import Callable, Coroutine, Generator
-from typing import Any, TypeVar, cast
+from collections.abc import Callable
 
 from cluster.config import ServeConfig
 from cluster.serve.listening.connections import Connections
 
 logger = logging.getLogger(__name__)
 
-Result = TypeVar("Result")
+NO_FILES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+"""What accepting raises while the system has no room for another connection."""
+NO_FILES_PAUSE_S = 1.0
+"""Seconds until accepting is tried again then, as asyncio does it."""
 
 
 class Certificate:
@@ -28,8 +31,6 @@ class Certificate:
     def __init__(self, certificate: str, key: str) -> None:
         self._paths = pathlib.Path(certificate).expanduser(), pathlib.Path(key).expanduser()
         self._seen = self._stamps()
-        self.handshakes: set[Handshake] = set()
-        """The handshakes that are under way."""
         self.context = self._load()
         """The context of connections that begin now; established ones keep theirs."""
 
@@ -55,11 +56,6 @@ class Certificate:
             logger.warning("the certificate in use stays: %s", error)
         else:
             logger.warning("the certificate in %s was loaded again", self._paths[0])
-
-    def end_handshakes(self) -> None:
-        """Ends the connections that shake hands. In uvloop one whose client has gone would wait until its deadline."""
-        for handshake in list(self.handshakes):
-            handshake.give_way()
 
     def _load(self) -> ssl.SSLContext:
         certificate, key = self._paths
@@ -94,84 +90,100 @@ def _no_password() -> str:
     raise ValueError("tls_key is encrypted; give a key without a password, readable for the server's user only")
 
 
-class Handshake(asyncio.Protocol):
-    """A connection until its handshake is done; then the protocol that `make` returns takes it over.
+class Handshake:
+    """A connection that was accepted and is not secured yet. In `Connections` it rests, and gives way at a bound."""
 
-    It rests in `others` like a connection without a request, has `timeout_s` for the handshake, and gives way to others
-    at a bound. Without TLS there is no way to tell the client why.
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.task: asyncio.Task[None] | None = None
+
+    def give_way(self) -> bool:
+        """Ends the connection without a word: before the handshake there is no way to tell the client why."""
+        if self.task is not None:
+            self.task.cancel()
+        return True
+
+
+class TlsServer:
+    """Accepts connections, at most `backlog` in one turn of the event loop, and shakes hands within `timeout_s`.
+
+    `make` returns the protocol of a secured connection, which takes the place of the given handshake in `others`. For
+    uvicorn it is what `asyncio.Server` is for connections without TLS.
     """
 
     def __init__(
-        self, certificate: Certificate, timeout_s: float, others: Connections, make: Callable[[], asyncio.Protocol]
+        self,
+        listening: socket.socket,
+        certificate: Certificate,
+        others: Connections,
+        make: Callable[[Handshake], asyncio.Protocol],
+        timeout_s: float,
+        backlog: int,
     ) -> None:
-        self.address = ""
+        self._listening = listening
         self._certificate = certificate
-        self._timeout_s = timeout_s
         self._others = others
         self._make = make
-        self._early = bytearray()
-        """Decrypted bytes that came with the end of the handshake."""
-        self._is_lost = False
-        certificate.handshakes.add(self)
-        self._transport: asyncio.Transport | None = None
+        self._timeout_s = timeout_s
+        self._backlog = backlog
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.get_running_loop()
+        listening.setblocking(False)
+        listening.listen(backlog)
+        self._loop.add_reader(listening, self._accept_all)
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-        peer = transport.get_extra_info("peername")
-        self.address = str(peer[0]) if peer else ""
-        if not self._others.enter(self):
-            self._certificate.handshakes.discard(self)
-            self._transport.abort()
-            return
-        handshake = asyncio.get_running_loop().start_tls(
-            self._transport,
-            self,
-            self._certificate.context,
-            server_side=True,
-            ssl_handshake_timeout=self._timeout_s,
-        )
-        # Up to its first wait at once: then TLS's protocol is the transport's. uvloop reads from a connection as soon
-        # as this method returns, whether or not reading is paused.
-        waits_for = handshake.send(None)
-        self._task = asyncio.ensure_future(
-            self._shake_hands(self._transport, cast(Any, _continued(handshake, waits_for)))
-        )
+    def close(self) -> None:
+        """Accepts nothing more. Handshakes go on."""
+        if self._listening.fileno() >= 0:
+            self._loop.remove_reader(self._listening)
+            self._listening.close()
 
-    def data_received(self, data: bytes) -> None:
-        self._early += data
+    async def wait_closed(self) -> None:
+        """Ends the handshakes that are still under way."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._is_lost = True
-        self._others.leave(self)
-
-    def give_way(self) -> bool:
-        if self._transport is not None:
-            self._transport.abort()
-        return True
-
-    async def _shake_hands(
-        self, transport: asyncio.Transport, handshake: Coroutine[Any, Any, asyncio.Transport | None]
-    ) -> None:
+    def secure(self, accepted: socket.socket) -> None:
+        """Begins the handshake of a connection, or closes it if there is no room for it."""
+        accepted.setblocking(False)
         try:
-            secured = await handshake
-        except (OSError, ssl.SSLError, TimeoutError):  # the client's fault: it left, or speaks no TLS that is taken
-            transport.abort()
+            handshake = Handshake(str(accepted.getpeername()[0]))
+        except OSError:  # the client has left
+            accepted.close()
             return
+        if not self._others.enter(handshake):
+            accepted.close()
+            return
+        handshake.task = self._loop.create_task(self._shake_hands(handshake, accepted))
+        self._tasks.add(handshake.task)
+        handshake.task.add_done_callback(self._tasks.discard)
+
+    def _accept_all(self) -> None:
+        try:
+            for _ in range(self._backlog):
+                self.secure(self._listening.accept()[0])
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            pass  # nobody waits any more
+        except OSError as error:
+            if error.errno not in NO_FILES:
+                raise
+            self._loop.remove_reader(self._listening)
+            self._loop.call_later(NO_FILES_PAUSE_S, self._accept_again)
+
+    def _accept_again(self) -> None:
+        if self._listening.fileno() >= 0:
+            self._loop.add_reader(self._listening, self._accept_all)
+
+    async def _shake_hands(self, handshake: Handshake, accepted: socket.socket) -> None:
+        try:
+            await self._loop.connect_accepted_socket(
+                lambda: self._make(handshake),
+                accepted,
+                ssl=self._certificate.context,
+                ssl_handshake_timeout=self._timeout_s,
+            )
+        except (OSError, TimeoutError):  # the client's fault: it left, or speaks no TLS that is taken
+            pass
         finally:
-            self._others.leave(self)
-            self._certificate.handshakes.discard(self)
-        if secured is None or self._is_lost:
-            transport.abort()
-            return
-        protocol = self._make()
-        secured.set_protocol(protocol)
-        protocol.connection_made(secured)
-        if self._early:
-            protocol.data_received(bytes(self._early))
-
-
-@types.coroutine
-def _continued(coroutine: Coroutine[Any, Any, Result], waits_for: Any) -> Generator[Any, Any, Result]:
-    """Returns an awaitable for a coroutine that has run up to its first wait, which is for `waits_for`."""
-    yield waits_for
-    return (yield from coroutine)
+            self._others.leave(handshake)
