@@ -131,6 +131,16 @@ def test_what_a_page_links_to_is_there(page: str) -> None:
         assert not anchor or anchor in anchors(target), f"{page} links to {link}; there is {sorted(anchors(target))}"
 
 
+def test_each_cell_of_the_threat_model_names_its_tests_or_is_open() -> None:
+    rows = re.findall(r"^\| (?!who |---)(.*) \|$", (ROOT / "docs/security.md").read_text(), re.MULTILINE)
+    assert len(rows) >= 8
+    for row in rows:
+        who, *cells = row.split(" | ")
+        assert len(cells) == 3, who
+        bare = [cell for cell in cells if not re.search(r"\]\[[a-z]+\]|\*\*Open\*\*", cell)]
+        assert not bare or who == "the operator", f"{who}: {bare}"
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_files_that_a_page_names_are_there(page: str) -> None:
     """In code, with a slash or the ending of a source file; NAME is the reader's."""
