@@ -88,7 +88,7 @@ class SwitchedIngress(ingress.DeployedIngress):
         return time.process_time()
 
 
-class SwitchedEngine(engine_deployment.EngineReplica):
+class SwitchedEngine(engine_deployment.DeployedEngine):
     _resumes = True
 
     async def set_resumes(self, resumes: bool) -> float:
@@ -112,12 +112,12 @@ async def measure_turns(num_pairs: int, num_tokens: int) -> list[tuple[Turn, Tur
     """Pairs (with, without) of `num_tokens` for each request, after one that warms up."""
     model = str(benchmark_checkpoint("tiny-llama"))
     config = ServeConfig(engine=EngineConfig(model=model, kv_cache_bytes=1 << 28), port=free_port())
-    replicas = ingress.DeployedIngress, engine_deployment.EngineReplica
-    ingress.DeployedIngress, engine_deployment.EngineReplica = SwitchedIngress, SwitchedEngine  # type: ignore[misc]
+    replicas = ingress.DeployedIngress, engine_deployment.DeployedEngine
+    ingress.DeployedIngress, engine_deployment.DeployedEngine = SwitchedIngress, SwitchedEngine  # type: ignore[misc]
     try:
         await asyncio.to_thread(app.start, config)
     finally:
-        ingress.DeployedIngress, engine_deployment.EngineReplica = replicas  # type: ignore[misc]
+        ingress.DeployedIngress, engine_deployment.DeployedEngine = replicas  # type: ignore[misc]
     try:
         pairs = [await _pair(config, number % 2 == 0, num_tokens) for number in range(num_pairs + 1)]
         return pairs[1:]

@@ -21,6 +21,7 @@ from tests.sharing import end_behind, make_scheduler, put_together
 if TYPE_CHECKING:
     from structured.vocabulary import Vocabulary
     from tests.grammar_pools import MakePool, Pools
+    from tests.replicas import Replicas
     from tests.two_nodes import TwoNodes
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -95,6 +96,15 @@ def namespaces() -> Iterator[TwoNodes]:
         except NoNamespaces as error:
             pytest.skip(f"no network namespaces here: {error}")
         yield nodes
+
+
+@pytest.fixture
+def new_replica() -> Iterator[Replicas]:
+    """Makes engine replicas, which end with the test."""
+    from tests.replicas import Replicas
+
+    with contextlib.closing(Replicas()) as replicas:
+        yield replicas
 
 
 @pytest.fixture(params=["threads", "actors"])

@@ -183,6 +183,7 @@ async def _serving(config: ServeConfig) -> AsyncIterator[LocalServer]:
         await asyncio.wait_for(ingress._listener._serving, PATIENCE_S)
         for opened in replica._sender._connections.values():
             (await opened).close()
+        await asyncio.to_thread(replica.close)
 
 
 class ThreadedServer(Client):

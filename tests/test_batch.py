@@ -45,6 +45,7 @@ from structured.constraint import ConstraintSpec
 from tests.checkpoints import checkpoint
 from tests.conftest import PROVE
 from tests.local_server import Handle, until
+from tests.replicas import Replicas
 from workers.step import TokenLogprobs
 
 MAX_BYTES = 4096
@@ -329,7 +330,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def test_a_line_means_what_its_body_means_over_http() -> None:
+def test_a_line_means_what_its_body_means_over_http(new_replica: Replicas) -> None:
     model = checkpoint("llama")
     # Without a cache neither reads what the other one has computed.
     config = ServeConfig(engine=EngineConfig(model=str(model), enable_prefix_caching=False, **OPTIONS))
@@ -340,7 +341,7 @@ def test_a_line_means_what_its_body_means_over_http() -> None:
         return {key: value for key, value in fields.items() if key not in ("id", "created")}
 
     async def scenario() -> list[int]:
-        replica = await asyncio.to_thread(EngineReplica, config.engine)
+        replica = await asyncio.to_thread(new_replica, config.engine)
         endpoints, client = batch_endpoints(config, Handle(replica), "127.0.0.1")
         state = endpoints.state
         transport = httpx2.ASGITransport(HttpApp(state.config, state.tokenizer, client, state.metrics))
@@ -360,7 +361,7 @@ def test_a_line_means_what_its_body_means_over_http() -> None:
     assert asyncio.run(scenario()) == [200] * 5 + [400] * 4 + [404] + [200] * 4 + [400]
 
 
-def test_lines_of_a_call_that_fails_go_on_one_by_one() -> None:
+def test_lines_of_a_call_that_fails_go_on_one_by_one(new_replica: Replicas) -> None:
     """The first call ends with its engine's death and the second one in an unknown way."""
     config = ServeConfig(engine=EngineConfig(model=str(checkpoint("llama")), **OPTIONS))
     failures: list[Exception] = [RayActorError(), ValueError("unknown")]
@@ -377,7 +378,7 @@ def test_lines_of_a_call_that_fails_go_on_one_by_one() -> None:
             return types.SimpleNamespace(remote=lambda *arguments: asyncio.ensure_future(fail(*arguments)))
 
     async def scenario() -> None:
-        replica = await asyncio.to_thread(EngineReplica, config.engine)
+        replica = await asyncio.to_thread(new_replica, config.engine)
         endpoints, client = batch_endpoints(config, FailingHandle(replica), "127.0.0.1")
         body = msgspec.Raw(json.dumps({"model": config.model_name, "prompt": [5, 6], "max_tokens": 3}).encode())
         ask = lambda: endpoints.answer(BatchRequest("1", "/v1/completions", body), "line")  # noqa: E731
@@ -388,7 +389,9 @@ def test_lines_of_a_call_that_fails_go_on_one_by_one() -> None:
     asyncio.run(scenario())
 
 
-def test_lines_share_calls_and_each_is_answered_or_left_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_share_calls_and_each_is_answered_or_left_by_itself(
+    monkeypatch: pytest.MonkeyPatch, new_replica: Replicas
+) -> None:
     """Of 60 lines 20 are refused, and 8 of those that take long are left: their engine ends them, and no other."""
     monkeypatch.setattr(engine_client, "GROUP_SHARE", 4)
     model = checkpoint("llama")
@@ -399,7 +402,7 @@ def test_lines_share_calls_and_each_is_answered_or_left_by_itself(monkeypatch: p
         return BatchRequest(str(number), "/v1/completions", msgspec.Raw(json.dumps(body).encode()))
 
     async def scenario() -> None:
-        replica = await asyncio.to_thread(EngineReplica, config.engine)
+        replica = await asyncio.to_thread(new_replica, config.engine)
         handle = CountingHandle(replica)
         endpoints, client = batch_endpoints(config, handle, "127.0.0.1")
         ask = lambda number, **fields: endpoints.answer(request(number, **fields), f"line-{number}")  # noqa: E731

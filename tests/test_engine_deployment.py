@@ -7,12 +7,10 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 import pytest
 
-from cluster.config import EngineConfig
 from cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput
 from cluster.serve import burst, engine_deployment
 from cluster.serve.channel import Connection, Control, EngineFailed, Hello, OutputReceiver
@@ -20,6 +18,7 @@ from cluster.serve.engine_deployment import EngineReplica
 from structured.constraint import ConstraintSpec
 from tests.checkpoints import checkpoint, reference_greedy
 from tests.patience import PATIENCE_S, until
+from tests.replicas import Replicas
 from workers.sampling_params import SamplingParams
 
 PROMPT = [5, 9, 17, 30]
@@ -49,11 +48,6 @@ class Ingress:
         return self.connection
 
 
-def new_replica(**options: Any) -> EngineReplica:
-    model = str(checkpoint("llama"))
-    return EngineReplica(EngineConfig(model=model, dtype="float32", kv_cache_bytes=8 << 20, **options))
-
-
 def request(name: str, num_tokens: int = 400) -> EngineRequest:
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     return EngineRequest(request_id=name, prompt_token_ids=PROMPT, params=params)
@@ -71,7 +65,7 @@ async def until_idle(replica: EngineReplica) -> None:
 
 @pytest.mark.parametrize("hold_s", [60.0, 0.0])
 def test_while_requests_wait_the_ends_of_others_that_are_read_whole_are_held(
-    hold_s: float, monkeypatch: pytest.MonkeyPatch
+    hold_s: float, monkeypatch: pytest.MonkeyPatch, new_replica: Replicas
 ) -> None:
     """Two of 12 run at a time; what is held comes once the last two have places."""
     monkeypatch.setattr(engine_deployment, "HOLD_S", hold_s)
@@ -90,7 +84,7 @@ def test_while_requests_wait_the_ends_of_others_that_are_read_whole_are_held(
     assert num_frames <= 6 if hold_s else num_frames >= 12
 
 
-def test_what_is_held_is_told_before_an_engine_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_held_is_told_before_an_engine_ends(monkeypatch: pytest.MonkeyPatch, new_replica: Replicas) -> None:
     monkeypatch.setattr(engine_deployment, "HOLD_S", 60.0)
 
     async def scenario() -> None:
@@ -118,7 +112,7 @@ def test_what_is_held_is_told_before_an_engine_ends(monkeypatch: pytest.MonkeyPa
     asyncio.run(scenario())
 
 
-def test_tokens_travel_on_the_channel_and_the_call_answers_with_the_result() -> None:
+def test_tokens_travel_on_the_channel_and_the_call_answers_with_the_result(new_replica: Replicas) -> None:
     async def scenario() -> None:
         replica, ingress = new_replica(), Ingress()
         address = await ingress.receiver.start()
@@ -135,7 +129,7 @@ def test_tokens_travel_on_the_channel_and_the_call_answers_with_the_result() -> 
     asyncio.run(scenario())
 
 
-def test_what_a_constraint_takes_is_time_of_its_request(monkeypatch) -> None:
+def test_what_a_constraint_takes_is_time_of_its_request(monkeypatch, new_replica: Replicas) -> None:
     async def scenario() -> None:
         replica, ingress = new_replica(), Ingress()
         address = await ingress.receiver.start()
@@ -156,7 +150,7 @@ def test_what_a_constraint_takes_is_time_of_its_request(monkeypatch) -> None:
     asyncio.run(scenario())
 
 
-def test_a_burst_is_prefilled_together_where_a_step_is_worth_waiting_for(monkeypatch) -> None:
+def test_a_burst_is_prefilled_together_where_a_step_is_worth_waiting_for(monkeypatch, new_replica: Replicas) -> None:
     """The first request of a burst wakes the engine; those that follow while it waits share its first step."""
     monkeypatch.setattr(burst, "LIMIT_S", 5.0)
 
@@ -196,7 +190,7 @@ def test_a_burst_is_prefilled_together_where_a_step_is_worth_waiting_for(monkeyp
     asyncio.run(scenario())
 
 
-def test_cancelling_the_call_a_stop_string_and_a_lost_ingress_each_free_the_request() -> None:
+def test_cancelling_the_call_a_stop_string_and_a_lost_ingress_each_free_the_request(new_replica: Replicas) -> None:
     async def scenario() -> None:
         replica, ingress = new_replica(), Ingress()
         address = await ingress.receiver.start()
@@ -226,7 +220,9 @@ def test_cancelling_the_call_a_stop_string_and_a_lost_ingress_each_free_the_requ
     asyncio.run(scenario())
 
 
-def test_a_dead_step_loop_fails_open_and_later_calls_and_is_reported_unhealthy(monkeypatch) -> None:
+def test_a_dead_step_loop_fails_open_and_later_calls_and_is_reported_unhealthy(
+    monkeypatch, new_replica: Replicas
+) -> None:
     async def scenario() -> None:
         replica, ingress = new_replica(), Ingress()
         address = await ingress.receiver.start()

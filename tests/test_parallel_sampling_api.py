@@ -34,8 +34,9 @@ from cluster.llm import LLM, CompletionOutput, ConstraintSpec, OutputKind, Reque
 from cluster.serve.channel import Control
 from tests.checkpoints import checkpoint
 from tests.patience import PATIENCE_S
+from tests.replicas import Replicas
 from tests.server import Server, shared_server
-from tests.test_engine_deployment import Ingress, new_replica, until, until_idle
+from tests.test_engine_deployment import Ingress, until, until_idle
 from workers.sampling_params import child_seed
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
@@ -421,7 +422,7 @@ def until_nothing_is_left(server: Server, before: dict[str, float]) -> None:
         time.sleep(0.1)
 
 
-def test_one_call_stays_open_until_the_last_choice_has_ended() -> None:
+def test_one_call_stays_open_until_the_last_choice_has_ended(new_replica: Replicas) -> None:
     async def scenario() -> None:
         replica, ingress = new_replica(), Ingress()
         address = await ingress.receiver.start()

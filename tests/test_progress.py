@@ -16,9 +16,9 @@ from cluster.engine import engine
 from cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput
 from cluster.http.metrics import Metrics
 from cluster.llm import LLM, SamplingParams
-from cluster.serve.engine_deployment import EngineReplica
 from tests.checkpoints import checkpoint
 from tests.patience import PATIENCE_S
+from tests.replicas import Replicas
 from tests.test_constrained_engine import constrained, example, make_llm, settled, spec
 from tests.test_engine_deployment import Ingress, until
 
@@ -136,12 +136,14 @@ def test_a_deadline_that_passes_while_every_row_waits_for_its_mask_ends_its_requ
     settled(llm)
 
 
-def test_a_message_ends_the_wait_of_a_replica_that_has_nothing_to_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_ends_the_wait_of_a_replica_that_has_nothing_to_compute(
+    monkeypatch: pytest.MonkeyPatch, new_replica: Replicas
+) -> None:
     monkeypatch.setattr(engine, "IDLE_WAIT_S", 60.0)
 
     async def scenario() -> None:
         folder = str(checkpoint("llama", dtype="float32"))
-        replica, ingress = EngineReplica(EngineConfig(model=folder, kv_cache_bytes=8 << 20)), Ingress()
+        replica, ingress = new_replica(EngineConfig(model=folder, kv_cache_bytes=8 << 20)), Ingress()
         address = await ingress.receiver.start()
         slow_one = asyncio.ensure_future(
             replica.generate(EngineRequest(request_id="slow", prompt_token_ids=[7], params=slow()), address)

@@ -25,8 +25,9 @@ from cluster.serve.engine_deployment import EngineReplica
 from cluster.serve.submission import Submission
 from cluster.text.tokenizer import Tokenizer
 from tests.checkpoints import checkpoint
+from tests.replicas import Replicas
 from tests.server import shared_server
-from tests.test_engine_deployment import new_replica, until_idle
+from tests.test_engine_deployment import until_idle
 from tests.test_routes import App
 from workers.sampling_params import SamplingParams
 
@@ -97,7 +98,7 @@ class Handle:
             self.turn += 1
 
 
-def test_a_body_of_many_prompts_leaves_the_event_loop_to_others_between_its_calls() -> None:
+def test_a_body_of_many_prompts_leaves_the_event_loop_to_others_between_its_calls(new_replica: Replicas) -> None:
     async def scenario() -> None:
         replica = new_replica()
         handle = Handle(replica)

@@ -11,7 +11,6 @@ from cluster.batch.engine_client import BatchEngineClient
 from cluster.config import ServeConfig
 from cluster.http.access.keys import ApiKeys
 from cluster.http.metrics import Metrics
-from cluster.serve.replica_process import collect_rarely
 from cluster.text.tokenizer import Tokenizer
 from workers.checkpoints.model_config import resolve_model_folder
 
@@ -42,5 +41,4 @@ def batch_endpoints(
         request_timeout_s=max(config.request_timeout_s, config.batches.keep_s),  # a line may take as long as its batch
     )
     endpoints = Endpoints(inside, tokenizer, client, metrics, prefix_secret)
-    collect_rarely()
     return endpoints, client

@@ -16,7 +16,7 @@ from cluster.batch.records import Records
 from cluster.batch.runner import Runner
 from cluster.batch.storage import Storage
 from cluster.config import ServeConfig
-from cluster.serve.replica_process import REPLICA_ENVIRONMENT, listen_on_own_address, yield_to_engines
+from cluster.serve.replica_process import REPLICA_ENVIRONMENT, ReplicaProcess, yield_to_engines
 from cluster.serve.start_failure import told_in_words
 
 
@@ -26,7 +26,6 @@ class BatchRunner:
     def __init__(self, config: ServeConfig, engine: Any, standby: Any, prefix_secret: bytes) -> None:
         assert config.batch_storage is not None
         with told_in_words():
-            listen_on_own_address()
             host = ray.util.get_node_ip_address()
             endpoints, self._client = batch_endpoints(config, engine, host, standby, prefix_secret=prefix_secret)
             num_places = config.max_engines * config.engine.max_num_sequences
@@ -37,7 +36,6 @@ class BatchRunner:
                 config.max_body_bytes,
             )
         self._serving: asyncio.Task[None] | None = None
-        yield_to_engines()
 
     async def check_health(self) -> None:
         """Called by Serve, the first time before the replica counts as ready."""
@@ -49,10 +47,18 @@ class BatchRunner:
             raise RuntimeError("the runner of batches ended")
 
 
+class DeployedBatchRunner(ReplicaProcess, BatchRunner):
+    """The class that Serve runs, in a process that yields to the engines."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        yield_to_engines()
+
+
 def batch_deployment(config: ServeConfig) -> Any:
     """The Serve deployment; bind it with the configuration, which names a storage, and the engine."""
     return serve.deployment(
-        BatchRunner,
+        DeployedBatchRunner,
         name="batches",
         num_replicas=1,
         health_check_period_s=5,

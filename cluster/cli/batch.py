@@ -22,7 +22,7 @@ from cluster.cli.check import check_quickly
 from cluster.cli.refusal import NotStarted, Refusal
 from cluster.cli.serve import stopped_by_sigterm
 from cluster.config import ServeConfig, load_config
-from cluster.serve.replica_process import REPLICA_ENVIRONMENT, yield_to_engines
+from cluster.serve.replica_process import REPLICA_ENVIRONMENT, collect_rarely, yield_to_engines
 from workers.checkpoints.model_config import ModelError
 
 IN_FLIGHT_PER_PLACE = 2
@@ -104,6 +104,7 @@ async def answering_by(engine: Any, host: str, config: ServeConfig) -> AsyncIter
     # Nobody else asks these engines, so its lines may go before each other as they like.
     endpoints, client = batch_endpoints(config, engine, host, priority_clients=("*",))
     yield_to_engines()
+    collect_rarely()
     try:
         yield endpoints.answer
     finally:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from concurrent.futures import Future
 
 from cluster.config import EngineConfig
@@ -32,6 +33,7 @@ class ConstraintService:
         self._compiler: Compiler | None = None
         self.pool: GrammarPool | None = None
         """None until the first constraint, or `start`."""
+        self._ends: list[Callable[[], object]] = []
 
     def resolve(self, spec: ConstraintSpec, client: str = "") -> Future[Resolved]:
         """Compiles a constraint for a client. The future raises `RequestRefused` if it cannot be served, `QueueFull` if
@@ -75,11 +77,16 @@ class ConstraintService:
                 except ConstraintError as error:
                     raise RequestRefused(str(error), "constraint") from error
                 compiler = Compiler(vocabulary, self._config.constraints)
-                weakref.finalize(self, compiler.close)
+                self._ends.append(weakref.finalize(self, compiler.close))
                 pool = self._make_pool(vocabulary)
-                weakref.finalize(self, pool.close)
+                self._ends.append(weakref.finalize(self, pool.close))
                 self._compiler, self.pool = compiler, pool
             return self._compiler
+
+    def close(self) -> None:
+        """Ends the processes and threads of compiler and pool, which otherwise end with this object."""
+        for end in self._ends:
+            end()
 
     def _make_pool(self, vocabulary: Vocabulary) -> GrammarPool:
         config, speculative = self._config, self._config.speculative

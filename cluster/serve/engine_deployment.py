@@ -32,7 +32,7 @@ from cluster.serve.burst import Burst
 from cluster.serve.channel import BEAT_S, Address, Control, EngineFailed, OutputSender, RequestResult
 from cluster.serve.gathering import Gathering
 from cluster.serve.packed import Packed
-from cluster.serve.replica_process import REPLICA_ENVIRONMENT, collect_rarely, listen_on_own_address
+from cluster.serve.replica_process import REPLICA_ENVIRONMENT, ReplicaProcess
 from cluster.serve.routing.replicas import own_name
 from cluster.serve.routing.reports import CacheReporter
 from cluster.serve.routing.request_router import EngineRouter
@@ -106,7 +106,6 @@ class EngineReplica:
             self._start(config, is_alone)
 
     def _start(self, config: EngineConfig, is_alone: bool) -> None:
-        listen_on_own_address()
         self._phases = Phases(process=time.time() - psutil.Process().create_time())
         # Imports torch, which whoever only deploys this class needs not.
         from cluster.engine.overlap.engine import make_engine
@@ -142,13 +141,24 @@ class EngineReplica:
         """What the last step with work took."""
         self._burst = Burst()
         self._watch = EngineWatch(own_name())
-        threading.Thread(target=self._step_loop, name="engine", daemon=True).start()
+        self._is_open = True
+        self._thread = threading.Thread(target=self._step_loop, name="engine", daemon=True)
+        self._thread.start()
         try:
             self.engine.warm_up()
         except RequestRefused as error:  # a model without a tokenizer.json serves everything else
             logger.warning("%s", error)
-        collect_rarely()
         self._phases.end(WARM_UP)
+
+    def close(self) -> None:
+        """Ends the step loop, whatever runs, and the grammar service's processes. Serve ends the process instead."""
+
+        def end() -> None:
+            self._is_open = False
+
+        self._inbox.put(end)
+        self._thread.join()
+        self.engine.constraints.close()
 
     # ---- remote calls --------------------------------------------------------------------------------------------
 
@@ -302,7 +312,7 @@ class EngineReplica:
 
     def _step_loop(self) -> None:
         try:
-            while True:
+            while self._is_open:
                 self._take_inbox()
                 idle = not self.engine.has_unfinished
                 started, begun_ns = time.monotonic(), time.time_ns()
@@ -434,9 +444,13 @@ class EngineReplica:
         self._tell_held()
         self._fail(list(self._running.values()))
         self._running.clear()
-        while True:
+        while self._is_open:
             with contextlib.suppress(Exception):  # the engine's own state may be what broke
                 self._inbox.get()()
+
+
+class DeployedEngine(ReplicaProcess, EngineReplica):
+    """The class that Serve runs."""
 
 
 def start_line(seconds: dict[str, float]) -> str:
@@ -464,7 +478,7 @@ def engine_deployment(
     `is_alone`: there is never more than one replica. With `autoscaling` there are as many replicas as that says.
     """
     return serve.deployment(
-        EngineReplica,
+        DeployedEngine,
         name=name,
         num_replicas=num_replicas if autoscaling is None else None,
         autoscaling_config=None if autoscaling is None else autoscaling_config(autoscaling, config),

@@ -24,7 +24,7 @@ from cluster.http.exchange import Receive, Scope, Send
 from cluster.http.metrics import Metrics
 from cluster.serve.engine_client import ANSWER_TIMEOUT_S, EngineClient
 from cluster.serve.listening.listener import Listener
-from cluster.serve.replica_process import REPLICA_ENVIRONMENT, collect_rarely, listen_on_own_address
+from cluster.serve.replica_process import REPLICA_ENVIRONMENT, ReplicaProcess
 from cluster.serve.scaling.autoscaling import ingress_autoscaling_config
 from cluster.serve.scaling.cluster_state import ClusterWatch, is_removed
 from cluster.serve.start_failure import told_in_words
@@ -66,7 +66,6 @@ class Ingress:
             self._start(config, engine, prefix_secret, standby)
 
     def _start(self, config: ServeConfig, engine: Any, prefix_secret: bytes, standby: Any) -> None:
-        listen_on_own_address()
         tokenizer = Tokenizer(config.engine.tokenizer or str(resolve_model_folder(config.engine.model)))
         if (warning := openness(config)) is not None:
             logging.getLogger(__name__).warning(warning)
@@ -94,7 +93,6 @@ class Ingress:
             prefix_secret=prefix_secret,
         )
         self._sharing_limits: asyncio.Task[None] | None = None
-        collect_rarely()
 
     async def check_health(self) -> None:
         """Called by Serve, the first time before the replica counts as ready; Serve replaces one that raises here."""
@@ -208,11 +206,15 @@ class ListeningIngress(Ingress):
         return any(name != own_name and place == own_place for name, place in await self._of_peers("own_place"))
 
 
-class DeployedIngress(ListeningIngress):
+class DeployedIngress(ReplicaProcess, ListeningIngress):
     """The class that Serve runs: it calls `__del__` of a replica that it tells to go, and then ends the process."""
 
     async def __del__(self) -> None:
         await self.drain()
+
+
+class ProxiedIngress(ReplicaProcess, Ingress):
+    """The class that Serve runs where its proxies take the connections."""
 
 
 def _replica_id() -> str:
@@ -241,7 +243,7 @@ def ingress_deployment(config: ServeConfig, num_nodes: int) -> Any:
     elif listens:
         places = {"max_surge_percent": 100}  # a new version listens before the last one goes: there is no other node
     return serve.deployment(
-        DeployedIngress if listens else serve.ingress()(Ingress),
+        DeployedIngress if listens else serve.ingress()(ProxiedIngress),
         name="ingress",
         num_replicas=None if "autoscaling_config" in places else num_replicas,
         health_check_period_s=1,  # its port answers nobody meanwhile; a check takes 10 us

@@ -1,4 +1,7 @@
-"""Sets up the process of each replica: its environment, where it listens, its garbage collector and its priority."""
+"""Sets up the process of each replica: its environment, where it listens, its garbage collector and its priority.
+
+`ReplicaProcess` makes a replica whose process is its own out of one that may share it, as in tests.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +30,20 @@ NICENESS = 10
 """Added to the niceness of processes for which nobody waits."""
 
 
+class ReplicaProcess:
+    """The first base of a class that Serve runs: the constructor of the other base runs in a process set up for it."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        listen_on_own_address()
+        super().__init__(*arguments, **options)
+        collect_rarely()
+
+
 def listen_on_own_address() -> None:
     """Lets Serve's gRPC server in this process listen at the node's own address, on loopback if Ray is this machine's.
 
-    Serve 2.60 binds it to every address, and it unpickles what it is sent. A replica calls this in its constructor,
-    before Serve starts that server. Elsewhere this has no effect.
+    Serve 2.60 binds it to every address, and it unpickles what it is sent. Serve starts that server when the replica's
+    constructor has returned.
     """
     host = ray.util.get_node_ip_address()
     address = f"[{host}]:0" if ":" in host else f"{host}:0"
@@ -50,7 +62,8 @@ def yield_to_engines() -> None:
 def collect_rarely() -> None:
     """Keeps the collector of cycles from looking through the objects that stay for life, and makes it run seldom.
 
-    A replica calls it when those objects are there. Objects without a cycle, which are most, are freed at once anyway.
+    A process calls it once, when those objects are there. Objects without a cycle, which are most, are freed at once
+    anyway.
     """
     gc.freeze()
     gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
