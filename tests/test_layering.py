@@ -236,6 +236,7 @@ INSIDE: dict[str, tuple[str, ...]] = {
         "cluster.serve.routing.placement",
         "cluster.serve.routing.replicas",
         "cluster.serve.routing.request_router",
+        "cluster.serve.node_tls",
         "cluster.serve.channel",
         "cluster.serve.progress",
         "cluster.serve.prompt_run",

@@ -1,0 +1,33 @@
+"""The certificates by which the nodes of a Ray cluster know each other, for connections beside Ray's own.
+
+A cluster whose nodes were started with `RAY_USE_TLS=1` names three PEM files in `RAY_TLS_SERVER_CERT`,
+`RAY_TLS_SERVER_KEY` and `RAY_TLS_CA_CERT` (Ray's manual, "TLS authentication"). Both ends show a certificate, and each
+must be of that authority; the listening end's must name the address.
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+
+
+def server_context() -> ssl.SSLContext | None:
+    """Returns the context of the listening end; None if Ray runs without TLS. Raises `OSError` as `client_context`."""
+    return _context(ssl.Purpose.CLIENT_AUTH)
+
+
+def client_context() -> ssl.SSLContext | None:
+    """Returns the context of the connecting end; None if Ray runs without TLS.
+
+    Raises `OSError`, which `ssl.SSLError` is too, if a file cannot be read or is no certificate or key.
+    """
+    return _context(ssl.Purpose.SERVER_AUTH)
+
+
+def _context(purpose: ssl.Purpose) -> ssl.SSLContext | None:
+    if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
+        return None
+    context = ssl.create_default_context(purpose, cafile=os.environ["RAY_TLS_CA_CERT"])
+    context.load_cert_chain(os.environ["RAY_TLS_SERVER_CERT"], os.environ["RAY_TLS_SERVER_KEY"])
+    context.verify_mode = ssl.CERT_REQUIRED
+    return context

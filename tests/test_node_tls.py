@@ -1,0 +1,145 @@
+"""The channel between engine and ingress where Ray's nodes know each other by certificates."""
+
+from __future__ import annotations
+
+import asyncio
+import pathlib
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+import trustme
+import uvloop
+
+from cluster.engine.request import SequenceOutput
+from cluster.serve.channel import Address, Connection, OutputReceiver, OutputSender
+from tests.patience import PATIENCE_S, until
+
+Run = Callable[[Coroutine[Any, Any, None]], None]
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def run(request: pytest.FixtureRequest) -> Run:
+    """Runs a coroutine in each of the event loops that Serve may use."""
+    return asyncio.run if request.param == "asyncio" else uvloop.run
+
+
+class Node:
+    """The files of a node with an authority, as Ray's variables name them."""
+
+    def __init__(self, folder: pathlib.Path, authority: trustme.CA) -> None:
+        folder.mkdir()
+        names = {"CA_CERT": "authority.pem", "SERVER_CERT": "certificate.pem", "SERVER_KEY": "key.pem"}
+        issued = authority.issue_cert("127.0.0.1")
+        authority.cert_pem.write_to_path(str(folder / names["CA_CERT"]))
+        issued.cert_chain_pems[0].write_to_path(str(folder / names["SERVER_CERT"]))
+        issued.private_key_pem.write_to_path(str(folder / names["SERVER_KEY"]))
+        self._variables = {"RAY_USE_TLS": "1", **{f"RAY_TLS_{key}": str(folder / each) for key, each in names.items()}}
+
+    def take_effect(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name, value in self._variables.items():
+            monkeypatch.setenv(name, value)
+
+
+class Wire:
+    """Passes bytes on between an engine and an ingress, and keeps them."""
+
+    def __init__(self) -> None:
+        self.seen = bytearray()
+
+    async def start(self, to: Address) -> Address:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            there = await asyncio.open_connection(to.host, to.port)
+            await asyncio.gather(self._pass_on(reader, there[1]), self._pass_on(there[0], writer))
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        return Address("127.0.0.1", server.sockets[0].getsockname()[1], to.secret)
+
+    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(4096):
+            self.seen += data
+            writer.write(data)
+        writer.close()
+
+
+class Ingress:
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.receiver = OutputReceiver("127.0.0.1", self._on_outputs, lambda _: None)
+
+    def _on_outputs(self, outputs: list[SequenceOutput], _: Connection) -> None:
+        for output in outputs:
+            self.tokens += output.token_ids
+
+
+def engine() -> OutputSender:
+    return OutputSender("engine", lambda _: None, lambda _: None)
+
+
+@pytest.mark.parametrize("is_secured", [True, False])
+def test_nobody_on_the_wire_reads_tokens_or_the_secret(
+    is_secured: bool, run: Run, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_secured:
+        Node(tmp_path / "node", trustme.CA()).take_effect(monkeypatch)
+
+    async def main() -> None:
+        ingress, wire, sender = Ingress(), Wire(), engine()
+        address = await wire.start(await ingress.receiver.start())
+        await sender.connect(address)
+        for number in range(300):
+            sender.send(address, [SequenceOutput("the-request", 0, [number])])
+        await until(lambda: ingress.tokens == list(range(300)))
+        found = [text in wire.seen for text in (b"the-request", address.secret.encode())]
+        assert found == [not is_secured] * 2
+        sender._connections[address].result().close()
+        await ingress.receiver.close()
+
+    run(main())
+
+
+def test_who_has_no_certificate_of_the_nodes_authority_is_no_engine(
+    run: Run, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a node of another authority, nor one without TLS, even if it knows the secret."""
+    own, other = Node(tmp_path / "own", trustme.CA()), Node(tmp_path / "other", trustme.CA())
+
+    async def main() -> None:
+        own.take_effect(monkeypatch)
+        ingress = Ingress()
+        address = await ingress.receiver.start()
+        other.take_effect(monkeypatch)
+        stranger = engine()
+        with pytest.raises(OSError, match="certificate verify failed"):
+            await stranger.connect(address)
+        monkeypatch.setenv("RAY_USE_TLS", "0")
+        silent = engine()
+        await silent.connect(address)
+        silent.send(address, [SequenceOutput("a", 0, [1])])
+        await until(lambda: not silent._connections)
+        own.take_effect(monkeypatch)
+        sender = engine()
+        await sender.connect(address)
+        sender.send(address, [SequenceOutput("a", 0, [2])])
+        await until(lambda: ingress.tokens == [2])
+        sender._connections[address].result().close()
+        await ingress.receiver.close()
+
+    run(main())
+
+
+def test_an_engine_that_expects_tls_does_not_talk_to_an_ingress_without(
+    run: Run, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = Node(tmp_path / "node", trustme.CA())
+
+    async def main() -> None:
+        ingress = Ingress()
+        address = await ingress.receiver.start()
+        node.take_effect(monkeypatch)
+        monkeypatch.setattr("cluster.serve.channel.CONNECT_TIMEOUT_S", 0.5)
+        with pytest.raises(OSError):  # noqa: PT011 - a timeout has no words
+            await asyncio.wait_for(engine().connect(address), PATIENCE_S)
+        await ingress.receiver.close()
+
+    run(main())
