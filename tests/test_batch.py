@@ -31,7 +31,7 @@ from cluster.config import EngineConfig, ServeConfig
 from cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput, Usage
 from cluster.http.access.keys import ApiKeys
 from cluster.http.app import HttpApp
-from cluster.http.engines import Event
+from cluster.http.engines import Event, GenerationRequest
 from cluster.http.errors import ApiError
 from cluster.http.metrics import Unmeasured
 from cluster.llm import LLM, SamplingParams
@@ -216,7 +216,8 @@ def events_of(
     """What the reader of a body with one prompt gets, in `found`: each output as it comes, or all at last."""
     found = [] if found is None else found
     client: Any = types.SimpleNamespace(tokenizer=Tokenizer("demo"), measure=lambda _: Unmeasured())
-    submission = Submission(client, [[5, 6]], params, chat=False)
+    request = GenerationRequest(request_id="request", prompts=[[5, 6]], params=params, timeout_s=60.0)
+    submission = Submission(client, request)
     (prompt,) = submission._prompts
     prompt.run = types.SimpleNamespace(release=lambda: None)  # type: ignore[assignment]
 

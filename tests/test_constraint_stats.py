@@ -12,6 +12,7 @@ from ray.exceptions import RayTaskError
 from cluster.engine.request import EngineRequest
 from cluster.engine.stats import ConstraintStats, EngineStats
 from cluster.http.endpoints.status import Health, health_of
+from cluster.http.engines import GenerationRequest
 from cluster.http.errors import ApiError
 from cluster.http.metrics import Metrics, RequestMetrics
 from cluster.llm import LLM, ConstraintSpec, SamplingParams
@@ -23,7 +24,7 @@ from structured.compiler import CACHE_BYTES, CompilerFailed
 from structured.grammar_worker import GRAMMAR_CACHE_BYTES
 from tests.checkpoints import checkpoint
 from tests.grammar_pools import DEMO
-from tests.patience import wait_until
+from tests.patience import PATIENCE_S, wait_until
 from tests.test_engine import make_engine
 
 
@@ -104,8 +105,9 @@ def test_a_client_reads_why_the_engine_failed_and_no_traceback() -> None:
     client: Any = FailingClient(CompilerFailed("the grammar compiler does not start"))
 
     async def read() -> None:
-        submission = Submission(client, [[5]], SamplingParams(), chat=False)
-        submission.start("request", 0, 10.0)
+        request = GenerationRequest(request_id="request", prompts=[[5]], params=SamplingParams(), timeout_s=PATIENCE_S)
+        submission = Submission(client, request)
+        submission.start()
         async for _ in submission:
             pass
 

@@ -15,6 +15,7 @@ import pytest
 from cluster.config import BodyLimits, ServeConfig
 from cluster.engine.request import EngineRequest
 from cluster.http.codec import decode
+from cluster.http.engines import GenerationRequest
 from cluster.http.errors import ApiError
 from cluster.http.metrics import Metrics
 from cluster.http.prompts import encode, encode_all
@@ -104,9 +105,11 @@ def test_a_body_of_many_prompts_leaves_the_event_loop_to_others_between_its_call
         handle = Handle(replica)
         client = EngineClient(handle, Tokenizer(checkpoint("llama")), "127.0.0.1", Metrics("m"))
         params = SamplingParams(n=2, max_tokens=2, temperature=0, ignore_eos=True)
-        submission = Submission(client, [[5 + number] for number in range(64)], params, chat=False)
+        prompts = [[5 + number] for number in range(64)]
+        request = GenerationRequest(request_id="body", prompts=prompts, params=params, timeout_s=60.0)
+        submission = Submission(client, request)
         counting = asyncio.ensure_future(handle.count_turns())
-        submission.start("body", 0, 60.0)
+        submission.start()
         ended = [event.index async for event in submission if event.finish is not None]
         submission.close()
         counting.cancel()

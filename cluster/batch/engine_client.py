@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import msgspec
 
 from cluster.engine.request import EngineRequest
+from cluster.http.engines import GenerationRequest
 from cluster.http.metrics import RequestMetrics, Unmeasured
 from cluster.serve.channel import RequestResult
 from cluster.serve.engine_client import EngineClient, answer_of
 from cluster.serve.packed import Packed
 from cluster.serve.prompt_run import LAST_FRAME_TIMEOUT_S, OVERDUE_S, Call, PromptRun, overdue_error
 from cluster.serve.submission import Submission
-from workers.sampling_params import SamplingParams
 
 PRIORITY = 1000
 """Added to that of each line: below what interactive requests ask for."""
@@ -37,17 +37,14 @@ UNMEASURED = Unmeasured()
 class BatchEngineClient(EngineClient):
     """A line that is refused learns so when the last one of its group has ended."""
 
-    reads_whole = True
-
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._open: _Group | None = None
         """Waits for more."""
 
-    def submit(
-        self, request_id: str, prompts: list[list[int]], params: SamplingParams, *, priority: int, **options: Any
-    ) -> Submission:
-        return super().submit(request_id, prompts, params, priority=priority + PRIORITY, **options)
+    def submit(self, request: GenerationRequest) -> Submission:
+        priority = request.priority + PRIORITY
+        return super().submit(msgspec.structs.replace(request, priority=priority, reads_whole=True))
 
     def measure(self, num_choices: int) -> RequestMetrics:
         return UNMEASURED

@@ -7,12 +7,55 @@ from typing import Protocol
 
 import msgspec
 
-from cluster.engine.request import FinishStatus, Usage
+from cluster.engine.request import EngineRequest, FinishStatus, Usage
 from cluster.engine.stats import EngineStats
 from structured.constraint import ConstraintSpec
 from workers.model_info import ModelInfo
 from workers.sampling_params import SamplingParams
 from workers.step import TokenLogprobs
+
+
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What one body asks of the engines, whatever endpoint it came to. Each prompt has `params.n` choices."""
+
+    request_id: str
+    prompts: list[list[int]]
+    params: SamplingParams
+    timeout_s: float
+    """Seconds that each prompt may take."""
+    chat: bool = False
+    """Drops the space that some tokenizers put in front of an answer's first word."""
+    shown_ids: frozenset[int] = frozenset()
+    """Special tokens that stay in the text."""
+    priority: int = 0
+    client: str = ""
+    """Whose it is; clients take turns."""
+    weight: float = 1.0
+    """The turns that the client has where others have one."""
+    session: str = ""
+    """Prompts of one session of a client go where the last one went; empty is none."""
+    traceparent: str = ""
+    """The span that the engines' spans belong to, in W3C's form; empty if nobody traces the request."""
+    cache_root: bytes = b""
+    """Requests with different roots read nothing of one another from the prefix cache."""
+    reads_whole: bool = False
+    """Nobody reads an answer before its end."""
+
+    def of_prompt(self, number: int) -> EngineRequest:
+        """Returns what an engine is asked for one of the prompts."""
+        return EngineRequest(
+            request_id=f"{self.request_id}-{number}",
+            prompt_token_ids=self.prompts[number],
+            params=self.params,
+            priority=self.priority,
+            deadline_s=self.timeout_s,
+            client=self.client,
+            weight=self.weight,
+            session=self.session,
+            traceparent=self.traceparent,
+            cache_root=self.cache_root,
+            reads_whole=self.reads_whole,
+        )
 
 
 class Event(msgspec.Struct, kw_only=True):
@@ -55,30 +98,8 @@ class Generation(Protocol):
 class Engines(Protocol):
     """All engine replicas of one model."""
 
-    def submit(
-        self,
-        request_id: str,
-        prompts: list[list[int]],
-        params: SamplingParams,
-        *,
-        chat: bool,
-        priority: int,
-        timeout_s: float,
-        client: str = "",
-        weight: float = 1.0,
-        session: str = "",
-        shown_ids: frozenset[int] = frozenset(),
-        traceparent: str = "",
-        cache_root: bytes = b"",
-    ) -> Generation:
-        """Sends every prompt to an engine; each has `params.n` choices and `timeout_s` seconds.
-
-        `client` is whose they are, and clients take turns, `weight` of them where others have one. The prompts of a
-        client's `session` go where the last one went. `chat` drops the space that some tokenizers put in front of
-        an answer's first word. Special tokens of `shown_ids` stay in the text.
-        `traceparent` is the span that the engines' spans belong to, if there is one. Prompts with different
-        `cache_root`s read nothing of one another from the prefix cache.
-        """
+    def submit(self, request: GenerationRequest) -> Generation:
+        """Sends every prompt to an engine."""
         ...
 
     async def resolve(self, spec: ConstraintSpec, client: str = "") -> tuple[ConstraintSpec, list[str]]:

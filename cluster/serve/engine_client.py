@@ -19,6 +19,7 @@ import msgspec
 from cluster.config import EngineConfig
 from cluster.engine.request import EngineRequest, QueueFull, RequestRefused, SequenceOutput
 from cluster.engine.stats import EngineStats
+from cluster.http.engines import GenerationRequest
 from cluster.http.errors import ApiError
 from cluster.http.metrics import Metrics, RequestMetrics
 from cluster.serve.channel import BEAT_S, Address, Connection, Control, OutputReceiver, RequestResult
@@ -31,7 +32,6 @@ from cluster.serve.submission import Submission
 from cluster.text.tokenizer import Tokenizer
 from structured.constraint import ConstraintSpec
 from workers.model_info import ModelInfo
-from workers.sampling_params import SamplingParams
 
 ENGINE, STANDBY = "engine", "standby"
 """Names of deployments."""
@@ -66,9 +66,6 @@ class EngineClient:
     wait for one to start, unless the engines are gone for good, as `is_removed` finds out.
     """
 
-    reads_whole = False
-    """Whether nobody reads an answer before its end."""
-
     def __init__(
         self,
         engine: Any,
@@ -96,24 +93,9 @@ class EngineClient:
         self._is_removed = is_removed
         self._waker = Waker(self._is_asleep, lambda: self._engine.start_seconds.remote(), max_held)
 
-    def submit(
-        self,
-        request_id: str,
-        prompts: list[list[int]],
-        params: SamplingParams,
-        *,
-        chat: bool,
-        priority: int,
-        timeout_s: float,
-        client: str = "",
-        weight: float = 1.0,
-        session: str = "",
-        shown_ids: frozenset[int] = frozenset(),
-        traceparent: str = "",
-        cache_root: bytes = b"",
-    ) -> Submission:
-        submission = Submission(self, prompts, params, chat, shown_ids, self.reads_whole)
-        submission.start(request_id, priority, timeout_s, client, weight, session, traceparent, cache_root)
+    def submit(self, request: GenerationRequest) -> Submission:
+        submission = Submission(self, request)
+        submission.start()
         return submission
 
     def measure(self, num_choices: int) -> RequestMetrics:

@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator, Iterator
 
 import msgspec
 
-from cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput, Usage
-from cluster.http.engines import Event
+from cluster.engine.request import FinishStatus, SequenceOutput, Usage
+from cluster.http.engines import Event, GenerationRequest
 from cluster.http.errors import ApiError
 from cluster.http.metrics import RequestMetrics
 from cluster.serve.channel import RequestResult
@@ -23,7 +23,6 @@ from cluster.serve.prompt_run import Caller, PromptRun
 from cluster.serve.start_failure import in_words
 from cluster.telemetry.request_log import log_event
 from cluster.text.detokenizer import SequenceText
-from workers.sampling_params import SamplingParams
 
 
 class Choice:
@@ -65,27 +64,21 @@ class Prompt:
 class Submission:
     """Async iteration yields `Event`s until every choice has ended; raises `ApiError` if one cannot be served.
 
-    With n > 1 a choice that fails ends alone, with `FINISHED_INTERNAL_ERROR`, unless all of them fail. Special tokens
-    of `shown_ids` stay in the text. If `reads_whole`, nobody reads an answer before its end.
+    With n > 1 a choice that fails ends alone, with `FINISHED_INTERNAL_ERROR`, unless all of them fail.
     """
 
-    def __init__(
-        self,
-        client: Caller,
-        prompts: list[list[int]],
-        params: SamplingParams,
-        chat: bool,
-        shown_ids: frozenset[int] = frozenset(),
-        reads_whole: bool = False,
-    ) -> None:
+    def __init__(self, client: Caller, request: GenerationRequest) -> None:
         self._client = client
+        # A stop string must be found when it comes.
+        reads_whole = request.reads_whole and not request.params.stop
+        self._request = request = msgspec.structs.replace(request, reads_whole=reads_whole)
         self._news: asyncio.Queue[tuple[Prompt, Choice | RequestResult | Exception]] = asyncio.Queue()
         """Choices with something unread, each once, and what ends everything."""
-        self._params = params
-        self.choices = [
-            Choice(index, SequenceText(client.tokenizer, params, continues_prompt=not chat, shown_ids=shown_ids))
-            for index in range(len(prompts) * params.n)
-        ]
+        params, prompts = request.params, request.prompts
+        text = functools.partial(
+            SequenceText, client.tokenizer, params, continues_prompt=not request.chat, shown_ids=request.shown_ids
+        )
+        self.choices = [Choice(index, text()) for index in range(len(prompts) * params.n)]
         self._prompts = [
             Prompt(
                 token_ids,
@@ -94,7 +87,6 @@ class Submission:
             )
             for number, token_ids in enumerate(prompts)
         ]
-        self._reads_whole = reads_whole and not params.stop  # a stop string must be found when it comes
         self._num_failed = 0
         self._closed = False
 
@@ -108,39 +100,17 @@ class Submission:
         """One for each prompt that has output."""
         return [usage for prompt in self._prompts if (usage := prompt.usage) is not None]
 
-    def start(
-        self,
-        name: str,
-        priority: int,
-        deadline_s: float,
-        client: str = "",
-        weight: float = 1.0,
-        session: str = "",
-        traceparent: str = "",
-        cache_root: bytes = b"",
-    ) -> None:
+    def start(self) -> None:
         """Sends every prompt to an engine."""
         for number, prompt in enumerate(self._prompts):
-            request = EngineRequest(
-                request_id=f"{name}-{number}",
-                prompt_token_ids=prompt.token_ids,
-                params=self._params,
-                priority=priority,
-                deadline_s=deadline_s,
-                client=client,
-                traceparent=traceparent,
-                weight=weight,
-                session=session,
-                reads_whole=self._reads_whole,
-                cache_root=cache_root,
-            )
-            prompt.run = PromptRun(self._client, request, functools.partial(self._tell, prompt))
+            tell = functools.partial(self._tell, prompt)
+            prompt.run = PromptRun(self._client, self._request.of_prompt(number), tell)
             prompt.run.start()
 
     def _tell(self, prompt: Prompt, item: SequenceOutput | RequestResult | Exception) -> None:
         if isinstance(item, SequenceOutput):
             choice = prompt.choices[item.index]
-            is_news = item.finish is not None if self._reads_whole else choice.unread is None
+            is_news = item.finish is not None if self._request.reads_whole else choice.unread is None
             choice.unread = joined(choice.unread, item)
             if is_news:
                 self._news.put_nowait((prompt, choice))
@@ -188,14 +158,14 @@ class Submission:
             prompt_logprobs=output.prompt_logprobs,
             finish=output.finish,
             # An end-of-sequence token of the model is no reason that the client knows of.
-            stop_reason=output.stop_token_id if output.stop_token_id in self._params.stop_token_ids else None,
+            stop_reason=output.stop_token_id if output.stop_token_id in self._request.params.stop_token_ids else None,
         )
         if output.usage is not None:
             choice.usage = output.usage
         if delta.stop_string is not None:
             choice.usage = self._stop(output, prompt, choice, event, delta.num_kept_tokens)
             event.stop_reason = delta.stop_string
-        if not self._reads_whole:  # it says nothing of when the tokens came
+        if not self._request.reads_whole:  # it says nothing of when the tokens came
             prompt.metrics.tokens(output.index, len(event.token_ids))
         if event.finish is not None:
             choice.finished = True
@@ -212,7 +182,7 @@ class Submission:
             raise ApiError(408, f"{error}; the limit is request_timeout_s", type="timeout_error")
         if finish is FinishStatus.FINISHED_INTERNAL_ERROR:
             self._num_failed += 1
-            if self._params.n == 1 or self._num_failed == len(self.choices):
+            if self._request.params.n == 1 or self._num_failed == len(self.choices):
                 message = f"choice {choice.index} failed: {error}"
                 if output.is_refusal:
                     raise ApiError(400, message, code="contradictory_parameters")

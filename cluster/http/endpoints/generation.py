@@ -13,6 +13,7 @@ import msgspec
 
 from cluster.http.answers import Answer, ChatAnswer, CompletionAnswer
 from cluster.http.chat_output import plan_chat
+from cluster.http.engines import GenerationRequest
 from cluster.http.errors import ApiError, refuse
 from cluster.http.exchange import GenerationExchange
 from cluster.http.prompts import aside, encode, encode_all, render
@@ -97,18 +98,20 @@ async def _generate(
             exchange.span.set_attributes(generation_attributes(name, params, chat=chats, stream=stream))
         exchange.admit(sum(map(len, prompts)))
         generation = state.engines.submit(
-            f"{exchange.request_id}-{secrets.token_hex(4)}",
-            prompts,
-            params,
-            chat=chats,
-            priority=request.priority,
-            timeout_s=exchange.remaining_s,
-            client=exchange.sharer,
-            weight=state.config.client_weights.get(exchange.sharer, 1.0),
-            session=_session(exchange),
-            shown_ids=shown_ids,
-            traceparent=exchange.traceparent,
-            cache_root=state.prefix_scope.root(exchange.owner, request.cache_salt),
+            GenerationRequest(
+                request_id=f"{exchange.request_id}-{secrets.token_hex(4)}",
+                prompts=prompts,
+                params=params,
+                timeout_s=exchange.remaining_s,
+                chat=chats,
+                shown_ids=shown_ids,
+                priority=request.priority,
+                client=exchange.sharer,
+                weight=state.config.client_weights.get(exchange.sharer, 1.0),
+                session=_session(exchange),
+                traceparent=exchange.traceparent,
+                cache_root=state.prefix_scope.root(exchange.owner, request.cache_salt),
+            )
         )
         exchange.hand_over()
         try:
