@@ -22,7 +22,8 @@ from typing import Any
 
 from benchmarks.checkpoints import benchmark_checkpoint
 from benchmarks.report import machine
-from cluster.engine.request import FinishStatus, RequestRefused
+from cluster.engine.request import FinishStatus
+from cluster.errors import RequestRefused
 from cluster.llm import LLM, ConstraintSpec, RequestOutput, SamplingParams
 
 PLUGIN = pathlib.Path(__file__).resolve().parents[1] / "tests" / "plugin"

@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
-from cluster.engine.request import RequestRefused
+from cluster.errors import RequestRefused
 from cluster.http.chat_output import ChatPlan, ChatReader, MessageBuilder, plan_chat
-from cluster.http.errors import ApiError, shape_error
+from cluster.http.errors import shape_error
 from cluster.http.prompts import render
 from cluster.http.protocol.constraints import requested_constraint
 from cluster.http.protocol.requests import ChatCompletionRequest
@@ -71,9 +71,6 @@ def plan_offline(
         plan = plan_chat(request, params, tokenizer, text)
         return Chat(prompt=tokenizer.encode(plan.prompt, add_special_tokens=False), plan=plan)
     except msgspec.ValidationError as error:
-        refused = shape_error(str(error))
-        raise RequestRefused(refused.message, refused.param) from error
-    except ApiError as error:
-        raise RequestRefused(error.message, error.param) from error
+        raise shape_error(str(error)) from error
     except TextError as error:
         raise RequestRefused(f"messages: {error}", "messages") from error

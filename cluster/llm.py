@@ -23,7 +23,8 @@ from cluster.chat import Chat, Message, plan_offline
 from cluster.config import DEMO_MODEL, EngineConfig
 from cluster.engine.beam_search import BeamSearchParams, BeamSequence, beam_search
 from cluster.engine.interrupts import uninterrupted, uninterrupted_steps
-from cluster.engine.request import EngineRequest, FinishStatus, RequestRefused, SequenceOutput, Usage
+from cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput, Usage
+from cluster.errors import RequestRefused
 from cluster.options import read_options
 from cluster.text.detokenizer import SequenceText
 from cluster.text.tokenizer import TextError, Tokenizer

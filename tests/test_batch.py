@@ -29,10 +29,10 @@ from cluster.batch.lines import BadLine, BatchRequest, BatchResponse, BatchResul
 from cluster.cli.__main__ import main
 from cluster.config import EngineConfig, ServeConfig
 from cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput, Usage
+from cluster.errors import ServingError
 from cluster.http.access.keys import ApiKeys
 from cluster.http.app import HttpApp
 from cluster.http.engines import Event, GenerationRequest
-from cluster.http.errors import ApiError
 from cluster.http.metrics import Unmeasured
 from cluster.llm import LLM, SamplingParams
 from cluster.serve.channel import Address, RequestResult
@@ -274,7 +274,7 @@ def test_what_came_before_a_failure_is_read_before_it() -> None:
     outputs.append(SequenceOutput("r", 0, [], finish=FinishStatus.FINISHED_INTERNAL_ERROR, error="x"))
     for copies in (copy.deepcopy(outputs), [joined(joined(*copy.deepcopy(outputs[:2])), copy.deepcopy(outputs[2]))]):
         found: list[Event] = []
-        with pytest.raises(ApiError, match="choice 0 failed: x"):
+        with pytest.raises(ServingError, match="choice 0 failed: x"):
             events_of(copies, SamplingParams(), is_behind=True, found=found)
         assert [event.token_ids for event in found] == [[20, 21]]
 

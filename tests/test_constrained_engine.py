@@ -14,7 +14,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from cluster.engine.request import FinishStatus, RequestRefused
+from cluster.engine.request import FinishStatus
+from cluster.errors import RequestRefused
 from cluster.llm import LLM, ConstraintSpec, RequestOutput, SamplingParams
 from tests.checkpoints import VOCAB_SIZE, checkpoint
 from tests.patience import PATIENCE_S

@@ -14,7 +14,8 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from cluster.engine.request import FinishStatus, RequestRefused
+from cluster.engine.request import FinishStatus
+from cluster.errors import RequestRefused
 from cluster.llm import LLM, SamplingParams
 from structured.constraint import ConstraintSpec
 from tests.conftest import PROVE

@@ -11,9 +11,10 @@ from ray.exceptions import RayTaskError
 
 from cluster.engine.request import EngineRequest
 from cluster.engine.stats import ConstraintStats, EngineStats
+from cluster.errors import GenerationFailed
 from cluster.http.endpoints.status import Health, health_of
 from cluster.http.engines import GenerationRequest
-from cluster.http.errors import ApiError
+from cluster.http.errors import ApiError, api_error
 from cluster.http.metrics import Metrics, RequestMetrics
 from cluster.llm import LLM, ConstraintSpec, SamplingParams
 from cluster.serve.channel import RequestResult
@@ -111,7 +112,7 @@ def test_a_client_reads_why_the_engine_failed_and_no_traceback() -> None:
         async for _ in submission:
             pass
 
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(GenerationFailed) as caught:
         asyncio.run(read())
-    assert caught.value.status == 500
+    assert api_error(caught.value).status == 500
     assert caught.value.message == "the engine failed: CompilerFailed: the grammar compiler does not start"

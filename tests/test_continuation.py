@@ -13,15 +13,8 @@ import pytest
 
 from cluster.config import EngineConfig
 from cluster.engine.engine import Engine
-from cluster.engine.request import (
-    ContinuedChoice,
-    EngineRequest,
-    FinishStatus,
-    QueueFull,
-    RequestRefused,
-    SequenceOutput,
-    Usage,
-)
+from cluster.engine.request import ContinuedChoice, EngineRequest, FinishStatus, SequenceOutput, Usage
+from cluster.errors import QueueFull, RequestRefused
 from cluster.serve.progress import Progress
 from specdecode.config import SpeculativeConfig
 from structured.constraint import ConstraintLimits, ConstraintSpec, Resolved

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cluster.http.errors import ApiError
+from cluster.errors import Unavailable
 from cluster.serve import engine_client as client_module
 from cluster.serve import ingress as ingress_module
 from cluster.serve.listening import listener as listener_module
@@ -163,7 +163,7 @@ def test_who_finds_no_engine_is_answered_when_the_application_ends(
             assert await num_tokens_of(*stream) == NUM_TOKENS
             await asyncio.wait_for(draining, PATIENCE_S)
             monkeypatch.setattr(server.replica, "model", lambda: asyncio.sleep(600))
-            with pytest.raises(ApiError, match="the application was ended"):
+            with pytest.raises(Unavailable, match="the application was ended"):
                 await client.model()
 
     asyncio.run(run())

@@ -8,7 +8,8 @@ import pytest
 
 from cluster.config import EngineConfig
 from cluster.engine.engine import Engine, EngineDead
-from cluster.engine.request import EngineRequest, FinishStatus, QueueFull, RequestRefused, SequenceOutput
+from cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput
+from cluster.errors import QueueFull, RequestRefused
 from tests.checkpoints import NATIVE_FAMILIES, VOCAB_SIZE, checkpoint, reference_greedy
 from workers.checkpoints.model_config import load_model_config
 from workers.sampling_params import SamplingParams

@@ -15,7 +15,8 @@ import torch
 from cluster.engine.overlap.engine import make_engine
 from cluster.engine.ranks.channel import Listener, RankChannel, connect
 from cluster.engine.ranks.messages import Done, Register
-from cluster.engine.request import EngineRequest, FinishStatus, RequestRefused, SequenceOutput
+from cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput
+from cluster.errors import RequestRefused
 from tests.fuzz.http.connection import connect as connect_client
 from tests.fuzz.http.connection import encoded, request
 from tests.fuzz.http.good import CHAT

@@ -161,6 +161,7 @@ INSIDE: dict[str, tuple[str, ...]] = {
     ),
     "cluster": (
         "cluster.version",
+        "cluster.errors",
         "cluster.options",
         "cluster.config",
         "cluster.batch.lines",

@@ -9,7 +9,8 @@ import sys
 import pytest
 import transformers
 
-from cluster.engine.request import FinishStatus, QueueFull, RequestRefused
+from cluster.engine.request import FinishStatus
+from cluster.errors import QueueFull, RequestRefused
 from cluster.llm import LLM, SamplingParams
 from tests.checkpoints import checkpoint, reference_greedy
 

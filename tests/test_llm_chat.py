@@ -10,7 +10,7 @@ import pytest
 import transformers
 
 from benchmarks.demo_model.data import TASKS, held_out
-from cluster.engine.request import RequestRefused
+from cluster.errors import RequestRefused
 from cluster.llm import LLM, OutputKind, RequestOutput, SamplingParams
 from tests.checkpoints import checkpoint
 from workers.checkpoints.model_config import resolve_model_folder

@@ -14,7 +14,8 @@ import torch
 
 from cluster.engine.engine import EngineDead
 from cluster.engine.interrupts import uninterrupted
-from cluster.engine.request import FinishStatus, QueueFull, RequestRefused
+from cluster.engine.request import FinishStatus
+from cluster.errors import QueueFull, RequestRefused
 from cluster.llm import LLM, BeamSearchParams, ConstraintSpec, LogitsProcessorSpec, RequestOutput, SamplingParams
 from tests.checkpoints import checkpoint
 from tests.patience import PATIENCE_S

@@ -16,7 +16,8 @@ import pytest
 import torch
 from ray import cloudpickle
 
-from cluster.engine.request import FinishStatus, RequestRefused
+from cluster.engine.request import FinishStatus
+from cluster.errors import RequestRefused
 from cluster.llm import LLM, LogitsProcessorSpec, RequestOutput, SamplingParams
 from structured.logits_processors import MAX_LOGITS_PROCESSORS, LogitsProcessorError
 from tests.checkpoints import VOCAB_SIZE, checkpoint

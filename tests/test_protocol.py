@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.engine.request import Usage
+from cluster.errors import RequestRefused
 from cluster.http.codec import decode, encode, sse_event
 from cluster.http.endpoints.models import ModelCard, ModelList
 from cluster.http.endpoints.tokens import DetokenizeRequest, TokenizeRequest
-from cluster.http.errors import ApiError
+from cluster.http.errors import ApiError, api_error
 from cluster.http.protocol import responses
 from cluster.http.protocol.requests import ChatCompletionRequest, CompletionRequest
 from cluster.http.protocol.usage import usage_info
@@ -37,14 +38,16 @@ def completion(**fields: Any) -> CompletionRequest:
 
 
 def refused(call: Any, *args: Any, **fields: Any) -> ApiError:
-    with pytest.raises(ApiError) as caught:
+    """The answer of a server to what `call` refuses."""
+    with pytest.raises(RequestRefused) as caught:
         call(*args, **fields)
-    error = json.loads(caught.value.body())["error"]
+    answer = api_error(caught.value)
+    error = json.loads(answer.body())["error"]
     assert set(error) == {"message", "type", "param", "code"}
-    assert caught.value.status == 400
+    assert answer.status == 400
     assert error["type"] == "invalid_request_error"
     assert error["param"] is None or error["param"] in error["message"] or "." in error["param"]
-    return caught.value
+    return answer
 
 
 # ---- requests ------------------------------------------------------------------------------------------------------
@@ -320,9 +323,8 @@ def test_missing_fields_are_named() -> None:
 )
 def test_bodies_that_are_no_json_object(body: bytes, reason: str) -> None:
     for kind in (ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest):
-        with pytest.raises(ApiError) as caught:
+        with pytest.raises(RequestRefused) as caught:
             decode(kind, body)
-        assert caught.value.status == 400
         if kind is ChatCompletionRequest:
             assert any(word in caught.value.message for word in reason.split("|"))
 
@@ -334,10 +336,10 @@ json_values = st.recursive(
 )
 
 
-def outcome(call: Any) -> SamplingParams | ApiError:
+def outcome(call: Any) -> SamplingParams | RequestRefused:
     try:
         return call().sampling_params()
-    except ApiError as error:
+    except RequestRefused as error:
         return error
 
 
@@ -355,7 +357,7 @@ def test_any_completion_body_is_taken_or_refused_by_name(fields: dict[str, Any])
 
 @given(st.binary(max_size=40))
 def test_any_bytes_are_answered(body: bytes) -> None:
-    with pytest.raises(ApiError):
+    with pytest.raises(RequestRefused):
         decode(ChatCompletionRequest, body)
 
 

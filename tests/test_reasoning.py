@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.errors import RequestRefused
 from cluster.http.chat_output import ChatPlan, ChatReader, MessageBuilder, plan_chat
 from cluster.http.codec import decode
-from cluster.http.errors import ApiError
 from cluster.http.protocol.requests import ChatCompletionRequest
 from cluster.text.chat_template import ChatTemplates
 from cluster.text.reasoning import FORMATS, ReasoningFormat, ReasoningSplitter, detect_reasoning
@@ -148,7 +148,7 @@ def test_tool_calls_come_behind_the_section(tokenizer: Tokenizer) -> None:
 
 
 def test_reasoning_effort_is_for_templates_that_know_it(tokenizer: Tokenizer) -> None:
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(RequestRefused) as caught:
         plan(tokenizer, PROMPT, reasoning_effort="low")
     assert caught.value.param == "reasoning_effort"
     tokenizer._templates = ChatTemplates({"default": HYBRID + "{{ reasoning_effort }}"})

@@ -19,9 +19,10 @@ import pytest
 from cluster.config import EngineConfig, ServeConfig
 from cluster.engine.request import FinishStatus, Usage
 from cluster.engine.stats import EngineStats
+from cluster.errors import Unavailable, refuse
 from cluster.http.app import HttpApp
 from cluster.http.engines import Event
-from cluster.http.errors import ApiError, refuse
+from cluster.http.errors import ApiError
 from cluster.http.exchange import Exchange
 from cluster.http.metrics import Metrics
 from cluster.http.routes import ROUTES
@@ -82,7 +83,7 @@ class RepeatingEngines:
     num_held = 0
 
     async def stats(self) -> list[EngineStats]:
-        raise ApiError(503, "no engine answers: there is none")
+        raise Unavailable("no engine answers: there is none")
 
     async def check_reachable(self) -> None:
         pass

@@ -21,7 +21,8 @@ from ray.serve._private.build_app import build_app
 from ray.serve.config import AutoscalingConfig, AutoscalingContext
 
 from cluster.config import AutoscalingOptions, EngineConfig, load_config
-from cluster.http.errors import ApiError
+from cluster.errors import QueueFull, Unavailable
+from cluster.http.errors import api_error
 from cluster.serve import joined_ray
 from cluster.serve.app import application
 from cluster.serve.scaling import decision
@@ -298,14 +299,14 @@ def test_requests_are_held_while_an_engine_starts() -> None:
 def test_a_request_that_cannot_wait_is_told_when_to_come_again() -> None:
     async def run() -> None:
         bed = Bed()
-        with pytest.raises(ApiError, match="the one that starts needs 60 s more") as caught:
+        with pytest.raises(Unavailable, match="the one that starts needs 60 s more") as caught:
             await bed.waker.wait(30.0)
-        assert caught.value.status == 503
+        assert api_error(caught.value).status == 503
         assert caught.value.retry_after_s == pytest.approx(UNMEASURED_START_S, abs=1)
         await asyncio.sleep(0)
         assert bed.num_calls == 1  # it wakes one all the same
         bed.waker.measured(5.0)
-        with pytest.raises(ApiError, match=r"none has started within 0 s") as caught:
+        with pytest.raises(Unavailable, match=r"none has started within 0 s") as caught:
             await bed.waker.wait(0.05, is_new=False)
         assert caught.value.retry_after_s == pytest.approx(5.0, abs=1)
         await bed.waker.close()
@@ -318,9 +319,10 @@ def test_so_many_are_held_and_no_more() -> None:
         bed = Bed(max_held=1)
         first = asyncio.ensure_future(bed.waker.wait(100.0))
         await asyncio.sleep(0)
-        with pytest.raises(ApiError, match="the limit is 1") as caught:
+        with pytest.raises(QueueFull, match="the limit is 1") as full:
             await bed.waker.wait(100.0)
-        assert (caught.value.status, caught.value.code) == (429, "queue_full")
+        answer = api_error(full.value)
+        assert (answer.status, answer.code) == (429, "queue_full")
         later = asyncio.ensure_future(bed.waker.wait(100.0, is_new=False))  # it was admitted once
         bed.awake.set()
         assert all(await asyncio.gather(first, later))

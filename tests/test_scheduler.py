@@ -18,9 +18,10 @@ import pytest
 from hypothesis import given, settings
 
 from cluster.engine.kv_blocks import KVBlocks
-from cluster.engine.request import FinishStatus, RequestRefused, SequenceOutput
+from cluster.engine.request import FinishStatus, SequenceOutput
 from cluster.engine.scheduler import Scheduler
 from cluster.engine.sequence import Sequence
+from cluster.errors import RequestRefused
 from structured.constraint import ConstraintSpec, Resolved
 from workers.sampling_params import SamplingParams
 from workers.step import RowError, StepInput, StepOutput

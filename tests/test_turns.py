@@ -6,9 +6,10 @@ import pytest
 
 from cluster.config import EngineConfig
 from cluster.engine.engine import Engine
-from cluster.engine.request import EngineRequest, QueueFull
+from cluster.engine.request import EngineRequest
 from cluster.engine.sequence import Sequence
 from cluster.engine.turns import KEPT_CLIENTS, Turns
+from cluster.errors import QueueFull
 from tests.checkpoints import checkpoint
 from tests.test_routes import App
 from tests.test_scheduler import Harness

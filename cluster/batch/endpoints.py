@@ -14,12 +14,13 @@ import msgspec
 
 from cluster.batch.lines import BatchRequest, BatchResponse
 from cluster.config import ServeConfig
+from cluster.errors import ServingError
 from cluster.http.access.prefix_scope import new_secret
 from cluster.http.app import no_cluster, no_other_metrics
 from cluster.http.codec import decode
 from cluster.http.endpoints import generation
 from cluster.http.engines import Engines, Generation
-from cluster.http.errors import ApiError
+from cluster.http.errors import ApiError, api_error
 from cluster.http.metrics import Metrics
 from cluster.http.protocol.requests import ChatCompletionRequest, CompletionRequest
 from cluster.http.state import AppState
@@ -56,11 +57,11 @@ class Endpoints:
         exchange = LineExchange(request_id, owner, self.state.config.request_timeout_s)
         try:
             await self._handle(request, exchange)
-        except ApiError as error:
-            return _failed(request_id, error)
+        except (ApiError, ServingError) as error:
+            return _failed(request_id, api_error(error))
         except Exception as error:
             logging.getLogger(__name__).exception("line %s failed", request_id)
-            return _failed(request_id, ApiError(500, f"internal error: {type(error).__name__}"))
+            return _failed(request_id, api_error(error))
         return BatchResponse(200, request_id, msgspec.Raw(exchange.answer))
 
     async def _handle(self, request: BatchRequest, exchange: LineExchange) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import msgspec
 
-from cluster.engine.request import ContinuedChoice, EngineRequest, RequestRefused
+from cluster.engine.request import ContinuedChoice, EngineRequest
 from cluster.engine.sequence import Sequence
+from cluster.errors import RequestRefused
 from structured.logits_processors import LogitsProcessorRegistry
 from workers.sampling_params import SamplingParams
 

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from cluster.config import EngineConfig
-from cluster.engine.request import QueueFull, RequestRefused
 from cluster.engine.stats import ConstraintStats, GrammarPoolStats
+from cluster.errors import QueueFull, RequestRefused
 from structured.compiler import Compiler, CompilerBusy
 from structured.constraint import ConstraintError, ConstraintSpec, Resolved
 from structured.grammar_worker import GRAMMAR_CACHE_BYTES

@@ -23,10 +23,11 @@ from cluster.engine.executor import Executor, make_executor
 from cluster.engine.kv_blocks import KVBlocks
 from cluster.engine.masks import Masks, StepMasks
 from cluster.engine.plan import StepBudget
-from cluster.engine.request import Branch, EngineRequest, QueueFull, SequenceOutput
+from cluster.engine.request import Branch, EngineRequest, SequenceOutput
 from cluster.engine.scheduler import Scheduler
 from cluster.engine.sequence import Sequence
 from cluster.engine.stats import EngineStats
+from cluster.errors import QueueFull
 from specdecode.forced import ForcedProposer
 from specdecode.lengths import StepCost
 from structured.constraint import ConstraintSpec, Resolved

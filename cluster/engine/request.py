@@ -123,17 +123,3 @@ class SequenceOutput(msgspec.Struct, array_like=True, gc=False):
     """Set with the first tokens, with the tokens of a step that verified drafts, and with `finish`."""
     is_refusal: bool = False
     """Whether the request's own parameters are the cause of `error`."""
-
-
-class RequestRefused(ValueError):
-    """A request that can never be served, refused before anything is allocated. The message names value, bound and
-    remedy.
-    """
-
-    def __init__(self, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.param = param
-
-
-class QueueFull(RuntimeError):
-    """The waiting queue is at its limit; try again later (HTTP 429)."""

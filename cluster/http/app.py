@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING
 from prometheus_client.metrics_core import Metric
 
 from cluster.config import ServeConfig
+from cluster.errors import ServingError
 from cluster.http.access.keys import ApiKeys
 from cluster.http.access.origins import Origins
 from cluster.http.access.prefix_scope import new_secret
 from cluster.http.access.rate_limits import RateLimits
 from cluster.http.codec import decode, encode
 from cluster.http.engines import Engines
-from cluster.http.errors import ApiError
+from cluster.http.errors import ApiError, api_error
 from cluster.http.exchange import BodyRoom, ClientGone, Exchange, Receive, Scope, Send
 from cluster.http.metrics import Metrics
 from cluster.http.openapi import openapi_document
@@ -112,14 +113,14 @@ class HttpApp:
             route, exchange.path_parameter = self._router.find(exchange.method, exchange.path, exchange.root_path)
             exchange.route = route.path
             await self._handle(route, exchange)
-        except ApiError as error:
-            await exchange.fail(error)
+        except (ApiError, ServingError) as error:
+            await exchange.fail(api_error(error))
         except (asyncio.CancelledError, ClientGone):
             exchange.status = 499
             raise asyncio.CancelledError from None
         except Exception as error:
             logging.getLogger(__name__).exception("request %s failed", exchange.request_id)
-            await exchange.fail(ApiError(500, f"internal error: {type(error).__name__}"))
+            await exchange.fail(api_error(error))
         finally:
             logged = exchange.method == "POST" if route is None else route.logged
             if self._log is not None and logged:

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import UNSET
 
 from cluster.engine.request import FinishStatus
-from cluster.http.errors import refuse
+from cluster.errors import refuse
 from cluster.http.protocol.constraints import json_text
 from cluster.http.protocol.requests import ChatCompletionRequest
 from cluster.http.protocol.responses import ChatDelta, ChatResponseMessage, FunctionDelta, ToolCallDelta
@@ -52,7 +52,10 @@ class ChatPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan_chat(request: ChatCompletionRequest, params: SamplingParams, tokenizer: Tokenizer, prompt: str) -> ChatPlan:
-    """`prompt` is the rendered conversation. Raises `ApiError` for what the model's chat template does not know."""
+    """Plans the answer to a rendered conversation, `prompt`.
+
+    Raises `RequestRefused` for what the model's chat template does not know.
+    """
     template = tokenizer.chat_template_source(bool(request.callable_tools()))
     if request.reasoning_effort is not None and "reasoning_effort" not in template:
         refuse("reasoning_effort", "reasoning_effort is unknown to this model's chat template; leave it out")

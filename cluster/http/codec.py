@@ -1,6 +1,6 @@
 """JSON bodies to structs and back, and structs as server-sent events.
 
-Decoding turns each mistake into an `ApiError` 400 that names the field, whatever the body's type is.
+Decoding turns each mistake into an `RequestRefused` that names the field, whatever the body's type is.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from cluster.config import BodyLimits
-from cluster.http.errors import ApiError, shape_error
+from cluster.errors import RequestRefused
+from cluster.http.errors import shape_error
 from cluster.http.protocol.body_limits import check_lists, check_num_values
 
 SSE_DONE = b"data: [DONE]\n\n"
@@ -26,7 +27,7 @@ class Body(Protocol):
     """
 
     def check(self) -> None:
-        """Checks what the types of the fields do not say. Raises `ApiError` 400 naming the field."""
+        """Checks what the types of the fields do not say. Raises `RequestRefused` naming the field."""
         ...
 
 
@@ -34,20 +35,20 @@ AnyBody = TypeVar("AnyBody", bound=Body)
 
 
 def decode(kind: type[AnyBody], body: bytes, limits: BodyLimits = _LIMITS) -> AnyBody:
-    """A checked body of type `kind`. Raises `ApiError` 400 naming the field of the first mistake."""
+    """A checked body of type `kind`. Raises `RequestRefused` naming the field of the first mistake."""
     check_num_values(body, limits)
     try:
         body.decode()
         request = _decoder(kind).decode(body)
     except UnicodeDecodeError as error:
-        raise ApiError(400, f"the body is not valid UTF-8: byte {error.start} is {body[error.start]:#04x}") from error
+        raise RequestRefused(f"the body is not valid UTF-8: byte {error.start} is {body[error.start]:#04x}") from error
     except msgspec.ValidationError as error:
         known, elsewhere = getattr(kind, "__struct_fields__", ()), getattr(kind, "fields_elsewhere", None)
         raise shape_error(str(error), known, elsewhere) from error
     except msgspec.DecodeError as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}") from error
+        raise RequestRefused(f"the body is not valid JSON: {error}") from error
     except RecursionError as error:
-        raise ApiError(400, "the body's JSON is nested too deeply") from error
+        raise RequestRefused("the body's JSON is nested too deeply") from error
     check_lists(request, limits)
     request.check()
     return request
@@ -57,7 +58,7 @@ AnyQuery = TypeVar("AnyQuery", bound=msgspec.Struct)
 
 
 def decode_query(kind: type[AnyQuery], query: dict[str, str]) -> AnyQuery:
-    """What follows the ? of a URL. Raises `ApiError` 400 naming the field; fields that are not known are ignored."""
+    """What follows the ? of a URL. Raises `RequestRefused` naming the field; fields that are not known are ignored."""
     try:
         return msgspec.convert(query, kind, strict=False)
     except msgspec.ValidationError as error:

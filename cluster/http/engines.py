@@ -75,7 +75,7 @@ class Event(msgspec.Struct, kw_only=True):
 class Generation(Protocol):
     """The answers to one body, as they grow.
 
-    Async iteration yields `Event`s until every choice has ended; it raises `ApiError` if one cannot be served.
+    Async iteration yields `Event`s until every choice has ended; it raises `ServingError` if one cannot be served.
     """
 
     @property
@@ -103,15 +103,15 @@ class Engines(Protocol):
         ...
 
     async def resolve(self, spec: ConstraintSpec, client: str = "") -> tuple[ConstraintSpec, list[str]]:
-        """The constraint with its backend, and the keywords that this backend does not enforce. Raises `ApiError` 400
-        if none can enforce it, 429 if too many wait.
+        """The constraint with its backend, and the keywords that this backend does not enforce. Raises
+        `RequestRefused` if none can enforce it, `QueueFull` if too many wait.
         """
         ...
 
     async def model(self) -> ModelInfo: ...
 
     async def stats(self) -> list[EngineStats]:
-        """Of every replica that answers, of none if none runs. Raises `ApiError` 503 if none answers."""
+        """Of every replica that answers, of none if none runs. Raises `Unavailable` if none answers."""
         ...
 
     @property
@@ -120,5 +120,5 @@ class Engines(Protocol):
         ...
 
     async def check_reachable(self) -> None:
-        """Raises `ApiError` 503 while engines cannot send tokens here."""
+        """Raises `Unavailable` while engines cannot send tokens here."""
         ...

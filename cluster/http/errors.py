@@ -1,7 +1,7 @@
 """Errors that users of the HTTP endpoint see: one exception in OpenAI's shape, and how others become it.
 
-Raised by whatever checks a body and by the endpoints; `cluster/http/app.py` answers with `ApiError.body`. The engine
-never raises it.
+Whatever checks or runs a request raises the errors of `cluster/errors.py`; what only HTTP knows, such as URLs, keys and
+sizes of bodies, is an `ApiError`. Where an exchange ends, `api_error` makes one of the other, and its `body` is sent.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
 
 import msgspec
 
+from cluster.errors import GenerationFailed, Overdue, QueueFull, RequestRefused, ServingError, Unavailable
 from workers.sampling_params import MAX_LOGPROBS
 
 _ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -61,16 +61,26 @@ class ApiError(Exception):
         return msgspec.json.encode(ErrorBody(ErrorDetail(self.message, self.type, self.param, self.code)))
 
 
-def refuse(param: str | None, message: str, code: str | None = None) -> NoReturn:
-    """Raises `ApiError` 400 about the field `param`."""
-    raise ApiError(400, message, param=param, code=code)
+_STATUSES = {RequestRefused: 400, Overdue: 408, QueueFull: 429, GenerationFailed: 500, Unavailable: 503}
+
+
+def api_error(error: Exception) -> ApiError:
+    """Returns the answer to a request that ended by `error`: by a bug of ours, if nothing that is known."""
+    if isinstance(error, ApiError):
+        return error
+    if not isinstance(error, ServingError):
+        return ApiError(500, f"internal error: {type(error).__name__}")
+    status = next(status for kind, status in _STATUSES.items() if isinstance(error, kind))
+    type_ = "timeout_error" if status == 408 else None
+    code = error.code or ("queue_full" if status == 429 else None)
+    return ApiError(status, error.message, type_, error.param, code, error.retry_after_s)
 
 
 _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 _MISSING_FIELD = re.compile(r"Object missing required field `(.*)`", re.DOTALL)
 
 
-def shape_error(message: str, known: Sequence[str] = (), elsewhere: Mapping[str, str] | None = None) -> ApiError:
+def shape_error(message: str, known: Sequence[str] = (), elsewhere: Mapping[str, str] | None = None) -> RequestRefused:
     """msgspec's `Expected ..., got ... - at `$.path`` as an error that names the field.
 
     `known` are the fields of the body, and `elsewhere` what to do about fields of other bodies.
@@ -86,9 +96,9 @@ def shape_error(message: str, known: Sequence[str] = (), elsewhere: Mapping[str,
             param = f"{path}.{match[1]}" if path else match[1]
             if pattern is _UNKNOWN_FIELD and not path:
                 what = (elsewhere or {}).get(param) or _meant(param, known) or what
-            return ApiError(400, f"{param} {what}", param=param, code=code)
+            return RequestRefused(f"{param} {what}", param, code)
     prefix = f"{path}: " if path else "the body: "
-    return ApiError(400, f"{prefix}{text[:1].lower()}{text[1:]}", param=path or None, code="invalid_type")
+    return RequestRefused(f"{prefix}{text[:1].lower()}{text[1:]}", path or None, "invalid_type")
 
 
 def _meant(name: str, known: Sequence[str]) -> str | None:
@@ -96,10 +106,10 @@ def _meant(name: str, known: Sequence[str]) -> str | None:
     return f"is unknown; did you mean {near[0]}?" if near else None
 
 
-def bound_error(message: str, names: dict[str, str]) -> ApiError:
+def bound_error(message: str, names: dict[str, str]) -> RequestRefused:
     """An error of `SamplingParams`, whose messages begin with the field, under the body's name for that field."""
     name = re.match(r"\w*", message)[0]  # type: ignore[index]
     param = names.get(name, name)
     if param == "top_logprobs":
-        return ApiError(400, f"top_logprobs must be between 0 and {MAX_LOGPROBS}", param=param, code="invalid_value")
-    return ApiError(400, param + message[len(name) :], param=param, code="invalid_value")
+        return RequestRefused(f"top_logprobs must be between 0 and {MAX_LOGPROBS}", param, "invalid_value")
+    return RequestRefused(param + message[len(name) :], param, "invalid_value")

@@ -19,10 +19,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from cluster.config import ServeConfig
+from cluster.errors import ServingError
 from cluster.http.access.addresses import network_of
 from cluster.http.access.rate_limits import KeyUse
 from cluster.http.engines import Generation
-from cluster.http.errors import RETRIED_STATUSES, ApiError
+from cluster.http.errors import RETRIED_STATUSES, ApiError, api_error
 from cluster.http.preparation import Preparation
 from cluster.telemetry.exporting import traceparent_of
 
@@ -348,11 +349,11 @@ class Exchange:
                 await self._send({"type": "http.response.body", "body": piece, "more_body": True})
                 piece = await buffer.take()
         except Exception as error:
-            if not isinstance(error, ApiError):
+            if not isinstance(error, ApiError | ServingError):
                 logging.getLogger(__name__).exception("request %s failed in its stream", self.request_id)
-                error = ApiError(500, f"internal error: {type(error).__name__}")
-            self.status = error.status
-            event = b"data: " + error.body() + b"\n\n"
+            failure = api_error(error)
+            self.status = failure.status
+            event = b"data: " + failure.body() + b"\n\n"
             await self._send({"type": "http.response.body", "body": event, "more_body": True})
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 

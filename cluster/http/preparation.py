@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator
 
 from cluster.config import ServeConfig
-from cluster.http.errors import ApiError
+from cluster.errors import Overdue, QueueFull
 
 
 class Preparation:
@@ -54,15 +54,13 @@ class Preparing:
     async def one(self, is_counted: bool) -> AsyncIterator[Preparation]:
         """Prepares one request in the body of the `async with`; what says how the server is need not count.
 
-        Raises `ApiError` 429 if as many as may be are prepared, and 408 if `request_timeout_s` is over before
+        Raises `QueueFull` if as many as may be are prepared, and `Overdue` if `request_timeout_s` is over before
         `Preparation.end`.
         """
         if is_counted and self.num_requests >= self.max_requests:
-            raise ApiError(
-                429,
+            raise QueueFull(
                 f"{self.num_requests} requests wait here for an engine and the limit is {self.max_requests}; retry "
                 "later, or raise engine.max_num_waiting",
-                code="queue_full",
             )
         self.num_requests += is_counted
         try:
@@ -75,8 +73,6 @@ class Preparing:
         except TimeoutError as error:
             if not timeout.expired():
                 raise
-            raise ApiError(
-                408,
+            raise Overdue(
                 f"no engine took the request within its time; the limit is request_timeout_s, {self.timeout_s:g}",
-                type="timeout_error",
             ) from error

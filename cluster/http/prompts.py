@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
-from cluster.http.errors import ApiError
+from cluster.errors import RequestRefused
 from cluster.text.chat_template import TemplateError
 from cluster.text.tokenizer import LONG_TEXT, TextError, Tokenizer
 
@@ -36,12 +36,12 @@ class Conversation(Protocol):
 
 
 def render(tokenizer: Tokenizer, conversation: Conversation, tools: list[dict[str, Any]] | None = None) -> str:
-    """The conversation as the model reads it. Raises `ApiError` 400 if the chat template refuses it."""
+    """The conversation as the model reads it. Raises `RequestRefused` if the chat template refuses it."""
     messages, kwargs = conversation.template_messages(), conversation.template_kwargs()
     try:
         return tokenizer.render_chat_template(messages, conversation.add_generation_prompt, tools or None, **kwargs)
     except TemplateError as error:
-        raise ApiError(400, f"messages: {error}", param="messages") from error
+        raise RequestRefused(f"messages: {error}", "messages") from error
 
 
 async def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool, max_tokens: int, param: str) -> list[int]:
@@ -52,10 +52,10 @@ async def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool, max_
 async def encode_all(
     tokenizer: Tokenizer, prompts: Sequence[str | list[int]], add_special_tokens: bool, max_tokens: int, param: str
 ) -> list[list[int]]:
-    """The token ids of each prompt. Many texts are tokenised in a thread, so that streams go on meanwhile.
+    """Returns the token ids of each prompt. Many texts are tokenised in a thread, so that streams go on meanwhile.
 
-    Raises `ApiError` 400 about the field `param` for a text that comes to far more than `max_tokens`, before all of it
-    is tokenised.
+    Raises `RequestRefused` about the field `param` if a text has far more than `max_tokens`, before all of it is
+    tokenised.
     """
     try:
         if sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) < LONG_TEXT:
@@ -73,7 +73,7 @@ async def encode_all(
                 found += texts
         return found
     except TextError as error:  # JSON is Unicode, but the JSON inside a call's arguments may escape what is not
-        raise ApiError(400, f"{param}: {error}", param=param) from error
+        raise RequestRefused(f"{param}: {error}", param) from error
 
 
 async def aside(function: Callable[..., Result], *arguments: Any) -> Result:
@@ -120,4 +120,4 @@ async def _check_length(tokenizer: Tokenizer, text: str, max_tokens: int, param:
         if num_tokens > 2 * max_tokens:
             message = f"{param}: a text of {len(text)} characters has more than {num_tokens // 2} tokens"
             remedy = f"the longest sequence here has {max_tokens}; shorten it"
-            raise ApiError(400, f"{message}, and {remedy}", param=param, code="context_length_exceeded")
+            raise RequestRefused(f"{message}, and {remedy}", param, "context_length_exceeded")

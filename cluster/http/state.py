@@ -95,7 +95,7 @@ class AppState:
             raise ApiError(404, message, param="model", code="model_not_found")
 
     async def model_info(self) -> ModelInfo:
-        """Returns the model's properties as an engine reported them. Raises `ApiError` 503 if no engine will come."""
+        """Returns the model's properties as an engine reported them. Raises `Unavailable` if no engine will come."""
         if self._model is None:
             if self._asking is None:
                 self._asking = asyncio.ensure_future(self.engines.model())

@@ -17,10 +17,10 @@ from typing import Any
 import msgspec
 
 from cluster.config import EngineConfig
-from cluster.engine.request import EngineRequest, QueueFull, RequestRefused, SequenceOutput
+from cluster.engine.request import EngineRequest, SequenceOutput
 from cluster.engine.stats import EngineStats
+from cluster.errors import QueueFull, RequestRefused, ServingError, Unavailable
 from cluster.http.engines import GenerationRequest
-from cluster.http.errors import ApiError
 from cluster.http.metrics import Metrics, RequestMetrics
 from cluster.serve.channel import BEAT_S, Address, Connection, Control, OutputReceiver, RequestResult
 from cluster.serve.prompt_run import Call, PromptRun
@@ -123,7 +123,7 @@ class EngineClient:
                 await handle.broadcast("connect", address).results_async(timeout_s=ANSWER_TIMEOUT_S)
             except Exception as error:  # whatever it is, their first request meets it again
                 logger.info("not every %s answers: %s", name, in_words(error))
-        with contextlib.suppress(ApiError):  # none runs yet
+        with contextlib.suppress(ServingError):  # none runs yet
             await self.stats()
         self._greeted = greeted
 
@@ -144,11 +144,11 @@ class EngineClient:
         return self._handles[STANDBY if needs_standby else ENGINE]
 
     async def _listen(self) -> Address:
-        """Where engines send tokens to. Raises `ApiError` 503 if this ingress cannot listen for them just now."""
+        """Where engines send tokens to. Raises `Unavailable` if this ingress cannot listen for them just now."""
         try:
             return await self._receiver.start()
         except OSError as error:
-            raise ApiError(503, f"the ingress cannot listen for engines: {in_words(error)}; retry") from error
+            raise Unavailable(f"the ingress cannot listen for engines: {in_words(error)}; retry") from error
 
     def call(self, run: PromptRun, request: EngineRequest, pause_s: float) -> Call:
         # In a context of its own: Serve takes calls of one HTTP request, which it knows by the context, for one call
@@ -158,7 +158,7 @@ class EngineClient:
     async def generate(self, request: EngineRequest) -> RequestResult:
         """One Serve call that stays open as long as the request runs; Serve asks `EngineRouter` for the replica.
 
-        Raises `ApiError` 503 if no engine is there in time.
+        Raises `Unavailable` if no engine is there in time.
         """
         address, left_s = await self._ready(request)
         return await self._call(msgspec.structs.replace(request, deadline_s=left_s), address)
@@ -178,22 +178,22 @@ class EngineClient:
         return await answer_of(self._engine.generate.remote(request, address))
 
     async def resolve(self, spec: ConstraintSpec, client: str = "") -> tuple[ConstraintSpec, list[str]]:
-        """The constraint with its backend, and the keywords that this one does not enforce. Raises `ApiError` 400, or
-        429 if too many wait.
+        """The constraint with its backend, and the keywords that this one does not enforce. Raises `RequestRefused`,
+        and `QueueFull` if too many wait.
         """
         try:
             return await self._answer(self._engine.resolve.remote(spec, client))
         except QueueFull as error:
-            raise ApiError(429, str(getattr(error, "cause", error)), code="queue_full") from error
+            raise QueueFull(str(getattr(error, "cause", error))) from error
         except RequestRefused as error:
             refusal = getattr(error, "cause", error)  # what Ray raises is a copy whose text is a whole traceback
-            raise ApiError(400, str(refusal), param=refusal.param) from error
+            raise RequestRefused(str(refusal), refusal.param) from error
 
     async def model(self) -> ModelInfo:
         return await self._answer(self._engine.model.remote())
 
     async def _answer(self, response: Any) -> Any:
-        """What an engine says to a question. Raises `ApiError` 503 if none ever will."""
+        """What an engine says to a question. Raises `Unavailable` if none ever will."""
         call = asyncio.ensure_future(answer_of(response))
         try:
             while not (await asyncio.wait([call], timeout=REMOVAL_POLL_S))[0]:
@@ -204,7 +204,7 @@ class EngineClient:
             call.cancel()
 
     async def stats(self) -> list[EngineStats]:
-        """Of every engine replica that answers; of none if Serve runs none. Raises `ApiError` 503 if none answers."""
+        """Of every engine replica that answers; of none if Serve runs none. Raises `Unavailable` if none answers."""
         if self._is_asleep():
             return []
         answers = await asyncio.gather(*map(self._stats_of, self._handles.values()))
@@ -212,7 +212,7 @@ class EngineClient:
         stats = [each for each in found if isinstance(each, EngineStats)]
         if not stats:
             reasons = sorted({type(error).__name__ for error in found})
-            raise ApiError(503, f"no engine answers: {', '.join(reasons) or 'there is none'}")
+            raise Unavailable(f"no engine answers: {', '.join(reasons) or 'there is none'}")
         starts = [sum(each.service.start_seconds.values()) for each in stats if each.service is not None]
         if starts:
             self._waker.measured(max(starts))
@@ -319,5 +319,5 @@ class EngineClient:
                 logger.warning("replica %s was not killed: %s", replica, in_words(error))
 
 
-def _gone() -> ApiError:
-    return ApiError(503, "the application was ended, and its engines with it; ask another server")
+def _gone() -> Unavailable:
+    return Unavailable("the application was ended, and its engines with it; ask another server")

@@ -26,8 +26,9 @@ from ray.serve.config import RequestRouterConfig
 
 from cluster.config import AutoscalingOptions, EngineConfig
 from cluster.engine.ranks.claims import gpu_environment, gpus_each, own_cpus
-from cluster.engine.request import EngineRequest, QueueFull, RequestRefused, SequenceOutput, Usage
+from cluster.engine.request import EngineRequest, SequenceOutput, Usage
 from cluster.engine.stats import EngineStats, ServiceStats
+from cluster.errors import QueueFull, RequestRefused
 from cluster.serve.burst import Burst
 from cluster.serve.channel import BEAT_S, Address, Control, EngineFailed, OutputSender, RequestResult
 from cluster.serve.gathering import Gathering

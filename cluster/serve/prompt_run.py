@@ -17,7 +17,7 @@ import msgspec
 from ray.exceptions import RayActorError
 
 from cluster.engine.request import EngineRequest, SequenceOutput
-from cluster.http.errors import ApiError
+from cluster.errors import GenerationFailed, Overdue, ServingError
 from cluster.http.metrics import Metrics, RequestMetrics
 from cluster.serve.channel import Connection, Control, EngineFailed, RequestResult
 from cluster.serve.progress import Progress
@@ -264,9 +264,9 @@ class PromptRun:
             f"{self._num_deaths} engine processes died while they ran this request, which may be why; it is not tried "
             "again"
         )
-        self.refuse(ApiError(500, message, code="internal_error"))
+        self.refuse(GenerationFailed(message, code="internal_error"))
 
-    def refuse(self, reason: ApiError) -> None:
+    def refuse(self, reason: ServingError) -> None:
         """No engine runs it from now on."""
         self.leave()
         self._fail(reason)
@@ -318,10 +318,6 @@ class PromptRun:
             self._call = None
 
 
-def overdue_error() -> ApiError:
+def overdue_error() -> Overdue:
     """The error of a request about which no engine says anything."""
-    return ApiError(
-        408,
-        "no engine took or ended the request by its deadline; the limit is request_timeout_s",
-        type="timeout_error",
-    )
+    return Overdue("no engine took or ended the request by its deadline; the limit is request_timeout_s")

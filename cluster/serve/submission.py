@@ -14,8 +14,8 @@ from collections.abc import AsyncIterator, Iterator
 import msgspec
 
 from cluster.engine.request import FinishStatus, SequenceOutput, Usage
+from cluster.errors import GenerationFailed, Overdue, QueueFull, RequestRefused, ServingError
 from cluster.http.engines import Event, GenerationRequest
-from cluster.http.errors import ApiError
 from cluster.http.metrics import RequestMetrics
 from cluster.serve.channel import RequestResult
 from cluster.serve.gathering import failure_apart, joined
@@ -62,7 +62,7 @@ class Prompt:
 
 
 class Submission:
-    """Async iteration yields `Event`s until every choice has ended; raises `ApiError` if one cannot be served.
+    """Async iteration yields `Event`s until every choice has ended; raises `ServingError` if one cannot be served.
 
     With n > 1 a choice that fails ends alone, with `FINISHED_INTERNAL_ERROR`, unless all of them fail.
     """
@@ -133,13 +133,14 @@ class Submission:
                 yield event
 
     def _events(self, prompt: Prompt, item: Choice | RequestResult | Exception) -> Iterator[Event]:
-        """What is unread of a choice; nothing if it has ended at a stop string before. Raises `ApiError` for what ends
-        everything.
+        """Yields what is unread of a choice; nothing if it has ended at a stop string before.
+
+        Raises `ServingError` for what ends everything.
         """
-        if isinstance(item, ApiError):
+        if isinstance(item, ServingError):
             raise item
         if isinstance(item, Exception):
-            raise ApiError(500, f"the engine failed: {in_words(getattr(item, 'cause', None) or item)}") from item
+            raise GenerationFailed(f"the engine failed: {in_words(getattr(item, 'cause', None) or item)}") from item
         if isinstance(item, RequestResult):
             raise _refusal(item)
         unread, item.unread = item.unread, None
@@ -176,17 +177,17 @@ class Submission:
         return event
 
     def _raise_for(self, finish: FinishStatus, choice: Choice, output: SequenceOutput) -> None:
-        """Raises `ApiError` if the ending of one choice ends the whole answer."""
+        """Raises `ServingError` if the ending of one choice ends the whole answer."""
         error = output.error
         if finish is FinishStatus.FINISHED_ABORTED and error is not None:
-            raise ApiError(408, f"{error}; the limit is request_timeout_s", type="timeout_error")
+            raise Overdue(f"{error}; the limit is request_timeout_s")
         if finish is FinishStatus.FINISHED_INTERNAL_ERROR:
             self._num_failed += 1
             if self._request.params.n == 1 or self._num_failed == len(self.choices):
                 message = f"choice {choice.index} failed: {error}"
                 if output.is_refusal:
-                    raise ApiError(400, message, code="contradictory_parameters")
-                raise ApiError(500, message, code="internal_error")
+                    raise RequestRefused(message, code="contradictory_parameters")
+                raise GenerationFailed(message, code="internal_error")
             log_event("failed", output.request_id, choice=choice.index, reason=error)
 
     def _stop(
@@ -216,8 +217,8 @@ class Submission:
             del prompt.run  # it refers to this submission: a cycle, which would wait for the collector
 
 
-def _refusal(result: RequestResult) -> ApiError:
+def _refusal(result: RequestResult) -> ServingError:
     if result.queue_full is not None:
-        return ApiError(429, result.queue_full, code="queue_full", retry_after_s=result.retry_after_s)
+        return QueueFull(result.queue_full, retry_after_s=result.retry_after_s)
     code = "context_length_exceeded" if "tokens" in (result.refused or "") and result.param == "prompt" else None
-    return ApiError(400, result.refused or "", param=result.param, code=code)
+    return RequestRefused(result.refused or "", result.param, code)

@@ -19,7 +19,8 @@ import pytest
 import cluster.engine.engine
 import cluster.engine.overlap.engine
 from cluster.engine.beam_search import beam_search
-from cluster.engine.request import RequestRefused, SequenceOutput
+from cluster.engine.request import SequenceOutput
+from cluster.errors import RequestRefused
 from cluster.llm import LLM, RequestOutput, SamplingParams
 from structured.constraint import Resolved
 from tests.checkpoints import checkpoint

@@ -16,9 +16,10 @@ from msgspec import Meta
 from cluster.batch.lines import URLS
 from cluster.batch.quota import TooMuch
 from cluster.batch.records import ENDED, Batch, Records
+from cluster.errors import refuse
 from cluster.http.codec import decode_query
 from cluster.http.endpoints.files import not_found, records_of
-from cluster.http.errors import ApiError, refuse
+from cluster.http.errors import ApiError
 from cluster.http.exchange import Exchange
 from cluster.http.state import AppState
 

@@ -14,8 +14,9 @@ from msgspec import Meta
 
 from cluster.batch.quota import TooMuch
 from cluster.batch.records import FileObject, Records, Upload
+from cluster.errors import refuse
 from cluster.http.codec import decode_query
-from cluster.http.errors import ApiError, refuse
+from cluster.http.errors import ApiError
 from cluster.http.exchange import Exchange
 from cluster.http.protocol.uploads import MAX_FORM_BYTES, UploadParser
 from cluster.http.state import AppState
@@ -121,7 +122,7 @@ async def _receive(state: AppState, exchange: Exchange, parser: UploadParser, be
 
 
 def _checked_fields(fields: dict[str, str]) -> float | None:
-    """Seconds for which the file is to be kept, if the form says so. Raises `ApiError` 400."""
+    """Seconds for which the file is to be kept, if the form says so. Raises `RequestRefused`."""
     purpose = fields.get("purpose")
     if purpose != "batch":
         refuse("purpose", f"purpose {purpose!r} is not served here; 'batch' is")
@@ -144,7 +145,7 @@ async def list_files(state: AppState, exchange: Exchange, _: None) -> FileList:
 
 
 def page_of(found: list[Any], after: str | None, limit: int) -> tuple[list[Any], bool]:
-    """The objects that follow `after`, and whether there are more. Raises `ApiError` 400 if it is not among them."""
+    """The objects that follow `after`, and whether there are more. Raises `RequestRefused` if it is not among them."""
     if after is not None:
         ids = [each.id for each in found]
         if after not in ids:

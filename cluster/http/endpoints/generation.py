@@ -11,10 +11,10 @@ import secrets
 
 import msgspec
 
+from cluster.errors import ServingError, refuse
 from cluster.http.answers import Answer, ChatAnswer, CompletionAnswer
 from cluster.http.chat_output import plan_chat
 from cluster.http.engines import GenerationRequest
-from cluster.http.errors import ApiError, refuse
 from cluster.http.exchange import GenerationExchange
 from cluster.http.prompts import aside, encode, encode_all, render
 from cluster.http.protocol.body_limits import check_counts, check_echo, check_num_logprobs
@@ -61,7 +61,7 @@ async def completions(state: AppState, exchange: GenerationExchange, request: Co
 
 
 def _check_priority(state: AppState, exchange: GenerationExchange, priority: int) -> None:
-    """Raises `ApiError` 400 for whoever may not go before others."""
+    """Raises `RequestRefused` for whoever may not go before others."""
     allowed = state.config.priority_clients
     if priority < 0 and "*" not in allowed and not (exchange.client and exchange.client in allowed):
         message = f"priority {priority} goes before others' requests, which the operator did not allow"
@@ -69,7 +69,7 @@ def _check_priority(state: AppState, exchange: GenerationExchange, priority: int
 
 
 async def _sampling_params(state: AppState, request: ChatCompletionRequest | CompletionRequest) -> SamplingParams:
-    """What the body asks for. Raises `ApiError` 400 for a logits processor that the operator did not register."""
+    """What the body asks for. Raises `RequestRefused` for a logits processor that the operator did not register."""
     params = request.sampling_params()
     registered = state.config.engine.logits_processors
     for index, spec in enumerate(params.logits_processors):
@@ -89,7 +89,7 @@ async def _generate(
     answer: Answer,
     shown_ids: frozenset[int] = frozenset(),
 ) -> None:
-    """Sends the answer. Raises `ApiError` naming the field of `request` if the engine refuses one of `params`."""
+    """Sends the answer. Raises `ServingError` naming the field of `request` if the engine refuses one of `params`."""
     try:
         params = await _enforceable(state, exchange, params)
         chats = isinstance(request, ChatCompletionRequest)
@@ -122,7 +122,7 @@ async def _generate(
         finally:
             generation.close()
             exchange.note(generation)
-    except ApiError as error:
+    except ServingError as error:
         if error.param is None:
             raise
         field, error = await _field_at_fault(state, exchange, request, error)
@@ -130,19 +130,22 @@ async def _generate(
             raise
         message = error.message.removeprefix(error.param or "")
         message = f"{field}{message}" if message != error.message else f"{field}: {message}"
-        raise ApiError(error.status, message, param=field, code=error.code) from error
+        raise type(error)(message, field, error.code) from error
 
 
 async def _field_at_fault(
-    state: AppState, exchange: GenerationExchange, request: ChatCompletionRequest | CompletionRequest, error: ApiError
-) -> tuple[str, ApiError]:
+    state: AppState,
+    exchange: GenerationExchange,
+    request: ChatCompletionRequest | CompletionRequest,
+    error: ServingError,
+) -> tuple[str, ServingError]:
     """The body's field that a refusal is about; of several tools the one whose schema alone is refused too."""
     assert error.param is not None
     for field, spec in request.tool_constraints() if error.param == "constraint" else []:
         try:
             async with asyncio.timeout(exchange.remaining_s):
                 await state.engines.resolve(spec, exchange.sharer)
-        except ApiError as of_tool:
+        except ServingError as of_tool:
             return field, of_tool
         except TimeoutError:
             break
@@ -160,7 +163,7 @@ async def _enforceable(state: AppState, exchange: GenerationExchange, params: Sa
 
 
 def _session(exchange: GenerationExchange) -> str:
-    """What the client calls its conversation, empty for nothing. Raises `ApiError` 400 for a name that is too long."""
+    """Returns the client's name of its conversation, empty for none. Raises `RequestRefused` if it is too long."""
     session = exchange.headers.get(SESSION_HEADER, "")
     if len(session) > MAX_SESSION_CHARACTERS:
         message = f"{SESSION_HEADER} has {len(session)} characters and the limit is {MAX_SESSION_CHARACTERS}"

@@ -11,6 +11,7 @@ import msgspec
 
 from cluster.config import ServeConfig
 from cluster.engine.stats import EngineStats
+from cluster.errors import ServingError
 from cluster.http.errors import ApiError
 from cluster.http.exchange import Exchange
 from cluster.http.state import AppState, DeploymentState, NodeState
@@ -106,7 +107,7 @@ async def status(state: AppState, exchange: Exchange, _: None) -> Status:
     problem, stats = None, []
     try:
         stats = await state.engines.stats()
-    except ApiError as error:
+    except ServingError as error:
         problem = error.message
     deployments, nodes = await state.cluster()
     return Status(

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from cluster.http.errors import refuse
+from cluster.errors import refuse
 from cluster.http.exchange import Exchange
 from cluster.http.prompts import encode, render
 from cluster.http.protocol.chat_messages import ChatMessage, check_template_kwargs, template_message

@@ -1,7 +1,7 @@
 """How much one request body may ask for, checked before any work that grows with it.
 
 Without these bounds a body of a few kilobytes could stop the ingress for seconds, and every stream with it. Called when
-a body is decoded and by the endpoints; each refusal is an `ApiError` 400 that names value, bound and remedy.
+a body is decoded and by the endpoints; each refusal is a `RequestRefused` that names value, bound and remedy.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from cluster.config import BodyLimits, ServeConfig
-from cluster.http.errors import refuse
+from cluster.errors import refuse
 from workers.sampling_params import SamplingParams
 
 MAX_CHOICES = 128

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from cluster.http.errors import refuse
+from cluster.errors import refuse
 
 
 class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from cluster.http.errors import ApiError, refuse
+from cluster.errors import RequestRefused, refuse
 from structured.constraint import ConstraintSpec, Kind
 
 
@@ -60,7 +60,7 @@ _KINDS = ("json", "regex", "choice", "grammar", "structural_tag", "json_object")
 
 
 def chosen_kind(given: StructuredOutputs) -> str:
-    """The one constraint that is set. Raises `ApiError` if none or several are."""
+    """The one constraint that is set. Raises `RequestRefused` if none or several are."""
     found = [name for name in _KINDS if getattr(given, name) not in (None, False)]
     if given.json is False:
         found.insert(0, "json")
@@ -73,7 +73,7 @@ def chosen_kind(given: StructuredOutputs) -> str:
 def requested_constraint(
     response_format: ResponseFormat | None, structured_outputs: StructuredOutputs | None
 ) -> tuple[ConstraintSpec | None, str]:
-    """The constraint and the field it came from. Raises `ApiError` for both at once and for what has no meaning."""
+    """Returns the constraint and its field. Raises `RequestRefused` for both at once, and for what has no meaning."""
     if structured_outputs is not None:
         if response_format is not None and not isinstance(response_format, ResponseText):
             refuse("structured_outputs", "structured_outputs and response_format exclude each other; leave one out")
@@ -134,4 +134,4 @@ def json_text(value: Any) -> str:
     try:
         return msgspec.json.encode(value).decode()
     except RecursionError as error:
-        raise ApiError(400, "the body's JSON is nested too deeply") from error
+        raise RequestRefused("the body's JSON is nested too deeply") from error

@@ -1,7 +1,7 @@
 """OpenAI's request bodies for chat and completions as msgspec structs, with vLLM's extensions.
 
-`check` validates everything that needs no model and turns each mistake into an `ApiError` that names the field; what a
-body asks for becomes one `SamplingParams`. Knows neither the tokenizer nor the engine.
+`check` validates everything that needs no model and raises a `RequestRefused` that names the field of the first
+mistake; what a body asks for becomes one `SamplingParams`. Knows neither the tokenizer nor the engine.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from cluster.http.errors import bound_error, refuse
+from cluster.errors import refuse
+from cluster.http.errors import bound_error
 from cluster.http.protocol.body_limits import check_n
 from cluster.http.protocol.chat_messages import ChatMessage, check_template_kwargs, template_message
 from cluster.http.protocol.constraints import ResponseFormat, StructuredOutputs, requested_constraint
@@ -189,7 +190,7 @@ class ChatCompletionRequest(_SamplingFields, kw_only=True):
     moderation: Any = None
 
     def check(self) -> None:
-        """Raises `ApiError` 400 naming the field of the first mistake."""
+        """Raises `RequestRefused` naming the field of the first mistake."""
         self._check_common()
         if not self.messages:
             refuse("messages", "messages is empty; give at least one message")
@@ -239,7 +240,7 @@ class ChatCompletionRequest(_SamplingFields, kw_only=True):
         return effort | (self.chat_template_kwargs or {})
 
     def sampling_params(self) -> SamplingParams:
-        """Raises `ApiError` naming the field that is out of bounds."""
+        """Raises `RequestRefused` naming the field that is out of bounds."""
         names = {"logprobs": "top_logprobs"}
         if self.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"
@@ -266,7 +267,7 @@ class CompletionRequest(_SamplingFields, kw_only=True):
     suffix: str | None = None
 
     def check(self) -> None:
-        """Raises `ApiError` 400 naming the field of the first mistake."""
+        """Raises `RequestRefused` naming the field of the first mistake."""
         self._check_common()
         if self.best_of not in (None, self.num_choices):
             message = f"best_of {self.best_of} is not supported beside n {self.num_choices}: it must equal n"
@@ -295,7 +296,7 @@ class CompletionRequest(_SamplingFields, kw_only=True):
         return found
 
     def sampling_params(self) -> SamplingParams:
-        """Raises `ApiError` naming the field that is out of bounds."""
+        """Raises `RequestRefused` naming the field that is out of bounds."""
         prompt_logprobs = self.logprobs if self.echo else None
         if prompt_logprobs is not None and self.prompt_logprobs is not None:
             prompt_logprobs = max(prompt_logprobs, self.prompt_logprobs)

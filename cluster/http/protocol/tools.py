@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from cluster.http.errors import refuse
+from cluster.errors import refuse
 from cluster.http.protocol.constraints import json_text
 from cluster.text.tool_formats import ToolFormat
 from structured.constraint import ConstraintSpec
@@ -51,7 +51,7 @@ _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}\Z")
 
 
 def check_tools(tools: list[Tool], choice: ToolChoice | None) -> None:
-    """Raises `ApiError` for names that no model could call, and for a choice that no tool fits."""
+    """Raises `RequestRefused` for names that no model could call, and for a choice that no tool fits."""
     names: set[str] = set()
     for index, tool in enumerate(tools):
         path = f"tools[{index}].function"

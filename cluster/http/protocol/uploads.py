@@ -12,7 +12,7 @@ from msgspec import Meta
 from python_multipart.exceptions import MultipartParseError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-from cluster.http.errors import refuse
+from cluster.errors import refuse
 
 MAX_PARTS = 16
 """Parts of one form, the file included. OpenAI's upload has four."""
@@ -36,7 +36,7 @@ class UploadForm(msgspec.Struct, kw_only=True):
 
 
 class UploadParser:
-    """Takes the body with `feed` and its end with `finish`. Both raise `ApiError` 400 for a body that is no such form
+    """Takes the body with `feed` and its end with `finish`. Both raise `RequestRefused` for a body that is no such form
     or exceeds a bound.
     """
 

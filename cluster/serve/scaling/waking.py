@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 
-from cluster.http.errors import ApiError
+from cluster.errors import QueueFull, Unavailable
 from cluster.serve.start_failure import in_words
 
 logger = logging.getLogger(__name__)
@@ -61,8 +61,8 @@ class Waker:
     async def wait(self, deadline_s: float, is_new: bool = True) -> float:
         """Returns when there is an engine: the seconds that are left of `deadline_s`.
 
-        Raises `ApiError` 503 if that is too late; of a request that `is_new` also if it will be, and 429 if too many
-        are held.
+        Raises `Unavailable` if that is too late; of a request that `is_new` also if it will be, and `QueueFull` if too
+        many are held.
         """
         if not self._is_asleep():
             return deadline_s
@@ -88,17 +88,15 @@ class Waker:
                 f"the one that starts needs {self.remaining_s:.0f} s more, and a request has {deadline_s:.0f} s"
             )
         if self.num_held >= self._max_held:
-            raise ApiError(
-                429,
+            raise QueueFull(
                 f"{self.num_held} requests wait for an engine to start and the limit is {self._max_held}; retry later "
                 "or raise max_num_waiting",
-                code="queue_full",
                 retry_after_s=self.remaining_s,
             )
 
-    def _too_late(self, why: str) -> ApiError:
+    def _too_late(self, why: str) -> Unavailable:
         message = f"no engine runs, and {why} (request_timeout_s); retry later, and see manta status"
-        return ApiError(503, message, retry_after_s=self.remaining_s)
+        return Unavailable(message, retry_after_s=self.remaining_s)
 
     async def _wake(self) -> None:
         """Until an engine has answered."""
