@@ -26,7 +26,7 @@ from cluster.batch.storage import Storage, with_storage
 from cluster.config import BatchLimits, EngineConfig, ServeConfig
 from cluster.http.app import HttpApp
 from cluster.http.endpoints.files import PARSED_BYTES
-from cluster.http.engines import Event
+from cluster.http.engines import Event, GenerationRequest
 from cluster.http.metrics import Metrics
 from cluster.http.protocol.uploads import UploadParser
 from cluster.text.tokenizer import Tokenizer
@@ -58,11 +58,11 @@ class HeldEngines(RepeatingEngines):
         self.gate = asyncio.Event()
         self.num_free = 0
 
-    def submit(self, request_id: str, prompts: list[list[int]], params: Any, **options: Any) -> Repeating:
-        self.asked.append((options["client"], prompts[0][0]))
+    def submit(self, request: GenerationRequest) -> Repeating:
+        self.asked.append((request.client, request.prompts[0][0]))
         if len(self.asked) <= self.num_free:
-            return Repeating(prompts, "abc")
-        held = Held(prompts, "abc")
+            return Repeating(request.prompts, "abc")
+        held = Held(request.prompts, "abc")
         held.gate = self.gate
         return held
 

@@ -21,7 +21,7 @@ from cluster.engine.request import FinishStatus, Usage
 from cluster.engine.stats import EngineStats
 from cluster.errors import Unavailable, refuse
 from cluster.http.app import HttpApp
-from cluster.http.engines import Event
+from cluster.http.engines import Event, GenerationRequest
 from cluster.http.errors import ApiError
 from cluster.http.exchange import Exchange
 from cluster.http.metrics import Metrics
@@ -31,7 +31,6 @@ from cluster.http.state import AppState
 from cluster.text.tokenizer import Tokenizer
 from structured.constraint import ConstraintSpec
 from workers.model_info import ModelInfo
-from workers.sampling_params import SamplingParams
 
 MODEL = ModelInfo(
     folder="demo",
@@ -66,13 +65,13 @@ class Repeating:
 
 
 class RepeatingEngines:
-    """In place of engines: they say one text, and nobody watches them. `options` are those of the last request."""
+    """In place of engines: they say one text, and nobody watches them. `request` is the last one."""
 
-    options: dict[str, Any]
+    request: GenerationRequest
 
-    def submit(self, request_id: str, prompts: list[list[int]], params: SamplingParams, **options: Any) -> Repeating:
-        self.options = options
-        return Repeating(prompts, "abc")
+    def submit(self, request: GenerationRequest) -> Repeating:
+        self.request = request
+        return Repeating(request.prompts, "abc")
 
     async def resolve(self, spec: ConstraintSpec, client: str = "") -> tuple[ConstraintSpec, list[str]]:
         return spec, []
