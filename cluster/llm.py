@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, cast
 import msgspec
 from tqdm import tqdm
 
-from cluster.chat import Chat, Message, plan_offline
+from cluster.chat.offline import Chat, Message, plan_offline
 from cluster.config import DEMO_MODEL, EngineConfig
 from cluster.engine.beam_search import BeamSearchParams, BeamSequence, beam_search
 from cluster.engine.interrupts import uninterrupted, uninterrupted_steps

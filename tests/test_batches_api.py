@@ -28,7 +28,7 @@ from cluster.http.app import HttpApp
 from cluster.http.endpoints.files import PARSED_BYTES
 from cluster.http.engines import Event, GenerationRequest
 from cluster.http.metrics import Metrics
-from cluster.http.protocol.uploads import UploadParser
+from cluster.http.uploads import UploadParser
 from cluster.text.tokenizer import Tokenizer
 from tests.patience import PATIENCE_S
 from tests.test_batch import line

@@ -24,13 +24,13 @@ import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletionChunk
 
+from cluster.chat.plan import ChatPlan
 from cluster.engine.request import EngineRequest, FinishStatus, Usage
 from cluster.http.answers import ChatAnswer
-from cluster.http.chat_output import ChatPlan
 from cluster.http.codec import SSE_DONE
 from cluster.http.engines import Event
-from cluster.http.protocol.requests import ChatCompletionRequest
 from cluster.llm import LLM, CompletionOutput, ConstraintSpec, OutputKind, RequestOutput, SamplingParams
+from cluster.protocol.requests import ChatCompletionRequest
 from cluster.serve.channel import Control
 from tests.checkpoints import checkpoint
 from tests.patience import PATIENCE_S

@@ -18,9 +18,9 @@ from cluster.http.codec import decode, encode, sse_event
 from cluster.http.endpoints.models import ModelCard, ModelList
 from cluster.http.endpoints.tokens import DetokenizeRequest, TokenizeRequest
 from cluster.http.errors import ApiError, api_error
-from cluster.http.protocol import responses
-from cluster.http.protocol.requests import ChatCompletionRequest, CompletionRequest
-from cluster.http.protocol.usage import usage_info
+from cluster.protocol import responses
+from cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
+from cluster.protocol.usage import usage_info
 from workers.sampling_params import SamplingParams
 
 chat_fields = [field.encode_name for field in msgspec.structs.fields(ChatCompletionRequest)]

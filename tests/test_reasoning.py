@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.chat.plan import ChatPlan, plan_chat
+from cluster.chat.reader import ChatReader, MessageBuilder
+from cluster.chat.reasoning import FORMATS, ReasoningFormat, ReasoningSplitter, detect_reasoning
 from cluster.errors import RequestRefused
-from cluster.http.chat_output import ChatPlan, ChatReader, MessageBuilder, plan_chat
 from cluster.http.codec import decode
-from cluster.http.protocol.requests import ChatCompletionRequest
+from cluster.protocol.requests import ChatCompletionRequest
 from cluster.text.chat_template import ChatTemplates
-from cluster.text.reasoning import FORMATS, ReasoningFormat, ReasoningSplitter, detect_reasoning
 from cluster.text.tokenizer import Tokenizer
 from workers.checkpoints.model_config import resolve_model_folder
 

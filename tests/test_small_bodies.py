@@ -19,7 +19,7 @@ from cluster.http.codec import decode
 from cluster.http.engines import GenerationRequest
 from cluster.http.metrics import Metrics
 from cluster.http.prompts import encode, encode_all
-from cluster.http.protocol.requests import ChatCompletionRequest, CompletionRequest
+from cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
 from cluster.serve.channel import Address, RequestResult
 from cluster.serve.engine_client import EngineClient
 from cluster.serve.engine_deployment import EngineReplica

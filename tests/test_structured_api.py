@@ -20,7 +20,7 @@ import pytest
 
 from cluster.errors import RequestRefused
 from cluster.http.codec import decode
-from cluster.http.protocol.requests import ChatCompletionRequest, CompletionRequest
+from cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
 from structured.constraint import ConstraintSpec
 from tests.local_server import ThreadedServer
 from tests.server import Client, Server, shared_server

@@ -16,18 +16,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.chat.plan import plan_chat
+from cluster.chat.reader import ChatReader, MessageBuilder
+from cluster.chat.tool_formats import HERMES, LLAMA3, MISTRAL, ToolFormat, detect_format
+from cluster.chat.tool_grammar import calls_grammar
+from cluster.chat.tool_parser import Piece, ToolCallParser
 from cluster.engine.request import FinishStatus
 from cluster.errors import RequestRefused
-from cluster.http.chat_output import ChatReader, MessageBuilder, plan_chat
 from cluster.http.codec import decode, encode
-from cluster.http.protocol import responses
-from cluster.http.protocol.requests import ChatCompletionRequest
-from cluster.http.protocol.tools import Function, Tool, arguments_schema, calls_grammar, template_tools
-from cluster.http.protocol.usage import usage_info
+from cluster.protocol import responses
+from cluster.protocol.requests import ChatCompletionRequest
+from cluster.protocol.tools import Function, Tool, arguments_schema, template_tools
+from cluster.protocol.usage import usage_info
 from cluster.text.chat_template import ChatTemplates
 from cluster.text.tokenizer import Tokenizer
-from cluster.text.tool_formats import HERMES, LLAMA3, MISTRAL, ToolFormat, detect_format
-from cluster.text.tool_parser import Piece, ToolCallParser
 from structured.constraint import ConstraintSpec
 from tests.checkpoints import checkpoint
 from workers.checkpoints.model_config import resolve_model_folder

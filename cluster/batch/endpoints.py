@@ -22,8 +22,8 @@ from cluster.http.endpoints import generation
 from cluster.http.engines import Engines, Generation
 from cluster.http.errors import ApiError, api_error
 from cluster.http.metrics import Metrics
-from cluster.http.protocol.requests import ChatCompletionRequest, CompletionRequest
 from cluster.http.state import AppState
+from cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
 from cluster.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

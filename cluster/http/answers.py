@@ -11,14 +11,15 @@ from typing import Any, Protocol, TypeVar
 
 from msgspec import UNSET
 
-from cluster.http.chat_output import ChatPlan, ChatReader, MessageBuilder
+from cluster.chat.plan import ChatPlan
+from cluster.chat.reader import ChatReader, MessageBuilder
 from cluster.http.codec import SSE_DONE, encode, sse_event
 from cluster.http.engines import Event, Generation
 from cluster.http.logprobs import CompletionLogprobText, chat_logprobs, prompt_logprobs
 from cluster.http.prompts import aside
-from cluster.http.protocol import responses
-from cluster.http.protocol.requests import ChatCompletionRequest, CompletionRequest
-from cluster.http.protocol.usage import UsageInfo, usage_info
+from cluster.protocol import responses
+from cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
+from cluster.protocol.usage import UsageInfo, usage_info
 from cluster.text.tokenizer import Tokenizer
 from workers.step import TokenLogprobs
 

@@ -12,8 +12,8 @@ import msgspec
 
 from cluster.config import BodyLimits
 from cluster.errors import RequestRefused
-from cluster.http.errors import shape_error
-from cluster.http.protocol.body_limits import check_lists, check_num_values
+from cluster.protocol.body_limits import check_lists, check_num_values
+from cluster.protocol.shape_errors import shape_error
 
 SSE_DONE = b"data: [DONE]\n\n"
 

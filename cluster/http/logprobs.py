@@ -8,7 +8,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 
-from cluster.http.protocol.responses import (
+from cluster.protocol.responses import (
     ChatLogprobs,
     ChatTokenLogprob,
     CompletionLogprobs,

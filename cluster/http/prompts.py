@@ -7,10 +7,9 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from cluster.errors import RequestRefused
-from cluster.text.chat_template import TemplateError
 from cluster.text.tokenizer import LONG_TEXT, TextError, Tokenizer
 
 CHARACTERS_A_TOKEN = 8
@@ -19,29 +18,6 @@ NICENESS = 10
 """Of the thread that tokenises long texts, beyond that of its process."""
 
 Result = TypeVar("Result")
-
-
-class Conversation(Protocol):
-    """A body with messages."""
-
-    add_generation_prompt: bool
-
-    def template_messages(self) -> list[dict[str, Any]]:
-        """The messages as chat templates read them."""
-        ...
-
-    def template_kwargs(self) -> dict[str, Any]:
-        """What the chat template gets in addition to messages and tools."""
-        ...
-
-
-def render(tokenizer: Tokenizer, conversation: Conversation, tools: list[dict[str, Any]] | None = None) -> str:
-    """The conversation as the model reads it. Raises `RequestRefused` if the chat template refuses it."""
-    messages, kwargs = conversation.template_messages(), conversation.template_kwargs()
-    try:
-        return tokenizer.render_chat_template(messages, conversation.add_generation_prompt, tools or None, **kwargs)
-    except TemplateError as error:
-        raise RequestRefused(f"messages: {error}", "messages") from error
 
 
 async def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool, max_tokens: int, param: str) -> list[int]:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from cluster.batch.records import Batch, FileObject
 from cluster.http.endpoints import batches, files, generation, models, pages, status, tokens
-from cluster.http.protocol.requests import ChatCompletionRequest, CompletionRequest
-from cluster.http.protocol.responses import ChatCompletion, Completion
-from cluster.http.protocol.uploads import UploadForm
 from cluster.http.routing import Route
+from cluster.http.uploads import UploadForm
+from cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
+from cluster.protocol.responses import ChatCompletion, Completion
 
 EVENTS = "text/event-stream"
 HTML = "text/html"

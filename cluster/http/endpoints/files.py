@@ -18,8 +18,8 @@ from cluster.errors import refuse
 from cluster.http.codec import decode_query
 from cluster.http.errors import ApiError
 from cluster.http.exchange import Exchange
-from cluster.http.protocol.uploads import MAX_FORM_BYTES, UploadParser
 from cluster.http.state import AppState
+from cluster.http.uploads import MAX_FORM_BYTES, UploadParser
 
 PIECE_BYTES = 1 << 20
 """Bytes of a file that a thread writes or reads at a time."""

@@ -11,16 +11,16 @@ import secrets
 
 import msgspec
 
+from cluster.chat.plan import plan_chat, render
 from cluster.errors import ServingError, refuse
 from cluster.http.answers import Answer, ChatAnswer, CompletionAnswer
-from cluster.http.chat_output import plan_chat
 from cluster.http.engines import GenerationRequest
 from cluster.http.exchange import GenerationExchange
-from cluster.http.prompts import aside, encode, encode_all, render
-from cluster.http.protocol.body_limits import check_counts, check_echo, check_num_logprobs
-from cluster.http.protocol.requests import ChatCompletionRequest, CompletionRequest
-from cluster.http.protocol.tools import template_tools
+from cluster.http.prompts import aside, encode, encode_all
 from cluster.http.state import AppState
+from cluster.protocol.body_limits import check_counts, check_echo, check_num_logprobs
+from cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
+from cluster.protocol.tools import template_tools
 from cluster.telemetry.attributes import generation_attributes
 from workers.sampling_params import SamplingParams
 

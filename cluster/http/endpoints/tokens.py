@@ -6,12 +6,13 @@ from typing import Any
 
 import msgspec
 
+from cluster.chat.plan import render
 from cluster.errors import refuse
 from cluster.http.exchange import Exchange
-from cluster.http.prompts import encode, render
-from cluster.http.protocol.chat_messages import ChatMessage, check_template_kwargs, template_message
-from cluster.http.protocol.requests import checked_token_ids
+from cluster.http.prompts import encode
 from cluster.http.state import AppState
+from cluster.protocol.messages import ChatMessage, check_template_kwargs, template_message
+from cluster.protocol.requests import checked_token_ids
 
 
 class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

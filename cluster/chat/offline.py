@@ -11,13 +11,13 @@ from typing import Any
 
 import msgspec
 
+from cluster.chat.plan import ChatPlan, plan_chat, render
+from cluster.chat.reader import ChatReader, MessageBuilder
 from cluster.errors import RequestRefused
-from cluster.http.chat_output import ChatPlan, ChatReader, MessageBuilder, plan_chat
-from cluster.http.errors import shape_error
-from cluster.http.prompts import render
-from cluster.http.protocol.constraints import requested_constraint
-from cluster.http.protocol.requests import ChatCompletionRequest
-from cluster.http.protocol.tools import template_tools
+from cluster.protocol.constraints import requested_constraint
+from cluster.protocol.requests import ChatCompletionRequest
+from cluster.protocol.shape_errors import shape_error
+from cluster.protocol.tools import template_tools
 from cluster.text.tokenizer import TextError, Tokenizer
 from workers.sampling_params import SamplingParams
 

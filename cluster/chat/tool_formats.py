@@ -1,6 +1,6 @@
 """How models write their tool calls. They differ in a few marks only; which a model uses its chat template shows.
 
-`cluster/text/tool_parser.py` reads a format, and the grammar of `cluster/http/protocol/tools.py` enforces it.
+`cluster/chat/tool_parser.py` reads a format, and the grammar of `cluster/protocol/tools.py` enforces it.
 """
 
 from __future__ import annotations

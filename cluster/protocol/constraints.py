@@ -1,6 +1,6 @@
 """`response_format` and `structured_outputs` of a request body, and the `ConstraintSpec` that they ask for.
 
-Fields of the bodies in `cluster/http/protocol/requests.py`. Whether a constraint can be enforced the engine says.
+Fields of the bodies in `cluster/protocol/requests.py`. Whether a constraint can be enforced the engine says.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Finds tool calls in a model's text as it grows, and gives their arguments out as they come.
 
-One `ToolCallParser` per answer, used by `cluster/http/chat_output.py`. What it gives out, joined, does not depend on
+One `ToolCallParser` per answer, used by `cluster/chat/plan.py`. What it gives out, joined, does not depend on
 how the text was cut. Text that only looks like a call comes back as text.
 """
 
@@ -10,8 +10,8 @@ import json
 
 import msgspec
 
-from cluster.text.reasoning import certain_length
-from cluster.text.tool_formats import ToolFormat
+from cluster.chat.reasoning import certain_length
+from cluster.chat.tool_formats import ToolFormat
 
 
 class Piece(msgspec.Struct, frozen=True):

@@ -1,7 +1,7 @@
 """Thinking sections: how a model marks them, and where its reasoning ends and its answer begins.
 
 A chat template says whether a model thinks, and the rendered prompt whether the section is open already. Used by
-`cluster/http/chat_output.py`.
+`cluster/chat/plan.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The messages of a chat body, as clients send them and as chat templates read them.
 
-Part of the bodies in `cluster/http/protocol/requests.py` and of `/tokenize`'s.
+Part of the bodies in `cluster/protocol/requests.py` and of `/tokenize`'s.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from cluster.http.protocol.usage import UsageInfo
+from cluster.protocol.usage import UsageInfo
 
 
 class TopLogprob(msgspec.Struct):

@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 import msgspec
 
 from cluster.errors import refuse
-from cluster.http.errors import bound_error
-from cluster.http.protocol.body_limits import check_n
-from cluster.http.protocol.chat_messages import ChatMessage, check_template_kwargs, template_message
-from cluster.http.protocol.constraints import ResponseFormat, StructuredOutputs, requested_constraint
-from cluster.http.protocol.tools import Tool, ToolChoice, arguments_constraint, check_tools
+from cluster.protocol.body_limits import check_n
+from cluster.protocol.constraints import ResponseFormat, StructuredOutputs, requested_constraint
+from cluster.protocol.messages import ChatMessage, check_template_kwargs, template_message
+from cluster.protocol.shape_errors import bound_error
+from cluster.protocol.tools import Tool, ToolChoice, arguments_constraint, check_tools
 from structured.constraint import ConstraintSpec
 from structured.logits_processors import LogitsProcessorSpec
 from workers.sampling_params import SamplingParams

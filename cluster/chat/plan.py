@@ -1,0 +1,139 @@
+"""How a chat is put to the model: the conversation as its prompt, and what holds for the text of its answer.
+
+`plan_chat` decides once a request; `cluster/chat/reader.py` reads the answer by its plan.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import msgspec
+
+from cluster.chat.reasoning import (
+    ReasoningFormat,
+    detect_reasoning,
+    section_is_closed,
+    section_is_open,
+)
+from cluster.chat.tool_formats import ToolFormat, detect_format
+from cluster.chat.tool_grammar import calls_grammar
+from cluster.errors import RequestRefused, refuse
+from cluster.protocol.constraints import json_text
+from cluster.protocol.requests import ChatCompletionRequest
+from cluster.protocol.tools import NamedToolChoice
+from cluster.text.chat_template import TemplateError
+from cluster.text.tokenizer import Tokenizer
+from structured.constraint import ConstraintSpec
+from workers.sampling_params import SamplingParams
+
+
+class Conversation(Protocol):
+    """A body with messages."""
+
+    add_generation_prompt: bool
+
+    def template_messages(self) -> list[dict[str, Any]]:
+        """The messages as chat templates read them."""
+
+    def template_kwargs(self) -> dict[str, Any]:
+        """What the chat template gets in addition to messages and tools."""
+
+
+class ChatPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """How one chat request is put to the model, and how its answer is read."""
+
+    prompt: str
+    params: SamplingParams
+    tool_format: ToolFormat | None = None
+    """None if nothing in the answer is read as a call."""
+    tool_names: frozenset[str] = frozenset()
+    is_named: bool = False
+    """The request named the function to call."""
+    reasoning: ReasoningFormat | None = None
+    """None if the answer has no thinking section."""
+    is_thinking: bool = False
+    """The prompt ends inside the section."""
+    include_reasoning: bool = True
+    shown_ids: frozenset[int] = frozenset()
+    """Special tokens that the text must show, because they mark its parts."""
+
+
+def render(tokenizer: Tokenizer, conversation: Conversation, tools: list[dict[str, Any]] | None = None) -> str:
+    """The conversation as the model reads it. Raises `RequestRefused` if the chat template refuses it."""
+    messages, kwargs = conversation.template_messages(), conversation.template_kwargs()
+    try:
+        return tokenizer.render_chat_template(messages, conversation.add_generation_prompt, tools or None, **kwargs)
+    except TemplateError as error:
+        raise RequestRefused(f"messages: {error}", "messages") from error
+
+
+def plan_chat(request: ChatCompletionRequest, params: SamplingParams, tokenizer: Tokenizer, prompt: str) -> ChatPlan:
+    """Plans the answer to a rendered conversation, `prompt`.
+
+    Raises `RequestRefused` for what the model's chat template does not know.
+    """
+    template = tokenizer.chat_template_source(bool(request.callable_tools()))
+    if request.reasoning_effort is not None and "reasoning_effort" not in template:
+        refuse("reasoning_effort", "reasoning_effort is unknown to this model's chat template; leave it out")
+    tool_format = _tool_format(request, template)
+    constraint = params.constraint
+    if tool_format is not None:
+        constraint = _tool_constraint(request, tool_format, tokenizer, constraint)
+    reasoning = detect_reasoning(template) if request.add_generation_prompt else None
+    is_thinking = False
+    if reasoning is not None:
+        if section_is_closed(reasoning, prompt):
+            reasoning = None
+        elif section_is_open(reasoning, prompt):
+            is_thinking = True
+        elif constraint is not None:
+            # Left to itself the model might think or not; a constraint has to know where the answer begins.
+            prompt += reasoning.opening
+            is_thinking = True
+    if reasoning is not None and constraint is not None:
+        end = tuple(tokenizer.encode(reasoning.end, add_special_tokens=False))
+        constraint = msgspec.structs.replace(constraint, begin_after=end)
+    marks = [tool_format.begin, tool_format.end] if tool_format is not None else []
+    marks += [reasoning.begin, reasoning.end] if reasoning is not None else []
+    return ChatPlan(
+        prompt=prompt,
+        params=msgspec.structs.replace(params, constraint=constraint),
+        tool_format=tool_format,
+        tool_names=frozenset(tool.function.name for tool in request.callable_tools()),
+        is_named=isinstance(request.tool_choice, NamedToolChoice),
+        reasoning=reasoning,
+        is_thinking=is_thinking,
+        include_reasoning=request.include_reasoning,
+        shown_ids=frozenset(token for token in tokenizer.special_ids if tokenizer.token_text(token) in marks),
+    )
+
+
+def _tool_format(request: ChatCompletionRequest, template: str) -> ToolFormat | None:
+    if not request.callable_tools():
+        return None
+    found = detect_format(template)
+    if found is None:
+        refuse("tools", "tools: this model's chat template has no place for tools; leave them out")
+    return found
+
+
+def _tool_constraint(
+    request: ChatCompletionRequest, tool_format: ToolFormat, tokenizer: Tokenizer, answer: ConstraintSpec | None
+) -> ConstraintSpec:
+    """The grammar of what the request may be answered with. `answer` constrains the text that is no call."""
+    tools, choice = request.callable_tools(), request.tool_choice
+    if isinstance(choice, NamedToolChoice):
+        tools = [tool for tool in tools if tool.function.name == choice.function.name]
+    answer_schema = None
+    if answer is not None:
+        answer_schema = answer.text or json_text({"type": "object"})
+    grammar = calls_grammar(
+        tool_format,
+        tools,
+        tokenizer.token_to_id,
+        parallel=request.parallel_tool_calls is not False and not isinstance(choice, NamedToolChoice),
+        required=choice not in (None, "auto"),
+        answer_schema=answer_schema,
+    )
+    loose = any(tool.function.strict is False for tool in tools) or (answer is not None and answer.loose)
+    return ConstraintSpec(kind="lark", text=grammar, loose=loose)

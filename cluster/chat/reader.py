@@ -1,0 +1,97 @@
+"""Reads the text of a chat answer: reasoning, content and tool calls, for whole answers and streams alike."""
+
+from __future__ import annotations
+
+import secrets
+
+from msgspec import UNSET
+
+from cluster.chat.plan import ChatPlan
+from cluster.chat.reasoning import ReasoningSplitter
+from cluster.chat.tool_parser import Piece, ToolCallParser
+from cluster.engine.request import FinishStatus
+from cluster.protocol.responses import ChatDelta, ChatResponseMessage, FunctionDelta, ToolCallDelta
+
+
+class ChatReader:
+    """Splits the text of one answer, as it grows, into reasoning, content and tool calls."""
+
+    def __init__(self, plan: ChatPlan) -> None:
+        self._plan = plan
+        self._splitter = None
+        if plan.reasoning is not None:
+            # A constraint of the client's own, say a regex, may be about line breaks too.
+            strip_answer = plan.params.constraint is None or plan.tool_format is not None
+            self._splitter = ReasoningSplitter(plan.reasoning, plan.is_thinking, strip_answer)
+        self._parser = None if plan.tool_format is None else ToolCallParser(plan.tool_format, plan.tool_names)
+
+    def feed(self, text: str, final: bool) -> list[ChatDelta]:
+        """The deltas that new text brings; with `final` also what was held back."""
+        deltas = self._read(text)
+        if final:
+            if self._splitter is not None:
+                deltas += self._answer(*self._splitter.finish())
+            if self._parser is not None:
+                deltas += map(_delta, self._parser.finish())
+        return deltas
+
+    def finish_reason(self, finish: FinishStatus) -> str:
+        """OpenAI's finish reason: "tool_calls" if the model stopped after a call that the request did not name."""
+        called = self._parser is not None and self._parser.num_calls > 0 and not self._plan.is_named
+        return "tool_calls" if called and finish is FinishStatus.FINISHED_STOPPED else finish.value
+
+    def _read(self, text: str) -> list[ChatDelta]:
+        return self._answer(*(("", text) if self._splitter is None else self._splitter.feed(text)))
+
+    def _answer(self, reasoning: str, content: str) -> list[ChatDelta]:
+        deltas = [ChatDelta(reasoning_content=reasoning)] if reasoning and self._plan.include_reasoning else []
+        if self._parser is not None:
+            deltas += map(_delta, self._parser.feed(content))
+        elif content:
+            deltas.append(ChatDelta(content=content))
+        return deltas
+
+
+def _delta(piece: Piece) -> ChatDelta:
+    if piece.call is None:
+        return ChatDelta(content=piece.text)
+    if piece.name is None:
+        call = ToolCallDelta(index=piece.call, function=FunctionDelta(arguments=piece.arguments))
+    else:
+        call = ToolCallDelta(
+            index=piece.call,
+            id=f"call_{secrets.token_hex(12)}",
+            type="function",
+            function=FunctionDelta(name=piece.name, arguments=""),
+        )
+    return ChatDelta(tool_calls=[call])
+
+
+class MessageBuilder:
+    """Joins deltas into the message of an answer that is not streamed."""
+
+    def __init__(self) -> None:
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[tuple[ToolCallDelta, list[str]]] = []
+
+    def add(self, deltas: list[ChatDelta]) -> None:
+        for delta in deltas:
+            self._content.append(delta.content or "")
+            self._reasoning.append(delta.reasoning_content or "")
+            for call in delta.tool_calls or []:
+                if call.id is not None:
+                    self._calls.append((call, []))
+                self._calls[-1][1].append(call.function.arguments or "")
+
+    def message(self) -> ChatResponseMessage:
+        content, reasoning = "".join(self._content), "".join(self._reasoning)
+        calls = [
+            ToolCallDelta(id=call.id, type=call.type, function=FunctionDelta(call.function.name, "".join(arguments)))
+            for call, arguments in self._calls
+        ]
+        return ChatResponseMessage(
+            content=content or (None if calls else ""),
+            reasoning_content=reasoning or UNSET,
+            tool_calls=calls or UNSET,
+        )

@@ -1,0 +1,80 @@
+"""Tools: what a chat request may call, as bodies name it and as chat templates read it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal
+
+import msgspec
+
+from cluster.errors import refuse
+from cluster.protocol.constraints import json_text
+from structured.constraint import ConstraintSpec
+
+
+class Function(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """JSON schema of the arguments, an object; None takes any object."""
+    strict: bool | None = None
+    """False also accepts a schema that is enforced in part, and the answer's header says which."""
+
+
+class Tool(msgspec.Struct, forbid_unknown_fields=True):
+    function: Function
+    type: Literal["function"] = "function"
+
+
+class FunctionName(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+
+
+class NamedToolChoice(msgspec.Struct, forbid_unknown_fields=True):
+    """Call this function, once."""
+
+    function: FunctionName
+    type: Literal["function"] = "function"
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
+
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}\Z")
+
+
+def check_tools(tools: list[Tool], choice: ToolChoice | None) -> None:
+    """Raises `RequestRefused` for names that no model could call, and for a choice that no tool fits."""
+    names: set[str] = set()
+    for index, tool in enumerate(tools):
+        path = f"tools[{index}].function"
+        name, parameters = tool.function.name, tool.function.parameters
+        if not _NAME.match(name):
+            refuse(f"{path}.name", f"{path}.name {name[:80]!r} must be 1 to 64 letters, digits, underscores and dashes")
+        if name in names:
+            refuse(f"{path}.name", f"{path}.name {name!r} is taken by an earlier tool; choose another")
+        names.add(name)
+        if parameters and parameters.get("type", "object") != "object":
+            refuse(f"{path}.parameters", f'{path}.parameters must describe an object: {{"type": "object", ...}}')
+    if isinstance(choice, NamedToolChoice) and choice.function.name not in names:
+        refuse("tool_choice", f"tool_choice names {choice.function.name!r}, which is not in tools; add it")
+    if choice == "required" and not tools:
+        refuse("tool_choice", 'tool_choice "required" needs tools; add some')
+
+
+def template_tools(tools: list[Tool]) -> list[dict[str, Any]]:
+    """The tools as chat templates read them; `strict` is no concern of the model."""
+    return [
+        {"type": "function", "function": msgspec.to_builtins(msgspec.structs.replace(tool.function, strict=None))}
+        for tool in tools
+    ]
+
+
+def arguments_constraint(tool: Tool) -> ConstraintSpec:
+    """What the arguments alone must fit."""
+    loose = tool.function.strict is False
+    return ConstraintSpec(kind="json_schema", text=json_text(arguments_schema(tool)), loose=loose)
+
+
+def arguments_schema(tool: Tool) -> dict[str, Any]:
+    """The schema of a tool's arguments, which are always an object."""
+    return {"type": "object", **(tool.function.parameters or {})}
