@@ -125,6 +125,8 @@ class Compiler:
             threading.Thread(target=self._serve, args=(supervisor,), name=f"compiler-{index}", daemon=True)
             for index, supervisor in enumerate(self._supervisors)
         ]
+        self._num_serving = num_processes
+        """Threads that have not ended."""
         for thread in self._threads:
             thread.start()
 
@@ -188,7 +190,11 @@ class Compiler:
                 self._fail(job, error)
             self._queue.done(client)
         supervisor.kill()
-        self._server.close()
+        with self._lock:
+            self._num_serving -= 1
+            is_last = not self._num_serving
+        if is_last:  # the others may still start a process by it
+            self._server.close()
 
     def _next(self, supervisor: _Supervisor) -> tuple[str, _Job] | None:
         """The next (client, constraint); None after `close`. If the last start of a process failed, tries another one

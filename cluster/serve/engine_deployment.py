@@ -313,8 +313,10 @@ class EngineReplica:
 
     def _step_loop(self) -> None:
         try:
-            while self._is_open:
+            while True:
                 self._take_inbox()
+                if not self._is_open:
+                    return
                 idle = not self.engine.has_unfinished
                 started, begun_ns = time.monotonic(), time.time_ns()
                 outputs = self.engine.step()  # without work it checks that no block is lost
