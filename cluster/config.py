@@ -42,7 +42,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """`auto` takes the checkpoint's dtype (float16 becomes bfloat16). `float16` is for CUDA GPUs; in a model that was
     trained in bfloat16 it may overflow, which ends the sequence with an error.
     """
-    device: Literal["auto", "cpu", "cuda", "tpu"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes CUDA GPUs if the cluster has any when the application starts, else CPUs; without Ray, a GPU if this
     process sees one. With `cuda` each engine, or each of its ranks, claims one GPU from Ray and sees no other one.
     """
@@ -108,12 +108,8 @@ class ListenerLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """
     max_connections_per_address: Count = 1024
     """Of one IPv4 address, or one IPv6 network of 64 bits. A proxy in front is one address."""
-    max_url_bytes: Bytes = 8192
-    """Of a request's line; a longer one is refused (HTTP 414)."""
     max_header_bytes: Bytes = 32 * 2**10
     """Of a request's headers and trailers together; more are refused (HTTP 431)."""
-    max_headers: Count = 100
-    """Lines of headers and trailers of one request; more are refused (HTTP 431)."""
     header_timeout_s: Seconds = 20.0
     """Within which the head of a request must have come whole, from its first byte or that of the connection; else the
     connection closes (HTTP 408).
@@ -127,13 +123,6 @@ class BodyLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """JSON values; its commas and opening brackets are counted, those in texts too."""
     max_messages: Count = 4096
     """Messages of a conversation, their parts and calls included."""
-    max_tools: Count = 128
-    """OpenAI's bound. If their grammar is refused, each tool is compiled by itself to find the one at fault."""
-    max_stop_characters: Count = 4096
-    """Of all stop strings together: they are looked for at every token."""
-    max_bad_words: Count = 1024
-    max_bad_word_characters: Count = 20_000
-    """Of all `bad_words` together: they are tokenised, and looked for at every token."""
     max_token_ids: Count = 2**20
     """Entries of `allowed_token_ids`, `logit_bias` or `stop_token_ids` times the prompts: each prompt is an engine
     request of its own, which carries them.

@@ -127,7 +127,7 @@ def test_make_names_its_own_variable_for_a_port_that_is_taken() -> None:
     [
         ("engine:\n  max_num_sequence: 3\n", ["did you mean `engine.max_num_sequences`?"]),
         ("model: demo\n", ["there is no option `model`; did you mean `engine.model`?"]),
-        ("engine:\n  device: gpu\n", ["`engine.device` cannot be 'gpu'", "auto, cpu, cuda, tpu"]),
+        ("engine:\n  device: gpu\n", ["`engine.device` cannot be 'gpu'", "auto, cpu, cuda"]),
         ("engine: {speculative: {proposers: [ngrams]}}\n", ["proposers[0]", "forced, ngram, draft"]),
         ("engine: {colour: red}\n", ["the options of `engine` are model, "]),
         (

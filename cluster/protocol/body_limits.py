@@ -13,6 +13,13 @@ from cluster.config import BodyLimits, ServeConfig
 from cluster.errors import refuse
 from workers.sampling_params import SamplingParams
 
+MAX_TOOLS = 128
+"""OpenAI's bound. If their grammar is refused, each tool is compiled by itself to find the one at fault."""
+MAX_STOP_CHARACTERS = 4096
+"""Of all stop strings together: they are looked for at every token. OpenAI takes four strings."""
+MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_CHARACTERS = 20_000
+"""Of all `bad_words` together: they are tokenised, and looked for at every token."""
 MAX_CHOICES = 128
 """OpenAI's bound of `n`; an engine that runs fewer sequences at a time refuses earlier."""
 
@@ -29,10 +36,13 @@ def check_num_values(body: bytes, limits: BodyLimits) -> None:
 
 def check_lists(body: Any, limits: BodyLimits) -> None:
     """Every list of a decoded body, by the name of its field."""
-    for field, what, size, option in _sizes(body):
-        limit = getattr(limits, option)
+    for field, what, size, limit in _sizes(body):
         if size > limit:
-            refuse(field, f"{field} has {size} {what} and the limit is {limit}; leave some out, or raise body.{option}")
+            refuse(field, f"{field} has {size} {what} and the limit is {limit}; leave some out")
+    num_parts, limit = _num_parts(getattr(body, "messages", None) or ()), limits.max_messages
+    if num_parts > limit:
+        message = f"messages has {num_parts} messages, parts and calls and the limit is {limit}"
+        refuse("messages", f"{message}; leave some out, or raise body.max_messages")
     num_prompts = _num_prompts(getattr(body, "prompt", None))
     for field in _TOKEN_ID_LISTS:
         count = len(getattr(body, field, None) or ())
@@ -42,17 +52,15 @@ def check_lists(body: Any, limits: BodyLimits) -> None:
             refuse(field, f"{message} {limits.max_token_ids} in all; {remedy}")
 
 
-def _sizes(body: Any) -> Iterator[tuple[str, str, int, str]]:
-    """Field, what is counted, how many there are, and the option that bounds them."""
-    if messages := getattr(body, "messages", None):
-        yield "messages", "messages, parts and calls", _num_parts(messages), "max_messages"
+def _sizes(body: Any) -> Iterator[tuple[str, str, int, int]]:
+    """Yields a field, what is counted of it, how many there are, and how many there may be."""
     if tools := getattr(body, "tools", None):
-        yield "tools", "entries", len(tools), "max_tools"
+        yield "tools", "entries", len(tools), MAX_TOOLS
     if stop := getattr(body, "stop", None):
-        yield "stop", "characters", len(stop) if isinstance(stop, str) else sum(map(len, stop)), "max_stop_characters"
+        yield "stop", "characters", len(stop) if isinstance(stop, str) else sum(map(len, stop)), MAX_STOP_CHARACTERS
     if words := getattr(body, "bad_words", None):
-        yield "bad_words", "entries", len(words), "max_bad_words"
-        yield "bad_words", "characters", sum(map(len, words)), "max_bad_word_characters"
+        yield "bad_words", "entries", len(words), MAX_BAD_WORDS
+        yield "bad_words", "characters", sum(map(len, words)), MAX_BAD_WORD_CHARACTERS
 
 
 def _num_parts(messages: Sequence[Any]) -> int:

@@ -137,14 +137,10 @@ class Platform(Protocol):
 
 
 def choose_platform(device: str, num_threads: int | None) -> Platform:
-    """The platform for `auto`, `cpu`, `cuda` or `tpu`; `auto` is a CUDA GPU if there is one, else the CPU.
+    """The platform for `auto`, `cpu` or `cuda`; `auto` is a CUDA GPU if there is one, else the CPU.
 
     Raises `ModelError` for one that is not there.
     """
-    if device == "tpu":
-        raise ModelError(
-            "device 'tpu' is not supported yet: Manta runs on CPUs and CUDA GPUs; set device to cpu or auto"
-        )
     import torch
 
     if device == "cuda" or (device == "auto" and torch.cuda.is_available()):

@@ -34,6 +34,10 @@ PATIENCE_S = 2.0
 """A port that is taken is tried again for this long."""
 TICK_S = 1.0
 """Seconds between two looks for slow clients and for the end; the date of the answers is set as often."""
+MAX_URL_BYTES = 8192
+"""The most bytes of a request's line: no URL of the API has 100, and nginx takes as many as this."""
+MAX_HEADERS = 100
+"""The most headers and trailers of a request: Apache's bound, and browsers send about 20."""
 MAX_SENT_AHEAD = 32
 """Requests that a client may send before the first of them is answered: each costs some kilobytes."""
 BACKLOG = 256
@@ -125,7 +129,7 @@ class Connection(HttpToolsProtocol):
         self._found = False
         super().data_received(data)
         self._num_unread = 0 if self._found else self._num_unread + len(data)
-        if self._num_unread > self._limits.max_url_bytes + self._limits.max_header_bytes and not self._refused:
+        if self._num_unread > MAX_URL_BYTES + self._limits.max_header_bytes and not self._refused:
             self._refuse(431, self._too_much(f"an unfinished head of {self._num_unread} bytes"))
 
     def on_message_begin(self) -> None:
@@ -135,15 +139,14 @@ class Connection(HttpToolsProtocol):
 
     def on_url(self, url: bytes) -> None:
         num_bytes = len(self.url) + len(url)
-        if num_bytes > self._limits.max_url_bytes:
-            bound = f"the limit is {self._limits.max_url_bytes} (listener.max_url_bytes)"
-            self._stop(414, f"the URL has {num_bytes} bytes or more and {bound}")
+        if num_bytes > MAX_URL_BYTES:
+            self._stop(414, f"the URL has {num_bytes} bytes or more and the limit is {MAX_URL_BYTES}; shorten it")
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._num_headers += 1
         self._num_header_bytes += len(name) + len(value)
-        if self._num_headers > self._limits.max_headers:
+        if self._num_headers > MAX_HEADERS:
             self._stop(431, self._too_much(f"{self._num_headers} headers"))
         if self._num_header_bytes > self._limits.max_header_bytes:
             self._stop(431, self._too_much(f"{self._num_header_bytes} bytes of headers"))
@@ -166,9 +169,8 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
 
     def _too_much(self, what: str) -> str:
-        limits = self._limits
-        bounds = f"{limits.max_header_bytes} bytes (listener.max_header_bytes) and {limits.max_headers} headers"
-        return f"{what}: the limits are {bounds} (listener.max_headers)"
+        bounds = f"{MAX_HEADERS} headers and {self._limits.max_header_bytes} bytes (listener.max_header_bytes)"
+        return f"{what}: the limits are {bounds}"
 
     def _stop(self, status: int, message: str) -> NoReturn:
         """Refuses the request from one of the parser's callbacks: an exception there ends the parsing."""
