@@ -27,10 +27,11 @@ from benchmarks.report import bootstrap_interval
 from cluster.batch.job import Answer, Job, run
 from cluster.batch.journal import Journal
 from cluster.cli.batch import answering_by, num_in_flight
-from cluster.config import DEMO_MODEL, EngineConfig, ServeConfig
+from cluster.config import EngineConfig, ServeConfig
 from cluster.llm import LLM, SamplingParams
 from cluster.serve.replica_process import REPLICA_ENVIRONMENT
 from workers.checkpoints.model_config import resolve_model_folder
+from workers.options import DEMO_MODEL
 
 MODELS = {"tiny": ("tiny-llama", 2000), "demo": (DEMO_MODEL, 2000), "0.5B": ("qwen2.5-0.5b", 256)}
 """Checkpoint and lines. The first two have next to no work for the model, so that what is beside it shows most."""

@@ -149,24 +149,20 @@ def _open_group(state: _State, rank: int, num_ranks: int, address: str) -> None:
 
 
 def _open_worker(state: _State, rank: int, num_ranks: int, address: str, model: str) -> None:
-    from workers.worker import Worker, WorkerConfig
+    from workers.options import ModelOptions
+    from workers.worker import RankPlace, Worker
 
-    state.worker = Worker(
-        WorkerConfig(
-            model=model,
-            dtype="bfloat16",
-            device="cpu",
-            num_threads=1,
-            max_model_len=1024,
-            block_size=16,
-            kv_cache_bytes=256 << 20,
-            kv_cache_fraction=None,
-            max_num_sequences=32,
-            rank=rank,
-            num_ranks=num_ranks,
-            group_address=address,
-        )
+    options = ModelOptions(
+        model=model,
+        dtype="bfloat16",
+        device="cpu",
+        num_threads=1,
+        tensor_parallel_size=num_ranks,
+        max_model_len=1024,
+        kv_cache_bytes=256 << 20,
+        max_num_sequences=32,
     )
+    state.worker = Worker(options, RankPlace(rank, address))
 
 
 def _time_sums(state: _State, rows: int, num_turns: int) -> list[float]:

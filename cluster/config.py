@@ -19,62 +19,22 @@ from cluster.options import read_options
 from specdecode.config import SpeculativeConfig
 from structured.config import PoolConfig
 from structured.constraint import ConstraintLimits
+from workers.options import Bytes, Count, ModelOptions
 
-DEMO_MODEL = "demo"
-"""The name that stands for the model embedded in `configs/demo/`."""
-
-Bytes = Annotated[int, Meta(ge=1)]
-"""An option whose name ends in `_bytes` may also be a size, such as `512MiB` (2^20) or `1GB` (10^9)."""
 Seconds = Annotated[float, Meta(gt=0)]
-Count = Annotated[int, Meta(ge=1)]
 
 
-class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One model replica: what it loads, where it runs and how much it admits at a time."""
+class EngineConfig(ModelOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One model replica: beside what its ranks are told (`ModelOptions`), what it admits and how it schedules."""
 
-    model: str = DEMO_MODEL
-    """Folder with `config.json` and safetensors, a Hugging Face hub id, or `demo`. `ID@REVISION` is a commit, tag or
-    branch of a hub id; only a commit is the same files for ever.
-    """
     tokenizer: str | None = None
     """Folder or hub id of the tokenizer, as for `model`; None takes the model's own."""
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """`auto` takes the checkpoint's dtype (float16 becomes bfloat16). `float16` is for CUDA GPUs; in a model that was
-    trained in bfloat16 it may overflow, which ends the sequence with an error.
-    """
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto` takes CUDA GPUs if the cluster has any when the application starts, else CPUs; without Ray, a GPU if this
-    process sees one. With `cuda` each engine, or each of its ranks, claims one GPU from Ray and sees no other one.
-    """
-    num_threads: Count | None = None
-    """CPU threads of the model, of each rank where there are several. They are claimed from Ray as CPUs. None takes
-    every core this process may use, shared with the other ranks and engines of its node.
-    """
     claims_cpus: bool = True
     """Whether they are claimed. Standbys claim none, since they work while another engine does not."""
-    tensor_parallel_size: Count = 1
-    """Ranks that share every matrix of the model, each a Ray actor; 1 runs the model in the engine's own process."""
     placement_strategy: Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] = "STRICT_PACK"
     """Where the ranks run: all on one node, on as few as will do, on as many as there are, or each on one of its own.
     The words are those of Ray's placement groups.
     """
-    max_model_len: Count | None = None
-    """Longest prompt plus output, in tokens; None takes the checkpoint's, cut to what the KV cache holds."""
-    block_size: Literal[8, 16, 32, 64, 128] = 16
-    """Tokens a KV block."""
-    kv_cache_bytes: Bytes | None = None
-    """Memory of the KV cache, of each rank's share where there are several. It fills up with what may be asked again;
-    None leaves it to `kv_cache_fraction`.
-    """
-    kv_cache_fraction: Annotated[float, Meta(gt=0, le=0.95)] | None = None
-    """Share of the memory free after loading that the KV cache takes. None takes 4 times the weights, or room for 512
-    tokens of each of `max_num_sequences`, whichever is more; but at most room for all of them at full length 4 times
-    over, and at most 40% of what is free. Exactly: `workers/checkpoints/memory.py`.
-    """
-    max_num_batched_tokens: Annotated[int, Meta(ge=1, le=1_048_576)] = 2048
-    """Token budget of one step, prefill and decode together."""
-    max_num_sequences: Annotated[int, Meta(ge=1, le=4096)] = 256
-    """Sequences running at a time."""
     max_num_waiting: Annotated[int, Meta(ge=0)] = 2048
     """Requests waiting beyond those running; one more is refused (HTTP 429). A client of which none waits is refused
     only when an eighth more than that wait.
@@ -91,10 +51,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """
     speculative: SpeculativeConfig | None = None
     """Who proposes tokens that the model then verifies, several a step; None for one token a step."""
-    logits_processors: dict[str, str | None] = {}
-    """Logits processors that HTTP requests may use: a name to the `module:attribute` of its factory, or to null for the
-    one that an installed package registers under this name.
-    """
 
 
 class ListenerLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -20,7 +20,7 @@ import msgspec
 from tqdm import tqdm
 
 from cluster.chat.offline import Chat, Message, plan_offline
-from cluster.config import DEMO_MODEL, EngineConfig
+from cluster.config import EngineConfig
 from cluster.engine.beam_search import BeamSearchParams, BeamSequence, beam_search
 from cluster.engine.interrupts import uninterrupted, uninterrupted_steps
 from cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput, Usage
@@ -30,6 +30,7 @@ from cluster.text.detokenizer import SequenceText
 from cluster.text.tokenizer import TextError, Tokenizer
 from structured.constraint import ConstraintSpec, Resolved
 from structured.logits_processors import LogitsProcessorFactory, LogitsProcessorSpec
+from workers.options import DEMO_MODEL
 from workers.sampling_params import OutputKind, SamplingParams
 from workers.step import TokenLogprobs
 

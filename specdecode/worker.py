@@ -21,9 +21,10 @@ from structured.masks import MaskBatch
 from workers.checkpoints.model_config import resolve_model_folder
 from workers.model_info import ModelInfo
 from workers.model_runner import ModelRunner
+from workers.options import ModelOptions
 from workers.rank_worker import RankWorker
 from workers.step import StepInput, StepOutput
-from workers.worker import Worker, WorkerConfig
+from workers.worker import RankPlace, Worker
 
 
 class SpeculativeWorker:
@@ -33,9 +34,11 @@ class SpeculativeWorker:
     of this class, and holds the draft model whole.
     """
 
-    def __init__(self, config: WorkerConfig, speculative: SpeculativeConfig, tokenizer: str | None) -> None:
+    def __init__(
+        self, config: ModelOptions, place: RankPlace, speculative: SpeculativeConfig, tokenizer: str | None
+    ) -> None:
         folder = None if speculative.draft_model is None else resolve_model_folder(speculative.draft_model)
-        target = Worker(config, folder)
+        target = Worker(config, place, speculative.max_draft_tokens, folder)
         self.target: RankWorker = target
         self.runner: ModelRunner = target.runner
         self._cost: StepCost | None = None

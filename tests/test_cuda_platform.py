@@ -29,6 +29,7 @@ from workers.kernels.protocol import KVCaches
 from workers.kernels.triton import graphs, launch
 from workers.kernels.triton.metadata import DeviceMetadata, Layout, build_metadata
 from workers.loader import load_model
+from workers.options import ModelOptions
 from workers.parallel.group import CollectiveGroup, GlooGroup, open_store
 from workers.platforms import cuda
 from workers.platforms.cuda import CudaPlatform
@@ -313,13 +314,11 @@ def generate_as_rank(rank: int, address: str, folder: str) -> tuple[list[int], i
     launch.GraphCapture.capture = counted  # type: ignore[method-assign]
     cuda.NcclGroup = lambda rank, num_ranks, address, device: GlooGroup(rank, num_ranks, address)  # type: ignore
     worker.choose_platform = lambda device, num_threads: CudaPlatform(DEVICE)  # type: ignore[assignment]
-    limits = {"max_model_len": 32, "block_size": 32, "kv_cache_bytes": 1 << 18, "kv_cache_fraction": None}
-    own = worker.Worker(
-        worker.WorkerConfig(
-            model=folder, dtype="float32", device="cuda", num_threads=1, max_num_sequences=1, rank=rank, num_ranks=2,
-            group_address=address, max_num_batched_tokens=32, **limits,
-        )
-    )  # fmt: skip
+    limits = {"max_model_len": 32, "block_size": 32, "kv_cache_bytes": 1 << 18, "max_num_sequences": 1}
+    options = ModelOptions(
+        model=folder, dtype="float32", device="cuda", tensor_parallel_size=2, max_num_batched_tokens=32, **limits
+    )
+    own = worker.Worker(options, worker.RankPlace(rank, address))
     store, tokens = own.group.store, []  # type: ignore[attr-defined]
     replayed.clear()
     position = len(RANK_PROMPT)

@@ -97,6 +97,7 @@ INSIDE: dict[str, tuple[str, ...]] = {
         # Plain data: configuration, weights, and what a step hands to the kernels
         "workers.checkpoints",
         "workers.checkpoints.transformers_support",
+        "workers.options",
         "workers.checkpoints.folder_kinds",
         "workers.checkpoints.model_config",
         "workers.checkpoints.memory",

@@ -14,6 +14,7 @@ from cluster.llm import LLM
 from tests.checkpoints import checkpoint
 from workers.checkpoints.memory import plan_kv_cache, weight_bytes
 from workers.checkpoints.model_config import ModelConfig, load_model_config, resolve_model_folder
+from workers.options import ModelOptions
 
 GIB = 2**30
 DEMO = load_model_config(resolve_model_folder("demo"))
@@ -29,18 +30,17 @@ QWEN_05B, QWEN_7B = shape(24, 2, 64, 32768), shape(28, 4, 128, 32768)
 WEIGHTS_05B, WEIGHTS_7B = 988_000_000, 15_230_000_000
 
 
-def plan(model: ModelConfig, **options: Any) -> tuple[int, int]:
-    """(bytes, tokens)."""
-    defaults: dict[str, Any] = {
-        "block_size": 16,
-        "kv_cache_bytes": None,
-        "kv_cache_fraction": None,
-        "free_bytes": 20 * GIB,
-        "weight_bytes": WEIGHTS_05B,
-        "max_num_sequences": 256,
-        "max_model_len": None,
-    }
-    num_bytes, num_blocks = plan_kv_cache(model, "bfloat16", **{**defaults, **options})
+def plan(
+    model: ModelConfig,
+    free_bytes: int = 20 * GIB,
+    weight_bytes: int = WEIGHTS_05B,
+    draft: ModelConfig | None = None,
+    **options: Any,
+) -> tuple[int, int]:
+    """Returns (bytes, tokens)."""
+    num_bytes, num_blocks = plan_kv_cache(
+        model, "bfloat16", ModelOptions(**options), free_bytes=free_bytes, weight_bytes=weight_bytes, draft=draft
+    )
     return num_bytes, num_blocks * 16
 
 

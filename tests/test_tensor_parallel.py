@@ -34,10 +34,11 @@ from workers.checkpoints.weights import Linear
 from workers.kernels import build
 from workers.loader import load_model
 from workers.models.decoder import Decoder
+from workers.options import ModelOptions
 from workers.parallel.group import OneRank
 from workers.parallel.shard import CheckpointShard, check_num_ranks, shard_config
 from workers.step import ScheduledSequence, SequenceStart, StepInput
-from workers.worker import Worker, WorkerConfig
+from workers.worker import Worker
 
 pytestmark = pytest.mark.usefixtures("plugin", "cheap_groups")
 
@@ -331,20 +332,8 @@ def test_a_model_that_runs_through_transformers_is_refused() -> None:
 
 def make_worker(folder: str, num_ranks: int) -> Worker:
     """Without a group: what is refused later than the configuration is read would raise for its lack."""
-    return Worker(
-        WorkerConfig(
-            model=folder,
-            dtype="float32",
-            device="cpu",
-            num_threads=1,
-            max_model_len=None,
-            block_size=16,
-            kv_cache_bytes=None,
-            kv_cache_fraction=None,
-            max_num_sequences=4,
-            num_ranks=num_ranks,
-        )
-    )
+    options = {"dtype": "float32", "device": "cpu", "num_threads": 1, "max_num_sequences": 4}
+    return Worker(ModelOptions(model=folder, tensor_parallel_size=num_ranks, **options))
 
 
 def test_a_quantised_linear_is_split_by_the_slices_of_its_tensors(

@@ -10,8 +10,8 @@ import functools
 import logging
 import pathlib
 from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
-import msgspec
 import torch
 
 from structured.logits_processors import LogitsProcessorFactory, LogitsProcessorRegistry
@@ -23,6 +23,7 @@ from workers.loader import load_model
 from workers.model_info import ModelInfo
 from workers.model_runner import ModelRunner
 from workers.models.protocol import LoadedModel
+from workers.options import ModelOptions
 from workers.parallel.group import Group, OneRank
 from workers.parallel.runner import FollowerRunner, RankRunner
 from workers.parallel.shard import shard_config
@@ -34,48 +35,46 @@ from workers.step import StepInput, StepOutOfMemory, StepOutput
 logger = logging.getLogger(__name__)
 
 
-class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank needs of `cluster.config.EngineConfig`, where each field is documented."""
+class RankPlace(NamedTuple):
+    """Which of a replica's ranks this is, and where it finds the others."""
 
-    model: str
-    dtype: str
-    device: str
-    num_threads: int | None
-    max_model_len: int | None
-    block_size: int
-    kv_cache_bytes: int | None
-    kv_cache_fraction: float | None
-    max_num_sequences: int
-    max_num_batched_tokens: int = 2048
-    max_draft_tokens: int = 0
-    """Most drafts of a sequence that a step verifies."""
-    logits_processors: dict[str, str | None] = {}
     rank: int = 0
-    num_ranks: int = 1
-    """Ranks that hold the model together. `kv_cache_bytes` and `kv_cache_fraction` are each one's own."""
     group_address: str | None = None
     """The address of the ranks' store (`private_address` or `open_store` of `workers.parallel.group`). None for one
     rank.
     """
 
 
+ALONE = RankPlace()
+"""The place of the only rank."""
+
+
 class Worker:
-    """Raises `ModelError` if the model cannot be served within the configured memory or length, and
-    `LogitsProcessorError` if a configured processor cannot be loaded. `draft_folder` is a draft model's, which is
-    loaded whole beside this rank's share: its weights take memory before the KV cache is planned, and its keys and
-    values will lie in blocks with the same ids.
+    """Loads a rank's share of a model, with tables for steps that verify `max_draft_tokens` of each sequence.
+
+    Raises `ModelError` if the model cannot be served within the configured memory or length, and `LogitsProcessorError`
+    if a configured processor cannot be loaded. `draft_folder` is a draft model's, which is loaded whole beside this
+    rank's share: its weights take memory before the KV cache is planned, and its keys and values will lie in blocks
+    with the same ids.
     """
 
-    def __init__(self, config: WorkerConfig, draft_folder: pathlib.Path | None = None) -> None:
+    def __init__(
+        self,
+        config: ModelOptions,
+        place: RankPlace = ALONE,
+        max_draft_tokens: int = 0,
+        draft_folder: pathlib.Path | None = None,
+    ) -> None:
+        rank, num_ranks = place.rank, config.tensor_parallel_size
         phases = Phases()
-        self.processors = LogitsProcessorRegistry(config.logits_processors if config.rank == 0 else {})
+        self.processors = LogitsProcessorRegistry(config.logits_processors if rank == 0 else {})
         platform = choose_platform(config.device, config.num_threads)
         folder = resolve_model_folder(config.model)
         model_config = load_model_config(folder)
         draft_config = None if draft_folder is None else load_model_config(draft_folder)
-        share = shard_config(model_config, config.num_ranks)
+        share = shard_config(model_config, num_ranks)
         dtype = platform.resolve_dtype(config.dtype, model_config.dtype)
-        self.group = _open_group(config, platform)
+        self.group = _open_group(place, num_ranks, platform)
         phases.end("config")
         dtype = _COMMON_DTYPES[self.group.least(_COMMON_DTYPES.index(dtype))]
         model = load_model(folder, model_config, dtype, platform, group=self.group)
@@ -86,17 +85,15 @@ class Worker:
         self.group.least(0)  # all have their weights: what is free now is free for the KV cache
         phases.end("weights")
         loaded = LoadedModel(share, model, platform.torch_dtype(dtype))
-        largest_steps = functools.partial(_run_largest_steps, loaded, self.draft, platform, config)
+        largest_steps = functools.partial(
+            _run_largest_steps, loaded, self.draft, platform, config, max_draft_tokens, draws=rank == 0
+        )
         kv_bytes, num_blocks = plan_kv_cache(
             share,
             dtype,
-            block_size=config.block_size,
-            kv_cache_bytes=config.kv_cache_bytes,
-            kv_cache_fraction=config.kv_cache_fraction,
+            config,
             free_bytes=_free_memory(platform, largest_steps) // self.group.num_sharing_memory,
-            weight_bytes=_weight_bytes(folder, dtype) // config.num_ranks,
-            max_num_sequences=config.max_num_sequences,
-            max_model_len=config.max_model_len,
+            weight_bytes=_weight_bytes(folder, dtype) // num_ranks,
             draft=draft_config,
             most_of_free=platform.kv_share,
         )
@@ -105,7 +102,7 @@ class Worker:
         max_model_len = plan_max_model_len(model_config, config.max_model_len, num_blocks * config.block_size)
         kv_cache = platform.allocate_kv(share, num_blocks, config.block_size, platform.torch_dtype(dtype))
         phases.end("kv_cache")
-        make_runner = ModelRunner if config.num_ranks == 1 else RankRunner if config.rank == 0 else FollowerRunner
+        make_runner = ModelRunner if num_ranks == 1 else RankRunner if rank == 0 else FollowerRunner
         self.runner = make_runner(
             model,
             platform,
@@ -122,7 +119,7 @@ class Worker:
             config.max_num_sequences,
             max_model_len,
             config.block_size,
-            max_draft_tokens=config.max_draft_tokens,
+            max_draft_tokens=max_draft_tokens,
             agree=self.group.least,
         )
         phases.end("runner")
@@ -206,12 +203,12 @@ def _log_start(info: ModelInfo) -> None:
         logger.warning("%s", info.advice)
 
 
-def _open_group(config: WorkerConfig, platform: Platform) -> Group:
-    if config.num_ranks == 1:
+def _open_group(place: RankPlace, num_ranks: int, platform: Platform) -> Group:
+    if num_ranks == 1:
         return OneRank()
-    if config.group_address is None:
-        raise ValueError(f"rank {config.rank} of {config.num_ranks} needs group_address, that of rank 0's store")
-    return platform.open_group(config.rank, config.num_ranks, config.group_address)
+    if place.group_address is None:
+        raise ValueError(f"rank {place.rank} of {num_ranks} needs group_address, that of rank 0's store")
+    return platform.open_group(place.rank, num_ranks, place.group_address)
 
 
 def _free_memory(platform: Platform, largest_steps: Callable[[], None]) -> int:
@@ -224,10 +221,16 @@ def _free_memory(platform: Platform, largest_steps: Callable[[], None]) -> int:
         ) from error
 
 
-def _run_largest_steps(model: LoadedModel, draft: LoadedModel | None, platform: Platform, config: WorkerConfig) -> None:
+def _run_largest_steps(
+    model: LoadedModel,
+    draft: LoadedModel | None,
+    platform: Platform,
+    config: ModelOptions,
+    max_draft_tokens: int,
+    draws: bool,
+) -> None:
     sizes = (config.block_size, config.max_num_batched_tokens)
-    num_rows = config.max_num_sequences * (1 + config.max_draft_tokens)
-    run_largest_step(model, platform, *sizes, num_rows, draws=config.rank == 0)
+    run_largest_step(model, platform, *sizes, config.max_num_sequences * (1 + max_draft_tokens), draws=draws)
     if draft is not None:
         run_largest_step(draft, platform, *sizes, config.max_num_sequences, draws=True)
 

@@ -156,13 +156,9 @@ def check_model(engine: EngineConfig) -> CheckReport:
     kv_bytes, num_blocks = plan_kv_cache(
         model,
         dtype,
-        block_size=engine.block_size,
-        kv_cache_bytes=engine.kv_cache_bytes,
-        kv_cache_fraction=engine.kv_cache_fraction,
+        engine,
         free_bytes=free - weights,
         weight_bytes=parameters * DTYPE_BYTES[dtype],
-        max_num_sequences=engine.max_num_sequences,
-        max_model_len=engine.max_model_len,
         draft=draft,
         most_of_free=platform.kv_share,
     )

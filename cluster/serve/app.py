@@ -26,7 +26,7 @@ from ray.serve.schema import LoggingConfig
 from cluster import own_ray
 from cluster.batch.deployment import batch_deployment
 from cluster.batch.storage import with_storage
-from cluster.config import DEMO_MODEL, ServeConfig, ray_address
+from cluster.config import ServeConfig, ray_address
 from cluster.engine.ranks.claims import (
     CannotPlace,
     check_room,
@@ -48,6 +48,7 @@ from cluster.serve.start_watch import wait_until_running
 from cluster.version import version
 from workers.host import num_cores
 from workers.model_info import ModelInfo
+from workers.options import DEMO_MODEL
 
 APP_NAME = "manta"
 """The name of the application unless its user gives another one."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from workers.checkpoints.folder_kinds import lfs_pointer, why_no_weights
 from workers.checkpoints.model_config import DTYPE_BYTES, ModelConfig, ModelError
+from workers.options import ModelOptions
 
 WEIGHTS_MULTIPLE = 4
 """If no option sets its size, the KV cache takes this many times the memory of the weights. A model of half a billion
@@ -35,18 +36,14 @@ _FLOATING = ("F32", "BF16", "F16")
 def plan_kv_cache(
     model: ModelConfig,
     dtype: str,
+    options: ModelOptions,
     *,
-    block_size: int,
-    kv_cache_bytes: int | None,
-    kv_cache_fraction: float | None,
     free_bytes: int,
     weight_bytes: int,
-    max_num_sequences: int,
-    max_model_len: int | None,
     draft: ModelConfig | None = None,
     most_of_free: float = MOST_OF_FREE,
 ) -> tuple[int, int]:
-    """(bytes, blocks) of the KV cache.
+    """Returns (bytes, blocks) of the KV cache.
 
     Its size is `kv_cache_bytes`, if given; else `kv_cache_fraction` of `free_bytes` (what is free after the weights are
     loaded), if given; else what the constants above say for a model of `weight_bytes`, and no more than `most_of_free`
@@ -55,13 +52,15 @@ def plan_kv_cache(
 
     Raises `ModelError` if the cache would not hold a single block.
     """
+    block_size, kv_cache_bytes = options.block_size, options.kv_cache_bytes
     block_bytes = sum(each.kv_bytes_per_token(dtype) for each in (model, draft) if each is not None) * block_size
     if kv_cache_bytes is not None:
         budget = kv_cache_bytes
-    elif kv_cache_fraction is not None:
-        budget = int(free_bytes * kv_cache_fraction)
+    elif options.kv_cache_fraction is not None:
+        budget = int(free_bytes * options.kv_cache_fraction)
     else:
-        whole = -(-(max_model_len or model.max_position_embeddings) // block_size) * block_bytes
+        max_num_sequences = options.max_num_sequences
+        whole = -(-(options.max_model_len or model.max_position_embeddings) // block_size) * block_bytes
         short = min(whole, -(-LEAST_SEQUENCE_TOKENS // block_size) * block_bytes)
         enough = max(WEIGHTS_MULTIPLE * weight_bytes, max_num_sequences * short, LEAST_WHOLE_SEQUENCES * whole)
         budget = min(enough, MOST_WHOLE_SEQUENCES * max_num_sequences * whole, int(most_of_free * free_bytes))

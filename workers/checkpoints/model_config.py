@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from workers.checkpoints.folder_kinds import lfs_pointer, why_no_checkpoint, why_no_folder
+from workers.options import DEMO_MODEL
 
 UNQUANTIZED = "unquantized"
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -111,8 +112,8 @@ def resolve_model_folder(name: str) -> pathlib.Path:
     A hub id is downloaded, or found in its cache. `ID@REVISION` names a commit, tag or branch of it; a commit never
     changes. Raises `ModelError` if there is no such folder, if it holds no `config.json`, or if the hub cannot be read.
     """
-    folder = _DEMO_FOLDER if name == "demo" else pathlib.Path(name).expanduser()
-    if name == "demo" or folder.is_dir():
+    folder = _DEMO_FOLDER if name == DEMO_MODEL else pathlib.Path(name).expanduser()
+    if name == DEMO_MODEL or folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ModelError(why_no_checkpoint(folder))
         return folder
