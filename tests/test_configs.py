@@ -360,7 +360,7 @@ def test_every_file_of_a_folder_is_looked_at() -> None:
     looked_at = {*SERVE, *KUBERAY, *LAUNCHER, CONFIGS / "engine.yaml"}
     assert {path for path in CONFIGS.rglob("*.yaml") if "grafana" not in path.parts} == looked_at
     assert {path.stem for path in SERVE} == {*DEPLOYED, "multi-node", "two-models"}
-    assert len(KUBERAY) == 3
+    assert len(KUBERAY) == 2
     assert len(LAUNCHER) == 2
 
 
