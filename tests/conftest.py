@@ -78,7 +78,7 @@ def local_ray(plugin: None) -> None:
 
 @pytest.fixture(scope="module")
 def actor_pools(local_ray: None, vocabulary: Vocabulary) -> Iterator[Pools]:
-    """Those over actors that the tests of a file share."""
+    """Makes the pools over actors that the tests of a file share."""
     from tests.grammar_pools import Pools
 
     with contextlib.closing(Pools(vocabulary, actors=True)) as pools:
@@ -109,7 +109,7 @@ def new_replica() -> Iterator[Replicas]:
 
 @pytest.fixture(params=["threads", "actors"])
 def make_pool(request: pytest.FixtureRequest, vocabulary: Vocabulary) -> Iterator[MakePool]:
-    """Makes grammar pools of one form, whose workers are ready."""
+    """Makes grammar pools over threads, or over actors."""
     from tests.grammar_pools import Pools
 
     actors = request.param == "actors"

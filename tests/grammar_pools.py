@@ -1,4 +1,4 @@
-"""What the tests of the grammar pool share: pools over threads and over Ray actors, sessions, and waiting for rows."""
+"""Helpers for tests of the grammar pool: pools over threads and over Ray actors, sessions, and waiting for rows."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ VOCAB_SIZE = 4160
 EOS = 2
 
 MakePool = Callable[..., GrammarPool]
-"""What the fixture `make_pool` is."""
+"""The type of the fixture `make_pool`."""
 
 PLUGIN = pathlib.Path(__file__).parent / "plugin"
 MAX_IDLE = 3
-"""Pools that wait for a test that asks for the same; each has processes."""
+"""The most unused pools that are kept for a later test; each has processes."""
 IDLE_S = 10.0
-"""How long a pool may take to hear that its sessions have ended."""
+"""Seconds after which a pool that still has sessions is not used again."""
 
 
 def share_ray() -> None:
@@ -57,10 +57,10 @@ class Pools:
         self._actors = actors
         self._used: list[tuple[tuple, GrammarPool]] = []
         self._idle: dict[tuple, GrammarPool] = {}
-        """By what was asked for, the oldest first."""
+        """Maps the arguments of `make` to an unused pool that was made with them, the oldest first."""
 
     def make(self, num_sessions: int = 16, num_drafts: int = 0, num_forced: int = 0, **options: float) -> GrammarPool:
-        """Returns when its workers are ready."""
+        """Returns a pool whose workers are ready."""
         asked = (num_sessions, num_drafts, num_forced, *sorted(options.items()))
         pool = self._idle.pop(asked, None)
         if pool is None:
@@ -71,7 +71,7 @@ class Pools:
         return pool
 
     def give_back(self) -> None:
-        """At the end of a test."""
+        """Keeps or closes the pools that a test used. Called at the end of the test."""
         for asked, pool in self._used:
             if self._actors and asked not in self._idle and is_as_new(pool):
                 self._idle[asked] = pool
@@ -87,7 +87,7 @@ class Pools:
 
 
 def is_as_new(pool: GrammarPool) -> bool:
-    """Ends the pool's sessions, and tells whether it is in the state of a new one."""
+    """Ends the pool's sessions. Returns whether it is in the state of a new one then."""
     for session_id in pool.session_ids:
         pool.end(session_id)
     pool.prepare([])  # sends the news

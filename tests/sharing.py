@@ -18,14 +18,14 @@ import pytest
 T = TypeVar("T")
 
 NAMED = {"server": re.compile(r"\bshared_server\("), "ray": re.compile(r"\b(local_ray|make_pool)\b")}
-"""What a test file says that shares it, by the name of what it shares."""
+"""Maps a shared thing to a pattern: the text of each test file that shares it matches."""
 
 _running: dict[str, tuple[Any, Callable[[], None]]] = {}
-"""What runs and what ends it, by its name."""
+"""Maps a name to what runs under it and to the function that ends it."""
 
 
 def shared(name: str, start: Callable[[], T], stop: Callable[[T], None]) -> T:
-    """What `start` returns, which is called if nothing with this name runs; `stop` takes it in the end."""
+    """Returns what runs under a name, and calls `start` if nothing does. `stop` is called with it at the end."""
     if name not in _running:
         started = start()
         _running[name] = started, functools.partial(stop, started)
@@ -41,7 +41,7 @@ def end(name: str) -> None:
 
 @functools.cache
 def shared_by(path: pathlib.Path) -> str | None:
-    """The name of what the test file shares; None if it shares nothing."""
+    """Returns the name of what a test file shares; None if it shares nothing."""
     text = path.read_text()
     return next((name for name, pattern in NAMED.items() if pattern.search(text)), None)
 
@@ -61,7 +61,7 @@ def end_behind(item: pytest.Item, next_item: pytest.Item | None) -> None:
 
 
 def make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """What xdist distributes tests with: it gives a file to one worker, and so all files that share something."""
+    """Makes xdist's scheduler. It gives a whole file, and all files that share one thing, to the same worker."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
