@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import pathlib
+import socket
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import psutil
 import pytest
 import trustme
 import uvloop
 
 from cluster.engine.request import SequenceOutput
-from cluster.serve.channel import Address, Connection, OutputReceiver, OutputSender
+from cluster.serve.channel import GO_AHEAD, Address, Connection, OutputReceiver, OutputSender
 from tests.patience import PATIENCE_S, until
+from tests.server import Server
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
 
@@ -143,3 +146,33 @@ def test_an_engine_that_expects_tls_does_not_talk_to_an_ingress_without(
         await ingress.receiver.close()
 
     run(main())
+
+
+@pytest.mark.prove
+def test_a_server_whose_ray_uses_tls_answers(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that its processes tell each other is encrypted: the ingress, too, invites engines to a handshake."""
+    Node(tmp_path / "node", trustme.CA()).take_effect(monkeypatch)
+    server = Server()
+    try:
+        status, _, body = server.post("/v1/completions", {"model": server.model, "prompt": [5, 6], "max_tokens": 9})
+        assert status == 200
+        assert body["usage"]["completion_tokens"] == 9
+        ingress = next(
+            each
+            for each in psutil.Process(server.process.pid).children(recursive=True)
+            if ":ingress" in " ".join(each.cmdline())
+        )
+        ports = [each.laddr.port for each in ingress.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+        assert GO_AHEAD in [first_byte(port) for port in ports]
+    finally:
+        server.stop()
+
+
+def first_byte(port: int) -> bytes:
+    """What a stranger reads who says nothing."""
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.settimeout(2.0)
+        try:
+            return connection.recv(1)
+        except TimeoutError:
+            return b""
