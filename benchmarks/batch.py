@@ -31,7 +31,7 @@ from cluster.config import EngineConfig, ServeConfig
 from cluster.llm import LLM, SamplingParams
 from cluster.serve.replica_process import REPLICA_ENVIRONMENT
 from workers.checkpoints.model_config import resolve_model_folder
-from workers.options import DEMO_MODEL
+from workers.model_options import DEMO_MODEL
 
 MODELS = {"tiny": ("tiny-llama", 2000), "demo": (DEMO_MODEL, 2000), "0.5B": ("qwen2.5-0.5b", 256)}
 """Checkpoint and lines. The first two have next to no work for the model, so that what is beside it shows most."""

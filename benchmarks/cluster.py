@@ -45,7 +45,7 @@ from cluster.engine import engine
 from cluster.engine.executor import Executor, InProcessExecutor, make_executor
 from cluster.engine.ranks.actor import RankActor
 from cluster.engine.ranks.executor import RayExecutor
-from cluster.engine.ranks.messages import Answer, Message, Output, Sample, Step
+from cluster.engine.ranks.rank_messages import Answer, Message, Output, Sample, Step
 from cluster.llm import LLM, SamplingParams
 from structured.logits_processors import LogitsProcessorFactory
 from structured.masks import MaskBatch

@@ -35,7 +35,7 @@ from benchmarks.http_load import run_load
 from benchmarks.processes import Child, EngineProcess, ServerProcess, Setup, free_port, interrupted_once
 from benchmarks.report import bootstrap_interval
 from benchmarks.workloads import Prompts, PromptSource, alternate
-from workers.options import DEMO_MODEL
+from workers.model_options import DEMO_MODEL
 
 STREAMS = (1, 16, 64, 256)
 PROMPT = 32

@@ -21,10 +21,10 @@ import msgspec
 
 from cluster.engine.kv_blocks import KVBlocks
 from cluster.engine.request import EngineRequest, SequenceOutput
-from cluster.serve.channel import BEAT_S
 from cluster.serve.routing.placement import Placement, Prompt
 from cluster.serve.routing.prefix_index import PrefixIndex, bit_of, slots_of
 from cluster.serve.routing.reports import CacheReporter, Report
+from cluster.serve.token_channel import BEAT_S
 from workers.sampling_params import SamplingParams
 
 BLOCK_SIZE = 16

@@ -25,7 +25,7 @@ from benchmarks.checkpoints import benchmark_checkpoint
 from benchmarks.faults import PLUGIN, start_ray
 from benchmarks.report import Result, combine, header, machine, table_line
 from benchmarks.workloads import PromptSource, Row
-from cluster.engine.masks import StepMasks
+from cluster.engine.step_masks import StepMasks
 from cluster.llm import LLM, ConstraintSpec, SamplingParams
 from structured.masks import MaskBatch
 from workers.step import StepInput

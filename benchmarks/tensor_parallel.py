@@ -149,7 +149,7 @@ def _open_group(state: _State, rank: int, num_ranks: int, address: str) -> None:
 
 
 def _open_worker(state: _State, rank: int, num_ranks: int, address: str, model: str) -> None:
-    from workers.options import ModelOptions
+    from workers.model_options import ModelOptions
     from workers.worker import RankPlace, Worker
 
     options = ModelOptions(

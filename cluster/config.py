@@ -15,11 +15,11 @@ import msgspec
 import yaml
 from msgspec import Meta
 
-from cluster.options import read_options
-from specdecode.config import SpeculativeConfig
-from structured.config import PoolConfig
+from cluster.option_reader import read_options
+from specdecode.speculative_config import SpeculativeConfig
 from structured.constraint import ConstraintLimits
-from workers.options import Bytes, Count, ModelOptions
+from structured.pool_config import PoolConfig
+from workers.model_options import Bytes, Count, ModelOptions
 
 Seconds = Annotated[float, Meta(gt=0)]
 

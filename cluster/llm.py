@@ -25,12 +25,12 @@ from cluster.engine.beam_search import BeamSearchParams, BeamSequence, beam_sear
 from cluster.engine.interrupts import uninterrupted, uninterrupted_steps
 from cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput, Usage
 from cluster.errors import RequestRefused
-from cluster.options import read_options
+from cluster.option_reader import read_options
 from cluster.text.detokenizer import SequenceText
 from cluster.text.tokenizer import TextError, Tokenizer
 from structured.constraint import ConstraintSpec, Resolved
 from structured.logits_processors import LogitsProcessorFactory, LogitsProcessorSpec
-from workers.options import DEMO_MODEL
+from workers.model_options import DEMO_MODEL
 from workers.sampling_params import OutputKind, SamplingParams
 from workers.step import TokenLogprobs
 

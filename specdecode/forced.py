@@ -1,7 +1,7 @@
 """The proposer `forced`: tokens that a constraint leaves no choice about, as drafts. Imports no torch.
 
 Forced tokens come with the masks, so this one runs on the driver. It is not a `Proposer` in the ranks' `ProposerChain`;
-`SpeculativeConfig.prefers` says whether its drafts replace theirs. Called by `cluster/engine/masks.py`.
+`SpeculativeConfig.prefers` says whether its drafts replace theirs. Called by `cluster/engine/step_masks.py`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from specdecode.acceptance import AcceptanceRecord
-from specdecode.config import ProposerName, SpeculativeConfig
 from specdecode.lengths import Load, StepCost, choose_lengths
+from specdecode.speculative_config import ProposerName, SpeculativeConfig
 
 PRIOR = 1.0
 """Assumed chance that a forced token is accepted, before any was verified. It may be lower: the text is forced, but a

@@ -1,7 +1,8 @@
 """Proposes drafts for the next step: the proposers of a rank, and the chain that asks them after each step.
 
 The chain asks the proposers in order; a sequence gets the drafts of the first one that has any for it. If a proposer
-raises, it is not asked again about those sequences; they go on without it. Called by `specdecode/worker.py`.
+raises, it is not asked again about those sequences; they go on without it. Called by
+`specdecode/speculative_worker.py`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Proposer(Protocol):
     """Proposes drafts on a rank: `NgramProposer` and `specdecode.draft_model.DraftModel`."""
 
     name: str
-    """A name of `specdecode.config.PROPOSERS`; what it proposed is marked with it."""
+    """A name of `specdecode.speculative_config.PROPOSERS`; what it proposed is marked with it."""
 
     def begin(self, step: StepInput) -> None:
         """Called with each step before its forward pass."""

@@ -15,9 +15,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from structured.config import PoolConfig
 from structured.grammar_worker import Job, Message, SessionStart
 from structured.masks import FAILED, FINISHED, BufferShape, MaskBuffer, MaskSlots, forced_after, row_words
+from structured.pool_config import PoolConfig
 from structured.pool_records import PoolSession, PoolWorker, RetiredSlot
 from structured.transport import ActorTransport, ThreadTransport
 from structured.vocabulary import Vocabulary

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from structured.backend import Grammar, make_backend
-from structured.config import PoolConfig
 from structured.constraint import ConstraintSpec
 from structured.grammar_worker import SessionStart, TrackedSession
 from structured.pool import GrammarPool
+from structured.pool_config import PoolConfig
 from structured.vocabulary import Vocabulary
 from tests.patience import PATIENCE_S, wait_until
 from tests.sharing import shared

@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from cluster.config import EngineConfig
-from cluster.engine.ranks import worker
+from cluster.engine.ranks import worker_factory as worker
 from structured.logits_processors import LogitsProcessorFactory
 from structured.masks import MaskBatch
 from workers import shared_prefixes

@@ -22,7 +22,8 @@ import msgspec
 import pytest
 from ray.exceptions import RayActorError
 
-from cluster.batch import engine_client, job
+from cluster.batch import batch_client as engine_client
+from cluster.batch import job
 from cluster.batch.application import batch_endpoints
 from cluster.batch.journal import BatchRefused, Journal, count_lines, read_lines
 from cluster.batch.lines import BadLine, BatchRequest, BatchResponse, BatchResult, LineKey, encode, parse
@@ -35,11 +36,11 @@ from cluster.http.app import HttpApp
 from cluster.http.engines import Event, GenerationRequest
 from cluster.http.metrics import Unmeasured
 from cluster.llm import LLM, SamplingParams
-from cluster.serve.channel import Address, RequestResult
 from cluster.serve.engine_deployment import EngineReplica
 from cluster.serve.gathering import Gathering, joined
 from cluster.serve.packed import Packed
 from cluster.serve.submission import Submission
+from cluster.serve.token_channel import Address, RequestResult
 from cluster.text.tokenizer import Tokenizer
 from structured.constraint import ConstraintSpec
 from tests.checkpoints import checkpoint

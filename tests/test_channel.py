@@ -17,8 +17,11 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from cluster.engine.request import EngineRequest, SequenceOutput
-from cluster.serve import channel, prompt_run
-from cluster.serve.channel import (
+from cluster.serve import prompt_run
+from cluster.serve import token_channel as channel
+from cluster.serve.routing.replicas import HUNG_BEATS, SILENT_BEATS
+from cluster.serve.start_failure import InWords
+from cluster.serve.token_channel import (
     BEAT_S,
     Address,
     Connection,
@@ -28,8 +31,6 @@ from cluster.serve.channel import (
     OutputSender,
     RequestResult,
 )
-from cluster.serve.routing.replicas import HUNG_BEATS, SILENT_BEATS
-from cluster.serve.start_failure import InWords
 from tests.local_server import local_server, post, until
 from tests.patience import PATIENCE_S
 from workers.sampling_params import SamplingParams

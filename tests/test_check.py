@@ -15,7 +15,7 @@ import transformers
 from cluster.cli.__main__ import main
 from cluster.cli.check import check_model
 from cluster.config import EngineConfig
-from specdecode.config import SpeculativeConfig
+from specdecode.speculative_config import SpeculativeConfig
 from tests.checkpoints import checkpoint, make_tokenizer
 from workers.checkpoints.model_config import ModelError
 

@@ -17,9 +17,9 @@ from cluster.http.engines import GenerationRequest
 from cluster.http.errors import ApiError, api_error
 from cluster.http.metrics import Metrics, RequestMetrics
 from cluster.llm import LLM, ConstraintSpec, SamplingParams
-from cluster.serve.channel import RequestResult
 from cluster.serve.prompt_run import PromptRun
 from cluster.serve.submission import Submission
+from cluster.serve.token_channel import RequestResult
 from cluster.text.tokenizer import Tokenizer
 from structured.compiler import CACHE_BYTES, CompilerFailed
 from structured.grammar_worker import GRAMMAR_CACHE_BYTES

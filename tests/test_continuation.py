@@ -16,7 +16,7 @@ from cluster.engine.engine import Engine
 from cluster.engine.request import ContinuedChoice, EngineRequest, FinishStatus, SequenceOutput, Usage
 from cluster.errors import QueueFull, RequestRefused
 from cluster.serve.progress import Progress
-from specdecode.config import SpeculativeConfig
+from specdecode.speculative_config import SpeculativeConfig
 from structured.constraint import ConstraintLimits, ConstraintSpec, Resolved
 from structured.logits_processors import LogitsProcessorSpec
 from tests.checkpoints import VOCAB_SIZE, checkpoint

@@ -29,7 +29,7 @@ from workers.kernels.protocol import KVCaches
 from workers.kernels.triton import graphs, launch
 from workers.kernels.triton.metadata import DeviceMetadata, Layout, build_metadata
 from workers.loader import load_model
-from workers.options import ModelOptions
+from workers.model_options import ModelOptions
 from workers.parallel.group import CollectiveGroup, GlooGroup, open_store
 from workers.platforms import cuda
 from workers.platforms.cuda import CudaPlatform

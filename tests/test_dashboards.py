@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.config import ServeConfig
 from cluster.http.metrics import Metrics
-from specdecode.config import SpeculativeConfig
+from specdecode.speculative_config import SpeculativeConfig
 from tests.local_server import local_server
 
 GRAFANA = pathlib.Path(__file__).resolve().parents[1] / "configs" / "grafana"

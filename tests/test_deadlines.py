@@ -25,7 +25,7 @@ from cluster.http.metrics import Metrics
 from cluster.http.routes import ROUTES
 from cluster.http.routing import Route
 from cluster.serve import prompt_run
-from cluster.serve.channel import Address, Connection, RequestResult
+from cluster.serve.token_channel import Address, Connection, RequestResult
 from tests.local_server import LocalServer, answer, local_server, post, until
 from tests.patience import PATIENCE_S
 from workers.model_info import ModelInfo

@@ -13,8 +13,8 @@ import pytest
 
 from cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput
 from cluster.serve import burst, engine_deployment
-from cluster.serve.channel import Connection, Control, EngineFailed, Hello, OutputReceiver
 from cluster.serve.engine_deployment import EngineReplica
+from cluster.serve.token_channel import Connection, Control, EngineFailed, Hello, OutputReceiver
 from structured.constraint import ConstraintSpec
 from tests.checkpoints import checkpoint, reference_greedy
 from tests.patience import PATIENCE_S, until

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from cluster.engine.overlap.engine import make_engine
-from cluster.engine.ranks.channel import Listener, RankChannel, connect
-from cluster.engine.ranks.messages import Done, Register
+from cluster.engine.ranks.rank_channel import Listener, RankChannel, connect
+from cluster.engine.ranks.rank_messages import Done, Register
 from cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput
 from cluster.errors import RequestRefused
 from tests.fuzz.http.connection import connect as connect_client

@@ -16,11 +16,11 @@ import pytest
 
 from structured.backend import Grammar
 from structured.backends.llguidance import ROW_BYTES, LLGuidanceBackend
-from structured.config import PoolConfig
 from structured.constraint import ConstraintSpec
 from structured.grammar_worker import GrammarWorker, Job, Message, SessionStart, TrackedSession
 from structured.masks import FAILED, FINISHED, BufferShape, MaskBuffer
 from structured.pool import GrammarPool
+from structured.pool_config import PoolConfig
 from structured.vocabulary import Vocabulary
 from tests.grammar_pools import EOS, VOCAB_SIZE, MakePool, allowed, bits, end_all, example, finish, llguidance
 from tests.patience import PATIENCE_S, wait_until

@@ -19,7 +19,7 @@ from cluster.engine.overlap import engine as loops
 from cluster.engine.overlap.engine import OverlappedEngine, make_engine
 from cluster.engine.overlap.stream import DeviceStream, ThreadStream
 from cluster.engine.request import ContinuedChoice, EngineRequest, FinishStatus, SequenceOutput, Usage
-from specdecode.config import SpeculativeConfig
+from specdecode.speculative_config import SpeculativeConfig
 from structured.constraint import ConstraintLimits, ConstraintSpec, Resolved
 from structured.logits_processors import LogitsProcessorSpec
 from structured.masks import MaskBatch

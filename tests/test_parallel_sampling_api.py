@@ -31,7 +31,7 @@ from cluster.http.codec import SSE_DONE
 from cluster.http.engines import Event
 from cluster.llm import LLM, CompletionOutput, ConstraintSpec, OutputKind, RequestOutput, SamplingParams
 from cluster.protocol.requests import ChatCompletionRequest
-from cluster.serve.channel import Control
+from cluster.serve.token_channel import Control
 from tests.checkpoints import checkpoint
 from tests.patience import PATIENCE_S
 from tests.replicas import Replicas

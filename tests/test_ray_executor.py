@@ -28,8 +28,8 @@ from cluster.config import EngineConfig
 from cluster.engine.engine import EngineDead
 from cluster.engine.overlap.engine import OverlappedEngine
 from cluster.engine.overlap.stream import ThreadStream
-from cluster.engine.ranks import channel, deadline, group
-from cluster.engine.ranks.channel import Hello, Listener, RankChannel, RankLost, connect
+from cluster.engine.ranks import deadline, group
+from cluster.engine.ranks import rank_channel as channel
 from cluster.engine.ranks.claims import (
     CannotPlace,
     check_room,
@@ -41,7 +41,8 @@ from cluster.engine.ranks.claims import (
 )
 from cluster.engine.ranks.deadline import StepDeadline
 from cluster.engine.ranks.executor import RayExecutor
-from cluster.engine.ranks.messages import Done, Masks, Message, Output, Ping, Sample, Step
+from cluster.engine.ranks.rank_channel import Hello, Listener, RankChannel, RankLost, connect
+from cluster.engine.ranks.rank_messages import Done, Masks, Message, Output, Ping, Sample, Step
 from cluster.llm import LLM, ConstraintSpec, LogitsProcessorSpec, RequestOutput, SamplingParams
 from cluster.serve.engine_deployment import engine_deployment
 from structured.frames import frame

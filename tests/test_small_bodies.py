@@ -20,10 +20,10 @@ from cluster.http.engines import GenerationRequest
 from cluster.http.metrics import Metrics
 from cluster.http.prompts import encode, encode_all
 from cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
-from cluster.serve.channel import Address, RequestResult
 from cluster.serve.engine_client import EngineClient
 from cluster.serve.engine_deployment import EngineReplica
 from cluster.serve.submission import Submission
+from cluster.serve.token_channel import Address, RequestResult
 from cluster.text.tokenizer import Tokenizer
 from tests.checkpoints import checkpoint
 from tests.replicas import Replicas

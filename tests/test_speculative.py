@@ -9,8 +9,8 @@ import pytest
 
 from cluster.engine.engine import Engine
 from cluster.engine.request import EngineRequest, FinishStatus
-from specdecode.config import SpeculativeConfig
 from specdecode.ngram import NgramIndex
+from specdecode.speculative_config import SpeculativeConfig
 from tests.checkpoints import VOCAB_SIZE, checkpoint, reference_greedy
 from tests.test_engine import POOL_BLOCKS, drain, make_engine, run
 from workers.checkpoints.model_config import ModelError, load_model_config

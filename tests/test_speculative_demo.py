@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.demo_model.data import held_out
 from cluster.llm import LLM, SamplingParams
-from specdecode.config import SpeculativeConfig
+from specdecode.speculative_config import SpeculativeConfig
 from tests.checkpoints import reference_greedy
 from workers.checkpoints.model_config import resolve_model_folder
 

@@ -9,9 +9,9 @@ from cluster.engine.request import EngineRequest
 from cluster.engine.stats import DraftCounts
 from cluster.http.metrics import Metrics
 from specdecode.acceptance import Acceptance, AcceptanceRecord, num_accepted
-from specdecode.config import SpeculativeConfig
 from specdecode.lengths import Load, StepCost, choose_lengths, probe_interval
 from specdecode.pace import Pace
+from specdecode.speculative_config import SpeculativeConfig
 from tests.test_engine import drain, make_engine
 from tests.test_speculative import ask_oracle, greedy, make_prompts, watch
 

@@ -14,7 +14,7 @@ from scipy import stats
 
 from cluster.engine.engine import Engine
 from cluster.engine.request import EngineRequest
-from specdecode.config import SpeculativeConfig
+from specdecode.speculative_config import SpeculativeConfig
 from tests.checkpoints import checkpoint
 from tests.test_engine import drain, make_engine
 from tests.test_speculative import drafting

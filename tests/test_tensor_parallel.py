@@ -33,8 +33,8 @@ from workers.checkpoints.model_config import ModelConfig, ModelError, load_model
 from workers.checkpoints.weights import Linear
 from workers.kernels import build
 from workers.loader import load_model
+from workers.model_options import ModelOptions
 from workers.models.decoder import Decoder
-from workers.options import ModelOptions
 from workers.parallel.group import OneRank
 from workers.parallel.shard import CheckpointShard, check_num_ranks, shard_config
 from workers.step import ScheduledSequence, SequenceStart, StepInput
@@ -285,7 +285,7 @@ def test_a_rank_that_waits_for_a_dead_one_says_so() -> None:
     """In the middle of a step: the one call for all layers returns, and Python raises."""
     ranks = RankProcesses(2)
     try:
-        ranks.make_workers(EngineConfig(model=str(checkpoint("llama")), dtype="float32"))
+        ranks.worker_factorys(EngineConfig(model=str(checkpoint("llama")), dtype="float32"))
         shares_memory = all(ranks.call_all(rank_child.shares_memory))
         start = SequenceStart(0, greedy(), 0, prompts()[1], 18)
         ranks.tell(

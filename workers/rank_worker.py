@@ -12,7 +12,7 @@ from workers.step import StepInput, StepOutput
 
 
 class RankWorker(Protocol):
-    """The worker of one rank: `workers/worker.py::Worker` or `specdecode/worker.py::SpeculativeWorker`.
+    """The worker of one rank: `workers/worker.py::Worker` or `specdecode/speculative_worker.py::SpeculativeWorker`.
 
     The executor runs one step at a time: `execute`, then `sample`. If one of them raises, the engine has failed; if a
     single row fails, its `RowError` is in the `StepOutput`.

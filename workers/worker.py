@@ -21,9 +21,9 @@ from workers.checkpoints.model_config import ModelError, load_model_config, reso
 from workers.largest_step import run_largest_step
 from workers.loader import load_model
 from workers.model_info import ModelInfo
+from workers.model_options import ModelOptions
 from workers.model_runner import ModelRunner
 from workers.models.protocol import LoadedModel
-from workers.options import ModelOptions
 from workers.parallel.group import Group, OneRank
 from workers.parallel.runner import FollowerRunner, RankRunner
 from workers.parallel.shard import shard_config

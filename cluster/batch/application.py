@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
+from cluster.batch.batch_client import BatchEngineClient
 from cluster.batch.endpoints import Endpoints, sharer_of
-from cluster.batch.engine_client import BatchEngineClient
 from cluster.config import ServeConfig
 from cluster.http.access.keys import ApiKeys
 from cluster.http.metrics import Metrics

@@ -14,7 +14,7 @@ import msgspec
 from cluster.chat.plan import ChatPlan, plan_chat, render
 from cluster.chat.reader import ChatReader, MessageBuilder
 from cluster.errors import RequestRefused
-from cluster.protocol.constraints import requested_constraint
+from cluster.protocol.constraint_fields import requested_constraint
 from cluster.protocol.requests import ChatCompletionRequest
 from cluster.protocol.shape_errors import shape_error
 from cluster.protocol.tools import template_tools

@@ -18,7 +18,7 @@ from cluster.chat.reasoning import (
 from cluster.chat.tool_formats import ToolFormat, detect_format
 from cluster.chat.tool_grammar import calls_grammar
 from cluster.errors import RequestRefused, refuse
-from cluster.protocol.constraints import json_text
+from cluster.protocol.constraint_fields import json_text
 from cluster.protocol.requests import ChatCompletionRequest
 from cluster.protocol.tools import NamedToolChoice
 from cluster.text.chat_template import TemplateError

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 
 from cluster.chat.tool_formats import ToolFormat
-from cluster.protocol.constraints import json_text
+from cluster.protocol.constraint_fields import json_text
 from cluster.protocol.tools import Tool, arguments_schema
 
 JSON_SPACE = r"[ \n\t]{0,20}"

@@ -18,7 +18,7 @@ import yaml
 from cluster.cli.parser import CommandParser, check_command
 from cluster.cli.refusal import Refusal, paragraph
 from cluster.version import version
-from workers.options import DEMO_MODEL
+from workers.model_options import DEMO_MODEL
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 MODEL_HELP = f"folder or hub id (default: the configuration's, else {DEMO_MODEL}, the model that Manta brings)"

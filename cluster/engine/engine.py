@@ -18,15 +18,15 @@ import msgspec
 
 from cluster.config import EngineConfig
 from cluster.engine.admission import check_request
-from cluster.engine.constraints import ConstraintService
+from cluster.engine.constraint_service import ConstraintService
 from cluster.engine.executor import Executor, make_executor
 from cluster.engine.kv_blocks import KVBlocks
-from cluster.engine.masks import Masks, StepMasks
 from cluster.engine.plan import StepBudget
 from cluster.engine.request import Branch, EngineRequest, SequenceOutput
 from cluster.engine.scheduler import Scheduler
 from cluster.engine.sequence import Sequence
 from cluster.engine.stats import EngineStats
+from cluster.engine.step_masks import Masks, StepMasks
 from cluster.errors import QueueFull
 from specdecode.forced import ForcedProposer
 from specdecode.lengths import StepCost

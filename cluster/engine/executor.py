@@ -84,7 +84,9 @@ class InProcessExecutor:
     num_rank_disagreements = 0
 
     def __init__(self, config: EngineConfig) -> None:
-        from cluster.engine.ranks.worker import make_worker  # imports torch, which the driver of actors needs not
+        from cluster.engine.ranks.worker_factory import (
+            make_worker,  # imports torch, which the driver of actors needs not
+        )
 
         self._worker = make_worker(config)
 

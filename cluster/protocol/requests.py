@@ -12,7 +12,7 @@ import msgspec
 
 from cluster.errors import refuse
 from cluster.protocol.body_limits import check_n
-from cluster.protocol.constraints import ResponseFormat, StructuredOutputs, requested_constraint
+from cluster.protocol.constraint_fields import ResponseFormat, StructuredOutputs, requested_constraint
 from cluster.protocol.messages import ChatMessage, check_template_kwargs, template_message
 from cluster.protocol.shape_errors import bound_error
 from cluster.protocol.tools import Tool, ToolChoice, arguments_constraint, check_tools

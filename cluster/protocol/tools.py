@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from cluster.errors import refuse
-from cluster.protocol.constraints import json_text
+from cluster.protocol.constraint_fields import json_text
 from structured.constraint import ConstraintSpec
 
 

@@ -38,7 +38,7 @@ from cluster.engine.ranks.claims import (
 )
 from cluster.http.access.keys import with_api_keys
 from cluster.http.access.prefix_scope import new_secret
-from cluster.options import read_options
+from cluster.option_reader import read_options
 from cluster.serve import deployed, joined_ray
 from cluster.serve.engine_deployment import engine_deployment
 from cluster.serve.ingress import ingress_deployment
@@ -48,7 +48,7 @@ from cluster.serve.start_watch import wait_until_running
 from cluster.version import version
 from workers.host import num_cores
 from workers.model_info import ModelInfo
-from workers.options import DEMO_MODEL
+from workers.model_options import DEMO_MODEL
 
 APP_NAME = "manta"
 """The name of the application unless its user gives another one."""

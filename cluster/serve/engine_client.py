@@ -22,13 +22,13 @@ from cluster.engine.stats import EngineStats
 from cluster.errors import QueueFull, RequestRefused, ServingError, Unavailable
 from cluster.http.engines import GenerationRequest
 from cluster.http.metrics import Metrics, RequestMetrics
-from cluster.serve.channel import BEAT_S, Address, Connection, Control, OutputReceiver, RequestResult
 from cluster.serve.prompt_run import Call, PromptRun
 from cluster.serve.routing import replicas
 from cluster.serve.routing.reports import Report
 from cluster.serve.scaling.waking import Waker
 from cluster.serve.start_failure import in_words
 from cluster.serve.submission import Submission
+from cluster.serve.token_channel import BEAT_S, Address, Connection, Control, OutputReceiver, RequestResult
 from cluster.text.tokenizer import Tokenizer
 from structured.constraint import ConstraintSpec
 from workers.model_info import ModelInfo

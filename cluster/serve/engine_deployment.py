@@ -1,8 +1,8 @@
 """The engine as a Serve deployment: asyncio methods for remote calls, and a thread in which the engine alone steps.
 
 The event loop and the step loop share nothing but an inbox: requests, stop strings and aborts go in between two steps;
-deltas come out once a step and ingress over `cluster/serve/channel.py`. One `generate` call stays open as long as its
-request runs, to the end of the last of its choices, so that Serve's counts, routing, draining and cancellation mean
+deltas come out once a step and ingress over `cluster/serve/token_channel.py`. One `generate` call stays open as long as
+its request runs, to the end of the last of its choices, so that Serve's counts, routing, draining and cancellation mean
 what they say.
 """
 
@@ -30,7 +30,6 @@ from cluster.engine.request import EngineRequest, SequenceOutput, Usage
 from cluster.engine.stats import EngineStats, ServiceStats
 from cluster.errors import QueueFull, RequestRefused
 from cluster.serve.burst import Burst
-from cluster.serve.channel import BEAT_S, Address, Control, EngineFailed, OutputSender, RequestResult
 from cluster.serve.gathering import Gathering
 from cluster.serve.packed import Packed
 from cluster.serve.replica_process import REPLICA_ENVIRONMENT, ReplicaProcess
@@ -40,6 +39,7 @@ from cluster.serve.routing.request_router import EngineRouter
 from cluster.serve.scaling.autoscaling import autoscaling_config
 from cluster.serve.scaling.meter import LoadMeter
 from cluster.serve.start_failure import told_in_words
+from cluster.serve.token_channel import BEAT_S, Address, Control, EngineFailed, OutputSender, RequestResult
 from cluster.telemetry.engine_watch import EngineWatch
 from structured.constraint import ConstraintSpec, Resolved
 from workers.model_info import ModelInfo

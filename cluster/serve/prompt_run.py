@@ -19,8 +19,8 @@ from ray.exceptions import RayActorError
 from cluster.engine.request import EngineRequest, SequenceOutput
 from cluster.errors import GenerationFailed, Overdue, ServingError
 from cluster.http.metrics import Metrics, RequestMetrics
-from cluster.serve.channel import Connection, Control, EngineFailed, RequestResult
 from cluster.serve.progress import Progress
+from cluster.serve.token_channel import Connection, Control, EngineFailed, RequestResult
 from cluster.telemetry.request_log import log_event
 from cluster.text.tokenizer import Tokenizer
 

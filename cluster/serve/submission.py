@@ -17,10 +17,10 @@ from cluster.engine.request import FinishStatus, SequenceOutput, Usage
 from cluster.errors import GenerationFailed, Overdue, QueueFull, RequestRefused, ServingError
 from cluster.http.engines import Event, GenerationRequest
 from cluster.http.metrics import RequestMetrics
-from cluster.serve.channel import RequestResult
 from cluster.serve.gathering import failure_apart, joined
 from cluster.serve.prompt_run import Caller, PromptRun
 from cluster.serve.start_failure import in_words
+from cluster.serve.token_channel import RequestResult
 from cluster.telemetry.request_log import log_event
 from cluster.text.detokenizer import SequenceText
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from workers.checkpoints.folder_kinds import lfs_pointer, why_no_checkpoint, why_no_folder
-from workers.options import DEMO_MODEL
+from workers.model_options import DEMO_MODEL
 
 UNQUANTIZED = "unquantized"
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}

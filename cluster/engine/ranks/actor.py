@@ -14,8 +14,8 @@ import ray
 from ray import cloudpickle
 
 from cluster.config import EngineConfig
-from cluster.engine.ranks.channel import Address, connect
-from cluster.engine.ranks.messages import Answer, Done, Failed, Message, Output, Register, Reset, Sample, Step
+from cluster.engine.ranks.rank_channel import Address, connect
+from cluster.engine.ranks.rank_messages import Answer, Done, Failed, Message, Output, Register, Reset, Sample, Step
 from cluster.private_folder import PrivateFolder
 from structured.frames import frame, read_frame
 from workers.model_info import ModelInfo
@@ -33,7 +33,7 @@ class RankActor:
         # Both are read when torch loads its OpenMP. Threads that spin for long take the core from everybody else's.
         os.environ["OMP_NUM_THREADS"] = str(num_threads)
         os.environ["GOMP_SPINCOUNT"] = "1000"
-        import cluster.engine.ranks.worker  # noqa: F401  # takes seconds, while there is nothing to load yet
+        import cluster.engine.ranks.worker_factory  # noqa: F401  # takes seconds, while there is nothing to load yet
 
         self._folder: PrivateFolder | None = None
         self._store: Any = None
@@ -63,7 +63,7 @@ class RankActor:
 
     def load(self, config: EngineConfig, rank: int, group_address: str) -> ModelInfo:
         """Raises what `make_worker` raises."""
-        from cluster.engine.ranks.worker import make_worker
+        from cluster.engine.ranks.worker_factory import make_worker
 
         self._rank = rank
         self._worker = make_worker(config, rank, group_address)

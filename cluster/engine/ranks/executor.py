@@ -17,11 +17,22 @@ from ray import cloudpickle
 
 from cluster import own_ray
 from cluster.config import EngineConfig, ray_address
-from cluster.engine.ranks.channel import RankLost
 from cluster.engine.ranks.claims import cluster_gpus, node_cpus, threads_each, with_device
 from cluster.engine.ranks.deadline import StepDeadline
 from cluster.engine.ranks.group import RankGroup
-from cluster.engine.ranks.messages import Answer, Failed, Masks, Message, Output, Ping, Register, Reset, Sample, Step
+from cluster.engine.ranks.rank_channel import RankLost
+from cluster.engine.ranks.rank_messages import (
+    Answer,
+    Failed,
+    Masks,
+    Message,
+    Output,
+    Ping,
+    Register,
+    Reset,
+    Sample,
+    Step,
+)
 from structured.logits_processors import LogitsProcessorError, LogitsProcessorFactory
 from structured.masks import MaskBatch
 from workers.host import num_cores

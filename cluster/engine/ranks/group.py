@@ -15,8 +15,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.config import EngineConfig
 from cluster.engine.ranks.actor import RankActor
-from cluster.engine.ranks.channel import Listener, RankChannel, RankLost
 from cluster.engine.ranks.claims import CannotPlace, gpus_each, listed, node_cpus, rank_bundle
+from cluster.engine.ranks.rank_channel import Listener, RankChannel, RankLost
 from workers.model_info import ModelInfo
 
 logger = logging.getLogger(__name__)

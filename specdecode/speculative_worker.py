@@ -11,17 +11,17 @@ from collections.abc import Mapping
 
 import msgspec
 
-from specdecode.config import SpeculativeConfig
 from specdecode.draft_model import DraftModel, check_same_tokenizer
 from specdecode.lengths import Costs, StepCost
 from specdecode.measure import measure_step
 from specdecode.proposers import NgramProposer, Proposer, ProposerChain
+from specdecode.speculative_config import SpeculativeConfig
 from structured.logits_processors import LogitsProcessorFactory
 from structured.masks import MaskBatch
 from workers.checkpoints.model_config import resolve_model_folder
 from workers.model_info import ModelInfo
+from workers.model_options import ModelOptions
 from workers.model_runner import ModelRunner
-from workers.options import ModelOptions
 from workers.rank_worker import RankWorker
 from workers.step import StepInput, StepOutput
 from workers.worker import RankPlace, Worker

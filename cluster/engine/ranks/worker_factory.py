@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cluster.config import EngineConfig
-from specdecode.worker import SpeculativeWorker
+from specdecode.speculative_worker import SpeculativeWorker
 from workers.rank_worker import RankWorker
 from workers.worker import RankPlace, Worker
 

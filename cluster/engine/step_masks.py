@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 
-from cluster.engine.constraints import ConstraintService
+from cluster.engine.constraint_service import ConstraintService
 from cluster.engine.kv_blocks import IntegrityError
 from cluster.engine.request import FinishStatus, SequenceOutput
 from cluster.engine.scheduler import Scheduler

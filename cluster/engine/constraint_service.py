@@ -1,7 +1,7 @@
 """One engine's constraints before they have masks: the compiler, and the pool that will fill the masks.
 
 Both start with the first constraint or with `start`. Everything here may be called from any thread; in a step the
-engine's own thread uses the pool through `cluster/engine/masks.py`.
+engine's own thread uses the pool through `cluster/engine/step_masks.py`.
 """
 
 from __future__ import annotations

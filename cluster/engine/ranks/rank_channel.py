@@ -22,7 +22,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from cluster.engine.ranks.messages import Answer, Failed, Message
+from cluster.engine.ranks.rank_messages import Answer, Failed, Message
 from structured.frames import frame
 
 logger = logging.getLogger(__name__)

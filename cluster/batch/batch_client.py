@@ -16,11 +16,11 @@ import msgspec
 from cluster.engine.request import EngineRequest
 from cluster.http.engines import GenerationRequest
 from cluster.http.metrics import RequestMetrics, Unmeasured
-from cluster.serve.channel import RequestResult
 from cluster.serve.engine_client import EngineClient, answer_of
 from cluster.serve.packed import Packed
 from cluster.serve.prompt_run import LAST_FRAME_TIMEOUT_S, OVERDUE_S, Call, PromptRun, overdue_error
 from cluster.serve.submission import Submission
+from cluster.serve.token_channel import RequestResult
 
 PRIORITY = 1000
 """Added to that of each line: below what interactive requests ask for."""
