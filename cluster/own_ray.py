@@ -15,6 +15,7 @@ import os
 import pathlib
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,6 +32,8 @@ from workers.host import num_cores
 
 STOP_PATIENCE_S = 15.0
 """Processes that were asked to end are killed after this time."""
+START_PATIENCE_S = 300.0
+"""Seconds within which Ray's node must register. Ray itself waits for 30, which a busy machine may exceed."""
 LOOPBACK = "127.0.0.1"
 _OBJECT_STORE_BYTES = 128 * 2**20
 """Manta keeps nothing there: requests and outputs are small."""
@@ -170,17 +173,42 @@ def _processes() -> list[psutil.Process]:
     return found
 
 
+def _patient(get_node: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a form of Ray's `get_node` that waits for the node as long as its raylet lives."""
+
+    def wait(*arguments: Any) -> Any:
+        deadline = time.monotonic() + START_PATIENCE_S
+        while True:
+            try:
+                return get_node(*arguments)
+            except RuntimeError:
+                if time.monotonic() > deadline or not _has_raylet():
+                    raise
+                time.sleep(0.1)
+
+    return wait
+
+
+def _has_raylet() -> bool:
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if child.name() == "raylet" and child.status() != psutil.STATUS_ZOMBIE:
+                return True
+    return False
+
+
 @contextlib.contextmanager
 def _without_extras() -> Iterator[None]:
     methods = {name: getattr(Node, name) for name in _INSTEAD}
-    resolve = services.resolve_ip_for_localhost
+    resolve, get_node = services.resolve_ip_for_localhost, services.get_node
     try:
+        services.get_node = _patient(get_node)
         services.resolve_ip_for_localhost = lambda host: host  # it would listen on every address for other machines
         for name, replacement in _INSTEAD.items():
             setattr(Node, name, replacement)
         yield
     finally:
-        services.resolve_ip_for_localhost = resolve
+        services.resolve_ip_for_localhost, services.get_node = resolve, get_node
         for name, method in methods.items():
             setattr(Node, name, method)
 

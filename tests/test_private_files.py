@@ -42,6 +42,35 @@ print(not folder.exists(), stat.S_IMODE(os.umask(0o022)) == 0o022)
 """
 
 
+WAITS = """
+import time
+from ray._private import services
+from cluster import own_ray
+
+get_node, asked = services.get_node, []
+
+def late(*arguments):
+    asked.append(1)
+    if len(asked) <= 3:
+        raise RuntimeError("the node has not registered")
+    return get_node(*arguments)
+
+services.get_node = late
+print(not own_ray._has_raylet())
+own_ray.start()
+print(own_ray._has_raylet(), len(asked) > 3, services.get_node is late)
+own_ray.stop()
+print(not own_ray._has_raylet())
+"""
+
+
+def test_a_ray_that_registers_late_is_waited_for_while_its_raylet_lives() -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", WAITS]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.stdout.split() == ["True"] * 5, done.stderr
+
+
 def test_a_ray_of_our_own_is_this_users_alone(tmp_path: pathlib.Path) -> None:
     """Its folder, what it listens on, its token and its logs; nothing is left of it."""
     (tmp_path / ".ray").mkdir()
