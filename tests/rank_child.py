@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from cluster.config import EngineConfig
-from cluster.engine.ranks import worker_factory as worker
+from cluster.engine.ranks import worker_factory
 from structured.logits_processors import LogitsProcessorFactory
 from structured.masks import MaskBatch
 from workers import shared_prefixes
@@ -57,7 +57,7 @@ def open_address(holder: Holder) -> str:
 def make_worker(holder: Holder, config: EngineConfig, rank: int, num_ranks: int, address: str) -> ModelInfo:
     holder.worker = None  # what it held is free before the next one loads
     config = msgspec.structs.replace(config, num_threads=1, tensor_parallel_size=num_ranks)
-    holder.worker = worker.make_worker(config, rank, address)
+    holder.worker = worker_factory.make_worker(config, rank, address)
     return holder.worker.info
 
 

@@ -94,7 +94,7 @@ class PipeExecutor:
 
     def __init__(self, config: EngineConfig, ranks: RankProcesses) -> None:
         self._ranks = ranks
-        self.infos = ranks.worker_factorys(config)
+        self.infos = ranks.make_workers(config)
         self.num_steps = 0
         self.num_disagreements = 0
         self.num_rebuilt = 0

@@ -22,8 +22,7 @@ import msgspec
 import pytest
 from ray.exceptions import RayActorError
 
-from cluster.batch import batch_client as engine_client
-from cluster.batch import job
+from cluster.batch import batch_client, job
 from cluster.batch.application import batch_endpoints
 from cluster.batch.journal import BatchRefused, Journal, count_lines, read_lines
 from cluster.batch.lines import BadLine, BatchRequest, BatchResponse, BatchResult, LineKey, encode, parse
@@ -395,7 +394,7 @@ def test_lines_share_calls_and_each_is_answered_or_left_by_itself(
     monkeypatch: pytest.MonkeyPatch, new_replica: Replicas
 ) -> None:
     """Of 60 lines 20 are refused, and 8 of those that take long are left: their engine ends them, and no other."""
-    monkeypatch.setattr(engine_client, "GROUP_SHARE", 4)
+    monkeypatch.setattr(batch_client, "GROUP_SHARE", 4)
     model = checkpoint("llama")
     config = ServeConfig(engine=EngineConfig(model=str(model), **OPTIONS))
 

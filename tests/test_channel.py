@@ -17,8 +17,7 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from cluster.engine.request import EngineRequest, SequenceOutput
-from cluster.serve import prompt_run
-from cluster.serve import token_channel as channel
+from cluster.serve import prompt_run, token_channel
 from cluster.serve.routing.replicas import HUNG_BEATS, SILENT_BEATS
 from cluster.serve.start_failure import InWords
 from cluster.serve.token_channel import (
@@ -122,7 +121,7 @@ def test_requests_that_find_no_descriptor_fail_alone() -> None:
 
 
 def test_of_too_many_strangers_the_oldest_goes_and_engines_connect(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel, "MAX_UNPROVEN", 4)
+    monkeypatch.setattr(token_channel, "MAX_UNPROVEN", 4)
 
     async def run() -> None:
         ends = Ends()

@@ -1,4 +1,4 @@
-"""What a dropped `LLM` holds: nothing, so that the next one finds its memory free."""
+"""A dropped `LLM` holds no memory, so that the next one finds it free."""
 
 from __future__ import annotations
 

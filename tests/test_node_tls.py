@@ -169,7 +169,7 @@ def test_a_server_whose_ray_uses_tls_answers(tmp_path: pathlib.Path, monkeypatch
 
 
 def first_byte(port: int) -> bytes:
-    """What a stranger reads who says nothing."""
+    """Returns the first byte that a port sends to a stranger who says nothing; none if it waits."""
     with socket.create_connection(("127.0.0.1", port)) as connection:
         connection.settimeout(2.0)
         try:

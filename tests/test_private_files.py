@@ -43,7 +43,6 @@ print(not folder.exists(), stat.S_IMODE(os.umask(0o022)) == 0o022)
 
 
 WAITS = """
-import time
 from ray._private import services
 from cluster import own_ray
 

@@ -28,8 +28,7 @@ from cluster.config import EngineConfig
 from cluster.engine.engine import EngineDead
 from cluster.engine.overlap.engine import OverlappedEngine
 from cluster.engine.overlap.stream import ThreadStream
-from cluster.engine.ranks import deadline, group
-from cluster.engine.ranks import rank_channel as channel
+from cluster.engine.ranks import deadline, group, rank_channel
 from cluster.engine.ranks.claims import (
     CannotPlace,
     check_room,
@@ -148,7 +147,7 @@ def patient() -> Iterator[None]:
     """No rank is given up because the machine is busy. After a rank has failed, the others have five seconds."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(deadline, "SHORTEST_S", PATIENCE_S)
-        patch.setattr(channel, "FAILED_PATIENCE_S", 5.0)
+        patch.setattr(rank_channel, "FAILED_PATIENCE_S", 5.0)
         yield
 
 
@@ -469,7 +468,7 @@ def test_of_masks_the_used_rows_travel() -> None:
 
 def test_strangers_do_not_become_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither by a wrong secret, nor by nonsense, nor by saying nothing."""
-    monkeypatch.setattr(channel, "HELLO_S", 0.2)
+    monkeypatch.setattr(rank_channel, "HELLO_S", 0.2)
     listener = Listener("127.0.0.1")
     place = (listener.address.host, listener.address.port)
     strangers = [socket.create_connection(place) for _ in range(4)]
@@ -484,9 +483,9 @@ def test_strangers_do_not_become_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_strangers_who_drip_or_are_many_hold_up_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hello has one deadline as a whole, and the oldest of too many strangers goes."""
-    monkeypatch.setattr(channel, "HELLO_S", 0.5)
-    monkeypatch.setattr(channel, "MAX_UNPROVEN", 8)
-    monkeypatch.setattr(channel, "CONNECT_S", PATIENCE_S)
+    monkeypatch.setattr(rank_channel, "HELLO_S", 0.5)
+    monkeypatch.setattr(rank_channel, "MAX_UNPROVEN", 8)
+    monkeypatch.setattr(rank_channel, "CONNECT_S", PATIENCE_S)
     listener = Listener("127.0.0.1")
     place = (listener.address.host, listener.address.port)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -499,7 +498,7 @@ def test_strangers_who_drip_or_are_many_hold_up_no_rank(monkeypatch: pytest.Monk
                     break
                 assert number < 900
                 time.sleep(0.05)
-        monkeypatch.setattr(channel, "HELLO_S", PATIENCE_S)
+        monkeypatch.setattr(rank_channel, "HELLO_S", PATIENCE_S)
         strangers = [socket.create_connection(place) for _ in range(30)]
         for stranger in strangers[: 30 - 8]:
             stranger.settimeout(PATIENCE_S)

@@ -285,7 +285,7 @@ def test_a_rank_that_waits_for_a_dead_one_says_so() -> None:
     """In the middle of a step: the one call for all layers returns, and Python raises."""
     ranks = RankProcesses(2)
     try:
-        ranks.worker_factorys(EngineConfig(model=str(checkpoint("llama")), dtype="float32"))
+        ranks.make_workers(EngineConfig(model=str(checkpoint("llama")), dtype="float32"))
         shares_memory = all(ranks.call_all(rank_child.shares_memory))
         start = SequenceStart(0, greedy(), 0, prompts()[1], 18)
         ranks.tell(

@@ -19,7 +19,7 @@ Count = Annotated[int, Meta(ge=1)]
 
 
 class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a rank needs to know of its engine's configuration."""
+    """The options of an engine that each of its ranks reads."""
 
     model: str = DEMO_MODEL
     """Folder with `config.json` and safetensors, a Hugging Face hub id, or `demo`. `ID@REVISION` is a commit, tag or

@@ -28,15 +28,15 @@ from workers.sampling_params import SamplingParams
 
 
 class Conversation(Protocol):
-    """A body with messages."""
+    """A body that holds messages."""
 
     add_generation_prompt: bool
 
     def template_messages(self) -> list[dict[str, Any]]:
-        """The messages as chat templates read them."""
+        """Returns the messages as chat templates read them."""
 
     def template_kwargs(self) -> dict[str, Any]:
-        """What the chat template gets in addition to messages and tools."""
+        """Returns the variables that the chat template gets beside messages and tools."""
 
 
 class ChatPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +59,7 @@ class ChatPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def render(tokenizer: Tokenizer, conversation: Conversation, tools: list[dict[str, Any]] | None = None) -> str:
-    """The conversation as the model reads it. Raises `RequestRefused` if the chat template refuses it."""
+    """Returns the conversation as the model reads it. Raises `RequestRefused` if the chat template refuses it."""
     messages, kwargs = conversation.template_messages(), conversation.template_kwargs()
     try:
         return tokenizer.render_chat_template(messages, conversation.add_generation_prompt, tools or None, **kwargs)
@@ -120,7 +120,7 @@ def _tool_format(request: ChatCompletionRequest, template: str) -> ToolFormat | 
 def _tool_constraint(
     request: ChatCompletionRequest, tool_format: ToolFormat, tokenizer: Tokenizer, answer: ConstraintSpec | None
 ) -> ConstraintSpec:
-    """The grammar of what the request may be answered with. `answer` constrains the text that is no call."""
+    """Returns the grammar of the allowed answers. `answer` constrains the text that is no call."""
     tools, choice = request.callable_tools(), request.tool_choice
     if isinstance(choice, NamedToolChoice):
         tools = [tool for tool in tools if tool.function.name == choice.function.name]

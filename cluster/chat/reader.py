@@ -26,7 +26,7 @@ class ChatReader:
         self._parser = None if plan.tool_format is None else ToolCallParser(plan.tool_format, plan.tool_names)
 
     def feed(self, text: str, final: bool) -> list[ChatDelta]:
-        """The deltas that new text brings; with `final` also what was held back."""
+        """Returns the deltas that new text brings; with `final` also those of text that was held back."""
         deltas = self._read(text)
         if final:
             if self._splitter is not None:

@@ -84,9 +84,8 @@ class InProcessExecutor:
     num_rank_disagreements = 0
 
     def __init__(self, config: EngineConfig) -> None:
-        from cluster.engine.ranks.worker_factory import (
-            make_worker,  # imports torch, which the driver of actors needs not
-        )
+        # Imports torch, which the driver of actors needs not.
+        from cluster.engine.ranks.worker_factory import make_worker
 
         self._worker = make_worker(config)
 

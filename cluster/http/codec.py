@@ -1,6 +1,6 @@
 """JSON bodies to structs and back, and structs as server-sent events.
 
-Decoding turns each mistake into an `RequestRefused` that names the field, whatever the body's type is.
+Decoding raises a `RequestRefused` that names the field of a mistake, whatever the body's type is.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ AnyBody = TypeVar("AnyBody", bound=Body)
 
 
 def decode(kind: type[AnyBody], body: bytes, limits: BodyLimits = _LIMITS) -> AnyBody:
-    """A checked body of type `kind`. Raises `RequestRefused` naming the field of the first mistake."""
+    """Returns the checked body as a `kind`. Raises `RequestRefused` naming the field of the first mistake."""
     check_num_values(body, limits)
     try:
         body.decode()
@@ -58,7 +58,10 @@ AnyQuery = TypeVar("AnyQuery", bound=msgspec.Struct)
 
 
 def decode_query(kind: type[AnyQuery], query: dict[str, str]) -> AnyQuery:
-    """What follows the ? of a URL. Raises `RequestRefused` naming the field; fields that are not known are ignored."""
+    """Returns the checked query of a URL.
+
+    Raises `RequestRefused` naming the field of a mistake; unknown fields are ignored.
+    """
     try:
         return msgspec.convert(query, kind, strict=False)
     except msgspec.ValidationError as error:

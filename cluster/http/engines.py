@@ -16,7 +16,7 @@ from workers.step import TokenLogprobs
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What one body asks of the engines, whatever endpoint it came to. Each prompt has `params.n` choices."""
+    """The prompts of one body of any endpoint, and how engines are to answer them: each with `params.n` choices."""
 
     request_id: str
     prompts: list[list[int]]
@@ -29,20 +29,20 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Special tokens that stay in the text."""
     priority: int = 0
     client: str = ""
-    """Whose it is; clients take turns."""
+    """The client that sent the body: clients take turns. Empty shares with nobody."""
     weight: float = 1.0
-    """The turns that the client has where others have one."""
+    """The client has so many turns where others have one."""
     session: str = ""
     """Prompts of one session of a client go where the last one went; empty is none."""
     traceparent: str = ""
-    """The span that the engines' spans belong to, in W3C's form; empty if nobody traces the request."""
+    """The parent of the engines' spans, in W3C's form; empty if nobody traces the request."""
     cache_root: bytes = b""
     """Requests with different roots read nothing of one another from the prefix cache."""
     reads_whole: bool = False
     """Nobody reads an answer before its end."""
 
     def of_prompt(self, number: int) -> EngineRequest:
-        """Returns what an engine is asked for one of the prompts."""
+        """Returns the request to an engine for one of the prompts."""
         return EngineRequest(
             request_id=f"{self.request_id}-{number}",
             prompt_token_ids=self.prompts[number],
@@ -103,7 +103,7 @@ class Engines(Protocol):
         ...
 
     async def resolve(self, spec: ConstraintSpec, client: str = "") -> tuple[ConstraintSpec, list[str]]:
-        """The constraint with its backend, and the keywords that this backend does not enforce. Raises
+        """Returns the constraint with its backend, and the keywords that the backend does not enforce. Raises
         `RequestRefused` if none can enforce it, `QueueFull` if too many wait.
         """
         ...
@@ -111,7 +111,10 @@ class Engines(Protocol):
     async def model(self) -> ModelInfo: ...
 
     async def stats(self) -> list[EngineStats]:
-        """Of every replica that answers, of none if none runs. Raises `Unavailable` if none answers."""
+        """Returns the figures of every replica that answers; none if none runs.
+
+        Raises `Unavailable` if none answers.
+        """
         ...
 
     @property

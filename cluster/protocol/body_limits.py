@@ -16,10 +16,10 @@ from workers.sampling_params import SamplingParams
 MAX_TOOLS = 128
 """OpenAI's bound. If their grammar is refused, each tool is compiled by itself to find the one at fault."""
 MAX_STOP_CHARACTERS = 4096
-"""Of all stop strings together: they are looked for at every token. OpenAI takes four strings."""
+"""The most characters of all stop strings together, which are looked for at every token."""
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_CHARACTERS = 20_000
-"""Of all `bad_words` together: they are tokenised, and looked for at every token."""
+"""The most characters of all `bad_words` together, which are tokenised, and looked for at every token."""
 MAX_CHOICES = 128
 """OpenAI's bound of `n`; an engine that runs fewer sequences at a time refuses earlier."""
 
@@ -27,7 +27,7 @@ _TOKEN_ID_LISTS = ("logit_bias", "allowed_token_ids", "stop_token_ids")
 
 
 def check_num_values(body: bytes, limits: BodyLimits) -> None:
-    """Of JSON that is not decoded yet: each value of a list or an object follows a comma or an opening bracket."""
+    """Checks JSON before it is decoded: each value of a list or an object follows a comma or an opening bracket."""
     num_values = body.count(b",") + body.count(b"[") + body.count(b"{")
     if num_values > limits.max_values:
         message = f"the body holds up to {num_values} values and the limit is {limits.max_values}"
@@ -35,7 +35,7 @@ def check_num_values(body: bytes, limits: BodyLimits) -> None:
 
 
 def check_lists(body: Any, limits: BodyLimits) -> None:
-    """Every list of a decoded body, by the name of its field."""
+    """Checks every list of a decoded body. Raises `RequestRefused` naming its field."""
     for field, what, size, limit in _sizes(body):
         if size > limit:
             refuse(field, f"{field} has {size} {what} and the limit is {limit}; leave some out")

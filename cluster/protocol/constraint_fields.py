@@ -60,7 +60,7 @@ _KINDS = ("json", "regex", "choice", "grammar", "structural_tag", "json_object")
 
 
 def chosen_kind(given: StructuredOutputs) -> str:
-    """The one constraint that is set. Raises `RequestRefused` if none or several are."""
+    """Returns the name of the one constraint that is set. Raises `RequestRefused` if none or several are."""
     found = [name for name in _KINDS if getattr(given, name) not in (None, False)]
     if given.json is False:
         found.insert(0, "json")

@@ -1,4 +1,4 @@
-"""What msgspec and `SamplingParams` find wrong with a body, as refusals that name its field."""
+"""Turns what msgspec and `SamplingParams` find wrong with a body into refusals that name its field."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def check_tools(tools: list[Tool], choice: ToolChoice | None) -> None:
 
 
 def template_tools(tools: list[Tool]) -> list[dict[str, Any]]:
-    """The tools as chat templates read them; `strict` is no concern of the model."""
+    """Returns the tools as chat templates read them, without `strict`, which is for the server."""
     return [
         {"type": "function", "function": msgspec.to_builtins(msgspec.structs.replace(tool.function, strict=None))}
         for tool in tools
@@ -70,11 +70,11 @@ def template_tools(tools: list[Tool]) -> list[dict[str, Any]]:
 
 
 def arguments_constraint(tool: Tool) -> ConstraintSpec:
-    """What the arguments alone must fit."""
+    """Returns the constraint of one call's arguments."""
     loose = tool.function.strict is False
     return ConstraintSpec(kind="json_schema", text=json_text(arguments_schema(tool)), loose=loose)
 
 
 def arguments_schema(tool: Tool) -> dict[str, Any]:
-    """The schema of a tool's arguments, which are always an object."""
+    """Returns the schema of a tool's arguments, which are always an object."""
     return {"type": "object", **(tool.function.parameters or {})}

@@ -144,7 +144,10 @@ class EngineClient:
         return self._handles[STANDBY if needs_standby else ENGINE]
 
     async def _listen(self) -> Address:
-        """Where engines send tokens to. Raises `Unavailable` if this ingress cannot listen for them just now."""
+        """Returns the address to which engines send tokens.
+
+        Raises `Unavailable` if this ingress cannot listen for them just now.
+        """
         try:
             return await self._receiver.start()
         except OSError as error:
@@ -178,8 +181,9 @@ class EngineClient:
         return await answer_of(self._engine.generate.remote(request, address))
 
     async def resolve(self, spec: ConstraintSpec, client: str = "") -> tuple[ConstraintSpec, list[str]]:
-        """The constraint with its backend, and the keywords that this one does not enforce. Raises `RequestRefused`,
-        and `QueueFull` if too many wait.
+        """Returns the constraint with its backend, and the keywords that this one does not enforce.
+
+        Raises `RequestRefused` if no backend can enforce it, and `QueueFull` if too many wait.
         """
         try:
             return await self._answer(self._engine.resolve.remote(spec, client))
@@ -193,7 +197,7 @@ class EngineClient:
         return await self._answer(self._engine.model.remote())
 
     async def _answer(self, response: Any) -> Any:
-        """What an engine says to a question. Raises `Unavailable` if none ever will."""
+        """Returns an engine's answer to a call. Raises `Unavailable` if none ever will."""
         call = asyncio.ensure_future(answer_of(response))
         try:
             while not (await asyncio.wait([call], timeout=REMOVAL_POLL_S))[0]:
@@ -204,7 +208,10 @@ class EngineClient:
             call.cancel()
 
     async def stats(self) -> list[EngineStats]:
-        """Of every engine replica that answers; of none if Serve runs none. Raises `Unavailable` if none answers."""
+        """Returns the figures of every replica that answers; none if Serve runs none.
+
+        Raises `Unavailable` if none answers.
+        """
         if self._is_asleep():
             return []
         answers = await asyncio.gather(*map(self._stats_of, self._handles.values()))

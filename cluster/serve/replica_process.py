@@ -31,7 +31,7 @@ NICENESS = 10
 
 
 class ReplicaProcess:
-    """The first base of a class that Serve runs: the constructor of the other base runs in a process set up for it."""
+    """Sets up the process of a replica that has it for itself. Comes before the replica's class among the bases."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         listen_on_own_address()

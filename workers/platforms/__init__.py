@@ -137,7 +137,7 @@ class Platform(Protocol):
 
 
 def choose_platform(device: str, num_threads: int | None) -> Platform:
-    """The platform for `auto`, `cpu` or `cuda`; `auto` is a CUDA GPU if there is one, else the CPU.
+    """Returns the platform for `auto`, `cpu` or `cuda`; `auto` is a CUDA GPU if there is one, else the CPU.
 
     Raises `ModelError` for one that is not there.
     """

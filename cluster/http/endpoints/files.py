@@ -122,7 +122,10 @@ async def _receive(state: AppState, exchange: Exchange, parser: UploadParser, be
 
 
 def _checked_fields(fields: dict[str, str]) -> float | None:
-    """Seconds for which the file is to be kept, if the form says so. Raises `RequestRefused`."""
+    """Returns the seconds that the form asks to keep the file, if it does.
+
+    Raises `RequestRefused` beyond the bounds.
+    """
     purpose = fields.get("purpose")
     if purpose != "batch":
         refuse("purpose", f"purpose {purpose!r} is not served here; 'batch' is")
@@ -145,7 +148,10 @@ async def list_files(state: AppState, exchange: Exchange, _: None) -> FileList:
 
 
 def page_of(found: list[Any], after: str | None, limit: int) -> tuple[list[Any], bool]:
-    """The objects that follow `after`, and whether there are more. Raises `RequestRefused` if it is not among them."""
+    """Returns the objects after `after`, and whether there are more.
+
+    Raises `RequestRefused` if it is not among them.
+    """
     if after is not None:
         ids = [each.id for each in found]
         if after not in ids:

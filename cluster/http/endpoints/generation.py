@@ -61,7 +61,7 @@ async def completions(state: AppState, exchange: GenerationExchange, request: Co
 
 
 def _check_priority(state: AppState, exchange: GenerationExchange, priority: int) -> None:
-    """Raises `RequestRefused` for whoever may not go before others."""
+    """Raises `RequestRefused` if the client asks to go before others and may not."""
     allowed = state.config.priority_clients
     if priority < 0 and "*" not in allowed and not (exchange.client and exchange.client in allowed):
         message = f"priority {priority} goes before others' requests, which the operator did not allow"
@@ -69,7 +69,7 @@ def _check_priority(state: AppState, exchange: GenerationExchange, priority: int
 
 
 async def _sampling_params(state: AppState, request: ChatCompletionRequest | CompletionRequest) -> SamplingParams:
-    """What the body asks for. Raises `RequestRefused` for a logits processor that the operator did not register."""
+    """Returns the body's sampling parameters. Raises `RequestRefused` if a logits processor is not registered."""
     params = request.sampling_params()
     registered = state.config.engine.logits_processors
     for index, spec in enumerate(params.logits_processors):

@@ -35,9 +35,9 @@ PATIENCE_S = 2.0
 TICK_S = 1.0
 """Seconds between two looks for slow clients and for the end; the date of the answers is set as often."""
 MAX_URL_BYTES = 8192
-"""The most bytes of a request's line: no URL of the API has 100, and nginx takes as many as this."""
+"""The most bytes of a URL; nginx takes as many by default."""
 MAX_HEADERS = 100
-"""The most headers and trailers of a request: Apache's bound, and browsers send about 20."""
+"""The most headers and trailers of a request; Apache takes as many by default."""
 MAX_SENT_AHEAD = 32
 """Requests that a client may send before the first of them is answered: each costs some kilobytes."""
 BACKLOG = 256
