@@ -13,7 +13,7 @@ import pathlib
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
@@ -82,7 +82,7 @@ class LocalServer:
 
     async def connect_without_reading(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Both systems' buffers are small too, so that the server soon notices. Reading starts with
-        `writer.transport.resume_reading()`.
+        `resume_reading(writer)`.
         """
         for listening in self.ingress._listener.servers[0].sockets:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
@@ -91,7 +91,7 @@ class LocalServer:
         client.setblocking(False)
         await asyncio.get_running_loop().sock_connect(client, ("127.0.0.1", self.port))
         reader, writer = await asyncio.open_connection(sock=client)
-        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        cast(asyncio.ReadTransport, writer.transport).pause_reading()
         return reader, writer
 
     async def get(self, path: str) -> tuple[int, bytes]:
@@ -128,6 +128,11 @@ class LocalServer:
         """Neither here nor in the engine anything is left of a request."""
         await until(lambda: self.engine_is_idle and not self.ingress._client.runs)
         self.replica.engine.check_integrity()
+
+
+def resume_reading(writer: asyncio.StreamWriter) -> None:
+    """Of a connection from `connect_without_reading`."""
+    cast(asyncio.ReadTransport, writer.transport).resume_reading()
 
 
 def post(body: dict[str, Any], connection: str = "close", headers: Sequence[str] = ()) -> bytes:

@@ -11,6 +11,7 @@ from cluster.engine.engine import Engine, EngineDead
 from cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput
 from cluster.errors import QueueFull, RequestRefused
 from tests.checkpoints import NATIVE_FAMILIES, VOCAB_SIZE, checkpoint, reference_greedy
+from tests.workers import worker_of
 from workers.checkpoints.model_config import load_model_config
 from workers.sampling_params import SamplingParams
 
@@ -142,7 +143,7 @@ def test_a_nan_row_ends_alone_and_its_blocks_leave_the_cache() -> None:
     for number in range(200):
         if number == 6:  # poison one block of sequence 1 in the KV cache
             block = engine.scheduler.running[1].block_table[0]
-            engine.executor._worker.runner.kv_cache[:, :, block] = float("nan")
+            worker_of(engine).runner.kv_cache[:, :, block] = float("nan")
         for delta in engine.step():
             outputs[int(delta.request_id)] += delta.token_ids
             if delta.finish is FinishStatus.FINISHED_INTERNAL_ERROR:
@@ -160,7 +161,7 @@ def test_a_failed_step_is_recomputed_once_and_then_the_engine_says_so() -> None:
     prompts = make_prompts()
     expected = run(make_engine("llama"), prompts, GREEDY)
     engine = make_engine("llama")
-    runner = engine.executor._worker.runner
+    runner = worker_of(engine).runner
     forward, failures = runner.model.forward, [4]
 
     def fail_once(*arguments):

@@ -154,15 +154,15 @@ def check_shared_prefixes(kernels, groups, others, shape, block_size, dtype, num
     starts, query_lens = np.array(lengths + others).T
     arguments = (starts[order], query_lens[order], tables[order], block_size)
     grouped = AttentionMetadata.build(*arguments)
-    caches = random_cache(num_blocks, block_size, num_kv_heads, head_dim, dtype)
-    poison_unused(grouped, *caches)
+    keys, values = random_cache(num_blocks, block_size, num_kv_heads, head_dim, dtype)
+    poison_unused(grouped, keys, values)
     qkv = torch.randn(grouped.num_tokens, (num_heads + 2 * num_kv_heads) * head_dim).to(dtype)
     heads = heads_of(*shape)
     with threads(num_threads):
-        together = kernels.paged_attention(qkv, *caches, grouped, heads)
+        together = kernels.paged_attention(qkv, keys, values, grouped, heads)
         alone = AttentionMetadata.build(*arguments, share_prefixes=False)
-        one_by_one = kernels.paged_attention(qkv, *caches, alone, heads)
-    assert_close(together, reference.paged_attention(qkv, *caches, alone, heads))
+        one_by_one = kernels.paged_attention(qkv, keys, values, alone, heads)
+    assert_close(together, reference.paged_attention(qkv, keys, values, alone, heads))
     assert torch.equal(together, one_by_one)
     return grouped
 
@@ -342,7 +342,8 @@ def test_the_reference_norm_and_rope_are_those_of_transformers():
     qkv = torch.randn(10, 8 * head_dim)
     query, key, value = qkv.view(1, 10, 8, head_dim).transpose(1, 2).split((4, 2, 2), dim=1)
     query, key = apply_rotary_pos_emb(query, key, cos[:, 3:13], sin[:, 3:13])
-    reference.rope_and_cache(qkv := qkv.clone(), cos_sin, metadata, *kv[0], heads_of(num_heads, num_kv_heads, head_dim))
+    heads = heads_of(num_heads, num_kv_heads, head_dim)
+    reference.rope_and_cache(qkv := qkv.clone(), cos_sin, metadata, kv[0, 0], kv[0, 1], heads)
     torch.testing.assert_close(qkv[:, :128].view(10, 4, 32).transpose(0, 1), query[0])
     torch.testing.assert_close(kv[0, 0].view(-1, 2, 32)[metadata.slot_mapping].transpose(0, 1), key[0])
     torch.testing.assert_close(kv[0, 1].view(-1, 2, 32)[metadata.slot_mapping].transpose(0, 1), value[0])

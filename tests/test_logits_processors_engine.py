@@ -23,6 +23,7 @@ from structured.logits_processors import MAX_LOGITS_PROCESSORS, LogitsProcessorE
 from tests.checkpoints import VOCAB_SIZE, checkpoint
 from tests.local_server import ThreadedServer
 from tests.test_logits_processors import identity, named
+from tests.workers import worker_of
 from workers.checkpoints.model_config import load_model_config
 
 pytestmark = pytest.mark.usefixtures("plugin")
@@ -54,7 +55,7 @@ def follows(prompt: list[int], output: list[int]) -> bool:
 
 
 @contextlib.contextmanager
-def all_released() -> Iterator[type]:
+def all_released() -> Iterator[Any]:
     """The plugin's automaton; when the block ends, what was created in it must be released."""
     from manta_example_processor import Automaton
 
@@ -115,7 +116,7 @@ def test_same_tokens_alone_in_a_tiny_pool_and_after_a_failed_step() -> None:
         alone = [tokens(roomy.generate(prompts[i], each[i], use_tqdm=False))[0] for i in range(8)]
         assert tokens(tight.generate(prompts, each, use_tqdm=False)) == alone
         assert tight.engine.stats().num_preemptions > 0
-        model = roomy.engine.executor._worker.runner.model
+        model = worker_of(roomy.engine).runner.model
         forward, countdown = model.forward, [9]
 
         def fail_once(*arguments: Any) -> torch.Tensor:

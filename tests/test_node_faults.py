@@ -44,7 +44,9 @@ class Nodes:
         with _environment() as patch:
             if redis is not None:
                 patch.setenv("RAY_REDIS_ADDRESS", redis)
-            self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+            self._cluster: Any = Cluster(
+                initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
+            )
         ray.init(self._cluster.address, log_to_driver=False)
         for _ in range(2):
             self.add()

@@ -11,7 +11,7 @@ from cluster.config import ListenerLimits
 from cluster.http import exchange
 from cluster.serve import prompt_run
 from cluster.serve.listening import listener
-from tests.local_server import LocalServer, answer, local_server, post, until
+from tests.local_server import LocalServer, answer, local_server, post, resume_reading, until
 from tests.patience import PATIENCE_S
 
 QUICK_HEADS = ListenerLimits(header_timeout_s=0.5)
@@ -48,7 +48,7 @@ def test_a_client_that_reads_late_gets_every_prompt_whole(monkeypatch: pytest.Mo
             writer.write(post(server.body(**fields, stream=True)))
             await until(lambda: not server.engine_is_idle)
             await until(lambda: server.engine_is_idle)
-            writer.transport.resume_reading()
+            resume_reading(writer)
             status, body = await answer(reader, writer)
             assert status == 200
             assert body.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"), body[-200:]
@@ -68,7 +68,7 @@ def test_a_stream_that_waits_for_its_client_is_aborted_at_a_size() -> None:
             await until(lambda: len(server.ingress._client.runs) > 0)
             await server.until_idle()
             assert await server.num_aborted() == 6
-            writer.transport.resume_reading()
+            resume_reading(writer)
             status, body = await answer(reader, writer)
             *texts, failure = events(body)
             assert status == 200
@@ -116,7 +116,7 @@ def test_a_client_that_reads_steadily_is_not_too_slow() -> None:
         async with local_server(client_timeout_s=0.5) as server:
             reader, writer = await server.connect_without_reading()
             writer.write(post(server.body(prompt=PROMPTS, max_tokens=300, logprobs=5, stream=True)))
-            writer.transport.resume_reading()
+            resume_reading(writer)
             received = b""
             while piece := await reader.read(4000):
                 received += piece

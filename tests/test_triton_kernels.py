@@ -6,6 +6,7 @@ import os
 import pathlib
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -105,7 +106,7 @@ def test_long_contexts_are_split_and_merged() -> None:
     check_attention([(3, 1)], (2, 1, 64), 16, torch.float32)  # some splits have no keys
 
 
-SHARED = {
+SHARED: dict[str, list[tuple[int, list[Any]]]] = {
     "pair": [(8, [3, 40])],
     "two groups and others": [(8, [0, 1, 17]), (4, [5, 64, 70, 2])],
     "drafts": [(8, [(3, 4), (20, 1), (9, 2)])],
@@ -114,7 +115,8 @@ SHARED = {
 
 def shared_batch(case: str, block_size: int) -> tuple[list[tuple[int, int]], np.ndarray]:
     """Sequences that share their first blocks group by group, and two that share nothing."""
-    lengths, leaders, row = [(30, 1), (100, 1)], {}, 2
+    lengths, row = [(30, 1), (100, 1)], 2
+    leaders: dict[int, Any] = {}
     for blocks, members in SHARED[case]:
         for member in members:
             own, count = member if isinstance(member, tuple) else (member, 1)
@@ -190,7 +192,7 @@ def test_norms_agree(rows: int, hidden: int, dtype: torch.dtype) -> None:
     torch.manual_seed(5)
     x, residual = (torch.randn(rows, hidden) * 3).to(dtype), torch.randn(rows, hidden).to(dtype)
     weight = torch.rand(hidden).to(dtype)
-    on_device = [tensor.to(DEVICE) for tensor in (x, residual.clone(), weight)]
+    on_device = x.to(DEVICE), residual.clone().to(DEVICE), weight.to(DEVICE)
     assert_close(layers.rms_norm(on_device[0], on_device[2], 1e-5), reference.rms_norm(x, weight, 1e-5))
     assert_close(layers.add_rms_norm(*on_device, 1e-5), reference.add_rms_norm(x, residual, weight, 1e-5))
     assert_close(on_device[1], residual)

@@ -121,7 +121,8 @@ def two_nodes() -> Iterator[TwoNodes]:
         _ip("link", "set", bridge, "up")
         for number, name in enumerate(names, 1):
             nodes.append(Node(name, number, bridge))
-        yield TwoNodes(*nodes, folder)
+        head, worker = nodes
+        yield TwoNodes(head, worker, folder)
     finally:
         for node in nodes:
             node.kill()

@@ -18,6 +18,7 @@ from tests.checkpoints import checkpoint
 from tests.fuzz.cases import Request, Settings
 from tests.fuzz.outcomes import Choice, Outcome
 from tests.fuzz.processors import FACTORIES
+from tests.workers import worker_of
 from workers.sampling_params import OutputKind, SamplingParams, child_seed
 
 KV_CACHE_BYTES = 2**24
@@ -123,7 +124,7 @@ def perturbed(request: Request, settings: Settings) -> Iterator[Outcome]:
 
 @contextlib.contextmanager
 def _noisy_logits(llm: LLM, seed: int) -> Iterator[None]:
-    model = llm.engine.executor._worker.runner.model
+    model = worker_of(llm.engine).runner.model
     exact = model.compute_logits
     generator = torch.Generator().manual_seed(seed)
 

@@ -38,7 +38,7 @@ def _answer_badly(how: str) -> None:
             os._exit(1)
         time.sleep(3600)
 
-    sys.modules["__main__"].write_frame = write
+    vars(sys.modules["__main__"])["write_frame"] = write
 
 
 def _misbehave(how: str | float | None) -> None:
