@@ -150,7 +150,8 @@ def _open_group(state: _State, rank: int, num_ranks: int, address: str) -> None:
 
 def _open_worker(state: _State, rank: int, num_ranks: int, address: str, model: str) -> None:
     from workers.model_options import ModelOptions
-    from workers.worker import RankPlace, Worker
+    from workers.rank_worker import RankPlace
+    from workers.torch_worker import TorchWorker
 
     options = ModelOptions(
         model=model,
@@ -162,7 +163,7 @@ def _open_worker(state: _State, rank: int, num_ranks: int, address: str, model: 
         kv_cache_bytes=256 << 20,
         max_num_sequences=32,
     )
-    state.worker = Worker(options, RankPlace(rank, address))
+    state.worker = TorchWorker(options, RankPlace(rank, address))
 
 
 def _time_sums(state: _State, rows: int, num_turns: int) -> list[float]:

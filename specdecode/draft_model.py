@@ -2,9 +2,8 @@
 
 Its keys and values lie in a tensor of its own, but in blocks with the same ids and block tables as the model's, so the
 scheduler allocates blocks for both at once. It computes missing keys and values from a sequence's tokens only when it
-is asked for drafts. It draws with the sequence's parameters and with the noise that the model will use (Gumbel
-coupling), so if the two distributions are close it proposes the token that the model draws. Called by
-`specdecode/proposers.py`.
+is asked for drafts. This module knows which of them are valid; `DraftRunner` of `workers/rank_worker.py` computes and
+draws. Called by `specdecode/proposers.py`; imports no framework.
 """
 
 from __future__ import annotations
@@ -14,19 +13,15 @@ import itertools
 from collections.abc import Sequence
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 
 from specdecode.acceptance import num_accepted
 from specdecode.lengths import StepCost
-from specdecode.measure import measure_step
 from specdecode.proposers import DraftRequest
 from structured.constraint import ConstraintError
 from structured.vocabulary import Vocabulary
 from workers.checkpoints.model_config import ModelError
-from workers.kernels.protocol import OK
-from workers.model_runner import ModelRunner
-from workers.models.protocol import LoadedModel
+from workers.rank_sequences import RankSequences
+from workers.rank_worker import DraftRunner
 from workers.sampling.sampling_state import SequenceState
 from workers.step import StepInput
 
@@ -64,29 +59,17 @@ class _Drafting:
 
 
 class DraftModel:
-    """The proposer `draft`. Reads the sequences' tokens, parameters and block tables from the model's runner."""
+    """The proposer `draft`. Reads the tokens, parameters and block tables of `sequences`, the model's.
+
+    In one step it computes at most `max_catch_up_tokens` that it lacks; sequences that lack more get drafts later.
+    """
 
     name = "draft"
 
-    def __init__(self, draft: LoadedModel, runner: ModelRunner, max_catch_up_tokens: int) -> None:
-        """In one step it computes at most `max_catch_up_tokens` that it lacks; sequences that lack more get drafts
-        later.
-        """
-        platform = runner.platform
-        self._config, self._model, dtype = draft
+    def __init__(self, runner: DraftRunner, sequences: RankSequences, max_catch_up_tokens: int) -> None:
         self._runner = runner
+        self._sequences = sequences
         self._max_catch_up_tokens = max_catch_up_tokens
-        num_blocks = runner.kv_cache.shape[2]
-        kv_cache = platform.allocate_kv(self._config, num_blocks, runner.block_size, dtype)
-        self._layers = [(layer[0], layer[1]) for layer in kv_cache]
-        platform.record_decodes(
-            self._model,
-            self._layers,
-            runner.max_num_sequences,
-            runner.max_model_len,
-            runner.block_size,
-            share_prefixes=False,
-        )
         self._written: set[int] = set()
         """Ids of full blocks whose keys and values here are those of the tokens in the model's cache, so that they are
         valid if the prefix cache hands the block to another sequence.
@@ -94,8 +77,8 @@ class DraftModel:
         self._progress: dict[int, Progress] = {}
 
     def measure(self) -> StepCost:
-        """What drafting one token costs, by the number of sequences. Call it before anything is cached."""
-        return measure_step(self._model, self._layers, self._runner.block_size, self._runner.platform)
+        """Measures what drafting one token costs, by the number of sequences. Call it before anything is cached."""
+        return StepCost(self._runner.measure())
 
     def begin(self, step: StepInput) -> None:
         """Learns which blocks are new and which were found in the prefix cache. Of the latter, the leading ones that
@@ -103,7 +86,7 @@ class DraftModel:
         """
         for sequence_id in step.finished:
             self._progress.pop(sequence_id, None)
-        size = self._runner.block_size
+        size = self._sequences.block_size
         for item in step.scheduled:
             if item.new_block_ids:
                 num_found = 0
@@ -114,7 +97,6 @@ class DraftModel:
                     self._progress[item.sequence_id] = Progress(count * size, count)
                 self._written.difference_update(item.new_block_ids[num_found:])
 
-    @torch.inference_mode()
     def propose(self, requests: Sequence[DraftRequest]) -> dict[int, list[int]]:
         """Drafts for the sequences whose blocks have room for them. Sequences with logits processors get none, because
         their processors would have to be made anew after every draft.
@@ -126,7 +108,7 @@ class DraftModel:
             self._draft(batch)
         finally:
             for each in batch:
-                self._runner.state.truncate(each.sequence_id, each.num_tokens)
+                self._sequences.sampling.truncate(each.sequence_id, each.num_tokens)
         for each in batch:
             each.progress.proposed_at, each.progress.proposed = each.num_tokens, each.proposed
         return {each.sequence_id: list(each.proposed) for each in batch if each.proposed}
@@ -139,83 +121,63 @@ class DraftModel:
                 continue
             num_tokens = each.state.num_tokens
             progress.settle(each.state.tokens[:num_tokens])
-            capacity = self._runner.num_blocks(each.sequence_id) * self._runner.block_size
-            capacity = min(capacity, self._config.max_position_embeddings)
+            capacity = self._sequences.num_blocks(each.sequence_id) * self._sequences.block_size
+            capacity = min(capacity, self._runner.max_model_len)
             count = min(each.count, capacity - num_tokens + 1)
             if count > 0:
                 batch.append(_Drafting(each.sequence_id, each.state, progress, num_tokens, count))
         return batch
 
     def _draft(self, batch: list[_Drafting]) -> None:
-        tables = self._runner.block_tables([each.sequence_id for each in batch])
-        rows = list(range(len(batch)))
-        hidden, rows = self._catch_up(batch, tables)
+        tables = self._sequences.block_tables([each.sequence_id for each in batch])
+        rows, drawn = self._catch_up(batch, tables)
         while rows:
             going_on = []
-            for row, token_id in zip(rows, self._draw(hidden, [batch[row] for row in rows]), strict=True):
+            for row, token_id in zip(rows, drawn, strict=True):
                 each = batch[row]
                 if token_id is None:
                     continue
                 each.proposed.append(token_id)
-                self._runner.state.append(each.sequence_id, (token_id,))
+                self._sequences.sampling.append(each.sequence_id, (token_id,))
                 if len(each.proposed) < each.count and token_id not in each.state.stop_ids:
                     going_on.append(row)
             rows = going_on
             if rows:
                 newest = [batch[row].state.num_tokens - 1 for row in rows]
-                tokens = [batch[row].proposed[-1] for row in rows]
-                hidden = self._forward(newest, [1] * len(rows), np.array(tokens), tables[rows])
+                tokens = np.array([batch[row].proposed[-1] for row in rows])
+                drawing = {index: batch[row].state for index, row in enumerate(rows)}
+                drawn = self._runner.compute(newest, [1] * len(rows), tokens, tables[rows], drawing)
 
-    def _catch_up(self, batch: list[_Drafting], tables: np.ndarray) -> tuple[torch.Tensor, list[int]]:
-        """Computes missing keys and values, as many as one step may. Returns the last hidden states of the sequences
-        that lack nothing any more, and their rows in `batch`.
+    def _catch_up(self, batch: list[_Drafting], tables: np.ndarray) -> tuple[list[int], list[int | None]]:
+        """Computes missing keys and values, as many as one step may. Returns the rows in `batch` of the sequences that
+        lack nothing any more, and the next token of each.
         """
         budget = self._max_catch_up_tokens
-        chosen, starts, counts, pieces, complete = [], [], [], [], []
+        chosen: list[int] = []
+        starts, counts, pieces = [], [], []
+        drawing: dict[int, SequenceState] = {}
         for row, each in enumerate(batch):
             start = min(each.progress.num_draft_computed, each.num_tokens - 1)
             count = min(each.num_tokens - start, budget)
             if count == 0:
                 continue
             budget -= count
+            if start + count == each.num_tokens:
+                drawing[len(chosen)] = each.state
             chosen.append(row)
             starts.append(start)
             counts.append(count)
             pieces.append(each.state.tokens[start : start + count])
-            complete.append(start + count == each.num_tokens)
-        hidden = self._forward(starts, counts, np.concatenate(pieces), tables[chosen])
-        ends = np.cumsum(counts) - 1
+        drawn = self._runner.compute(starts, counts, np.concatenate(pieces), tables[chosen], drawing)
         for row, start, count in zip(chosen, starts, counts, strict=True):
             self._mark(batch[row].progress, start + count, tables[row])
-        hidden = hidden[self._runner.platform.place(ends[complete])]
-        return hidden, [row for row, is_complete in zip(chosen, complete, strict=True) if is_complete]
+        return [chosen[index] for index in drawing], drawn
 
     def _mark(self, progress: Progress, num_computed: int, table: np.ndarray) -> None:
         progress.num_draft_computed = num_computed
-        full = num_computed // self._runner.block_size
+        full = num_computed // self._sequences.block_size
         self._written.update(table[progress.num_marked_blocks : full].tolist())
         progress.num_marked_blocks = max(progress.num_marked_blocks, full)
-
-    def _forward(self, starts: list[int], counts: list[int], token_ids: np.ndarray, tables: np.ndarray) -> torch.Tensor:
-        platform = self._runner.platform
-        metadata = platform.build_metadata(
-            np.array(starts), np.array(counts), tables, self._runner.block_size, share_prefixes=False
-        )
-        # The model's padded vocabulary may be wider than the draft model's; no text has ids of the padding.
-        known = np.minimum(token_ids, self._config.vocab_size - 1).astype(np.int64)
-        return self._model.forward(platform.place(known), metadata, self._layers)
-
-    def _draw(self, hidden: torch.Tensor, batch: list[_Drafting]) -> list[int | None]:
-        """The next token of each sequence; None if the sampler cannot draw one."""
-        state = self._runner.state
-        logits = self._model.compute_logits(hidden)
-        if logits.shape[1] < state.vocab_size:
-            logits = F.pad(logits, (0, state.vocab_size - logits.shape[1]), value=float("-inf"))
-        sequences = [each.state for each in batch]
-        positions = [each.num_tokens for each in sequences]
-        token_ids, status = self._runner.platform.sampler.draw(logits, sequences, positions, state)
-        pairs = zip(token_ids.tolist(), status.tolist(), strict=True)
-        return [token_id if code == OK else None for token_id, code in pairs]
 
     def reset(self) -> None:
         """Called if the model's cache was lost: block ids begin anew."""

@@ -1,7 +1,8 @@
 """A rank that speculates: the worker of the model, and proposers that say after each step what may come next.
 
-It is a `RankWorker` around another one; the executor makes the one or the other. Drafts travel to the driver
-with the step's output and come back in the next step, where the model's own runner verifies them.
+It is a `RankWorker` around another one; the executor has the one or the other made. Drafts travel to the driver with
+the step's output and come back in the next step, where the model's own worker verifies them. Imports no framework: of
+the target it sees a `SpeculationTarget`.
 """
 
 from __future__ import annotations
@@ -11,52 +12,38 @@ from collections.abc import Mapping
 
 import msgspec
 
-from specdecode.draft_model import DraftModel, check_same_tokenizer
+from specdecode.draft_model import DraftModel
 from specdecode.lengths import Costs, StepCost
-from specdecode.measure import measure_step
 from specdecode.proposers import NgramProposer, Proposer, ProposerChain
 from specdecode.speculative_config import SpeculativeConfig
 from structured.logits_processors import LogitsProcessorFactory
 from structured.masks import MaskBatch
-from workers.checkpoints.model_config import resolve_model_folder
 from workers.model_info import ModelInfo
-from workers.model_options import ModelOptions
-from workers.model_runner import ModelRunner
-from workers.rank_worker import RankWorker
+from workers.rank_worker import SpeculationTarget
 from workers.step import StepInput, StepOutput
-from workers.worker import RankPlace, Worker
 
 
 class SpeculativeWorker:
-    """Raises what `Worker` raises, and `ModelError` where the draft model cannot be loaded or has another tokenizer.
-
-    `tokenizer` is the folder of the model's tokenizer, None for the model's own. Of several ranks, rank 0 alone is made
-    of this class, and holds the draft model whole.
+    """Rank 0 of an engine that speculates; `target` holds the draft model beside its share of the model, if the
+    configuration names one. A step computes at most `max_num_batched_tokens`.
     """
 
-    def __init__(
-        self, config: ModelOptions, place: RankPlace, speculative: SpeculativeConfig, tokenizer: str | None
-    ) -> None:
-        folder = None if speculative.draft_model is None else resolve_model_folder(speculative.draft_model)
-        target = Worker(config, place, speculative.max_draft_tokens, folder)
-        self.target: RankWorker = target
-        self.runner: ModelRunner = target.runner
+    def __init__(self, target: SpeculationTarget, speculative: SpeculativeConfig, max_num_batched_tokens: int) -> None:
+        self.target = target
+        sequences = target.sequences
         self._cost: StepCost | None = None
         proposers: list[Proposer] = []
         for name in speculative.rank_proposers:
             if name == "ngram":
                 proposers.append(NgramProposer(speculative.ngram_min, speculative.ngram_max))
             elif target.draft is not None:
-                check_same_tokenizer(tokenizer or self.info.folder, str(folder), self.info.vocab_size)
-                proposers.append(DraftModel(target.draft, self.runner, config.max_num_batched_tokens))
-        runner = self.runner
+                proposers.append(DraftModel(target.draft, sequences, max_num_batched_tokens))
         costs = None
         if speculative.adaptive:
-            with target.group.alone():  # other ranks take no part
-                self._cost = measure_step(runner.model, runner.kv_layers, runner.block_size, runner.platform)
+            self._cost = StepCost(target.measure())
             costs = Costs(self._cost, {each.name: each.measure() for each in proposers if isinstance(each, DraftModel)})
         self.chain = ProposerChain(
-            proposers, runner.state, speculative.max_draft_tokens, self.info.max_model_len, costs
+            proposers, sequences.sampling, speculative.max_draft_tokens, self.info.max_model_len, costs
         )
         self._step: StepInput | None = None
         self._seconds = 0.0

@@ -22,10 +22,10 @@ from cluster.llm import LLM, SamplingParams
 from tests.checkpoints import VOCAB_SIZE, checkpoint, reference_greedy
 from tests.patience import PATIENCE_S
 from tests.triton_device import DEVICE, NEEDS_GPU, THOROUGH
-from workers import worker
+from workers import torch_worker
 from workers.attention import AttentionMetadata
 from workers.checkpoints.model_config import load_model_config
-from workers.kernels.protocol import KVCaches
+from workers.kernels.protocol import DecodeLimits, KVCaches
 from workers.kernels.triton import graphs, launch
 from workers.kernels.triton.metadata import DeviceMetadata, Layout, build_metadata
 from workers.loader import load_model
@@ -33,6 +33,7 @@ from workers.model_options import ModelOptions
 from workers.parallel.group import CollectiveGroup, GlooGroup, open_store
 from workers.platforms import cuda
 from workers.platforms.cuda import CudaPlatform
+from workers.rank_worker import RankPlace
 from workers.step import SamplePoint, ScheduledSequence, SequenceStart, StepInput
 
 NUM_TOKENS = 12 if THOROUGH else 3
@@ -41,7 +42,7 @@ NUM_TOKENS = 12 if THOROUGH else 3
 def make_llm(monkeypatch: pytest.MonkeyPatch, model: str, **options: Any) -> LLM:
     """Over the CUDA platform, on whichever device Triton's kernels run here."""
     with monkeypatch.context() as patch:
-        patch.setattr(worker, "choose_platform", lambda device, num_threads: CudaPlatform(DEVICE))
+        patch.setattr(torch_worker, "choose_platform", lambda device, num_threads: CudaPlatform(DEVICE))
         limits = {"kv_cache_bytes": 1 << 20, "max_num_batched_tokens": 32, "max_model_len": 96, "max_num_sequences": 2}
         llm = LLM(model, **limits | options)
     assert llm.engine.model.platform == "cuda"
@@ -93,16 +94,17 @@ class NoLayers:
 def test_large_batches_are_captured_first_and_what_takes_too_long_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     model, (one, two, four), verify = NoLayers(), decodes(1, 2, 4), Layout(3, 2)
     layouts, device = (one, two, four, verify), torch.device("cpu")
-    record = functools.partial(graphs.record, model.layers, model.forward, layouts, 8, 64, device)
-    assert record() == layouts
+    record = functools.partial(graphs.record, model.layers, model.forward, layouts, device=device)
+    limits = DecodeLimits(4, 64, 8)
+    assert record(limits) == layouts
     both = [(each, has_groups) for each in (four, two, one, verify) for has_groups in (False, True)]
     assert model.captured == [each for each in both if each != (one, True)]  # one sequence is no group
     model.captured.clear()
-    assert record(share_prefixes=False) == layouts
+    assert record(limits._replace(shares_prefixes=False)) == layouts
     assert model.captured == [(four, False), (two, False), (one, False), (verify, False)]
     clock = iter([0.0, 0.0, graphs.MOST_SECONDS, graphs.MOST_SECONDS + 1])
     monkeypatch.setattr(graphs.time, "perf_counter", lambda: next(clock))
-    assert record() == (two, four)
+    assert record(limits) == (two, four)
     assert graphs.padded_to((two, four), np.ones(1)) == two
 
 
@@ -116,11 +118,12 @@ def test_attention_over_prompts_is_compiled_before_any_comes() -> None:
         assert len(token_ids) == metadata.num_tokens == 2 * metadata.num_sequences
         steps.append((metadata.max_query_len, metadata.num_sequences, metadata.prefix_rows is not None))
 
-    graphs.compile_prompts(forward, 1000, 8, 64, torch.device("cpu"), share_prefixes=True)
+    device = torch.device("cpu")
+    graphs.compile_prompts(forward, DecodeLimits(1000, 64, 8), device)
     assert steps == [(2, 2, False), (2, 2, True), (2, 256, False), (2, 256, True)]
     steps.clear()
-    graphs.compile_prompts(forward, 1, 8, 64, torch.device("cpu"), share_prefixes=True)
-    graphs.compile_prompts(forward, 2, 8, 64, torch.device("cpu"), share_prefixes=False)
+    graphs.compile_prompts(forward, DecodeLimits(1, 64, 8), device)
+    graphs.compile_prompts(forward, DecodeLimits(2, 64, 8, shares_prefixes=False), device)
     assert steps == [(2, 1, False), (2, 2, False)]
 
 
@@ -145,7 +148,9 @@ def test_ranks_keep_only_what_all_of_them_have_captured(
                 raise RuntimeError("operation not permitted when stream is capturing")
             return model.forward(token_ids, metadata)
 
-        captured = graphs.record(model.layers, forward, decodes(1, 2, 4, 8), 8, 64, torch.device("cpu"), False, agree)
+        limits = DecodeLimits(8, 64, 8, shares_prefixes=False)
+        layouts, device = decodes(1, 2, 4, 8), torch.device("cpu")
+        captured = graphs.record(model.layers, forward, layouts, limits, device, agree)
         return captured, len(model.layers._graphs)
 
     with ThreadPoolExecutor(2) as pool:
@@ -161,7 +166,7 @@ def test_where_steps_cannot_be_captured_they_run_kernel_by_kernel(caplog: pytest
 
     platform, model = CudaPlatform(torch.device("cpu")), NoLayers()
     refused = SimpleNamespace(compiled=model.layers, forward=forward)
-    platform.record_decodes(refused, [], 2, 64, 8)  # type: ignore[arg-type]
+    platform.record_decodes(refused, [], DecodeLimits(2, 64, 8))  # type: ignore[arg-type]
     assert platform.graph_layouts == ()
     assert "kernel by kernel" in caplog.text
     metadata = platform.build_metadata(np.array([3]), np.ones(1, dtype=np.int64), np.zeros((1, 1), np.int32), 8)
@@ -313,12 +318,12 @@ def generate_as_rank(rank: int, address: str, folder: str) -> tuple[list[int], i
 
     launch.GraphCapture.capture = counted  # type: ignore[method-assign]
     cuda.NcclGroup = lambda rank, num_ranks, address, device: GlooGroup(rank, num_ranks, address)  # type: ignore
-    worker.choose_platform = lambda device, num_threads: CudaPlatform(DEVICE)  # type: ignore[assignment]
+    torch_worker.choose_platform = lambda device, num_threads: CudaPlatform(DEVICE)  # type: ignore[assignment]
     limits = {"max_model_len": 32, "block_size": 32, "kv_cache_bytes": 1 << 18, "max_num_sequences": 1}
     options = ModelOptions(
         model=folder, dtype="float32", device="cuda", tensor_parallel_size=2, max_num_batched_tokens=32, **limits
     )
-    own = worker.Worker(options, worker.RankPlace(rank, address))
+    own = torch_worker.TorchWorker(options, RankPlace(rank, address))
     store, tokens = own.group.store, []  # type: ignore[attr-defined]
     replayed.clear()
     position = len(RANK_PROMPT)

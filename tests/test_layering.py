@@ -44,7 +44,6 @@ INSIDE: dict[str, tuple[str, ...]] = {
         "specdecode.acceptance",
         "specdecode.lengths",
         "specdecode.forced",
-        "specdecode.measure",
         "specdecode.pace",
         "specdecode.ngram",
         "specdecode.proposers",
@@ -109,6 +108,10 @@ INSIDE: dict[str, tuple[str, ...]] = {
         "workers.attention",
         "workers.sampling.logits_processors",
         "workers.sampling.sampling_state",
+        "workers.sampling.verification",
+        # The device seam: what the worker of every framework is, and what it shares with the others
+        "workers.rank_sequences",
+        "workers.rank_worker",
         # What computes
         "workers.parallel",
         "workers.parallel.group",
@@ -156,8 +159,9 @@ INSIDE: dict[str, tuple[str, ...]] = {
         "workers.pending_draw",
         "workers.model_runner",
         "workers.parallel.runner",
-        "workers.rank_worker",
-        "workers.worker",
+        "workers.step_times",
+        "workers.draft_runner",
+        "workers.torch_worker",
         "workers.trial",
     ),
     "cluster": (

@@ -13,8 +13,8 @@ import pytest
 
 from cluster.llm import LLM, ConstraintSpec, SamplingParams
 from tests.checkpoints import checkpoint
-from tests.fuzz.faults import device_of
 from tests.patience import wait_until
+from tests.workers import device_of
 
 LETTERS = ConstraintSpec(kind="regex", text="[ab]{3}")
 DRAFT = {"draft_model": str(checkpoint("llama", dtype="float32")), "max_draft_tokens": 2}

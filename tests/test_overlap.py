@@ -25,8 +25,8 @@ from structured.logits_processors import LogitsProcessorSpec
 from structured.masks import MaskBatch
 from tests.checkpoints import VOCAB_SIZE, checkpoint
 from tests.conftest import PROVE
-from tests.fuzz.faults import device_of
 from tests.patience import PATIENCE_S
+from tests.workers import device_of, worker_of
 from workers.checkpoints.model_config import load_model_config
 from workers.sampling_params import SamplingParams
 from workers.step import StepInput, StepOutput
@@ -145,7 +145,7 @@ class Run:
         engine.check_integrity()
         assert not engine.has_unfinished
         assert engine.stats().num_free_blocks == engine.stats().num_blocks
-        assert not device_of(engine)._worker.runner._rows, "the rank remembers a sequence"
+        assert not worker_of(engine).sequences.sampling.sequences, "the rank remembers a sequence"
 
     def _arrive_and_leave(self, step: int) -> None:
         for number, request in enumerate(self._workload):
@@ -290,7 +290,7 @@ def test_a_step_that_fails_voids_the_one_behind_it_and_all_is_computed_again(ove
     one = engine(ROOMY, overlap)
     add(one)
     expected = drain(one)
-    model = device_of(one)._worker.runner.model
+    model = worker_of(one).runner.model
     forward, calls = model.forward, []
 
     def fail_once(*arguments):
@@ -312,7 +312,7 @@ def test_two_failures_in_a_row_end_the_engine() -> None:
     def fail(*arguments):
         raise RuntimeError("the device went away")
 
-    device_of(one)._worker.runner.model.forward = fail
+    worker_of(one).runner.model.forward = fail
     add(one)
     with pytest.raises(EngineDead, match="the device went away"):
         drain(one)

@@ -19,7 +19,7 @@ from cluster.llm import LLM, SamplingParams
 from structured.masks import MaskBatch
 from tests.checkpoints import VOCAB_SIZE, checkpoint, reference_greedy
 from tests.cpu_forms import forget_libraries
-from workers import worker
+from workers import torch_worker
 from workers.attention import AttentionMetadata
 from workers.checkpoints.model_config import HeadShape, ModelConfig, ModelError
 from workers.checkpoints.weights import DecoderWeights, Linear, LinearWeight
@@ -173,7 +173,7 @@ def no_cpu_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def run(platform: OtherPlatform, family: str, monkeypatch: pytest.MonkeyPatch, **options) -> None:
     """Greedy tokens of a small batch are transformers' own; seeded ones, log-probabilities and penalties are drawn."""
-    monkeypatch.setattr(worker, "choose_platform", lambda device, num_threads: platform)
+    monkeypatch.setattr(torch_worker, "choose_platform", lambda device, num_threads: platform)
     folder = checkpoint(family)
     llm = LLM(str(folder), kv_cache_bytes=1 << 22, **options)
     assert llm.engine.model.platform == "other"

@@ -48,8 +48,8 @@ from structured.frames import frame
 from structured.masks import LATE, NO_MASK, MaskBatch
 from tests.checkpoints import checkpoint
 from tests.conftest import PROVE
-from tests.fuzz.faults import device_of
 from tests.patience import PATIENCE_S, wait_until
+from tests.workers import device_of
 from workers.checkpoints.model_config import ModelError
 from workers.step import ScheduledSequence, StepInput, StepOutput
 

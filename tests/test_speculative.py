@@ -13,7 +13,7 @@ from specdecode.ngram import NgramIndex
 from specdecode.speculative_config import SpeculativeConfig
 from tests.checkpoints import VOCAB_SIZE, checkpoint, reference_greedy
 from tests.test_engine import POOL_BLOCKS, drain, make_engine, run
-from tests.workers import worker_of
+from tests.workers import speculative_worker_of
 from workers.checkpoints.model_config import ModelError, load_model_config
 from workers.sampling_params import SamplingParams
 
@@ -160,7 +160,7 @@ class Oracle:
 
 
 def ask_oracle(engine: Engine, texts: list[list[int]], every: int = 7) -> None:
-    (proposer,) = worker_of(engine).chain._proposers
+    (proposer,) = speculative_worker_of(engine).chain._proposers
     proposer.propose = Oracle(texts, every).propose
 
 
@@ -270,7 +270,7 @@ def test_a_proposer_that_raises_is_left_out_and_its_requests_go_on() -> None:
     prompts = make_prompts()
     expected = run(make_engine("llama"), prompts, greedy())
     engine = make_engine("llama", speculative=NGRAM)
-    (proposer,) = worker_of(engine).chain._proposers
+    (proposer,) = speculative_worker_of(engine).chain._proposers
     propose, calls = proposer.propose, []
 
     def fail(wanted):
@@ -290,7 +290,7 @@ def test_a_draft_that_raises_between_two_tokens_leaves_no_trace() -> None:
     prompts = make_prompts()
     expected = sampled(make_engine("llama"), prompts)
     engine = make_engine("llama", speculative=drafting("llama"))
-    model = worker_of(engine).chain._proposers[0]._model
+    model = speculative_worker_of(engine).chain._proposers[0]._runner.model
     forward, calls = model.forward, []
 
     def fail(*arguments):
@@ -313,7 +313,7 @@ def test_the_draft_reads_cached_blocks_only_where_it_wrote_them() -> None:
     prompt = make_prompts()[3]
     engine = make_engine("llama", speculative=drafting("llama"))
     expected = run(make_engine("llama"), [prompt], greedy())[0]
-    draft = worker_of(engine).chain._proposers[0]
+    draft = speculative_worker_of(engine).chain._proposers[0]
     counts = watch(engine)
     propose, draft.propose = draft.propose, lambda wanted: {}
     assert run(engine, [prompt], greedy()) == [expected]
@@ -325,8 +325,8 @@ def test_the_draft_reads_cached_blocks_only_where_it_wrote_them() -> None:
     assert counts["accepted"] == counts["drafted"] > 20
     assert len(draft._written) >= 4
     computed = []
-    forward = draft._model.forward
-    draft._model.forward = lambda tokens, *rest: computed.append(len(tokens)) or forward(tokens, *rest)
+    forward = draft._runner.model.forward
+    draft._runner.model.forward = lambda tokens, *rest: computed.append(len(tokens)) or forward(tokens, *rest)
     assert run(engine, [prompt], greedy()) == [expected]
     assert computed[0] <= 17, "blocks that the draft wrote were computed again"
     assert counts["accepted"] == counts["drafted"]

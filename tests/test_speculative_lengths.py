@@ -14,7 +14,7 @@ from specdecode.pace import Pace
 from specdecode.speculative_config import SpeculativeConfig
 from tests.test_engine import drain, make_engine
 from tests.test_speculative import ask_oracle, greedy, make_prompts, watch
-from tests.workers import worker_of
+from tests.workers import speculative_worker_of
 
 FLAT = StepCost([(1, 1.0), (8, 1.0), (64, 1.0)])
 """Bound by reading weights."""
@@ -164,9 +164,9 @@ def test_an_adaptive_engine_uses_good_drafts_and_leaves_bad_ones() -> None:
         texts.append([*prompt, *(token for delta in drain(plain) for token in delta.token_ids)])
     for every in (1000, 1):
         engine = make_engine("llama", speculative=SpeculativeConfig(proposers=("ngram",)))
-        chain = worker_of(engine).chain
+        chain = speculative_worker_of(engine).chain
         chain._costs = chain._costs._replace(step=StepCost([(1, 1.0), (128, 5.0)]))
-        worker_of(engine)._cost = None  # this machine's own times do not matter here
+        speculative_worker_of(engine)._cost = None  # this machine's own times do not matter here
         ask_oracle(engine, texts, every)
         counts = watch(engine)
         for index, prompt in enumerate(prompts):

@@ -38,7 +38,7 @@ from workers.models.decoder import Decoder
 from workers.parallel.group import OneRank
 from workers.parallel.shard import CheckpointShard, check_num_ranks, shard_config
 from workers.step import ScheduledSequence, SequenceStart, StepInput
-from workers.worker import Worker
+from workers.torch_worker import TorchWorker
 
 pytestmark = pytest.mark.usefixtures("plugin", "cheap_groups")
 
@@ -330,10 +330,10 @@ def test_a_model_that_runs_through_transformers_is_refused() -> None:
         make_worker(str(checkpoint("gpt_neox")), 2)
 
 
-def make_worker(folder: str, num_ranks: int) -> Worker:
+def make_worker(folder: str, num_ranks: int) -> TorchWorker:
     """Without a group: what is refused later than the configuration is read would raise for its lack."""
     options = {"dtype": "float32", "device": "cpu", "num_threads": 1, "max_num_sequences": 4}
-    return Worker(ModelOptions(model=folder, tensor_parallel_size=num_ranks, **options))
+    return TorchWorker(ModelOptions(model=folder, tensor_parallel_size=num_ranks, **options))
 
 
 def test_a_quantised_linear_is_split_by_the_slices_of_its_tensors(

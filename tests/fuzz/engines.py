@@ -26,9 +26,10 @@ from structured.constraint import Resolved
 from tests.checkpoints import checkpoint
 from tests.fuzz import reference
 from tests.fuzz.cases import Case, Request, Settings, default_of
-from tests.fuzz.faults import Injector, device_of
+from tests.fuzz.faults import Injector
 from tests.fuzz.outcomes import Choice, Outcome
 from tests.fuzz.processors import FACTORIES, Watcher
+from tests.workers import worker_of
 from workers.checkpoints.model_config import load_model_config
 
 IDLE_STALL_S = 6.0
@@ -259,11 +260,11 @@ class Run:
 
     def _check_nothing_is_left(self) -> None:
         engine = self.llm.engine
-        stats, pool, runner = engine.stats(), engine.masks.pool, device_of(engine)._worker.runner
+        stats, pool = engine.stats(), engine.masks.pool
         if stats.num_free_blocks != stats.num_blocks:
             raise Broken(f"{stats.num_free_blocks} of {stats.num_blocks} blocks are free in the end")
-        if runner._rows:
-            raise Broken(f"the rank remembers sequences {sorted(runner._rows)}")
+        if remembered := sorted(worker_of(engine).sequences.sampling.sequences):
+            raise Broken(f"the rank remembers sequences {remembered}")
         if Watcher.num_alive != self._watchers:
             raise Broken(f"{Watcher.num_alive - self._watchers} instances of logits processors were not closed")
         if pool is not None and pool.session_ids:

@@ -11,14 +11,10 @@ from cluster.engine.request import FinishStatus
 from cluster.engine.sequence import Sequence
 from structured.pool import GrammarPool
 from tests.fuzz.cases import Fault
+from tests.workers import device_of, worker_of
 
 MIN_STEPS_BETWEEN = 2
 """Good steps between two that raise: two in a row end an engine, as they should."""
-
-
-def device_of(engine: Engine) -> Any:
-    """The executor that holds the worker; in the overlapped loop it is called from another thread."""
-    return getattr(engine.executor, "inner", engine.executor)
 
 
 class Injected(RuntimeError):
@@ -57,7 +53,7 @@ class Injector:
 
     def _watch_steps(self) -> None:
         executor = device_of(self._engine)
-        model = executor._worker.runner.model
+        model = worker_of(self._engine).runner.model
         execute, sample, forward = executor.execute, executor.sample, model.forward
 
         def watched_forward(*arguments: Any) -> Any:
@@ -104,7 +100,7 @@ class Injector:
         if not held:
             return False
         block = held[fault.target % len(held)]
-        device_of(self._engine)._worker.runner.kv_cache[:, :, block] = float("nan")
+        worker_of(self._engine).runner.kv_cache[:, :, block] = float("nan")
         self._nan_blocks[block] = []
         self._note_readers()
         return True

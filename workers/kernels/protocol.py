@@ -6,7 +6,7 @@ such as these two, may stand for an object with methods.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -24,6 +24,19 @@ when the request's parameters or the constraint's adjustments were applied to th
 
 KVCaches = list[tuple[torch.Tensor, torch.Tensor]]
 """(k_cache, v_cache) of each layer, [num_blocks, block_size, num_kv_heads, head_dim]."""
+
+
+class DecodeLimits(NamedTuple):
+    """How large the decode steps of a model can be."""
+
+    max_num_sequences: int
+    max_model_len: int
+    block_size: int
+    """Tokens of a KV block."""
+    max_draft_tokens: int = 0
+    """Drafts of one sequence that a step verifies."""
+    shares_prefixes: bool = True
+    """Whether a step's metadata may have shared prefixes."""
 
 
 class Kernels(Protocol):

@@ -9,13 +9,12 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping
 
-import msgspec
 import numpy as np
 import torch
 
 from structured.masks import MaskBatch
 from workers.model_runner import PROMPT_LOGPROB_ROWS, ModelRunner
-from workers.step import SequenceStart, StepInput, StepOutput, TokenLogprobs
+from workers.step import StepInput, StepOutput, TokenLogprobs
 
 
 class RankRunner(ModelRunner):
@@ -36,30 +35,21 @@ class RankRunner(ModelRunner):
         if step is None or hidden is None:
             return 0
         digest = zlib.crc32(self._token_ids(step).cpu().numpy().tobytes())
-        digest = zlib.crc32(self._written_blocks(step).tobytes(), digest)
+        digest = zlib.crc32(self.sequences.written_blocks(step).tobytes(), digest)
         rows = torch.tensor([point.row for point in step.sample_points], dtype=torch.int64, device=hidden.device)
         return zlib.crc32(hidden[rows].view(torch.uint8).cpu().numpy().tobytes(), digest)
-
-    def _written_blocks(self, step: StepInput) -> np.ndarray:
-        """The first and the last block that the step writes for each sequence, int32 [2, n]."""
-        rows = [self._rows[item.sequence_id] for item in step.scheduled]
-        first = [item.start // self.block_size for item in step.scheduled]
-        last = [(item.start + item.num_tokens - 1) // self.block_size for item in step.scheduled]
-        return np.stack([self._block_tables[rows, first], self._block_tables[rows, last]])
 
 
 class FollowerRunner(RankRunner):
     """Every other rank: its `sample` takes part in gathering the logits and draws nothing."""
+
+    draws = False
 
     def adopt(self, token_ids: Mapping[int, list[int]]) -> None:
         """Appends what rank 0 drew in the last step, by sequence. Called before the next `execute`."""
         for sequence_id, gained in token_ids.items():
             if gained:
                 self.state.append(sequence_id, gained)
-
-    def _start(self, sequence: SequenceStart) -> None:
-        params = msgspec.structs.replace(sequence.params, logits_processors=())
-        super()._start(msgspec.structs.replace(sequence, params=params))
 
     def _draw(self, step: StepInput, hidden: torch.Tensor, output: StepOutput, masks: MaskBatch | None) -> None:
         """Computes this rank's part of the logits, which rank 0 gathers."""

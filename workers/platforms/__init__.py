@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from workers.attention import AttentionMetadata
     from workers.checkpoints.model_config import ModelConfig
     from workers.checkpoints.weights import DecoderWeights, Linear, LinearWeight, SharedLinears
-    from workers.kernels.protocol import Forward, Kernels, KVCaches, SamplerKernels
+    from workers.kernels.protocol import DecodeLimits, Forward, Kernels, KVCaches, SamplerKernels
     from workers.models.protocol import Model
     from workers.parallel.group import Group
 
@@ -67,16 +67,11 @@ class Platform(Protocol):
         self,
         model: Model,
         kv_caches: KVCaches,
-        max_num_sequences: int,
-        max_model_len: int,
-        block_size: int,
-        share_prefixes: bool = True,
-        max_draft_tokens: int = 0,
+        limits: DecodeLimits,
         agree: Callable[[int], int] = int,
     ) -> None:
         """Called for each model once its KV cache is there, before the first step: time for what makes decode steps
-        faster. With `share_prefixes` a step's metadata may have shared prefixes. A step verifies at most
-        `max_draft_tokens` of a sequence. `agree` is the least of what all ranks give it that share the model.
+        faster. `agree` is the least of what all ranks give it that share the model.
         """
         ...
 

@@ -14,7 +14,7 @@ from workers.checkpoints.model_config import UNQUANTIZED, ModelConfig, ModelErro
 from workers.checkpoints.weights import DecoderWeights, Linear, LinearWeight, SharedLinears
 from workers.kernels import build, cpu, cpu_decoder, cpu_sampler, processor
 from workers.kernels.cpu_kv_cache import allocate_kv
-from workers.kernels.protocol import Forward, Kernels, KVCaches, SamplerKernels
+from workers.kernels.protocol import DecodeLimits, Forward, Kernels, KVCaches, SamplerKernels
 from workers.kernels.shared_weights import shared_weights
 from workers.models.protocol import Model
 from workers.platforms.cpu_group import CpuGroup
@@ -58,17 +58,9 @@ class CpuPlatform:
         return cpu_decoder.compile_decoder(weights, config)
 
     def record_decodes(
-        self,
-        model: Model,
-        kv_caches: KVCaches,
-        max_num_sequences: int,
-        max_model_len: int,
-        block_size: int,
-        share_prefixes: bool = True,
-        max_draft_tokens: int = 0,
-        agree: Callable[[int], int] = int,
+        self, model: Model, kv_caches: KVCaches, limits: DecodeLimits, agree: Callable[[int], int] = int
     ) -> None:
-        """There is nothing to save here."""
+        """Does nothing: a CPU has nothing to record."""
 
     def resolve_dtype(self, requested: str, checkpoint: str) -> str:
         if requested == "float16":

@@ -19,7 +19,7 @@ import triton
 from workers.attention import AttentionMetadata
 from workers.checkpoints.model_config import UNQUANTIZED, ModelConfig, ModelError
 from workers.checkpoints.weights import DecoderWeights, Linear, LinearWeight
-from workers.kernels.protocol import Forward, Kernels, KVCaches, SamplerKernels
+from workers.kernels.protocol import DecodeLimits, Forward, Kernels, KVCaches, SamplerKernels
 from workers.kernels.transfer import place
 from workers.kernels.triton import launch, layers, sampler
 from workers.kernels.triton.graphs import GraphedLayers, compile_prompts, layouts_to_capture, padded_to, record
@@ -69,15 +69,7 @@ class CudaPlatform:
         return GraphedLayers(run_layers)
 
     def record_decodes(
-        self,
-        model: Model,
-        kv_caches: KVCaches,
-        max_num_sequences: int,
-        max_model_len: int,
-        block_size: int,
-        share_prefixes: bool = True,
-        max_draft_tokens: int = 0,
-        agree: Callable[[int], int] = int,
+        self, model: Model, kv_caches: KVCaches, limits: DecodeLimits, agree: Callable[[int], int] = int
     ) -> None:
         """Where a step cannot be captured, it runs kernel by kernel, and the log says why."""
         layers = model.compiled
@@ -88,11 +80,10 @@ class CudaPlatform:
             return model.forward(token_ids, metadata, kv_caches)
 
         before, started = launch.used_memory(self.device), time.perf_counter()
-        compile_prompts(forward, max_num_sequences, block_size, max_model_len, self.device, share_prefixes)
+        compile_prompts(forward, limits, self.device)
         # A draft model's are those of its model
-        layouts = self.graph_layouts or layouts_to_capture(max_num_sequences, max_draft_tokens)
-        sizes = (block_size, max_model_len)
-        captured = record(layers, forward, layouts, *sizes, self.device, share_prefixes, agree)
+        layouts = self.graph_layouts or layouts_to_capture(limits.max_num_sequences, limits.max_draft_tokens)
+        captured = record(layers, forward, layouts, limits, self.device, agree)
         if not captured:
             return
         self.graph_layouts = captured

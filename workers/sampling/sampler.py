@@ -36,6 +36,7 @@ from workers.kernels.protocol import INFINITE, LATE, NAN, OK, OVERFLOW, SamplerK
 from workers.kernels.transfer import place, to_host
 from workers.sampling.logits_processors import ProcessorFailed
 from workers.sampling.sampling_state import SamplingState, SequenceState
+from workers.sampling.verification import HostSample
 from workers.sampling_params import SamplingParams
 from workers.step import RowError, SamplePoint, TokenLogprobs
 
@@ -45,17 +46,6 @@ _DEFAULTS = SamplingParams()
 
 LogprobTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """What `SamplerKernels.logprobs` returns."""
-
-
-@dataclasses.dataclass
-class HostSample:
-    """Drawn tokens on the host; a failed point has an entry in `errors` and token 0, a late one is None."""
-
-    token_ids: list[int | None]
-    errors: dict[int, RowError]
-    """Sample point's index to what is wrong with its row."""
-    logprobs: dict[int, TokenLogprobs]
-    """Sample point's index to its logprobs, for sequences that asked."""
 
 
 def _is_restricted(params: SamplingParams) -> bool:

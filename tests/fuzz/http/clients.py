@@ -87,9 +87,20 @@ class World:
         self.document = Document(json.loads((await connection.answer()).body))
         for number, good in enumerate(CATALOGUE):
             await connection.send(request(good.path, good.body(self.model)))
-            self.alone[number] = essence(await connection.answer())
+            try:
+                self.alone[number] = essence(await connection.answer())
+            except TimeoutError as error:
+                raise AssertionError(f"{good} has no answer alone; {await self._metrics()}") from error
         connection.close()
         self.drawn = await asyncio.to_thread(bodies.drawn, self.document.content, self.seed, self._num_examples)
+
+    async def _metrics(self) -> str:
+        """Returns what the server says of itself, over another connection."""
+        connection = await connect(self.port, [])
+        await connection.send(request("/metrics", b"", "GET"))
+        lines = (await connection.answer()).body.decode().splitlines()
+        connection.close()
+        return "\n".join(line for line in lines if not line.startswith("#") and "_bucket" not in line)
 
     def check(self, path: str, answer: Answer) -> None:
         """Whether an answer may come from that path at all. Raises `AssertionError` or `jsonschema.ValidationError`."""

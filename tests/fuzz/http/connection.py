@@ -7,8 +7,8 @@ import json
 import socket
 from typing import Any, NamedTuple
 
-ANSWER_S = 600.0
-"""An answer that takes longer is missing."""
+ANSWER_S = 300.0
+"""An answer that takes longer is missing: half the time that a request has by default (`request_timeout_s`)."""
 SHOWN_BYTES = 600
 """Of each thing sent or received, in the transcript."""
 SLOW_BUFFER = 4096

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from workers.attention import AttentionMetadata
-from workers.kernels.protocol import Forward, KVCaches
+from workers.kernels.protocol import DecodeLimits, Forward, KVCaches
 from workers.kernels.triton.launch import GraphCapture, synchronize
 from workers.kernels.triton.metadata import DeviceMetadata, Layout, padded_views, padding, prefix_rows_of
 
@@ -58,20 +58,17 @@ def padded_to(layouts: Sequence[Layout], query_lens: np.ndarray) -> Layout | Non
 
 def compile_prompts(
     forward: Callable[[torch.Tensor, AttentionMetadata], object],
-    max_num_sequences: int,
-    block_size: int,
-    max_model_len: int,
+    limits: DecodeLimits,
     device: torch.device,
-    share_prefixes: bool,
 ) -> None:
     """Has `forward` run empty steps of more than one token a sequence, few and many, without and with groups: else the
     first prompts, and all that run beside them, would wait seconds for their attention to be compiled.
     """
-    most = min(max_num_sequences, MOST_SEQUENCES)
-    tables = torch.zeros((most, -(-max_model_len // block_size)), dtype=torch.int32, device=device)
+    most = min(limits.max_num_sequences, MOST_SEQUENCES)
+    tables = _empty_tables(most, limits, device)
     for layout in sorted({Layout(2, min(2, most)), Layout(2, most)}):
-        for has_groups in (False, True)[: 1 + (share_prefixes and layout.num_sequences > 1)]:
-            step = empty_step(tables, layout, block_size, max_model_len, has_groups)
+        for has_groups in _group_forms(layout, limits):
+            step = empty_step(tables, layout, limits, has_groups)
             token_ids = torch.zeros(layout.num_tokens, dtype=torch.int64, device=device)
             forward(token_ids, dataclasses.replace(step, layout=None))
 
@@ -141,14 +138,12 @@ def record(
     layers: GraphedLayers,
     forward: Callable[[torch.Tensor, AttentionMetadata], object],
     layouts: Sequence[Layout],
-    block_size: int,
-    max_model_len: int,
+    limits: DecodeLimits,
     device: torch.device,
-    share_prefixes: bool = True,
     agree: Callable[[int], int] = int,
 ) -> tuple[Layout, ...]:
-    """Captures `layers` in every layout by `forward` (token ids, metadata) of their model; with `share_prefixes` once
-    more for steps with groups that share prefixes. Returns the layouts that were captured, ascending: as far as time
+    """Captures `layers` in every layout by `forward` (token ids, metadata) of their model; once more for steps with
+    groups that share prefixes, if there are any. Returns the layouts that were captured, ascending: as far as time
     went, or up to one that cannot be captured, which the log says.
 
     Ranks that share the model call this with the same layouts. `agree` is the least of what all of them give it, so
@@ -157,14 +152,14 @@ def record(
     deadline = time.perf_counter() + MOST_SECONDS
     # One for all graphs: each reads of it what its sequences' lengths say
     most = max(each.num_sequences for each in layouts)
-    tables = torch.zeros((most, -(-max_model_len // block_size)), dtype=torch.int32, device=device)
+    tables = _empty_tables(most, limits, device)
     captured: list[Layout] = []
     layers.capture = GraphCapture(device)
     try:
         for layout in sorted(layouts, key=lambda each: (each.tokens_each, -each.num_sequences)):
             if not agree(int(time.perf_counter() <= deadline)):
                 break
-            if not agree(int(_can_capture(layout, tables, forward, block_size, max_model_len, share_prefixes))):
+            if not agree(int(_can_capture(layout, tables, forward, limits))):
                 layers.forget(layout)
                 break
             captured.append(layout)
@@ -177,15 +172,13 @@ def _can_capture(
     layout: Layout,
     tables: torch.Tensor,
     forward: Callable[[torch.Tensor, AttentionMetadata], object],
-    block_size: int,
-    max_model_len: int,
-    share_prefixes: bool,
+    limits: DecodeLimits,
 ) -> bool:
     """Has `forward` run an empty step in the layout, while it captures what it runs."""
     device = tables.device
     try:
-        for has_groups in (False, True)[: 1 + (share_prefixes and layout.num_sequences > 1)]:
-            metadata = empty_step(tables, layout, block_size, max_model_len, has_groups)
+        for has_groups in _group_forms(layout, limits):
+            metadata = empty_step(tables, layout, limits, has_groups)
             forward(torch.zeros(layout.num_tokens, dtype=torch.int64, device=device), metadata)
         synchronize(device)
     except RuntimeError as error:
@@ -199,9 +192,18 @@ def _can_capture(
     return True
 
 
-def empty_step(
-    tables: torch.Tensor, layout: Layout, block_size: int, max_model_len: int, has_groups: bool
-) -> DeviceMetadata:
+def _empty_tables(num_sequences: int, limits: DecodeLimits, device: torch.device) -> torch.Tensor:
+    """Returns block tables of sequences of the largest length, int32 [num_sequences, blocks]."""
+    shape = num_sequences, -(-limits.max_model_len // limits.block_size)
+    return torch.zeros(shape, dtype=torch.int32, device=device)
+
+
+def _group_forms(layout: Layout, limits: DecodeLimits) -> tuple[bool, ...]:
+    """Returns the forms of a layout: without groups that share prefixes, and with them if there can be some."""
+    return (False, True) if limits.shares_prefixes and layout.num_sequences > 1 else (False,)
+
+
+def empty_step(tables: torch.Tensor, layout: Layout, limits: DecodeLimits, has_groups: bool) -> DeviceMetadata:
     """A step all of which pads; the first of `tables` are its block tables."""
     packed = padding(layout, has_groups).to(tables.device)
     arrays = padded_views(packed, layout, has_groups)
@@ -211,10 +213,10 @@ def empty_step(
         query_start=arrays["query_start"],
         context_lens=arrays["context_lens"],
         block_tables=tables[: layout.num_sequences],
-        block_size=block_size,
+        block_size=limits.block_size,
         max_query_len=layout.tokens_each,
-        max_context_len=max_model_len,
-        total_context_len=layout.num_sequences * max_model_len,
+        max_context_len=limits.max_model_len,
+        total_context_len=layout.num_sequences * limits.max_model_len,
         prefix_rows=prefix_rows_of(arrays) if has_groups else None,
         packed=packed,
         layout=layout,

@@ -1,6 +1,6 @@
-"""Measures the cost of a model's step by the number of its tokens, once, when a rank starts.
+"""Measures the time of a model's step by the number of its tokens, once, when a rank starts.
 
-`specdecode/lengths.py` weighs drafts against the table. Called before anything is cached.
+`specdecode/lengths.py` weighs drafts against these times. Called before anything is cached.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import time
 import numpy as np
 import torch
 
-from specdecode.lengths import StepCost
 from workers.kernels.protocol import KVCaches
 from workers.models.protocol import Model
 from workers.platforms import Platform
+from workers.rank_worker import StepTimes
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 """Tokens of the measured steps."""
@@ -24,10 +24,13 @@ LEAST_SECONDS = 0.02
 
 
 @torch.inference_mode()
-def measure_step(model: Model, kv_layers: KVCaches, block_size: int, platform: Platform) -> StepCost:
-    """Seconds of the forward pass, the logits of every token and their maximum. Overwrites the first KV blocks."""
+def measure_steps(model: Model, kv_layers: KVCaches, block_size: int, platform: Platform) -> StepTimes:
+    """Measures the seconds of the forward pass, the logits of every token and their maximum.
+
+    Overwrites the first KV blocks.
+    """
     num_blocks = kv_layers[0][0].shape[0]
-    table = []
+    table: StepTimes = []
     for size in SIZES:
         if size > num_blocks * block_size:
             break
@@ -40,4 +43,4 @@ def measure_step(model: Model, kv_layers: KVCaches, block_size: int, platform: P
             model.compute_logits(model.forward(token_ids, metadata, kv_layers)).argmax(dim=-1).tolist()
             seconds.append(time.perf_counter() - started)
         table.append((size, min(seconds[1:])))
-    return StepCost(table)
+    return table

@@ -1,6 +1,8 @@
-"""One rank of one model replica: loads the model on its platform, sizes the KV cache and owns the model runner.
+"""One rank of one model replica on torch, for CPUs and CUDA GPUs: loads the model on its platform, sizes the KV cache
+and owns the model runner.
 
-The executor constructs it, in its own process or as an actor, and calls `execute` then `sample` for every step.
+It is a `SpeculationTarget` of `workers/rank_worker.py`. The executor has it made, in its own process or as an actor,
+and calls `execute` then `sample` for every step.
 """
 
 from __future__ import annotations
@@ -10,7 +12,6 @@ import functools
 import logging
 import pathlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
 
 import torch
 
@@ -18,6 +19,8 @@ from structured.logits_processors import LogitsProcessorFactory, LogitsProcessor
 from structured.masks import MaskBatch
 from workers.checkpoints.memory import plan_kv_cache, plan_max_model_len, weight_bytes
 from workers.checkpoints.model_config import ModelError, load_model_config, resolve_model_folder
+from workers.draft_runner import TorchDraftRunner
+from workers.kernels.protocol import DecodeLimits
 from workers.largest_step import run_largest_step
 from workers.loader import load_model
 from workers.model_info import ModelInfo
@@ -30,26 +33,15 @@ from workers.parallel.shard import shard_config
 from workers.pending_draw import PendingDraw
 from workers.phases import Phases
 from workers.platforms import Platform, choose_platform
+from workers.rank_sequences import RankSequences
+from workers.rank_worker import ALONE, RankPlace, StepTimes
 from workers.step import StepInput, StepOutOfMemory, StepOutput
+from workers.step_times import measure_steps
 
 logger = logging.getLogger(__name__)
 
 
-class RankPlace(NamedTuple):
-    """Which of a replica's ranks this is, and where it finds the others."""
-
-    rank: int = 0
-    group_address: str | None = None
-    """The address of the ranks' store (`private_address` or `open_store` of `workers.parallel.group`). None for one
-    rank.
-    """
-
-
-ALONE = RankPlace()
-"""The place of the only rank."""
-
-
-class Worker:
+class TorchWorker:
     """Loads a rank's share of a model, with tables for steps that verify `max_draft_tokens` of each sequence.
 
     Raises `ModelError` if the model cannot be served within the configured memory or length, and `LogitsProcessorError`
@@ -78,15 +70,15 @@ class Worker:
         phases.end("config")
         dtype = _COMMON_DTYPES[self.group.least(_COMMON_DTYPES.index(dtype))]
         model = load_model(folder, model_config, dtype, platform, group=self.group)
-        self.draft: LoadedModel | None = None
+        draft: LoadedModel | None = None
         if draft_folder is not None and draft_config is not None:
-            draft = load_model(draft_folder, draft_config, dtype, platform)
-            self.draft = LoadedModel(draft_config, draft, platform.torch_dtype(dtype))
+            draft_model = load_model(draft_folder, draft_config, dtype, platform)
+            draft = LoadedModel(draft_config, draft_model, platform.torch_dtype(dtype))
         self.group.least(0)  # all have their weights: what is free now is free for the KV cache
         phases.end("weights")
         loaded = LoadedModel(share, model, platform.torch_dtype(dtype))
         largest_steps = functools.partial(
-            _run_largest_steps, loaded, self.draft, platform, config, max_draft_tokens, draws=rank == 0
+            _run_largest_steps, loaded, draft, platform, config, max_draft_tokens, draws=rank == 0
         )
         kv_bytes, num_blocks = plan_kv_cache(
             share,
@@ -113,15 +105,9 @@ class Worker:
             max_model_len,
             self.processors,
         )
-        platform.record_decodes(
-            model,
-            self.runner.kv_layers,
-            config.max_num_sequences,
-            max_model_len,
-            config.block_size,
-            max_draft_tokens=max_draft_tokens,
-            agree=self.group.least,
-        )
+        limits = DecodeLimits(config.max_num_sequences, max_model_len, config.block_size, max_draft_tokens)
+        platform.record_decodes(model, self.runner.kv_layers, limits, agree=self.group.least)
+        self.draft = None if draft is None else TorchDraftRunner(draft, self.runner)
         phases.end("runner")
         self.info = ModelInfo(
             folder=str(folder),
@@ -139,6 +125,16 @@ class Worker:
             advice=platform.advice,
         )
         _log_start(self.info)
+
+    @property
+    def sequences(self) -> RankSequences:
+        return self.runner.sequences
+
+    def measure(self) -> StepTimes:
+        """Measures steps on this rank; the others take no part. Called before anything is cached."""
+        runner = self.runner
+        with self.group.alone():
+            return measure_steps(runner.model, runner.kv_layers, runner.sequences.block_size, runner.platform)
 
     def register_logits_processor(self, name: str, factory: LogitsProcessorFactory) -> None:
         """Raises `LogitsProcessorError` if the name is taken. An actor gets the factory by cloudpickle."""

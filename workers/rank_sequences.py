@@ -1,0 +1,148 @@
+"""What a rank keeps of its sequences, on every kind of device: their block tables, their tokens and their parameters.
+
+Plain numpy: the worker of each framework keeps one `RankSequences`, tells it every step before the forward pass, and
+reads from it what it computes. Knows no model, no logits and no device.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from structured.logits_processors import LogitsProcessorRegistry
+from workers.sampling.sampling_state import SamplingState
+from workers.sampling_params import SamplingParams
+from workers.step import RowError, SequenceStart, StepInput
+
+logger = logging.getLogger(__name__)
+
+
+class RankSequences:
+    """Not thread-safe; one step at a time.
+
+    Each of at most `max_num_sequences` sequences has at most `max_model_len` tokens, which lie in blocks of
+    `block_size` tokens. `registry` has the factories of the sequences' logits processors; on a rank that does not draw
+    (`draws` is False) sequences have none.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        block_size: int,
+        max_num_sequences: int,
+        max_model_len: int,
+        registry: LogitsProcessorRegistry | None = None,
+        draws: bool = True,
+    ) -> None:
+        self.block_size = block_size
+        self.max_num_sequences = max_num_sequences
+        self.max_model_len = max_model_len
+        self.sampling = SamplingState(vocab_size, registry)
+        self._draws = draws
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets every sequence."""
+        max_blocks = -(-self.max_model_len // self.block_size)
+        # np.zeros maps the pages lazily: only the parts of the tables that sequences use cost memory.
+        self._block_tables = np.zeros((self.max_num_sequences, max_blocks), dtype=np.int32)
+        self._num_blocks = np.zeros(self.max_num_sequences, dtype=np.int64)
+        self._free_rows = list(range(self.max_num_sequences - 1, -1, -1))
+        self._rows: dict[int, int] = {}
+        self._start_errors: dict[int, RowError] = {}
+        """Sequences that could not be started, until they are forgotten."""
+        self.sampling.clear()
+
+    # ---- what a step changes -------------------------------------------------------------------------------------
+
+    def begin(self, step: StepInput) -> None:
+        """Applies a step's changes: sequences end, start and fork, and block tables grow.
+
+        Raises what starting a sequence with default parameters raises; what its own parameters raise fails its row.
+        """
+        for sequence_id in step.finished:
+            self._forget(sequence_id)
+        for sequence in step.started:
+            self._start(sequence)
+        for fork in step.forked:
+            self._start(self.sampling.start_of_fork(fork.parent_id, fork.sequence_id, fork.seed))
+            self.sampling.fork_processors(fork.parent_id, fork.sequence_id)
+            if fork.parent_id in self._start_errors:
+                self._start_errors[fork.sequence_id] = self._start_errors[fork.parent_id]
+        for item in step.scheduled:
+            if item.new_block_ids:
+                self._append_blocks(self._rows[item.sequence_id], item.new_block_ids)
+
+    def _start(self, sequence: SequenceStart) -> None:
+        """Starts one sequence. If its parameters make that fail, steps report an error for it alone: until it is
+        forgotten it has default parameters, because every rank computes what was scheduled.
+        """
+        if not self._draws and sequence.params.logits_processors:
+            params = msgspec.structs.replace(sequence.params, logits_processors=())
+            sequence = msgspec.structs.replace(sequence, params=params)
+        row = self._free_rows.pop()
+        self._rows[sequence.sequence_id] = row
+        self._num_blocks[row] = 0
+        try:
+            self.sampling.start(sequence)
+        except Exception as error:
+            logger.exception("sequence %d could not be started", sequence.sequence_id)
+            reason = f"the sequence could not be started: {type(error).__name__}: {error}"
+            self._start_errors[sequence.sequence_id] = RowError(reason)
+            tokens = sequence.token_ids, sequence.num_prompt_tokens
+            self.sampling.start(SequenceStart(sequence.sequence_id, SamplingParams(), 0, *tokens))
+
+    def _forget(self, sequence_id: int) -> None:
+        row = self._rows.pop(sequence_id, None)
+        if row is not None:
+            self._free_rows.append(row)
+            self.sampling.forget(sequence_id)
+            self._start_errors.pop(sequence_id, None)
+
+    def _append_blocks(self, row: int, block_ids: list[int]) -> None:
+        first = self._num_blocks[row]
+        self._num_blocks[row] = first + len(block_ids)
+        self._block_tables[row, first : first + len(block_ids)] = block_ids
+
+    # ---- what a step reads ---------------------------------------------------------------------------------------
+
+    def num_blocks(self, sequence_id: int) -> int:
+        """Returns the number of KV blocks that a sequence has; 0 if it has none yet."""
+        return int(self._num_blocks[self._rows[sequence_id]])
+
+    def block_tables(self, sequence_ids: Sequence[int]) -> np.ndarray:
+        """Returns a copy of the block tables, int32 [n, most blocks of one]. Entries after a sequence's last block mean
+        nothing.
+        """
+        rows = [self._rows[sequence_id] for sequence_id in sequence_ids]
+        return self._block_tables[rows, : self._num_blocks[rows].max()]
+
+    def written_blocks(self, step: StepInput) -> np.ndarray:
+        """Returns the first and the last block that the step writes for each sequence, int32 [2, n]."""
+        rows = [self._rows[item.sequence_id] for item in step.scheduled]
+        first = [item.start // self.block_size for item in step.scheduled]
+        last = [(item.start + item.num_tokens - 1) // self.block_size for item in step.scheduled]
+        return np.stack([self._block_tables[rows, first], self._block_tables[rows, last]])
+
+    def token_ids(self, step: StepInput) -> np.ndarray:
+        """Returns the input ids of the step's flat batch, int64 [num_tokens]: known tokens, then drafts."""
+        if step.is_decode:
+            return self.sampling.last_tokens([item.sequence_id for item in step.scheduled])
+        pieces = []
+        for item in step.scheduled:
+            tokens = self.sampling.tokens(item.sequence_id)
+            known = item.num_tokens - len(item.draft_token_ids)
+            pieces.append(tokens[item.start : item.start + known])
+            if item.draft_token_ids:
+                pieces.append(np.array(item.draft_token_ids, dtype=tokens.dtype))
+        return np.concatenate(pieces).astype(np.int64, copy=False)
+
+    def start_errors(self, step: StepInput) -> dict[int, RowError]:
+        """Returns the errors of the step's sequences that could not be started, by sequence id."""
+        if not self._start_errors:
+            return {}
+        members = {each.sequence_id for each in step.scheduled} | {each.sequence_id for each in step.forked}
+        return {each: self._start_errors[each] for each in members & self._start_errors.keys()}

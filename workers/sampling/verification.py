@@ -1,0 +1,79 @@
+"""Verifies drafts: which of the tokens that a step drew a sequence keeps. Plain Python, on the host.
+
+A step that verifies drafts draws at every point as if all drafts were tokens of the sequence. A sequence then keeps
+the tokens up to and with the first that differs from the draft: each of them was drawn after tokens that the sequence
+does have. With the noise of `workers/sampling/noise.py`, a function of the position, the kept tokens are those that
+the sequence would have drawn one at a time. Called by the workers of all frameworks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from workers.sampling.sampling_state import SamplingState
+from workers.step import RowError, SamplePoint, StepInput, StepOutput, TokenLogprobs
+
+
+@dataclasses.dataclass
+class HostSample:
+    """Drawn tokens on the host; a failed point has an entry in `errors` and token 0, a late one is None."""
+
+    token_ids: list[int | None]
+    errors: dict[int, RowError]
+    """Sample point's index to what is wrong with its row."""
+    logprobs: dict[int, TokenLogprobs]
+    """Sample point's index to its logprobs, for sequences that asked."""
+
+
+def drafts_of(step: StepInput) -> dict[int, list[int]]:
+    """Returns the drafts that the step verifies, by sequence id."""
+    return {item.sequence_id: item.draft_token_ids for item in step.scheduled if item.draft_token_ids}
+
+
+@contextmanager
+def drafts_as_tokens(drafts: dict[int, list[int]], state: SamplingState) -> Iterator[None]:
+    """Within it, drafts are tokens of their sequences; afterwards they are taken back."""
+    for sequence_id, token_ids in drafts.items():
+        state.append(sequence_id, token_ids)
+    try:
+        yield
+    finally:
+        for sequence_id, token_ids in drafts.items():
+            state.truncate(sequence_id, len(state.tokens(sequence_id)) - len(token_ids))
+
+
+def keep_verified(
+    points: list[SamplePoint],
+    drafts: dict[int, list[int]],
+    drawn: HostSample,
+    state: SamplingState,
+    output: StepOutput,
+) -> None:
+    """Gives each sequence its tokens in the order of their positions, up to and with the first that is no draft, and
+    puts them, their log-probabilities and errors into `output`.
+
+    If a point after kept tokens is late or fails, they stay kept, and the point comes again in the next step.
+    """
+    settled = set(output.errors)
+    for index in sorted(range(len(points)), key=lambda index: points[index].position):
+        sequence_id = points[index].sequence_id
+        if sequence_id in settled:
+            continue
+        kept = output.token_ids.get(sequence_id)
+        error, token_id = drawn.errors.get(index), drawn.token_ids[index]
+        if error is not None or token_id is None:
+            settled.add(sequence_id)
+            if error is not None and kept is None:
+                output.errors[sequence_id] = error
+            continue
+        if kept is None:
+            kept = output.token_ids[sequence_id] = []
+        kept.append(token_id)
+        state.append(sequence_id, (token_id,))
+        logprobs = drawn.logprobs.get(index)
+        if logprobs is not None:
+            output.logprobs.setdefault(sequence_id, []).append(logprobs)
+        if sequence_id in drafts and drafts[sequence_id][len(kept) - 1 : len(kept)] != [token_id]:
+            settled.add(sequence_id)
