@@ -42,7 +42,9 @@ from benchmarks.tensor_parallel import measure_steps, measure_sums, step_table, 
 from cluster import own_ray
 from cluster.config import EngineConfig
 from cluster.engine import engine
-from cluster.engine.executor import Executor, InProcessExecutor, make_executor
+from cluster.engine.executor import SynchronousExecutor
+from cluster.engine.executor_choice import make_executor, with_depth
+from cluster.engine.in_process import InProcessExecutor
 from cluster.engine.ranks.actor import RankActor
 from cluster.engine.ranks.executor import RayExecutor
 from cluster.engine.ranks.rank_messages import Answer, Message, Output, Sample, Step
@@ -67,10 +69,8 @@ class CalledRank(RankActor):
         return msgspec.msgpack.encode(answer)
 
 
-class CallExecutor:
+class CallExecutor(SynchronousExecutor):
     """Steps by calls of Ray's actors; `_call` sends a message to all ranks and returns what they answer."""
-
-    num_rank_rebuilds = num_rank_disagreements = 0
 
     def __init__(self, config: EngineConfig) -> None:
         actor_class: Any = ray.remote(num_cpus=0)(CalledRank)
@@ -78,18 +78,16 @@ class CallExecutor:
         ray.get(self.actors[0].open_folder.remote())
         address = ray.get(self.actors[0].open_store.remote(True))
         infos = ray.get([actor.load.remote(config, rank, address) for rank, actor in enumerate(self.actors)])
-        self.model: ModelInfo = infos[0]
+        self._info: ModelInfo = infos[0]
         self._adopted: dict[int, list[int]] = {}
         self._answers: Any = None
 
+    @property
+    def model(self) -> ModelInfo:
+        return self._info
+
     def execute(self, step: StepInput) -> None:
         self._answers = self._call(msgspec.msgpack.encode(Step(step, self._adopted)))
-
-    def has_lost_ranks(self) -> bool:
-        return False
-
-    def is_computing(self) -> bool:
-        return False
 
     def sample(self, masks: MaskBatch | None = None) -> StepOutput:
         first, *_ = [msgspec.msgpack.decode(answer, type=Answer) for answer in ray.get(self._answers)]
@@ -121,7 +119,7 @@ class GraphExecutor(CallExecutor):
 
 
 IN_PROCESS = "in process"
-TRANSPORTS: dict[str, tuple[Callable[[EngineConfig], Executor], str]] = {
+TRANSPORTS: dict[str, tuple[Callable[[EngineConfig], SynchronousExecutor], str]] = {
     "frames": (RayExecutor, "off"),
     "frames, overlapped": (RayExecutor, "on"),
     "Ray calls": (CallExecutor, "off"),
@@ -170,9 +168,9 @@ def _turns(engines: dict[str, LLM], num_rows: int, num_rounds: int, num_tokens: 
     return cells
 
 
-def _engine(num_ranks: int, make: Callable[[EngineConfig], Executor], overlap: str) -> LLM:
+def _engine(num_ranks: int, make: Callable[[EngineConfig], SynchronousExecutor], overlap: str) -> LLM:
     model = str(benchmark_checkpoint("tiny-llama"))
-    engine.make_executor = make
+    engine.make_executor = lambda config: with_depth(make(config), config)
     try:
         return LLM(model, kv_cache_bytes=1 << 27, num_threads=1, tensor_parallel_size=num_ranks, overlap=overlap)
     finally:

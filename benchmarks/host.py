@@ -32,12 +32,12 @@ from benchmarks.checkpoints import benchmark_checkpoint
 from benchmarks.report import machine
 from cluster.config import EngineConfig
 from cluster.engine.engine import Engine
-from cluster.engine.executor import InProcessExecutor
-from cluster.engine.overlap.engine import OverlappedEngine
-from cluster.engine.overlap.stream import DeviceStream, Drawn, ThreadStream
+from cluster.engine.in_process import DeviceExecutor, InProcessExecutor
 from cluster.engine.request import EngineRequest, SequenceOutput
+from cluster.engine.thread_executor import ThreadExecutor
 from structured.constraint import ConstraintSpec
 from structured.masks import MaskBatch
+from workers.rank_worker import Drawn
 from workers.sampling_params import SamplingParams
 from workers.step import SamplePoint, ScheduledSequence, StepInput, StepOutput
 
@@ -95,9 +95,6 @@ class PacedDevice(FreeExecutor):
 
     def sample(self, masks: MaskBatch | None = None) -> StepOutput:
         return self.draw(masks).result()
-
-    def has_lost_ranks(self) -> bool:
-        return False
 
     def is_computing(self) -> bool:
         return time.perf_counter() < self._done_at
@@ -268,11 +265,11 @@ def loops_part(rows: Sequence[int], num_steps: int) -> None:
     devices: dict[str, Callable[[], tuple[Engine, Engine]]] = {
         f"its own, {DEVICE_S * 1e3:g} ms": lambda: (
             Engine(paced, executor=PacedDevice(paced)),
-            OverlappedEngine(paced, lambda: False, DeviceStream(PacedDevice(paced))),
+            Engine(paced, executor=DeviceExecutor(PacedDevice(paced))),
         ),
         "these cores, tiny-llama": lambda: (
             Engine(tiny),
-            OverlappedEngine(tiny, lambda: False, ThreadStream(InProcessExecutor(tiny))),
+            Engine(tiny, executor=ThreadExecutor(InProcessExecutor(tiny))),
         ),
     }
     for device, make in devices.items():

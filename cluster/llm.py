@@ -170,13 +170,13 @@ class LLM:
         self.config = read_options({"model": model, **options}, EngineConfig)
         # Read when torch loads its OpenMP, whose threads, spinning for long, would keep the kernels' from the cores.
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-        from cluster.engine.overlap.engine import make_engine  # imports torch
+        from cluster.engine.engine import Engine
 
         between_steps: collections.deque[tuple[asyncio.Future[None], Callable[[], object]]] = collections.deque()
         self._between_steps = between_steps
         # Without a reference to this object: the model's memory is free as soon as nobody has it, not at the next
         # collection of cycles.
-        self.engine = make_engine(self.config, has_messages=lambda: bool(between_steps))
+        self.engine = Engine(self.config, has_messages=lambda: bool(between_steps))
         self.tokenizer = Tokenizer(self.config.tokenizer or self.engine.model.folder)
         self._tracked: dict[str, _Tracked] = {}
         self._ids = itertools.count()

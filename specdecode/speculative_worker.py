@@ -30,6 +30,8 @@ class SpeculativeWorker:
 
     def __init__(self, target: SpeculationTarget, speculative: SpeculativeConfig, max_num_batched_tokens: int) -> None:
         self.target = target
+        self.runs_ahead = False
+        """Drafts are proposed from tokens that the host knows."""
         sequences = target.sequences
         self._cost: StepCost | None = None
         proposers: list[Proposer] = []

@@ -159,14 +159,20 @@ class ActorTransport:
         if self._connection is None:
             with contextlib.suppress(BlockingIOError):
                 self._connection, _ = self._listener.accept()
-                self._connection.settimeout(SEND_SECONDS)
-                with contextlib.suppress(OSError, struct.error):  # it died meanwhile, as `is_alive` will find
-                    self.pid = _PID.unpack(self._connection.recv(_PID.size))[0]
                 self._connection.setblocking(False)
                 self._listener.close()
                 self._folder.cleanup()
                 self._flush()
+        self._read_pid()
         return self._connection is not None
+
+    def _read_pid(self) -> None:
+        """Reads the actor's first message, once it is there: on a busy machine it may come long after the connection,
+        and unread it would hide the connection's end from `is_alive`.
+        """
+        if self.pid is None and self._connection is not None:
+            with contextlib.suppress(OSError, struct.error):  # it has not come, or the actor died before it
+                self.pid = _PID.unpack(self._connection.recv(_PID.size))[0]
 
     def is_alive(self) -> bool:
         """Once there is a connection, its closed end tells that the process died; before that, Ray tells."""
@@ -179,6 +185,7 @@ class ActorTransport:
                 return False
             return True
         assert self._connection is not None
+        self._read_pid()
         try:
             return self._connection.recv(1, socket.MSG_PEEK) != b""
         except BlockingIOError:

@@ -183,4 +183,5 @@ def end_all(pool: GrammarPool) -> None:
     while pool.num_slots_in_use > len(pool.workers):  # an idle worker hears of the last end with its next message
         assert time.monotonic() < deadline, f"{pool.num_slots_in_use} slots leaked"
         time.sleep(0.01)
+        pool.supervise()  # as the engine does with every step: a worker that died over rows nobody wants is replaced
     assert pool.num_lost_slots == 0

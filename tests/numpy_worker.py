@@ -223,6 +223,8 @@ class NumpyDraftRunner:
 class NumpyWorker:
     """A `SpeculationTarget` in numpy, of one rank; see `TorchWorker` for the arguments."""
 
+    runs_ahead = False
+
     def __init__(
         self,
         options: ModelOptions,

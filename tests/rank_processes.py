@@ -19,6 +19,8 @@ from ray import cloudpickle
 
 import cluster.engine.engine
 from cluster.config import EngineConfig
+from cluster.engine.executor import Executor, SynchronousExecutor
+from cluster.engine.executor_choice import with_depth
 from structured.logits_processors import LogitsProcessorFactory
 from structured.masks import MaskBatch
 from tests import rank_child
@@ -89,7 +91,7 @@ class RankProcesses:
             process.join()
 
 
-class PipeExecutor:
+class PipeExecutor(SynchronousExecutor):
     """An `Executor` over `RankProcesses`."""
 
     def __init__(self, config: EngineConfig, ranks: RankProcesses) -> None:
@@ -100,8 +102,6 @@ class PipeExecutor:
         self.num_rebuilt = 0
         self.gained: dict[int, list[int]] = {}
 
-    num_rank_rebuilds = num_rank_disagreements = 0
-
     @property
     def model(self) -> ModelInfo:
         return self.infos[0]
@@ -111,12 +111,6 @@ class PipeExecutor:
             self._ranks.tell(rank, rank_child.execute, step, None if rank == 0 else self.gained)
         self.gained = {}
         self._answers()
-
-    def has_lost_ranks(self) -> bool:
-        return False
-
-    def is_computing(self) -> bool:
-        return False  # `execute` has waited
 
     def sample(self, masks: MaskBatch | None = None) -> StepOutput:
         for rank in range(self._ranks.num_ranks):
@@ -157,9 +151,9 @@ def over_ranks(ranks: RankProcesses) -> Iterator[list[PipeExecutor]]:
     """Engines made within it run on `ranks`, one at a time; the list gets their executors."""
     made: list[PipeExecutor] = []
 
-    def make_executor(config: EngineConfig) -> PipeExecutor:
+    def make_executor(config: EngineConfig) -> Executor:
         made.append(PipeExecutor(config, ranks))
-        return made[-1]
+        return with_depth(made[-1], config)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cluster.engine.engine, "make_executor", make_executor)

@@ -32,6 +32,7 @@ from cluster.serve.token_channel import (
 )
 from tests.local_server import local_server, post, until
 from tests.patience import PATIENCE_S
+from tests.workers import device_of
 from workers.sampling_params import SamplingParams
 from workers.step import StepInput
 
@@ -332,7 +333,7 @@ def test_what_an_engine_runs_that_starts_its_ranks_anew_goes_on_where_another_on
     async def run() -> None:
         async with local_server() as server:
             expected = json.loads((await server.post(max_tokens=400))[1])["choices"][0]["text"]
-            executor, client = server.replica.engine.executor, server.ingress._client
+            executor, client = device_of(server.replica.engine), server.ingress._client
             execute, num_steps = executor.execute, 0
 
             def failing_once(step: StepInput) -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import distributed
 
-from cluster.engine.overlap.stream import DeviceStream
+from cluster.engine.in_process import DeviceExecutor
 from cluster.llm import LLM, SamplingParams
 from tests.checkpoints import VOCAB_SIZE, checkpoint, reference_greedy
 from tests.patience import PATIENCE_S
@@ -377,7 +377,7 @@ def test_a_step_is_launched_and_drawn_without_waiting_for_the_device(monkeypatch
     """By torch's own watch over calls that wait: with edits, filters and log-probabilities."""
     llm = make_llm(monkeypatch, "demo", max_model_len=None, max_num_sequences=8, kv_cache_bytes=1 << 26)
     stream, waits = llm.engine.executor, []
-    assert isinstance(stream, DeviceStream)
+    assert isinstance(stream, DeviceExecutor)
 
     def watched(call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:

@@ -7,6 +7,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,6 +16,8 @@ import pytest
 from cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput
 from cluster.serve import burst, engine_deployment
 from cluster.serve.engine_deployment import EngineReplica
+from cluster.serve.routing.replicas import Replicas
+from cluster.serve.routing.request_router import EngineRouter
 from cluster.serve.token_channel import Connection, Control, EngineFailed, Hello, OutputReceiver
 from structured.constraint import ConstraintSpec
 from tests.checkpoints import checkpoint, reference_greedy
@@ -275,3 +279,13 @@ def test_the_wait_for_a_burst_is_learned() -> None:
     assert [wake(0, 1) for _ in range(4)] == [0.002, 0.004, 0.008, 0.008]  # bursts that come apart
     assert wake(3, 0) == 0.008  # one that does not
     assert [wake(0, 0) for _ in range(4)] == [0.004, 0.002, 0.001, 0.001]  # lone requests
+
+
+def test_a_choice_that_fails_leaves_the_request_to_serve(caplog: pytest.LogCaptureFixture) -> None:
+    """Serve drops a request for which a router raises, and its caller would wait until the deadline."""
+    router = EngineRouter.__new__(EngineRouter)
+    router._deployment, router._listed, router._by_name = "engine", [], {}
+    router._known = Replicas()
+    replicas: list[Any] = [SimpleNamespace(replica_id=None)]  # of which no name can be had
+    assert asyncio.run(router.choose_replicas(replicas)) == [replicas]
+    assert "no engine could be chosen" in caplog.text

@@ -9,7 +9,8 @@ import pytest
 
 import cluster.engine.engine
 from cluster.config import EngineConfig
-from cluster.engine.executor import Executor, make_executor
+from cluster.engine.executor import SynchronousExecutor
+from cluster.engine.in_process import InProcessExecutor
 from structured.logits_processors import LogitsProcessorFactory
 from structured.masks import MaskBatch
 from tests.test_constrained_drafts import answers, assert_same, mixed_params
@@ -20,12 +21,11 @@ from workers.step import StepInput, StepOutput
 pytestmark = pytest.mark.usefixtures("plugin")
 
 
-class PicklingExecutor:
+class PicklingExecutor(SynchronousExecutor):
     """As one whose rank is in another process: all that a step says and answers travels as bytes."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self._inner: Executor = make_executor(config)
-        self.num_rank_rebuilds = self.num_rank_disagreements = 0
+        self._inner = InProcessExecutor(config)
         self.most_rows = 0
         """Of the masks of a step."""
 
@@ -35,9 +35,6 @@ class PicklingExecutor:
 
     def execute(self, step: StepInput) -> None:
         self._inner.execute(_sent(step))
-
-    def has_lost_ranks(self) -> bool:
-        return False
 
     def is_computing(self) -> bool:
         return self._inner.is_computing()

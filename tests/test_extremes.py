@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import torch
 
-from cluster.engine.overlap.engine import make_engine
+from cluster.engine.engine import Engine
 from cluster.engine.ranks.rank_channel import Listener, RankChannel, connect
 from cluster.engine.ranks.rank_messages import Done, Register
 from cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput
@@ -152,7 +152,7 @@ def test_a_sequence_that_cannot_be_started_fails_alone(overlap: str, n: int) -> 
     """As its parameters would overflow a table of the rank. Others in its batch keep their tokens."""
     expected = run(make_plain_engine("llama"), [PROMPT], GREEDY)[0]
     plain = make_plain_engine("llama")
-    engine = make_engine(msgspec.structs.replace(plain.config, overlap=overlap))
+    engine = Engine(msgspec.structs.replace(plain.config, overlap=overlap))
     bad = forced(min_tokens=5, n=n)
     engine.add_request(EngineRequest(request_id="good", prompt_token_ids=PROMPT, params=GREEDY))
     engine.add_request(EngineRequest(request_id="bad", prompt_token_ids=[3, 4, 5], params=bad))

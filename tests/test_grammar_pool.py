@@ -9,6 +9,9 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
+import struct
+import tempfile
 import time
 
 import numpy as np
@@ -21,6 +24,7 @@ from structured.grammar_worker import GrammarWorker, Job, Message, SessionStart,
 from structured.masks import FAILED, FINISHED, BufferShape, MaskBuffer
 from structured.pool import GrammarPool
 from structured.pool_config import PoolConfig
+from structured.transport import ActorTransport
 from structured.vocabulary import Vocabulary
 from tests.grammar_pools import EOS, VOCAB_SIZE, MakePool, allowed, bits, end_all, example, finish, llguidance
 from tests.patience import PATIENCE_S, wait_until
@@ -366,3 +370,23 @@ def test_messages_that_come_twice_or_late_do_no_harm(vocabulary: Vocabulary) -> 
 
 
 # ---- drafts --------------------------------------------------------------------------------------------------------
+
+
+def test_the_death_of_an_actor_shows_although_its_first_message_came_late() -> None:
+    """As on a machine that gives the actor no time between its connection and that message."""
+    transport = ActorTransport.__new__(ActorTransport)
+    transport.pid, transport._connection, transport._unsent = None, None, b""
+    transport._folder = tempfile.TemporaryDirectory()
+    transport._listener = socket.socket(socket.AF_UNIX)
+    transport._listener.bind(f"{transport._folder.name}/0")
+    transport._listener.listen(1)
+    transport._listener.setblocking(False)
+    assert not transport.is_ready()
+    with socket.socket(socket.AF_UNIX) as actor:
+        actor.connect(f"{transport._folder.name}/0")
+        assert transport.is_ready()
+        assert transport.pid is None
+        actor.sendall(struct.pack("i", 12345))
+        assert transport.is_alive()
+        assert transport.pid == 12345
+    assert not transport.is_alive()

@@ -67,6 +67,7 @@ INSIDE: dict[str, tuple[str, ...]] = {
         # Under which masks, and where
         "cluster.engine.constraint_service",
         "cluster.engine.step_masks",
+        "cluster.engine.executor",
         "cluster.engine.ranks.worker_factory",
         "cluster.engine.ranks",
         "cluster.engine.ranks.rank_messages",
@@ -76,12 +77,12 @@ INSIDE: dict[str, tuple[str, ...]] = {
         "cluster.engine.ranks.actor",
         "cluster.engine.ranks.group",
         "cluster.engine.ranks.executor",
-        "cluster.engine.executor",
+        "cluster.engine.in_process",
+        "cluster.engine.thread_executor",
+        "cluster.engine.executor_choice",
         # The step loop
         "cluster.engine.engine",
-        "cluster.engine.overlap.stream",
         "cluster.engine.overlap",
-        "cluster.engine.overlap.engine",
         "cluster.engine.beam_search",
     ),
     "workers": (

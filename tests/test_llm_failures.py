@@ -19,6 +19,7 @@ from cluster.errors import QueueFull, RequestRefused
 from cluster.llm import LLM, BeamSearchParams, ConstraintSpec, LogitsProcessorSpec, RequestOutput, SamplingParams
 from tests.checkpoints import checkpoint
 from tests.patience import PATIENCE_S
+from tests.workers import device_of
 
 PROMPTS = ["The quick brown fox", "Hello", "A scheduler decides"]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -237,7 +238,8 @@ def test_a_batch_of_beam_searches_may_be_longer_than_the_queue(expected: list[li
 def test_an_interrupted_beam_search_leaves_nothing(llm: LLM, is_signal: bool, monkeypatch) -> None:
     # Of several blocks: those of the step that never ran must not be found in the prefix cache.
     prompts = [[*range(100, 160), 5 + number] for number in range(3)]
-    execute = llm.engine.executor.execute
+    executor = device_of(llm.engine)
+    execute = executor.execute
 
     def interrupted(step: Any) -> None:
         if not is_signal:
@@ -245,7 +247,7 @@ def test_an_interrupted_beam_search_leaves_nothing(llm: LLM, is_signal: bool, mo
         signal.raise_signal(signal.SIGINT)
         execute(step)
 
-    monkeypatch.setattr(llm.engine.executor, "execute", interrupted)
+    monkeypatch.setattr(executor, "execute", interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.beam_search(prompts, BEAMS)
     monkeypatch.undo()

@@ -9,12 +9,12 @@ import torch
 
 from cluster.engine import plan
 from cluster.engine.engine import EngineDead
-from cluster.engine.overlap import engine as loops
-from cluster.engine.overlap.stream import DeviceStream
+from cluster.engine.in_process import DeviceExecutor
 from cluster.engine.plan import StepBudget
 from cluster.llm import LLM, SamplingParams
 from tests.checkpoints import checkpoint
 from workers.model_runner import ModelRunner
+from workers.platforms.cpu import CpuPlatform
 from workers.step import ScheduledSequence, StepInput
 
 PROMPTS = [list(range(3, 3 + length)) for length in (40, 9, 9, 23, 70, 5)]
@@ -75,9 +75,9 @@ def test_a_device_that_works_by_itself_may_lack_memory_too(
 ) -> None:
     """There the loop draws in two parts: what the first one raises comes with the second."""
     expected = answers(make_llm())
-    monkeypatch.setattr(loops, "SYNCHRONOUS_PLATFORMS", ())
+    monkeypatch.setattr(CpuPlatform, "runs_ahead", True)
     llm = make_llm(overlap="on")
-    assert isinstance(llm.engine.executor, DeviceStream)
+    assert isinstance(llm.engine.executor, DeviceExecutor)
     fail_at(monkeypatch, method, steps)
     assert answers(llm) == expected
     assert llm.engine.scheduler.max_num_batched_tokens < 64

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 
 from cluster.config import EngineConfig
 from cluster.engine.engine import Engine, EngineDead
-from cluster.engine.overlap import engine as loops
-from cluster.engine.overlap.engine import OverlappedEngine, make_engine
-from cluster.engine.overlap.stream import DeviceStream, ThreadStream
+from cluster.engine.executor import StepCall
+from cluster.engine.in_process import DeviceExecutor
 from cluster.engine.request import ContinuedChoice, EngineRequest, FinishStatus, SequenceOutput, Usage
+from cluster.engine.thread_executor import ThreadExecutor
 from specdecode.speculative_config import SpeculativeConfig
 from structured.constraint import ConstraintLimits, ConstraintSpec, Resolved
 from structured.logits_processors import LogitsProcessorSpec
@@ -28,6 +28,7 @@ from tests.conftest import PROVE
 from tests.patience import PATIENCE_S
 from tests.workers import device_of, worker_of
 from workers.checkpoints.model_config import load_model_config
+from workers.platforms.cpu import CpuPlatform
 from workers.sampling_params import SamplingParams
 from workers.step import StepInput, StepOutput
 
@@ -54,10 +55,10 @@ def engine(num_blocks: int, overlap: str) -> Engine:
     """
     if overlap == "device":
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(loops, "SYNCHRONOUS_PLATFORMS", ())
+            patch.setattr(CpuPlatform, "runs_ahead", True)
             return engine.__wrapped__(num_blocks, "on")
     folder = checkpoint("llama", dtype="float32")
-    one = make_engine(
+    one = Engine(
         EngineConfig(
             model=str(folder),
             num_threads=1,
@@ -236,15 +237,15 @@ def drain(one: Engine) -> dict[str, list[int]]:
 def test_a_step_is_launched_before_the_tokens_of_the_last_one_are_known(monkeypatch) -> None:
     """The device gives no tokens away before the next step lies behind it: the plain loop would wait for ever."""
     one = engine(ROOMY, "on")
-    device, execute, sample = device_of(one), one.executor.execute, device_of(one).sample
+    device, submit, sample = device_of(one), one.executor.submit, device_of(one).sample
     lies_behind = [threading.Event() for _ in range(8)]
     steps: list[StepInput] = []
 
-    def launch(step: StepInput) -> None:
+    def launch(step: StepInput) -> StepCall:
         if steps and len(steps) <= len(lies_behind):
             lies_behind[len(steps) - 1].set()
         steps.append(step)
-        execute(step)
+        return submit(step)
 
     def reluctant_sample(masks: MaskBatch | None = None) -> StepOutput:
         output = sample(masks)
@@ -252,7 +253,7 @@ def test_a_step_is_launched_before_the_tokens_of_the_last_one_are_known(monkeypa
         assert index >= len(lies_behind) or lies_behind[index].wait(PATIENCE_S), "the next step was not launched"
         return output
 
-    monkeypatch.setattr(one.executor, "execute", launch)
+    monkeypatch.setattr(one.executor, "submit", launch)
     monkeypatch.setattr(device, "sample", reluctant_sample)
     add(one)
     (tokens,) = drain(one).values()
@@ -307,7 +308,7 @@ def test_a_step_that_fails_voids_the_one_behind_it_and_all_is_computed_again(ove
 
 def test_two_failures_in_a_row_end_the_engine() -> None:
     folder = checkpoint("llama", dtype="float32")
-    one = make_engine(EngineConfig(model=str(folder), kv_cache_bytes=2**20, overlap="on"))
+    one = Engine(EngineConfig(model=str(folder), kv_cache_bytes=2**20, overlap="on"))
 
     def fail(*arguments):
         raise RuntimeError("the device went away")
@@ -322,12 +323,12 @@ def test_speculation_is_refused_in_words() -> None:
     folder = str(checkpoint("llama", dtype="float32"))
     config = EngineConfig(model=folder, overlap="on", speculative=SpeculativeConfig(proposers=("ngram",)))
     with pytest.raises(ValueError, match=r"overlap: on does not go with speculation.*auto"):
-        make_engine(config)
+        Engine(config)
 
 
 def test_the_loop_is_the_plain_one_unless_it_is_asked_for_or_the_device_gains() -> None:
-    for overlap, stream in (("on", ThreadStream), ("device", DeviceStream)):
-        one = engine(ROOMY, overlap)
-        assert isinstance(one, OverlappedEngine)
-        assert isinstance(one.executor, stream)
-    assert type(engine(ROOMY, "auto")) is Engine, "on a CPU"
+    for overlap, kind in (("on", ThreadExecutor), ("device", DeviceExecutor)):
+        executor = engine(ROOMY, overlap).executor
+        assert isinstance(executor, kind)
+        assert executor.depth == 1
+    assert engine(ROOMY, "auto").executor.depth == 0, "on a CPU"

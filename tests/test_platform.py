@@ -63,6 +63,7 @@ class OtherPlatform:
     name = "other"
     device = torch.device("cpu")
     kernel_form = "reference"
+    runs_ahead = True
     kv_share = 0.4
     splits_mlp = False
     advice = None

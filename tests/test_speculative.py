@@ -13,7 +13,7 @@ from specdecode.ngram import NgramIndex
 from specdecode.speculative_config import SpeculativeConfig
 from tests.checkpoints import VOCAB_SIZE, checkpoint, reference_greedy
 from tests.test_engine import POOL_BLOCKS, drain, make_engine, run
-from tests.workers import speculative_worker_of
+from tests.workers import device_of, speculative_worker_of
 from workers.checkpoints.model_config import ModelError, load_model_config
 from workers.sampling_params import SamplingParams
 
@@ -56,7 +56,8 @@ def greedy(**fields) -> SamplingParams:
 def watch(engine: Engine) -> dict[str, int]:
     """Counts what the ranks are asked to verify and what came of it."""
     counts = {"drafted": 0, "accepted": 0, "most": 0}
-    sample, execute = engine.executor.sample, engine.executor.execute
+    executor = device_of(engine)
+    sample, execute = executor.sample, executor.execute
     steps = []
 
     def watched_execute(step):
@@ -73,7 +74,7 @@ def watch(engine: Engine) -> dict[str, int]:
                 counts["most"] = max(counts["most"], accepted)
         return output
 
-    engine.executor.execute, engine.executor.sample = watched_execute, watched_sample  # type: ignore[method-assign]
+    executor.execute, executor.sample = watched_execute, watched_sample
     return counts
 
 

@@ -53,6 +53,11 @@ class RankWorker(Protocol):
     @property
     def info(self) -> ModelInfo: ...
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether calls return before the device is done: then this is a `RunAheadWorker`."""
+        ...
+
     def execute(self, step: StepInput) -> None:
         """Starts a step's forward pass."""
         ...
@@ -77,6 +82,22 @@ class RankWorker(Protocol):
 
     def reset(self) -> None:
         """Drops every sequence and all keys and values; the weights stay."""
+        ...
+
+
+class Drawn(Protocol):
+    """The tokens of a step, on their way from the device."""
+
+    def result(self) -> StepOutput:
+        """Waits for them. Comes before the next draw."""
+        ...
+
+
+class RunAheadWorker(RankWorker, Protocol):
+    """A worker whose device works by itself: the next step may be executed before the tokens of this one are known."""
+
+    def draw(self, masks: MaskBatch | None = None) -> Drawn:
+        """Draws as `sample`, without waiting for the device."""
         ...
 
 

@@ -127,6 +127,10 @@ class TorchWorker:
         _log_start(self.info)
 
     @property
+    def runs_ahead(self) -> bool:
+        return self.runner.platform.runs_ahead
+
+    @property
     def sequences(self) -> RankSequences:
         return self.runner.sequences
 

@@ -1,9 +1,14 @@
 """One model replica: the step loop that turns requests into tokens. Start reading here.
 
-`Engine.step` is the whole of it: *schedule, prepare masks, execute, update*. On a device that should never wait for
-the host, `overlap/engine.py` has the same four phases in another order. The engine deals in token ids only, holds
-no tokenizer and no HTTP, and is used by one thread at a time: `cluster/llm.py` calls it directly,
-`cluster/serve/engine_deployment.py` gives it a thread of its own behind Ray Serve.
+`Engine.step` is the whole of it: *schedule, execute, prepare masks, update*. One loop serves every device; how many
+steps are under way while the next one is planned is the executor's `depth`. With depth 0 a step is updated before the
+next one is planned. With depth 1 it is launched before the tokens of the step before it are known here: while the
+device computes it, the host learns those tokens, ends what they end, prepares the masks and plans the next step. What
+has ended by then still has a row in the step under way: nobody reads what it draws, and later steps overwrite what it
+computes, since the device keeps their order.
+
+The engine deals in token ids only, holds no tokenizer and no HTTP, and is used by one thread at a time:
+`cluster/llm.py` calls it directly, `cluster/serve/engine_deployment.py` gives it a thread of its own behind Ray Serve.
 """
 
 from __future__ import annotations
@@ -11,15 +16,18 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from cluster.config import EngineConfig
 from cluster.engine.admission import check_request
 from cluster.engine.constraint_service import ConstraintService
-from cluster.engine.executor import Executor, make_executor
+from cluster.engine.executor import Executor, StepCall, no_masks
+from cluster.engine.executor_choice import make_executor
 from cluster.engine.kv_blocks import KVBlocks
 from cluster.engine.plan import StepBudget
 from cluster.engine.request import Branch, EngineRequest, SequenceOutput
@@ -34,9 +42,11 @@ from structured.constraint import ConstraintSpec, Resolved
 from structured.logits_processors import LogitsProcessorFactory, LogitsProcessorRegistry
 from workers.model_info import ModelInfo
 from workers.sampling_params import SamplingParams
-from workers.step import StepInput, StepOutOfMemory, StepOutput
+from workers.step import StepInput, StepOutOfMemory
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 IDLE_WAIT_S = 0.01
 """Where nothing can be computed before a mask comes, a step ends after this long; the next one sees to deadlines."""
@@ -47,6 +57,23 @@ IDLE_SLICE_S = 0.0002
 
 class EngineDead(RuntimeError):
     """The engine failed, was rebuilt and failed again, or could not be rebuilt; it serves nothing any more."""
+
+
+class _StepFailed(Exception):
+    """The executor raised over a step."""
+
+    def __init__(self, step: StepInput, error: Exception) -> None:
+        super().__init__(str(error))
+        self.step = step
+        self.error = error
+
+
+class _StepUnderWay(NamedTuple):
+    """A step whose tokens are on their way."""
+
+    step: StepInput
+    call: StepCall
+    masks: StepMasks
 
 
 class Engine:
@@ -82,6 +109,8 @@ class Engine:
         self.alive = True
         self.is_rebuilding = False
         """Ranks are being started anew: no step comes before they are there."""
+        self._under_way: deque[_StepUnderWay] = deque()
+        """The oldest first."""
         self._step_budget = StepBudget(config.max_num_batched_tokens)
         self._id = secrets.token_hex(8)
         self._next_sequence_id = 0
@@ -108,46 +137,78 @@ class Engine:
     # ---- the step loop -------------------------------------------------------------------------------------------
 
     def step(self) -> list[SequenceOutput]:
-        """Runs one step; returns what it added to each sequence that gained tokens or ended."""
+        """Plans and starts one step; returns what the steps that are done added to each sequence that gained tokens or
+        ended: this step's tokens with depth 0, those of the step before it with depth 1.
+        """
         changes = self.scheduler.expire(time.monotonic())
         if not self.scheduler.has_unfinished:
             self._run_when_idle()
             return changes
-        # 1. Schedule: who computes what, by what is known of masks and drafts since the last step.
+        # 1. Schedule: who computes what, by what is known of masks and drafts, as if the steps under way were done.
         changes += self.masks.before_step()
         step = self.scheduler.schedule()
-        if not step.scheduled and self.scheduler.has_unfinished:
+        if not (step.scheduled or self._computes) and self.scheduler.has_unfinished:
             self._wait_for_news()
-        # 2. Prepare masks: grammar workers fill them while the model runs.
-        masks = self.masks.begin(step)
-        # 3. Execute: forward pass, then one token or more a row under the masks that are there.
-        output = self._execute(step, masks)
-        # 4. Update: sequences gain their tokens and end; the next masks are asked for.
-        changes += self.scheduler.update(step, output)
-        changes += masks.settle()
-        self._count_step(made_progress=bool(changes) or self.scheduler.has_advanced)
+        try:
+            # 2. Execute: the forward pass starts behind the step under way, whose tokens come meanwhile.
+            call = self._ask(step, self.executor.submit, step)
+            changes += self._update(most_under_way=self.executor.depth - 1)
+            # 3. Prepare masks: grammar workers fill them while the model runs. The draw takes those that are there.
+            masks = self.masks.begin(step)
+            self._ask(step, call.draw, masks.collect)
+            if self.executor.depth:  # else the update ends them
+                changes += masks.end_sequences()
+            self._under_way.append(_StepUnderWay(step, call, masks))
+            # 4. Update: sequences gain their tokens and end; the next masks are asked for.
+            changes += self._update(most_under_way=self.executor.depth)
+        except (_StepFailed, KeyboardInterrupt, SystemExit) as failure:
+            self._void_steps(failure)
         self._send_last_ends()
         return changes
+
+    @property
+    def _computes(self) -> bool:
+        """Whether a step under way computes anything."""
+        return any(each.step.scheduled for each in self._under_way)
+
+    def _update(self, most_under_way: int) -> list[SequenceOutput]:
+        """Waits for the oldest steps, until no more than so many are under way; returns what sequences gained."""
+        changes: list[SequenceOutput] = []
+        while len(self._under_way) > max(0, most_under_way):
+            step, call, masks = self._under_way.popleft()
+            output = self._ask(step, call.result)
+            if step.scheduled:
+                self._step_went_well(step)
+            gained = self.scheduler.update(step, output)
+            if not self.executor.depth:  # else the next step's masks are prepared just now
+                gained += masks.settle()
+            self._count_step(made_progress=bool(gained) or self.scheduler.has_advanced)
+            changes += gained
+        return changes
+
+    def _ask(self, step: StepInput, call: Callable[..., T], *arguments: object) -> T:
+        """Calls the executor. Raises `_StepFailed` with what it raises."""
+        try:
+            return call(*arguments)
+        except Exception as error:
+            raise _StepFailed(step, error) from error
+
+    def _void_steps(self, failure: BaseException) -> None:
+        """All steps under way are void, because the executor failed over one of them: every sequence is computed again
+        from the tokens that are known. A KeyboardInterrupt leaves the ranks with half a step, and is no failure.
+        """
+        self._under_way.clear()
+        if not isinstance(failure, _StepFailed):
+            self._rebuild_ranks()
+            raise failure
+        self._recover(failure.step, failure.error)
+        self._count_step(made_progress=False)
 
     def _wait_for_news(self) -> None:
         """Nothing can be computed now: waits for a late mask, for a message or until `IDLE_WAIT_S` is over."""
         deadline = time.monotonic() + IDLE_WAIT_S
         while not self.masks.is_late_mask_there() and not self._has_messages() and time.monotonic() < deadline:
             time.sleep(IDLE_SLICE_S)
-
-    def _execute(self, step: StepInput, masks: StepMasks | None = None) -> StepOutput:
-        """The failure of a row is a value in the output; an exception here is a failure of the engine itself."""
-        try:
-            self.executor.execute(step)
-            output = self.executor.sample(None if masks is None else masks.collect(self.executor.is_computing))
-        except Exception as error:
-            self._recover(step, error)
-            return StepOutput(step.step_id)
-        except BaseException:  # a KeyboardInterrupt leaves the ranks with half a step, and is no failure
-            self._rebuild_ranks()
-            raise
-        self._step_went_well(step)
-        return output
 
     def _step_went_well(self, step: StepInput) -> None:
         self._recovering = False
@@ -212,8 +273,19 @@ class Engine:
 
     def _send_last_ends(self) -> None:
         """Where no step follows the end of the last sequences, one without tokens tells the ranks."""
-        if self.alive and self.scheduler.has_unsent_ends and not self.scheduler.has_unfinished:
-            self._execute(self.scheduler.schedule())
+        if not self.alive or self.scheduler.has_unfinished:
+            return
+        try:
+            while self._under_way:  # nobody reads what they draw
+                step, call, _ = self._under_way.popleft()
+                self._ask(step, call.result)
+            if self.scheduler.has_unsent_ends:
+                step = self.scheduler.schedule()
+                call = self._ask(step, self.executor.submit, step)
+                self._ask(step, call.draw, no_masks)
+                self._ask(step, call.result)
+        except (_StepFailed, KeyboardInterrupt, SystemExit) as failure:
+            self._void_steps(failure)
 
     def _run_when_idle(self) -> None:
         """Between two spells of work: the accounts must be even."""

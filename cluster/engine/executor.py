@@ -1,27 +1,51 @@
-"""Runs steps on the workers. `InProcessExecutor` holds one worker in this process: one device, no Ray.
+"""Where the model runs: the engine submits steps to an executor, which calls the workers of all ranks.
 
-`ranks/executor.py` spreads ranks over actors of Ray. The engine is the only caller of both, and `make_executor` alone
-asks which of the two it is.
+`Executor` is what the engine sees. Its `depth` says how many steps may be under way while the next one is planned: 0
+where a call waits until the work is done, 1 where the device works by itself or a thread waits for it. Imports neither
+torch nor ray.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
-from cluster.config import EngineConfig
 from structured.logits_processors import LogitsProcessorFactory
 from structured.masks import MaskBatch
 from workers.model_info import ModelInfo
 from workers.step import StepInput, StepOutput
 
-if TYPE_CHECKING:
-    from workers.pending_draw import PendingDraw  # imports torch
+Collect = Callable[[Callable[[], bool]], MaskBatch | None]
+"""Returns the masks of a step, once its forward pass is over, as the function that it is given says."""
+
+
+def no_masks(is_computing: Callable[[], bool]) -> None:
+    """A `Collect` for a step without constraints."""
+
+
+class StepCall(Protocol):
+    """One step under way: `draw`, then `result`. What either raises is a failure of the engine; that of a row is a
+    value of `StepOutput`.
+    """
+
+    def draw(self, collect: Collect) -> None:
+        """Has the ranks draw the step's tokens, under the masks that `collect` returns when the forward pass is over;
+        the gap between the two is where masks hide.
+        """
+        ...
+
+    def result(self) -> StepOutput:
+        """Waits for the tokens."""
+        ...
 
 
 class Executor(Protocol):
-    """One step at a time: `execute`, then `sample`. Whatever these raise is a failure of the engine; that of a row is a
-    value of `StepOutput`.
+    """Runs steps on all ranks, in the order in which they are submitted. `submit`, and then everything of its result,
+    may raise; after that nothing is submitted before `rebuild`.
     """
+
+    depth: int
+    """Steps that may be under way while another one is submitted."""
 
     @property
     def num_rank_rebuilds(self) -> int:
@@ -36,18 +60,8 @@ class Executor(Protocol):
     @property
     def model(self) -> ModelInfo: ...
 
-    def execute(self, step: StepInput) -> None:
-        """Starts a step's forward pass."""
-        ...
-
-    def is_computing(self) -> bool:
-        """Whether the forward pass of that step goes on, so that nobody is held up who waits for a mask. Raises
-        nothing.
-        """
-        ...
-
-    def sample(self, masks: MaskBatch | None = None) -> StepOutput:
-        """Draws the tokens of the step that `execute` was given; the gap between the two is where masks hide."""
+    def submit(self, step: StepInput) -> StepCall:
+        """Starts a step's forward pass behind the steps under way, where `depth` is above 0."""
         ...
 
     def register_logits_processor(self, name: str, factory: LogitsProcessorFactory) -> None:
@@ -55,7 +69,7 @@ class Executor(Protocol):
         ...
 
     def has_lost_ranks(self) -> bool:
-        """Whether a rank has died, as far as can be told at once. Called between two steps. Raises nothing."""
+        """Returns whether a rank has died, as far as can be told at once. Called between two steps. Raises nothing."""
         ...
 
     def rebuild(self) -> None:
@@ -65,52 +79,56 @@ class Executor(Protocol):
         ...
 
 
-def make_executor(config: EngineConfig) -> Executor:
-    """Loads the model. Raises `ModelError` or `ValueError` where it cannot be served."""
-    if config.tensor_parallel_size == 1:
-        return InProcessExecutor(config)
-    from cluster.engine.ranks.executor import RayExecutor  # imports Ray
-
-    return RayExecutor(config)
+# ---- one step at a time ----------------------------------------------------------------------------------------------
 
 
-class InProcessExecutor:
-    """One worker, called directly: a call costs nothing, and torch releases the GIL while the model runs.
+class SynchronousExecutor:
+    """An executor whose calls wait until the work is done: `execute` and `sample` of each step, one after the other."""
 
-    `draw` is for the overlapped loop, and not for a worker that speculates.
-    """
-
+    depth = 0
     num_rank_rebuilds = 0
     num_rank_disagreements = 0
 
-    def __init__(self, config: EngineConfig) -> None:
-        # Imports torch, which the driver of actors needs not.
-        from cluster.engine.ranks.worker_factory import make_worker
-
-        self._worker = make_worker(config)
-
     @property
     def model(self) -> ModelInfo:
-        return self._worker.info
+        raise NotImplementedError
 
     def execute(self, step: StepInput) -> None:
-        self._worker.execute(step)
+        """Runs a step's forward pass, or starts it."""
+        raise NotImplementedError
 
     def is_computing(self) -> bool:
-        return self._worker.is_computing()
+        """Returns whether the forward pass of that step goes on, so that nobody is held up who waits for a mask. Raises
+        nothing.
+        """
+        return False
 
     def sample(self, masks: MaskBatch | None = None) -> StepOutput:
-        return self._worker.sample(masks)
+        """Draws the tokens of the step that `execute` was given."""
+        raise NotImplementedError
 
-    def draw(self, masks: MaskBatch | None = None) -> PendingDraw:
-        """As `sample`, but whoever calls it waits later."""
-        return self._worker.draw(masks)  # type: ignore[attr-defined]
+    def submit(self, step: StepInput) -> StepCall:
+        """The step runs when its masks are asked for, as its `draw` begins."""
+        return _SynchronousCall(self, step)
 
     def register_logits_processor(self, name: str, factory: LogitsProcessorFactory) -> None:
-        self._worker.register_logits_processor(name, factory)
+        raise NotImplementedError
 
     def has_lost_ranks(self) -> bool:
         return False
 
     def rebuild(self) -> None:
-        self._worker.reset()
+        raise NotImplementedError
+
+
+class _SynchronousCall:
+    def __init__(self, executor: SynchronousExecutor, step: StepInput) -> None:
+        self._executor = executor
+        self._step = step
+
+    def draw(self, collect: Collect) -> None:
+        self._executor.execute(self._step)
+        self._output = self._executor.sample(collect(self._executor.is_computing))
+
+    def result(self) -> StepOutput:
+        return self._output

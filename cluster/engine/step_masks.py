@@ -34,10 +34,10 @@ out, and the engine handles new requests, aborts and deadlines.
 
 
 class StepMasks:
-    """The masks of one step: call `begin`, `collect` and `settle` once each, in this order; in the overlapped loop
-    `end_sequences` in the place of `settle`. If a step fails nothing is
-    lost, because sessions are functions of tokens. In a step whose rows are all constrained, those whose masks are
-    ready wait `patience_s` for the others.
+    """The masks of one step: call `begin`, `collect` and `settle` once each, in this order; where steps are under way
+    behind each other, `end_sequences` in the place of `settle`. If a step fails nothing is lost, because sessions are
+    functions of tokens. In a step whose rows are all constrained, those whose masks are ready wait `patience_s` for the
+    others.
     """
 
     def __init__(

@@ -108,12 +108,11 @@ class EngineReplica:
 
     def _start(self, config: EngineConfig, is_alone: bool) -> None:
         self._phases = Phases(process=time.time() - psutil.Process().create_time())
-        # Imports torch, which whoever only deploys this class needs not.
-        from cluster.engine.overlap.engine import make_engine
+        from cluster.engine.engine import Engine  # whoever only deploys this class needs none of what it imports
 
         self._phases.end(IMPORTS)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self.engine = make_engine(config, has_messages=lambda: not self._inbox.empty())
+        self.engine = Engine(config, has_messages=lambda: not self._inbox.empty())
         self._phases.end(ENGINE)
         self._phases.split(ENGINE, self.engine.model.load_phases)
         self._meter = LoadMeter()

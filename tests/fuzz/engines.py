@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 import cluster.engine.engine
-import cluster.engine.overlap.engine
 from cluster.engine.beam_search import beam_search
 from cluster.engine.request import SequenceOutput
 from cluster.errors import RequestRefused
@@ -31,6 +30,7 @@ from tests.fuzz.outcomes import Choice, Outcome
 from tests.fuzz.processors import FACTORIES, Watcher
 from tests.workers import worker_of
 from workers.checkpoints.model_config import load_model_config
+from workers.platforms.cpu import CpuPlatform
 
 IDLE_STALL_S = 6.0
 """Where rows wait for masks, beyond three times the budget of a mask: nothing has moved for this long."""
@@ -331,10 +331,9 @@ def _surroundings(run: Run) -> Iterator[None]:
     if run.case.settings.pool_form == "actors":
         _start_ray_where_none_runs()
     with pytest.MonkeyPatch.context() as patch:
-        for loop in (cluster.engine.engine, cluster.engine.overlap.engine):
-            patch.setattr(loop, "time", _StepClock(run))
+        patch.setattr(cluster.engine.engine, "time", _StepClock(run))
         if run.case.settings.overlap == "device":
-            patch.setattr(cluster.engine.overlap.engine, "SYNCHRONOUS_PLATFORMS", ())
+            patch.setattr(CpuPlatform, "runs_ahead", True)
         if run.case.settings.cheap_groups:
             patch.setattr("workers.shared_prefixes.MEMBER_COST_KEYS", 16)
         yield

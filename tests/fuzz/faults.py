@@ -70,7 +70,7 @@ class Injector:
             self._good_steps += 1
             return output
 
-        model.forward, executor.execute, executor.sample = watched_forward, watched_execute, watched_sample  # type: ignore[method-assign]
+        model.forward, executor.execute, executor.sample = watched_forward, watched_execute, watched_sample
 
     def _raise_if_told(self, place: str) -> None:
         if self._raise_at == place:

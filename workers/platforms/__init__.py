@@ -31,6 +31,8 @@ class Platform(Protocol):
     """The device of all tensors."""
     kernel_form: str
     """The form of the kernels in use, for people to read."""
+    runs_ahead: bool
+    """Whether calls return before the device is done, which then does what it was told in order."""
     kv_share: float
     """The KV cache takes no more than this share of the free memory, unless it is configured."""
     splits_mlp: bool

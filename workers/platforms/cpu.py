@@ -29,6 +29,7 @@ class CpuPlatform:
     """For each scheme of weights, the function that makes a linear."""
     build_metadata = staticmethod(AttentionMetadata.build)
     place = staticmethod(torch.from_numpy)
+    runs_ahead = False
     kv_share = MOST_OF_FREE
     splits_mlp = True
 

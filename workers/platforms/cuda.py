@@ -34,6 +34,7 @@ class CudaPlatform:
     name = "cuda"
     kernels: Kernels = layers
     sampler: SamplerKernels = sampler
+    runs_ahead = True
     kv_share = 0.9
     """The rest is for what a step's tensors lose to fragments, and for graphs."""
     splits_mlp = False

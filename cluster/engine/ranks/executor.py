@@ -17,6 +17,7 @@ from ray import cloudpickle
 
 from cluster import own_ray
 from cluster.config import EngineConfig, ray_address
+from cluster.engine.executor import SynchronousExecutor
 from cluster.engine.ranks.claims import cluster_gpus, node_cpus, threads_each, with_device
 from cluster.engine.ranks.deadline import StepDeadline
 from cluster.engine.ranks.group import RankGroup
@@ -51,7 +52,7 @@ class RankFailed(RuntimeError):
     """A rank raised; it still serves."""
 
 
-class RayExecutor:
+class RayExecutor(SynchronousExecutor):
     """Starts a Ray on this machine where none is connected to and `RAY_ADDRESS` names none.
 
     Raises `ModelError` or `ValueError` where the model cannot be served, or the ranks cannot be placed.

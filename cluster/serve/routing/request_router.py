@@ -6,10 +6,14 @@ random and knows neither what they have cached, nor a replica that hangs, nor on
 
 from __future__ import annotations
 
+import logging
+
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from cluster.engine.request import EngineRequest
 from cluster.serve.routing.replicas import known_replicas
+
+logger = logging.getLogger(__name__)
 
 
 class EngineRouter(RequestRouter):
@@ -37,6 +41,15 @@ class EngineRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
+        try:
+            return [[self._chosen(candidate_replicas, pending_request)]]
+        except Exception:  # Serve would drop the request without a word, and its caller would wait until its deadline
+            logger.exception("no engine could be chosen; Serve takes any")
+            return [candidate_replicas]
+
+    def _chosen(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None
+    ) -> RunningReplica:
         if candidate_replicas is not self._listed:  # Serve makes another list if one comes or goes
             self._list(candidate_replicas)
         requests = _requests(pending_request)
@@ -44,7 +57,7 @@ class EngineRouter(RequestRouter):
         if chosen is None:  # another handle of this process has learned of a replica before this one
             self._list(candidate_replicas)
             chosen = self._by_name[self._choose(requests)]
-        return [[chosen]]
+        return chosen
 
     def _choose(self, requests: list[EngineRequest]) -> str:
         if not requests:
