@@ -16,7 +16,7 @@ import pytest
 from cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput
 from cluster.serve import burst, engine_deployment
 from cluster.serve.engine_deployment import EngineReplica
-from cluster.serve.routing.replicas import Replicas
+from cluster.serve.routing import replicas as routing_replicas
 from cluster.serve.routing.request_router import EngineRouter
 from cluster.serve.token_channel import Connection, Control, EngineFailed, Hello, OutputReceiver
 from structured.constraint import ConstraintSpec
@@ -285,7 +285,7 @@ def test_a_choice_that_fails_leaves_the_request_to_serve(caplog: pytest.LogCaptu
     """Serve drops a request for which a router raises, and its caller would wait until the deadline."""
     router = EngineRouter.__new__(EngineRouter)
     router._deployment, router._listed, router._by_name = "engine", [], {}
-    router._known = Replicas()
+    router._known = routing_replicas.Replicas()
     replicas: list[Any] = [SimpleNamespace(replica_id=None)]  # of which no name can be had
     assert asyncio.run(router.choose_replicas(replicas)) == [replicas]
     assert "no engine could be chosen" in caplog.text

@@ -82,7 +82,6 @@ INSIDE: dict[str, tuple[str, ...]] = {
         "cluster.engine.executor_choice",
         # The step loop
         "cluster.engine.engine",
-        "cluster.engine.overlap",
         "cluster.engine.beam_search",
     ),
     "workers": (
