@@ -408,3 +408,21 @@ def test_imports_in_functions_and_for_type_checkers_count() -> None:
         "workers.models.decoder",
         "workers.step",
     ]
+
+
+OWNERS = {
+    "sequence.py": {"num_computed_tokens", "num_pending_tokens", "num_sent_blocks", "draft_token_ids", "is_paused"},
+    "kv_cache_manager.py": {"block_table", "num_shared_blocks", "num_registered_blocks"},
+    "plan.py": {"first_step"},
+}
+"""Attributes of a `Sequence` by the file of `cluster/engine/` that alone assigns them."""
+
+
+@pytest.mark.parametrize("owner", OWNERS)
+def test_the_state_of_a_sequence_has_one_owner(owner: str) -> None:
+    found = set()
+    for path in (ROOT / "cluster" / "engine").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr in OWNERS[owner]:
+                found.add((path.name, node.attr))
+    assert found == {(owner, attribute) for attribute in OWNERS[owner]}

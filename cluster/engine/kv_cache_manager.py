@@ -55,7 +55,7 @@ class KVCacheManager:
         self.blocks.share(prefix)
         sequence.block_table = list(prefix)
         sequence.num_shared_blocks = sequence.num_registered_blocks = len(prefix)
-        sequence.num_computed_tokens = len(prefix) * self._block_size
+        sequence.begin_at(len(prefix) * self._block_size)
 
     # ---- a step ------------------------------------------------------------------------------------------------
 
@@ -106,16 +106,16 @@ class KVCacheManager:
         most one, that must be made before the child computes.
         """
         child.block_table, copies = self.blocks.fork(parent.block_table, num_tokens)
-        child.num_computed_tokens = num_tokens
+        child.begin_at(num_tokens)
         child.num_shared_blocks = child.num_registered_blocks = num_tokens // self._block_size
         return copies
 
     def release(self, sequence: Sequence) -> None:
-        """Gives back all blocks: nothing of the sequence counts as computed."""
+        """Gives back all blocks, and what was computed in them."""
         self.blocks.free(sequence.block_table)
         sequence.block_table = []
-        sequence.num_computed_tokens = sequence.num_pending_tokens = sequence.num_shared_blocks = 0
-        sequence.num_registered_blocks = sequence.num_sent_blocks = 0
+        sequence.num_shared_blocks = sequence.num_registered_blocks = 0
+        sequence.restart()
 
     def discard(self, sequence: Sequence, others: Iterable[Sequence]) -> list[Sequence]:
         """Removes all blocks that a sequence read or wrote from the prefix cache. Returns those of `others` that read

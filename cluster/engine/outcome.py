@@ -31,28 +31,25 @@ def advance(
     """Gives the sequence what it gained, and returns that; None if it gained nothing. If the result has a `finish`, the
     caller must end the sequence.
 
-    Its tokens were counted as computed when the step was planned. The last position and its drafts were so in vain, as
-    far as no token was drawn after them.
+    Its tokens were counted as computed when the step was planned.
     """
     sequence_id, drafts, proposer = sequence.sequence_id, computed.draft_token_ids, sequence.draft_proposer
-    sequence.draft_token_ids = output.draft_token_ids.get(sequence_id, [])
-    sequence.draft_proposer = output.draft_proposers.get(sequence_id, "")
+    sequence.propose(output.draft_token_ids.get(sequence_id, []), output.draft_proposers.get(sequence_id, ""))
     prompt_logprobs = None
     if output.prompt_logprobs:
         prompt_logprobs = _new_prompt_logprobs(sequence, computed.start, output)
     known_end = computed.start + computed.num_tokens - len(drafts)
     if known_end < len(sequence.token_ids):  # a part of the prompt
         return _change(sequence, [], prompt_logprobs=prompt_logprobs) if prompt_logprobs else None
-    sequence.num_pending_tokens -= 1
     token_ids = output.token_ids.get(sequence_id)
     if not token_ids:  # its mask was late
-        sequence.num_computed_tokens -= 1 + len(drafts)
+        sequence.gain([], len(drafts))
         return _change(sequence, [], prompt_logprobs=prompt_logprobs) if prompt_logprobs else None
     logprobs = output.logprobs.get(sequence_id)
     if sequence.num_branches:
+        sequence.report()
         return _change(sequence, [], logprobs)
-    gained, finish = _accept(sequence, token_ids)
-    sequence.num_computed_tokens -= 1 + len(drafts) - len(gained)
+    gained, finish = sequence.gain(token_ids, len(drafts))
     if drafts:
         count = num_accepted(drafts, gained)
         draft_counts.add(proposer, len(drafts), count)
@@ -75,17 +72,6 @@ def _change(
     prompt_logprobs: list[TokenLogprobs] | None = None,
 ) -> SequenceOutput:
     return SequenceOutput(sequence.request_id, sequence.index, token_ids, logprobs, prompt_logprobs)
-
-
-def _accept(sequence: Sequence, token_ids: list[int]) -> tuple[list[int], FinishStatus | None]:
-    """Appends tokens up to the one that ends the sequence, if one does."""
-    for count, token_id in enumerate(token_ids, start=1):
-        sequence.token_ids.append(token_id)
-        if token_id in sequence.stop_ids:
-            return token_ids[:count], FinishStatus.FINISHED_STOPPED
-        if len(sequence.token_ids) >= sequence.max_length:
-            return token_ids[:count], FinishStatus.FINISHED_LENGTH
-    return token_ids, None
 
 
 def _new_prompt_logprobs(sequence: Sequence, start: int, output: StepOutput) -> list[TokenLogprobs] | None:

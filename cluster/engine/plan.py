@@ -6,7 +6,7 @@ budget is the engine's, which hears how steps end.
 from __future__ import annotations
 
 from cluster.engine.sequence import Sequence
-from workers.step import SamplePoint, ScheduledSequence, SequenceFork, StepInput
+from workers.step import SamplePoint, SequenceFork, StepInput
 
 FIRST_PATIENCE, MOST_PATIENCE = 16, 4096
 """Full steps that must go well before one may have twice as many tokens: after the first failure, and at most. Each
@@ -81,32 +81,21 @@ class StepPlan:
         self.step.started.append(sequence.start())
 
     def schedule(self, sequence: Sequence, count: int) -> None:
-        """Puts the next `count` tokens of a sequence into the step; its blocks have room for them. They count as
-        computed from here on, and the token after the last known one as drawn.
-        """
-        sequence_id, start = sequence.sequence_id, sequence.num_computed_tokens
-        known = len(sequence.token_ids) + sequence.num_pending_tokens
-        end = sequence.num_computed_tokens = start + count
-        unsent = sequence.block_table[sequence.num_sent_blocks :]
-        sequence.num_sent_blocks += len(unsent)
-        drafts = sequence.draft_token_ids[: max(0, end - known)] if sequence.draft_token_ids else []
-        self.step.scheduled.append(
-            ScheduledSequence(sequence_id, start, count, unsent, drafts, sequence.draft_proposer)
-        )
-        if end >= known:
-            sequence.num_pending_tokens += 1
-            sequence.is_paused = sequence.num_branches > 0
-            first_row = self._num_rows - start
-            for position in range(known, end + 1):
-                self.step.sample_points.append(SamplePoint(first_row + position - 1, sequence_id, position))
+        """Puts the next `count` tokens of a sequence into the step; its blocks have room for them."""
+        item, drawn = sequence.schedule(count)
+        self.step.scheduled.append(item)
+        if drawn:
+            first_row = self._num_rows - item.start
+            for position in drawn:
+                self.step.sample_points.append(SamplePoint(first_row + position - 1, item.sequence_id, position))
             if sequence.unforked:
-                self.completed_prompts.append((sequence, first_row + known - 1))
+                self.completed_prompts.append((sequence, first_row + drawn.start - 1))
         self._num_rows += count
         self.budget -= count
 
     def fork(self, parent: Sequence, fork: Sequence, row: int) -> None:
         """Has the fork draw its first token from the logits of its parent's last prompt token."""
-        fork.num_computed_tokens, fork.num_pending_tokens = fork.num_prompt_tokens, 1
+        fork.await_first_token()
         self.step.forked.append(SequenceFork(parent.sequence_id, fork.sequence_id, fork.noise_seed))
         self.step.sample_points.append(SamplePoint(row, fork.sequence_id, fork.num_prompt_tokens))
 

@@ -127,13 +127,13 @@ class Scheduler:
         index = 0
         while index < len(self.running) and plan.budget > 0:
             sequence = self.running[index]
-            count = min(self._num_wanted(sequence), plan.budget)
+            count = min(sequence.num_wanted_tokens(), plan.budget)
             if not count or sequence.waits_for_mask or sequence.is_paused:
                 index += 1
                 continue
             if sequence.draft_token_ids and not self._cache.can_grow(sequence, count):
-                sequence.draft_token_ids = []  # no sequence is preempted for drafts
-                count = min(self._num_wanted(sequence), plan.budget)
+                sequence.propose([], "")  # no sequence is preempted for drafts
+                count = min(sequence.num_wanted_tokens(), plan.budget)
             while not self._cache.grow(sequence, count, num_others=len(self.running)):
                 victim = self.running[-1]  # never one already in this step: those stand further up
                 self._preempt(victim)
@@ -160,7 +160,7 @@ class Scheduler:
             self._admit(sequence, prefix)
             num_taken += sequence.num_places
             plan.start(sequence)
-            count = min(self._num_wanted(sequence), plan.budget)
+            count = min(sequence.num_wanted_tokens(), plan.budget)
             self._cache.grow(sequence, count, num_others=len(self.running))
             plan.schedule(sequence, count)
             self._cache.register_full_blocks(sequence)
@@ -181,17 +181,6 @@ class Scheduler:
                 self.prefix_cache_queries += sequence.num_prompt_tokens
                 self.prefix_cache_hits += sequence.num_cached_tokens
         self.running.add(sequence)
-
-    def _num_wanted(self, sequence: Sequence) -> int:
-        """Tokens that would bring the sequence up to date: known ones, those that steps under way draw, and drafts, of
-        which none may pass its end. None if its last token is under way.
-        """
-        known = len(sequence.token_ids) + sequence.num_pending_tokens
-        if known >= sequence.max_length:
-            return 0
-        if sequence.draft_token_ids:
-            del sequence.draft_token_ids[max(0, sequence.max_length - known - 1) :]
-        return known + len(sequence.draft_token_ids) - sequence.num_computed_tokens
 
     def _fork(self, plan: StepPlan, parent: Sequence, row: int) -> None:
         """Makes the parent's other choices sequences of their own, which draw their first tokens from its logits.
@@ -235,7 +224,7 @@ class Scheduler:
 
     def propose(self, sequence: Sequence, draft_token_ids: list[int], proposer: str) -> None:
         """Gives a sequence drafts for the next step, instead of those it has; `proposer` is their proposer's name."""
-        sequence.draft_token_ids, sequence.draft_proposer = draft_token_ids, proposer
+        sequence.propose(draft_token_ids, proposer)
 
     def wait_for_mask(self, sequence: Sequence, is_late: bool = True) -> None:
         """The sequence sits steps out while its mask is late."""
@@ -262,10 +251,7 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _release(self, sequence: Sequence) -> None:
-        sequence.is_paused &= not sequence.num_pending_tokens
         self._cache.release(sequence)
-        sequence.draft_token_ids = []
-        sequence.waits_for_mask = False
         self._plan.finish(sequence)
 
     def recompute_all(self) -> None:
@@ -322,7 +308,7 @@ class Scheduler:
         """Ends one choice whose text reached a stop string; only `num_kept_tokens` of its output count."""
         for sequence in self.of_request(request_id):
             if sequence.index == index:
-                del sequence.token_ids[sequence.num_prompt_tokens + num_kept_tokens :]
+                sequence.keep_output(num_kept_tokens)
                 return [self._final(sequence, FinishStatus.FINISHED_STOPPED)]
         return []
 

@@ -1,7 +1,8 @@
 """One sequence on the driver's side: its tokens, how many of them are in the KV cache, and in which blocks.
 
-Only the scheduler and its parts (`plan.py`, `outcome.py`, `kv_cache_manager.py`) change it. All that a rank needs is a
-function of it (`start`), so preemption and recovery are the same operation.
+Each part of it has one owner. Its progress (tokens, drafts, what is computed and sent) changes by the methods here
+alone; its blocks are `KVCacheManager`'s, its place in a queue is the scheduler's. All that a rank needs is a function
+of it (`start`), so preemption and recovery are the same operation.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from cluster.engine.kv_blocks import hash_blocks
 from cluster.engine.request import ContinuedChoice, FinishStatus, Usage
 from structured.constraint import Resolved
 from workers.sampling_params import SamplingParams, child_seed
-from workers.step import SequenceStart
+from workers.step import ScheduledSequence, SequenceStart
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -126,6 +127,84 @@ class Sequence:
             self.num_accepted_drafts,
             self.num_rejected_drafts,
         )
+
+    # ---- progress ------------------------------------------------------------------------------------------------
+
+    def num_wanted_tokens(self) -> int:
+        """Returns how many tokens would bring the sequence up to date: known ones and drafts, of which none may pass
+        its end. None if its last token is under way.
+        """
+        known = len(self.token_ids) + self.num_pending_tokens
+        if known >= self.max_length:
+            return 0
+        if self.draft_token_ids:
+            del self.draft_token_ids[max(0, self.max_length - known - 1) :]
+        return known + len(self.draft_token_ids) - self.num_computed_tokens
+
+    def begin_at(self, num_computed_tokens: int) -> None:
+        """Starts on blocks in which so many of its leading tokens are computed."""
+        self.num_computed_tokens = num_computed_tokens
+
+    def await_first_token(self) -> None:
+        """Of a fork: the step that completes its parent's prompt draws its first token."""
+        self.num_computed_tokens, self.num_pending_tokens = self.num_prompt_tokens, 1
+
+    def schedule(self, count: int) -> tuple[ScheduledSequence, range]:
+        """Counts the next `count` tokens as computed, and the token after the last known one as drawn.
+
+        Returns what the ranks are told, and the positions at which they draw: none of a part of the prompt.
+        """
+        start, known = self.num_computed_tokens, len(self.token_ids) + self.num_pending_tokens
+        end = self.num_computed_tokens = start + count
+        unsent = self.block_table[self.num_sent_blocks :]
+        self.num_sent_blocks += len(unsent)
+        drafts = self.draft_token_ids[: max(0, end - known)] if self.draft_token_ids else []
+        if end >= known:
+            self.num_pending_tokens += 1
+            self.is_paused = self.num_branches > 0
+        item = ScheduledSequence(self.sequence_id, start, count, unsent, drafts, self.draft_proposer)
+        return item, range(known, end + 1)
+
+    def propose(self, draft_token_ids: list[int], proposer: str) -> None:
+        """Takes drafts for its next step, in the place of those that it has."""
+        self.draft_token_ids, self.draft_proposer = draft_token_ids, proposer
+
+    def report(self) -> None:
+        """A step is done that drew for it; its caller chooses the token."""
+        self.num_pending_tokens -= 1
+
+    def gain(self, token_ids: list[int], num_drafts: int) -> tuple[list[int], FinishStatus | None]:
+        """Appends what a step drew that verified `num_drafts` of it, up to the token that ends the sequence, if one
+        does; none if its mask was late. Returns the tokens that count, and the end.
+
+        The step's last position and its drafts were computed in vain, as far as no token was drawn after them.
+        """
+        self.num_pending_tokens -= 1
+        gained, finish = self._accept(token_ids)
+        self.num_computed_tokens -= 1 + num_drafts - len(gained)
+        return gained, finish
+
+    def _accept(self, token_ids: list[int]) -> tuple[list[int], FinishStatus | None]:
+        for count, token_id in enumerate(token_ids, start=1):
+            self.token_ids.append(token_id)
+            if token_id in self.stop_ids:
+                return token_ids[:count], FinishStatus.FINISHED_STOPPED
+            if len(self.token_ids) >= self.max_length:
+                return token_ids[:count], FinishStatus.FINISHED_LENGTH
+        return token_ids, None
+
+    def keep_output(self, num_tokens: int) -> None:
+        """Drops all but the first tokens of its output."""
+        del self.token_ids[self.num_prompt_tokens + num_tokens :]
+
+    def restart(self) -> None:
+        """Nothing of it counts as computed, drawn or sent: it has given up its blocks."""
+        self.is_paused &= not self.num_pending_tokens
+        self.num_computed_tokens = self.num_pending_tokens = self.num_sent_blocks = 0
+        self.draft_token_ids = []
+        self.waits_for_mask = False
+
+    # ---- other sequences -----------------------------------------------------------------------------------------
 
     def fork(self, index: int) -> Sequence:
         """One of the `unforked` choices, as a sequence of its own. This one has no output yet."""
