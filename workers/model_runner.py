@@ -20,7 +20,7 @@ from workers.platforms import Platform
 from workers.rank_sequences import RankSequences
 from workers.sampling.sampler import Sampled, prompt_logprobs, sample
 from workers.sampling.verification import drafts_as_tokens, drafts_of, keep_verified
-from workers.step import StepInput, StepOutput, TokenLogprobs
+from workers.step import SamplePoint, StepInput, StepOutput, TokenLogprobs
 
 PROMPT_LOGPROB_ROWS = 64
 """Rows of logits held at a time for prompt log-probabilities: 64 x 152k float32 are 37 MiB."""
@@ -128,14 +128,16 @@ class ModelRunner:
     ) -> Sampled | None:
         """Draws at every point; at those after drafts as if all drafts were tokens of the sequence."""
         points, drafts = step.sample_points, drafts_of(step)
+        if not drafts:
+            return self._draw_points(points, hidden, masks)
         with drafts_as_tokens(drafts, self.state):
-            logits = self._logits(hidden, [point.row for point in points])
-            sampled = sample(self.platform.sampler, logits, points, self.state, masks)
-            if not drafts:
-                return sampled
-            drawn = sampled.to_host()
+            drawn = self._draw_points(points, hidden, masks).to_host()
         keep_verified(points, drafts, drawn, self.state, output)
         return None
+
+    def _draw_points(self, points: list[SamplePoint], hidden: torch.Tensor, masks: MaskBatch | None) -> Sampled:
+        logits = self._logits(hidden, [point.row for point in points])
+        return sample(self.platform.sampler, logits, points, self.state, masks)
 
     def _logits(self, hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:
         """Logits of these rows of `hidden`; each row is multiplied once, however many points it has."""

@@ -55,6 +55,8 @@ def find_shared_prefixes(
     they save most in all: a group saves the keys that all members but one need not pack, less `MEMBER_COST_KEYS` for
     each member.
     """
+    if len(starts) < 2:
+        return None
     rows = np.flatnonzero((query_lens <= MAX_QUERY_LEN) & (starts >= max(PREFIX_MULTIPLE, block_size)))
     if len(rows) < 2:
         return None

@@ -152,7 +152,8 @@ class Engine:
         try:
             # 2. Execute: the forward pass starts behind the step under way, whose tokens come meanwhile.
             call = self._ask(step, self.executor.submit, step)
-            changes += self._update(most_under_way=self.executor.depth - 1)
+            if self._under_way:
+                changes += self._update(most_under_way=self.executor.depth - 1)
             # 3. Prepare masks: grammar workers fill them while the model runs. The draw takes those that are there.
             masks = self.masks.begin(step)
             self._ask(step, call.draw, masks.collect)
@@ -174,7 +175,7 @@ class Engine:
     def _update(self, most_under_way: int) -> list[SequenceOutput]:
         """Waits for the oldest steps, until no more than so many are under way; returns what sequences gained."""
         changes: list[SequenceOutput] = []
-        while len(self._under_way) > max(0, most_under_way):
+        while len(self._under_way) > most_under_way:
             step, call, masks = self._under_way.popleft()
             output = self._ask(step, call.result)
             if step.scheduled:

@@ -83,8 +83,8 @@ class KVCacheManager:
 
     def register_full_blocks(self, sequence: Sequence) -> None:
         """Offers the blocks that computed tokens fill to the prefix cache, as far as the tokens are known."""
-        full = min(sequence.num_computed_tokens, len(sequence.token_ids)) // self._block_size
-        if full > sequence.num_registered_blocks:
+        if sequence.num_computed_tokens // self._block_size > sequence.num_registered_blocks:
+            full = min(sequence.num_computed_tokens, len(sequence.token_ids)) // self._block_size
             hashes = sequence.hash_blocks(full, self._block_size)
             for block in range(sequence.num_registered_blocks, full):
                 self.blocks.register(sequence.block_table[block], hashes[block])

@@ -34,7 +34,8 @@ def advance(
     Its tokens were counted as computed when the step was planned.
     """
     sequence_id, drafts, proposer = sequence.sequence_id, computed.draft_token_ids, sequence.draft_proposer
-    sequence.propose(output.draft_token_ids.get(sequence_id, []), output.draft_proposers.get(sequence_id, ""))
+    if output.draft_token_ids or sequence.draft_token_ids:
+        sequence.propose(output.draft_token_ids.get(sequence_id, []), output.draft_proposers.get(sequence_id, ""))
     prompt_logprobs = None
     if output.prompt_logprobs:
         prompt_logprobs = _new_prompt_logprobs(sequence, computed.start, output)

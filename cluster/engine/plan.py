@@ -81,15 +81,19 @@ class StepPlan:
         self.step.started.append(sequence.start())
 
     def schedule(self, sequence: Sequence, count: int) -> None:
-        """Puts the next `count` tokens of a sequence into the step; its blocks have room for them."""
-        item, drawn = sequence.schedule(count)
+        """Puts the next `count` tokens of a sequence into the step; its blocks have room for them. It draws after the
+        last known one and after each draft.
+        """
+        known = len(sequence.token_ids) + sequence.num_pending_tokens
+        item = sequence.schedule(count)
         self.step.scheduled.append(item)
-        if drawn:
+        end = item.start + count
+        if end >= known:
             first_row = self._num_rows - item.start
-            for position in drawn:
+            for position in range(known, end + 1):
                 self.step.sample_points.append(SamplePoint(first_row + position - 1, item.sequence_id, position))
             if sequence.unforked:
-                self.completed_prompts.append((sequence, first_row + drawn.start - 1))
+                self.completed_prompts.append((sequence, first_row + known - 1))
         self._num_rows += count
         self.budget -= count
 

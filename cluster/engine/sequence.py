@@ -149,10 +149,9 @@ class Sequence:
         """Of a fork: the step that completes its parent's prompt draws its first token."""
         self.num_computed_tokens, self.num_pending_tokens = self.num_prompt_tokens, 1
 
-    def schedule(self, count: int) -> tuple[ScheduledSequence, range]:
-        """Counts the next `count` tokens as computed, and the token after the last known one as drawn.
-
-        Returns what the ranks are told, and the positions at which they draw: none of a part of the prompt.
+    def schedule(self, count: int) -> ScheduledSequence:
+        """Counts the next `count` tokens as computed, and if no known one is left, the token after them as drawn.
+        Returns what the ranks are told.
         """
         start, known = self.num_computed_tokens, len(self.token_ids) + self.num_pending_tokens
         end = self.num_computed_tokens = start + count
@@ -162,8 +161,7 @@ class Sequence:
         if end >= known:
             self.num_pending_tokens += 1
             self.is_paused = self.num_branches > 0
-        item = ScheduledSequence(self.sequence_id, start, count, unsent, drafts, self.draft_proposer)
-        return item, range(known, end + 1)
+        return ScheduledSequence(self.sequence_id, start, count, unsent, drafts, self.draft_proposer)
 
     def propose(self, draft_token_ids: list[int], proposer: str) -> None:
         """Takes drafts for its next step, in the place of those that it has."""
@@ -180,13 +178,10 @@ class Sequence:
         The step's last position and its drafts were computed in vain, as far as no token was drawn after them.
         """
         self.num_pending_tokens -= 1
-        gained, finish = self._accept(token_ids)
-        self.num_computed_tokens -= 1 + num_drafts - len(gained)
-        return gained, finish
-
-    def _accept(self, token_ids: list[int]) -> tuple[list[int], FinishStatus | None]:
+        self.num_computed_tokens -= 1 + num_drafts
         for count, token_id in enumerate(token_ids, start=1):
             self.token_ids.append(token_id)
+            self.num_computed_tokens += 1
             if token_id in self.stop_ids:
                 return token_ids[:count], FinishStatus.FINISHED_STOPPED
             if len(self.token_ids) >= self.max_length:
