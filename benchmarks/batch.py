@@ -30,7 +30,7 @@ from cluster.cli.batch import answering_by, num_in_flight
 from cluster.config import EngineConfig, ServeConfig
 from cluster.llm import LLM, SamplingParams
 from cluster.serve.replica_process import REPLICA_ENVIRONMENT
-from workers.checkpoints.model_config import resolve_model_folder
+from workers.checkpoints.model_folder import resolve_model_folder
 from workers.model_options import DEMO_MODEL
 
 MODELS = {"tiny": ("tiny-llama", 2000), "demo": (DEMO_MODEL, 2000), "0.5B": ("qwen2.5-0.5b", 256)}

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from benchmarks.gpu_device import Device, graph_seconds, measure_device
 from benchmarks.gpu_rows import Figure, one_line
 from workers.attention import AttentionMetadata
-from workers.checkpoints.model_config import HeadShape
 from workers.kernels.triton.attention import paged_attention
 from workers.kernels.triton.metadata import build_metadata
+from workers.models.model_config import HeadShape
 
 PAGE, LARGE_PAGE = 16, 256
 """Tokens of Manta's blocks, and of flash-attn's, which are so many of these in a row."""

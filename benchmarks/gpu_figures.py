@@ -27,7 +27,8 @@ from benchmarks.gpu_device import LARGE, Device, measure_device
 from benchmarks.gpu_rows import FIGURE, Figure, one_line
 from benchmarks.workloads import PromptSource
 from cluster.llm import LLM, ConstraintSpec, SamplingParams
-from workers.checkpoints.model_config import ModelConfig, load_model_config
+from workers.checkpoints.model_folder import load_model_config
+from workers.models.model_config import ModelConfig
 
 MODELS = ("qwen2.5-0.5b", "llama-3.1-8b")
 PROMPT, OUTPUT = 128, 64

@@ -24,11 +24,12 @@ import torch.nn.functional as F
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from workers.attention import AttentionMetadata
-from workers.checkpoints.model_config import HeadShape
 from workers.checkpoints.weights import Linear
 from workers.kernels import cpu
 from workers.kernels.cpu_kv_cache import allocate_kv
-from workers.platforms.cpu_linears import make_cpu_gated_linear, make_cpu_linear, make_onednn_linear
+from workers.kernels.linears import GatedLinear
+from workers.models.model_config import HeadShape
+from workers.platforms.cpu_linears import OneDnnLinear, make_cpu_gated_linear, make_cpu_linear
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 14, 2, 64, 16
 HIDDEN, INTERMEDIATE = 896, 4864
@@ -165,13 +166,12 @@ def attention_rows(seconds: float) -> None:
 
 
 def onednn_gated_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-    linear = make_onednn_linear(weight, bias)
-    return lambda x: torch_silu_and_mul(linear(x))
+    return GatedLinear(OneDnnLinear(weight, bias), torch_silu_and_mul)
 
 
 def in_turn(linears: list[Linear], x: torch.Tensor) -> Callable[[], object]:
     each = itertools.cycle(linears)
-    return lambda: next(each)(x)
+    return lambda: next(each).forward(x)
 
 
 def linear_rows(seconds: float) -> None:
@@ -182,7 +182,7 @@ def linear_rows(seconds: float) -> None:
         weights = [torch.randn(out_features, in_features).bfloat16() for _ in range(count)]
         is_gated = name == "gate and up"
         ours = [(make_cpu_gated_linear if is_gated else make_cpu_linear)(weight, None) for weight in weights]
-        theirs = [(onednn_gated_linear if is_gated else make_onednn_linear)(weight, None) for weight in weights]
+        theirs = [(onednn_gated_linear if is_gated else OneDnnLinear)(weight, None) for weight in weights]
         for rows in [1, 8, 32, 64] if name == "head" else [1, 8, 32, 64, 256, 2048]:
             x = torch.randn(rows, in_features).bfloat16()
             operations = 2 * rows * out_features * in_features

@@ -19,7 +19,7 @@ from specdecode.lengths import StepCost
 from specdecode.proposers import DraftRequest
 from structured.constraint import ConstraintError
 from structured.vocabulary import Vocabulary
-from workers.checkpoints.model_config import ModelError
+from workers.models.model_config import ModelError
 from workers.rank_sequences import RankSequences
 from workers.rank_worker import DraftRunner
 from workers.sampling.sampling_state import SequenceState

@@ -62,6 +62,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("MistralConfig", {"sliding_window": 24}),
     "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
+    "seed_oss": ("SeedOssConfig", {"head_dim": 24}),
     "gpt_neox": ("GPTNeoXConfig", {"num_key_value_heads": None}),
     "olmo2": ("Olmo2Config", {}),
     "granite": ("GraniteConfig", {}),
@@ -70,7 +71,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi": ("PhiConfig", {}),
     "gpt2": ("GPT2Config", {"num_key_value_heads": None}),
 }
-"""Name to (transformers configuration class, what differs from the common sizes). The first five run natively."""
+"""Name to (transformers configuration class, what differs from the common sizes). The first six run natively."""
 
 NATIVE_FAMILIES = ("llama", "llama3", "mistral", "qwen2", "qwen3")
 

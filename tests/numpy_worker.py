@@ -17,12 +17,15 @@ from safetensors.numpy import load_file
 from structured.logits_processors import LogitsProcessorFactory, LogitsProcessorRegistry
 from structured.masks import MaskBatch
 from workers.checkpoints.memory import plan_kv_cache, plan_max_model_len, weight_bytes, weight_files
-from workers.checkpoints.model_config import ModelConfig, load_model_config, resolve_model_folder
+from workers.checkpoints.model_folder import load_model_config, resolve_model_folder
+from workers.decoders.rope_table import rope_table
 from workers.kernels import torch_sampler
 from workers.kernels.protocol import OK
 from workers.model_info import ModelInfo
 from workers.model_options import ModelOptions
-from workers.models.rope import rope_table
+from workers.models.families import describe
+from workers.models.model_config import ModelConfig
+from workers.models.specs import LinearSpec, NormSpec
 from workers.rank_sequences import RankSequences
 from workers.rank_worker import ALONE, RankPlace, StepTimes
 from workers.sampling.sampler import prompt_logprobs, sample
@@ -34,10 +37,11 @@ FREE_BYTES = 1 << 30
 
 
 class NumpyLlama:
-    """Llama, Mistral, Qwen2 or Qwen3 in float32, one sequence after the other."""
+    """What the families of `workers/models/` describe, in float32, one sequence after the other."""
 
     def __init__(self, folder: pathlib.Path, config: ModelConfig) -> None:
         self.config = config
+        self._spec = describe(config)
         self._weights = {
             name: array.astype(np.float32) for path in weight_files(folder) for name, array in load_file(path).items()
         }
@@ -73,41 +77,40 @@ class NumpyLlama:
         positions = np.arange(start, end)
         block_size = kv_cache.shape[3]
         slots = table[np.arange(end) // block_size], np.arange(end) % block_size
-        hidden = self._weights["model.embed_tokens.weight"][token_ids]
-        for index in range(config.num_layers):
-            name = f"model.layers.{index}"
-            normed = self._norm(hidden, f"{name}.input_layernorm")
+        hidden = self._weights[f"{self._spec.embedding.name}.weight"][token_ids]
+        for index, layer in enumerate(self._spec.layers):
+            attention, mlp = layer.attention, layer.mlp
+            normed = self._norm(hidden, layer.input_norm)
             query, key, value = (
-                self._linear(normed, f"{name}.self_attn.{each}_proj").reshape(len(token_ids), -1, config.head_dim)
-                for each in "qkv"
+                self._linear(normed, attention.qkv, part).reshape(len(token_ids), -1, config.head_dim)
+                for part in range(3)
             )
-            if config.qk_norm:
-                query, key = self._norm(query, f"{name}.self_attn.q_norm"), self._norm(key, f"{name}.self_attn.k_norm")
+            if attention.q_norm is not None and attention.k_norm is not None:
+                query, key = self._norm(query, attention.q_norm), self._norm(key, attention.k_norm)
             keys, values = kv_cache[index]
             keys[slots[0][start:], slots[1][start:]] = self._rotated(key, positions)
             values[slots[0][start:], slots[1][start:]] = value
             attended = self._attention(
                 self._rotated(query, positions), keys[slots], values[slots], positions, config.sliding_windows[index]
             )
-            hidden = hidden + self._linear(attended, f"{name}.self_attn.o_proj")
-            normed = self._norm(hidden, f"{name}.post_attention_layernorm")
-            gate = self._linear(normed, f"{name}.mlp.gate_proj")
-            gated = gate / (1 + np.exp(-gate)) * self._linear(normed, f"{name}.mlp.up_proj")
-            hidden = hidden + self._linear(gated, f"{name}.mlp.down_proj")
-        return self._norm(hidden, "model.norm")
+            hidden = hidden + self._linear(attended, attention.output)
+            normed = self._norm(hidden, layer.mlp_norm)
+            gate, up = (self._linear(normed, mlp.gated, part) for part in range(2))
+            hidden = hidden + self._linear(gate / (1 + np.exp(-gate)) * up, mlp.down)
+        return self._norm(hidden, self._spec.final_norm)
 
     def compute_logits(self, hidden: np.ndarray) -> np.ndarray:
         """Returns the logits, [num_rows, vocab_size]."""
-        name = "model.embed_tokens" if self.config.tie_word_embeddings else "lm_head"
-        return self._linear(hidden, name)
+        return self._linear(hidden, self._spec.head)
 
-    def _linear(self, x: np.ndarray, name: str) -> np.ndarray:
+    def _linear(self, x: np.ndarray, linear: LinearSpec, part: int = 0) -> np.ndarray:
+        name = linear.parts[part].name
         product = x @ self._weights[f"{name}.weight"].T
-        return product + self._weights[f"{name}.bias"] if f"{name}.bias" in self._weights else product
+        return product + self._weights[f"{name}.bias"] if linear.has_bias else product
 
-    def _norm(self, x: np.ndarray, name: str) -> np.ndarray:
+    def _norm(self, x: np.ndarray, norm: NormSpec) -> np.ndarray:
         scale = np.sqrt(np.square(x).mean(-1, keepdims=True) + self.config.rms_norm_eps)
-        return x / scale * self._weights[f"{name}.weight"]
+        return x / scale * self._weights[f"{norm.name}.weight"]
 
     def _rotated(self, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """`x` [n, heads, head_dim] at its positions [n]."""

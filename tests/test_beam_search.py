@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from cluster.llm import LLM, BeamSearchParams, SamplingParams
 from tests.checkpoints import VOCAB_SIZE, checkpoint
-from workers.checkpoints.model_config import load_model_config
+from workers.checkpoints.model_folder import load_model_config
 
 FAMILY = "llama"
 MAX_TOKENS = 12

@@ -17,7 +17,7 @@ from cluster.cli.check import check_model
 from cluster.config import EngineConfig
 from specdecode.speculative_config import SpeculativeConfig
 from tests.checkpoints import checkpoint, make_tokenizer
-from workers.checkpoints.model_config import ModelError
+from workers.models.model_config import ModelError
 
 
 def config(folder: pathlib.Path, **options: object) -> EngineConfig:

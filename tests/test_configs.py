@@ -31,7 +31,7 @@ from cluster.serve.app import build
 from cluster.serve.replica_process import REPLICA_ENVIRONMENT
 from tests.patience import PATIENCE_S
 from tests.ray_cluster import BIN, RayCluster, ray_cluster, until
-from workers.checkpoints.model_config import ModelError
+from workers.models.model_config import ModelError
 from workers.platforms import choose_platform
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]

@@ -19,7 +19,7 @@ from cluster.errors import RequestRefused
 from cluster.llm import LLM, ConstraintSpec, RequestOutput, SamplingParams
 from tests.checkpoints import VOCAB_SIZE, checkpoint
 from tests.patience import PATIENCE_S
-from workers.checkpoints.model_config import load_model_config
+from workers.checkpoints.model_folder import load_model_config
 
 pytestmark = pytest.mark.usefixtures("plugin")
 

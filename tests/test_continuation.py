@@ -22,7 +22,7 @@ from structured.logits_processors import LogitsProcessorSpec
 from tests.checkpoints import VOCAB_SIZE, checkpoint
 from tests.conftest import PROVE
 from tests.patience import PATIENCE_S
-from workers.checkpoints.model_config import load_model_config
+from workers.checkpoints.model_folder import load_model_config
 from workers.sampling_params import SamplingParams
 from workers.step import TokenLogprobs
 

@@ -24,7 +24,7 @@ from tests.patience import PATIENCE_S
 from tests.triton_device import DEVICE, NEEDS_GPU, THOROUGH
 from workers import torch_worker
 from workers.attention import AttentionMetadata
-from workers.checkpoints.model_config import load_model_config
+from workers.checkpoints.model_folder import load_model_config
 from workers.kernels.protocol import DecodeLimits, KVCaches
 from workers.kernels.triton import graphs, launch
 from workers.kernels.triton.metadata import DeviceMetadata, Layout, build_metadata

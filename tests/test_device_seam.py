@@ -30,7 +30,10 @@ def test_the_worker_is_the_one_in_numpy() -> None:
     assert run(engine, make_prompts()[:1], GREEDY)
 
 
-@pytest.mark.parametrize("module", ["workers.rank_worker", "specdecode.speculative_worker", "cluster.engine.engine"])
+@pytest.mark.parametrize(
+    "module",
+    ["workers.models.families", "workers.rank_worker", "specdecode.speculative_worker", "cluster.engine.engine"],
+)
 def test_the_seam_and_what_is_above_it_import_no_framework(module: str) -> None:
     code = f"import sys, {module}; print([name for name in ('torch', 'jax', 'ray') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

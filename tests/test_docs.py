@@ -36,7 +36,7 @@ from cluster.cli import batch, chat, check, serve
 from cluster.config import ServeConfig
 from tests.fuzz.__main__ import main as fuzz
 from tests.server import Server
-from workers.checkpoints.model_config import resolve_model_folder
+from workers.checkpoints.model_folder import resolve_model_folder
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").iterdir()))

@@ -12,7 +12,7 @@ from cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput
 from cluster.errors import QueueFull, RequestRefused
 from tests.checkpoints import NATIVE_FAMILIES, VOCAB_SIZE, checkpoint, reference_greedy
 from tests.workers import worker_of
-from workers.checkpoints.model_config import load_model_config
+from workers.checkpoints.model_folder import load_model_config
 from workers.sampling_params import SamplingParams
 
 NUM_TOKENS = 48

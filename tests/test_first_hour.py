@@ -33,7 +33,7 @@ from cluster.llm import LLM
 from tests.checkpoints import checkpoint
 from tests.patience import PATIENCE_S
 from tests.server import shared_server
-from workers.checkpoints.model_config import load_model_config
+from workers.checkpoints.model_folder import load_model_config
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 

@@ -30,11 +30,11 @@ def test_callers_share_the_threads() -> None:
     assert linear is not None
     x = torch.randn(700, 320)
     with threads(1):
-        expected = linear(x)
+        expected = linear.forward(x)
     before = _thread_ids()
     for num_threads in (2, 5, 40):
         with threads(num_threads), concurrent.futures.ThreadPoolExecutor(3) as pool:
-            for result in pool.map(linear, [x] * 60):
+            for result in pool.map(linear.forward, [x] * 60):
                 assert torch.equal(result, expected)
     assert len(_thread_ids() - before) < 2 * num_threads, "a caller has threads of its own"
 
@@ -59,7 +59,7 @@ def _slowdown_beside_starved_threads() -> float:
     linear = cpu_linear.pack(weight, None)
     (other,) = _thread_ids() - before
     assert linear is not None
-    expected = linear(x)
+    expected = linear.forward(x)
     core = max(os.sched_getaffinity(0))
     busy = multiprocessing.get_context("spawn").Process(target=_keep_busy, args=(core,), daemon=True)
     busy.start()
@@ -67,10 +67,10 @@ def _slowdown_beside_starved_threads() -> float:
     os.sched_setscheduler(other, os.SCHED_IDLE, os.sched_param(0))
     try:
         library.manta_set_num_threads(1)
-        alone_s = _seconds(lambda: linear(x), math.inf)
+        alone_s = _seconds(lambda: linear.forward(x), math.inf)
         library.manta_set_num_threads(2)
-        assert torch.equal(linear(x), expected)
-        return _seconds(lambda: linear(x), LIMIT * alone_s) / alone_s
+        assert torch.equal(linear.forward(x), expected)
+        return _seconds(lambda: linear.forward(x), LIMIT * alone_s) / alone_s
     finally:
         busy.kill()
 

@@ -16,9 +16,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 
 from tests.cpu_forms import COMPILED, EMULATED, TORCH, forget_libraries, in_form, threads
 from workers.attention import AttentionMetadata, copy_blocks
-from workers.checkpoints.model_config import HeadShape
 from workers.kernels import build, cpu, cpu_decoder, cpu_linear, cpu_sampler, layout, processor, reference
 from workers.kernels.cpu_kv_cache import allocate_kv
+from workers.models.model_config import HeadShape
 
 pytestmark = pytest.mark.usefixtures("cheap_groups")
 

@@ -97,15 +97,16 @@ INSIDE: dict[str, tuple[str, ...]] = {
         "workers.checkpoints",
         "workers.checkpoints.transformers_support",
         "workers.model_options",
+        "workers.models",
         "workers.checkpoints.folder_kinds",
-        "workers.checkpoints.model_config",
+        "workers.checkpoints.model_folder",
         "workers.checkpoints.memory",
-        "workers.checkpoints.weights",
-        "workers.checkpoints.checkpoint",
-        "workers.checkpoints.schemes",
         "workers.kernels.transfer",
         "workers.shared_prefixes",
         "workers.attention",
+        "workers.checkpoints.weights",
+        "workers.checkpoints.checkpoint",
+        "workers.checkpoints.schemes",
         "workers.sampling.logits_processors",
         "workers.sampling.sampling_state",
         "workers.sampling.verification",
@@ -113,6 +114,7 @@ INSIDE: dict[str, tuple[str, ...]] = {
         "workers.rank_sequences",
         "workers.rank_worker",
         # What computes
+        "workers.kernels.linears",
         "workers.parallel",
         "workers.parallel.group",
         "workers.kernels",
@@ -140,17 +142,17 @@ INSIDE: dict[str, tuple[str, ...]] = {
         "workers.kernels.triton.noise",
         "workers.kernels.triton.edits",
         "workers.kernels.triton.sampler",
-        "workers.models",
-        "workers.models.protocol",
+        "workers.decoders",
+        "workers.decoders.model",
         "workers.platforms.cuda_group",
         "workers.platforms.cuda",
         "workers.platforms.cpu_group",
         "workers.platforms.cpu_linears",
         "workers.platforms.cpu",
         "workers.platforms",
-        "workers.models.rope",
-        "workers.models.decoder",
-        "workers.models.transformers_fallback",
+        "workers.decoders.rope_table",
+        "workers.decoders.decoder",
+        "workers.decoders.transformers_model",
         "workers.parallel.shard",
         "workers.parallel.layers",
         "workers.loader",
@@ -399,13 +401,13 @@ def test_one_module_alone_copies_to_and_from_a_device_without_waiting() -> None:
 def test_imports_in_functions_and_for_type_checkers_count() -> None:
     tree = ast.parse(
         "import workers.step\n"
-        "if TYPE_CHECKING:\n    from workers.models.decoder import Decoder\n"
+        "if TYPE_CHECKING:\n    from workers.decoders.decoder import Decoder\n"
         "def load():\n    from workers import host, model_info\n    import torch\n"
     )
     assert sorted(imports("workers.example", tree)) == [
+        "workers.decoders.decoder",
         "workers.host",
         "workers.model_info",
-        "workers.models.decoder",
         "workers.step",
     ]
 

@@ -65,7 +65,7 @@ def test_products_of_any_number_of_rows(
     x = torch.randn(600, in_features, generator=generator).to(dtype)
     expected = exact(x, weight, offset)
     for num_rows in rows_of(form):
-        y = linear(x[:num_rows])
+        y = linear.forward(x[:num_rows])
         assert y.dtype == dtype
         assert y.shape == (num_rows, out_features)
         assert_rounded(y, expected[:num_rows], in_features)
@@ -89,7 +89,7 @@ def test_random_shapes(name: str, dtype: torch.dtype) -> None:
         make: Callable = make_cpu_gated_linear if gated else make_cpu_linear
         weight, offset, generator = random_weight(seed, out_features * (1 + gated), in_features, dtype, bias)
         x = torch.randn(num_rows, in_features, generator=generator).to(dtype)
-        y = make(weight, offset)(x)
+        y = make(weight, offset).forward(x)
         expected = exact(x, weight, offset)
         if gated:
             gate, up = expected.chunk(2, dim=-1)
@@ -117,7 +117,7 @@ def test_gated_products_of_any_number_of_rows(
     gate, up = exact(x, weight, offset).chunk(2, dim=-1)
     expected = F.silu(gate) * up
     for num_rows in (0, 1, 3, 6, 7, 16, 17, 33, 100, 150, 530):
-        y = gated(x[:num_rows])
+        y = gated.forward(x[:num_rows])
         assert y.dtype == dtype
         assert y.shape == (num_rows, out_features)
         # Of a separate gate both factors are rounded too
@@ -130,9 +130,9 @@ def test_a_row_of_float32_does_not_depend_on_the_rows_beside_it(name: str) -> No
     with in_form(name):
         linear = make_cpu_linear(torch.randn(200, 500), torch.randn(200))
         x = torch.randn(600, 500)
-        together = linear(x)
+        together = linear.forward(x)
         for num_rows in ROWS:
-            assert torch.equal(linear(x[:num_rows]), together[:num_rows])
+            assert torch.equal(linear.forward(x[:num_rows]), together[:num_rows])
 
 
 @pytest.mark.parametrize("name", [name for name in COMPILED if name != "amx"])
@@ -140,9 +140,9 @@ def test_without_tiles_a_row_of_bfloat16_does_not_either(name: str) -> None:
     with in_form(name):
         linear = make_cpu_linear(torch.randn(200, 512).bfloat16(), None)
         x = torch.randn(600, 512).bfloat16()
-        together = linear(x)
+        together = linear.forward(x)
         for num_rows in ROWS:
-            assert torch.equal(linear(x[:num_rows]), together[:num_rows])
+            assert torch.equal(linear.forward(x[:num_rows]), together[:num_rows])
 
 
 @pytest.mark.parametrize("name", COMPILED)
@@ -155,7 +155,7 @@ def test_any_number_of_threads_gives_the_same_bits(name: str) -> None:
                 results = []
                 for num_threads in (1, 2, 3, 7):
                     with threads(num_threads):
-                        results.append(linear(x))
+                        results.append(linear.forward(x))
                 assert all(torch.equal(results[0], each) for each in results)
 
 
@@ -165,7 +165,7 @@ def test_a_gate_far_from_zero_is_finite_and_not_a_number_stays_in_its_row(form: 
         x = torch.randn(num_rows, 32).bfloat16()
         x[0] *= 1e9
         x[1, 5] = float("nan")
-        y = gated(x)
+        y = gated.forward(x)
         assert y.isnan().any(-1).tolist() == [row == 1 for row in range(num_rows)]
         assert y[0].isfinite().all()
 
@@ -174,16 +174,16 @@ def test_the_weight_may_be_overwritten_after_packing(form: str) -> None:
     weight = torch.randn(128, 64).bfloat16()
     x = torch.randn(3, 64).bfloat16()
     linear = make_cpu_linear(weight, None)
-    before = linear(x)
+    before = linear.forward(x)
     weight.zero_()
-    torch.testing.assert_close(linear(x), before)
+    torch.testing.assert_close(linear.forward(x), before)
 
 
 def test_a_batch_with_leading_dimensions_and_strides(form: str) -> None:
     weight = torch.randn(96, 64).bfloat16()
     linear = make_cpu_linear(weight, None)
     x = torch.randn(2, 5, 128).bfloat16()[..., ::2]
-    torch.testing.assert_close(linear(x), linear(x.reshape(10, 64)).view(2, 5, 96))
+    torch.testing.assert_close(linear.forward(x), linear.forward(x.reshape(10, 64)).view(2, 5, 96))
 
 
 def test_not_a_number_stays_in_its_row(form: str) -> None:
@@ -191,7 +191,7 @@ def test_not_a_number_stays_in_its_row(form: str) -> None:
     for num_rows in (3, 20, 40):
         x = torch.randn(num_rows, 64).bfloat16()
         x[1, 5] = float("nan")
-        failed = linear(x).isnan().any(-1)
+        failed = linear.forward(x).isnan().any(-1)
         assert failed.tolist() == [row == 1 for row in range(num_rows)]
 
 
@@ -221,7 +221,7 @@ def test_where_onednn_refuses_bfloat16_torch_serves_all_the_same(monkeypatch: py
         without_bfloat16(monkeypatch)
         weight = torch.randn(96, 64).bfloat16()
         x = torch.randn(5, 64).bfloat16()
-        y = make_cpu_linear(weight, None)(x)
+        y = make_cpu_linear(weight, None).forward(x)
         assert y.dtype == torch.bfloat16
         assert_rounded(y, exact(x, weight, None), 64)
 

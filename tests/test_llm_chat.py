@@ -13,7 +13,7 @@ from benchmarks.demo_model.data import TASKS, held_out
 from cluster.errors import RequestRefused
 from cluster.llm import LLM, OutputKind, RequestOutput, SamplingParams
 from tests.checkpoints import checkpoint
-from workers.checkpoints.model_config import resolve_model_folder
+from workers.checkpoints.model_folder import resolve_model_folder
 
 GREEDY = SamplingParams(temperature=0, max_tokens=80)
 QUESTIONS = ("What is Manta?", "What can you do?")

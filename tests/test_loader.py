@@ -14,9 +14,10 @@ import safetensors.torch
 import torch
 
 from tests.checkpoints import checkpoint, make_checkpoint
-from workers.checkpoints.model_config import ModelConfig, ModelError, load_model_config, resolve_model_folder
+from workers.checkpoints.model_folder import load_model_config, resolve_model_folder
+from workers.decoders.decoder import Decoder
 from workers.loader import load_model
-from workers.models.decoder import Decoder
+from workers.models.model_config import ModelConfig, ModelError
 from workers.platforms import choose_platform
 
 LLAMA: dict[str, Any] = {

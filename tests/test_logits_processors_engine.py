@@ -24,7 +24,7 @@ from tests.checkpoints import VOCAB_SIZE, checkpoint
 from tests.local_server import ThreadedServer
 from tests.test_logits_processors import identity, named
 from tests.workers import worker_of
-from workers.checkpoints.model_config import load_model_config
+from workers.checkpoints.model_folder import load_model_config
 
 pytestmark = pytest.mark.usefixtures("plugin")
 

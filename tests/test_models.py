@@ -16,12 +16,13 @@ from tests.checkpoints import checkpoint, reference_greedy, reference_logits
 from tests.cpu_forms import FORMS, TORCH, in_form
 from workers.attention import AttentionMetadata
 from workers.checkpoints import weights
-from workers.checkpoints.model_config import ModelError, RopeConfig, load_model_config
+from workers.checkpoints.model_folder import load_model_config
+from workers.decoders import decoder
+from workers.decoders.decoder import Decoder
+from workers.decoders.model import Model
+from workers.decoders.rope_table import rope_table
 from workers.loader import load_model
-from workers.models import decoder
-from workers.models.decoder import Decoder
-from workers.models.protocol import Model
-from workers.models.rope import rope_table
+from workers.models.model_config import ModelError, RopeConfig
 from workers.platforms import choose_platform
 
 BLOCK_SIZE = 16
@@ -48,6 +49,7 @@ NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3": ("qwen3", {}),
     "qwen3 with biases, tied": ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
+    "seed_oss": ("seed_oss", {}),
 }
 FALLBACK: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("gpt_neox", {}),
@@ -116,7 +118,9 @@ def test_logits_through_transformers_equal_its_own(name: str) -> None:
 
 @pytest.mark.parametrize("name", NATIVE)
 def test_logits_of_chunked_prefill_and_decode_equal_transformers(form: str, name: str) -> None:
-    check_logits(*NATIVE[name])
+    family, options = NATIVE[name]
+    assert load_model_config(checkpoint(family, **options)).native
+    check_logits(family, options)
 
 
 def check_logits(family: str, options: dict[str, Any]) -> None:

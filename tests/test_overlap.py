@@ -27,7 +27,7 @@ from tests.checkpoints import VOCAB_SIZE, checkpoint
 from tests.conftest import PROVE
 from tests.patience import PATIENCE_S
 from tests.workers import device_of, worker_of
-from workers.checkpoints.model_config import load_model_config
+from workers.checkpoints.model_folder import load_model_config
 from workers.platforms.cpu import CpuPlatform
 from workers.sampling_params import SamplingParams
 from workers.step import StepInput, StepOutput

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 from cluster.llm import LLM, SamplingParams
 from structured.masks import MaskBatch
@@ -21,10 +20,11 @@ from tests.checkpoints import VOCAB_SIZE, checkpoint, reference_greedy
 from tests.cpu_forms import forget_libraries
 from workers import torch_worker
 from workers.attention import AttentionMetadata
-from workers.checkpoints.model_config import HeadShape, ModelConfig, ModelError
 from workers.checkpoints.weights import DecoderWeights, Linear, LinearWeight
 from workers.kernels import build, reference, torch_sampler
+from workers.kernels.linears import GatedLinear, TorchLinear
 from workers.kernels.protocol import Forward, KVCaches
+from workers.models.model_config import HeadShape, ModelConfig, ModelError
 from workers.sampling.sampling_state import SequenceState
 
 NUM_TOKENS = 12
@@ -82,10 +82,8 @@ class OtherPlatform:
 
     def make_linear(self, weight: LinearWeight) -> Linear:
         self.num_weights += 1
-        own = weight.weight.to(weight.dtype, copy=True)
-        if weight.gated:
-            return lambda x: reference.silu_and_mul(F.linear(x, own, weight.bias))
-        return lambda x: F.linear(x, own, weight.bias)
+        linear = TorchLinear(weight.weight.to(weight.dtype, copy=True), weight.bias)
+        return GatedLinear(linear, reference.silu_and_mul) if weight.gated else linear
 
     def shared_linears(self, content: str) -> nullcontext[None]:
         return nullcontext()
@@ -104,12 +102,13 @@ class OtherPlatform:
             self.num_compiled_calls += 1
             kernels, heads, eps = self.kernels, config.heads, config.rms_norm_eps
             for layer, window, caches in zip(weights.layers, config.sliding_windows, kv_caches, strict=True):
-                qkv = layer.qkv(kernels.rms_norm(residual, layer.input_norm, eps))
-                kernels.rope_and_cache(qkv, cos_sin, metadata, *caches, heads, layer.q_norm, layer.k_norm, eps)
-                residual = residual + layer.attention_output(
-                    kernels.paged_attention(qkv, *caches, metadata, heads, window)
-                )
-                residual = residual + layer.down(layer.gated(kernels.rms_norm(residual, layer.mlp_norm, eps)))
+                attention, mlp = layer.attention, layer.mlp
+                qkv = attention.qkv.forward(kernels.rms_norm(residual, layer.input_norm, eps))
+                kernels.rope_and_cache(qkv, cos_sin, metadata, *caches, heads, attention.q_norm, attention.k_norm, eps)
+                attended = kernels.paged_attention(qkv, *caches, metadata, heads, window)
+                residual = residual + attention.output.forward(attended)
+                gated = mlp.gated.forward(kernels.rms_norm(residual, layer.mlp_norm, eps))
+                residual = residual + mlp.down.forward(gated)
             return kernels.rms_norm(residual, weights.final_norm, eps)
 
         return forward
@@ -130,7 +129,7 @@ class OtherPlatform:
     place_embedding = place_weight
 
     def tied_head(self, table: torch.Tensor) -> Linear:
-        return lambda x: F.linear(x, table)
+        return TorchLinear(table)
 
     def build_metadata(
         self,

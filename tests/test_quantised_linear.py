@@ -16,13 +16,15 @@ import torch.nn.functional as F
 from tests.checkpoints import checkpoint, make_checkpoint
 from tests.cpu_forms import TORCH, in_form
 from tests.test_models import Cache, random_tokens
+from workers.attention import AttentionMetadata
 from workers.checkpoints import schemes
-from workers.checkpoints.model_config import ModelConfig, ModelError, load_model_config
+from workers.checkpoints.model_folder import load_model_config
 from workers.checkpoints.schemes import LinearSource, read_unquantized
-from workers.checkpoints.weights import Linear, LinearWeight
+from workers.checkpoints.weights import LinearWeight
+from workers.decoders.decoder import Decoder
 from workers.kernels import build
 from workers.loader import check_tensors, load_model
-from workers.models.decoder import Decoder
+from workers.models.model_config import ModelConfig, ModelError
 from workers.platforms.cpu import CpuPlatform
 
 SCHEME = "int8"
@@ -34,28 +36,29 @@ def read_int8(source: LinearSource) -> LinearWeight:
     """`weight` int8 [out, in] and `weight_scale` float32 [out, 1]; linears without a scale are not quantised."""
     if not source.has("weight_scale"):
         return read_unquantized(source)
-    weight = source.stacked("weight", (source.in_features,), torch.int8)
+    spec = source.spec
+    weight = source.stacked("weight", (spec.in_features,), torch.int8)
     scales = source.copied("weight_scale", (1,), torch.float32)
-    return LinearWeight(source.name, weight, source.bias(), source.dtype, source.gated, SCHEME, scales)
+    return LinearWeight(spec.name, weight, source.bias(), source.dtype, spec.is_gated, SCHEME, scales)
 
 
-def make_int8_linear(weight: LinearWeight) -> Linear:
-    assert weight.scales is not None
-    values, scales, bias = weight.weight.clone(), weight.scales[:, 0], weight.bias
+class Int8Linear:
+    def __init__(self, weight: LinearWeight) -> None:
+        assert weight.scales is not None
+        self.values, self.scales, self.bias = weight.weight.clone(), weight.scales[:, 0], weight.bias
+        self.gated = weight.gated
 
-    def linear(x: torch.Tensor) -> torch.Tensor:
-        product = F.linear(x.float(), values.float()) * scales
-        product = product if bias is None else product + bias.float()
-        if weight.gated:
+    def forward(self, x: torch.Tensor, step: AttentionMetadata | None = None) -> torch.Tensor:
+        product = F.linear(x.float(), self.values.float()) * self.scales
+        product = product if self.bias is None else product + self.bias.float()
+        if self.gated:
             gate, up = product.chunk(2, dim=-1)
             product = F.silu(gate) * up
         return product.to(x.dtype)
 
-    return linear
-
 
 class Int8Platform(CpuPlatform):
-    linears = {**CpuPlatform.linears, SCHEME: make_int8_linear}
+    linears = {**CpuPlatform.linears, SCHEME: Int8Linear}
 
 
 @pytest.fixture(autouse=True)
@@ -155,14 +158,12 @@ def test_what_a_linear_raises_comes_out_of_the_one_call(tmp_path: pathlib.Path) 
     folder = make_checkpoint("llama", tmp_path, num_hidden_layers=2)
     quantise(folder, "down_proj")
 
-    def make_broken(weight: LinearWeight) -> Linear:
-        def linear(x: torch.Tensor) -> torch.Tensor:
+    class Broken(Int8Linear):
+        def forward(self, x: torch.Tensor, step: AttentionMetadata | None = None) -> torch.Tensor:
             raise RuntimeError("no such instruction")
 
-        return linear
-
     platform = Int8Platform(None)
-    platform.linears = {**CpuPlatform.linears, SCHEME: make_broken}
+    platform.linears = {**CpuPlatform.linears, SCHEME: Broken}
     model = load_model(folder, int8_config(folder), "float32", platform)
     assert isinstance(model, Decoder)
     with pytest.raises(RuntimeError, match="no such instruction"):

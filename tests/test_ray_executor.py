@@ -49,7 +49,7 @@ from tests.checkpoints import checkpoint
 from tests.conftest import PROVE
 from tests.patience import PATIENCE_S, wait_until
 from tests.workers import device_of
-from workers.checkpoints.model_config import ModelError
+from workers.models.model_config import ModelError
 from workers.step import ScheduledSequence, StepInput, StepOutput
 
 ray = pytest.importorskip("ray")

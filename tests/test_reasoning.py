@@ -17,7 +17,7 @@ from cluster.http.codec import decode
 from cluster.protocol.requests import ChatCompletionRequest
 from cluster.text.chat_template import ChatTemplates
 from cluster.text.tokenizer import Tokenizer
-from workers.checkpoints.model_config import resolve_model_folder
+from workers.checkpoints.model_folder import resolve_model_folder
 
 THINK, MISTRAL = FORMATS
 HYBRID = "{{ messages }}{% if tools %}<tool_call>{% endif %}<think>"

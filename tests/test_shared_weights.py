@@ -18,9 +18,9 @@ from tests.checkpoints import checkpoint, make_checkpoint
 from tests.cpu_forms import FORMS, in_form
 from tests.patience import wait_until
 from tests.test_loader import change_tensors, load
+from workers.decoders.decoder import Decoder
 from workers.kernels import build, shared_weights
 from workers.kernels.cpu_linear import PackedLinear
-from workers.models.decoder import Decoder
 
 shares = hasattr(os, "memfd_create") and build.load_library() is not None and shared_weights._has_huge_pages()
 needs_shared_weights = pytest.mark.skipif(not shares, reason="no Linux with huge pages for files, or no C++ compiler")
@@ -29,12 +29,15 @@ pytestmark = needs_shared_weights
 ROOT = str(pathlib.Path(__file__).resolve().parents[1])
 HOLDER = """
 import sys
-from workers.checkpoints.model_config import load_model_config
+from workers.checkpoints.model_folder import load_model_config
 from workers.loader import load_model
 from workers.platforms import choose_platform
 model = load_model(sys.argv[1], load_model_config(sys.argv[1]), "float32", choose_platform("cpu", 1))
-names = "qkv", "attention_output", "gated", "down"
-linears = [getattr(layer, name) for layer in model._weights.layers for name in names]
+linears = [
+    linear
+    for layer in model._weights.layers
+    for linear in (layer.attention.qkv, layer.attention.output, layer.mlp.gated, layer.mlp.down)
+]
 print(*(float(linear.packed.sum()) for linear in linears), flush=True)
 sys.stdin.readline()
 """
@@ -67,7 +70,7 @@ class Holder:
 def linears(model: Decoder) -> list[PackedLinear]:
     found = [model._weights.head]
     for layer in model._weights.layers:
-        found += [layer.qkv, layer.attention_output, layer.gated, layer.down]
+        found += [layer.attention.qkv, layer.attention.output, layer.mlp.gated, layer.mlp.down]
     packed = [linear for linear in found if isinstance(linear, PackedLinear)]
     assert len(packed) == len(found)
     return packed

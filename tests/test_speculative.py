@@ -14,7 +14,8 @@ from specdecode.speculative_config import SpeculativeConfig
 from tests.checkpoints import VOCAB_SIZE, checkpoint, reference_greedy
 from tests.test_engine import POOL_BLOCKS, drain, make_engine, run
 from tests.workers import device_of, speculative_worker_of
-from workers.checkpoints.model_config import ModelError, load_model_config
+from workers.checkpoints.model_folder import load_model_config
+from workers.models.model_config import ModelError
 from workers.sampling_params import SamplingParams
 
 NUM_TOKENS = 40

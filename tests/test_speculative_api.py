@@ -12,7 +12,7 @@ from openai import OpenAI
 from benchmarks.demo_model.data import ORDER_SCHEMA, held_out
 from cluster.llm import LLM, SamplingParams
 from tests.local_server import ThreadedServer
-from workers.checkpoints.model_config import resolve_model_folder
+from workers.checkpoints.model_folder import resolve_model_folder
 
 TARGET = resolve_model_folder("demo")
 SPECULATIVE = {

@@ -24,7 +24,7 @@ from cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
 from structured.constraint import ConstraintSpec
 from tests.local_server import ThreadedServer
 from tests.server import Client, Server, shared_server
-from workers.checkpoints.model_config import resolve_model_folder
+from workers.checkpoints.model_folder import resolve_model_folder
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
 SCHEMA = {

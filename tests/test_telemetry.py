@@ -26,7 +26,7 @@ from tests.otlp_receiver import Receiver, attributes
 from tests.patience import PATIENCE_S
 from tests.server import Server
 from tests.test_engine import make_engine
-from workers.checkpoints.model_config import load_model_config
+from workers.checkpoints.model_folder import load_model_config
 
 SWITCHES = (exporting.SDK_DISABLED, exporting.EXPORTER, *exporting.ENDPOINTS, *exporting.PROTOCOLS)
 

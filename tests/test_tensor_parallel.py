@@ -29,12 +29,15 @@ from tests.test_quantised_linear import SCHEME, Int8Platform, int8_config, load_
 from tests.test_speculative import SAMPLED
 from workers.checkpoints import schemes
 from workers.checkpoints.checkpoint import Checkpoint
-from workers.checkpoints.model_config import ModelConfig, ModelError, load_model_config
+from workers.checkpoints.model_folder import load_model_config
 from workers.checkpoints.weights import Linear
+from workers.decoders.decoder import Decoder
 from workers.kernels import build
+from workers.kernels.linears import SummedLinear
 from workers.loader import load_model
 from workers.model_options import ModelOptions
-from workers.models.decoder import Decoder
+from workers.models.model_config import ModelConfig, ModelError
+from workers.models.specs import Split
 from workers.parallel.group import OneRank
 from workers.parallel.shard import CheckpointShard, check_num_ranks, shard_config
 from workers.step import ScheduledSequence, SequenceStart, StepInput
@@ -360,21 +363,23 @@ def test_slices_of_all_ranks_are_the_checkpoint() -> None:
     """Also scales: one for each output goes with the outputs, one for each group of inputs with the inputs."""
     config = load_model_config(checkpoint("llama"))
     tensors = {
-        "q_proj.weight": (64, 64, 0),
-        "q_proj.weight_scale": (64, 1, 0),
-        "k_proj.weight": (32, 64, 0),
-        "gate_proj.weight": (96, 64, 0),
-        "o_proj.weight": (64, 64, 1),
-        "o_proj.weight_scale": (64, 4, 1),
-        "down_proj.weight_scale": (64, 1, None),
-        "lm_head.weight": (VOCAB_SIZE, 64, 0),
-        "norm.weight": (64, 1, None),
+        "q_proj.weight": (64, 64, 0, Split.QUERY_HEADS),
+        "q_proj.weight_scale": (64, 1, 0, Split.QUERY_HEADS),
+        "k_proj.weight": (32, 64, 0, Split.KV_HEADS),
+        "gate_proj.weight": (96, 64, 0, Split.INNER),
+        "o_proj.weight": (64, 64, 1, Split.NOTHING),
+        "o_proj.weight_scale": (64, 4, 1, Split.NOTHING),
+        "down_proj.weight_scale": (64, 1, None, Split.NOTHING),
+        "lm_head.weight": (VOCAB_SIZE, 64, 0, Split.VOCABULARY),
+        "norm.weight": (64, 1, None, Split.NOTHING),
     }
-    whole = {name: torch.randn(rows, columns) for name, (rows, columns, _) in tensors.items()}
-    for name, (rows, columns, dim) in tensors.items():
+    whole = {name: torch.randn(rows, columns) for name, (rows, columns, *_) in tensors.items()}
+    for name, (rows, columns, dim, split) in tensors.items():
         shape = (rows, columns)
         share = tuple(size // (2 if axis == dim else 1) for axis, size in enumerate(shape))
-        parts = [CheckpointShard(_InMemory(whole), config, rank, 2).view(f"model.{name}", share) for rank in range(2)]
+        ranks = [CheckpointShard(_InMemory(whole), config, rank, 2) for rank in range(2)]
+        sums = name.startswith(("o_proj", "down_proj"))
+        parts = [rank.view(f"model.{name}", share, split=split, splits_inputs=sums) for rank in ranks]
         together = parts[0] if dim is None else torch.cat(parts, dim=dim)
         assert torch.equal(together, whole[name]), name
 
@@ -417,7 +422,7 @@ class ThreadGroup(OneRank):
         return parts if self.rank == 0 else None
 
     def row_parallel(self, linear: Linear, out_features: int, dtype: torch.dtype) -> Linear:
-        return lambda x: self.all_reduce(linear(x))
+        return SummedLinear(linear, self.all_reduce)
 
 
 class _InMemory(Checkpoint):

@@ -32,7 +32,7 @@ from cluster.text.chat_template import ChatTemplates
 from cluster.text.tokenizer import Tokenizer
 from structured.constraint import ConstraintSpec
 from tests.checkpoints import checkpoint
-from workers.checkpoints.model_config import resolve_model_folder
+from workers.checkpoints.model_folder import resolve_model_folder
 
 CITY = {
     "type": "object",

@@ -24,9 +24,9 @@ from triton.compiler import ASTSource
 
 from structured.masks import MaskBatch, row_words
 from tests.test_sampler import CASES, EOS, state_of
-from workers.checkpoints.model_config import HeadShape
 from workers.kernels.triton import attention, edits, launch, rope, rows, sampler
 from workers.kernels.triton.metadata import build_metadata
+from workers.models.model_config import HeadShape
 from workers.sampling_params import SamplingParams
 from workers.step import SequenceStart
 

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from workers.decoders.model import LoadedModel
 from workers.kernels.protocol import OK, DecodeLimits
 from workers.model_runner import ModelRunner
-from workers.models.protocol import LoadedModel
 from workers.rank_worker import StepTimes
 from workers.sampling.sampling_state import SequenceState
 from workers.step_times import measure_steps

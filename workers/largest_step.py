@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from structured.masks import MaskBatch, row_words
-from workers.models.protocol import LoadedModel
+from workers.decoders.model import LoadedModel
 from workers.platforms import Platform
 from workers.sampling.sampler import sample
 from workers.sampling.sampling_state import SamplingState

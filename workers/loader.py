@@ -5,6 +5,7 @@ No more than one weight is held twice. Called by the worker; chooses between the
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import pathlib
@@ -17,13 +18,24 @@ import torch.nn.functional as F
 
 from workers.checkpoints.checkpoint import Checkpoint, CheckpointHeaders
 from workers.checkpoints.memory import weight_files
-from workers.checkpoints.model_config import UNQUANTIZED, ModelConfig
 from workers.checkpoints.schemes import LinearSource, read_linear
-from workers.checkpoints.weights import DecoderWeights, LayerWeights, Linear, LinearWeight, SharedLinears
-from workers.models.decoder import Decoder
-from workers.models.protocol import Model
+from workers.checkpoints.weights import (
+    AttentionWeights,
+    DecoderWeights,
+    GatedMlpWeights,
+    LayerWeights,
+    Linear,
+    LinearWeight,
+    SharedLinears,
+)
+from workers.decoders.decoder import Decoder
+from workers.decoders.model import Model
+from workers.kernels.linears import TorchLinear
+from workers.models.families import describe
+from workers.models.model_config import UNQUANTIZED, ModelConfig
+from workers.models.specs import AttentionSpec, LayerSpec, LinearSpec, NormSpec, Split
 from workers.parallel.group import Group
-from workers.parallel.layers import parallelise
+from workers.parallel.layers import GatheredHead, VocabularyParallelEmbedding
 from workers.parallel.shard import CheckpointShard, shard_config
 from workers.platforms import Platform
 
@@ -45,7 +57,7 @@ def load_model(
     if group is not None and group.num_ranks > 1:
         return _load_share(folder, config, dtype, platform, group)
     if not config.native:
-        from workers.models.transformers_fallback import TransformersModel  # seconds to import, and rarely needed
+        from workers.decoders.transformers_model import TransformersModel  # seconds to import, and rarely needed
 
         return TransformersModel(folder, config, platform.torch_dtype(dtype), platform)
     checkpoint = Checkpoint(folder)
@@ -60,9 +72,11 @@ def _load_share(folder: str | pathlib.Path, config: ModelConfig, dtype: str, pla
     share = shard_config(config, group.num_ranks)
     checkpoint = CheckpointShard(Checkpoint(folder, read_ahead=False), config, group.rank, group.num_ranks)
     with _shared_linears(folder, config, dtype, platform, group) as shared:
-        weights = _WeightReader(checkpoint, share, platform.torch_dtype(dtype), platform, shared).read()
+        weights = _WeightReader(checkpoint, share, platform.torch_dtype(dtype), platform, shared, group).read()
     _check_all_used(checkpoint, config)
-    return Decoder(share, parallelise(weights, group, config.vocab_size, share.vocab_size), platform)
+    embedding = VocabularyParallelEmbedding(weights.embedding, group, share.vocab_size)
+    head = GatheredHead(weights.head, group, config.vocab_size)
+    return Decoder(share, dataclasses.replace(weights, embedding=embedding, head=head), platform)
 
 
 def _shared_linears(
@@ -97,7 +111,14 @@ class _Checkpoint(Protocol):
 
     def __contains__(self, name: str) -> bool: ...
 
-    def view(self, name: str, shape: tuple[int, ...], kind: torch.dtype = torch.float32) -> torch.Tensor: ...
+    def view(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        kind: torch.dtype = torch.float32,
+        split: Split = Split.NOTHING,
+        splits_inputs: bool = False,
+    ) -> torch.Tensor: ...
 
     def release(self, names: Iterable[str]) -> None: ...
 
@@ -120,7 +141,7 @@ class _NoPlatform:
     """Takes weights and keeps none: for headers without data."""
 
     def make_linear(self, weight: LinearWeight) -> Linear:
-        return lambda x: x
+        return TorchLinear(weight.weight, weight.bias)
 
     def place_weight(self, view: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return view
@@ -132,7 +153,7 @@ class _NoPlatform:
 
 
 class _WeightReader:
-    """Reads a decoder's weights by the names that they have in Hugging Face's checkpoints of the native families."""
+    """Reads the weights that a family describes. Of a `group`, linears whose inputs are split end in a sum over it."""
 
     def __init__(
         self,
@@ -141,95 +162,91 @@ class _WeightReader:
         dtype: torch.dtype,
         platform: _WeightPlatform,
         shared: SharedLinears | None = None,
+        group: Group | None = None,
     ) -> None:
         self.checkpoint = checkpoint
         self.config = config
         self.dtype = dtype
         self.platform = platform
         self._shared = shared
+        self._group = group
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._unreleased: list[str] = []
         """Tensors that the linear under way has read."""
 
     def read(self) -> DecoderWeights:
-        config = self.config
-        view = self.checkpoint.view("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
+        spec = describe(self.config)
+        name, rows, split = spec.embedding
+        view = self.checkpoint.view(f"{name}.weight", (rows, self.config.hidden_size), split=split)
         table = self.platform.place_embedding(view, self.dtype)
-        embedding = functools.partial(_embed, table, self.dtype)
         # The head before the layers: it is the largest weight, and is held twice while it is packed.
-        head = self._head(table)
-        layers = [self._layer(f"model.layers.{index}") for index in range(config.num_layers)]
-        final_norm = self._vector("model.norm.weight", config.hidden_size)
-        return DecoderWeights(embedding, layers, final_norm, head)
+        head = (self.platform.tied_head(table) if spec.is_tied else None) or self._linear(spec.head)
+        layers = [self._layer(layer) for layer in spec.layers]
+        return DecoderWeights(functools.partial(_embed, table, self.dtype), layers, self._norm(spec.final_norm), head)
 
-    def _head(self, table: torch.Tensor) -> Linear:
-        """`table` is the placed embedding, with which a tied head may share its memory."""
-        config = self.config
-        is_tied = config.tie_word_embeddings
-        if is_tied and (head := self.platform.tied_head(table)) is not None:
-            return head
-        name = "model.embed_tokens" if is_tied else "lm_head"
-        return self._linear([(name, config.vocab_size)], config.hidden_size, bias=False)
-
-    def _layer(self, prefix: str) -> LayerWeights:
-        config = self.config
-        hidden, head_dim = config.hidden_size, config.head_dim
-        query_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
-        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-        qkv = [(f"{attention}.q_proj", query_size), (f"{attention}.k_proj", kv_size), (f"{attention}.v_proj", kv_size)]
-        gate_up = [(f"{mlp}.{name}_proj", config.intermediate_size) for name in ("gate", "up")]
+    def _layer(self, spec: LayerSpec) -> LayerWeights:
         return LayerWeights(
-            input_norm=self._vector(f"{prefix}.input_layernorm.weight", hidden),
-            qkv=self._linear(qkv, hidden, config.qkv_bias),
-            q_norm=self._vector(f"{attention}.q_norm.weight", head_dim) if config.qk_norm else None,
-            k_norm=self._vector(f"{attention}.k_norm.weight", head_dim) if config.qk_norm else None,
-            attention_output=self._linear([(f"{attention}.o_proj", hidden)], query_size, config.output_bias),
-            mlp_norm=self._vector(f"{prefix}.post_attention_layernorm.weight", hidden),
-            gated=self._linear(gate_up, hidden, config.mlp_bias, gated=True),
-            down=self._linear([(f"{mlp}.down_proj", hidden)], config.intermediate_size, config.mlp_bias),
+            self._norm(spec.input_norm),
+            self._attention(spec.attention),
+            self._norm(spec.mlp_norm),
+            GatedMlpWeights(self._linear(spec.mlp.gated), self._linear(spec.mlp.down)),
         )
 
-    def _linear(self, parts: list[tuple[str, int]], in_features: int, bias: bool, gated: bool = False) -> Linear:
-        """The linears `parts` (name, out_features), which have the same input, packed as one in this order."""
-        source = LinearSource(tuple(parts), in_features, bias, gated, self.config.scheme, self.dtype, self)
+    def _attention(self, spec: AttentionSpec) -> AttentionWeights:
+        return AttentionWeights(
+            qkv=self._linear(spec.qkv),
+            output=self._linear(spec.output),
+            q_norm=None if spec.q_norm is None else self._norm(spec.q_norm),
+            k_norm=None if spec.k_norm is None else self._norm(spec.k_norm),
+        )
+
+    def _linear(self, spec: LinearSpec) -> Linear:
+        """The parts packed as one linear."""
+        source = LinearSource(spec, self.config.scheme, self.dtype, self)
         linear = (self._shared or self.platform).make_linear(read_linear(source))
         self.checkpoint.release(self._unreleased)
         self._unreleased.clear()
+        if spec.splits_inputs and self._group is not None:
+            linear = self._group.row_parallel(linear, spec.out_features, self.dtype)
         return linear
 
-    def _vector(self, name: str, size: int) -> torch.Tensor:
+    def _norm(self, spec: NormSpec) -> torch.Tensor:
         """A copy in the model's dtype."""
-        return self.platform.place_weight(self.checkpoint.view(name, (size,)), self.dtype)
+        return self.platform.place_weight(self.checkpoint.view(f"{spec.name}.weight", (spec.size,)), self.dtype)
 
     # ---- `schemes.Tensors` ---------------------------------------------------------------------------------------
 
     def __contains__(self, name: str) -> bool:
         return name in self.checkpoint
 
-    def stacked(self, parts: list[tuple[str, int]], row_shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def stacked(self, linear: LinearSpec, suffix: str, row_shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Of several parts in memory that the next call reuses: fresh pages would double the time. Shapes alone where
         another process has packed the values.
         """
-        views = self._views(parts, row_shape, dtype)
+        views = self._views(linear, suffix, row_shape, dtype)
         if self._shared is not None and self._shared.are_packed:
             views = [view.to("meta") for view in views]
         if len(views) == 1:
             return views[0].to(dtype).contiguous()
-        shape = (sum(rows for _, rows in parts), *row_shape)
+        shape = (linear.out_features, *row_shape)
         num_bytes = math.prod(shape) * dtype.itemsize
         if self._scratch.numel() < num_bytes:
             self._scratch = torch.empty(num_bytes, dtype=torch.uint8, device=views[0].device)
         return torch.cat(views, out=self._scratch[:num_bytes].view(dtype).view(shape))
 
-    def copied(self, parts: list[tuple[str, int]], row_shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        views = self._views(parts, row_shape, dtype)
+    def copied(self, linear: LinearSpec, suffix: str, row_shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        views = self._views(linear, suffix, row_shape, dtype)
         return torch.cat([self.platform.place_weight(view, dtype) for view in views])
 
     def _views(
-        self, parts: list[tuple[str, int]], row_shape: tuple[int, ...], dtype: torch.dtype
+        self, linear: LinearSpec, suffix: str, row_shape: tuple[int, ...], dtype: torch.dtype
     ) -> list[torch.Tensor]:
-        self._unreleased += [name for name, _ in parts]
-        return [self.checkpoint.view(name, (rows, *row_shape), dtype) for name, rows in parts]
+        views = []
+        for part in linear.parts:
+            name, shape = f"{part.name}.{suffix}", (part.out_features, *row_shape)
+            self._unreleased.append(name)
+            views.append(self.checkpoint.view(name, shape, dtype, part.split, linear.splits_inputs))
+        return views
 
 
 def _embed(table: torch.Tensor, dtype: torch.dtype, token_ids: torch.Tensor) -> torch.Tensor:

@@ -13,8 +13,8 @@ import torch
 from structured.logits_processors import LogitsProcessorRegistry
 from structured.masks import MaskBatch
 from workers.attention import copy_blocks
-from workers.checkpoints.model_config import ModelConfig
-from workers.models.protocol import Model
+from workers.decoders.model import Model
+from workers.models.model_config import ModelConfig
 from workers.pending_draw import PendingDraw
 from workers.platforms import Platform
 from workers.rank_sequences import RankSequences

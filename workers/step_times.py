@@ -10,8 +10,8 @@ import time
 import numpy as np
 import torch
 
+from workers.decoders.model import Model
 from workers.kernels.protocol import KVCaches
-from workers.models.protocol import Model
 from workers.platforms import Platform
 from workers.rank_worker import StepTimes
 

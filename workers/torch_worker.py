@@ -18,7 +18,8 @@ import torch
 from structured.logits_processors import LogitsProcessorFactory, LogitsProcessorRegistry
 from structured.masks import MaskBatch
 from workers.checkpoints.memory import plan_kv_cache, plan_max_model_len, weight_bytes
-from workers.checkpoints.model_config import ModelError, load_model_config, resolve_model_folder
+from workers.checkpoints.model_folder import load_model_config, resolve_model_folder
+from workers.decoders.model import LoadedModel
 from workers.draft_runner import TorchDraftRunner
 from workers.kernels.protocol import DecodeLimits
 from workers.largest_step import run_largest_step
@@ -26,7 +27,7 @@ from workers.loader import load_model
 from workers.model_info import ModelInfo
 from workers.model_options import ModelOptions
 from workers.model_runner import ModelRunner
-from workers.models.protocol import LoadedModel
+from workers.models.model_config import ModelError
 from workers.parallel.group import Group, OneRank
 from workers.parallel.runner import FollowerRunner, RankRunner
 from workers.parallel.shard import shard_config

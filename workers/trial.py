@@ -16,7 +16,8 @@ import msgspec
 import numpy as np
 
 from structured.masks import NO_MASK, MaskBatch, row_words
-from workers.checkpoints.model_config import ModelError, load_model_config
+from workers.checkpoints.model_folder import load_model_config
+from workers.models.model_config import ModelError
 from workers.sampling_params import SamplingParams
 from workers.step import SamplePoint, ScheduledSequence, SequenceStart, StepInput, StepOutput
 

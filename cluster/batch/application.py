@@ -12,7 +12,7 @@ from cluster.config import ServeConfig
 from cluster.http.access.keys import ApiKeys
 from cluster.http.metrics import Metrics
 from cluster.text.tokenizer import Tokenizer
-from workers.checkpoints.model_config import resolve_model_folder
+from workers.checkpoints.model_folder import resolve_model_folder
 
 
 def batch_endpoints(

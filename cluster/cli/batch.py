@@ -23,7 +23,7 @@ from cluster.cli.refusal import NotStarted, Refusal
 from cluster.cli.serve import stopped_by_sigterm
 from cluster.config import ServeConfig, load_config
 from cluster.serve.replica_process import REPLICA_ENVIRONMENT, collect_rarely, yield_to_engines
-from workers.checkpoints.model_config import ModelError
+from workers.models.model_config import ModelError
 
 IN_FLIGHT_PER_PLACE = 2
 """Requests under way for each sequence that may run: what waits in the engine keeps it full."""

@@ -23,14 +23,9 @@ from cluster.text.tokenizer import Tokenizer
 from cluster.text.tokenizer_files import TokenizerError
 from structured.logits_processors import LogitsProcessorError, LogitsProcessorRegistry
 from workers.checkpoints.memory import num_parameters, plan_kv_cache, plan_max_model_len
-from workers.checkpoints.model_config import (
-    DTYPE_BYTES,
-    ModelConfig,
-    ModelError,
-    load_model_config,
-    resolve_model_folder,
-)
+from workers.checkpoints.model_folder import load_model_config, resolve_model_folder
 from workers.host import num_cores
+from workers.models.model_config import DTYPE_BYTES, ModelConfig, ModelError
 from workers.trial import Trial, TrialResult, try_one_layer
 
 

@@ -27,8 +27,9 @@ from cluster.http.example import curl
 from cluster.serve.listening.port import bound
 from cluster.telemetry import exporting as telemetry
 from cluster.text.tokenizer_files import has_chat_template
-from workers.checkpoints.model_config import ModelError, resolve_model_folder
+from workers.checkpoints.model_folder import resolve_model_folder
 from workers.model_info import ModelInfo
+from workers.models.model_config import ModelError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 """Names that Serve's actors, log files and metrics can carry."""

@@ -30,7 +30,7 @@ from cluster.serve.scaling.cluster_state import ClusterWatch, is_removed
 from cluster.serve.start_failure import told_in_words
 from cluster.telemetry.server_span import open_server_spans
 from cluster.text.tokenizer import Tokenizer
-from workers.checkpoints.model_config import resolve_model_folder
+from workers.checkpoints.model_folder import resolve_model_folder
 
 DRAIN_POLL_S = 0.5
 """How often a replica that was told to go asks whether another one has taken its place."""

@@ -29,7 +29,7 @@ from tests.fuzz.faults import Injector
 from tests.fuzz.outcomes import Choice, Outcome
 from tests.fuzz.processors import FACTORIES, Watcher
 from tests.workers import worker_of
-from workers.checkpoints.model_config import load_model_config
+from workers.checkpoints.model_folder import load_model_config
 from workers.platforms.cpu import CpuPlatform
 
 IDLE_STALL_S = 6.0

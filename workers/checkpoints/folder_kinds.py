@@ -1,6 +1,6 @@
 """What a path is that was given as a model and holds none: its kind in words, and what to give instead.
 
-Reads names, and the first bytes of files. Called by `workers/checkpoints/model_config.py` before it reads a
+Reads names, and the first bytes of files. Called by `workers/checkpoints/model_folder.py` before it reads a
 configuration, and by `workers/checkpoints/memory.py` before it reads weights.
 """
 

@@ -12,8 +12,8 @@ import pathlib
 from typing import Any, NamedTuple
 
 from workers.checkpoints.folder_kinds import lfs_pointer, why_no_weights
-from workers.checkpoints.model_config import DTYPE_BYTES, ModelConfig, ModelError
 from workers.model_options import ModelOptions
+from workers.models.model_config import DTYPE_BYTES, ModelConfig, ModelError
 
 WEIGHTS_MULTIPLE = 4
 """If no option sets its size, the KV cache takes this many times the memory of the weights. A model of half a billion

@@ -1,6 +1,6 @@
 """How checkpoints store the weight of a linear: for each scheme, which tensors there are and how they are read.
 
-To add a scheme: let `model_config.py` accept its `quantization_config` and set `ModelConfig.scheme`, add its reader to
+To add a scheme: let `model_folder.py` accept its `quantization_config` and set `ModelConfig.scheme`, add its reader to
 `READERS`, and add what makes its linears to each platform that runs it (`CpuPlatform.linears`).
 """
 
@@ -11,62 +11,52 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from workers.checkpoints.model_config import UNQUANTIZED
 from workers.checkpoints.weights import LinearWeight
+from workers.models.model_config import UNQUANTIZED
+from workers.models.specs import LinearSpec
 
 
 class Tensors(Protocol):
-    """A reader's access to the checkpoint's tensors. `row_shape` is the shape of one output's part of a tensor."""
+    """A reader's access to the tensors `PART.SUFFIX` of a linear's parts, concatenated by rows. `row_shape` is the
+    shape of one output's part of a tensor.
+    """
 
     def __contains__(self, name: str) -> bool: ...
 
-    def stacked(self, parts: list[tuple[str, int]], row_shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The tensors [rows, *row_shape] of `parts` (name, rows), concatenated by rows, in `dtype`. One part may be a
+    def stacked(self, linear: LinearSpec, suffix: str, row_shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Returns [out_features, *row_shape] in `dtype`, valid until the next large tensor is read. One part may be a
         view of the file; several lie in memory that the next call reuses.
         """
         ...
 
-    def copied(self, parts: list[tuple[str, int]], row_shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def copied(self, linear: LinearSpec, suffix: str, row_shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """The same for small tensors: a copy on the device, which belongs to the caller."""
         ...
 
 
 class LinearSource(NamedTuple):
-    """The linears `parts` (name, out_features) of a checkpoint, which read the same input and become one linear, in
-    this order.
-    """
+    """A linear of a checkpoint."""
 
-    parts: tuple[tuple[str, int], ...]
-    in_features: int
-    has_bias: bool
-    gated: bool
-    """As `LinearWeight.gated`: the first half of the parts gates the second."""
+    spec: LinearSpec
     scheme: str
     dtype: torch.dtype
     """The dtype of the activations."""
     tensors: Tensors
 
-    @property
-    def name(self) -> str:
-        return " + ".join(name for name, _ in self.parts)
-
     def has(self, suffix: str) -> bool:
-        """Whether every part has a tensor with this suffix."""
-        return all(f"{name}.{suffix}" in self.tensors for name, _ in self.parts)
+        """Returns whether every part has a tensor with this suffix."""
+        return all(f"{part.name}.{suffix}" in self.tensors for part in self.spec.parts)
 
     def stacked(self, suffix: str, row_shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """[out_features, *row_shape], valid until the next large tensor is read."""
-        return self.tensors.stacked(self._parts(suffix), row_shape, dtype)
+        """As `Tensors.stacked`."""
+        return self.tensors.stacked(self.spec, suffix, row_shape, dtype)
 
     def copied(self, suffix: str, row_shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """[out_features, *row_shape] of a small tensor, as the caller's own copy."""
-        return self.tensors.copied(self._parts(suffix), row_shape, dtype)
+        """As `Tensors.copied`."""
+        return self.tensors.copied(self.spec, suffix, row_shape, dtype)
 
     def bias(self) -> torch.Tensor | None:
-        return self.copied("bias", (), self.dtype) if self.has_bias else None
-
-    def _parts(self, suffix: str) -> list[tuple[str, int]]:
-        return [(f"{name}.{suffix}", out_features) for name, out_features in self.parts]
+        return self.copied("bias", (), self.dtype) if self.spec.has_bias else None
 
 
 def read_linear(source: LinearSource) -> LinearWeight:
@@ -76,8 +66,9 @@ def read_linear(source: LinearSource) -> LinearWeight:
 
 def read_unquantized(source: LinearSource) -> LinearWeight:
     """`weight` [out_features, in_features], in any floating-point dtype."""
-    weight = source.stacked("weight", (source.in_features,), source.dtype)
-    return LinearWeight(source.name, weight, source.bias(), source.dtype, source.gated)
+    spec = source.spec
+    weight = source.stacked("weight", (spec.in_features,), source.dtype)
+    return LinearWeight(spec.name, weight, source.bias(), source.dtype, spec.is_gated)
 
 
 READERS: dict[str, Callable[[LinearSource], LinearWeight]] = {UNQUANTIZED: read_unquantized}

@@ -1,6 +1,7 @@
 """The weights of a decoder, as the loader hands them to a platform and to the model: plain data, nothing computed.
 
-Norms are tensors, the embedding and the linears are callables that keep their weights to themselves.
+They mirror the descriptions of `workers/models/specs.py`: norms are tensors, and linears are objects that keep their
+weights to themselves.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from typing import Protocol
 
 import torch
 
-from workers.checkpoints.model_config import UNQUANTIZED, ModelConfig
+from workers.attention import AttentionMetadata
+from workers.models.model_config import UNQUANTIZED, ModelConfig
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -39,8 +41,18 @@ class LinearWeight:
     zero_points: torch.Tensor | None = None
 
 
-Linear = Callable[[torch.Tensor], torch.Tensor]
-"""x [num_rows, in_features] -> [num_rows, out_features], same dtype."""
+class Linear(Protocol):
+    """A linear of any scheme, on any platform; of a model's share, perhaps with the sum over ranks inside."""
+
+    def forward(self, x: torch.Tensor, step: AttentionMetadata | None = None) -> torch.Tensor:
+        """x [num_rows, in_features] -> [num_rows, out_features], same dtype. `step` tells which sequence each row
+        belongs to, for linears that differ by sequence; None where the rows are not those of a step.
+        """
+        ...
+
+
+Embedding = Callable[[torch.Tensor], torch.Tensor]
+"""Token ids, int64 [num_tokens] -> [num_tokens, hidden] in the dtype of the activations, which may be written to."""
 
 
 class SharedLinears(Protocol):
@@ -61,28 +73,34 @@ at once, and the system would zero new pages for the next ones.
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
-class LayerWeights:
-    """One layer; linears are callables [num_tokens, in] -> [num_tokens, out] with their bias inside."""
-
-    input_norm: torch.Tensor
-    """[hidden]"""
+class AttentionWeights:
     qkv: Linear
     """hidden -> (num_heads + 2 * num_kv_heads) * head_dim: queries, keys, values."""
+    output: Linear
     q_norm: torch.Tensor | None
-    """[head_dim], Qwen3 only, as is `k_norm`."""
+    """[head_dim]; None in families that do not normalise heads. As is `k_norm`."""
     k_norm: torch.Tensor | None
-    attention_output: Linear
-    mlp_norm: torch.Tensor
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class GatedMlpWeights:
     gated: Linear
     """hidden -> intermediate: silu(gate) * up."""
     down: Linear
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
+class LayerWeights:
+    input_norm: torch.Tensor
+    """[hidden]"""
+    attention: AttentionWeights
+    mlp_norm: torch.Tensor
+    mlp: GatedMlpWeights
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
 class DecoderWeights:
-    embedding: Callable[[torch.Tensor], torch.Tensor]
-    """Token ids, int64 [num_tokens] -> [num_tokens, hidden] in the dtype of the activations, which may be written to.
-    """
+    embedding: Embedding
     layers: list[LayerWeights]
     final_norm: torch.Tensor
     head: Linear

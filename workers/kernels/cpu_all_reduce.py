@@ -24,6 +24,7 @@ import torch
 from workers.checkpoints.weights import Linear
 from workers.kernels import build, layout
 from workers.kernels.cpu_linear import DTYPES, HasNative, NativeLinear
+from workers.kernels.linears import SummedLinear
 
 _SharedGroup = layout.structure("_SharedGroup", "memory", "file rank num_ranks round dead alone")
 _RowParallel = layout.structure("_RowParallel", "run state group", "dtype out_features")
@@ -103,7 +104,7 @@ class SharedGroup:
         """`linear`, followed by the sum over ranks. If C++ can call `linear`, it can call this too."""
         if isinstance(linear, HasNative):
             return _RowParallelLinear(linear, out_features, dtype, self)
-        return lambda x: self.all_reduce(linear(x))
+        return SummedLinear(linear, self.all_reduce)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -120,18 +121,18 @@ class SharedGroup:
             raise RuntimeError(f"rank {self.state.dead - 1} of {self.state.num_ranks} died")
 
 
-class _RowParallelLinear:
+class _RowParallelLinear(SummedLinear):
+    """A sum over ranks that C++ can call."""
+
     def __init__(self, linear: Any, out_features: int, dtype: torch.dtype, group: SharedGroup) -> None:
-        self._linear = linear
+        super().__init__(linear, group.all_reduce)
+        self._native_linear: HasNative = linear
         self._sizes = DTYPES[dtype], out_features
         self._group = group
         self._state: Any = None
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._group.all_reduce(self._linear(x))
-
     def native(self) -> NativeLinear:
-        inner = self._linear.native()
+        inner = self._native_linear.native()
         self._state = _RowParallel(inner.run, inner.state, ctypes.addressof(self._group.state), *self._sizes)
         run = ctypes.cast(self._group._library.manta_run_row_parallel, c_void_p).value
         assert run is not None

@@ -1,6 +1,6 @@
 """All layers of a decoder in one call of `decoder.cpp`: its structures in ctypes, and the memory between its kernels.
 
-The same kernels in the same order as the loop of `workers/models/decoder.py`, which runs if `compile_decoder` returns
+The same kernels in the same order as the loop of `workers/decoders/decoder.py`, which runs if `compile_decoder` returns
 None. Nothing is compiled at import.
 """
 
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from workers.attention import AttentionMetadata
-from workers.checkpoints.model_config import ModelConfig
 from workers.checkpoints.weights import DecoderWeights, Linear, max_mlp_rows
 from workers.kernels import build
 from workers.kernels.cpu import HEAD_DIM_MULTIPLE, NO_WINDOW
@@ -23,6 +22,7 @@ from workers.kernels.cpu_linear import DTYPES, HasNative, NativeLinear
 from workers.kernels.kept_memory import KeptMemory
 from workers.kernels.layout import check, structure
 from workers.kernels.protocol import KVCaches
+from workers.models.model_config import ModelConfig
 
 _Linear = structure("_Linear", "run state")
 _Shape = structure("_Shape", "", "dtype hidden num_heads num_kv_heads head_dim", "eps scale")
@@ -73,6 +73,8 @@ class _CalledBack:
         self._dtype = dtype
         self._run = _Run(self._call)
         self._error: Exception | None = None
+        self.step: AttentionMetadata | None = None
+        """The step that is computed."""
 
     def native(self) -> NativeLinear:
         run = ctypes.cast(self._run, c_void_p).value
@@ -82,10 +84,15 @@ class _CalledBack:
     def _call(self, state: None, x: int, y: int, num_rows: int) -> None:
         in_features, out_features = self._widths
         try:
-            result = self._linear(self._tensor(x, num_rows, in_features))
+            rows = self._tensor(x, num_rows, in_features)
+            result = self._linear.forward(rows, self.step if self._has_all(num_rows) else None)
             self._tensor(y, num_rows, out_features).copy_(result)
         except Exception as error:  # nothing can be raised through C++
             self._error = self._error or error
+
+    def _has_all(self, num_rows: int) -> bool:
+        """Whether these rows are those of the step, and not a part of them."""
+        return self.step is not None and num_rows == self.step.num_tokens
 
     def _tensor(self, address: int, num_rows: int, width: int) -> torch.Tensor:
         memory = (ctypes.c_char * (num_rows * width * self._dtype.itemsize)).from_address(address)
@@ -123,10 +130,17 @@ class FusedLayers:
         """The linears' `NativeLinear.raise_error`: each once, in the order of the linears."""
         self._layers = (_Layer * len(weights.layers))()
         for to, layer, window in zip(self._layers, weights.layers, config.sliding_windows, strict=True):
-            for name in ("input_norm", "q_norm", "k_norm", "mlp_norm"):
-                setattr(to, name, _address(getattr(layer, name)))
-            for name, widths in features.items():
-                native = self._native(getattr(layer, name), *widths)
+            attention, mlp = layer.attention, layer.mlp
+            to.input_norm, to.mlp_norm = _address(layer.input_norm), _address(layer.mlp_norm)
+            to.q_norm, to.k_norm = _address(attention.q_norm), _address(attention.k_norm)
+            linears = {
+                "qkv": attention.qkv,
+                "attention_output": attention.output,
+                "gated": mlp.gated,
+                "down": mlp.down,
+            }
+            for name, linear in linears.items():
+                native = self._native(linear, *features[name])
                 setattr(to, name, _Linear(native.run, native.state))
                 if native.raise_error is not None:
                     self._raise_errors[native.raise_error] = None
@@ -165,6 +179,8 @@ class FusedLayers:
         )
         output = torch.empty_like(residual)
         buffers, _memory = self._buffers(residual)  # the memory lives until the call has returned
+        for linear in self.called_back:
+            linear.step = metadata
         library = _library()
         assert library is not None
         library.manta_decoder(

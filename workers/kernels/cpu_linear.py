@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
+from workers.attention import AttentionMetadata
 from workers.kernels import build, layout
 from workers.kernels.kept_memory import KeptMemory
 
@@ -119,7 +120,7 @@ class PackedLinear:
             self.gated,
         )
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, step: AttentionMetadata | None = None) -> torch.Tensor:
         x = x.contiguous()
         y = self._outputs.empty((*x.shape[:-1], self.width), self.dtype)
         self._run(

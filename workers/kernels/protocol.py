@@ -12,7 +12,7 @@ import torch
 
 from structured.masks import MaskBatch
 from workers.attention import AttentionMetadata
-from workers.checkpoints.model_config import HeadShape
+from workers.models.model_config import HeadShape
 from workers.sampling.sampling_state import SamplingState, SequenceState
 
 OK, NAN, INFINITE, MASKED, LATE, OVERFLOW = range(6)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from workers.attention import AttentionMetadata
-from workers.checkpoints.model_config import HeadShape
+from workers.models.model_config import HeadShape
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

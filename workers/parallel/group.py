@@ -23,6 +23,7 @@ from torch import distributed
 
 from workers import host
 from workers.checkpoints.weights import Linear
+from workers.kernels.linears import SummedLinear
 
 LONGEST_WAIT = datetime.timedelta(minutes=30)
 """How long a rank waits for the store, and in each call for the other ranks, which may still be reading weights."""
@@ -144,7 +145,7 @@ class CollectiveGroup:
         return min(self._all(value))
 
     def row_parallel(self, linear: Linear, out_features: int, dtype: torch.dtype) -> Linear:
-        return lambda x: self.all_reduce(linear(x))
+        return SummedLinear(linear, self.all_reduce)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """What one rank holds of a model: its share of the configuration, and its slices of the checkpoint.
 
-Heads, the MLP's inner width and the rows of the vocabulary are split (Shoeybi et al., 2019, "Megatron-LM"); everything
-else is whole on every rank. The loader is handed both and does not know that there are more ranks. Computes nothing.
+The descriptions in `workers/models/` say how each tensor is split: by heads, by the MLP's inner width or by the rows of
+the vocabulary. Everything else is whole on every rank. Computes nothing.
 """
 
 from __future__ import annotations
@@ -13,14 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from workers.checkpoints.checkpoint import Checkpoint
-from workers.checkpoints.model_config import ModelConfig, ModelError
-
-_QUERY_HEADS = ("q_proj",)
-_KV_HEADS = ("k_proj", "v_proj")
-_INNER = ("gate_proj", "up_proj")
-_VOCABULARY = ("embed_tokens", "lm_head")
-_ROW_PARALLEL = ("o_proj", "down_proj")
-"""The linears whose inputs are split among ranks; of those in the four lists above the outputs are."""
+from workers.models.model_config import ModelConfig, ModelError
+from workers.models.specs import Split
 
 
 def check_num_ranks(config: ModelConfig, num_ranks: int) -> None:
@@ -83,24 +77,29 @@ class CheckpointShard:
     def __contains__(self, name: str) -> bool:
         return name in self._checkpoint
 
-    def view(self, name: str, shape: tuple[int, ...], kind: torch.dtype = torch.float32) -> torch.Tensor:
+    def view(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        kind: torch.dtype = torch.float32,
+        split: Split = Split.NOTHING,
+        splits_inputs: bool = False,
+    ) -> torch.Tensor:
         """As `Checkpoint.view`, whose `ModelError` it raises. Tensors of all schemes are sliced alike, along their
         outputs or along their inputs, however many inputs are packed into one element.
         """
-        module, _, tensor = name.rpartition(".")
-        linear = module.rpartition(".")[2]
-        if linear in _QUERY_HEADS + _INNER:
+        if split in (Split.QUERY_HEADS, Split.INNER):
             return self._slice(name, shape, kind, 0, self._rank, self._num_ranks)
-        if linear in _KV_HEADS:
+        if split is Split.KV_HEADS:
             num_heads = self._config.num_kv_heads
             num_parts = min(num_heads, self._num_ranks)
             return self._slice(name, shape, kind, 0, self._rank * num_parts // self._num_ranks, num_parts)
-        if linear in _VOCABULARY:
+        if split is Split.VOCABULARY:
             return self._vocabulary_rows(name, shape, kind)
-        if linear in _ROW_PARALLEL and len(shape) > 1 and shape[1] > 1:  # one scale for all inputs is everyone's
+        if splits_inputs and len(shape) > 1 and shape[1] > 1:  # one scale for all inputs is everyone's
             return self._slice(name, shape, kind, 1, self._rank, self._num_ranks)
         whole = self._checkpoint.view(name, shape, kind)
-        if linear in _ROW_PARALLEL and tensor == "bias" and self._rank > 0:
+        if splits_inputs and name.endswith(".bias") and self._rank > 0:
             return torch.zeros_like(whole)  # the sum over ranks has it once
         return whole
 

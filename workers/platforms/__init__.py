@@ -6,17 +6,17 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
-from workers.checkpoints.model_config import ModelError
+from workers.models.model_config import ModelError
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
     from workers.attention import AttentionMetadata
-    from workers.checkpoints.model_config import ModelConfig
     from workers.checkpoints.weights import DecoderWeights, Linear, LinearWeight, SharedLinears
+    from workers.decoders.model import Model
     from workers.kernels.protocol import DecodeLimits, Forward, Kernels, KVCaches, SamplerKernels
-    from workers.models.protocol import Model
+    from workers.models.model_config import ModelConfig
     from workers.parallel.group import Group
 
 

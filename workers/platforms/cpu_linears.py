@@ -1,20 +1,22 @@
 """Chooses the form of a linear on the CPU: the packed kernels, else oneDNN's blocked layout, else torch's own.
 
-A linear here is a plain callable, so that a step does not pay for calls of `nn.Module`. Called by
-`workers/platforms/cpu.py` with each weight in turn.
+A linear is no `nn.Module`, so that a step does not pay for its calls. `workers/platforms/cpu.py` calls this with each
+weight in turn.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
+from workers.attention import AttentionMetadata
 from workers.checkpoints.weights import Linear, LinearWeight
 from workers.kernels import cpu, cpu_linear, processor
 from workers.kernels.cpu_linear import Place, place_alone
+from workers.kernels.linears import GatedLinear, TorchLinear
 from workers.kernels.shared_weights import SharedWeights
 
 _reorder = torch.ops.mkldnn._reorder_linear_weight
+_apply = torch.ops.mkldnn._linear_pointwise.default
 _PACK_ROWS = 32
 """The batch size for which oneDNN chooses a weight's layout; layouts for 1 to 1024 rows were equally fast within
 noise.
@@ -54,17 +56,20 @@ def make_cpu_linear(weight: torch.Tensor, bias: torch.Tensor | None, place: Plac
     has_layout = weight.dtype == torch.float32 or processor.form().has_bfloat16  # oneDNN refuses the others
     if not torch.backends.mkldnn.is_available() or not has_layout:
         weight = weight.clone()  # the caller may unmap what it handed over
-        return lambda x: F.linear(x, weight, bias)
-    return make_onednn_linear(weight, bias)
+        return TorchLinear(weight, bias)
+    return OneDnnLinear(weight, bias)
 
 
-def make_onednn_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+class OneDnnLinear:
     """`x @ weight.T + bias`, with the weight in oneDNN's blocked layout."""
-    packed = _reorder(weight, _PACK_ROWS)
-    apply = torch.ops.mkldnn._linear_pointwise.default
-    no_scalars: list[float] = []
 
-    return lambda x: apply(x, packed, bias, "none", no_scalars, "")
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._packed = _reorder(weight, _PACK_ROWS)
+        self._bias = bias
+        self._no_scalars: list[float] = []
+
+    def forward(self, x: torch.Tensor, step: AttentionMetadata | None = None) -> torch.Tensor:
+        return _apply(x, self._packed, self._bias, "none", self._no_scalars, "")
 
 
 def make_cpu_gated_linear(weight: torch.Tensor, bias: torch.Tensor | None, place: Place = place_alone) -> Linear:
@@ -76,5 +81,4 @@ def make_cpu_gated_linear(weight: torch.Tensor, bias: torch.Tensor | None, place
     gated = cpu_linear.pack(weight, bias, gated=True, place=place)
     if gated is not None:
         return gated
-    linear = make_cpu_linear(weight, bias, place)
-    return lambda x: cpu.silu_and_mul(linear(x))
+    return GatedLinear(make_cpu_linear(weight, bias, place), cpu.silu_and_mul)

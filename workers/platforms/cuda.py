@@ -13,18 +13,18 @@ from contextlib import nullcontext
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 import triton
 
 from workers.attention import AttentionMetadata
-from workers.checkpoints.model_config import UNQUANTIZED, ModelConfig, ModelError
 from workers.checkpoints.weights import DecoderWeights, Linear, LinearWeight
+from workers.decoders.model import Model
+from workers.kernels.linears import GatedLinear, TorchLinear
 from workers.kernels.protocol import DecodeLimits, Forward, Kernels, KVCaches, SamplerKernels
 from workers.kernels.transfer import place
 from workers.kernels.triton import launch, layers, sampler
 from workers.kernels.triton.graphs import GraphedLayers, compile_prompts, layouts_to_capture, padded_to, record
 from workers.kernels.triton.metadata import DeviceMetadata, Layout, build_metadata
-from workers.models.protocol import Model
+from workers.models.model_config import UNQUANTIZED, ModelConfig, ModelError
 from workers.platforms.cuda_group import NcclGroup
 
 logger = logging.getLogger(__name__)
@@ -58,10 +58,8 @@ class CudaPlatform:
         return make(weight)
 
     def _make_unquantized_linear(self, weight: LinearWeight) -> Linear:
-        own, bias = self.place_weight(weight.weight, weight.dtype), weight.bias
-        if weight.gated:
-            return lambda x: layers.silu_and_mul(F.linear(x, own, bias))
-        return lambda x: F.linear(x, own, bias)
+        linear = TorchLinear(self.place_weight(weight.weight, weight.dtype), weight.bias)
+        return GatedLinear(linear, layers.silu_and_mul) if weight.gated else linear
 
     def shared_linears(self, content: str) -> nullcontext[None]:
         return nullcontext()
@@ -118,7 +116,7 @@ class CudaPlatform:
     place_embedding = place_weight
 
     def tied_head(self, table: torch.Tensor) -> Linear:
-        return lambda x: F.linear(x, table)
+        return TorchLinear(table)
 
     def build_metadata(
         self,

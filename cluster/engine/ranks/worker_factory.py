@@ -5,7 +5,7 @@ from __future__ import annotations
 from cluster.config import EngineConfig
 from specdecode.draft_model import check_same_tokenizer
 from specdecode.speculative_worker import SpeculativeWorker
-from workers.checkpoints.model_config import resolve_model_folder
+from workers.checkpoints.model_folder import resolve_model_folder
 from workers.rank_worker import RankPlace, RankWorker, load_worker
 
 

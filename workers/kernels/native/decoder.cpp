@@ -1,4 +1,4 @@
-// The layers of workers/models/decoder.py in one call: the same kernels in the same order. It spares a step what Python
+// The layers of workers/decoders/decoder.py in one call: the same kernels in the same order. It spares a step what Python
 // does between them, 8 calls a layer, and leaves the interpreter to others throughout. Called by cpu_decoder.py, whose
 // structures mirror these.
 #include <algorithm>

@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 
 from workers.attention import AttentionMetadata
-from workers.checkpoints.model_config import HeadShape
 from workers.kernels.triton.launch import needs_wide_dot, num_processors, padded_size, shared_bytes
 from workers.kernels.triton.metadata import DeviceMetadata, PrefixRows
+from workers.models.model_config import HeadShape
 
 LEAST_DOT = 16
 """No side of a product in Triton may be shorter."""

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from workers.attention import AttentionMetadata
-from workers.checkpoints.model_config import HeadShape
 from workers.kernels.triton.launch import padded_size
+from workers.models.model_config import HeadShape
 
 _TILE_ELEMENTS = 1024
 """Of one half of the heads that a program rotates."""

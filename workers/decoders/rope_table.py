@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from workers.checkpoints.model_config import RopeConfig
+from workers.models.model_config import RopeConfig
 
 
 def rope_table(rope: RopeConfig, head_dim: int, num_positions: int) -> torch.Tensor:

@@ -18,9 +18,9 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from workers.attention import AttentionMetadata
-from workers.checkpoints.model_config import HeadShape, ModelConfig, ModelError
 from workers.checkpoints.weights import LinearWeight
 from workers.kernels.protocol import Forward, KVCaches
+from workers.models.model_config import HeadShape, ModelConfig, ModelError
 from workers.platforms import Platform
 
 _ATTENTION_NAME = "manta_paged"
@@ -58,7 +58,7 @@ class _FinalHidden(nn.Module):
 
 
 class TransformersModel:
-    """One model of transformers, with the interface of `workers/models/protocol.py`. Not thread-safe.
+    """One model of transformers, with the interface of `workers/decoders/model.py`. Not thread-safe.
 
     Raises `ModelError` if the model turns out not to run over the paged cache.
     """
@@ -240,5 +240,5 @@ def _own_logits(model: Any, platform: Platform) -> list[torch.Tensor]:
 def _pack(name: str, module: Any, dtype: torch.dtype, platform: Platform) -> None:
     """Replaces the weight of an `nn.Linear` by the platform's packed form, and frees it if nothing shares it."""
     weight = LinearWeight(name, module.weight.detach(), module.bias, dtype)
-    module.forward = platform.make_linear(weight)
+    module.forward = platform.make_linear(weight).forward
     module.weight = nn.Parameter(module.weight.new_empty(0), requires_grad=False)

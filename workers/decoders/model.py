@@ -7,12 +7,12 @@ from typing import NamedTuple, Protocol
 import torch
 
 from workers.attention import AttentionMetadata
-from workers.checkpoints.model_config import ModelConfig
 from workers.kernels.protocol import Forward, KVCaches
+from workers.models.model_config import ModelConfig
 
 
 class Model(Protocol):
-    """`workers/models/decoder.py` and `workers/models/transformers_fallback.py`."""
+    """`workers/decoders/decoder.py` and `workers/decoders/transformers_model.py`."""
 
     compiled: Forward | None
     """What the platform made of its layers (`Platform.compile_decoder`); None if it made nothing."""

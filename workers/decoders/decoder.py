@@ -1,8 +1,8 @@
-"""The one decoder for Llama, Mistral, Qwen2 and Qwen3: a pre-norm transformer whose families differ by configuration.
+"""The decoder that computes what the families of `workers/models/` describe: a pre-norm transformer.
 
-A step is a flat list of kernel and linear calls over one batch of tokens. The loader hands in the weights; the platform
-brings the kernels and linears, and may run the whole list in one call. Knows neither files nor sequences; called by the
-model runner.
+A step is a flat list of kernel and linear calls over one batch of tokens. The loader hands in the weights. The platform
+brings the kernels and linears, and may lower the whole list to one call or one graph (`Platform.compile_decoder`). The
+model runner calls it; it knows neither files nor sequences.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 
 from workers.attention import AttentionMetadata
-from workers.checkpoints.model_config import ModelConfig
-from workers.checkpoints.weights import DecoderWeights, LayerWeights, max_mlp_rows
+from workers.checkpoints.weights import AttentionWeights, DecoderWeights, GatedMlpWeights, max_mlp_rows
+from workers.decoders.rope_table import rope_table
 from workers.kernels.protocol import KVCaches
-from workers.models.rope import rope_table
+from workers.models.model_config import ModelConfig
 from workers.platforms import Platform
 
 _FIRST_POSITIONS = 4096
@@ -51,28 +51,41 @@ class Decoder:
     ) -> torch.Tensor:
         kernels, config = self._kernels, self.config
         eps = config.rms_norm_eps
-        heads = config.heads
         normed = kernels.rms_norm(residual, self._weights.layers[0].input_norm, eps)
-        for (layer, sliding_window, next_norm), (k_cache, v_cache) in zip(self._layers, kv_caches, strict=True):
-            qkv = layer.qkv(normed)
-            kernels.rope_and_cache(qkv, cos_sin, metadata, k_cache, v_cache, heads, layer.q_norm, layer.k_norm, eps)
-            attended = kernels.paged_attention(qkv, k_cache, v_cache, metadata, heads, sliding_window)
-            normed = kernels.add_rms_norm(layer.attention_output(attended), residual, layer.mlp_norm, eps)
-            normed = kernels.add_rms_norm(self._mlp(layer, normed), residual, next_norm, eps)
+        for (layer, sliding_window, next_norm), kv_cache in zip(self._layers, kv_caches, strict=True):
+            attended = self._attend(layer.attention, normed, cos_sin, metadata, kv_cache, sliding_window)
+            normed = kernels.add_rms_norm(attended, residual, layer.mlp_norm, eps)
+            normed = kernels.add_rms_norm(self._mlp(layer.mlp, normed, metadata), residual, next_norm, eps)
         return normed
 
-    def _mlp(self, layer: LayerWeights, normed: torch.Tensor) -> torch.Tensor:
+    def _attend(
+        self,
+        attention: AttentionWeights,
+        normed: torch.Tensor,
+        cos_sin: torch.Tensor,
+        metadata: AttentionMetadata,
+        kv_cache: tuple[torch.Tensor, torch.Tensor],
+        sliding_window: int | None,
+    ) -> torch.Tensor:
+        heads, eps = self.config.heads, self.config.rms_norm_eps
+        qkv = attention.qkv.forward(normed, metadata)
+        self._kernels.rope_and_cache(qkv, cos_sin, metadata, *kv_cache, heads, attention.q_norm, attention.k_norm, eps)
+        attended = self._kernels.paged_attention(qkv, *kv_cache, metadata, heads, sliding_window)
+        return attention.output.forward(attended, metadata)
+
+    def _mlp(self, mlp: GatedMlpWeights, normed: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
         num_rows = normed.shape[0]
         if self._mlp_rows is None or num_rows <= self._mlp_rows:
-            return layer.down(layer.gated(normed))
+            return mlp.down.forward(mlp.gated.forward(normed, metadata), metadata)
         num_parts = -(-num_rows // self._mlp_rows)
-        parts = normed.split(-(-num_rows // num_parts))  # as decoder.cpp does: all ranks sum the same parts
-        return torch.cat([layer.down(layer.gated(rows)) for rows in parts])
+        # As decoder.cpp does: all ranks sum the same parts. Their rows are not those of the step.
+        parts = normed.split(-(-num_rows // num_parts))
+        return torch.cat([mlp.down.forward(mlp.gated.forward(rows)) for rows in parts])
 
     @torch.inference_mode()
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits in the model's dtype, [num_rows, vocab_size], of rows of `forward`'s result."""
-        return self._weights.head(hidden)
+        return self._weights.head.forward(hidden)
 
     def _rotary_table(self, num_positions: int, device: torch.device) -> torch.Tensor:
         if self._cos_sin.shape[0] < num_positions:

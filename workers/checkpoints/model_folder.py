@@ -1,0 +1,157 @@
+"""Finds the folder of a checkpoint by path, by name or by hub id, and reads its `config.json`.
+
+What Manta cannot run is refused here, by name, before a weight is read. Reads no weights and imports no torch; the
+workers and `manta check` call it. How a native family is read is said in `workers/models/`.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import msgspec
+
+from workers.checkpoints.folder_kinds import lfs_pointer, why_no_checkpoint, why_no_folder
+from workers.model_options import DEMO_MODEL
+from workers.models.families import FAMILIES
+from workers.models.model_config import ModelConfig, ModelError, RopeConfig
+from workers.models.raw_config import RawConfig, checkpoint_dtype
+
+_DEMO_FOLDER = pathlib.Path(__file__).resolve().parents[2] / "configs" / "demo" / "target"
+_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+
+
+def resolve_model_folder(name: str) -> pathlib.Path:
+    """Returns the folder of a checkpoint given as a folder, as `demo`, or as a hub id.
+
+    A hub id is downloaded, or found in its cache. `ID@REVISION` names a commit, tag or branch of it; a commit never
+    changes. Raises `ModelError` if there is no such folder, if it holds no `config.json`, or if the hub cannot be read.
+    """
+    folder = _DEMO_FOLDER if name == DEMO_MODEL else pathlib.Path(name).expanduser()
+    if name == DEMO_MODEL or folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ModelError(why_no_checkpoint(folder))
+        return folder
+    if (reason := why_no_folder(folder)) is not None:
+        raise ModelError(reason)
+    if name.startswith(("/", ".", "~")) or name.count("/") > 1:
+        raise ModelError(f"there is no folder {name}")
+    return _download(name)
+
+
+def _download(name: str) -> pathlib.Path:
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    hub_id, _, revision = name.partition("@")
+    try:
+        folder = huggingface_hub.snapshot_download(
+            hub_id, revision=revision or None, allow_patterns=_HUB_FILES, ignore_patterns=["original/*"]
+        )
+    except HFValidationError as error:
+        raise ModelError(f"{hub_id!r} is neither a folder nor a Hugging Face hub id") from error
+    except LocalEntryNotFoundError as error:
+        raise ModelError(
+            f"{hub_id!r} is no folder, and the Hugging Face hub cannot be reached to download it; "
+            "give a local folder, or connect to the hub (or a mirror, by HF_ENDPOINT)"
+        ) from error
+    except HfHubHTTPError as error:
+        raise ModelError(
+            f"the Hugging Face hub refused {name!r} ({error}); check its name, and for a gated model set HF_TOKEN"
+        ) from error
+    except OSError as error:
+        raise ModelError(f"downloading {hub_id!r} failed ({error}); give a local folder instead") from error
+    return pathlib.Path(folder)
+
+
+def load_model_config(folder: str | pathlib.Path) -> ModelConfig:
+    """Reads `config.json` and `generation_config.json` of a checkpoint, in transformers 4's and 5's spellings.
+
+    Raises `ModelError` naming what is unsupported: architecture, activation, rope type, quantisation.
+    """
+    folder = pathlib.Path(folder)
+    raw = RawConfig(_read_json(folder / "config.json"))
+    try:
+        return _read_config(folder, raw)
+    except ModelError:
+        raise
+    except Exception as error:  # whatever an unexpected type of value leads to
+        value = json.dumps(raw.get(raw.last_key))[:80]
+        raise ModelError(
+            f"{folder / 'config.json'}: {raw.last_key!r} cannot be {value} ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _read_config(folder: pathlib.Path, raw: RawConfig) -> ModelConfig:
+    generation = folder / "generation_config.json"
+    given = {"config.json": raw, generation.name: _read_json(generation) if generation.is_file() else {}}
+    eos_token_ids = _eos_token_ids(given)
+    architecture = raw.architecture
+    if architecture is None:
+        raise ModelError(f"{folder / 'config.json'} names no architecture; add its `architectures` entry")
+    quantization = raw.get("quantization_config")
+    if quantization:  # null and {} are written by tools that never quantised
+        method = quantization.get("quant_method", "unnamed")
+        raise ModelError(f"{method} quantisation is not supported; use a bfloat16, float16 or float32 checkpoint")
+    family = FAMILIES.get(architecture)
+    config = _transformers_config(folder, architecture) if family is None else family.read_config(raw)
+    return msgspec.structs.replace(config, eos_token_ids=eos_token_ids)
+
+
+def _transformers_config(folder: pathlib.Path, architecture: str) -> ModelConfig:
+    """The config of a model that transformers runs; fields that only native families have are neutral."""
+    from workers.checkpoints import transformers_support  # takes seconds to import, and only these need it
+
+    try:
+        config = transformers_support.read_config(folder)
+    except ValueError as error:
+        raise ModelError(f"architecture {architecture} is not supported: {error}") from error
+    reason = transformers_support.why_unsupported(config, architecture)
+    if reason is not None:
+        raise ModelError(f"architecture {architecture} is not supported: {reason}")
+    num_heads = config.num_attention_heads
+    return ModelConfig(
+        architecture=architecture,
+        native=False,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        num_layers=config.num_hidden_layers,
+        num_heads=num_heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
+        intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        rms_norm_eps=0.0,
+        rope=RopeConfig(),
+        max_position_embeddings=config.max_position_embeddings,
+        tie_word_embeddings=bool(config.tie_word_embeddings),
+        sliding_windows=(None,) * config.num_hidden_layers,
+        dtype=checkpoint_dtype({"dtype": config.dtype}),
+    )
+
+
+def _eos_token_ids(configs: dict[str, dict[str, Any]]) -> tuple[int, ...]:
+    """Of all files, by their names."""
+    ids: dict[int, None] = {}
+    for name, config in configs.items():
+        value = config.get("eos_token_id")
+        for token_id in value if isinstance(value, list) else [value]:
+            if not isinstance(token_id, int | None):
+                raise ModelError(f"{name}: eos_token_id must be token ids, not {value!r}")
+            if token_id is not None:
+                ids[token_id] = None
+    return tuple(ids)
+
+
+def _read_json(path: pathlib.Path) -> dict[str, Any]:
+    try:
+        loaded = json.loads(path.read_text())
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        if (pointer := lfs_pointer(path)) is not None:
+            raise ModelError(pointer) from error
+        raise ModelError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(loaded, dict):
+        raise ModelError(f"{path} must hold a JSON object, not a {type(loaded).__name__}")
+    return loaded

@@ -1,0 +1,44 @@
+"""Linears that every device has: torch's own, and what is computed around another linear."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from workers.attention import AttentionMetadata
+from workers.checkpoints.weights import Linear
+
+
+class TorchLinear:
+    """`x @ weight.T + bias` by torch, on the device of the weight [out_features, in_features]."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.weight = weight
+        self.bias = bias
+
+    def forward(self, x: torch.Tensor, step: AttentionMetadata | None = None) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class GatedLinear:
+    """`silu` of the first half of a linear's outputs times the second half (SwiGLU, Shazeer, 2020)."""
+
+    def __init__(self, linear: Linear, silu_and_mul: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._linear = linear
+        self._silu_and_mul = silu_and_mul
+
+    def forward(self, x: torch.Tensor, step: AttentionMetadata | None = None) -> torch.Tensor:
+        return self._silu_and_mul(self._linear.forward(x, step))
+
+
+class SummedLinear:
+    """The sum over ranks of what their linears make of their shares of the inputs."""
+
+    def __init__(self, linear: Linear, all_reduce: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._linear = linear
+        self._all_reduce = all_reduce
+
+    def forward(self, x: torch.Tensor, step: AttentionMetadata | None = None) -> torch.Tensor:
+        return self._all_reduce(self._linear.forward(x, step))

@@ -1,0 +1,42 @@
+"""The native families, by the names of their architectures. transformers' own code runs every other model."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from workers.models import llama, mistral, qwen2, qwen3, seed_oss
+from workers.models.model_config import ModelConfig
+from workers.models.raw_config import RawConfig
+from workers.models.specs import DecoderSpec
+
+
+class Family(Protocol):
+    """A module of `workers/models/`, such as `llama.py`."""
+
+    ARCHITECTURE: str
+    """The name of its class in Hugging Face transformers."""
+
+    def read_config(self, raw: RawConfig) -> ModelConfig:
+        """Returns the shape of a model of this family, without its EOS tokens. Raises `ModelError` naming what is
+        unsupported.
+        """
+        ...
+
+    def describe(self, config: ModelConfig) -> DecoderSpec:
+        """Returns the weights of a model, or with a rank's configuration those of its share."""
+        ...
+
+
+FAMILIES: dict[str, Family] = {
+    llama.ARCHITECTURE: llama,
+    mistral.ARCHITECTURE: mistral,
+    qwen2.ARCHITECTURE: qwen2,
+    qwen3.ARCHITECTURE: qwen3,
+    seed_oss.ARCHITECTURE: seed_oss,
+}
+"""To add a dense family, write its module and add a line."""
+
+
+def describe(config: ModelConfig) -> DecoderSpec:
+    """Returns the weights of a native model."""
+    return FAMILIES[config.architecture].describe(config)

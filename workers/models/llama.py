@@ -1,0 +1,78 @@
+"""Llama 1 to 3 (Touvron et al., 2023; Llama Team, 2024): pre-norm layers with RMS norms, rotary positions,
+grouped-query attention and SwiGLU. The other native families are described by how they differ from it.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from workers.models.model_config import ModelConfig
+from workers.models.raw_config import RawConfig, read_dense
+from workers.models.specs import (
+    AttentionSpec,
+    DecoderSpec,
+    GatedMlpSpec,
+    LayerSpec,
+    LinearSpec,
+    NormSpec,
+    Part,
+    Split,
+)
+
+ARCHITECTURE = "LlamaForCausalLM"
+
+
+def read_config(raw: RawConfig) -> ModelConfig:
+    """Raises `ModelError` as `read_dense` does."""
+    has_biases = raw.get("attention_bias", False)
+    return msgspec.structs.replace(
+        read_dense(raw), qkv_bias=has_biases, output_bias=has_biases, mlp_bias=raw.get("mlp_bias", False)
+    )
+
+
+def describe(config: ModelConfig) -> DecoderSpec:
+    return decoder(config, [layer(config, index) for index in range(config.num_layers)])
+
+
+def decoder(config: ModelConfig, layers: list[LayerSpec]) -> DecoderSpec:
+    """Returns a whole model with these layers, between an embedding and a head that may share their weights."""
+    embedding = Part("model.embed_tokens", config.vocab_size, Split.VOCABULARY)
+    head = embedding if config.tie_word_embeddings else Part("lm_head", config.vocab_size, Split.VOCABULARY)
+    final_norm = NormSpec("model.norm", config.hidden_size)
+    return DecoderSpec(embedding, layers, final_norm, LinearSpec((head,), config.hidden_size))
+
+
+def layer(config: ModelConfig, index: int) -> LayerSpec:
+    prefix = f"model.layers.{index}"
+    hidden = config.hidden_size
+    return LayerSpec(
+        input_norm=NormSpec(f"{prefix}.input_layernorm", hidden),
+        attention=_attention(config, f"{prefix}.self_attn"),
+        mlp_norm=NormSpec(f"{prefix}.post_attention_layernorm", hidden),
+        mlp=_mlp(config, f"{prefix}.mlp"),
+    )
+
+
+def _attention(config: ModelConfig, prefix: str) -> AttentionSpec:
+    hidden = config.hidden_size
+    query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    qkv = (
+        Part(f"{prefix}.q_proj", query_size, Split.QUERY_HEADS),
+        Part(f"{prefix}.k_proj", kv_size, Split.KV_HEADS),
+        Part(f"{prefix}.v_proj", kv_size, Split.KV_HEADS),
+    )
+    output = Part(f"{prefix}.o_proj", hidden)
+    return AttentionSpec(
+        qkv=LinearSpec(qkv, hidden, config.qkv_bias),
+        output=LinearSpec((output,), query_size, config.output_bias, splits_inputs=True),
+    )
+
+
+def _mlp(config: ModelConfig, prefix: str) -> GatedMlpSpec:
+    hidden, inner, has_bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+    gate, up = (Part(f"{prefix}.{name}_proj", inner, Split.INNER) for name in ("gate", "up"))
+    down = Part(f"{prefix}.down_proj", hidden)
+    return GatedMlpSpec(
+        gated=LinearSpec((gate, up), hidden, has_bias, is_gated=True),
+        down=LinearSpec((down,), inner, has_bias, splits_inputs=True),
+    )

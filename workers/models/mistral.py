@@ -1,0 +1,22 @@
+"""Mistral (Jiang et al., 2023): Llama's layers, in which a token sees a sliding window of those before it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from workers.models import llama
+from workers.models.model_config import ModelConfig
+from workers.models.raw_config import RawConfig, read_dense
+
+ARCHITECTURE = "MistralForCausalLM"
+
+describe = llama.describe
+
+
+def read_config(raw: RawConfig) -> ModelConfig:
+    """A missing window is one of 4096 positions, as in transformers; null means none.
+
+    Raises `ModelError` as `read_dense` does.
+    """
+    config = read_dense(raw)
+    return msgspec.structs.replace(config, sliding_windows=(raw.get("sliding_window", 4096),) * config.num_layers)

@@ -1,0 +1,89 @@
+"""The shape of a model, in one spelling for all families. Plain data; imports no framework."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+UNQUANTIZED = "unquantized"
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+class ModelError(ValueError):
+    """A model that cannot be served. The message names what is missing or unsupported, and a remedy if there is one."""
+
+
+class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Rotary position embedding (Su et al., 2021) and its scaling for contexts longer than those trained on."""
+
+    rope_type: str = "default"
+    """`default`, `linear`, `llama3` or `yarn` (Peng et al., 2023)."""
+    theta: float = 10000.0
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 0
+    """Positions of the unscaled model; llama3 and yarn only."""
+    attention_factor: float | None = None
+    """yarn: factor on cosines and sines; None takes the paper's `0.1 ln(factor) + 1`."""
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    """yarn: round the bounds of the blended range to whole dimensions."""
+
+
+class HeadShape(NamedTuple):
+    """The heads of one attention layer: `num_heads // num_kv_heads` query heads read each KV head."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    """Factor on the products of queries and keys."""
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The shape of one decoder-only model, or of one rank's share of it."""
+
+    architecture: str
+    """The name of its class in Hugging Face transformers, such as `Qwen2ForCausalLM`."""
+    native: bool
+    """Whether `workers/models/` describes its family. Otherwise transformers' own model code runs it."""
+    vocab_size: int
+    """Width of the logits: rows of the head, padding included, so it may exceed the tokenizer's vocabulary."""
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    max_position_embeddings: int
+    """Longest context in tokens, rope scaling included."""
+    tie_word_embeddings: bool
+    qkv_bias: bool = False
+    output_bias: bool = False
+    """Whether the attention's output projection has a bias."""
+    mlp_bias: bool = False
+    sliding_windows: tuple[int | None, ...]
+    """Positions that a token of each layer sees, itself included; None sees all."""
+    dtype: str
+    """The checkpoint's dtype: `bfloat16`, `float16` or `float32`."""
+    eos_token_ids: tuple[int, ...] = ()
+    scheme: str = UNQUANTIZED
+    """How the weights of its linears are stored: a key of `workers.checkpoints.schemes.READERS`."""
+
+    @property
+    def heads(self) -> HeadShape:
+        return HeadShape(self.num_heads, self.num_kv_heads, self.head_dim, self.head_dim**-0.5)
+
+    def first_layers(self, num_layers: int) -> ModelConfig:
+        """Returns the same model with its first layers only."""
+        windows = self.sliding_windows[:num_layers]
+        return msgspec.structs.replace(self, num_layers=num_layers, sliding_windows=windows)
+
+    def kv_bytes_per_token(self, dtype: str) -> int:
+        """Returns the bytes of KV cache that one token takes over all layers, in a dtype of `DTYPE_BYTES`."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]

@@ -1,0 +1,32 @@
+"""Qwen3 (Yang et al., 2025), dense models: Llama's layers with RMS norms over each query and key head."""
+
+from __future__ import annotations
+
+import msgspec
+
+from workers.models import llama
+from workers.models.model_config import ModelConfig
+from workers.models.qwen2 import read_windows
+from workers.models.raw_config import RawConfig, read_dense
+from workers.models.specs import DecoderSpec, LayerSpec, NormSpec
+
+ARCHITECTURE = "Qwen3ForCausalLM"
+
+
+def read_config(raw: RawConfig) -> ModelConfig:
+    """Raises `ModelError` as `read_dense` and `read_windows` do."""
+    config = read_dense(raw, usual_head_dim=128)
+    has_biases = raw.get("attention_bias", False)
+    windows = read_windows(raw, config.num_layers)
+    return msgspec.structs.replace(config, qkv_bias=has_biases, output_bias=has_biases, sliding_windows=windows)
+
+
+def describe(config: ModelConfig) -> DecoderSpec:
+    return llama.decoder(config, [_layer(config, index) for index in range(config.num_layers)])
+
+
+def _layer(config: ModelConfig, index: int) -> LayerSpec:
+    layer = llama.layer(config, index)
+    prefix = f"model.layers.{index}.self_attn"
+    q_norm, k_norm = (NormSpec(f"{prefix}.{name}_norm", config.head_dim) for name in ("q", "k"))
+    return layer._replace(attention=layer.attention._replace(q_norm=q_norm, k_norm=k_norm))

@@ -1,0 +1,102 @@
+"""How a family describes its weights: which tensors a model has, which linears they form, and how ranks divide them.
+
+A description holds names and sizes only and imports no framework, so the worker of every framework can read it. The
+names are those of Hugging Face's checkpoints. The split over ranks is Megatron-LM's (Shoeybi et al., 2019).
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+
+class Split(enum.Enum):
+    """What the outputs of a linear are, if ranks divide them among each other."""
+
+    NOTHING = enum.auto()
+    """Every rank has all outputs."""
+    QUERY_HEADS = enum.auto()
+    KV_HEADS = enum.auto()
+    """If there are fewer heads than ranks, several ranks hold the same one."""
+    INNER = enum.auto()
+    """The inner width of the MLP."""
+    VOCABULARY = enum.auto()
+    """The last rank's rows are padded with zeros."""
+
+
+class NormSpec(NamedTuple):
+    """The weight of an RMS norm: the tensor `NAME.weight` [size]."""
+
+    name: str
+    size: int
+
+
+class Part(NamedTuple):
+    """A linear as a checkpoint stores it: `NAME.weight` [out_features, in_features] and perhaps `NAME.bias`."""
+
+    name: str
+    out_features: int
+    split: Split = Split.NOTHING
+
+
+class LinearSpec(NamedTuple):
+    """One linear: several parts with the same input, whose outputs lie side by side."""
+
+    parts: tuple[Part, ...]
+    in_features: int
+    has_bias: bool = False
+    is_gated: bool = False
+    """The first of two parts gates the second: the result is `silu(gate) * up` (SwiGLU, Shazeer, 2020)."""
+    splits_inputs: bool = False
+    """Ranks divide the inputs, and sum what they compute."""
+
+    @property
+    def name(self) -> str:
+        return " + ".join(part.name for part in self.parts)
+
+    @property
+    def out_features(self) -> int:
+        """Rows of the weight."""
+        return sum(part.out_features for part in self.parts)
+
+
+class AttentionSpec(NamedTuple):
+    """Grouped-query attention (Ainslie et al., 2023) with rotary positions."""
+
+    qkv: LinearSpec
+    """hidden -> queries, keys and values of all heads."""
+    output: LinearSpec
+    q_norm: NormSpec | None = None
+    """Over the head dimension, before the rotation; as is `k_norm`."""
+    k_norm: NormSpec | None = None
+
+
+class GatedMlpSpec(NamedTuple):
+    """`down(silu(gate(x)) * up(x))`."""
+
+    gated: LinearSpec
+    down: LinearSpec
+
+
+class LayerSpec(NamedTuple):
+    """A pre-norm layer: `x += attention(norm(x))`, then `x += mlp(norm(x))`."""
+
+    input_norm: NormSpec
+    attention: AttentionSpec
+    mlp_norm: NormSpec
+    mlp: GatedMlpSpec
+
+
+class DecoderSpec(NamedTuple):
+    """A whole decoder-only model."""
+
+    embedding: Part
+    """The lookup table: a row for each token."""
+    layers: list[LayerSpec]
+    final_norm: NormSpec
+    head: LinearSpec
+    """hidden -> logits. If the head is tied, it has the embedding's name."""
+
+    @property
+    def is_tied(self) -> bool:
+        return self.head.name == self.embedding.name
