@@ -24,12 +24,12 @@ import msgspec
 
 from benchmarks.checkpoints import benchmark_checkpoint
 from benchmarks.report import bootstrap_interval
-from cluster.batch.job import Answer, Job, run
 from cluster.batch.journal import Journal
+from cluster.batch.running.batch_job import Answer, Job, run
 from cluster.cli.batch import answering_by, num_in_flight
 from cluster.config import EngineConfig, ServeConfig
 from cluster.llm import LLM, SamplingParams
-from cluster.serve.replica_process import REPLICA_ENVIRONMENT
+from cluster.serve.starting.replica_process import REPLICA_ENVIRONMENT
 from workers.checkpoints.model_folder import resolve_model_folder
 from workers.model_options import DEMO_MODEL
 

@@ -42,9 +42,9 @@ from benchmarks.tensor_parallel import measure_steps, measure_sums, step_table, 
 from cluster import own_ray
 from cluster.config import EngineConfig
 from cluster.engine import engine
-from cluster.engine.executor import SynchronousExecutor
 from cluster.engine.executor_choice import make_executor, with_depth
-from cluster.engine.in_process import InProcessExecutor
+from cluster.engine.executors.executor import SynchronousExecutor
+from cluster.engine.executors.in_process import InProcessExecutor
 from cluster.engine.ranks.actor import RankActor
 from cluster.engine.ranks.executor import RayExecutor
 from cluster.engine.ranks.rank_messages import Answer, Message, Output, Sample, Step

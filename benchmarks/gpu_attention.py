@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from benchmarks.gpu_device import Device, graph_seconds, measure_device
 from benchmarks.gpu_rows import Figure, one_line
-from workers.attention import AttentionMetadata
+from workers.kernels.attention_metadata import AttentionMetadata
 from workers.kernels.triton.attention import paged_attention
 from workers.kernels.triton.metadata import build_metadata
 from workers.models.model_config import HeadShape

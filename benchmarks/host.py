@@ -32,12 +32,12 @@ from benchmarks.checkpoints import benchmark_checkpoint
 from benchmarks.report import machine
 from cluster.config import EngineConfig
 from cluster.engine.engine import Engine
-from cluster.engine.in_process import DeviceExecutor, InProcessExecutor
+from cluster.engine.executors.in_process import DeviceExecutor, InProcessExecutor
+from cluster.engine.executors.thread_executor import ThreadExecutor
 from cluster.engine.request import EngineRequest, SequenceOutput
-from cluster.engine.thread_executor import ThreadExecutor
 from structured.constraint import ConstraintSpec
 from structured.masks import MaskBatch
-from workers.rank_worker import Drawn
+from workers.ranks.rank_worker import Drawn
 from workers.sampling_params import SamplingParams
 from workers.step import SamplePoint, ScheduledSequence, StepInput, StepOutput
 

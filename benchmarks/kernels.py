@@ -23,11 +23,11 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from workers.attention import AttentionMetadata
-from workers.checkpoints.weights import Linear
 from workers.kernels import cpu
+from workers.kernels.attention_metadata import AttentionMetadata
 from workers.kernels.cpu_kv_cache import allocate_kv
 from workers.kernels.linears import GatedLinear
+from workers.kernels.weights import Linear
 from workers.models.model_config import HeadShape
 from workers.platforms.cpu_linears import OneDnnLinear, make_cpu_gated_linear, make_cpu_linear
 

@@ -28,8 +28,8 @@ from benchmarks.kernels import (
     product_rate,
     read_bandwidth,
 )
-from workers.attention import AttentionMetadata
 from workers.kernels import cpu
+from workers.kernels.attention_metadata import AttentionMetadata
 from workers.kernels.cpu_kv_cache import allocate_kv
 
 NUM_LAYERS = 24

@@ -28,11 +28,11 @@ from benchmarks.workloads import PromptSource
 from cluster.config import EngineConfig, ServeConfig
 from cluster.engine.request import EngineRequest, SequenceOutput
 from cluster.serve import app, engine_deployment, ingress
-from cluster.serve.engine_client import EngineClient
-from cluster.serve.progress import Progress
-from cluster.serve.prompt_run import PromptRun
 from cluster.serve.routing.replicas import Replicas
-from cluster.serve.token_channel import BEAT_S, OutputReceiver, OutputSender
+from cluster.serve.streams.engine_client import EngineClient
+from cluster.serve.streams.progress import Progress
+from cluster.serve.streams.prompt_run import PromptRun
+from cluster.serve.streams.token_channel import BEAT_S, OutputReceiver, OutputSender
 from workers.sampling_params import SamplingParams
 
 NUM_STREAMS = 32

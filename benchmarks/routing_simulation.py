@@ -24,7 +24,7 @@ from cluster.engine.request import EngineRequest, SequenceOutput
 from cluster.serve.routing.placement import Placement, Prompt
 from cluster.serve.routing.prefix_index import PrefixIndex, bit_of, slots_of
 from cluster.serve.routing.reports import CacheReporter, Report
-from cluster.serve.token_channel import BEAT_S
+from cluster.serve.streams.token_channel import BEAT_S
 from workers.sampling_params import SamplingParams
 
 BLOCK_SIZE = 16

@@ -19,10 +19,10 @@ import torch
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from workers.kernels import cpu_sampler
-from workers.sampling.sampler import sample
 from workers.sampling.sampling_state import SamplingState
 from workers.sampling_params import SamplingParams
 from workers.step import SamplePoint, SequenceStart
+from workers.torch_worker.sampler import sample
 
 POSITION = 500
 

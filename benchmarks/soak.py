@@ -103,7 +103,7 @@ def role_of(process: psutil.Process) -> str:
     title = command[0].strip() if command else ""
     if title.startswith("ray::"):  # ray::ServeReplica:manta:engine, ray::GrammarWorker.method
         return title.removeprefix("ray::").removeprefix("ServeReplica:manta:").partition(".")[0]
-    if "structured.compile_process" in command:
+    if "structured.compiling.compile_process" in command:
         return "compile processes"
     return "serve" if "cluster.cli" in command else process.name()
 

@@ -150,8 +150,8 @@ def _open_group(state: _State, rank: int, num_ranks: int, address: str) -> None:
 
 def _open_worker(state: _State, rank: int, num_ranks: int, address: str, model: str) -> None:
     from workers.model_options import ModelOptions
-    from workers.rank_worker import RankPlace
-    from workers.torch_worker import TorchWorker
+    from workers.ranks.rank_worker import RankPlace
+    from workers.torch_worker.torch_worker import TorchWorker
 
     options = ModelOptions(
         model=model,

@@ -1,7 +1,7 @@
 """Why a request is not served, in words for its sender: each message names value, bound and remedy.
 
-Raised by whatever checks a request or runs it, and caught at the door: `cluster/http/errors.py` makes answers of these,
-`cluster.llm.LLM` lets its caller have them. Knows no HTTP.
+Raised by whatever checks a request or runs it, and caught at the door: `cluster/protocol/api_errors.py` makes answers
+of these, `cluster.llm.LLM` lets its caller have them. Knows no HTTP.
 """
 
 from __future__ import annotations

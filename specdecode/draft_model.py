@@ -2,8 +2,8 @@
 
 Its keys and values lie in a tensor of its own, but in blocks with the same ids and block tables as the model's, so the
 scheduler allocates blocks for both at once. It computes missing keys and values from a sequence's tokens only when it
-is asked for drafts. This module knows which of them are valid; `DraftRunner` of `workers/rank_worker.py` computes and
-draws. Called by `specdecode/proposers.py`; imports no framework.
+is asked for drafts. This module knows which of them are valid; `DraftRunner` of `workers/ranks/rank_worker.py` computes
+and draws. Called by `specdecode/proposers.py`; imports no framework.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from specdecode.proposers import DraftRequest
 from structured.constraint import ConstraintError
 from structured.vocabulary import Vocabulary
 from workers.models.model_config import ModelError
-from workers.rank_sequences import RankSequences
-from workers.rank_worker import DraftRunner
+from workers.ranks.rank_sequences import RankSequences
+from workers.ranks.rank_worker import DraftRunner
 from workers.sampling.sampling_state import SequenceState
 from workers.step import StepInput
 

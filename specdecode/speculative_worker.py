@@ -19,7 +19,7 @@ from specdecode.speculative_config import SpeculativeConfig
 from structured.logits_processors import LogitsProcessorFactory
 from structured.masks import MaskBatch
 from workers.model_info import ModelInfo
-from workers.rank_worker import SpeculationTarget
+from workers.ranks.rank_worker import SpeculationTarget
 from workers.step import StepInput, StepOutput
 
 

@@ -1,7 +1,7 @@
 """What a constrained request asks for (plain, immutable data, a field of `SamplingParams`), and the limits on it.
 
-The ingress or the caller of `cluster.llm.LLM` makes a `ConstraintSpec`; `structured/compiler.py` compiles it and says
-which backend serves it. Imports neither torch nor a backend.
+The ingress or the caller of `cluster.llm.LLM` makes a `ConstraintSpec`; `structured/compiling/compiler.py` compiles it
+and says which backend serves it. Imports neither torch nor a backend.
 """
 
 from __future__ import annotations

@@ -182,9 +182,14 @@ def reference_logits(folder: pathlib.Path, token_ids: list[int]) -> torch.Tensor
     return reference_model(folder)(torch.tensor([token_ids]), use_cache=False).logits[0]
 
 
-@torch.inference_mode()
 def reference_greedy(folder: pathlib.Path, prompt: list[int], num_tokens: int) -> list[int]:
     """transformers' greedy continuation in float32, past end-of-sequence tokens: exactly `num_tokens` ids."""
+    return list(_generated(folder, tuple(prompt), num_tokens))
+
+
+@functools.cache
+@torch.inference_mode()
+def _generated(folder: pathlib.Path, prompt: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
     model = reference_model(folder)
     output = model.generate(
         torch.tensor([prompt]),
@@ -195,4 +200,4 @@ def reference_greedy(folder: pathlib.Path, prompt: list[int], num_tokens: int) -
         eos_token_id=None,
         pad_token_id=0,
     )
-    return output[0, len(prompt) :].tolist()
+    return tuple(output[0, len(prompt) :].tolist())

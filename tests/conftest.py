@@ -46,7 +46,7 @@ hypothesis.settings.load_profile("prove" if PROVE else "fast")
 def cheap_groups() -> Iterator[None]:
     """Small groups of sequences read their shared prefix once too, which does not pay outside of tests."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("workers.shared_prefixes.MEMBER_COST_KEYS", 16)
+        patch.setattr("workers.kernels.shared_prefixes.MEMBER_COST_KEYS", 16)
         yield
 
 

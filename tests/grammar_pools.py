@@ -14,8 +14,8 @@ import pytest
 
 from structured.backend import Grammar, make_backend
 from structured.constraint import ConstraintSpec
-from structured.grammar_worker import SessionStart, TrackedSession
-from structured.pool import GrammarPool
+from structured.grammar_pool.grammar_worker import SessionStart, TrackedSession
+from structured.grammar_pool.pool import GrammarPool
 from structured.pool_config import PoolConfig
 from structured.vocabulary import Vocabulary
 from tests.patience import PATIENCE_S, wait_until

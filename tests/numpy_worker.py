@@ -1,4 +1,4 @@
-"""A worker of another framework: a small Llama in numpy behind `workers/rank_worker.py`, to prove that seam.
+"""A worker of another framework: a small Llama in numpy behind `workers/ranks/rank_worker.py`, to prove that seam.
 
 It has nothing of `Platform`, of torch's kernels or of `ModelRunner`. What it keeps of sequences, how it verifies drafts
 and how it plans its memory is what every worker shares; its logits are drawn by the samplers for the host.
@@ -26,12 +26,12 @@ from workers.model_options import ModelOptions
 from workers.models.families import describe
 from workers.models.model_config import ModelConfig
 from workers.models.specs import LinearSpec, NormSpec
-from workers.rank_sequences import RankSequences
-from workers.rank_worker import ALONE, RankPlace, StepTimes
-from workers.sampling.sampler import prompt_logprobs, sample
+from workers.ranks.rank_sequences import RankSequences
+from workers.ranks.rank_worker import ALONE, RankPlace, StepTimes
 from workers.sampling.sampling_state import SequenceState
 from workers.sampling.verification import drafts_as_tokens, drafts_of, keep_verified
 from workers.step import StepInput, StepOutput
+from workers.torch_worker.sampler import prompt_logprobs, sample
 
 FREE_BYTES = 1 << 30
 
@@ -123,15 +123,17 @@ class NumpyLlama:
         self, query: np.ndarray, keys: np.ndarray, values: np.ndarray, positions: np.ndarray, window: int | None
     ) -> np.ndarray:
         """Causal attention: query [n, heads, head_dim], keys and values [context, kv_heads, head_dim]."""
-        group = query.shape[1] // keys.shape[1]
-        keys, values = np.repeat(keys, group, axis=1), np.repeat(values, group, axis=1)
-        scores = np.einsum("qhd,khd->hqk", query, keys) * self.config.heads.scale
+        num_queries, num_heads, head_dim = query.shape
+        # By KV head: [kv_heads, group, n, head_dim] against [kv_heads, 1, head_dim, context]
+        query = query.reshape(num_queries, keys.shape[1], -1, head_dim).transpose(1, 2, 0, 3)
+        scores = query @ keys.transpose(1, 2, 0)[:, None] * self.config.heads.scale
         distance = positions[:, None] - np.arange(len(keys))
         is_hidden = (distance < 0) | (distance >= window) if window is not None else distance < 0
         scores = np.where(is_hidden, -np.inf, scores)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
-        return np.einsum("hqk,khd->qhd", weights, values).reshape(len(query), -1)
+        attended = weights @ values.transpose(1, 0, 2)[:, None]
+        return attended.transpose(2, 0, 1, 3).reshape(num_queries, num_heads * head_dim)
 
 
 class NumpyRunner:

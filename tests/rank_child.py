@@ -15,11 +15,10 @@ import msgspec
 import torch
 
 from cluster.config import EngineConfig
-from cluster.engine.ranks import worker_factory
+from cluster.engine.executors import worker_factory
 from structured.logits_processors import LogitsProcessorFactory
 from structured.masks import MaskBatch
-from workers import shared_prefixes
-from workers.kernels import cpu_all_reduce
+from workers.kernels import cpu_all_reduce, shared_prefixes
 from workers.model_info import ModelInfo
 from workers.parallel.group import GlooGroup, private_address
 from workers.step import StepInput, StepOutput

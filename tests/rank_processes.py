@@ -19,8 +19,8 @@ from ray import cloudpickle
 
 import cluster.engine.engine
 from cluster.config import EngineConfig
-from cluster.engine.executor import Executor, SynchronousExecutor
 from cluster.engine.executor_choice import with_depth
+from cluster.engine.executors.executor import Executor, SynchronousExecutor
 from structured.logits_processors import LogitsProcessorFactory
 from structured.masks import MaskBatch
 from tests import rank_child

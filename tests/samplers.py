@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from workers.kernels import cpu_sampler
-from workers.sampling import sampler
+from workers.torch_worker import sampler
 
 sample = functools.partial(sampler.sample, cpu_sampler)
 prompt_logprobs = functools.partial(sampler.prompt_logprobs, cpu_sampler)

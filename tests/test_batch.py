@@ -22,24 +22,25 @@ import msgspec
 import pytest
 from ray.exceptions import RayActorError
 
-from cluster.batch import batch_client, job
-from cluster.batch.application import batch_endpoints
 from cluster.batch.journal import BatchRefused, Journal, count_lines, read_lines
 from cluster.batch.lines import BadLine, BatchRequest, BatchResponse, BatchResult, LineKey, encode, parse
+from cluster.batch.running import batch_job
 from cluster.cli.__main__ import main
 from cluster.config import EngineConfig, ServeConfig
 from cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput, Usage
 from cluster.errors import ServingError
 from cluster.http.access.keys import ApiKeys
 from cluster.http.app import HttpApp
-from cluster.http.engines import Event, GenerationRequest
-from cluster.http.metrics import Unmeasured
+from cluster.http.exchange.engines import Event, GenerationRequest
+from cluster.http.exchange.metrics import Unmeasured
 from cluster.llm import LLM, SamplingParams
+from cluster.serve.batches import batch_client
+from cluster.serve.batches.batch_application import batch_endpoints
 from cluster.serve.engine_deployment import EngineReplica
-from cluster.serve.gathering import Gathering, joined
-from cluster.serve.packed import Packed
-from cluster.serve.submission import Submission
-from cluster.serve.token_channel import Address, RequestResult
+from cluster.serve.streams.gathering import Gathering, joined
+from cluster.serve.streams.packed import Packed
+from cluster.serve.streams.submission import Submission
+from cluster.serve.streams.token_channel import Address, RequestResult
 from cluster.text.tokenizer import Tokenizer
 from structured.constraint import ConstraintSpec
 from tests.checkpoints import checkpoint
@@ -145,13 +146,13 @@ class Echo:
         return BatchResponse(status, request_id, msgspec.Raw(answer))
 
 
-def run(echo: Echo, source: pathlib.Path, target: pathlib.Path, num_in_flight: int = 4) -> list[job.Progress]:
-    reports: list[job.Progress] = []
+def run(echo: Echo, source: pathlib.Path, target: pathlib.Path, num_in_flight: int = 4) -> list[batch_job.Progress]:
+    reports: list[batch_job.Progress] = []
 
     async def answer_all(journal: Journal) -> None:
         with source.open("rb") as lines:
             places = asyncio.Semaphore(num_in_flight)
-            await job.run(job.Job(echo, journal, places, MAX_BYTES, reports.append), lines)
+            await batch_job.run(batch_job.Job(echo, journal, places, MAX_BYTES, reports.append), lines)
 
     with Journal(target) as journal:
         asyncio.run(answer_all(journal))
@@ -159,7 +160,7 @@ def run(echo: Echo, source: pathlib.Path, target: pathlib.Path, num_in_flight: i
 
 
 def test_every_line_gets_one_result(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job, "RETRY_S", 0.0)
+    monkeypatch.setattr(batch_job, "RETRY_S", 0.0)
     lines = [line(1), "nonsense", line(2), line(3, stream=True), "", line(4), line(5), line(6, prompt="x" * MAX_BYTES)]
     source = write_lines(tmp_path / "in.jsonl", lines)
     target = tmp_path / "out.jsonl"
@@ -176,7 +177,7 @@ def test_every_line_gets_one_result(tmp_path: pathlib.Path, monkeypatch: pytest.
     }
     assert by_id["request-1"]["response"]["body"]["echo"] == "1"
     assert by_id[None]["error"]["code"] == by_id["request-3"]["error"]["code"] == "invalid_line"
-    assert [echo.asked.count(prompt) for prompt in "1245"] == [3, 1, job.MAX_TRIES, 1]
+    assert [echo.asked.count(prompt) for prompt in "1245"] == [3, 1, batch_job.MAX_TRIES, 1]
     assert sum(report.has_failed for report in reports) == 5
     assert sum(report.num_output_tokens for report in reports) == 6
     assert echo.most_running <= 4
@@ -200,7 +201,7 @@ def test_lines_with_a_common_prefix_run_together(tmp_path: pathlib.Path) -> None
 
 
 def test_no_more_lines_are_read_than_a_window_has(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job, "WINDOW_LINES", 3)
+    monkeypatch.setattr(batch_job, "WINDOW_LINES", 3)
     source = write_lines(tmp_path / "in.jsonl", [line(i, prompt=f"{9 - i}") for i in range(9)])
     echo = Echo({})
     run(echo, source, tmp_path / "out.jsonl", num_in_flight=1)

@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 
-from cluster.batch import batch_run, lease, local_files, retention, stored
-from cluster.batch import runner as runner_module
+from cluster.batch import lease, local_files, retention, stored
 from cluster.batch.lease import Lease, LeaseLost, acquire
 from cluster.batch.records import Records
 from cluster.batch.retention import remove_expired
+from cluster.batch.running import batch_run
+from cluster.batch.running import batch_runner as runner_module
 from cluster.batch.storage import Storage
 from cluster.config import BatchLimits
 from tests.patience import PATIENCE_S

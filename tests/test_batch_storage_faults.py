@@ -19,11 +19,12 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 
-from cluster.batch import batch_run, job, lease, records, retention, runner, stored
+from cluster.batch import lease, records, retention, stored
 from cluster.batch.lines import BatchRequest, BatchResponse
 from cluster.batch.records import ENDED, Batch, Records
 from cluster.batch.retention import remove_expired
-from cluster.batch.runner import Runner
+from cluster.batch.running import batch_job, batch_run, batch_runner
+from cluster.batch.running.batch_runner import Runner
 from cluster.config import BatchLimits
 from tests.batch_world import CALM, EPOCH_S, Faults, FaultyStorage, Killed, Scheduler, VirtualLoop, World
 from tests.conftest import PROVE
@@ -49,16 +50,16 @@ def patched(scheduler: Scheduler, chance: random.Random) -> Iterator[None]:
     secrets = types.SimpleNamespace(token_hex=lambda size: f"{chance.getrandbits(size * 8):0{size * 2}x}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(asyncio, "to_thread", scheduler.to_thread)
-        for module in (records, retention, runner, batch_run, stored, lease, job):
+        for module in (records, retention, batch_runner, batch_run, stored, lease, batch_job):
             patch.setattr(module, "time", scheduler.clock())
         for module in (records, stored, lease):
             patch.setattr(module, "secrets", secrets)
         for module in (records, stored):
             patch.setattr(module, "threading", types.SimpleNamespace(Lock=scheduler.lock))
-        for module in (records, retention, runner, batch_run, stored):
+        for module in (records, retention, batch_runner, batch_run, stored):
             patch.setattr(module.logger, "disabled", True)
-        patch.setattr(runner, "LOOK_S", 3.0)
-        patch.setattr(runner, "CLEAN_S", 20.0)
+        patch.setattr(batch_runner, "LOOK_S", 3.0)
+        patch.setattr(batch_runner, "CLEAN_S", 20.0)
         patch.setattr(retention, "STALE_UPLOAD_S", 30.0)
         patch.setattr(retention, "REOPEN_S", 0.0)
         yield

@@ -16,19 +16,20 @@ import httpx2
 import openai
 import pytest
 
-from cluster.batch import batch_run, stored
-from cluster.batch import runner as runner_module
-from cluster.batch.endpoints import Endpoints
+from cluster.batch import stored
 from cluster.batch.records import Records
 from cluster.batch.retention import remove_expired
-from cluster.batch.runner import Runner
+from cluster.batch.running import batch_run
+from cluster.batch.running import batch_runner as runner_module
+from cluster.batch.running.batch_runner import Runner
+from cluster.batch.running.line_endpoints import Endpoints
 from cluster.batch.storage import Storage, with_storage
 from cluster.config import BatchLimits, EngineConfig, ServeConfig
 from cluster.http.app import HttpApp
 from cluster.http.endpoints.files import PARSED_BYTES
-from cluster.http.engines import Event, GenerationRequest
-from cluster.http.metrics import Metrics
-from cluster.http.uploads import UploadParser
+from cluster.http.exchange.engines import Event, GenerationRequest
+from cluster.http.exchange.metrics import Metrics
+from cluster.http.exchange.uploads import UploadParser
 from cluster.text.tokenizer import Tokenizer
 from tests.patience import PATIENCE_S
 from tests.test_batch import line

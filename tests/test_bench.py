@@ -26,7 +26,7 @@ from benchmarks.report import Result, bootstrap_interval, combine, header, table
 from benchmarks.workloads import WORKLOADS, PromptSource, Row, alternate, run_workload, step_seconds
 from cluster.cli.bench import run_bench
 from cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput
-from cluster.serve.progress import Progress
+from cluster.serve.streams.progress import Progress
 from tests.patience import PATIENCE_S, wait_until
 from workers.sampling_params import SamplingParams
 

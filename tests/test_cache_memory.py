@@ -73,9 +73,9 @@ def resident_bytes() -> int:
 
 def fill_worker(backend: str) -> Iterator[tuple[int, int]]:
     """Counted bytes and growth of a grammar worker, whose sessions fill up to four rows each, for each kind."""
-    from structured import grammar_worker
     from structured.backend import make_backend
-    from structured.grammar_worker import GrammarWorker, Job, Message, SessionStart
+    from structured.grammar_pool import grammar_worker
+    from structured.grammar_pool.grammar_worker import GrammarWorker, Job, Message, SessionStart
     from structured.masks import BufferShape, MaskBuffer, row_words
     from structured.vocabulary import Vocabulary
     from tests.grammar_pools import DEMO, EOS, VOCAB_SIZE, bits
@@ -108,7 +108,7 @@ def fill_worker(backend: str) -> Iterator[tuple[int, int]]:
 
 def fill_compiler() -> Iterator[tuple[int, int]]:
     """The same of a compiler's cache; constraints and answers are as they come to it."""
-    from structured.compiler import _num_bytes
+    from structured.compiling.compiler import _num_bytes
 
     decode = msgspec.msgpack.Decoder(Resolved).decode
     for kind, number in NUMBERS["compiler"].items():

@@ -17,10 +17,10 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from cluster.engine.request import EngineRequest, SequenceOutput
-from cluster.serve import prompt_run, token_channel
 from cluster.serve.routing.replicas import HUNG_BEATS, SILENT_BEATS
-from cluster.serve.start_failure import InWords
-from cluster.serve.token_channel import (
+from cluster.serve.starting.start_failure import InWords
+from cluster.serve.streams import prompt_run, token_channel
+from cluster.serve.streams.token_channel import (
     BEAT_S,
     Address,
     Connection,

@@ -16,8 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
-from structured.compile_process import forks_well
-from structured.compiler import Compiler, CompilerBusy, CompilerFailed
+from structured.compiling.compile_process import forks_well
+from structured.compiling.compiler import Compiler, CompilerBusy, CompilerFailed
 from structured.constraint import ConstraintError, ConstraintLimits, ConstraintSpec, Kind
 from structured.fair_queue import FairQueue
 from structured.frames import frame, read_frame
@@ -47,7 +47,9 @@ def compile_regex(compiler: Compiler, regex: str) -> bytes:
 
 def process_tree() -> tuple[int, list[int]]:
     """The process that others are forked from, and those."""
-    servers = [child for child in psutil.Process().children() if "structured.compile_process" in child.cmdline()]
+    servers = [
+        child for child in psutil.Process().children() if "structured.compiling.compile_process" in child.cmdline()
+    ]
     newest = max(servers, key=lambda server: server.create_time())  # engines of earlier tests may have left theirs
     return newest.pid, [child.pid for child in newest.children()]
 
@@ -257,7 +259,7 @@ def test_an_interrupt_from_the_terminal_is_not_for_them(compiler: Compiler) -> N
 def test_a_compiler_that_does_not_start_says_so_and_is_tried_again(
     demo_vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("structured.compiler.RETRY_SECONDS", 0.1)
+    monkeypatch.setattr("structured.compiling.compiler.RETRY_SECONDS", 0.1)
     with monkeypatch.context() as broken:
         broken.setattr(sys, "executable", "/nowhere/python")
         compiler = Compiler(demo_vocabulary, ConstraintLimits())
@@ -272,7 +274,7 @@ def test_a_compiler_that_does_not_start_says_so_and_is_tried_again(
 
 
 def test_refusals_are_remembered_within_a_bound(demo_vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("structured.compiler.REFUSAL_BYTES", 100_000)
+    monkeypatch.setattr("structured.compiling.compiler.REFUSAL_BYTES", 100_000)
     compiler = Compiler(demo_vocabulary, ConstraintLimits(), num_processes=1)
     try:
         for index in range(5):

@@ -28,7 +28,7 @@ from ray.serve.schema import DeploymentSchema, ServeApplicationSchema, ServeDepl
 
 from benchmarks.processes import free_port
 from cluster.serve.app import build
-from cluster.serve.replica_process import REPLICA_ENVIRONMENT
+from cluster.serve.starting.replica_process import REPLICA_ENVIRONMENT
 from tests.patience import PATIENCE_S
 from tests.ray_cluster import BIN, RayCluster, ray_cluster, until
 from workers.models.model_config import ModelError

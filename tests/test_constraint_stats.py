@@ -13,16 +13,16 @@ from cluster.engine.request import EngineRequest
 from cluster.engine.stats import ConstraintStats, EngineStats
 from cluster.errors import GenerationFailed
 from cluster.http.endpoints.status import Health, health_of
-from cluster.http.engines import GenerationRequest
-from cluster.http.errors import ApiError, api_error
-from cluster.http.metrics import Metrics, RequestMetrics
+from cluster.http.exchange.engines import GenerationRequest
+from cluster.http.exchange.metrics import Metrics, RequestMetrics
 from cluster.llm import LLM, ConstraintSpec, SamplingParams
-from cluster.serve.prompt_run import PromptRun
-from cluster.serve.submission import Submission
-from cluster.serve.token_channel import RequestResult
+from cluster.protocol.api_errors import ApiError, api_error
+from cluster.serve.streams.prompt_run import PromptRun
+from cluster.serve.streams.submission import Submission
+from cluster.serve.streams.token_channel import RequestResult
 from cluster.text.tokenizer import Tokenizer
-from structured.compiler import CACHE_BYTES, CompilerFailed
-from structured.grammar_worker import GRAMMAR_CACHE_BYTES
+from structured.compiling.compiler import CACHE_BYTES, CompilerFailed
+from structured.grammar_pool.grammar_worker import GRAMMAR_CACHE_BYTES
 from tests.checkpoints import checkpoint
 from tests.grammar_pools import DEMO
 from tests.patience import PATIENCE_S, wait_until

@@ -15,7 +15,7 @@ from cluster.config import EngineConfig
 from cluster.engine.engine import Engine
 from cluster.engine.request import ContinuedChoice, EngineRequest, FinishStatus, SequenceOutput, Usage
 from cluster.errors import QueueFull, RequestRefused
-from cluster.serve.progress import Progress
+from cluster.serve.streams.progress import Progress
 from specdecode.speculative_config import SpeculativeConfig
 from structured.constraint import ConstraintLimits, ConstraintSpec, Resolved
 from structured.logits_processors import LogitsProcessorSpec

@@ -17,24 +17,24 @@ import pytest
 import torch
 from torch import distributed
 
-from cluster.engine.in_process import DeviceExecutor
+from cluster.engine.executors.in_process import DeviceExecutor
 from cluster.llm import LLM, SamplingParams
 from tests.checkpoints import VOCAB_SIZE, checkpoint, reference_greedy
 from tests.patience import PATIENCE_S
 from tests.triton_device import DEVICE, NEEDS_GPU, THOROUGH
-from workers import torch_worker
-from workers.attention import AttentionMetadata
 from workers.checkpoints.model_folder import load_model_config
+from workers.kernels.attention_metadata import AttentionMetadata
 from workers.kernels.protocol import DecodeLimits, KVCaches
 from workers.kernels.triton import graphs, launch
 from workers.kernels.triton.metadata import DeviceMetadata, Layout, build_metadata
-from workers.loader import load_model
 from workers.model_options import ModelOptions
 from workers.parallel.group import CollectiveGroup, GlooGroup, open_store
 from workers.platforms import cuda
 from workers.platforms.cuda import CudaPlatform
-from workers.rank_worker import RankPlace
+from workers.ranks.rank_worker import RankPlace
 from workers.step import SamplePoint, ScheduledSequence, SequenceStart, StepInput
+from workers.torch_worker import torch_worker
+from workers.torch_worker.loader import load_model
 
 NUM_TOKENS = 12 if THOROUGH else 3
 

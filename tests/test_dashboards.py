@@ -14,7 +14,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.config import ServeConfig
-from cluster.http.metrics import Metrics
+from cluster.http.exchange.metrics import Metrics
 from specdecode.speculative_config import SpeculativeConfig
 from tests.local_server import local_server
 

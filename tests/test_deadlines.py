@@ -19,13 +19,13 @@ import pytest
 
 from cluster.batch.records import Records, Upload
 from cluster.config import ServeConfig
-from cluster.http import prompts
 from cluster.http.app import HttpApp
-from cluster.http.metrics import Metrics
+from cluster.http.exchange import prompts
+from cluster.http.exchange.metrics import Metrics
+from cluster.http.exchange.routing import Route
 from cluster.http.routes import ROUTES
-from cluster.http.routing import Route
-from cluster.serve import prompt_run
-from cluster.serve.token_channel import Address, Connection, RequestResult
+from cluster.serve.streams import prompt_run
+from cluster.serve.streams.token_channel import Address, Connection, RequestResult
 from tests.local_server import LocalServer, answer, local_server, post, until
 from tests.patience import PATIENCE_S
 from workers.model_info import ModelInfo

@@ -15,7 +15,7 @@ from tests.test_engine import *  # noqa: F403
 from tests.test_engine import GREEDY, make_engine, make_prompts, run
 from tests.test_speculative import *  # noqa: F403
 from tests.workers import worker_of
-from workers import rank_worker
+from workers.ranks import rank_worker
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,7 @@ def test_the_worker_is_the_one_in_numpy() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["workers.models.families", "workers.rank_worker", "specdecode.speculative_worker", "cluster.engine.engine"],
+    ["workers.models.families", "workers.ranks.rank_worker", "specdecode.speculative_worker", "cluster.engine.engine"],
 )
 def test_the_seam_and_what_is_above_it_import_no_framework(module: str) -> None:
     code = f"import sys, {module}; print([name for name in ('torch', 'jax', 'ray') if name in sys.modules])"

@@ -14,11 +14,12 @@ import msgspec
 import pytest
 
 from cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput
-from cluster.serve import burst, engine_deployment
+from cluster.serve import engine_deployment
 from cluster.serve.engine_deployment import EngineReplica
 from cluster.serve.routing import replicas as routing_replicas
 from cluster.serve.routing.request_router import EngineRouter
-from cluster.serve.token_channel import Connection, Control, EngineFailed, Hello, OutputReceiver
+from cluster.serve.streams import burst
+from cluster.serve.streams.token_channel import Connection, Control, EngineFailed, Hello, OutputReceiver
 from structured.constraint import ConstraintSpec
 from tests.checkpoints import checkpoint, reference_greedy
 from tests.patience import PATIENCE_S, until

@@ -9,8 +9,8 @@ import pytest
 
 import cluster.engine.engine
 from cluster.config import EngineConfig
-from cluster.engine.executor import SynchronousExecutor
-from cluster.engine.in_process import InProcessExecutor
+from cluster.engine.executors.executor import SynchronousExecutor
+from cluster.engine.executors.in_process import InProcessExecutor
 from structured.logits_processors import LogitsProcessorFactory
 from structured.masks import MaskBatch
 from tests.test_constrained_drafts import answers, assert_same, mixed_params

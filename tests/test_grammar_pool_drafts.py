@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 
-from structured.grammar_worker import GrammarWorker, Job, Message, TrackedSession
+from structured.grammar_pool.grammar_worker import GrammarWorker, Job, Message, TrackedSession
 from structured.masks import FINISHED, REFUSED, BufferShape, MaskBuffer
 from structured.vocabulary import Vocabulary
 from tests.grammar_pools import (

@@ -24,8 +24,8 @@ import psutil
 import pytest
 
 from benchmarks.processes import free_port
-from cluster.serve import joined_ray
-from cluster.serve.start_failure import StartFailed
+from cluster.serve.starting import joined_ray
+from cluster.serve.starting.start_failure import StartFailed
 from tests.checkpoints import checkpoint
 from tests.conftest import PROVE
 from tests.patience import PATIENCE_S

@@ -15,8 +15,8 @@ from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from tests.cpu_forms import COMPILED, EMULATED, TORCH, forget_libraries, in_form, threads
-from workers.attention import AttentionMetadata, copy_blocks
 from workers.kernels import build, cpu, cpu_decoder, cpu_linear, cpu_sampler, layout, processor, reference
+from workers.kernels.attention_metadata import AttentionMetadata, copy_blocks
 from workers.kernels.cpu_kv_cache import allocate_kv
 from workers.models.model_config import HeadShape
 

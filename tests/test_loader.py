@@ -16,9 +16,9 @@ import torch
 from tests.checkpoints import checkpoint, make_checkpoint
 from workers.checkpoints.model_folder import load_model_config, resolve_model_folder
 from workers.decoders.decoder import Decoder
-from workers.loader import load_model
 from workers.models.model_config import ModelConfig, ModelError
 from workers.platforms import choose_platform
+from workers.torch_worker.loader import load_model
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -27,9 +27,9 @@ from tests import sampling_reference as reference
 from tests.samplers import sample
 from tests.test_masks import packed
 from tests.test_sampler import CASES, EOS, some_logits
-from workers.sampling.sampler import HostSample
 from workers.sampling.sampling_state import SamplingState
 from workers.step import RowError, SamplePoint, SequenceStart
+from workers.torch_worker.sampler import HostSample
 
 pytestmark = pytest.mark.usefixtures("plugin")
 

@@ -12,9 +12,9 @@ import torch
 from structured.masks import LATE, NO_MASK, BufferShape, MaskBatch, MaskBuffer, row_words
 from tests.samplers import sample
 from tests.test_sampler import CASES, EOS, some_logits, state_of
-from workers.sampling.sampler import HostSample
 from workers.sampling_params import SamplingParams
 from workers.step import SamplePoint, SequenceStart
+from workers.torch_worker.sampler import HostSample
 
 pytestmark = pytest.mark.usefixtures("implementation")
 

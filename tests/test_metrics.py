@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from cluster.config import ServeConfig
 from cluster.engine.request import FinishStatus
 from cluster.engine.stats import DraftCounts, EngineStats
-from cluster.http.metrics import Metrics, numbers
+from cluster.http.exchange.metrics import Metrics, numbers
 from tests.local_server import local_server
 from tests.test_engine import make_engine
 

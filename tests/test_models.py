@@ -14,16 +14,16 @@ import transformers
 
 from tests.checkpoints import checkpoint, reference_greedy, reference_logits
 from tests.cpu_forms import FORMS, TORCH, in_form
-from workers.attention import AttentionMetadata
-from workers.checkpoints import weights
 from workers.checkpoints.model_folder import load_model_config
 from workers.decoders import decoder
 from workers.decoders.decoder import Decoder
-from workers.decoders.model import Model
 from workers.decoders.rope_table import rope_table
-from workers.loader import load_model
+from workers.kernels import weights
+from workers.kernels.attention_metadata import AttentionMetadata
+from workers.kernels.model_protocol import Model
 from workers.models.model_config import ModelError, RopeConfig
 from workers.platforms import choose_platform
+from workers.torch_worker.loader import load_model
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 40
@@ -150,7 +150,7 @@ def test_greedy_tokens_of_a_mixed_batch_equal_transformers(form: str, name: str)
         step((1, outputs[1][-1:]), (0, outputs[0][-1:]))
     cache.run((2, prompts[2][:30]))
     step((2, prompts[2][30:]), (0, outputs[0][-1:]), (1, outputs[1][-1:]))
-    while len(outputs[2]) < 48:
+    while len(outputs[2]) < 20:  # all three cross the end of a block
         step(*((sequence, outputs[sequence][-1:]) for sequence in range(3)))
     for prompt, output in zip(prompts, outputs, strict=True):
         assert output == reference_greedy(folder, prompt, len(output))

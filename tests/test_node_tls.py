@@ -14,7 +14,7 @@ import trustme
 import uvloop
 
 from cluster.engine.request import SequenceOutput
-from cluster.serve.token_channel import GO_AHEAD, Address, Connection, OutputReceiver, OutputSender
+from cluster.serve.streams.token_channel import GO_AHEAD, Address, Connection, OutputReceiver, OutputSender
 from tests.patience import PATIENCE_S, until
 from tests.server import Server
 
@@ -140,7 +140,7 @@ def test_an_engine_that_expects_tls_does_not_talk_to_an_ingress_without(
         ingress = Ingress()
         address = await ingress.receiver.start()
         node.take_effect(monkeypatch)
-        monkeypatch.setattr("cluster.serve.token_channel.CONNECT_TIMEOUT_S", 0.5)
+        monkeypatch.setattr("cluster.serve.streams.token_channel.CONNECT_TIMEOUT_S", 0.5)
         with pytest.raises(OSError):  # noqa: PT011 - a timeout has no words
             await asyncio.wait_for(engine().connect(address), PATIENCE_S)
         await ingress.receiver.close()

@@ -23,9 +23,9 @@ import asyncio, os, sys
 
 import psutil
 
-from cluster.http.prompts import encode
+from cluster.http.exchange.prompts import encode
 from cluster.text.tokenizer import LONG_TEXT, Tokenizer
-from structured.compiler import Compiler
+from structured.compiling.compiler import Compiler
 from structured.constraint import ConstraintLimits, ConstraintSpec
 from structured.vocabulary import Vocabulary
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from cluster.llm import LLM, ConstraintSpec, SamplingParams
-from structured.compiler import Compiler
+from structured.compiling.compiler import Compiler
 from structured.constraint import ConstraintError, ConstraintLimits
 from structured.masks import BufferShape, MaskBuffer
 from structured.vocabulary import Vocabulary

@@ -9,13 +9,13 @@ import torch
 
 from cluster.engine import plan
 from cluster.engine.engine import EngineDead
-from cluster.engine.in_process import DeviceExecutor
+from cluster.engine.executors.in_process import DeviceExecutor
 from cluster.engine.plan import StepBudget
 from cluster.llm import LLM, SamplingParams
 from tests.checkpoints import checkpoint
-from workers.model_runner import ModelRunner
 from workers.platforms.cpu import CpuPlatform
 from workers.step import ScheduledSequence, StepInput
+from workers.torch_worker.model_runner import ModelRunner
 
 PROMPTS = [list(range(3, 3 + length)) for length in (40, 9, 9, 23, 70, 5)]
 PARAMS = [

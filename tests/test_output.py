@@ -18,7 +18,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from cluster.engine.request import FinishStatus, SequenceOutput
-from cluster.http.logprobs import CompletionLogprobText, chat_logprobs, prompt_logprobs
+from cluster.http.exchange.logprobs import CompletionLogprobText, chat_logprobs, prompt_logprobs
 from cluster.text.chat_template import TemplateError
 from cluster.text.detokenizer import SequenceText
 from cluster.text.tokenizer import Tokenizer

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 
 from cluster.config import EngineConfig
 from cluster.engine.engine import Engine, EngineDead
-from cluster.engine.executor import StepCall
-from cluster.engine.in_process import DeviceExecutor
+from cluster.engine.executors.executor import StepCall
+from cluster.engine.executors.in_process import DeviceExecutor
+from cluster.engine.executors.thread_executor import ThreadExecutor
 from cluster.engine.request import ContinuedChoice, EngineRequest, FinishStatus, SequenceOutput, Usage
-from cluster.engine.thread_executor import ThreadExecutor
 from specdecode.speculative_config import SpeculativeConfig
 from structured.constraint import ConstraintLimits, ConstraintSpec, Resolved
 from structured.logits_processors import LogitsProcessorSpec

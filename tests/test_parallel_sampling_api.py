@@ -26,12 +26,12 @@ from openai.types.chat import ChatCompletionChunk
 
 from cluster.chat.plan import ChatPlan
 from cluster.engine.request import EngineRequest, FinishStatus, Usage
-from cluster.http.answers import ChatAnswer
-from cluster.http.codec import SSE_DONE
-from cluster.http.engines import Event
+from cluster.http.exchange.answers import ChatAnswer
+from cluster.http.exchange.codec import SSE_DONE
+from cluster.http.exchange.engines import Event
 from cluster.llm import LLM, CompletionOutput, ConstraintSpec, OutputKind, RequestOutput, SamplingParams
 from cluster.protocol.requests import ChatCompletionRequest
-from cluster.serve.token_channel import Control
+from cluster.serve.streams.token_channel import Control
 from tests.checkpoints import checkpoint
 from tests.patience import PATIENCE_S
 from tests.replicas import Replicas

@@ -18,14 +18,14 @@ from cluster.llm import LLM, SamplingParams
 from structured.masks import MaskBatch
 from tests.checkpoints import VOCAB_SIZE, checkpoint, reference_greedy
 from tests.cpu_forms import forget_libraries
-from workers import torch_worker
-from workers.attention import AttentionMetadata
-from workers.checkpoints.weights import DecoderWeights, Linear, LinearWeight
 from workers.kernels import build, reference, torch_sampler
+from workers.kernels.attention_metadata import AttentionMetadata
 from workers.kernels.linears import GatedLinear, TorchLinear
 from workers.kernels.protocol import Forward, KVCaches
+from workers.kernels.weights import DecoderWeights, Linear, LinearWeight
 from workers.models.model_config import HeadShape, ModelConfig, ModelError
 from workers.sampling.sampling_state import SequenceState
+from workers.torch_worker import torch_worker
 
 NUM_TOKENS = 12
 

@@ -14,7 +14,7 @@ import pytest
 from cluster.config import EngineConfig
 from cluster.engine import engine
 from cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput
-from cluster.http.metrics import Metrics
+from cluster.http.exchange.metrics import Metrics
 from cluster.llm import LLM, SamplingParams
 from tests.checkpoints import checkpoint
 from tests.patience import PATIENCE_S

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from cluster.engine.request import Usage
 from cluster.errors import RequestRefused
-from cluster.http.codec import decode, encode, sse_event
 from cluster.http.endpoints.models import ModelCard, ModelList
 from cluster.http.endpoints.tokens import DetokenizeRequest, TokenizeRequest
-from cluster.http.errors import ApiError, api_error
+from cluster.http.exchange.codec import decode, encode, sse_event
 from cluster.protocol import responses
+from cluster.protocol.api_errors import ApiError, api_error
 from cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
 from cluster.protocol.usage import usage_info
 from workers.sampling_params import SamplingParams

@@ -16,16 +16,16 @@ import torch.nn.functional as F
 from tests.checkpoints import checkpoint, make_checkpoint
 from tests.cpu_forms import TORCH, in_form
 from tests.test_models import Cache, random_tokens
-from workers.attention import AttentionMetadata
 from workers.checkpoints import schemes
 from workers.checkpoints.model_folder import load_model_config
 from workers.checkpoints.schemes import LinearSource, read_unquantized
-from workers.checkpoints.weights import LinearWeight
 from workers.decoders.decoder import Decoder
 from workers.kernels import build
-from workers.loader import check_tensors, load_model
+from workers.kernels.attention_metadata import AttentionMetadata
+from workers.kernels.weights import LinearWeight
 from workers.models.model_config import ModelConfig, ModelError
 from workers.platforms.cpu import CpuPlatform
+from workers.torch_worker.loader import check_tensors, load_model
 
 SCHEME = "int8"
 

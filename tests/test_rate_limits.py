@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cluster.config import KeyLimits, ServeConfig, load_config
 from cluster.http.access.keys import with_api_keys
 from cluster.http.access.rate_limits import RateLimits, Taken
-from cluster.http.errors import ApiError
+from cluster.protocol.api_errors import ApiError
 from tests.local_server import LocalServer, local_server
 
 KEYS = ("team:a-secret-of-the-test", "boss:another-secret-of-it")

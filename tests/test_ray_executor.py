@@ -26,6 +26,7 @@ import pytest
 from cluster import own_ray
 from cluster.config import EngineConfig
 from cluster.engine.engine import Engine, EngineDead
+from cluster.engine.executors.thread_executor import ThreadExecutor
 from cluster.engine.ranks import deadline, group, rank_channel
 from cluster.engine.ranks.claims import (
     CannotPlace,
@@ -40,7 +41,6 @@ from cluster.engine.ranks.deadline import StepDeadline
 from cluster.engine.ranks.executor import RayExecutor
 from cluster.engine.ranks.rank_channel import Hello, Listener, RankChannel, RankLost, connect
 from cluster.engine.ranks.rank_messages import Done, Masks, Message, Output, Ping, Sample, Step
-from cluster.engine.thread_executor import ThreadExecutor
 from cluster.llm import LLM, ConstraintSpec, LogitsProcessorSpec, RequestOutput, SamplingParams
 from cluster.serve.engine_deployment import engine_deployment
 from structured.frames import frame
@@ -336,7 +336,7 @@ def test_what_is_wrong_with_the_model_is_told_as_without_ranks(llm: LLM, tmp_pat
 DRIVER = """
 import sys, time
 from cluster.llm import LLM
-from cluster.engine.thread_executor import ThreadExecutor
+from cluster.engine.executors.thread_executor import ThreadExecutor
 llm = LLM(sys.argv[1], kv_cache_bytes=1 << 24, num_threads=1, tensor_parallel_size=2)
 print(*llm.engine.executor._ranks.pids, flush=True)
 if sys.argv[2] == "lives":

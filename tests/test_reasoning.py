@@ -13,7 +13,7 @@ from cluster.chat.plan import ChatPlan, plan_chat
 from cluster.chat.reader import ChatReader, MessageBuilder
 from cluster.chat.reasoning import FORMATS, ReasoningFormat, ReasoningSplitter, detect_reasoning
 from cluster.errors import RequestRefused
-from cluster.http.codec import decode
+from cluster.http.exchange.codec import decode
 from cluster.protocol.requests import ChatCompletionRequest
 from cluster.text.chat_template import ChatTemplates
 from cluster.text.tokenizer import Tokenizer

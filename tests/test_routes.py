@@ -21,13 +21,13 @@ from cluster.engine.request import FinishStatus, Usage
 from cluster.engine.stats import EngineStats
 from cluster.errors import Unavailable, refuse
 from cluster.http.app import HttpApp
-from cluster.http.engines import Event, GenerationRequest
-from cluster.http.errors import ApiError
-from cluster.http.exchange import Exchange
-from cluster.http.metrics import Metrics
+from cluster.http.exchange.engines import Event, GenerationRequest
+from cluster.http.exchange.exchange import Exchange
+from cluster.http.exchange.metrics import Metrics
+from cluster.http.exchange.routing import Route
+from cluster.http.exchange.state import AppState
 from cluster.http.routes import ROUTES
-from cluster.http.routing import Route
-from cluster.http.state import AppState
+from cluster.protocol.api_errors import ApiError
 from cluster.text.tokenizer import Tokenizer
 from structured.constraint import ConstraintSpec
 from workers.model_info import ModelInfo

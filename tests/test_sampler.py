@@ -14,10 +14,10 @@ from scipy.special import log_softmax
 
 from tests import sampling_reference as reference
 from tests.samplers import prompt_logprobs, sample
-from workers.sampling.sampler import HostSample
 from workers.sampling.sampling_state import SamplingState
 from workers.sampling_params import SamplingParams
 from workers.step import RowError, SamplePoint, SequenceStart
+from workers.torch_worker.sampler import HostSample
 
 pytestmark = pytest.mark.usefixtures("implementation")
 

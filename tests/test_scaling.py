@@ -22,14 +22,14 @@ from ray.serve.config import AutoscalingConfig, AutoscalingContext
 
 from cluster.config import AutoscalingOptions, EngineConfig, load_config
 from cluster.errors import QueueFull, Unavailable
-from cluster.http.errors import api_error
-from cluster.serve import joined_ray
+from cluster.protocol.api_errors import api_error
 from cluster.serve.app import application
 from cluster.serve.scaling import decision
 from cluster.serve.scaling.autoscaling import autoscaling_config, ingress_autoscaling_config
 from cluster.serve.scaling.decision import HEADROOM, Lesson, Load, Targets, desired_replicas, learn
 from cluster.serve.scaling.meter import MAX_RETRY_S, LoadMeter
 from cluster.serve.scaling.waking import UNMEASURED_START_S, Waker
+from cluster.serve.starting import joined_ray
 from tests.local_server import local_server, post, until
 from tests.patience import PATIENCE_S
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from workers import shared_prefixes
-from workers.attention import AttentionMetadata
-from workers.shared_prefixes import (
+from workers.kernels import shared_prefixes
+from workers.kernels.attention_metadata import AttentionMetadata
+from workers.kernels.shared_prefixes import (
     MAX_QUERY_LEN,
     PREFIX_MULTIPLE,
     SharedPrefixes,

@@ -30,7 +30,7 @@ ROOT = str(pathlib.Path(__file__).resolve().parents[1])
 HOLDER = """
 import sys
 from workers.checkpoints.model_folder import load_model_config
-from workers.loader import load_model
+from workers.torch_worker.loader import load_model
 from workers.platforms import choose_platform
 model = load_model(sys.argv[1], load_model_config(sys.argv[1]), "float32", choose_platform("cpu", 1))
 linears = [

@@ -8,9 +8,9 @@ import json
 import pytest
 
 from cluster.config import ListenerLimits
-from cluster.http import exchange
-from cluster.serve import prompt_run
+from cluster.http.exchange import exchange
 from cluster.serve.listening import listener
+from cluster.serve.streams import prompt_run
 from tests.local_server import LocalServer, answer, local_server, post, resume_reading, until
 from tests.patience import PATIENCE_S
 

@@ -15,15 +15,15 @@ import pytest
 from cluster.config import BodyLimits, ServeConfig
 from cluster.engine.request import EngineRequest
 from cluster.errors import RequestRefused
-from cluster.http.codec import decode
-from cluster.http.engines import GenerationRequest
-from cluster.http.metrics import Metrics
-from cluster.http.prompts import encode, encode_all
+from cluster.http.exchange.codec import decode
+from cluster.http.exchange.engines import GenerationRequest
+from cluster.http.exchange.metrics import Metrics
+from cluster.http.exchange.prompts import encode, encode_all
 from cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
-from cluster.serve.engine_client import EngineClient
 from cluster.serve.engine_deployment import EngineReplica
-from cluster.serve.submission import Submission
-from cluster.serve.token_channel import Address, RequestResult
+from cluster.serve.streams.engine_client import EngineClient
+from cluster.serve.streams.submission import Submission
+from cluster.serve.streams.token_channel import Address, RequestResult
 from cluster.text.tokenizer import Tokenizer
 from tests.checkpoints import checkpoint
 from tests.replicas import Replicas

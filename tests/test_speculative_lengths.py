@@ -7,7 +7,7 @@ import pytest
 
 from cluster.engine.request import EngineRequest
 from cluster.engine.stats import DraftCounts
-from cluster.http.metrics import Metrics
+from cluster.http.exchange.metrics import Metrics
 from specdecode.acceptance import Acceptance, AcceptanceRecord, num_accepted
 from specdecode.lengths import Load, StepCost, choose_lengths, probe_interval
 from specdecode.pace import Pace

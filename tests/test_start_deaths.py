@@ -19,7 +19,7 @@ import pytest
 from ray.serve.schema import ApplicationStatusOverview, DeploymentStatusOverview, ReplicaState
 
 from benchmarks.processes import free_port
-from cluster.serve.start_watch import Outcome, Start, wait_until_running
+from cluster.serve.starting.start_watch import Outcome, Start, wait_until_running
 from tests.checkpoints import checkpoint
 from tests.fault_streams import Streams
 from tests.patience import PATIENCE_S
@@ -198,7 +198,7 @@ def test_the_failure_of_a_replica_beside_one_that_answers_is_logged_once(
         engine, ingress = next(looks)
         return types.SimpleNamespace(applications={"manta": seen("DEPLOYING", engine=engine, ingress=ingress)})
 
-    monkeypatch.setattr("cluster.serve.start_watch.serve.status", status)
+    monkeypatch.setattr("cluster.serve.starting.start_watch.serve.status", status)
     wait_until_running("manta")
     (record,) = caplog.records
     assert "a replica of the engine did not start, and Serve tries again: ValueError: no" in record.getMessage()

@@ -20,7 +20,7 @@ from benchmarks.processes import free_port
 from cluster.config import EngineConfig, ServeConfig
 from cluster.http.access.prefix_scope import new_secret
 from cluster.serve.ingress import ListeningIngress
-from cluster.serve.start_failure import InWords
+from cluster.serve.starting.start_failure import InWords
 from tests.checkpoints import checkpoint
 from tests.conftest import PROVE
 from tests.local_server import Handle

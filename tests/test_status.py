@@ -15,7 +15,7 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, Deplo
 from cluster.cli import __main__ as command_line
 from cluster.cli.status import lines
 from cluster.http.endpoints.status import EngineState, Status
-from cluster.http.state import DeploymentState, NodeState
+from cluster.http.exchange.state import DeploymentState, NodeState
 from cluster.serve.scaling.cluster_state import deployment_state
 from tests.server import Server, shared_server
 

@@ -19,7 +19,7 @@ import pydantic
 import pytest
 
 from cluster.errors import RequestRefused
-from cluster.http.codec import decode
+from cluster.http.exchange.codec import decode
 from cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
 from structured.constraint import ConstraintSpec
 from tests.local_server import ThreadedServer

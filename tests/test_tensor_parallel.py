@@ -30,18 +30,18 @@ from tests.test_speculative import SAMPLED
 from workers.checkpoints import schemes
 from workers.checkpoints.checkpoint import Checkpoint
 from workers.checkpoints.model_folder import load_model_config
-from workers.checkpoints.weights import Linear
 from workers.decoders.decoder import Decoder
 from workers.kernels import build
 from workers.kernels.linears import SummedLinear
-from workers.loader import load_model
+from workers.kernels.weights import Linear
 from workers.model_options import ModelOptions
 from workers.models.model_config import ModelConfig, ModelError
 from workers.models.specs import Split
 from workers.parallel.group import OneRank
 from workers.parallel.shard import CheckpointShard, check_num_ranks, shard_config
 from workers.step import ScheduledSequence, SequenceStart, StepInput
-from workers.torch_worker import TorchWorker
+from workers.torch_worker.loader import load_model
+from workers.torch_worker.torch_worker import TorchWorker
 
 pytestmark = pytest.mark.usefixtures("plugin", "cheap_groups")
 

@@ -23,7 +23,7 @@ from cluster.chat.tool_grammar import calls_grammar
 from cluster.chat.tool_parser import Piece, ToolCallParser
 from cluster.engine.request import FinishStatus
 from cluster.errors import RequestRefused
-from cluster.http.codec import decode, encode
+from cluster.http.exchange.codec import decode, encode
 from cluster.protocol import responses
 from cluster.protocol.requests import ChatCompletionRequest
 from cluster.protocol.tools import Function, Tool, arguments_schema, template_tools

@@ -14,8 +14,8 @@ import torch
 
 from tests.test_kernels import MIXES, heads_of
 from tests.triton_device import DEVICE, THOROUGH
-from workers.attention import AttentionMetadata
 from workers.kernels import reference
+from workers.kernels.attention_metadata import AttentionMetadata
 from workers.kernels.triton import attention, layers
 from workers.kernels.triton.metadata import Layout, build_metadata
 

@@ -155,7 +155,9 @@ def test_an_update_that_fails_deletes_nothing_and_the_next_one_takes_over(cluste
 ENGINES = """
 import sys
 from cluster.config import EngineConfig, ServeConfig
-from cluster.serve import app, deployed, joined_ray
+from cluster.serve import app
+from cluster.serve.starting import deployed
+from cluster.serve.starting import joined_ray
 
 joined_ray.ANSWER_S = 600.0
 deployed.OWNER_PATIENCE_S = float(sys.argv[2])

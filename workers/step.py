@@ -1,9 +1,9 @@
 """The step contract: what the driver tells every rank, and what the ranks answer.
 
-`cluster/engine/scheduler.py` builds a `StepInput` a step, `workers/model_runner.py` executes it and answers with a
-`StepOutput`. Rows carry explicit indices, so that their order does not matter. Plain data: no torch, cheap to encode
-with msgpack. Structs of which a step has one for each row are left out of garbage collection (`gc=False`): nothing in
-them can form a cycle, and thousands of them a step would make collections frequent.
+`cluster/engine/scheduler.py` builds a `StepInput` a step, `workers/torch_worker/model_runner.py` executes it and
+answers with a `StepOutput`. Rows carry explicit indices, so that their order does not matter. Plain data: no torch,
+cheap to encode with msgpack. Structs of which a step has one for each row are left out of garbage collection
+(`gc=False`): nothing in them can form a cycle, and thousands of them a step would make collections frequent.
 
 Of several ranks all get the same `StepInput`, and rank 0 draws: its `StepOutput` is the truth, and what it drew is told
 to the others before their next `execute` (`RankWorker.adopt`).

@@ -1,6 +1,7 @@
 """`manta batch`: answers the requests of a JSONL file, by engines that it starts here or on the cluster that it joins.
 
-The work is `cluster/batch/job.py`'s; here files are opened, engines started and stopped, and the progress is shown.
+The work is `cluster/batch/running/batch_job.py`'s; here files are opened, engines started and stopped, and the progress
+is shown.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from typing import Any, BinaryIO
 
 from tqdm import tqdm
 
-from cluster.batch.job import Answer, Job, Progress, run
 from cluster.batch.journal import BatchRefused, Journal, count_lines
+from cluster.batch.running.batch_job import Answer, Job, Progress, run
 from cluster.cli.check import check_quickly
 from cluster.cli.refusal import NotStarted, Refusal
 from cluster.cli.serve import stopped_by_sigterm
 from cluster.config import ServeConfig, load_config
-from cluster.serve.replica_process import REPLICA_ENVIRONMENT, collect_rarely, yield_to_engines
+from cluster.serve.starting.replica_process import REPLICA_ENVIRONMENT, collect_rarely, yield_to_engines
 from workers.models.model_config import ModelError
 
 IN_FLIGHT_PER_PLACE = 2
@@ -99,7 +100,7 @@ def num_in_flight(config: ServeConfig) -> int:
 @contextlib.asynccontextmanager
 async def answering_by(engine: Any, host: str, config: ServeConfig) -> AsyncIterator[Answer]:
     """Answers lines by the engines that `app.start_engines` returned, to which this process yields from then on."""
-    from cluster.batch.application import batch_endpoints  # imports Ray, which takes seconds
+    from cluster.serve.batches.batch_application import batch_endpoints  # imports Ray, which takes seconds
 
     # Nobody else asks these engines, so its lines may go before each other as they like.
     endpoints, client = batch_endpoints(config, engine, host, priority_clients=("*",))

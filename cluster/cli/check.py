@@ -1,8 +1,8 @@
 """`manta check`: says whether a model folder and a configuration can be served here, without loading all weights.
 
 The arithmetic is the worker's own (`workers/checkpoints/memory.py`), and a step of the first layer runs on the device
-(`workers/trial.py`), so that what is said here is what serving does. `manta serve` calls `check_quickly` before it
-starts anything.
+(`workers/torch_worker/trial.py`), so that what is said here is what serving does. `manta serve` calls `check_quickly`
+before it starts anything.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from workers.checkpoints.memory import num_parameters, plan_kv_cache, plan_max_m
 from workers.checkpoints.model_folder import load_model_config, resolve_model_folder
 from workers.host import num_cores
 from workers.models.model_config import DTYPE_BYTES, ModelConfig, ModelError
-from workers.trial import Trial, TrialResult, try_one_layer
+from workers.torch_worker.trial import Trial, TrialResult, try_one_layer
 
 
 class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,8 +126,8 @@ def check_model(engine: EngineConfig) -> CheckReport:
 
     Raises `ModelError`.
     """
-    from workers.loader import check_tensors
     from workers.platforms import choose_platform
+    from workers.torch_worker.loader import check_tensors
 
     folder = resolve_model_folder(engine.model)
     model = load_model_config(folder)

@@ -23,7 +23,7 @@ from cluster.cli.refusal import NotStarted, Refusal
 from cluster.cli.request_lines import RequestLog
 from cluster.config import ServeConfig, load_config, ray_address
 from cluster.http.access.keys import VARIABLE, openness, with_api_keys
-from cluster.http.example import curl
+from cluster.http.exchange.example import curl
 from cluster.serve.listening.port import bound
 from cluster.telemetry import exporting as telemetry
 from cluster.text.tokenizer_files import has_chat_template
@@ -82,7 +82,8 @@ def run_serve(
 
 def _serve_until_signal(config: ServeConfig, quiet: bool, name: str | None, replace: bool) -> None:
     print(f"Starting Ray and loading {config.engine.model} ...", flush=True)
-    from cluster.serve import app, start_failure  # these import Ray, which takes seconds
+    from cluster.serve import app  # imports Ray, which takes seconds
+    from cluster.serve.starting import start_failure
 
     name = name or app.APP_NAME
     requests: list[RequestLog] = []

@@ -13,7 +13,7 @@ import msgspec
 from cluster.cli.refusal import Refusal
 from cluster.cli.server import connect, no_server
 from cluster.http.endpoints.status import EngineState, Status
-from cluster.http.state import DeploymentState, NodeState
+from cluster.http.exchange.state import DeploymentState, NodeState
 
 ANSWER_S = 30.0
 """The server waits 3 s for its engines."""

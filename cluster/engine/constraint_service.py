@@ -14,11 +14,11 @@ from concurrent.futures import Future
 from cluster.config import EngineConfig
 from cluster.engine.stats import ConstraintStats, GrammarPoolStats
 from cluster.errors import QueueFull, RequestRefused
-from structured.compiler import Compiler, CompilerBusy
+from structured.compiling.compiler import Compiler, CompilerBusy
 from structured.constraint import ConstraintError, ConstraintSpec, Resolved
-from structured.grammar_worker import GRAMMAR_CACHE_BYTES
+from structured.grammar_pool.grammar_worker import GRAMMAR_CACHE_BYTES
+from structured.grammar_pool.pool import GrammarPool
 from structured.masks import MAX_FORCED
-from structured.pool import GrammarPool
 from structured.vocabulary import Vocabulary
 from workers.model_info import ModelInfo
 

@@ -26,8 +26,8 @@ import msgspec
 from cluster.config import EngineConfig
 from cluster.engine.admission import check_request
 from cluster.engine.constraint_service import ConstraintService
-from cluster.engine.executor import Executor, StepCall, no_masks
 from cluster.engine.executor_choice import make_executor
+from cluster.engine.executors.executor import Executor, StepCall, no_masks
 from cluster.engine.kv_blocks import KVBlocks
 from cluster.engine.plan import StepBudget
 from cluster.engine.request import Branch, EngineRequest, SequenceOutput

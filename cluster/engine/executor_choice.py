@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 
 from cluster.config import EngineConfig
-from cluster.engine.executor import Executor, SynchronousExecutor
-from cluster.engine.in_process import DeviceExecutor, InProcessExecutor
-from cluster.engine.thread_executor import ThreadExecutor
+from cluster.engine.executors.executor import Executor, SynchronousExecutor
+from cluster.engine.executors.in_process import DeviceExecutor, InProcessExecutor
+from cluster.engine.executors.thread_executor import ThreadExecutor
 
 logger = logging.getLogger(__name__)
 

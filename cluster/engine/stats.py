@@ -32,7 +32,9 @@ class GrammarPoolStats(msgspec.Struct, array_like=True):
     num_workers: int = 0
     """Grammar workers, threads or actors, starting ones included."""
     num_hanging_workers: int = 0
-    """Grammar workers that were replaced and have not ended; with the others at most `structured.pool.MAX_WORKERS`."""
+    """Grammar workers that were replaced and have not ended; with the others at most
+    `structured.grammar_pool.pool.MAX_WORKERS`.
+    """
 
 
 class ConstraintStats(msgspec.Struct, array_like=True, kw_only=True):

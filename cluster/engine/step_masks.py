@@ -19,9 +19,9 @@ from cluster.engine.scheduler import Scheduler
 from cluster.engine.sequence import Sequence
 from specdecode.forced import ForcedProposer
 from specdecode.lengths import Load
-from structured.grammar_worker import SessionStart
+from structured.grammar_pool.grammar_worker import SessionStart
+from structured.grammar_pool.pool import GrammarPool
 from structured.masks import FINISHED, LATE, NO_MASK, MaskBatch
-from structured.pool import GrammarPool
 from workers.step import StepInput
 
 PATIENCE = 0.25

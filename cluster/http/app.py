@@ -20,21 +20,21 @@ from cluster.http.access.keys import ApiKeys
 from cluster.http.access.origins import Origins
 from cluster.http.access.prefix_scope import new_secret
 from cluster.http.access.rate_limits import RateLimits
-from cluster.http.codec import decode, encode
-from cluster.http.engines import Engines
-from cluster.http.errors import ApiError, api_error
-from cluster.http.exchange import BodyRoom, ClientGone, Exchange, Receive, Scope, Send
-from cluster.http.metrics import Metrics
+from cluster.http.exchange.codec import decode, encode
+from cluster.http.exchange.engines import Engines
+from cluster.http.exchange.exchange import BodyRoom, ClientGone, Exchange, Receive, Scope, Send
+from cluster.http.exchange.metrics import Metrics
+from cluster.http.exchange.preparation import Preparing
+from cluster.http.exchange.routing import Route, Router
+from cluster.http.exchange.state import AppState, ClusterState, DeploymentState, NodeState, OtherMetrics
 from cluster.http.openapi import openapi_document
-from cluster.http.preparation import Preparing
 from cluster.http.routes import ROUTES
-from cluster.http.routing import Route, Router
-from cluster.http.state import AppState, ClusterState, DeploymentState, NodeState, OtherMetrics
+from cluster.protocol.api_errors import ApiError, api_error
 from cluster.telemetry.request_log import open_request_log
 from cluster.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from cluster.telemetry.server_span import ServerSpans
+    from cluster.http.server_span import ServerSpans
 
 
 async def no_other_metrics() -> list[list[Metric]]:

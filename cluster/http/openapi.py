@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from cluster.http.errors import RETRIED_STATUSES, ErrorBody
-from cluster.http.routing import Route
+from cluster.http.exchange.routing import Route
+from cluster.protocol.api_errors import RETRIED_STATUSES, ErrorBody
 from cluster.version import version
 
 _ERRORS = {

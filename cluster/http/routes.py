@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from cluster.batch.records import Batch, FileObject
 from cluster.http.endpoints import batches, files, generation, models, pages, status, tokens
-from cluster.http.routing import Route
-from cluster.http.uploads import UploadForm
+from cluster.http.exchange.routing import Route
+from cluster.http.exchange.uploads import UploadForm
 from cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
 from cluster.protocol.responses import ChatCompletion, Completion
 

@@ -1,5 +1,5 @@
-"""OpenAI's responses and stream chunks as msgspec structs, with vLLM's extensions. `cluster/http/answers.py` fills them
-in.
+"""OpenAI's responses and stream chunks as msgspec structs, with vLLM's extensions. `cluster/http/exchange/answers.py`
+fills them in.
 """
 
 from __future__ import annotations

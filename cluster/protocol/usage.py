@@ -1,4 +1,4 @@
-"""Token counts as OpenAI reports them. Called by `cluster/http/answers.py`."""
+"""Token counts as OpenAI reports them. Called by `cluster/http/exchange/answers.py`."""
 
 from __future__ import annotations
 

@@ -24,7 +24,6 @@ from ray.serve.context import _get_global_client as get_client
 from ray.serve.schema import LoggingConfig
 
 from cluster import own_ray
-from cluster.batch.deployment import batch_deployment
 from cluster.batch.storage import with_storage
 from cluster.config import ServeConfig, ray_address
 from cluster.engine.ranks.claims import (
@@ -39,12 +38,13 @@ from cluster.engine.ranks.claims import (
 from cluster.http.access.keys import with_api_keys
 from cluster.http.access.prefix_scope import new_secret
 from cluster.option_reader import read_options
-from cluster.serve import deployed, joined_ray
+from cluster.serve.batches.batch_deployment import batch_deployment
 from cluster.serve.engine_deployment import engine_deployment
 from cluster.serve.ingress import ingress_deployment
 from cluster.serve.listening.tls import Certificate
-from cluster.serve.start_failure import StartFailed, unexpected
-from cluster.serve.start_watch import wait_until_running
+from cluster.serve.starting import deployed, joined_ray
+from cluster.serve.starting.start_failure import StartFailed, unexpected
+from cluster.serve.starting.start_watch import wait_until_running
 from cluster.version import version
 from workers.host import num_cores
 from workers.model_info import ModelInfo

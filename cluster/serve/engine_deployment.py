@@ -1,9 +1,9 @@
 """The engine as a Serve deployment: asyncio methods for remote calls, and a thread in which the engine alone steps.
 
 The event loop and the step loop share nothing but an inbox: requests, stop strings and aborts go in between two steps;
-deltas come out once a step and ingress over `cluster/serve/token_channel.py`. One `generate` call stays open as long as
-its request runs, to the end of the last of its choices, so that Serve's counts, routing, draining and cancellation mean
-what they say.
+deltas come out once a step and ingress over `cluster/serve/streams/token_channel.py`. One `generate` call stays open as
+long as its request runs, to the end of the last of its choices, so that Serve's counts, routing, draining and
+cancellation mean what they say.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from cluster.engine.ranks.claims import gpu_environment, gpus_each, own_cpus
 from cluster.engine.request import EngineRequest, SequenceOutput, Usage
 from cluster.engine.stats import EngineStats, ServiceStats
 from cluster.errors import QueueFull, RequestRefused
-from cluster.serve.burst import Burst
-from cluster.serve.gathering import Gathering
-from cluster.serve.packed import Packed
-from cluster.serve.replica_process import REPLICA_ENVIRONMENT, ReplicaProcess
 from cluster.serve.routing.replicas import own_name
 from cluster.serve.routing.reports import CacheReporter
 from cluster.serve.routing.request_router import EngineRouter
 from cluster.serve.scaling.autoscaling import autoscaling_config
 from cluster.serve.scaling.meter import LoadMeter
-from cluster.serve.start_failure import told_in_words
-from cluster.serve.token_channel import BEAT_S, Address, Control, EngineFailed, OutputSender, RequestResult
+from cluster.serve.starting.replica_process import REPLICA_ENVIRONMENT, ReplicaProcess
+from cluster.serve.starting.start_failure import told_in_words
+from cluster.serve.streams.burst import Burst
+from cluster.serve.streams.gathering import Gathering
+from cluster.serve.streams.packed import Packed
+from cluster.serve.streams.token_channel import BEAT_S, Address, Control, EngineFailed, OutputSender, RequestResult
 from cluster.telemetry.engine_watch import EngineWatch
 from structured.constraint import ConstraintSpec, Resolved
 from workers.model_info import ModelInfo

@@ -20,15 +20,15 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from cluster.config import ServeConfig
 from cluster.http.access.keys import openness
 from cluster.http.app import HttpApp
-from cluster.http.exchange import Receive, Scope, Send
-from cluster.http.metrics import Metrics
-from cluster.serve.engine_client import ANSWER_TIMEOUT_S, EngineClient
+from cluster.http.exchange.exchange import Receive, Scope, Send
+from cluster.http.exchange.metrics import Metrics
+from cluster.http.server_span import open_server_spans
 from cluster.serve.listening.listener import Listener
-from cluster.serve.replica_process import REPLICA_ENVIRONMENT, ReplicaProcess
 from cluster.serve.scaling.autoscaling import ingress_autoscaling_config
 from cluster.serve.scaling.cluster_state import ClusterWatch, is_removed
-from cluster.serve.start_failure import told_in_words
-from cluster.telemetry.server_span import open_server_spans
+from cluster.serve.starting.replica_process import REPLICA_ENVIRONMENT, ReplicaProcess
+from cluster.serve.starting.start_failure import told_in_words
+from cluster.serve.streams.engine_client import ANSWER_TIMEOUT_S, EngineClient
 from cluster.text.tokenizer import Tokenizer
 from workers.checkpoints.model_folder import resolve_model_folder
 

@@ -335,7 +335,7 @@ def _surroundings(run: Run) -> Iterator[None]:
         if run.case.settings.overlap == "device":
             patch.setattr(CpuPlatform, "runs_ahead", True)
         if run.case.settings.cheap_groups:
-            patch.setattr("workers.shared_prefixes.MEMBER_COST_KEYS", 16)
+            patch.setattr("workers.kernels.shared_prefixes.MEMBER_COST_KEYS", 16)
         yield
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from cluster.engine.engine import Engine
 from cluster.engine.request import FinishStatus
 from cluster.engine.sequence import Sequence
-from structured.pool import GrammarPool
+from structured.grammar_pool.pool import GrammarPool
 from tests.fuzz.cases import Fault
 from tests.workers import device_of, worker_of
 

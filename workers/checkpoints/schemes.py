@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from workers.checkpoints.weights import LinearWeight
+from workers.kernels.weights import LinearWeight
 from workers.models.model_config import UNQUANTIZED
 from workers.models.specs import LinearSpec
 

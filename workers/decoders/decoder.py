@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import torch
 
-from workers.attention import AttentionMetadata
-from workers.checkpoints.weights import AttentionWeights, DecoderWeights, GatedMlpWeights, max_mlp_rows
 from workers.decoders.rope_table import rope_table
+from workers.kernels.attention_metadata import AttentionMetadata
 from workers.kernels.protocol import KVCaches
+from workers.kernels.weights import AttentionWeights, DecoderWeights, GatedMlpWeights, max_mlp_rows
 from workers.models.model_config import ModelConfig
 from workers.platforms import Platform
 

@@ -17,9 +17,9 @@ import transformers
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from workers.attention import AttentionMetadata
-from workers.checkpoints.weights import LinearWeight
+from workers.kernels.attention_metadata import AttentionMetadata
 from workers.kernels.protocol import Forward, KVCaches
+from workers.kernels.weights import LinearWeight
 from workers.models.model_config import HeadShape, ModelConfig, ModelError
 from workers.platforms import Platform
 
@@ -58,7 +58,7 @@ class _FinalHidden(nn.Module):
 
 
 class TransformersModel:
-    """One model of transformers, with the interface of `workers/decoders/model.py`. Not thread-safe.
+    """One model of transformers, with the interface of `workers/kernels/model_protocol.py`. Not thread-safe.
 
     Raises `ModelError` if the model turns out not to run over the paged cache.
     """

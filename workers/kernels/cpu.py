@@ -12,11 +12,11 @@ from ctypes import c_float, c_int, c_int64, c_void_p
 
 import torch
 
-from workers.attention import AttentionMetadata
 from workers.kernels import build, layout, reference
+from workers.kernels.attention_metadata import AttentionMetadata
 from workers.kernels.cpu_linear import DTYPES
+from workers.kernels.shared_prefixes import MAX_QUERY_LEN, PREFIX_MULTIPLE
 from workers.models.model_config import HeadShape
-from workers.shared_prefixes import MAX_QUERY_LEN, PREFIX_MULTIPLE
 
 NO_WINDOW = 2**31 - 1
 HEAD_DIM_MULTIPLE = 16

@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
-from workers.checkpoints.weights import Linear
 from workers.kernels import build, layout
 from workers.kernels.cpu_linear import DTYPES, HasNative, NativeLinear
 from workers.kernels.linears import SummedLinear
+from workers.kernels.weights import Linear
 
 _SharedGroup = layout.structure("_SharedGroup", "memory", "file rank num_ranks round dead alone")
 _RowParallel = layout.structure("_RowParallel", "run state group", "dtype out_features")

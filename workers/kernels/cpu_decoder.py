@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from workers.attention import AttentionMetadata
-from workers.checkpoints.weights import DecoderWeights, Linear, max_mlp_rows
 from workers.kernels import build
+from workers.kernels.attention_metadata import AttentionMetadata
 from workers.kernels.cpu import HEAD_DIM_MULTIPLE, NO_WINDOW
 from workers.kernels.cpu_linear import DTYPES, HasNative, NativeLinear
 from workers.kernels.kept_memory import KeptMemory
 from workers.kernels.layout import check, structure
 from workers.kernels.protocol import KVCaches
+from workers.kernels.weights import DecoderWeights, Linear, max_mlp_rows
 from workers.models.model_config import ModelConfig
 
 _Linear = structure("_Linear", "run state")

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from workers.attention import AttentionMetadata
 from workers.kernels import build, layout
+from workers.kernels.attention_metadata import AttentionMetadata
 from workers.kernels.kept_memory import KeptMemory
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from workers.attention import AttentionMetadata
-from workers.checkpoints.weights import Linear
+from workers.kernels.attention_metadata import AttentionMetadata
+from workers.kernels.weights import Linear
 
 
 class TorchLinear:

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from structured.masks import MaskBatch
-from workers.attention import AttentionMetadata
+from workers.kernels.attention_metadata import AttentionMetadata
 from workers.models.model_config import HeadShape
 from workers.sampling.sampling_state import SamplingState, SequenceState
 

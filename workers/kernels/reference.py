@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from workers.attention import AttentionMetadata
+from workers.kernels.attention_metadata import AttentionMetadata
 from workers.models.model_config import HeadShape
 
 

@@ -1,8 +1,8 @@
 """Draws tokens with torch operations: the reference of every other sampler, and what runs if there is no kernel.
 
 Same functions and results as `workers/kernels/cpu_sampler.py`. Parameters come from the host, logits stay on their
-device, and nothing here waits for an accelerator. `workers/sampling/sampler.py` documents the order of the processors
-and calls this module.
+device, and nothing here waits for an accelerator. `workers/torch_worker/sampler.py` documents the order of the
+processors and calls this module.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ import torch
 from torch import distributed
 
 from workers import host
-from workers.checkpoints.weights import Linear
 from workers.kernels.linears import SummedLinear
+from workers.kernels.weights import Linear
 
 LONGEST_WAIT = datetime.timedelta(minutes=30)
 """How long a rank waits for the store, and in each call for the other ranks, which may still be reading weights."""

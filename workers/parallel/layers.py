@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import torch
 
-from workers.attention import AttentionMetadata
-from workers.checkpoints.weights import Embedding, Linear
+from workers.kernels.attention_metadata import AttentionMetadata
+from workers.kernels.weights import Embedding, Linear
 from workers.parallel.group import Group
 
 

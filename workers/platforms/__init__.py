@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from workers.attention import AttentionMetadata
-    from workers.checkpoints.weights import DecoderWeights, Linear, LinearWeight, SharedLinears
-    from workers.decoders.model import Model
+    from workers.kernels.attention_metadata import AttentionMetadata
+    from workers.kernels.model_protocol import Model
     from workers.kernels.protocol import DecodeLimits, Forward, Kernels, KVCaches, SamplerKernels
+    from workers.kernels.weights import DecoderWeights, Linear, LinearWeight, SharedLinears
     from workers.models.model_config import ModelConfig
     from workers.parallel.group import Group
 
@@ -36,7 +36,7 @@ class Platform(Protocol):
     kv_share: float
     """The KV cache takes no more than this share of the free memory, unless it is configured."""
     splits_mlp: bool
-    """Whether the widest activations are made for `max_mlp_rows` rows at a time (`workers/checkpoints/weights.py`)."""
+    """Whether the widest activations are made for `max_mlp_rows` rows at a time (`workers/kernels/weights.py`)."""
 
     @property
     def advice(self) -> str | None:

@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 
 from workers import host
-from workers.attention import AttentionMetadata
 from workers.checkpoints.memory import MOST_OF_FREE
-from workers.checkpoints.weights import DecoderWeights, Linear, LinearWeight, SharedLinears
-from workers.decoders.model import Model
 from workers.kernels import build, cpu, cpu_decoder, cpu_sampler, processor
+from workers.kernels.attention_metadata import AttentionMetadata
 from workers.kernels.cpu_kv_cache import allocate_kv
+from workers.kernels.model_protocol import Model
 from workers.kernels.protocol import DecodeLimits, Forward, Kernels, KVCaches, SamplerKernels
 from workers.kernels.shared_weights import shared_weights
+from workers.kernels.weights import DecoderWeights, Linear, LinearWeight, SharedLinears
 from workers.models.model_config import UNQUANTIZED, ModelConfig, ModelError
 from workers.platforms.cpu_group import CpuGroup
 from workers.platforms.cpu_linears import CpuSharedLinears, make_unquantized_linear

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 import torch
 
-from workers.checkpoints.weights import Linear
 from workers.kernels import cpu_all_reduce
 from workers.kernels.cpu_all_reduce import SharedGroup
+from workers.kernels.weights import Linear
 from workers.parallel.group import GlooGroup
 
 

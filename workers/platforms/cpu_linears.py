@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import torch
 
-from workers.attention import AttentionMetadata
-from workers.checkpoints.weights import Linear, LinearWeight
 from workers.kernels import cpu, cpu_linear, processor
+from workers.kernels.attention_metadata import AttentionMetadata
 from workers.kernels.cpu_linear import Place, place_alone
 from workers.kernels.linears import GatedLinear, TorchLinear
 from workers.kernels.shared_weights import SharedWeights
+from workers.kernels.weights import Linear, LinearWeight
 
 _reorder = torch.ops.mkldnn._reorder_linear_weight
 _apply = torch.ops.mkldnn._linear_pointwise.default

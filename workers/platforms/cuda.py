@@ -15,15 +15,15 @@ import numpy as np
 import torch
 import triton
 
-from workers.attention import AttentionMetadata
-from workers.checkpoints.weights import DecoderWeights, Linear, LinearWeight
-from workers.decoders.model import Model
+from workers.kernels.attention_metadata import AttentionMetadata
 from workers.kernels.linears import GatedLinear, TorchLinear
+from workers.kernels.model_protocol import Model
 from workers.kernels.protocol import DecodeLimits, Forward, Kernels, KVCaches, SamplerKernels
 from workers.kernels.transfer import place
 from workers.kernels.triton import launch, layers, sampler
 from workers.kernels.triton.graphs import GraphedLayers, compile_prompts, layouts_to_capture, padded_to, record
 from workers.kernels.triton.metadata import DeviceMetadata, Layout, build_metadata
+from workers.kernels.weights import DecoderWeights, Linear, LinearWeight
 from workers.models.model_config import UNQUANTIZED, ModelConfig, ModelError
 from workers.platforms.cuda_group import NcclGroup
 

@@ -21,7 +21,7 @@ from structured.frames import frame, read_frame
 from workers.model_info import ModelInfo
 
 if TYPE_CHECKING:
-    from workers.rank_worker import RankWorker
+    from workers.ranks.rank_worker import RankWorker
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class RankActor:
         # Both are read when torch loads its OpenMP. Threads that spin for long take the core from everybody else's.
         os.environ["OMP_NUM_THREADS"] = str(num_threads)
         os.environ["GOMP_SPINCOUNT"] = "1000"
-        import cluster.engine.ranks.worker_factory  # noqa: F401  # takes seconds, while there is nothing to load yet
+        import cluster.engine.executors.worker_factory  # noqa: F401  # takes seconds, while there is nothing to load yet
 
         self._folder: PrivateFolder | None = None
         self._store: Any = None
@@ -63,7 +63,7 @@ class RankActor:
 
     def load(self, config: EngineConfig, rank: int, group_address: str) -> ModelInfo:
         """Raises what `make_worker` raises."""
-        from cluster.engine.ranks.worker_factory import make_worker
+        from cluster.engine.executors.worker_factory import make_worker
 
         self._rank = rank
         self._worker = make_worker(config, rank, group_address)

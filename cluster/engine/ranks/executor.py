@@ -17,7 +17,7 @@ from ray import cloudpickle
 
 from cluster import own_ray
 from cluster.config import EngineConfig, ray_address
-from cluster.engine.executor import SynchronousExecutor
+from cluster.engine.executors.executor import SynchronousExecutor
 from cluster.engine.ranks.claims import cluster_gpus, node_cpus, threads_each, with_device
 from cluster.engine.ranks.deadline import StepDeadline
 from cluster.engine.ranks.group import RankGroup

@@ -15,7 +15,7 @@ import socket
 from urllib.parse import urlsplit
 
 from cluster.config import ServeConfig
-from cluster.http.errors import ApiError
+from cluster.protocol.api_errors import ApiError
 
 ANY = "*"
 PREFLIGHT_SECONDS = 600

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from cluster.config import KeyLimits
-from cluster.http.errors import ApiError
+from cluster.protocol.api_errors import ApiError
 
 MINUTE_S = 60.0
 FORGET_S = 600.0

@@ -1,5 +1,5 @@
 """`/v1/batches`: files of requests, answered when the engines have room. These handlers store what clients ask for and
-show how it goes; `cluster/batch/runner.py` runs the batches.
+show how it goes; `cluster/batch/running/batch_runner.py` runs the batches.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from cluster.batch.lines import URLS
 from cluster.batch.quota import TooMuch
 from cluster.batch.records import ENDED, Batch, Records
 from cluster.errors import refuse
-from cluster.http.codec import decode_query
 from cluster.http.endpoints.files import not_found, records_of
-from cluster.http.errors import ApiError
-from cluster.http.exchange import Exchange
-from cluster.http.state import AppState
+from cluster.http.exchange.codec import decode_query
+from cluster.http.exchange.exchange import Exchange
+from cluster.http.exchange.state import AppState
+from cluster.protocol.api_errors import ApiError
 
 logger = logging.getLogger(__name__)
 

@@ -15,11 +15,11 @@ from msgspec import Meta
 from cluster.batch.quota import TooMuch
 from cluster.batch.records import FileObject, Records, Upload
 from cluster.errors import refuse
-from cluster.http.codec import decode_query
-from cluster.http.errors import ApiError
-from cluster.http.exchange import Exchange
-from cluster.http.state import AppState
-from cluster.http.uploads import MAX_FORM_BYTES, UploadParser
+from cluster.http.exchange.codec import decode_query
+from cluster.http.exchange.exchange import Exchange
+from cluster.http.exchange.state import AppState
+from cluster.http.exchange.uploads import MAX_FORM_BYTES, UploadParser
+from cluster.protocol.api_errors import ApiError
 
 PIECE_BYTES = 1 << 20
 """Bytes of a file that a thread writes or reads at a time."""

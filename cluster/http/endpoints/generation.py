@@ -1,7 +1,7 @@
 """`POST /v1/chat/completions` and `POST /v1/completions`: a body becomes prompts, which go to the engines.
 
-`cluster/http/answers.py` writes what comes back. Whatever refuses a request, the client reads the name of its own
-body's field.
+`cluster/http/exchange/answers.py` writes what comes back. Whatever refuses a request, the client reads the name of its
+own body's field.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import msgspec
 
 from cluster.chat.plan import plan_chat, render
 from cluster.errors import ServingError, refuse
-from cluster.http.answers import Answer, ChatAnswer, CompletionAnswer
-from cluster.http.engines import GenerationRequest
-from cluster.http.exchange import GenerationExchange
-from cluster.http.prompts import aside, encode, encode_all
-from cluster.http.state import AppState
+from cluster.http.exchange.answers import Answer, ChatAnswer, CompletionAnswer
+from cluster.http.exchange.engines import GenerationRequest
+from cluster.http.exchange.exchange import GenerationExchange
+from cluster.http.exchange.prompts import aside, encode, encode_all
+from cluster.http.exchange.state import AppState
 from cluster.protocol.body_limits import check_counts, check_echo, check_num_logprobs
 from cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
 from cluster.protocol.tools import template_tools

@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from cluster.http.example import curl
-from cluster.http.exchange import Exchange
-from cluster.http.state import AppState
+from cluster.http.exchange.example import curl
+from cluster.http.exchange.exchange import Exchange
+from cluster.http.exchange.state import AppState
 from cluster.version import version
 
 _STYLE = "body{font:16px/1.5 sans-serif;max-width:50em;margin:2em auto;padding:0 1em}pre{overflow:auto}"

@@ -12,9 +12,9 @@ import msgspec
 from cluster.config import ServeConfig
 from cluster.engine.stats import EngineStats
 from cluster.errors import ServingError
-from cluster.http.errors import ApiError
-from cluster.http.exchange import Exchange
-from cluster.http.state import AppState, DeploymentState, NodeState
+from cluster.http.exchange.exchange import Exchange
+from cluster.http.exchange.state import AppState, DeploymentState, NodeState
+from cluster.protocol.api_errors import ApiError
 from cluster.version import version
 
 

@@ -8,9 +8,9 @@ import msgspec
 
 from cluster.chat.plan import render
 from cluster.errors import refuse
-from cluster.http.exchange import Exchange
-from cluster.http.prompts import encode
-from cluster.http.state import AppState
+from cluster.http.exchange.exchange import Exchange
+from cluster.http.exchange.prompts import encode
+from cluster.http.exchange.state import AppState
 from cluster.protocol.messages import ChatMessage, check_template_kwargs, template_message
 from cluster.protocol.requests import checked_token_ids
 

@@ -23,7 +23,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from cluster.config import ListenerLimits, ServeConfig
-from cluster.http.errors import ApiError
+from cluster.protocol.api_errors import ApiError
 from cluster.serve.listening.connections import Connections, within_file_limit
 from cluster.serve.listening.port import Port
 from cluster.serve.listening.tls import Certificate, Handshake, TlsServer

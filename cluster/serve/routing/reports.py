@@ -1,8 +1,8 @@
 """What an engine reports to each ingress: the blocks that came and went in its prefix cache, and its load.
 
-Reports travel with the frames of `cluster/serve/token_channel.py`, each with what has changed since the last one to the
-same ingress; the first holds all. While an engine runs anything, an ingress knows of a change after `BEAT_S` (0.15 s)
-and the network's delay at most; an idle engine's cache does not change. Imports neither torch nor ray.
+Reports travel with the frames of `cluster/serve/streams/token_channel.py`, each with what has changed since the last
+one to the same ingress; the first holds all. While an engine runs anything, an ingress knows of a change after `BEAT_S`
+(0.15 s) and the network's delay at most; an idle engine's cache does not change. Imports neither torch nor ray.
 """
 
 from __future__ import annotations

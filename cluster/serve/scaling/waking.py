@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from cluster.errors import QueueFull, Unavailable
-from cluster.serve.start_failure import in_words
+from cluster.serve.starting.start_failure import in_words
 
 logger = logging.getLogger(__name__)
 

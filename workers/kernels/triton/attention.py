@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from workers.attention import AttentionMetadata
+from workers.kernels.attention_metadata import AttentionMetadata
 from workers.kernels.triton.launch import needs_wide_dot, num_processors, padded_size, shared_bytes
 from workers.kernels.triton.metadata import DeviceMetadata, PrefixRows
 from workers.models.model_config import HeadShape

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from workers.attention import AttentionMetadata
+from workers.kernels.attention_metadata import AttentionMetadata
 from workers.kernels.protocol import DecodeLimits, Forward, KVCaches
 from workers.kernels.triton.launch import GraphCapture, synchronize
 from workers.kernels.triton.metadata import DeviceMetadata, Layout, padded_views, padding, prefix_rows_of

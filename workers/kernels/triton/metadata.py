@@ -13,10 +13,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from workers.attention import AttentionMetadata
+from workers.kernels.attention_metadata import AttentionMetadata
+from workers.kernels.shared_prefixes import SharedPrefixes
 from workers.kernels.transfer import place
 from workers.kernels.triton.launch import aligned_places
-from workers.shared_prefixes import SharedPrefixes
 
 
 class Layout(NamedTuple):

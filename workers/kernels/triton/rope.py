@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from workers.attention import AttentionMetadata
+from workers.kernels.attention_metadata import AttentionMetadata
 from workers.kernels.triton.launch import padded_size
 from workers.models.model_config import HeadShape
 

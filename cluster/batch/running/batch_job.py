@@ -1,0 +1,177 @@
+"""Runs a batch: every line of a file through the endpoint that it names, and every answer into another file.
+
+A line means what the same body means at its URL (`cluster/batch/running/line_endpoints.py`); a line that fails is a
+result like any other. `cluster/cli/batch.py` starts the engines and calls `run`; for `/v1/batches`
+`cluster/batch/running/batch_runner.py` does.
+
+Why not Ray Data: it splits the input into blocks, runs a block after a failure again, and fills each engine with one
+block at a time; here lines are what is repeated or not, and all engines are kept full from one queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from typing import Any, BinaryIO, NamedTuple, Protocol
+
+import msgspec
+
+from cluster.batch.journal import Line, read_lines
+from cluster.batch.lines import BadLine, BatchRequest, BatchResponse, BatchResult, LineKey, parse, refused
+from cluster.protocol.api_errors import RETRIED_STATUSES
+
+WINDOW_LINES = 4096
+"""So many lines are read ahead and sorted, so that those with a common prefix run together."""
+WINDOW_BYTES = 16 << 20
+"""Or as many as this."""
+MAX_TRIES = 5
+"""Of a line at which the engines fail."""
+PATIENCE_S = 1800.0
+"""For so long a line is tried that the engines refuse for now: others go first, or an engine is being replaced."""
+RETRY_S, MAX_RETRY_S = 1.0, 10.0
+"""Before the second try; each later one waits for as much longer, up to the second value."""
+
+Answer = Callable[[BatchRequest, str, str], Coroutine[Any, Any, BatchResponse]]
+"""Answers a request. The second argument is the request's id, the third one the batch's owner."""
+Request = tuple[LineKey, BatchRequest | BadLine]
+
+
+class Progress(NamedTuple):
+    """What one line added."""
+
+    has_failed: bool
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+
+class Results(Protocol):
+    """Where results go, and which lines have one."""
+
+    def has(self, key: LineKey) -> bool: ...
+
+    def write(self, key: LineKey, result: BatchResult) -> None: ...
+
+
+class Job(NamedTuple):
+    """One batch: what it asks of whom, and how."""
+
+    answer: Answer
+    results: Results
+    places: asyncio.Semaphore
+    """As many requests are under way; batches that share it take turns."""
+    max_line_bytes: int
+    report: Callable[[Progress], None]
+    endpoint: str | None = None
+    """The only URL of its lines; None if each may have its own."""
+    owner: str = ""
+    """The API key's, whose batches take turns with other clients in the engines; empty for a command's batch."""
+
+
+async def run(job: Job, source: BinaryIO) -> None:
+    """Answers every line of `source` that has no result; they end in any order.
+
+    Raises `BatchRefused` if the results belong to another input.
+    """
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            async for key, request in _requests(source, job):
+                if isinstance(request, BadLine):
+                    job.results.write(key, refused(key, request))
+                    job.report(Progress(True, 0, 0))
+                    continue
+                await job.places.acquire()
+                task = tasks.create_task(_answer(job, key, request))
+                task.add_done_callback(lambda _: job.places.release())
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from group
+
+
+async def _requests(source: BinaryIO, job: Job) -> AsyncIterator[Request]:
+    """What is still to be done, window by window. Each is read in a thread: the storage may be slow."""
+    undone = (line for line in read_lines(source, job.max_line_bytes) if not job.results.has(line.key))
+    windows = _windows(undone, job)
+    while (window := await asyncio.to_thread(next, windows, None)) is not None:
+        for request in window:
+            yield request
+
+
+def _windows(lines: Iterator[Line], job: Job) -> Iterator[list[Request]]:
+    """Bad lines first, then those with a common prefix together."""
+    window: list[Request] = []
+    num_bytes = 0
+    for line in lines:
+        window.append((line.key, _parsed(line, job)))
+        num_bytes += len(line.text or b"")
+        if len(window) >= WINDOW_LINES or num_bytes >= WINDOW_BYTES:
+            yield sorted(window, key=_sort_key)
+            window, num_bytes = [], 0
+    if window:
+        yield sorted(window, key=_sort_key)
+
+
+def _sort_key(each: Request) -> tuple[str, bytes]:
+    return ("", b"") if isinstance(each[1], BadLine) else each[1].sort_key
+
+
+def _parsed(line: Line, job: Job) -> BatchRequest | BadLine:
+    if line.text is None:
+        return BadLine(f"the line has more than {job.max_line_bytes} bytes; shorten it, or raise max_body_bytes")
+    try:
+        request = parse(line.text)
+    except BadLine as error:
+        return error
+    if job.endpoint not in (None, request.url):
+        return BadLine(f"url {request.url!r} is not the batch's endpoint, {job.endpoint}", request.custom_id)
+    if _streams(request.body):
+        return BadLine("a batch has no streams; leave `stream` out of the body", request.custom_id)
+    return request
+
+
+class _Streamed(msgspec.Struct):
+    stream: Any = None
+
+
+def _streams(body: msgspec.Raw) -> bool:
+    try:
+        return bool(msgspec.json.decode(body, type=_Streamed).stream)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return False  # the endpoint says what is wrong with it
+
+
+async def _answer(job: Job, key: LineKey, request: BatchRequest) -> None:
+    response = await _tried(job, key, request)
+    job.results.write(key, BatchResult(key.id, request.custom_id, response))
+    job.report(_progress(response))
+
+
+async def _tried(job: Job, key: LineKey, request: BatchRequest) -> BatchResponse:
+    """The first answer that another try would not change, or the last one."""
+    num_failures, begun, pause_s = 0, time.monotonic(), RETRY_S
+    while True:
+        response = await job.answer(request, key.id, job.owner)
+        if response.status_code in RETRIED_STATUSES:
+            is_last = time.monotonic() - begun > PATIENCE_S
+        else:
+            num_failures += 1
+            is_last = response.status_code < 500 or num_failures == MAX_TRIES
+        if is_last:
+            return response
+        await asyncio.sleep(pause_s)
+        pause_s = min(pause_s + RETRY_S, MAX_RETRY_S)
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _Answer(msgspec.Struct):
+    usage: _Usage = msgspec.field(default_factory=_Usage)
+
+
+def _progress(response: BatchResponse) -> Progress:
+    if response.status_code != 200:
+        return Progress(True, 0, 0)
+    usage = msgspec.json.decode(response.body, type=_Answer).usage
+    return Progress(False, usage.prompt_tokens, usage.completion_tokens)

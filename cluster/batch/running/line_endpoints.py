@@ -1,0 +1,109 @@
+"""The endpoints as batches ask them: the handlers of HTTP requests, without HTTP.
+
+A line means what the same body means at its URL, since the same functions decode it, turn it into prompts and write its
+answer. An exchange with a client, which may be slow and may leave, costs more than they do.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from cluster.batch.lines import BatchRequest, BatchResponse
+from cluster.config import ServeConfig
+from cluster.errors import ServingError
+from cluster.http.access.prefix_scope import new_secret
+from cluster.http.app import no_cluster, no_other_metrics
+from cluster.http.endpoints import generation
+from cluster.http.exchange.codec import decode
+from cluster.http.exchange.engines import Engines, Generation
+from cluster.http.exchange.metrics import Metrics
+from cluster.http.exchange.state import AppState
+from cluster.protocol.api_errors import ApiError, api_error
+from cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
+from cluster.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
+
+
+def sharer_of(owner: str) -> str:
+    """Returns the name under which the batches of one API key, or of everybody, take turns with other clients."""
+    return f"batches of {owner}"
+
+
+class Endpoints:
+    """Those that `cluster.batch.lines.URLS` names."""
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        tokenizer: Tokenizer,
+        engines: Engines,
+        metrics: Metrics,
+        prefix_secret: bytes | None = None,
+    ) -> None:
+        secret = prefix_secret or new_secret()
+        self.state = AppState(config, tokenizer, engines, metrics, no_other_metrics, no_cluster, {}, secret)
+
+    async def answer(self, request: BatchRequest, request_id: str, owner: str = "") -> BatchResponse:
+        """Returns the whole answer, which may be an error. `owner` is the batch's; it is empty for a command's batch.
+
+        If the call is cancelled, the engines abort the line.
+        """
+        exchange = LineExchange(request_id, owner, self.state.config.request_timeout_s)
+        try:
+            await self._handle(request, exchange)
+        except (ApiError, ServingError) as error:
+            return _failed(request_id, api_error(error))
+        except Exception as error:
+            logging.getLogger(__name__).exception("line %s failed", request_id)
+            return _failed(request_id, api_error(error))
+        return BatchResponse(200, request_id, msgspec.Raw(exchange.answer))
+
+    async def _handle(self, request: BatchRequest, exchange: LineExchange) -> None:
+        body, limits = bytes(request.body), self.state.config.body
+        if request.url == "/v1/completions":
+            await generation.completions(self.state, exchange, decode(CompletionRequest, body, limits))
+        else:
+            await generation.chat(self.state, exchange, decode(ChatCompletionRequest, body, limits))
+
+
+def _failed(request_id: str, error: ApiError) -> BatchResponse:
+    return BatchResponse(error.status, request_id, msgspec.Raw(error.body()))
+
+
+class LineExchange:
+    """A `GenerationExchange` without headers, and without a client who may leave: it keeps the answer."""
+
+    client = ""
+    """It brought no API key: whoever may make a batch was asked for one then."""
+    traceparent = ""
+    span: Span | None = None
+
+    def __init__(self, request_id: str, owner: str, timeout_s: float) -> None:
+        self.request_id = request_id
+        self.owner = owner
+        self.sharer = sharer_of(owner) if owner else ""
+        self.remaining_s = timeout_s
+        self.headers: dict[str, str] = {}
+        self.headers_out: list[tuple[bytes, bytes]] = []
+        self.answer = b""
+
+    def hand_over(self) -> None:
+        pass
+
+    async def send_json(self, body: bytes) -> None:
+        self.answer = body
+
+    async def stream(self, events: AsyncIterator[bytes], generation: Generation) -> None:
+        raise AssertionError("a batch has no streams")
+
+    def admit(self, num_prompt_tokens: int) -> None:
+        """Lines of batches have no rate: they run after all other requests."""
+
+    def note(self, generation: Generation) -> None:
+        pass

@@ -1,0 +1,83 @@
+"""An executor with a step under way behind another one, where calls wait until the work is done: a thread makes them.
+
+The model's kernels release the interpreter's lock, and ranks are processes of their own, so the engine's own work goes
+on beside them.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from cluster.engine.executors.executor import Collect, StepCall, SynchronousExecutor
+from structured.logits_processors import LogitsProcessorFactory
+from workers.model_info import ModelInfo
+from workers.step import StepInput, StepOutput
+
+
+class ThreadExecutor:
+    """Nobody else calls `inner`. What fails shows in `StepCall.result`."""
+
+    depth = 1
+
+    def __init__(self, inner: SynchronousExecutor) -> None:
+        self.inner = inner
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="manta-executor")
+        self._drawn: Future[StepOutput] | None = None
+        """The tokens of the step that was drawn last, since the ranks were rebuilt."""
+
+    @property
+    def model(self) -> ModelInfo:
+        return self.inner.model
+
+    @property
+    def num_rank_rebuilds(self) -> int:
+        return self.inner.num_rank_rebuilds
+
+    @property
+    def num_rank_disagreements(self) -> int:
+        return self.inner.num_rank_disagreements
+
+    def submit(self, step: StepInput) -> StepCall:
+        before = self._drawn
+
+        def execute_after_draw() -> None:
+            if before is not None:
+                before.result()  # the step reads these tokens: where there are none it fails too
+            self.inner.execute(step)
+
+        return _ThreadCall(self, self._thread.submit(execute_after_draw))
+
+    def draw(self, forward: Future[None], collect: Collect) -> Future[StepOutput]:
+        """Has the thread draw, after the forward pass, under the masks that are there at its end."""
+        # The thread rests between the end of `execute` and the draw
+        masks = collect(lambda: not forward.done() or self.inner.is_computing())
+
+        def draw_after_forward() -> StepOutput:
+            forward.result()
+            return self.inner.sample(masks)
+
+        self._drawn = self._thread.submit(draw_after_forward)
+        return self._drawn
+
+    def register_logits_processor(self, name: str, factory: LogitsProcessorFactory) -> None:
+        self._thread.submit(self.inner.register_logits_processor, name, factory).result()
+
+    def has_lost_ranks(self) -> bool:
+        return self._thread.submit(self.inner.has_lost_ranks).result()
+
+    def rebuild(self) -> None:
+        """Comes after all that was asked for before, whatever that comes to."""
+        self._drawn = None
+        self._thread.submit(self.inner.rebuild).result()
+
+
+class _ThreadCall:
+    def __init__(self, executor: ThreadExecutor, forward: Future[None]) -> None:
+        self._executor = executor
+        self._forward = forward
+
+    def draw(self, collect: Collect) -> None:
+        self._drawn = self._executor.draw(self._forward, collect)
+
+    def result(self) -> StepOutput:
+        return self._drawn.result()

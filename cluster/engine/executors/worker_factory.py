@@ -1,0 +1,26 @@
+"""Makes the worker of one rank, in whichever process: for the engine's own, and for the actors of `ranks/`."""
+
+from __future__ import annotations
+
+from cluster.config import EngineConfig
+from specdecode.draft_model import check_same_tokenizer
+from specdecode.speculative_worker import SpeculativeWorker
+from workers.checkpoints.model_folder import resolve_model_folder
+from workers.ranks.rank_worker import RankPlace, RankWorker, load_worker
+
+
+def make_worker(config: EngineConfig, rank: int = 0, group_address: str | None = None) -> RankWorker:
+    """Loads the model, of several ranks this one's share; rank 0 also proposes drafts, if any are to be proposed here.
+
+    Raises `ModelError` or `ValueError` where the model or its draft model cannot be served.
+    """
+    speculative, place = config.speculative, RankPlace(rank, group_address)
+    max_draft_tokens = 0 if speculative is None else speculative.max_draft_tokens
+    # Every worker verifies drafts; one that proposes some or measures what they cost is made where that is wanted.
+    if rank > 0 or speculative is None or not (speculative.rank_proposers or speculative.adaptive):
+        return load_worker(config, place, max_draft_tokens)
+    draft_folder = None if speculative.draft_model is None else resolve_model_folder(speculative.draft_model)
+    target = load_worker(config, place, max_draft_tokens, draft_folder)
+    if draft_folder is not None:
+        check_same_tokenizer(config.tokenizer or target.info.folder, str(draft_folder), target.info.vocab_size)
+    return SpeculativeWorker(target, speculative, config.max_num_batched_tokens)

@@ -1,0 +1,285 @@
+"""Turns the events of a generation into OpenAI's response bodies, whole or chunk by chunk.
+
+An answer knows one body's options (echo, logprobs, usage) and nothing of sockets: `cluster/http/exchange/exchange.py`
+sends it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Protocol, TypeVar
+
+from msgspec import UNSET
+
+from cluster.chat.plan import ChatPlan
+from cluster.chat.reader import ChatReader, MessageBuilder
+from cluster.http.exchange.codec import SSE_DONE, encode, sse_event
+from cluster.http.exchange.engines import Event, Generation
+from cluster.http.exchange.logprobs import CompletionLogprobText, chat_logprobs, prompt_logprobs
+from cluster.http.exchange.prompts import aside
+from cluster.protocol import responses
+from cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
+from cluster.protocol.usage import UsageInfo, usage_info
+from cluster.text.tokenizer import Tokenizer
+from workers.step import TokenLogprobs
+
+
+class Answer(Protocol):
+    async def whole(self, generation: Generation) -> bytes:
+        """The body of an answer that is not streamed."""
+        ...
+
+    def stream(self, generation: Generation) -> AsyncIterator[bytes]:
+        """Server-sent events, the last of them `[DONE]`."""
+        ...
+
+
+MANY_LOGPROBS = 2000
+"""So many are written in another thread: each takes about a microsecond, in which no stream goes on."""
+
+Result = TypeVar("Result")
+
+
+def _num_logprobs(event: Event) -> int:
+    """Alternatives included."""
+    return sum(len(each.top_token_ids) + 1 for each in (*(event.prompt_logprobs or ()), *(event.logprobs or ())))
+
+
+async def _perhaps_aside(num_logprobs: int, function: Callable[..., Result], *arguments: Any) -> Result:
+    return function(*arguments) if num_logprobs < MANY_LOGPROBS else await aside(function, *arguments)
+
+
+class ChatAnswer:
+    """`POST /v1/chat/completions`."""
+
+    def __init__(
+        self,
+        request: ChatCompletionRequest,
+        answer_id: str,
+        model: str,
+        tokenizer: Tokenizer,
+        plan: ChatPlan,
+    ) -> None:
+        self._request = request
+        self._readers = [ChatReader(plan) for _ in range(request.num_choices)]
+        self._id = answer_id
+        self._model = model
+        self._tokenizer = tokenizer
+        self._created = int(time.time())
+
+    async def whole(self, generation: Generation) -> bytes:
+        messages = [MessageBuilder() for _ in self._readers]
+        logprobs = [responses.ChatLogprobs([]) for _ in self._readers]
+        endings: dict[int, Event] = {}
+        prompt_entries: list[TokenLogprobs] = []
+        num_logprobs = 0
+        async for event in generation:
+            num_logprobs += _num_logprobs(event)
+            messages[event.index].add(self._readers[event.index].feed(event.text, event.finish is not None))
+            if event.logprobs:
+                logprobs[event.index].content += chat_logprobs(self._tokenizer, event.logprobs).content
+            prompt_entries += event.prompt_logprobs or []
+            if event.finish is not None:
+                endings[event.index] = event
+        choices = [
+            responses.ChatChoice(
+                index=index,
+                message=messages[index].message(),
+                logprobs=logprobs[index] if self._request.logprobs else None,
+                finish_reason=self._finish_reason(endings[index]),
+                stop_reason=endings[index].stop_reason,
+            )
+            for index in range(len(messages))
+        ]
+        usage = usage_info(generation.usages)
+        return await _perhaps_aside(num_logprobs, self._body, choices, usage, prompt_entries)
+
+    def _body(
+        self, choices: list[responses.ChatChoice], usage: UsageInfo, prompt_entries: list[TokenLogprobs]
+    ) -> bytes:
+        return encode(
+            responses.ChatCompletion(
+                id=self._id,
+                created=self._created,
+                model=self._model,
+                choices=choices,
+                usage=usage,
+                prompt_logprobs=(
+                    UNSET if self._request.prompt_logprobs is None else prompt_logprobs(self._tokenizer, prompt_entries)
+                ),
+            )
+        )
+
+    async def stream(self, generation: Generation) -> AsyncIterator[bytes]:
+        begun = False
+        async for event in generation:
+            index = event.index
+            if not begun:
+                # All choices begin at once, in order of index: the `openai` client's stream helper takes a choice for
+                # the next of its list, whatever index it says.
+                for choice in range(len(self._readers)):
+                    yield self._chunk(choice, responses.ChatDelta(role="assistant", content=""))
+                begun = True
+            logprobs = chat_logprobs(self._tokenizer, event.logprobs) if event.logprobs else None
+            deltas = self._readers[index].feed(event.text, event.finish is not None)
+            if logprobs and not deltas:
+                deltas = [responses.ChatDelta(content="")]
+            for delta in deltas:
+                yield self._chunk(index, delta, logprobs)
+                logprobs = None
+            if event.finish is not None:
+                yield self._chunk(index, responses.ChatDelta(), ending=event)
+        if self._request.include_usage:
+            yield sse_event(
+                responses.ChatCompletionChunk(
+                    id=self._id,
+                    created=self._created,
+                    model=self._model,
+                    choices=[],
+                    usage=usage_info(generation.usages),
+                )
+            )
+        yield SSE_DONE
+
+    def _finish_reason(self, ending: Event) -> str:
+        assert ending.finish is not None
+        return self._readers[ending.index].finish_reason(ending.finish)
+
+    def _chunk(
+        self,
+        index: int,
+        delta: responses.ChatDelta,
+        logprobs: responses.ChatLogprobs | None = None,
+        ending: Event | None = None,
+    ) -> bytes:
+        choice = responses.ChatChunkChoice(
+            index=index,
+            delta=delta,
+            logprobs=logprobs,
+            finish_reason=None if ending is None else self._finish_reason(ending),
+            stop_reason=UNSET if ending is None else ending.stop_reason,
+        )
+        return sse_event(
+            responses.ChatCompletionChunk(
+                id=self._id,
+                created=self._created,
+                model=self._model,
+                choices=[choice],
+                usage=None if self._request.include_usage else UNSET,
+            )
+        )
+
+
+class CompletionAnswer:
+    """`POST /v1/completions`: `n` choices for each prompt, the first prompt's first."""
+
+    def __init__(
+        self,
+        request: CompletionRequest,
+        answer_id: str,
+        model: str,
+        tokenizer: Tokenizer,
+        given: list[str | list[int]],
+        prompts: list[list[int]],
+    ) -> None:
+        self._request = request
+        self._id = answer_id
+        self._model = model
+        self._tokenizer = tokenizer
+        self._created = int(time.time())
+        self._prompts = prompts
+        self._echoes = [self._echo(prompt) for prompt in given] if request.echo else [""] * len(given)
+        self._prompt_entries: list[list[TokenLogprobs]] = [[] for _ in prompts]
+        """Reported with a prompt's first choice, before anything else of the prompt; shown with each."""
+        num_choices = len(prompts) * request.num_choices
+        skip_special = request.skip_special_tokens is not False
+        num_texts = 0 if request.logprobs is None else num_choices
+        self._logprob_texts = [CompletionLogprobText(tokenizer, skip_special) for _ in range(num_texts)]
+        self._num_shown_entries: list[int | None] = [None] * num_choices
+        self._begun = [False] * num_choices
+
+    def _echo(self, prompt: str | list[int]) -> str:
+        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
+
+    async def whole(self, generation: Generation) -> bytes:
+        choices = [
+            responses.CompletionChoice(index=index, text="", logprobs=self._no_logprobs())
+            for index in range(len(self._begun))
+        ]
+        num_logprobs = 0
+        async for event in generation:
+            choice = choices[event.index]
+            choice.text += self._text(event)
+            num_new = _num_logprobs(event)
+            num_logprobs += num_new
+            logprobs = await _perhaps_aside(num_new, self._logprobs, event)
+            if choice.logprobs is not None and logprobs is not None:
+                choice.logprobs.extend(logprobs)
+            if event.finish is not None:
+                choice.finish_reason, choice.stop_reason = event.finish.value, event.stop_reason
+        return await _perhaps_aside(num_logprobs, self._body, choices, usage_info(generation.usages))
+
+    def _body(self, choices: list[responses.CompletionChoice], usage: UsageInfo) -> bytes:
+        if self._request.prompt_logprobs is not None:
+            shown = [prompt_logprobs(self._tokenizer, entries) for entries in self._prompt_entries]
+            for choice in choices:
+                choice.prompt_logprobs = shown[self._prompt_of(choice.index)]
+        return encode(self._completion(choices, usage))
+
+    async def stream(self, generation: Generation) -> AsyncIterator[bytes]:
+        usage = None if self._request.include_usage else UNSET
+        async for event in generation:
+            text, logprobs = self._text(event), await _perhaps_aside(_num_logprobs(event), self._logprobs, event)
+            if text or logprobs or event.finish is not None:
+                choice = responses.CompletionChoice(
+                    index=event.index,
+                    text=text,
+                    logprobs=logprobs,
+                    finish_reason=None if event.finish is None else event.finish.value,
+                    stop_reason=event.stop_reason,
+                )
+                yield sse_event(self._completion([choice], usage))
+        if self._request.include_usage:
+            yield sse_event(self._completion([], usage_info(generation.usages)))
+        yield SSE_DONE
+
+    def _completion(self, choices: list[responses.CompletionChoice], usage: object) -> responses.Completion:
+        return responses.Completion(
+            id=self._id,
+            created=self._created,
+            model=self._model,
+            choices=choices,
+            usage=usage,  # type: ignore[arg-type]
+        )
+
+    def _text(self, event: Event) -> str:
+        """New text; an echoed prompt goes before the first."""
+        if self._begun[event.index]:
+            return event.text
+        if not (event.text or event.token_ids or event.finish):
+            return ""  # a chunk of a long prompt: its log-probabilities come before any text
+        self._begun[event.index] = True
+        return self._echoes[self._prompt_of(event.index)] + event.text
+
+    def _prompt_of(self, choice: int) -> int:
+        return choice // self._request.num_choices
+
+    def _no_logprobs(self) -> responses.CompletionLogprobs | None:
+        return None if self._request.logprobs is None else responses.CompletionLogprobs([], [], [], [])
+
+    def _logprobs(self, event: Event) -> responses.CompletionLogprobs | None:
+        prompt = self._prompt_of(event.index)
+        entries = self._prompt_entries[prompt]
+        entries += event.prompt_logprobs or []
+        if self._request.logprobs is None or not (event.logprobs or event.prompt_logprobs):
+            return None
+        result, texts = responses.CompletionLogprobs([], [], [], []), self._logprob_texts[event.index]
+        if self._request.echo:
+            num_shown = self._num_shown_entries[event.index]
+            if num_shown is None:
+                result.extend(texts.first(self._prompts[prompt][0]))
+            result.extend(texts.append(entries[num_shown or 0 :]))
+            self._num_shown_entries[event.index] = len(entries)
+        result.extend(texts.append(event.logprobs or []))
+        return result

@@ -1,0 +1,99 @@
+"""Log-probabilities in the shapes of OpenAI and vLLM, each with its token's text.
+
+Called by `cluster/http/exchange/answers.py`.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+from cluster.protocol.responses import (
+    ChatLogprobs,
+    ChatTokenLogprob,
+    CompletionLogprobs,
+    PromptLogprobs,
+    PromptTokenLogprob,
+    TopLogprob,
+)
+from cluster.text.tokenizer import Tokenizer
+from workers.step import TokenLogprobs
+
+MIN_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON cannot write (vLLM's convention)."""
+
+
+def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> ChatLogprobs:
+    """The `logprobs` of a chat choice: per token its text, bytes and alternatives, most probable first."""
+    content = []
+    for entry in entries:
+        top = [
+            TopLogprob(tokenizer.token_text(token_id), _finite(logprob), list(tokenizer.token_bytes(token_id)))
+            for token_id, logprob in zip(entry.top_token_ids, entry.top_logprobs, strict=True)
+        ]
+        token, data = tokenizer.token_text(entry.token_id), tokenizer.token_bytes(entry.token_id)
+        content.append(ChatTokenLogprob(token, _finite(entry.logprob), list(data), top))
+    return ChatLogprobs(content)
+
+
+class CompletionLogprobText:
+    """The `logprobs` of a completion choice, over as many deltas as it has.
+
+    `text_offset` counts characters of the choice's text from its beginning: an echoed prompt counts. A token that ends
+    in the middle of a character shows as `bytes:\\xNN`, as OpenAI's does, so that alternatives keep distinct keys.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, text_offset: int = 0) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._offset = text_offset
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def first(self, token_id: int) -> CompletionLogprobs:
+        """An echoed prompt's first token, which has no log-probability."""
+        return CompletionLogprobs([self._advance(token_id)], [self._name(token_id)], [None], [None])
+
+    def append(self, entries: Sequence[TokenLogprobs]) -> CompletionLogprobs:
+        result = CompletionLogprobs([], [], [], [])
+        for entry in entries:
+            top = {
+                self._name(token_id): _finite(logprob)
+                for token_id, logprob in zip(entry.top_token_ids, entry.top_logprobs, strict=True)
+            }
+            name = self._name(entry.token_id)
+            top.setdefault(name, _finite(entry.logprob))
+            result.text_offset.append(self._advance(entry.token_id))
+            result.tokens.append(name)
+            result.token_logprobs.append(_finite(entry.logprob))
+            result.top_logprobs.append(top)
+        return result
+
+    def _name(self, token_id: int) -> str:
+        data = self._tokenizer.token_bytes(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def _advance(self, token_id: int) -> int:
+        offset = self._offset
+        if not (self._skip_special_tokens and token_id in self._tokenizer.special_ids):
+            self._offset += len(self._utf8.decode(self._tokenizer.token_bytes(token_id)))
+        return offset
+
+
+def prompt_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> PromptLogprobs:
+    """vLLM's `prompt_logprobs`: None for the first token, then per token a map of token id to its log-probability."""
+    result: PromptLogprobs = [None]
+    for entry in entries:
+        tokens = {
+            str(token_id): PromptTokenLogprob(_finite(logprob), rank, tokenizer.token_text(token_id))
+            for rank, (token_id, logprob) in enumerate(zip(entry.top_token_ids, entry.top_logprobs, strict=True), 1)
+        }
+        own = PromptTokenLogprob(_finite(entry.logprob), entry.rank, tokenizer.token_text(entry.token_id))
+        result.append({str(entry.token_id): own} | tokens)
+    return result
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, MIN_LOGPROB)

@@ -1,0 +1,109 @@
+"""The state that all endpoints share: configuration, tokenizer, engines and metrics. `cluster/http/app.py` makes it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from prometheus_client.metrics_core import Metric
+
+from cluster.batch.records import Records
+from cluster.batch.storage import Storage
+from cluster.config import ServeConfig
+from cluster.http.access.prefix_scope import PrefixScope
+from cluster.http.exchange.engines import Engines
+from cluster.http.exchange.metrics import Metrics
+from cluster.protocol.api_errors import ApiError
+from cluster.text.tokenizer import Tokenizer
+from workers.model_info import ModelInfo
+
+OtherMetrics = Callable[[], Awaitable[list[list[Metric]]]]
+"""Asks the other replicas of the endpoint for their metrics and returns those of the replicas that answer."""
+
+
+class DeploymentState(msgspec.Struct, kw_only=True):
+    """Ray Serve's view of one deployment: the engines, the ingress or the standbys."""
+
+    name: str
+    status: str
+    """Ray Serve's status, such as HEALTHY or UPSCALING."""
+    replicas: dict[str, int]
+    """The number of replicas in each state, such as RUNNING or STARTING."""
+    note: str | None = None
+    """Why the deployment waits or does not start. None if Serve reports no reason."""
+
+
+class NodeState(msgspec.Struct, kw_only=True):
+    """A node of the Ray cluster."""
+
+    address: str
+    alive: bool
+    resources: dict[str, float]
+    """Ray's resources of the node by name, such as CPU, GPU and memory (bytes)."""
+
+
+ClusterState = Callable[[], Awaitable[tuple[list[DeploymentState], list[NodeState]]]]
+"""Asks Ray for the deployments and the nodes, which includes those that answer no request."""
+
+
+class AppState:
+    """Holds one application's shared state. `document` is the OpenAPI document of all routes; `prefix_secret` keys the
+    roots of the prefix cache.
+    """
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        tokenizer: Tokenizer,
+        engines: Engines,
+        metrics: Metrics,
+        other_metrics: OtherMetrics,
+        cluster: ClusterState,
+        document: dict[str, Any],
+        prefix_secret: bytes,
+    ) -> None:
+        self.config = config
+        self.model_name = config.model_name
+        """The model's name in the API."""
+        self.tokenizer = tokenizer
+        self.engines = engines
+        self.metrics = metrics
+        self.other_metrics = other_metrics
+        self.cluster = cluster
+        self.document = document
+        self.prefix_scope = PrefixScope(prefix_secret, config.share_prefix_cache)
+        self.drains = False
+        """Whether Serve has told this replica to stop. The replica still answers the requests that reach it."""
+        self.records = None if config.batch_storage is None else Records(Storage(config.batch_storage), config.batches)
+        """Files and batches. None if the server has no `batch_storage`."""
+        self.parsing = asyncio.Lock()
+        """Held while a piece of an upload is parsed: one piece for each turn of the event loop."""
+        self.created = int(time.time())
+        """When this replica started, in seconds since 1970."""
+        self._model: ModelInfo | None = None
+        self._asking: asyncio.Future[ModelInfo] | None = None
+        """The one question to the engines that all waiting requests share. None if none is under way."""
+
+    def check_model(self, name: str) -> None:
+        """Raises `ApiError` 404 if `name` is not the served model."""
+        served = self.model_name
+        if name != served:
+            message = f"model {name!r} is not served here; {served!r} is"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    async def model_info(self) -> ModelInfo:
+        """Returns the model's properties as an engine reported them. Raises `Unavailable` if no engine will come."""
+        if self._model is None:
+            if self._asking is None:
+                self._asking = asyncio.ensure_future(self.engines.model())
+                self._asking.add_done_callback(self._note_model)
+            return await asyncio.shield(self._asking)  # it goes on for others when one client leaves
+        return self._model
+
+    def _note_model(self, answer: asyncio.Future[ModelInfo]) -> None:
+        self._asking = None
+        if not answer.cancelled() and answer.exception() is None:
+            self._model = answer.result()

@@ -1,0 +1,66 @@
+"""The runner of batches as a Serve deployment: one replica, beside the ingresses, which Serve starts again if it dies.
+
+A process of its own, so that no batch holds up a stream. Its requests go to the engines after everybody else's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import ray
+from ray import serve
+
+from cluster.batch.records import Records
+from cluster.batch.running.batch_runner import Runner
+from cluster.batch.storage import Storage
+from cluster.config import ServeConfig
+from cluster.serve.batches.batch_application import batch_endpoints
+from cluster.serve.starting.replica_process import REPLICA_ENVIRONMENT, ReplicaProcess, yield_to_engines
+from cluster.serve.starting.start_failure import told_in_words
+
+
+class BatchRunner:
+    """`engine` is the handle of the engines, `standby` that of their standby; `prefix_secret` is the application's."""
+
+    def __init__(self, config: ServeConfig, engine: Any, standby: Any, prefix_secret: bytes) -> None:
+        assert config.batch_storage is not None
+        with told_in_words():
+            host = ray.util.get_node_ip_address()
+            endpoints, self._client = batch_endpoints(config, engine, host, standby, prefix_secret=prefix_secret)
+            num_places = config.max_engines * config.engine.max_num_sequences
+            self._runner = Runner(
+                Records(Storage(config.batch_storage), config.batches),
+                endpoints.answer,
+                config.batches.max_in_flight or max(1, num_places // 2),
+                config.max_body_bytes,
+            )
+        self._serving: asyncio.Task[None] | None = None
+
+    async def check_health(self) -> None:
+        """Called by Serve, the first time before the replica counts as ready."""
+        with told_in_words():
+            await self._client.check_reachable()
+        if self._serving is None:
+            self._serving = asyncio.create_task(self._runner.serve())
+        elif self._serving.done():
+            raise RuntimeError("the runner of batches ended")
+
+
+class DeployedBatchRunner(ReplicaProcess, BatchRunner):
+    """The class that Serve runs, in a process that yields to the engines."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        yield_to_engines()
+
+
+def batch_deployment(config: ServeConfig) -> Any:
+    """The Serve deployment; bind it with the configuration, which names a storage, and the engine."""
+    return serve.deployment(
+        DeployedBatchRunner,
+        name="batches",
+        num_replicas=1,
+        health_check_period_s=5,
+        ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": REPLICA_ENVIRONMENT}},
+    )

@@ -1,0 +1,106 @@
+"""Joins the Ray cluster that `RAY_ADDRESS` names, after its head has answered a question.
+
+`ray.init` waits a minute at an address where nothing answers, and at a given address it sends the cluster's token only
+if `RAY_AUTH_MODE=token` is set, even if the token lies where Ray put it. The question finds out both within seconds.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import grpc
+import ray
+from ray._private import services
+from ray._private.authentication import authentication_token_setup
+from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
+from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
+from ray.exceptions import AuthenticationError
+
+from cluster.serve.starting.start_failure import StartFailed, in_words
+
+ANSWER_S = 5.0
+"""The cluster's head may take this many seconds to answer."""
+_TOKEN_PLACES = "RAY_AUTH_TOKEN, the file that RAY_AUTH_TOKEN_PATH names, or ~/.ray/auth_token"
+
+
+def start(given: str) -> None:
+    """Joins the cluster at `given`, the value of `RAY_ADDRESS`.
+
+    Raises `StartFailed` if no cluster answers, if it wants another token, or if it runs another Ray.
+    """
+    if "://" not in given:
+        _ask(given)
+    elif not given.startswith("ray://"):
+        raise StartFailed(f"RAY_ADDRESS={given} is no Ray cluster's address; write host:port, as `ray start` prints it")
+    try:
+        ray.init(log_to_driver=False, logging_level=logging.ERROR)
+    except Exception as error:
+        raise StartFailed(f"the Ray cluster at RAY_ADDRESS={given} cannot be joined: {in_words(error)}") from error
+
+
+def num_nodes() -> int:
+    """Nodes of the cluster that live, those without CPUs too."""
+    return sum(node["Alive"] for node in ray.nodes())
+
+
+def _ask(given: str) -> None:
+    """Asks the head for a sign of life, without a token first: whether it wants one is what `ray.init` must be told."""
+    try:
+        address = services.canonicalize_bootstrap_address(given)
+    except Exception as error:
+        if given == "auto":
+            raise StartFailed("RAY_ADDRESS=auto, and no Ray runs on this machine; start one (`ray start`)") from error
+        raise StartFailed(f"RAY_ADDRESS={given} is no address of a Ray cluster; write host:port") from error
+    assert address is not None, "`local` names no cluster"
+    if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+        return  # Ray knows the certificates
+    found = _sign_of_life(given, address, None)
+    if found is None:
+        token = _token(given)
+        found = _sign_of_life(given, address, token)
+        if found is None:
+            raise StartFailed(
+                f"the Ray cluster at RAY_ADDRESS={given} refuses this machine's token; copy the cluster's own "
+                f"(`ray get-auth-token` on its head) to {_TOKEN_PLACES}"
+            )
+        authentication_token_setup._enable_token_auth()
+    if found != ray.__version__:
+        raise StartFailed(
+            f"the Ray cluster at RAY_ADDRESS={given} runs Ray {found}, and here is {ray.__version__}; "
+            "both must be the same"
+        )
+
+
+def _sign_of_life(given: str, address: str, token: str | None) -> str | None:
+    """The version of the cluster's Ray; None if the token was refused."""
+    request: Any = gcs_service_pb2.CheckAliveRequest  # type: ignore[attr-defined]
+    metadata = [] if token is None else [("authorization", f"Bearer {token}")]
+    with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
+        head = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
+        try:
+            reply = head.CheckAlive(request(), timeout=ANSWER_S, metadata=metadata)
+        except grpc.RpcError as error:
+            if error.code() == grpc.StatusCode.UNAUTHENTICATED:
+                return None
+            raise StartFailed(
+                f"no Ray cluster answers at RAY_ADDRESS={given}; start one with `ray start --head`, or unset "
+                "RAY_ADDRESS to serve on a Ray of Manta's own"
+            ) from error
+    return str(reply.ray_version)
+
+
+def _token(given: str) -> str:
+    if os.environ.get("RAY_AUTH_MODE", "token").lower() == "disabled":
+        raise StartFailed(f"the Ray cluster at RAY_ADDRESS={given} wants a token; unset RAY_AUTH_MODE=disabled")
+    loader = AuthenticationTokenLoader.instance()
+    try:
+        if loader.has_token(ignore_auth_mode=True):
+            return str(loader.get_raw_token(True))
+    except AuthenticationError as error:
+        raise StartFailed(f"the token of the Ray cluster cannot be read: {str(error).partition('. ')[0]}") from error
+    raise StartFailed(
+        f"the Ray cluster at RAY_ADDRESS={given} wants a token and there is none here; copy the cluster's "
+        f"(`ray get-auth-token` on its head) to {_TOKEN_PLACES}"
+    )

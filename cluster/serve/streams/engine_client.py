@@ -1,0 +1,330 @@
+"""The engines as one ingress calls them: their handle, the channel that their tokens come by, and a watch over both.
+
+It finds out who is lost: a connection that breaks, a replica that is silent, one that Serve told to go. What ran there
+then goes on elsewhere (`prompt_run.py`). Implements `cluster.http.exchange.engines.Engines`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import logging
+import weakref
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+import msgspec
+
+from cluster.config import EngineConfig
+from cluster.engine.request import EngineRequest, SequenceOutput
+from cluster.engine.stats import EngineStats
+from cluster.errors import QueueFull, RequestRefused, ServingError, Unavailable
+from cluster.http.exchange.engines import GenerationRequest
+from cluster.http.exchange.metrics import Metrics, RequestMetrics
+from cluster.serve.routing import replicas
+from cluster.serve.routing.reports import Report
+from cluster.serve.scaling.waking import Waker
+from cluster.serve.starting.start_failure import in_words
+from cluster.serve.streams.prompt_run import Call, PromptRun
+from cluster.serve.streams.submission import Submission
+from cluster.serve.streams.token_channel import BEAT_S, Address, Connection, Control, OutputReceiver, RequestResult
+from cluster.text.tokenizer import Tokenizer
+from structured.constraint import ConstraintSpec
+from workers.model_info import ModelInfo
+
+ENGINE, STANDBY = "engine", "standby"
+"""Names of deployments."""
+
+logger = logging.getLogger(__name__)
+
+ANSWER_TIMEOUT_S = 3.0
+"""How long replicas may take to say their statistics; all are asked at once."""
+REMOVAL_POLL_S = 0.5
+"""How often Serve is asked whether an engine will ever come, while there is none and requests wait for one."""
+
+
+async def _never() -> bool:
+    """For engines that end after their client."""
+    return False
+
+
+async def answer_of(call: Any) -> Any:
+    """Of a call through a handle, which ends with whoever waits for it."""
+    try:
+        return await call
+    except asyncio.CancelledError:
+        call.cancel()
+        raise
+
+
+class EngineClient:
+    """Owns the output channel of one ingress and knows who waits for which request.
+
+    `engine` is the handle of the engine deployment, `host` the address of this machine at which engines reach it.
+    `standby` is the handle of engines that serve while no other one can. Of requests that find no engine, `max_held`
+    wait for one to start, unless the engines are gone for good, as `is_removed` finds out.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        tokenizer: Tokenizer,
+        host: str,
+        metrics: Metrics,
+        standby: Any = None,
+        max_held: int = EngineConfig().max_num_waiting,
+        is_removed: Callable[[], Awaitable[bool]] = _never,
+    ) -> None:
+        self._handles = {ENGINE: engine} if standby is None else {ENGINE: engine, STANDBY: standby}
+        self._greeting: asyncio.Task[None] | None = None
+        self._greeted: dict[str, frozenset[str]] = {}
+        """By deployment, the replicas that were told of this ingress."""
+        self.tokenizer = tokenizer
+        self.metrics = metrics
+        self.runs: dict[str, PromptRun] = {}
+        self._replicas = replicas.known_replicas()
+        self._receiver = OutputReceiver(host, self._on_outputs, self._on_lost, self._on_report)
+        self._ending: set[asyncio.Task[None]] = set()
+        self._call_locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
+        """Of clients with calls that begin."""
+        self.suspects = asyncio.Lock()
+        self._watching: asyncio.Task[None] | None = None
+        self._is_removed = is_removed
+        self._waker = Waker(self._is_asleep, lambda: self._engine.start_seconds.remote(), max_held)
+
+    def submit(self, request: GenerationRequest) -> Submission:
+        submission = Submission(self, request)
+        submission.start()
+        return submission
+
+    def measure(self, num_choices: int) -> RequestMetrics:
+        return RequestMetrics(self.metrics, num_choices)
+
+    async def check_reachable(self) -> None:
+        address = await self._listen()
+        if self._greeting is None or (self._greeting.done() and self._greeted != self._replicas.running):
+            self._greeting = asyncio.ensure_future(self._greet(address))
+
+    async def close(self) -> None:
+        """Ends the connections with the engines, after the calls of what has ended; for a process that goes on."""
+        if self._ending:
+            await asyncio.wait(self._ending)
+        await self._waker.close()
+        await self._receiver.close()
+
+    async def _greet(self, address: Address) -> None:
+        """Lets every replica connect, and so tell what it has cached, and how long its start took. Serve tells of a
+        deployment's replicas once they were called.
+        """
+        greeted = dict(self._replicas.running)
+        for name, handle in self._handles.items():
+            try:
+                await handle.broadcast("connect", address).results_async(timeout_s=ANSWER_TIMEOUT_S)
+            except Exception as error:  # whatever it is, their first request meets it again
+                logger.info("not every %s answers: %s", name, in_words(error))
+        with contextlib.suppress(ServingError):  # none runs yet
+            await self.stats()
+        self._greeted = greeted
+
+    @property
+    def num_engine_nodes(self) -> int:
+        """On which engines run, as far as Serve has told."""
+        return len(frozenset().union(*self._replicas.nodes.values()))
+
+    def _is_asleep(self) -> bool:
+        """Whether no engine runs, as far as Serve has told."""
+        return ENGINE in self._replicas.running and not any(self._replicas.running.values())
+
+    @property
+    def _engine(self) -> Any:
+        """The handle of those that serve now."""
+        known = self._replicas
+        needs_standby = ENGINE in known.running and not known.is_any_good(ENGINE) and known.is_any_good(STANDBY)
+        return self._handles[STANDBY if needs_standby else ENGINE]
+
+    async def _listen(self) -> Address:
+        """Returns the address to which engines send tokens.
+
+        Raises `Unavailable` if this ingress cannot listen for them just now.
+        """
+        try:
+            return await self._receiver.start()
+        except OSError as error:
+            raise Unavailable(f"the ingress cannot listen for engines: {in_words(error)}; retry") from error
+
+    def call(self, run: PromptRun, request: EngineRequest, pause_s: float) -> Call:
+        # In a context of its own: Serve takes calls of one HTTP request, which it knows by the context, for one call
+        # that it tries again, and forgets all but one of those that wait for a replica.
+        return asyncio.get_running_loop().create_task(run.call(request, pause_s), context=contextvars.Context())
+
+    async def generate(self, request: EngineRequest) -> RequestResult:
+        """One Serve call that stays open as long as the request runs; Serve asks `EngineRouter` for the replica.
+
+        Raises `Unavailable` if no engine is there in time.
+        """
+        address, left_s = await self._ready(request)
+        return await self._call(msgspec.structs.replace(request, deadline_s=left_s), address)
+
+    async def _ready(self, request: EngineRequest) -> tuple[Address, float]:
+        """Once there is an engine for a request: where to send its tokens, and the seconds that are left."""
+        address = await self._listen()
+        assert request.deadline_s is not None
+        if self._watching is None:
+            self._watching = asyncio.ensure_future(self._watch())
+        return address, await self._waker.wait(request.deadline_s, is_new=request.continued is None)
+
+    async def _call(self, request: EngineRequest, address: Address) -> RequestResult:
+        # One of each client a turn of the event loop: 1,000 at once would hold it for half a second
+        async with self._call_locks.setdefault(request.client, asyncio.Lock()):
+            await asyncio.sleep(0)
+        return await answer_of(self._engine.generate.remote(request, address))
+
+    async def resolve(self, spec: ConstraintSpec, client: str = "") -> tuple[ConstraintSpec, list[str]]:
+        """Returns the constraint with its backend, and the keywords that this one does not enforce.
+
+        Raises `RequestRefused` if no backend can enforce it, and `QueueFull` if too many wait.
+        """
+        try:
+            return await self._answer(self._engine.resolve.remote(spec, client))
+        except QueueFull as error:
+            raise QueueFull(str(getattr(error, "cause", error))) from error
+        except RequestRefused as error:
+            refusal = getattr(error, "cause", error)  # what Ray raises is a copy whose text is a whole traceback
+            raise RequestRefused(str(refusal), refusal.param) from error
+
+    async def model(self) -> ModelInfo:
+        return await self._answer(self._engine.model.remote())
+
+    async def _answer(self, response: Any) -> Any:
+        """Returns an engine's answer to a call. Raises `Unavailable` if none ever will."""
+        call = asyncio.ensure_future(answer_of(response))
+        try:
+            while not (await asyncio.wait([call], timeout=REMOVAL_POLL_S))[0]:
+                if await self._are_gone():
+                    raise _gone()
+            return call.result()
+        finally:
+            call.cancel()
+
+    async def stats(self) -> list[EngineStats]:
+        """Returns the figures of every replica that answers; none if Serve runs none.
+
+        Raises `Unavailable` if none answers.
+        """
+        if self._is_asleep():
+            return []
+        answers = await asyncio.gather(*map(self._stats_of, self._handles.values()))
+        found = [answer for answers_of_one in answers for answer in answers_of_one]
+        stats = [each for each in found if isinstance(each, EngineStats)]
+        if not stats:
+            reasons = sorted({type(error).__name__ for error in found})
+            raise Unavailable(f"no engine answers: {', '.join(reasons) or 'there is none'}")
+        starts = [sum(each.service.start_seconds.values()) for each in stats if each.service is not None]
+        if starts:
+            self._waker.measured(max(starts))
+        return stats
+
+    async def _stats_of(self, handle: Any) -> list[Any]:
+        answers = handle.broadcast("stats")
+        try:  # in a thread: awaited, one replica that does not answer would be an error of all
+            return await asyncio.to_thread(answers.results, timeout_s=ANSWER_TIMEOUT_S, return_exceptions=True)
+        except Exception as error:
+            return [error]
+
+    @property
+    def num_held(self) -> int:
+        """Requests that wait here for an engine to start."""
+        return self._waker.num_held
+
+    def cancel_later(self, call: Any) -> None:
+        self._ending.add(call)
+        call.add_done_callback(self._ending.discard)
+        call.add_done_callback(lambda task: task.cancelled() or task.exception())
+        asyncio.get_running_loop().call_later(1.0, call.cancel)
+
+    # ---- who is there --------------------------------------------------------------------------------------------
+
+    def replica_sent_to(self, request_id: str) -> str | None:
+        return self._replicas.routed.get(request_id)
+
+    def forget_sent(self, request_id: str) -> None:
+        self._replicas.routed.pop(request_id, None)
+
+    def note_output(self, request_id: str) -> None:
+        self._replicas.placement.has_output(request_id)
+
+    def note_end(self, request_id: str) -> None:
+        self._replicas.placement.end(request_id)
+
+    def _on_outputs(self, outputs: list[SequenceOutput], connection: Connection) -> None:
+        self._replicas.hear(connection.replica, connection.is_away)
+        for output in outputs:
+            run = self.runs.get(output.request_id)
+            if run is not None:
+                run.receive(output, connection)
+            elif output.finish is None:  # it was left before an engine had it, with others in one call
+                connection.send(Control(output.request_id))
+
+    def _on_report(self, report: Report, connection: Connection) -> None:
+        self._replicas.placement.report(connection.replica, report)
+
+    def _on_lost(self, connection: Connection) -> None:
+        self._replicas.avoid(connection.replica)
+        self._replicas.placement.lose(connection.replica)
+        for run in list(self.runs.values()):
+            if run.connection is connection:
+                run.lose()
+
+    async def _watch(self) -> None:
+        """While anything runs: what runs on a replica that is silent, away or told to go, goes on on another one if
+        there is one.
+        """
+        while self.runs:
+            await asyncio.sleep(BEAT_S)
+            runs = [(run, replica) for run in self.runs.values() if (replica := run.replica) is not None]
+            owing = {replica for _, replica in runs}
+            self._replicas.beat(owing)
+            bad = {replica for replica in owing if not self._replicas.is_good(replica)}
+            if bad and any(map(self._replicas.is_any_good, self._handles)):
+                for run in (run for run, replica in runs if replica in bad):
+                    if run.connection is not None and run.connection.is_away:  # it lost ranks, perhaps over this
+                        run.lose()
+                    else:
+                        run.go_on()
+            else:
+                await self._kill(filter(self._replicas.is_hung, bad))
+            if self._is_asleep():
+                await self._refuse_if_gone()
+        self._watching = None
+
+    async def _refuse_if_gone(self) -> None:
+        """What an engine still runs goes on."""
+        await asyncio.sleep(REMOVAL_POLL_S)
+        if await self._are_gone():
+            for run in list(self.runs.values()):
+                if run.connection is None:
+                    run.refuse(_gone())
+
+    async def _are_gone(self) -> bool:
+        """Whether there are no engines and will be none. Serve would let calls wait for those that it has ended."""
+        if not self._is_asleep():
+            return False
+        try:
+            return await self._is_removed()
+        except Exception as error:  # Serve's controller may be starting anew, and what Ray raises has many names
+            logger.info("Serve does not say whether the application is to end: %s", in_words(error))
+            return False
+
+    async def _kill(self, hung: Iterable[str]) -> None:
+        """Serve would take half a minute to find out."""
+        for replica in hung:
+            logger.error("replica %s says nothing and there is no other one; it is killed", replica)
+            try:
+                await asyncio.to_thread(replicas.kill, replica)
+            except Exception as error:  # it may have ended, and what Ray raises then has many names
+                logger.warning("replica %s was not killed: %s", replica, in_words(error))
+
+
+def _gone() -> Unavailable:
+    return Unavailable("the application was ended, and its engines with it; ask another server")

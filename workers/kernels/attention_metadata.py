@@ -1,0 +1,112 @@
+"""The shape of one step's attention: which tokens, at which positions, in which KV slots, over which context.
+
+`AttentionMetadata` is built once a step, on the platform that the model runs on, and read by every layer's kernels.
+Computes no attention: see `workers/kernels/`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from workers.kernels.shared_prefixes import SharedPrefixes, find_shared_prefixes
+from workers.kernels.transfer import place
+
+
+@dataclasses.dataclass(slots=True)
+class AttentionMetadata:
+    """One flat batch of query tokens, grouped by sequence in order; prefill chunks and decodes alike.
+
+    Sequence `s` owns the flat rows `[query_start[s], query_start[s + 1])`, which are its last tokens: row `i` of them
+    is at position `context_lens[s] - query_len + i` and sees the keys at positions up to its own.
+    """
+
+    positions: torch.Tensor
+    """int64 [num_tokens]."""
+    slot_mapping: torch.Tensor
+    """int64 [num_tokens]: the KV slot `block_id * block_size + offset` that the token's key and value are written
+    to.
+    """
+    query_start: torch.Tensor
+    """int32 [num_sequences + 1], cumulative; the last entry is num_tokens."""
+    context_lens: torch.Tensor
+    """int32 [num_sequences]: keys of the sequence, including those of this step's tokens."""
+    block_tables: torch.Tensor
+    """int32 [num_sequences, max_blocks]; entries past a sequence's last block are never read."""
+    block_size: int
+    """Tokens of a KV block."""
+    max_query_len: int
+    max_context_len: int
+    total_context_len: int
+    """Sum of `context_lens`: the keys that a decode step reads."""
+    shared_prefixes: SharedPrefixes | None = None
+    """Groups of sequences whose shared leading keys a kernel may read once for all of them; the result is the same
+    without.
+    """
+
+    @property
+    def num_tokens(self) -> int:
+        return self.positions.shape[0]
+
+    @property
+    def num_sequences(self) -> int:
+        return self.context_lens.shape[0]
+
+    @classmethod
+    def build(
+        cls,
+        starts: np.ndarray,
+        query_lens: np.ndarray,
+        block_tables: np.ndarray,
+        block_size: int,
+        share_prefixes: bool = True,
+    ) -> AttentionMetadata:
+        """Metadata on the CPU for the tokens at positions `[starts[s], starts[s] + query_lens[s])` of each sequence.
+
+        `starts` and `query_lens` are integers [num_sequences], every query length at least 1; `block_tables` is int32
+        [num_sequences, max_blocks] and covers the new tokens. The arrays are not kept, except `block_tables` if it is
+        contiguous already. With `share_prefixes=False` no groups of shared prefixes are looked for.
+        """
+        num_sequences = len(starts)
+        query_start = np.zeros(num_sequences + 1, dtype=np.int32)
+        np.cumsum(query_lens, out=query_start[1:])
+        num_tokens = int(query_start[-1])
+        context_lens = (starts + query_lens).astype(np.int32)
+        block_tables = np.ascontiguousarray(block_tables, dtype=np.int32)
+        if num_tokens == num_sequences:
+            rows = np.arange(num_sequences)
+            positions = starts.astype(np.int64)
+            max_query_len = 1 if num_sequences else 0
+        else:
+            rows = np.repeat(np.arange(num_sequences), query_lens)
+            positions = np.arange(num_tokens, dtype=np.int64) + (starts - query_start[:-1])[rows]
+            max_query_len = int(query_lens.max())
+        slots = block_tables[rows, positions // block_size].astype(np.int64) * block_size + positions % block_size
+        return cls(
+            positions=torch.from_numpy(positions),
+            slot_mapping=torch.from_numpy(slots),
+            query_start=torch.from_numpy(query_start),
+            context_lens=torch.from_numpy(context_lens),
+            block_tables=torch.from_numpy(block_tables),
+            block_size=block_size,
+            max_query_len=max_query_len,
+            max_context_len=int(context_lens.max()) if num_sequences else 0,
+            total_context_len=int(context_lens.sum()),
+            shared_prefixes=(
+                find_shared_prefixes(starts, query_lens, block_tables, block_size) if share_prefixes else None
+            ),
+        )
+
+
+def copy_blocks(kv: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+    """Copies whole blocks (source, destination) of a KV cache [num_layers, 2, num_blocks, ...], on any device.
+
+    All sources are read before any write.
+    """
+    if not pairs:
+        return
+    sources, destinations = place(np.array(pairs, dtype=np.int64), kv.device).unbind(1)
+    kv[:, :, destinations] = kv[:, :, sources]

@@ -1,0 +1,34 @@
+"""What the model runner needs of a model, however it is implemented."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+
+from workers.kernels.attention_metadata import AttentionMetadata
+from workers.kernels.protocol import Forward, KVCaches
+from workers.models.model_config import ModelConfig
+
+
+class Model(Protocol):
+    """`workers/decoders/decoder.py` and `workers/decoders/transformers_model.py`."""
+
+    compiled: Forward | None
+    """What the platform made of its layers (`Platform.compile_decoder`); None if it made nothing."""
+
+    def forward(self, token_ids: torch.Tensor, metadata: AttentionMetadata, kv_caches: KVCaches) -> torch.Tensor:
+        """Final hidden states [num_tokens, hidden] of int64 token_ids [num_tokens]; fills the layers' KV caches."""
+        ...
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[num_rows, vocab_size] of final hidden states [num_rows, hidden]."""
+        ...
+
+
+class LoadedModel(NamedTuple):
+    config: ModelConfig
+    """Of what this rank holds of it."""
+    model: Model
+    dtype: torch.dtype
+    """Of its activations, keys and values."""

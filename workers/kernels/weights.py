@@ -1,0 +1,117 @@
+"""The weights of a decoder, as the loader hands them to a platform and to the model: plain data, nothing computed.
+
+They mirror the descriptions of `workers/models/specs.py`: norms are tensors, and linears are objects that keep their
+weights to themselves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from workers.kernels.attention_metadata import AttentionMetadata
+from workers.models.model_config import UNQUANTIZED, ModelConfig
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class LinearWeight:
+    """What a checkpoint says of a linear, from which a platform makes the `Linear`."""
+
+    name: str
+    """The names of its parts in the checkpoint, for messages."""
+    weight: torch.Tensor
+    """[out_features, in_features] in `dtype`; another scheme has another shape or dtype. It may be a view of a file, or
+    memory that is overwritten once the linear is made.
+    """
+    bias: torch.Tensor | None
+    """[out_features] in `dtype`, on the device, as are scales and zero points."""
+    dtype: torch.dtype
+    """The dtype of the activations."""
+    gated: bool = False
+    """The first half of the rows are a gate's, the second what it lets through: the result is `silu(gate) * up`, half
+    as wide (SwiGLU).
+    """
+    scheme: str = UNQUANTIZED
+    """How `weight` is stored: a key of `workers.checkpoints.schemes.READERS`."""
+    scales: torch.Tensor | None = None
+    """Of the shape that the scheme gives them, as are zero points."""
+    zero_points: torch.Tensor | None = None
+
+
+class Linear(Protocol):
+    """A linear of any scheme, on any platform; of a model's share, perhaps with the sum over ranks inside."""
+
+    def forward(self, x: torch.Tensor, step: AttentionMetadata | None = None) -> torch.Tensor:
+        """x [num_rows, in_features] -> [num_rows, out_features], same dtype. `step` tells which sequence each row
+        belongs to, for linears that differ by sequence; None where the rows are not those of a step.
+        """
+        ...
+
+
+Embedding = Callable[[torch.Tensor], torch.Tensor]
+"""Token ids, int64 [num_tokens] -> [num_tokens, hidden] in the dtype of the activations, which may be written to."""
+
+
+class SharedLinears(Protocol):
+    """Makes the linears of one model while it is read, in memory that processes share."""
+
+    @property
+    def are_packed(self) -> bool:
+        """Whether some process has packed these weights: then only their shapes are looked at."""
+        ...
+
+    def make_linear(self, weight: LinearWeight) -> Linear: ...
+
+
+MLP_BYTES = 32 << 20
+"""On a CPU the widest activations are made for as many rows at a time as fit: the C library gives larger buffers back
+at once, and the system would zero new pages for the next ones.
+"""
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class AttentionWeights:
+    qkv: Linear
+    """hidden -> (num_heads + 2 * num_kv_heads) * head_dim: queries, keys, values."""
+    output: Linear
+    q_norm: torch.Tensor | None
+    """[head_dim]; None in families that do not normalise heads. As is `k_norm`."""
+    k_norm: torch.Tensor | None
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class GatedMlpWeights:
+    gated: Linear
+    """hidden -> intermediate: silu(gate) * up."""
+    down: Linear
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class LayerWeights:
+    input_norm: torch.Tensor
+    """[hidden]"""
+    attention: AttentionWeights
+    mlp_norm: torch.Tensor
+    mlp: GatedMlpWeights
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class DecoderWeights:
+    embedding: Embedding
+    layers: list[LayerWeights]
+    final_norm: torch.Tensor
+    head: Linear
+    """hidden -> vocab_size; of ranks, only the one that draws gets them all."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the activations: whatever the linears keep their weights in, norms are in this one."""
+        return self.final_norm.dtype
+
+
+def max_mlp_rows(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Rows for which the widest activations are made at a time, at least 1."""
+    return max(1, MLP_BYTES // (config.intermediate_size * dtype.itemsize))

@@ -1,0 +1,73 @@
+"""A draft model on the device of its target, by torch: computes tokens, and draws the next ones.
+
+Which tokens, `specdecode/draft_model.py` decides. It draws with the sequence's parameters and with the noise that the
+target will use (Gumbel coupling), so if the two distributions are close it draws the target's token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from workers.kernels.model_protocol import LoadedModel
+from workers.kernels.protocol import OK, DecodeLimits
+from workers.ranks.rank_worker import StepTimes
+from workers.sampling.sampling_state import SequenceState
+from workers.torch_worker.model_runner import ModelRunner
+from workers.torch_worker.step_times import measure_steps
+
+
+class TorchDraftRunner:
+    """A `DraftRunner` beside the target's runner. Allocates a KV cache with as many blocks as the target's."""
+
+    def __init__(self, draft: LoadedModel, target: ModelRunner) -> None:
+        self.model = draft.model
+        self._config = draft.config
+        self._platform = target.platform
+        self._sequences = target.sequences
+        block_size, num_blocks = self._sequences.block_size, target.kv_cache.shape[2]
+        kv_cache = self._platform.allocate_kv(draft.config, num_blocks, block_size, draft.dtype)
+        self._layers = [(layer[0], layer[1]) for layer in kv_cache]
+        limits = DecodeLimits(self._sequences.max_num_sequences, self._sequences.max_model_len, block_size)
+        self._platform.record_decodes(self.model, self._layers, limits._replace(shares_prefixes=False))
+
+    @property
+    def max_model_len(self) -> int:
+        return self._config.max_position_embeddings
+
+    @torch.inference_mode()
+    def compute(
+        self,
+        starts: Sequence[int],
+        counts: Sequence[int],
+        token_ids: np.ndarray,
+        block_tables: np.ndarray,
+        drawing: Mapping[int, SequenceState],
+    ) -> list[int | None]:
+        metadata = self._platform.build_metadata(
+            np.array(starts), np.array(counts), block_tables, self._sequences.block_size, share_prefixes=False
+        )
+        # The model's padded vocabulary may be wider than the draft model's; no text has ids of the padding.
+        known = np.minimum(token_ids, self._config.vocab_size - 1).astype(np.int64)
+        hidden = self.model.forward(self._platform.place(known), metadata, self._layers)
+        if not drawing:
+            return []
+        last_rows = np.cumsum(counts) - 1
+        return self._draw(hidden[self._platform.place(last_rows[list(drawing)])], list(drawing.values()))
+
+    def _draw(self, hidden: torch.Tensor, sequences: list[SequenceState]) -> list[int | None]:
+        """Draws each sequence's next token from its row of `hidden` [n, hidden]."""
+        state = self._sequences.sampling
+        logits = self.model.compute_logits(hidden)
+        if logits.shape[1] < state.vocab_size:
+            logits = F.pad(logits, (0, state.vocab_size - logits.shape[1]), value=float("-inf"))
+        positions = [each.num_tokens for each in sequences]
+        token_ids, status = self._platform.sampler.draw(logits, sequences, positions, state)
+        pairs = zip(token_ids.tolist(), status.tolist(), strict=True)
+        return [token_id if code == OK else None for token_id, code in pairs]
+
+    def measure(self) -> StepTimes:
+        return measure_steps(self.model, self._layers, self._sequences.block_size, self._platform)

@@ -1,0 +1,57 @@
+"""Runs the largest step that a rank can have, so that its platform sees what memory a step takes beside the weights and
+the KV cache, and compiles what draws tokens before a request waits for it. Called by the worker before it plans the
+cache; nobody gets its tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import torch
+
+from structured.masks import MaskBatch, row_words
+from workers.kernels.model_protocol import LoadedModel
+from workers.platforms import Platform
+from workers.sampling.sampling_state import SamplingState
+from workers.sampling_params import SamplingParams
+from workers.step import SamplePoint, SequenceStart
+from workers.torch_worker.sampler import sample
+
+_EDITS: dict[str, Any] = {"repetition_penalty": 1.1, "logit_bias": {0: 1.0}, "min_tokens": 1}
+_FILTERS: dict[str, Any] = {"top_p": 0.9}
+
+
+@torch.inference_mode()
+def run_largest_step(
+    loaded: LoadedModel, platform: Platform, block_size: int, num_tokens: int, num_rows: int, draws: bool
+) -> None:
+    """A forward pass over `num_tokens`, as far as the model has positions, over KV blocks of its own; logits of
+    `num_rows` of them; and, if this rank `draws`, a token of each under edits, filters and a mask, and of one under any
+    of these.
+    """
+    config, model, dtype = loaded
+    num_tokens = min(num_tokens, config.max_position_embeddings)
+    num_blocks = -(-num_tokens // block_size)
+    kv_cache = platform.allocate_kv(config, num_blocks, block_size, dtype)
+    tables = np.arange(num_blocks, dtype=np.int32)[None]
+    metadata = platform.build_metadata(np.array([0]), np.array([num_tokens]), tables, block_size)
+    token_ids = platform.place(np.zeros(num_tokens, dtype=np.int64))
+    hidden = model.forward(token_ids, metadata, [(layer[0], layer[1]) for layer in kv_cache])
+    logits = model.compute_logits(hidden[:num_rows])
+    if draws:
+        for edits, filters, has_masks in itertools.product(({}, _EDITS), ({}, _FILTERS), (False, True)):
+            _draw(logits[:1], platform, SamplingParams(**edits, **filters), has_masks)
+        _draw(logits, platform, SamplingParams(**_EDITS, **_FILTERS, logprobs=1), has_masks=True)
+
+
+def _draw(logits: torch.Tensor, platform: Platform, params: SamplingParams, has_masks: bool) -> None:
+    num_rows, vocab_size = logits.shape
+    state = SamplingState(vocab_size)
+    for row in range(num_rows):
+        state.start(SequenceStart(row, params, 0, [0], 1, eos_token_ids=(0,)))
+    everything = np.full((num_rows, row_words(vocab_size)), -1, dtype=np.int32)
+    masks = MaskBatch(0, list(range(num_rows)), everything, {}) if has_masks else None
+    points = [SamplePoint(row, row, 1) for row in range(num_rows)]
+    sample(platform.sampler, logits, points, state, masks)

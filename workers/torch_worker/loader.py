@@ -1,0 +1,254 @@
+"""Reads a checkpoint and builds the model: each weight is packed by the platform as it is read.
+
+No more than one weight is held twice. Called by the worker; chooses between the native decoder and transformers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import pathlib
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from workers.checkpoints.checkpoint import Checkpoint, CheckpointHeaders
+from workers.checkpoints.memory import weight_files
+from workers.checkpoints.schemes import LinearSource, read_linear
+from workers.decoders.decoder import Decoder
+from workers.kernels.linears import TorchLinear
+from workers.kernels.model_protocol import Model
+from workers.kernels.weights import (
+    AttentionWeights,
+    DecoderWeights,
+    GatedMlpWeights,
+    LayerWeights,
+    Linear,
+    LinearWeight,
+    SharedLinears,
+)
+from workers.models.families import describe
+from workers.models.model_config import UNQUANTIZED, ModelConfig
+from workers.models.specs import AttentionSpec, LayerSpec, LinearSpec, NormSpec, Split
+from workers.parallel.group import Group
+from workers.parallel.layers import GatheredHead, VocabularyParallelEmbedding
+from workers.parallel.shard import CheckpointShard, shard_config
+from workers.platforms import Platform
+
+
+def load_model(
+    folder: str | pathlib.Path,
+    config: ModelConfig,
+    dtype: str,
+    platform: Platform,
+    whole: bool = True,
+    group: Group | None = None,
+) -> Model:
+    """The model of a checkpoint in `bfloat16`, `float16` or `float32`, on the platform's device; of a `group` of ranks
+    this one's share, which computes together with the others'.
+
+    Raises `ModelError` naming a tensor that is missing, misshapen, or unexpected; and if the model cannot be split over
+    so many ranks. If `whole` is False, `config` may have fewer layers than the checkpoint: the others are not read.
+    """
+    if group is not None and group.num_ranks > 1:
+        return _load_share(folder, config, dtype, platform, group)
+    if not config.native:
+        from workers.decoders.transformers_model import TransformersModel  # seconds to import, and rarely needed
+
+        return TransformersModel(folder, config, platform.torch_dtype(dtype), platform)
+    checkpoint = Checkpoint(folder)
+    with _shared_linears(folder, config, dtype, platform) as shared:
+        weights = _WeightReader(checkpoint, config, platform.torch_dtype(dtype), platform, shared).read()
+    if whole:
+        _check_all_used(checkpoint, config)
+    return Decoder(config, weights, platform)
+
+
+def _load_share(folder: str | pathlib.Path, config: ModelConfig, dtype: str, platform: Platform, group: Group) -> Model:
+    share = shard_config(config, group.num_ranks)
+    checkpoint = CheckpointShard(Checkpoint(folder, read_ahead=False), config, group.rank, group.num_ranks)
+    with _shared_linears(folder, config, dtype, platform, group) as shared:
+        weights = _WeightReader(checkpoint, share, platform.torch_dtype(dtype), platform, shared, group).read()
+    _check_all_used(checkpoint, config)
+    embedding = VocabularyParallelEmbedding(weights.embedding, group, share.vocab_size)
+    head = GatheredHead(weights.head, group, config.vocab_size)
+    return Decoder(share, dataclasses.replace(weights, embedding=embedding, head=head), platform)
+
+
+def _shared_linears(
+    folder: str | pathlib.Path, config: ModelConfig, dtype: str, platform: Platform, group: Group | None = None
+) -> AbstractContextManager[SharedLinears | None]:
+    """By all that packed weights depend on beside the platform. A file that is written to gets another change time."""
+    if config.scheme != UNQUANTIZED:
+        return nullcontext()
+    files = [path.stat() for path in weight_files(pathlib.Path(folder))]
+    identities = [(file.st_dev, file.st_ino, file.st_size, file.st_ctime_ns) for file in files]
+    rank = "whole" if group is None else f"{group.rank} of {group.num_ranks}"
+    return platform.shared_linears(f"{identities} {config} {dtype} {rank}")
+
+
+def check_tensors(folder: str | pathlib.Path, config: ModelConfig) -> None:
+    """Looks in the headers for every tensor that `load_model` would read from a native checkpoint, and reads none.
+
+    Raises `ModelError` as `load_model` does.
+    """
+    checkpoint = CheckpointHeaders(folder)
+    _WeightReader(checkpoint, config, torch.float32, _NoPlatform()).read()
+    _check_all_used(checkpoint, config)
+
+
+def _check_all_used(checkpoint: _Checkpoint, config: ModelConfig) -> None:
+    """Raises `ModelError` naming tensors that the model does not have; a tied model may be saved with the head too."""
+    checkpoint.check_all_used(but=["lm_head.weight"] if config.tie_word_embeddings else [])
+
+
+class _Checkpoint(Protocol):
+    """`Checkpoint`, or a rank's view of it."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def view(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        kind: torch.dtype = torch.float32,
+        split: Split = Split.NOTHING,
+        splits_inputs: bool = False,
+    ) -> torch.Tensor: ...
+
+    def release(self, names: Iterable[str]) -> None: ...
+
+    def check_all_used(self, but: Iterable[str] = ()) -> None: ...
+
+
+class _WeightPlatform(Protocol):
+    """The methods of a `Platform` that take weights."""
+
+    def make_linear(self, weight: LinearWeight) -> Linear: ...
+
+    def place_weight(self, view: torch.Tensor, dtype: torch.dtype) -> torch.Tensor: ...
+
+    def place_embedding(self, view: torch.Tensor, dtype: torch.dtype) -> torch.Tensor: ...
+
+    def tied_head(self, table: torch.Tensor) -> Linear | None: ...
+
+
+class _NoPlatform:
+    """Takes weights and keeps none: for headers without data."""
+
+    def make_linear(self, weight: LinearWeight) -> Linear:
+        return TorchLinear(weight.weight, weight.bias)
+
+    def place_weight(self, view: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return view
+
+    place_embedding = place_weight
+
+    def tied_head(self, table: torch.Tensor) -> None:
+        """So that it is read like any other linear."""
+
+
+class _WeightReader:
+    """Reads the weights that a family describes. Of a `group`, linears whose inputs are split end in a sum over it."""
+
+    def __init__(
+        self,
+        checkpoint: _Checkpoint,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        platform: _WeightPlatform,
+        shared: SharedLinears | None = None,
+        group: Group | None = None,
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.config = config
+        self.dtype = dtype
+        self.platform = platform
+        self._shared = shared
+        self._group = group
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._unreleased: list[str] = []
+        """Tensors that the linear under way has read."""
+
+    def read(self) -> DecoderWeights:
+        spec = describe(self.config)
+        name, rows, split = spec.embedding
+        view = self.checkpoint.view(f"{name}.weight", (rows, self.config.hidden_size), split=split)
+        table = self.platform.place_embedding(view, self.dtype)
+        # The head before the layers: it is the largest weight, and is held twice while it is packed.
+        head = (self.platform.tied_head(table) if spec.is_tied else None) or self._linear(spec.head)
+        layers = [self._layer(layer) for layer in spec.layers]
+        return DecoderWeights(functools.partial(_embed, table, self.dtype), layers, self._norm(spec.final_norm), head)
+
+    def _layer(self, spec: LayerSpec) -> LayerWeights:
+        return LayerWeights(
+            self._norm(spec.input_norm),
+            self._attention(spec.attention),
+            self._norm(spec.mlp_norm),
+            GatedMlpWeights(self._linear(spec.mlp.gated), self._linear(spec.mlp.down)),
+        )
+
+    def _attention(self, spec: AttentionSpec) -> AttentionWeights:
+        return AttentionWeights(
+            qkv=self._linear(spec.qkv),
+            output=self._linear(spec.output),
+            q_norm=None if spec.q_norm is None else self._norm(spec.q_norm),
+            k_norm=None if spec.k_norm is None else self._norm(spec.k_norm),
+        )
+
+    def _linear(self, spec: LinearSpec) -> Linear:
+        """The parts packed as one linear."""
+        source = LinearSource(spec, self.config.scheme, self.dtype, self)
+        linear = (self._shared or self.platform).make_linear(read_linear(source))
+        self.checkpoint.release(self._unreleased)
+        self._unreleased.clear()
+        if spec.splits_inputs and self._group is not None:
+            linear = self._group.row_parallel(linear, spec.out_features, self.dtype)
+        return linear
+
+    def _norm(self, spec: NormSpec) -> torch.Tensor:
+        """A copy in the model's dtype."""
+        return self.platform.place_weight(self.checkpoint.view(f"{spec.name}.weight", (spec.size,)), self.dtype)
+
+    # ---- `schemes.Tensors` ---------------------------------------------------------------------------------------
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.checkpoint
+
+    def stacked(self, linear: LinearSpec, suffix: str, row_shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Of several parts in memory that the next call reuses: fresh pages would double the time. Shapes alone where
+        another process has packed the values.
+        """
+        views = self._views(linear, suffix, row_shape, dtype)
+        if self._shared is not None and self._shared.are_packed:
+            views = [view.to("meta") for view in views]
+        if len(views) == 1:
+            return views[0].to(dtype).contiguous()
+        shape = (linear.out_features, *row_shape)
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if self._scratch.numel() < num_bytes:
+            self._scratch = torch.empty(num_bytes, dtype=torch.uint8, device=views[0].device)
+        return torch.cat(views, out=self._scratch[:num_bytes].view(dtype).view(shape))
+
+    def copied(self, linear: LinearSpec, suffix: str, row_shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        views = self._views(linear, suffix, row_shape, dtype)
+        return torch.cat([self.platform.place_weight(view, dtype) for view in views])
+
+    def _views(
+        self, linear: LinearSpec, suffix: str, row_shape: tuple[int, ...], dtype: torch.dtype
+    ) -> list[torch.Tensor]:
+        views = []
+        for part in linear.parts:
+            name, shape = f"{part.name}.{suffix}", (part.out_features, *row_shape)
+            self._unreleased.append(name)
+            views.append(self.checkpoint.view(name, shape, dtype, part.split, linear.splits_inputs))
+        return views
+
+
+def _embed(table: torch.Tensor, dtype: torch.dtype, token_ids: torch.Tensor) -> torch.Tensor:
+    """int64 [num_tokens] -> [num_tokens, hidden] in `dtype`; the table may be in another one."""
+    return F.embedding(token_ids, table).to(dtype)

@@ -1,0 +1,175 @@
+"""Executes steps on one rank by torch: runs the model over the step's tokens, and draws from its logits.
+
+Two phases: `execute` starts the forward pass, `sample` draws from its logits; between them masks may still be under
+way. `draw` is `sample` without waiting for the device: the next step may be executed before its tokens are known here.
+What needs no torch lies in `workers/ranks/rank_sequences.py`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from structured.logits_processors import LogitsProcessorRegistry
+from structured.masks import MaskBatch
+from workers.kernels.attention_metadata import copy_blocks
+from workers.kernels.model_protocol import Model
+from workers.models.model_config import ModelConfig
+from workers.platforms import Platform
+from workers.ranks.rank_sequences import RankSequences
+from workers.sampling.verification import drafts_as_tokens, drafts_of, keep_verified
+from workers.step import SamplePoint, StepInput, StepOutput, TokenLogprobs
+from workers.torch_worker.pending_draw import PendingDraw
+from workers.torch_worker.sampler import Sampled, prompt_logprobs, sample
+
+PROMPT_LOGPROB_ROWS = 64
+"""Rows of logits held at a time for prompt log-probabilities: 64 x 152k float32 are 37 MiB."""
+
+
+class ModelRunner:
+    """Not thread-safe; one step at a time."""
+
+    draws = True
+    """Whether this rank draws tokens."""
+
+    def __init__(
+        self,
+        model: Model,
+        platform: Platform,
+        kv_cache: torch.Tensor,
+        config: ModelConfig,
+        block_size: int,
+        max_num_sequences: int,
+        max_model_len: int,
+        registry: LogitsProcessorRegistry | None = None,
+    ) -> None:
+        self.model = model
+        self.platform = platform
+        self.kv_cache = kv_cache
+        self.config = config
+        self.sequences = RankSequences(
+            config.vocab_size, block_size, max_num_sequences, max_model_len, registry, self.draws
+        )
+        self.state = self.sequences.sampling
+        self.kv_layers = [(layer[0], layer[1]) for layer in kv_cache]  # once: unbinding costs 2 us a layer and step
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets every sequence; weights and the KV allocation stay."""
+        self.sequences.clear()
+        self._step: StepInput | None = None
+        self._hidden: torch.Tensor | None = None
+        self._pending = PendingDraw(StepOutput(-1), self.state)
+        """What was drawn last."""
+        self._computed: torch.Event | None = None
+        """When the forward pass of the last step has come to its end."""
+
+    # ---- phase one ---------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def execute(self, step: StepInput) -> None:
+        """Applies the step's changes and starts its forward pass."""
+        self._pending.hold_places(self.platform)
+        self.sequences.begin(step)
+        copy_blocks(self.kv_cache, step.block_copies)
+        self._step = step
+        self._hidden = self._forward(step) if step.scheduled else None
+        self._computed = self.platform.record_event()
+
+    def _forward(self, step: StepInput) -> torch.Tensor:
+        scheduled = step.scheduled
+        block_tables = self.sequences.block_tables([item.sequence_id for item in scheduled])
+        starts = np.array([item.start for item in scheduled])
+        lens = np.array([item.num_tokens for item in scheduled])
+        metadata = self.platform.build_metadata(starts, lens, block_tables, self.sequences.block_size)
+        return self.model.forward(self._token_ids(step), metadata, self.kv_layers)
+
+    def _token_ids(self, step: StepInput) -> torch.Tensor:
+        """The input ids of the flat batch, int64 [num_tokens]."""
+        token_ids = self.platform.place(self.sequences.token_ids(step))
+        self._pending.fill_in(token_ids, step)
+        return token_ids
+
+    # ---- phase two ---------------------------------------------------------------------------------------------
+
+    def sample(self, masks: MaskBatch | None = None) -> StepOutput:
+        """Draws a token at each sample point of the step that `execute` was given, under the step's masks.
+
+        A point whose mask is late draws nothing; the sequence is not in `token_ids`.
+        """
+        return self.draw(masks).result()
+
+    @torch.inference_mode()
+    def draw(self, masks: MaskBatch | None = None) -> PendingDraw:
+        """As `sample`, but the caller waits for the device later, in `PendingDraw.result`, which comes before the next
+        draw. Only for log-probabilities of prompts, and to verify drafts, does the call itself wait.
+        """
+        step, hidden = self._step, self._hidden
+        if step is None:
+            raise RuntimeError("sample() was called without an execute() before it")
+        self._step = self._hidden = None
+        output = StepOutput(step.step_id, errors=self.sequences.start_errors(step))
+        self._pending = PendingDraw(output, self.state)
+        if hidden is None:
+            return self._pending
+        if self.state.num_wanting_prompt_logprobs:
+            self._prompt_logprobs(step, hidden, output)
+        if step.sample_points:
+            sampled = self._draw(step, hidden, output, masks)
+            self._pending = PendingDraw(output, self.state, sampled, masks)
+        return self._pending
+
+    def is_computing(self) -> bool:
+        """Whether the forward pass of the last step has not come to its end."""
+        return self._computed is not None and not self._computed.query()
+
+    def _draw(
+        self, step: StepInput, hidden: torch.Tensor, output: StepOutput, masks: MaskBatch | None
+    ) -> Sampled | None:
+        """Draws at every point; at those after drafts as if all drafts were tokens of the sequence."""
+        points, drafts = step.sample_points, drafts_of(step)
+        if not drafts:
+            return self._draw_points(points, hidden, masks)
+        with drafts_as_tokens(drafts, self.state):
+            drawn = self._draw_points(points, hidden, masks).to_host()
+        keep_verified(points, drafts, drawn, self.state, output)
+        return None
+
+    def _draw_points(self, points: list[SamplePoint], hidden: torch.Tensor, masks: MaskBatch | None) -> Sampled:
+        logits = self._logits(hidden, [point.row for point in points])
+        return sample(self.platform.sampler, logits, points, self.state, masks)
+
+    def _logits(self, hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:
+        """Logits of these rows of `hidden`; each row is multiplied once, however many points it has."""
+        if rows == list(range(hidden.shape[0])):  # decodes only: no copy
+            return self.model.compute_logits(hidden)
+        unique = list(dict.fromkeys(rows))
+        logits = self.model.compute_logits(hidden[self._place_indices(unique)])
+        if len(unique) == len(rows):
+            return logits
+        index = {row: position for position, row in enumerate(unique)}
+        return logits[self._place_indices([index[row] for row in rows])]
+
+    def _place_indices(self, indices: list[int]) -> torch.Tensor:
+        return self.platform.place(np.array(indices, dtype=np.int64))
+
+    def _prompt_logprobs(self, step: StepInput, hidden: torch.Tensor, output: StepOutput) -> None:
+        """Puts log-probabilities of prompts into `output`: row `i` of a prompt's chunk predicts the token after it."""
+        first_row = 0
+        for item in step.scheduled:
+            num_top = self.state.prompt_logprobs(item.sequence_id)
+            if num_top is not None:
+                last = min(item.start + item.num_tokens, self.state.num_prompt_tokens(item.sequence_id) - 1)
+                if last > item.start:
+                    rows = hidden[first_row : first_row + last - item.start]
+                    targets = self.state.tokens(item.sequence_id)[item.start + 1 : last + 1]
+                    output.prompt_logprobs[item.sequence_id] = self._logprobs_of(rows, targets, num_top)
+            first_row += item.num_tokens
+
+    def _logprobs_of(self, hidden: torch.Tensor, targets: np.ndarray, num_top: int) -> list[TokenLogprobs]:
+        entries: list[TokenLogprobs] = []
+        for first in range(0, hidden.shape[0], PROMPT_LOGPROB_ROWS):
+            logits = self.model.compute_logits(hidden[first : first + PROMPT_LOGPROB_ROWS])
+            chunk = targets[first : first + PROMPT_LOGPROB_ROWS].tolist()
+            entries += prompt_logprobs(self.platform.sampler, logits, chunk, num_top, self.config.vocab_size)
+        return entries

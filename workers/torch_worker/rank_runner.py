@@ -1,0 +1,65 @@
+"""Model runners of several ranks: all compute every step, rank 0 alone draws.
+
+The others follow. They are told what rank 0 drew before the next step (`FollowerRunner.adopt`), and hold no masks, no
+logits processors and no noise. Made by the worker.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from structured.masks import MaskBatch
+from workers.step import StepInput, StepOutput, TokenLogprobs
+from workers.torch_worker.model_runner import PROMPT_LOGPROB_ROWS, ModelRunner
+
+
+class RankRunner(ModelRunner):
+    """Rank 0: a model runner whose outputs carry a digest."""
+
+    def sample(self, masks: MaskBatch | None = None) -> StepOutput:
+        digest = self._digest()
+        output = super().sample(masks)
+        output.digest = digest
+        return output
+
+    def _digest(self) -> int:
+        """A checksum of the step's tokens, the blocks that it writes and the hidden states at its sample points. Hidden
+        states alone would say little: sums over ranks make them equal even if one rank took another token than the
+        rest, or wrote to other blocks.
+        """
+        step, hidden = self._step, self._hidden
+        if step is None or hidden is None:
+            return 0
+        digest = zlib.crc32(self._token_ids(step).cpu().numpy().tobytes())
+        digest = zlib.crc32(self.sequences.written_blocks(step).tobytes(), digest)
+        rows = torch.tensor([point.row for point in step.sample_points], dtype=torch.int64, device=hidden.device)
+        return zlib.crc32(hidden[rows].view(torch.uint8).cpu().numpy().tobytes(), digest)
+
+
+class FollowerRunner(RankRunner):
+    """Every other rank: its `sample` takes part in gathering the logits and draws nothing."""
+
+    draws = False
+
+    def adopt(self, token_ids: Mapping[int, list[int]]) -> None:
+        """Appends what rank 0 drew in the last step, by sequence. Called before the next `execute`."""
+        for sequence_id, gained in token_ids.items():
+            if gained:
+                self.state.append(sequence_id, gained)
+
+    def _draw(self, step: StepInput, hidden: torch.Tensor, output: StepOutput, masks: MaskBatch | None) -> None:
+        """Computes this rank's part of the logits, which rank 0 gathers."""
+        self._logits(hidden, [point.row for point in step.sample_points])
+
+    def _prompt_logprobs(self, step: StepInput, hidden: torch.Tensor, output: StepOutput) -> None:
+        super()._prompt_logprobs(step, hidden, output)
+        output.prompt_logprobs.clear()
+
+    def _logprobs_of(self, hidden: torch.Tensor, targets: np.ndarray, num_top: int) -> list[TokenLogprobs]:
+        for first in range(0, hidden.shape[0], PROMPT_LOGPROB_ROWS):
+            self.model.compute_logits(hidden[first : first + PROMPT_LOGPROB_ROWS])
+        return []

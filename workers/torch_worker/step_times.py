@@ -1,0 +1,46 @@
+"""Measures the time of a model's step by the number of its tokens, once, when a rank starts.
+
+`specdecode/lengths.py` weighs drafts against these times. Called before anything is cached.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+
+from workers.kernels.model_protocol import Model
+from workers.kernels.protocol import KVCaches
+from workers.platforms import Platform
+from workers.ranks.rank_worker import StepTimes
+
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+"""Tokens of the measured steps."""
+ROUNDS = 3
+"""A step of each size is run at least this many times, and the fastest counts."""
+LEAST_SECONDS = 0.02
+"""It is run for at least this long, because a disturbance changes a small model's short steps most."""
+
+
+@torch.inference_mode()
+def measure_steps(model: Model, kv_layers: KVCaches, block_size: int, platform: Platform) -> StepTimes:
+    """Measures the seconds of the forward pass, the logits of every token and their maximum.
+
+    Overwrites the first KV blocks.
+    """
+    num_blocks = kv_layers[0][0].shape[0]
+    table: StepTimes = []
+    for size in SIZES:
+        if size > num_blocks * block_size:
+            break
+        blocks = np.arange(-(-size // block_size), dtype=np.int32)[None]
+        token_ids = platform.place(np.arange(size) % 64)
+        seconds: list[float] = []
+        while len(seconds) < ROUNDS + 1 or sum(seconds) < LEAST_SECONDS:
+            started = time.perf_counter()
+            metadata = platform.build_metadata(np.array([0]), np.array([size]), blocks, block_size)
+            model.compute_logits(model.forward(token_ids, metadata, kv_layers)).argmax(dim=-1).tolist()
+            seconds.append(time.perf_counter() - started)
+        table.append((size, min(seconds[1:])))
+    return table

@@ -1,0 +1,140 @@
+"""Runs a few steps of a model's first layer and its head, so that `manta check` says no if serving would fail.
+
+Weights, dtype, linears, kernels and sampler are those of serving, in the model's own sizes; only the layers after the
+first are left out, and are not read. It runs in a process of its own (`python -m workers.torch_worker.trial`), because
+an instruction that the processor lacks would end the process.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+
+import msgspec
+import numpy as np
+
+from structured.masks import NO_MASK, MaskBatch, row_words
+from workers.checkpoints.model_folder import load_model_config
+from workers.models.model_config import ModelError
+from workers.sampling_params import SamplingParams
+from workers.step import SamplePoint, ScheduledSequence, SequenceStart, StepInput, StepOutput
+
+PROMPT_TOKENS = 48
+"""Prompt tokens of each of two sequences: for more than 32 rows linears take another code path than in decode steps."""
+DECODE_STEPS = 3
+"""The fastest step is reported, because caches are cold in the first one."""
+TIMEOUT_S = 600.0
+"""Longest time of a trial: to compile the kernels, if they were never compiled here, takes a minute of it."""
+
+_PARAMS = (
+    SamplingParams(temperature=0.0, logprobs=1),
+    SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=1.1, presence_penalty=0.1),
+)
+
+
+class Trial(msgspec.Struct, frozen=True, kw_only=True):
+    """What to try: arguments that a worker would get."""
+
+    folder: str
+    dtype: str
+    """Resolved: `bfloat16`, `float16` or `float32`."""
+    device: str
+    num_threads: int | None
+    block_size: int
+
+
+class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
+    seconds: float = 0.0
+    """Time of the fastest decode step: one layer, the head and the sampler."""
+    kernels: str = ""
+    """`kernels` and `advice` are as in `ModelInfo`."""
+    advice: str | None = None
+    error: str | None = None
+
+
+def try_one_layer(trial: Trial) -> TrialResult:
+    """Runs the trial in a process of its own. Raises `ModelError` naming what failed."""
+    command = [sys.executable, "-m", "workers.torch_worker.trial", msgspec.json.encode(trial).decode()]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        raise ModelError(
+            f"one step of its first layer did not end within {TIMEOUT_S:.0f} s on {trial.device}"
+        ) from error
+    if done.returncode != 0:
+        ended = signal.Signals(-done.returncode).name if done.returncode < 0 else f"exit code {done.returncode}"
+        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        raise ModelError(
+            f"one step of its first layer ended the process ({ended}) on {trial.device} in {trial.dtype}"
+            + "".join(f": {line}" for line in last)
+        )
+    result = msgspec.json.decode(done.stdout.splitlines()[-1], type=TrialResult)
+    if result.error is not None:
+        raise ModelError(result.error)
+    return result
+
+
+def run(trial: Trial) -> TrialResult:
+    """Runs the trial in this process; whatever it raises becomes `TrialResult.error`."""
+    try:
+        return _run(trial)
+    except ModelError as error:
+        return TrialResult(error=str(error))
+    except Exception as error:  # serving would raise it too
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        return TrialResult(error=f"one step of its first layer failed on {trial.device} in {trial.dtype}: {what}")
+
+
+def _run(trial: Trial) -> TrialResult:
+    from workers.platforms import choose_platform
+    from workers.torch_worker.loader import load_model
+    from workers.torch_worker.model_runner import ModelRunner
+
+    config = load_model_config(trial.folder).first_layers(1)
+    platform = choose_platform(trial.device, trial.num_threads)
+    dtype = platform.torch_dtype(trial.dtype)
+    model = load_model(trial.folder, config, trial.dtype, platform, whole=False)
+    prompt_len = max(1, min(PROMPT_TOKENS, config.max_position_embeddings - DECODE_STEPS - 1))
+    num_blocks = -(-(prompt_len + DECODE_STEPS) // trial.block_size)
+    kv_cache = platform.allocate_kv(config, len(_PARAMS) * num_blocks, trial.block_size, dtype)
+    runner = ModelRunner(model, platform, kv_cache, config, trial.block_size, len(_PARAMS), prompt_len + DECODE_STEPS)
+    prompt = [token % config.vocab_size for token in range(prompt_len)]
+    prefill = StepInput(
+        step_id=0,
+        started=[SequenceStart(index, params, 7, prompt, prompt_len) for index, params in enumerate(_PARAMS)],
+        scheduled=[
+            ScheduledSequence(index, 0, prompt_len, list(range(index * num_blocks, (index + 1) * num_blocks)))
+            for index in range(len(_PARAMS))
+        ],
+        sample_points=[SamplePoint((index + 1) * prompt_len - 1, index, prompt_len) for index in range(len(_PARAMS))],
+    )
+    everything = np.full((1, row_words(config.vocab_size)), -1, dtype=np.int32)
+    runner.execute(prefill)
+    _check(runner.sample(MaskBatch(0, [0, NO_MASK], everything, {})))
+    seconds = []
+    for position in range(prompt_len, prompt_len + DECODE_STEPS):
+        decode = StepInput(
+            step_id=1 + position - prompt_len,
+            scheduled=[ScheduledSequence(index, position, 1, []) for index in range(len(_PARAMS))],
+            sample_points=[SamplePoint(index, index, position + 1) for index in range(len(_PARAMS))],
+        )
+        started = time.perf_counter()
+        runner.execute(decode)
+        output = runner.sample()
+        seconds.append(time.perf_counter() - started)
+        _check(output)
+    return TrialResult(seconds=min(seconds), kernels=platform.kernel_form, advice=platform.advice)
+
+
+def _check(output: StepOutput) -> None:
+    for row_error in output.errors.values():
+        raise ModelError(f"one step of its first layer gives no token: {row_error.reason}")
+    missing = len(_PARAMS) - len(output.token_ids)
+    if missing:
+        raise ModelError(f"one step of its first layer gives no token for {missing} of {len(_PARAMS)} sequences")
+
+
+if __name__ == "__main__":
+    print(msgspec.json.encode(run(msgspec.json.decode(sys.argv[1], type=Trial))).decode())
