@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import json
 import mmap
 import os
@@ -18,7 +19,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from benchmarks import resume
+from benchmarks import resume, same_tokens
 from benchmarks.engine_child import resident_bytes
 from benchmarks.http_load import run_load
 from benchmarks.processes import ROOT, BenchmarkError, Child, Timing
@@ -27,6 +28,7 @@ from benchmarks.workloads import WORKLOADS, PromptSource, Row, alternate, run_wo
 from cluster.cli.bench import run_bench
 from cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput
 from cluster.serve.streams.progress import Progress
+from tests.checkpoints import checkpoint
 from tests.patience import PATIENCE_S, wait_until
 from workers.sampling_params import SamplingParams
 
@@ -112,6 +114,18 @@ def test_what_resumable_streams_cost_is_measured(capsys: pytest.CaptureFixture[s
     assert len(direct.splitlines()) == 6
     assert len(throughput.splitlines()) == 5
     assert "bar 0.99" in throughput
+
+
+def test_a_token_that_differs_between_two_checkouts_is_found() -> None:
+    ours = same_tokens.generate({"model": str(checkpoint("llama"))})
+    assert all(len(prompts) == 8 for prompts in ours.values())
+    assert {len(choices) for choices in ours["choices"]} == {3}
+    theirs = copy.deepcopy(ours)
+    assert same_tokens.differences(ours, theirs) == []
+    theirs["choices"][2][1][5] += 1
+    theirs["greedy"][4][0].pop()
+    expected = ["greedy, prompt 4, choice 0, token 23", "choices, prompt 2, choice 1, token 5"]
+    assert same_tokens.differences(ours, theirs) == expected
 
 
 def test_a_ratio_above_one_means_better_whatever_the_unit() -> None:

@@ -84,7 +84,7 @@ def test_the_version_and_the_parts_of_bench_are_told(capsys: pytest.CaptureFixtu
     assert (code, re.fullmatch(r"manta \d\S*\n", out) is not None) == (0, True)
     code, out, _ = run(capsys, "bench", "--help")
     assert code == 0
-    for part in ("structured", "faults", "forms", "prefix-attention", "speculative"):
+    for part in ("structured", "faults", "forms", "prefix-attention", "speculative", "same-tokens"):
         assert f"manta bench {part} " in out
     assert "--workloads" in out
 

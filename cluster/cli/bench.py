@@ -21,6 +21,7 @@ SUITES = {
     "forms": "a lesser processor's kernels, and what the hardware allows",
     "prefix-attention": "decode attention that reads a shared prefix once",
     "speculative": "what drafts save",
+    "same-tokens": "whether another commit gives the same tokens, bit for bit",
 }
 """Parts with a command line of their own, and what each measures."""
 
