@@ -6,9 +6,11 @@ removed at exit; nothing is downloaded. Text from these models is noise: for tex
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import pathlib
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -176,10 +178,22 @@ def reference_model(folder: pathlib.Path) -> Any:
     ).eval()
 
 
+@contextlib.contextmanager
+def on_one_thread() -> Iterator[None]:
+    """torch computes on one thread: for tiny models several gain nothing, and wait for each other on a busy machine."""
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(count)
+
+
 @torch.inference_mode()
 def reference_logits(folder: pathlib.Path, token_ids: list[int]) -> torch.Tensor:
     """What transformers computes for one sequence in float32, [num_tokens, vocab_size]."""
-    return reference_model(folder)(torch.tensor([token_ids]), use_cache=False).logits[0]
+    with on_one_thread():
+        return reference_model(folder)(torch.tensor([token_ids]), use_cache=False).logits[0]
 
 
 def reference_greedy(folder: pathlib.Path, prompt: list[int], num_tokens: int) -> list[int]:
@@ -190,14 +204,14 @@ def reference_greedy(folder: pathlib.Path, prompt: list[int], num_tokens: int) -
 @functools.cache
 @torch.inference_mode()
 def _generated(folder: pathlib.Path, prompt: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
-    model = reference_model(folder)
-    output = model.generate(
-        torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-        max_new_tokens=num_tokens,
-        min_new_tokens=0,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
+    with on_one_thread():
+        output = reference_model(folder).generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            max_new_tokens=num_tokens,
+            min_new_tokens=0,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
     return tuple(output[0, len(prompt) :].tolist())

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests import emulated
+from workers import host
 from workers.kernels import build, cpu, cpu_decoder, cpu_linear, cpu_sampler, processor, shared_weights
 
 COMPILED = [form.name for form in processor.lower_forms(processor.best_form())]
@@ -48,6 +49,7 @@ def in_form(name: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if name == TORCH:
             patch.setenv("MANTA_NO_KERNELS", "1")
+            patch.setattr(host, "num_cores", lambda: 1)  # torch's threads wait for each other on a busy machine
         else:
             patch.delenv("MANTA_NO_KERNELS", raising=False)
             patch.setenv(processor.VARIABLE, name)

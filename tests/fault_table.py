@@ -91,7 +91,8 @@ def hold(row: Row, application: Application, undisturbed: list[Stream], record_p
     errors = [stream.error for stream in streams if stream.error]
     assert not errors, errors
     assert all(equal), f"{equal.count(False)} of {len(equal)} streams differ"
-    assert half_s < BUSY * row.bar_s
+    if PROVE:
+        assert half_s < BUSY * row.bar_s
 
 
 # ---- what is done --------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import pytest
 
 from cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput
 from cluster.serve import engine_deployment
-from cluster.serve.engine_deployment import EngineReplica
+from cluster.serve.engine_deployment import DeployedEngine, EngineReplica
 from cluster.serve.routing import replicas as routing_replicas
 from cluster.serve.routing.request_router import EngineRouter
 from cluster.serve.streams import burst
@@ -87,6 +87,17 @@ def test_while_requests_wait_the_ends_of_others_that_are_read_whole_are_held(
 
     num_frames = asyncio.run(scenario())
     assert num_frames <= 6 if hold_s else num_frames >= 12
+
+
+def test_the_start_of_a_replica_counts_the_age_of_its_process_where_it_has_one_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, new_replica: Replicas
+) -> None:
+    """What a start takes decides which requests are held for the next one."""
+    began = time.time()
+    replica = new_replica()
+    assert asyncio.run(replica.start_seconds()) <= time.time() - began
+    monkeypatch.setattr(time, "time", lambda: began + 1000.0)
+    assert DeployedEngine.seconds_before() >= 1000.0
 
 
 def test_what_is_held_is_told_before_an_engine_ends(monkeypatch: pytest.MonkeyPatch, new_replica: Replicas) -> None:

@@ -19,7 +19,6 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-import psutil
 import ray
 from ray import serve
 from ray.serve.config import RequestRouterConfig
@@ -106,8 +105,13 @@ class EngineReplica:
         with told_in_words():
             self._start(config, is_alone)
 
+    @staticmethod
+    def seconds_before() -> float:
+        """Returns how long the process has been there for this replica alone: not at all, if it shares it."""
+        return 0.0
+
     def _start(self, config: EngineConfig, is_alone: bool) -> None:
-        self._phases = Phases(process=time.time() - psutil.Process().create_time())
+        self._phases = Phases(process=self.seconds_before())
         from cluster.engine.engine import Engine  # whoever only deploys this class needs none of what it imports
 
         self._phases.end(IMPORTS)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from typing import Any
 
+import psutil
 import ray
 from ray._common.tls_utils import add_port_to_grpc_server
 from ray.serve._private import replica
@@ -37,6 +39,11 @@ class ReplicaProcess:
         listen_on_own_address()
         super().__init__(*arguments, **options)
         collect_rarely()
+
+    @staticmethod
+    def seconds_before() -> float:
+        """Returns the age of the process, which is part of what the start of its replica takes."""
+        return time.time() - psutil.Process().create_time()
 
 
 def listen_on_own_address() -> None:
