@@ -34,6 +34,8 @@ def test_a_live_server_says_what_runs_where(server: Server, capsys: pytest.Captu
     assert command_line.main(["status", "--url", server.url, "--json"]) == 0
     status = msgspec.json.decode(capsys.readouterr().out, type=Status)
     (engine,) = status.engines
+    assert json.loads(server.get("/version")) == {"version": status.version}
+    assert server.get("/ping") == server.get("/health") == '{"status":"ok"}'
     assert status.problem is None
     assert status.num_held == 0
     assert engine.state == "idle"

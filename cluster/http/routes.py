@@ -120,6 +120,7 @@ ROUTES = (
         errors=(503,),
         public=True,
     ),
+    Route("GET", "/ping", status.health, "As /health", answer=status.Health, errors=(503,), public=True),
     Route(
         "GET",
         "/-/healthz",
@@ -130,6 +131,7 @@ ROUTES = (
         public=True,
     ),
     Route("GET", "/status", status.status, "Engines, deployments and nodes", answer=status.Status, public=True),
+    Route("GET", "/version", status.server_version, "Manta's version", answer=status.Version, public=True),
     Route("GET", "/metrics", status.metrics, "Prometheus metrics", media_type="text/plain", errors=(503,), public=True),
     Route("GET", "/openapi.json", status.openapi, "This document", answer=dict, public=True),
     Route("GET", "/", pages.home, "What is served here", answer=pages.Home, media_type=HTML, public=True),

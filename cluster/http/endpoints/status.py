@@ -1,5 +1,5 @@
-"""`GET /health`, `/-/healthz`, `/status`, `/metrics` and `/openapi.json`: how the server is, what runs where, what it
-counted and what it offers.
+"""`GET /health`, `/ping`, `/-/healthz`, `/status`, `/version`, `/metrics` and `/openapi.json`: how the server is, what
+runs where, what it counted and what it offers.
 """
 
 from __future__ import annotations
@@ -63,6 +63,14 @@ async def ready(state: AppState, exchange: Exchange, _: None) -> None:
     """Answers as Serve's proxies do, for load balancers that were set up for those."""
     status, text = (503, b"This node is being drained.") if state.drains else (200, b"success")
     await exchange.send_body(text, "text/plain; charset=utf-8", status)
+
+
+class Version(msgspec.Struct):
+    version: str
+
+
+async def server_version(state: AppState, exchange: Exchange, _: None) -> Version:
+    return Version(version())
 
 
 class EngineState(msgspec.Struct, kw_only=True):
