@@ -25,7 +25,7 @@ FAMILIES = ("llama", "llama3", "mistral", "qwen2", "qwen3", "gpt_neox")
 DRAFT_FAMILY = "qwen2"
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "tiny KV cache": {"kv_cache_bytes": 160_000, "max_num_batched_tokens": 48},
+    "tiny KV cache": {"kv_cache_bytes": 320_000, "max_num_batched_tokens": 48},
     "small steps": {"max_num_batched_tokens": 11, "max_num_sequences": 5},
     "n-grams": {"speculative": {"proposers": ["ngram"]}},
     "draft model": {"speculative": {"proposers": ["draft"], "draft_model": ""}},

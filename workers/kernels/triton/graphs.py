@@ -143,8 +143,8 @@ def record(
     agree: Callable[[int], int] = int,
 ) -> tuple[Layout, ...]:
     """Captures `layers` in every layout by `forward` (token ids, metadata) of their model; once more for steps with
-    groups that share prefixes, if there are any. Returns the layouts that were captured, ascending: as far as time
-    went, or up to one that cannot be captured, which the log says.
+    groups that share prefixes, if there are any. Returns the layouts that were captured, ascending, as far as time
+    went. The log says which ones cannot be captured: others may be, because smaller ones take less memory.
 
     Ranks that share the model call this with the same layouts. `agree` is the least of what all of them give it, so
     that no rank captures sums over ranks in which another one takes no part.
@@ -154,27 +154,38 @@ def record(
     most = max(each.num_sequences for each in layouts)
     tables = _empty_tables(most, limits, device)
     captured: list[Layout] = []
+    failed: dict[Layout, str] = {}
     layers.capture = GraphCapture(device)
     try:
         for layout in sorted(layouts, key=lambda each: (each.tokens_each, -each.num_sequences)):
             if not agree(int(time.perf_counter() <= deadline)):
                 break
-            if not agree(int(_can_capture(layout, tables, forward, limits))):
+            why_not = _capture(layout, tables, forward, limits)
+            if why_not is not None:
+                failed[layout] = why_not
+            if agree(int(why_not is None)):
+                captured.append(layout)
+            else:
                 layers.forget(layout)
-                break
-            captured.append(layout)
     finally:
         layers.capture = None
+    if failed:
+        sizes = ", ".join(f"{each.num_sequences} sequences of {each.tokens_each}" for each in failed)
+        logger.warning(
+            "steps of so many tokens run kernel by kernel, for they cannot be captured: %s (%s)",
+            sizes,
+            next(iter(failed.values())),
+        )
     return tuple(sorted(captured))
 
 
-def _can_capture(
+def _capture(
     layout: Layout,
     tables: torch.Tensor,
     forward: Callable[[torch.Tensor, AttentionMetadata], object],
     limits: DecodeLimits,
-) -> bool:
-    """Has `forward` run an empty step in the layout, while it captures what it runs."""
+) -> str | None:
+    """Has `forward` run an empty step in the layout, while it captures what it runs. Returns why that failed."""
     device = tables.device
     try:
         for has_groups in _group_forms(layout, limits):
@@ -182,14 +193,8 @@ def _can_capture(
             forward(torch.zeros(layout.num_tokens, dtype=torch.int64, device=device), metadata)
         synchronize(device)
     except RuntimeError as error:
-        logger.warning(
-            "steps of %d sequences with up to %d tokens each run kernel by kernel, for they cannot be captured: %s",
-            layout.num_sequences,
-            layout.tokens_each,
-            error,
-        )
-        return False
-    return True
+        return str(error)
+    return None
 
 
 def _empty_tables(num_sequences: int, limits: DecodeLimits, device: torch.device) -> torch.Tensor:
