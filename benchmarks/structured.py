@@ -18,7 +18,7 @@ import pathlib
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.checkpoints import benchmark_checkpoint
@@ -179,9 +179,9 @@ def _masks(llm: LLM, prompts: PromptSource, form: str, table: Table) -> None:
             asked.append(time.perf_counter() - started)  # noqa: B023
             collect = found.collect
 
-            def timed_collect() -> MaskBatch | None:
+            def timed_collect(is_computing: Callable[[], bool]) -> MaskBatch | None:
                 started = time.perf_counter()
-                batch = collect()
+                batch = collect(is_computing)
                 waits.append(time.perf_counter() - started)  # noqa: B023
                 return batch
 

@@ -1,0 +1,1 @@
+"""The driver's side: from a request to its answer."""

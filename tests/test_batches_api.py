@@ -17,13 +17,14 @@ import openai
 import pytest
 
 from cluster.batch import stored
+from cluster.batch.local_files import PARTIAL_FOLDER
 from cluster.batch.records import Records
 from cluster.batch.retention import remove_expired
 from cluster.batch.running import batch_run
 from cluster.batch.running import batch_runner as runner_module
 from cluster.batch.running.batch_runner import Runner
 from cluster.batch.running.line_endpoints import Endpoints
-from cluster.batch.storage import Storage, with_storage
+from cluster.batch.storage import Storage, check_storage, with_storage
 from cluster.config import BatchLimits, EngineConfig, ServeConfig
 from cluster.http.app import HttpApp
 from cluster.http.endpoints.files import PARSED_BYTES
@@ -470,3 +471,11 @@ def test_a_server_without_a_storage_says_so() -> None:
 def test_a_storage_that_cannot_be_used_is_refused(url: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         with_storage(ServeConfig(batch_storage=url))
+
+
+def test_a_storage_that_cannot_be_written_to_is_refused_before_the_start(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"file/below cannot be written to \(NotADirectoryError"):
+        check_storage(str(tmp_path / "file" / "below"))
+    check_storage(str(tmp_path / "new"))
+    assert [path for path in (tmp_path / "new").iterdir() if path.name != PARTIAL_FOLDER] == []

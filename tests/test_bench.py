@@ -19,7 +19,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from benchmarks import resume, same_tokens
+from benchmarks import resume, same_tokens, structured
 from benchmarks.engine_child import resident_bytes
 from benchmarks.http_load import run_load
 from benchmarks.processes import ROOT, BenchmarkError, Child, Timing
@@ -126,6 +126,18 @@ def test_a_token_that_differs_between_two_checkouts_is_found() -> None:
     theirs["greedy"][4][0].pop()
     expected = ["greedy, prompt 4, choice 0, token 23", "choices, prompt 2, choice 1, token 5"]
     assert same_tokens.differences(ours, theirs) == expected
+
+
+def test_each_part_of_what_constraints_cost_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name, value in {"ROWS": 2, "OUTPUT": 8, "MASK_ROWS": (2,)}.items():
+        monkeypatch.setattr(structured, name, value)
+    model = str(checkpoint("llama", max_position_embeddings=512))
+    assert structured.main(["--parts", "e,slow,masks", "--forms", "threads", "--pairs", "1", "--model", model]) == 0
+    rows = capsys.readouterr().out
+    assert all(f"\n{part} " in rows for part in ("e", "slow", "masks"))
 
 
 def test_a_ratio_above_one_means_better_whatever_the_unit() -> None:

@@ -190,3 +190,14 @@ def test_the_ready_message_has_the_real_name_and_port() -> None:
     assert '"model": "qwen"' in message
     assert 'base_url="http://127.0.0.1:8123/v1"' in message
     assert f"{program()} chat --port 8123" in message
+
+
+def test_what_calls_manta_works_from_every_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    script = tmp_path / "venv" / "bin" / "manta"
+    script.parent.mkdir(parents=True)
+    script.touch()
+    monkeypatch.setattr(sys, "executable", str(script.parent / "python"))
+    monkeypatch.setenv("PATH", "")
+    for folder, expected in (("/", str(script)), (tmp_path, "venv/bin/manta"), (script.parent, "./manta")):
+        monkeypatch.chdir(folder)
+        assert program() == expected

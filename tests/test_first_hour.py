@@ -463,25 +463,36 @@ def test_pasted_lines_are_one_message_and_thoughts_are_dim(replies: http.server.
     assert Replies.asked == ["def f():\n    return 1\n\nWhat is it?", "and now?"]
 
 
-def _chat(port: int, typed: str) -> str:
-    command = [sys.executable, "-m", "cluster.cli", "chat", "--port", str(port)]
+def _chat(port: int, typed: str, *words: str) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of `manta chat` without a terminal."""
+    command = [sys.executable, "-m", "cluster.cli", "chat", "--port", str(port), *words]
     done = subprocess.run(command, input=typed, capture_output=True, text=True, timeout=PATIENCE_S)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_without_a_terminal_there_are_answers_only(replies: http.server.ThreadingHTTPServer) -> None:
+    assert _chat(replies.server_port, "Is it?\nReally?\n") == (0, "Yes.\nYes.\n", "")
+    assert _chat(replies.server_port, "", "Is it?") == (0, "Yes.\n", "")
+    assert Replies.asked == ["Is it?", "Really?", "Is it?"]
+    code, printed, notes = _chat(replies.server_port, "/help\n")
+    assert (code, printed) == (0, "")
+    assert "/system TEXT sets" in notes
 
 
 def test_a_message_may_go_on_over_lines_and_a_cut_reply_says_so(replies: http.server.ThreadingHTTPServer) -> None:
     Replies.ending = "length"
-    printed = _chat(replies.server_port, 'one \\\ntwo\n"""\nthree\n\nfour\n"""\n/exit\n')
+    code, printed, notes = _chat(replies.server_port, 'one \\\ntwo\n"""\nthree\n\nfour\n"""\n/exit\n')
     assert Replies.asked == ["one \ntwo", "three\n\nfour"]
-    assert "(cut here: the conversation fills the model's context; /reset starts again)" in printed
+    assert (code, printed) == (0, "Yes.\nYes.\n")
+    assert "(cut here: the conversation fills the model's context; /reset starts again)" in notes
 
 
 def test_at_the_end_of_the_context_a_chat_says_how_to_start_again() -> None:
     server = shared_server()
-    printed = _chat(server.port, f"{'word ' * 2000}\n/exit\n")
-    assert "(the conversation is longer than the model's context; /reset starts again)" in printed
-    assert "max_model_len" not in printed
+    code, printed, notes = _chat(server.port, f"{'word ' * 2000}\n/exit\n")
+    assert (code, printed) == (1, "")
+    assert "(the conversation is longer than the model's context; /reset starts again)" in notes
+    assert "max_model_len" not in notes
 
 
 # ---- import manta ------------------------------------------------------------------------------------------------

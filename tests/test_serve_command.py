@@ -136,9 +136,10 @@ def test_what_serve_prints_can_be_pasted(running: Serve) -> None:
         timeout=PATIENCE_S,
     )
     assert chat.returncode == 0, chat.stderr
-    assert "Talking to" in chat.stdout
-    assert "the server answered" not in chat.stdout
-    assert "/fly is unknown" in chat.stdout
+    assert chat.stdout.strip()
+    assert not {"Talking to", "> "} & {*chat.stdout.split("\n")}
+    assert "the server answered" not in chat.stderr
+    assert "/fly is unknown" in chat.stderr
 
     unknown = subprocess.run(
         [sys.executable, "-m", "cluster.cli", "chat", "--url", running.url, "--model", "gpt-9"],

@@ -1,0 +1,1 @@
+"""One rank of one model replica, and what it is told and answers."""

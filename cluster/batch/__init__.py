@@ -1,0 +1,1 @@
+"""Batches as files and records in a storage."""

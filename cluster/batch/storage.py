@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
+import secrets
 from collections.abc import Iterable
 from typing import BinaryIO, cast
 
@@ -43,6 +44,22 @@ def with_storage(config: ServeConfig) -> ServeConfig:
     if "://" not in url:
         url = str(pathlib.Path(url).expanduser().resolve())
     return msgspec.structs.replace(config, batch_storage=url)
+
+
+def check_storage(url: str) -> None:
+    """Writes an object, reads it and removes it. Raises `ValueError` where that fails."""
+    storage, name = Storage(url), f"trial-{secrets.token_hex(8)}"
+    try:
+        storage.write(name, b"manta")
+        found = storage.read(name)
+        storage.remove(name)
+    except Exception as error:  # stores name their failures differently
+        raise ValueError(
+            f"batch_storage {url} cannot be written to ({type(error).__name__}: {error}); name a folder or an object "
+            "store that this user may write to"
+        ) from error
+    if found != b"manta":
+        raise ValueError(f"batch_storage {url} does not give back what was written; name another folder or store")
 
 
 class Storage:

@@ -68,6 +68,7 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     serve.set_defaults(run=_serve)
 
     chat = commands.add_parser("chat", help="talk to a running server in the terminal")
+    chat.add_argument("message", nargs="?", help="answer this and end (default: talk, or answer what is piped in)")
     _add_where(chat)
     chat.add_argument("--model", help="name as in /v1/models (default: the server's first)")
     chat.add_argument("--api-key", help="bearer token, if the server asks for one (default: $MANTA_API_KEY)")
@@ -158,7 +159,8 @@ def _serve(options: argparse.Namespace) -> int:
 def _chat(options: argparse.Namespace) -> int:
     from cluster.cli.chat import run_chat
 
-    return run_chat(_url(options), options.model, options.api_key or os.environ.get("MANTA_API_KEY"))
+    api_key = options.api_key or os.environ.get("MANTA_API_KEY")
+    return run_chat(_url(options), options.model, api_key, options.message)
 
 
 def _status(options: argparse.Namespace) -> int:

@@ -18,8 +18,8 @@ from cluster.cli.refusal import Refusal
 from cluster.cli.server import connect, no_server
 
 HELP = (
-    "/reset forgets the conversation, /system TEXT sets the system message, /exit leaves; Ctrl-C stops a reply. "
-    'A \\ at a line\'s end, or """ around several lines, continues a message.'
+    "/help says this again, /reset forgets the conversation, /system TEXT sets the system message, /exit leaves; "
+    'Ctrl-C stops a reply. A \\ at a line\'s end, or """ around several lines, continues a message.'
 )
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
@@ -90,56 +90,80 @@ class Conversation:
                             yield Piece(text, key == "reasoning_content")
 
 
-def run_chat(url: str, model: str | None, api_key: str | None) -> int:
-    """Talks until /exit or end of input. Raises `Refusal` if no server answers or it does not know the model."""
+def run_chat(url: str, model: str | None, api_key: str | None, message: str | None = None) -> int:
+    """Answers `message`, or talks until /exit or end of input. Without a terminal standard output has the answers only.
+
+    Returns 1 if a message got no answer. Raises `Refusal` if no server answers or it does not know the model.
+    """
     client, base = connect(url, api_key)  # without a limit: a reply may wait in the server's queue for long
     with client:
         conversation = Conversation(client, _choose_model(client, base, model))
+        if message is not None:
+            return int(not _print_reply(conversation, message, base))
+        return _talk(conversation, base)
+
+
+def _talk(conversation: Conversation, base: str) -> int:
+    if sys.stdin.isatty():
         print(f"Talking to {conversation.model} at {base}. {HELP}")
-        while True:
-            try:
-                message = read_message()
-            except EOFError:
+    all_answered = True
+    while True:
+        try:
+            message = read_message()
+        except EOFError:
+            message = "/exit"
+            if sys.stdin.isatty():
                 print()
-                return 0
-            except KeyboardInterrupt:
-                print("\n(/exit leaves)")
-                continue
-            if message == "/exit":
-                return 0
-            _handle(conversation, message, base)
+        except KeyboardInterrupt:
+            _note("\n(/exit leaves)")
+            continue
+        if message == "/exit":
+            return 0 if all_answered or sys.stdin.isatty() else 1
+        all_answered &= _handle(conversation, message, base)
 
 
-def _handle(conversation: Conversation, message: str, base: str) -> None:
+def _note(text: str) -> None:
+    """Prints what is no answer."""
+    print(text, file=sys.stdout if sys.stdin.isatty() else sys.stderr)
+
+
+def _handle(conversation: Conversation, message: str, base: str) -> bool:
+    """Returns False for a message that got no answer."""
     command, _, rest = message.partition(" ")
-    if command == "/reset":
+    if command == "/help":
+        _note(HELP)
+    elif command == "/reset":
         conversation.reset()
-        print("(the conversation is forgotten)")
+        _note("(the conversation is forgotten)")
     elif command == "/system":
         conversation.system = rest.strip() or None
-        print("(system message set)" if conversation.system else "(system message removed)")
+        _note("(system message set)" if conversation.system else "(system message removed)")
     elif message.startswith("/"):
-        print(f"({command} is unknown. {HELP})")
+        _note(f"({command} is unknown. {HELP})")
     elif message:
-        _print_reply(conversation, message, base)
+        return _print_reply(conversation, message, base)
+    return True
 
 
-def _print_reply(conversation: Conversation, message: str, base: str) -> None:
+def _print_reply(conversation: Conversation, message: str, base: str) -> bool:
+    """Returns whether an answer came."""
     reply = conversation.reply(message)
     try:
         _print_pieces(reply)
         if conversation.is_cut:
-            print("(cut here: the conversation fills the model's context; /reset starts again)")
+            _note("(cut here: the conversation fills the model's context; /reset starts again)")
+        return True
     except KeyboardInterrupt:
-        print(" (stopped)")
+        _note(" (stopped)")
     except ContextFull:
-        print("(the conversation is longer than the model's context; /reset starts again)")
+        _note("(the conversation is longer than the model's context; /reset starts again)")
     except Refusal as error:
-        print(f"({error})")
+        _note(f"({error})")
     except httpx.HTTPError as error:
-        print(f"(lost the server at {base}: {error or type(error).__name__})")
+        _note(f"(lost the server at {base}: {error or type(error).__name__})")
     finally:
         reply.close()
+    return False
 
 
 def _print_pieces(reply: Generator[Piece, None, None]) -> None:

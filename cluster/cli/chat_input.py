@@ -13,22 +13,26 @@ QUOTES = '"""'
 
 def read_message() -> str:
     """A line; with a `\\` at its end also the next one; several between two lines of `\"\"\"`; or all that were pasted
-    into a terminal together. Raises `EOFError` at the end of input.
+    into a terminal together. A terminal shows a prompt. Raises `EOFError` at the end of input.
     """
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - gives input() line editing and history
-    text = input("> ")
+    text = _line("> ")
     if text.lstrip().startswith(QUOTES):
         return _quoted(text.lstrip().removeprefix(QUOTES))
     while (pasted := _is_pasted()) or text.endswith("\\"):
-        text = f"{text if pasted else text[:-1]}\n{input('. ')}"
+        text = f"{text if pasted else text[:-1]}\n{_line('. ')}"
     return text.strip()
+
+
+def _line(prompt: str) -> str:
+    return input(prompt if sys.stdin.isatty() else "")
 
 
 def _quoted(text: str) -> str:
     """Up to the quotes that end it."""
     while not text.rstrip().endswith(QUOTES):
-        text = f"{text}\n{input('. ')}"
+        text = f"{text}\n{_line('. ')}"
     return text.rstrip().removesuffix(QUOTES).strip("\n")
 
 

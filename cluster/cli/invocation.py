@@ -17,7 +17,10 @@ def program() -> str:
     if not script.is_file():
         return f"{shlex.quote(sys.executable)} -m cluster.cli"
     here = pathlib.Path.cwd()
-    return shlex.quote(str(script.relative_to(here) if script.is_relative_to(here) else script))
+    if script.parent == here:
+        return shlex.quote(f"./{script.name}")
+    is_below = script.is_relative_to(here) and here != pathlib.Path(here.anchor)
+    return shlex.quote(str(script.relative_to(here) if is_below else script))
 
 
 def under_make() -> bool:

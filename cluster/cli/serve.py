@@ -16,7 +16,7 @@ import signal
 import sys
 from typing import Any
 
-from cluster.batch.storage import with_storage
+from cluster.batch.storage import check_storage, with_storage
 from cluster.cli.check import check_quickly
 from cluster.cli.invocation import program, under_make
 from cluster.cli.refusal import NotStarted, Refusal
@@ -64,6 +64,7 @@ def run_serve(
         raise Refusal(str(error)) from error
     if ray_address() is None:  # a cluster's Serve may hold the port already, and takes this application too
         _check_port(config.host, config.port)
+        _check_storage(config.batch_storage)
     if (warning := openness(config)) is not None:
         print(f"manta: warning: {warning}", file=sys.stderr, flush=True)
     if (warning := telemetry.missing()) is not None:
@@ -133,6 +134,15 @@ def stopped_by_sigterm() -> Any:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def _check_storage(url: str | None) -> None:
+    """On a Ray of this machine; a cluster's nodes may reach what this one does not."""
+    try:
+        if url is not None:
+            check_storage(url)
+    except ValueError as error:
+        raise Refusal(str(error)) from error
 
 
 def _check_port(host: str, port: int) -> None:

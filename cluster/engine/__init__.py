@@ -1,0 +1,1 @@
+"""The step loop of one model replica: schedule, execute, prepare masks, update."""

@@ -1,0 +1,1 @@
+"""The HTTP application: the table of its endpoints."""

@@ -1,0 +1,1 @@
+"""OpenAI's bodies: requests, answers and errors."""

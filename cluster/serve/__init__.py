@@ -1,0 +1,1 @@
+"""The application on Ray Serve: ingress and engines."""

@@ -1,0 +1,1 @@
+"""Request logs, spans, and what engines report."""

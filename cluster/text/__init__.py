@@ -1,0 +1,1 @@
+"""Tokenizers, chat templates, and text from tokens."""

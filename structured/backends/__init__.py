@@ -1,0 +1,1 @@
+"""The grammar libraries, each behind one face, and the choice among them."""

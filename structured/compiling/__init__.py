@@ -1,0 +1,1 @@
+"""Constraints are proved in processes that can be killed."""

@@ -1,0 +1,1 @@
+"""Folders of checkpoints: configuration, tensors, schemes of weights, and the memory that they take."""

@@ -1,0 +1,1 @@
+"""What computes on a device: kernels, linears, and the metadata of a step."""

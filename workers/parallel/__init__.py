@@ -1,0 +1,1 @@
+"""Ranks that share a model: their group, and who holds which part."""

@@ -1,0 +1,1 @@
+"""The worker on torch, for CPUs and CUDA GPUs."""

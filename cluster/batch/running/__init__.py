@@ -1,0 +1,1 @@
+"""Runs batches: each line once, whatever dies."""

@@ -1,0 +1,1 @@
+"""An executor over Ray actors, one for each rank."""

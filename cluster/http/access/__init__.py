@@ -1,0 +1,1 @@
+"""Who may ask: keys, origins, addresses, rates."""

@@ -1,0 +1,1 @@
+"""The sockets that clients connect to."""

@@ -1,0 +1,1 @@
+"""Engines come and go with the load."""

@@ -1,0 +1,1 @@
+"""The kernels of CUDA GPUs, in Triton."""
