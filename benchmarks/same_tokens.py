@@ -46,11 +46,11 @@ ASKED: dict[str, dict[str, Any]] = {
 NUM_TOKENS = 24
 
 
-def make_prompts(vocab_size: int = 256) -> list[list[int]]:
-    """Of 5 to 70 tokens; some begin alike."""
+def make_prompts() -> list[list[int]]:
+    """Returns eight prompts of 5 to 70 tokens; four of them share their first 40."""
     source = random.Random(0)
-    shared = [source.randrange(3, vocab_size) for _ in range(40)]
-    own = [[source.randrange(3, vocab_size) for _ in range(count)] for count in (5, 17, 30, 64)]
+    shared = [source.randrange(3, 256) for _ in range(40)]
+    own = [[source.randrange(3, 256) for _ in range(count)] for count in (5, 17, 30, 64)]
     return own + [shared + each[:count] for each, count in zip(own, (1, 9, 20, 30), strict=True)]
 
 

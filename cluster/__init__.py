@@ -1,1 +1,1 @@
-"""The driver's side: from a request to its answer."""
+"""The driver's side of serving: requests, schedules, answers."""

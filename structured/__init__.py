@@ -1,1 +1,1 @@
-"""Constraints: what a request may ask for, who proves it, and who fills the masks of its tokens."""
+"""Constraints on outputs: what a request may ask for, how it is proved, and how masks are filled."""

@@ -36,7 +36,6 @@ from workers.kernels.linears import SummedLinear
 from workers.kernels.weights import Linear
 from workers.model_options import ModelOptions
 from workers.models.model_config import ModelConfig, ModelError
-from workers.models.specs import Split
 from workers.parallel.group import OneRank
 from workers.parallel.shard import CheckpointShard, check_num_ranks, shard_config
 from workers.step import ScheduledSequence, SequenceStart, StepInput
@@ -363,23 +362,23 @@ def test_slices_of_all_ranks_are_the_checkpoint() -> None:
     """Also scales: one for each output goes with the outputs, one for each group of inputs with the inputs."""
     config = load_model_config(checkpoint("llama"))
     tensors = {
-        "q_proj.weight": (64, 64, 0, Split.QUERY_HEADS),
-        "q_proj.weight_scale": (64, 1, 0, Split.QUERY_HEADS),
-        "k_proj.weight": (32, 64, 0, Split.KV_HEADS),
-        "gate_proj.weight": (96, 64, 0, Split.INNER),
-        "o_proj.weight": (64, 64, 1, Split.NOTHING),
-        "o_proj.weight_scale": (64, 4, 1, Split.NOTHING),
-        "down_proj.weight_scale": (64, 1, None, Split.NOTHING),
-        "lm_head.weight": (VOCAB_SIZE, 64, 0, Split.VOCABULARY),
-        "norm.weight": (64, 1, None, Split.NOTHING),
+        "model.layers.0.self_attn.q_proj.weight": (64, 64, 0),
+        "model.layers.0.self_attn.q_proj.weight_scale": (64, 1, 0),
+        "model.layers.0.self_attn.k_proj.weight": (32, 64, 0),
+        "model.layers.0.mlp.gate_proj.weight": (96, 64, 0),
+        "model.layers.0.self_attn.o_proj.weight": (64, 64, 1),
+        "model.layers.0.self_attn.o_proj.weight_scale": (64, 4, 1),
+        "model.layers.0.mlp.down_proj.weight_scale": (64, 1, None),
+        "model.embed_tokens.weight": (VOCAB_SIZE, 64, 0),
+        "lm_head.weight": (VOCAB_SIZE, 64, 0),
+        "model.norm.weight": (64, 1, None),
     }
-    whole = {name: torch.randn(rows, columns) for name, (rows, columns, *_) in tensors.items()}
-    for name, (rows, columns, dim, split) in tensors.items():
+    whole = {name: torch.randn(rows, columns) for name, (rows, columns, _) in tensors.items()}
+    for name, (rows, columns, dim) in tensors.items():
         shape = (rows, columns)
         share = tuple(size // (2 if axis == dim else 1) for axis, size in enumerate(shape))
         ranks = [CheckpointShard(_InMemory(whole), config, rank, 2) for rank in range(2)]
-        sums = name.startswith(("o_proj", "down_proj"))
-        parts = [rank.view(f"model.{name}", share, split=split, splits_inputs=sums) for rank in ranks]
+        parts = [rank.view(name, share) for rank in ranks]
         together = parts[0] if dim is None else torch.cat(parts, dim=dim)
         assert torch.equal(together, whole[name]), name
 
@@ -430,6 +429,6 @@ class _InMemory(Checkpoint):
         self._tensors = tensors
 
     def view(self, name: str, shape: tuple[int, ...], kind: torch.dtype = torch.float32) -> torch.Tensor:
-        tensor = self._tensors[name.removeprefix("model.")]
+        tensor = self._tensors[name]
         assert tensor.shape == shape
         return tensor

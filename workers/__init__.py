@@ -1,1 +1,1 @@
-"""One rank of one model replica, and what it is told and answers."""
+"""One rank of one model replica: its steps, its parameters and its options."""

@@ -1,1 +1,1 @@
-"""From messages to a prompt, and from tokens to a message with its tool calls and reasoning."""
+"""Chat: templates make a prompt of messages, readers make a message of tokens."""

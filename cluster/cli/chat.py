@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import httpx
 
-from cluster.cli.chat_input import read_message
+from cluster.cli.chat_input import is_interactive, read_message
 from cluster.cli.refusal import Refusal
 from cluster.cli.server import connect, no_server
 
@@ -104,7 +104,7 @@ def run_chat(url: str, model: str | None, api_key: str | None, message: str | No
 
 
 def _talk(conversation: Conversation, base: str) -> int:
-    if sys.stdin.isatty():
+    if is_interactive():
         print(f"Talking to {conversation.model} at {base}. {HELP}")
     all_answered = True
     while True:
@@ -112,19 +112,21 @@ def _talk(conversation: Conversation, base: str) -> int:
             message = read_message()
         except EOFError:
             message = "/exit"
-            if sys.stdin.isatty():
+            if is_interactive():
                 print()
         except KeyboardInterrupt:
+            if not is_interactive():
+                raise
             _note("\n(/exit leaves)")
             continue
         if message == "/exit":
-            return 0 if all_answered or sys.stdin.isatty() else 1
+            return 0 if all_answered or is_interactive() else 1
         all_answered &= _handle(conversation, message, base)
 
 
 def _note(text: str) -> None:
-    """Prints what is no answer."""
-    print(text, file=sys.stdout if sys.stdin.isatty() else sys.stderr)
+    """Prints a remark, which is no answer: without a terminal to standard error."""
+    print(text, file=sys.stdout if is_interactive() else sys.stderr)
 
 
 def _handle(conversation: Conversation, message: str, base: str) -> bool:

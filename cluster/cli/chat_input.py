@@ -25,8 +25,13 @@ def read_message() -> str:
     return text.strip()
 
 
+def is_interactive() -> bool:
+    """Returns whether somebody types and reads in a terminal."""
+    return sys.stdin.isatty() and sys.stdout.isatty()
+
+
 def _line(prompt: str) -> str:
-    return input(prompt if sys.stdin.isatty() else "")
+    return input(prompt if is_interactive() else "")
 
 
 def _quoted(text: str) -> str:

@@ -146,7 +146,7 @@ class Sequence:
         self.num_computed_tokens = num_computed_tokens
 
     def await_first_token(self) -> None:
-        """Of a fork: the step that completes its parent's prompt draws its first token."""
+        """Lets the step that completes the parent's prompt draw the first token of this fork."""
         self.num_computed_tokens, self.num_pending_tokens = self.num_prompt_tokens, 1
 
     def schedule(self, count: int) -> ScheduledSequence:

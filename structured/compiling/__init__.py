@@ -1,1 +1,1 @@
-"""Constraints are proved in processes that can be killed."""
+"""Compilation of constraints in processes that can be killed."""

@@ -1,4 +1,4 @@
-"""What the grammar pool keeps of each worker and of each session. `structured/grammar_pool/pool.py` alone writes it."""
+"""The grammar pool's records of its workers and sessions. `structured/grammar_pool/pool.py` alone writes them."""
 
 from __future__ import annotations
 

@@ -16,7 +16,6 @@ import torch
 
 from workers.checkpoints.memory import TensorEntry, read_header, weight_files
 from workers.models.model_config import ModelError
-from workers.models.specs import Split
 
 _DTYPES = {
     "F32": torch.float32,
@@ -58,16 +57,9 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._entries
 
-    def view(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        kind: torch.dtype = torch.float32,
-        split: Split = Split.NOTHING,
-        splits_inputs: bool = False,
-    ) -> torch.Tensor:
+    def view(self, name: str, shape: tuple[int, ...], kind: torch.dtype = torch.float32) -> torch.Tensor:
         """Returns the tensor as a view of the file, in the checkpoint's dtype. If `kind` is a floating-point dtype, the
-        tensor's may be any floating-point dtype; else it must be `kind`. The last two arguments are for a rank's view.
+        tensor's may be any floating-point dtype; else it must be `kind`.
 
         Raises `ModelError` naming the tensor if it is missing, not of `shape`, or of another dtype.
         """
@@ -118,14 +110,7 @@ def _advise(mapped: mmap.mmap, name: str, *part: int) -> None:
 class CheckpointHeaders(Checkpoint):
     """A checkpoint whose tensors have shapes but no data."""
 
-    def view(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        kind: torch.dtype = torch.float32,
-        split: Split = Split.NOTHING,
-        splits_inputs: bool = False,
-    ) -> torch.Tensor:
+    def view(self, name: str, shape: tuple[int, ...], kind: torch.dtype = torch.float32) -> torch.Tensor:
         return super().view(name, shape, kind).to("meta")
 
     def release(self, names: Iterable[str]) -> None:

@@ -1,1 +1,1 @@
-"""Who runs a model's layers: Manta's decoder, or transformers' own code over the paged cache."""
+"""Manta's decoder, and transformers' own model code over the paged cache."""

@@ -1,1 +1,1 @@
-"""What computes on a device: kernels, linears, and the metadata of a step."""
+"""Kernels and linears of all devices, and the metadata of a step that they read."""

@@ -7,6 +7,7 @@ names are those of Hugging Face's checkpoints. The split over ranks is Megatron-
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterator
 from typing import NamedTuple
 
 
@@ -96,6 +97,12 @@ class DecoderSpec(NamedTuple):
     final_norm: NormSpec
     head: LinearSpec
     """hidden -> logits. If the head is tied, it has the embedding's name."""
+
+    def linears(self) -> Iterator[LinearSpec]:
+        """Yields every linear of the model."""
+        yield self.head
+        for layer in self.layers:
+            yield from (layer.attention.qkv, layer.attention.output, layer.mlp.gated, layer.mlp.down)
 
     @property
     def is_tied(self) -> bool:

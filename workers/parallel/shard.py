@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from workers.checkpoints.checkpoint import Checkpoint
+from workers.models.families import describe
 from workers.models.model_config import ModelConfig, ModelError
 from workers.models.specs import Split
 
@@ -73,21 +74,19 @@ class CheckpointShard:
         self._config = config
         self._rank = rank
         self._num_ranks = num_ranks
+        spec = describe(config)
+        self._splits = {spec.embedding.name: (spec.embedding.split, False)}
+        for linear in spec.linears():
+            self._splits |= {part.name: (part.split, linear.splits_inputs) for part in linear.parts}
 
     def __contains__(self, name: str) -> bool:
         return name in self._checkpoint
 
-    def view(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        kind: torch.dtype = torch.float32,
-        split: Split = Split.NOTHING,
-        splits_inputs: bool = False,
-    ) -> torch.Tensor:
+    def view(self, name: str, shape: tuple[int, ...], kind: torch.dtype = torch.float32) -> torch.Tensor:
         """As `Checkpoint.view`, whose `ModelError` it raises. Tensors of all schemes are sliced alike, along their
         outputs or along their inputs, however many inputs are packed into one element.
         """
+        split, splits_inputs = self._splits.get(name.rpartition(".")[0], (Split.NOTHING, False))
         if split in (Split.QUERY_HEADS, Split.INNER):
             return self._slice(name, shape, kind, 0, self._rank, self._num_ranks)
         if split is Split.KV_HEADS:

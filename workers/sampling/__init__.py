@@ -1,1 +1,1 @@
-"""What sampling needs on the host, whatever computes the logits: state of sequences, noise, verification of drafts."""
+"""The host's part of sampling: state of sequences, noise, and the verification of drafts."""

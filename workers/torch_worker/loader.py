@@ -33,7 +33,7 @@ from workers.kernels.weights import (
 )
 from workers.models.families import describe
 from workers.models.model_config import UNQUANTIZED, ModelConfig
-from workers.models.specs import AttentionSpec, LayerSpec, LinearSpec, NormSpec, Split
+from workers.models.specs import AttentionSpec, LayerSpec, LinearSpec, NormSpec
 from workers.parallel.group import Group
 from workers.parallel.layers import GatheredHead, VocabularyParallelEmbedding
 from workers.parallel.shard import CheckpointShard, shard_config
@@ -111,14 +111,7 @@ class _Checkpoint(Protocol):
 
     def __contains__(self, name: str) -> bool: ...
 
-    def view(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        kind: torch.dtype = torch.float32,
-        split: Split = Split.NOTHING,
-        splits_inputs: bool = False,
-    ) -> torch.Tensor: ...
+    def view(self, name: str, shape: tuple[int, ...], kind: torch.dtype = torch.float32) -> torch.Tensor: ...
 
     def release(self, names: Iterable[str]) -> None: ...
 
@@ -176,8 +169,8 @@ class _WeightReader:
 
     def read(self) -> DecoderWeights:
         spec = describe(self.config)
-        name, rows, split = spec.embedding
-        view = self.checkpoint.view(f"{name}.weight", (rows, self.config.hidden_size), split=split)
+        name, rows, _ = spec.embedding
+        view = self.checkpoint.view(f"{name}.weight", (rows, self.config.hidden_size))
         table = self.platform.place_embedding(view, self.dtype)
         # The head before the layers: it is the largest weight, and is held twice while it is packed.
         head = (self.platform.tied_head(table) if spec.is_tied else None) or self._linear(spec.head)
@@ -245,7 +238,7 @@ class _WeightReader:
         for part in linear.parts:
             name, shape = f"{part.name}.{suffix}", (part.out_features, *row_shape)
             self._unreleased.append(name)
-            views.append(self.checkpoint.view(name, shape, dtype, part.split, linear.splits_inputs))
+            views.append(self.checkpoint.view(name, shape, dtype))
         return views
 
 

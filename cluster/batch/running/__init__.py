@@ -1,1 +1,1 @@
-"""Runs batches: each line once, whatever dies."""
+"""The runner of batches: it answers each line once, whatever dies."""

@@ -1,1 +1,1 @@
-"""Where the model runs: in this process, a step at a time or one behind another."""
+"""Executors in the engine's process: one step at a time, or one behind another."""

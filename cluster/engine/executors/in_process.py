@@ -54,8 +54,8 @@ class InProcessExecutor(SynchronousExecutor):
 
 
 class DeviceExecutor:
-    """For a device that works by itself: calls launch work and return, and the next step's input ids are put together
-    on the device.
+    """Launches steps on a device that works by itself: calls return before the work is done, and the device puts the
+    next step's input ids together.
     """
 
     depth = 1

@@ -1,1 +1,1 @@
-"""Who may ask: keys, origins, addresses, rates."""
+"""Access to the server: keys, origins, addresses and rate limits."""

@@ -1,5 +1,5 @@
-"""What the HTTP application asks of the engines. `cluster/serve/streams/submission.py` implements it with calls over
-Ray.
+"""The engines as the HTTP application sees them. `cluster/serve/streams/submission.py` implements this protocol with
+calls over Ray.
 """
 
 from __future__ import annotations

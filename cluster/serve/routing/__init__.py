@@ -1,1 +1,1 @@
-"""Which engine gets which request."""
+"""The request router: it chooses an engine by its load and its cached prefixes."""

@@ -1,1 +1,1 @@
-"""Engines come and go with the load."""
+"""Autoscaling: engines are started and stopped with the load."""

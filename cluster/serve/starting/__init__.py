@@ -1,1 +1,1 @@
-"""Starts, and why they fail."""
+"""The start of an application, and the causes of a failed one."""
