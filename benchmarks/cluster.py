@@ -35,14 +35,13 @@ from benchmarks.autoscaling import autoscaling
 from benchmarks.batch import batch as measure_batches
 from benchmarks.checkpoints import benchmark_checkpoint
 from benchmarks.cluster_http import ALL_WAYS, STREAMS, http
+from benchmarks.overlap import llm_on
 from benchmarks.own_ray import own_ray_extras
 from benchmarks.report import machine
 from benchmarks.resume import resume
 from benchmarks.tensor_parallel import measure_steps, measure_sums, step_table, sum_table
 from cluster import own_ray
 from cluster.config import EngineConfig
-from cluster.engine import engine
-from cluster.engine.executor_choice import make_executor, with_depth
 from cluster.engine.executors.executor import SynchronousExecutor
 from cluster.engine.executors.in_process import InProcessExecutor
 from cluster.engine.ranks.actor import RankActor
@@ -169,12 +168,8 @@ def _turns(engines: dict[str, LLM], num_rows: int, num_rounds: int, num_tokens: 
 
 
 def _engine(num_ranks: int, make: Callable[[EngineConfig], SynchronousExecutor], overlap: str) -> LLM:
-    model = str(benchmark_checkpoint("tiny-llama"))
-    engine.make_executor = lambda config: with_depth(make(config), config)
-    try:
-        return LLM(model, kv_cache_bytes=1 << 27, num_threads=1, tensor_parallel_size=num_ranks, overlap=overlap)
-    finally:
-        engine.make_executor = make_executor
+    config = EngineConfig(model=str(benchmark_checkpoint("tiny-llama")), kv_cache_bytes=1 << 27, num_threads=1)
+    return llm_on(make, config, tensor_parallel_size=num_ranks, overlap=overlap)
 
 
 def _block(llm: LLM, num_rows: int, num_tokens: int) -> list[float]:

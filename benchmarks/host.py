@@ -5,8 +5,7 @@ returns the same tensors whatever it is asked, and the vocabulary is so small th
 
     step        a decode step by number of rows: microseconds a sequence by who spends them, and milliseconds a step
     admission   the same for arrivals: `add_request`, then steps until all of them run
-    loops       the plain step loop against the overlapped one, in turns: with a device of its own that takes
-                `DEVICE_S` for each step (`PacedDevice`), and with the tiny model on this machine's cores
+    loops       the plain step loop against the overlapped one, in turns (`benchmarks/overlap.py`)
 
 The *floor* is what plain Python takes for the objects alone: a `ScheduledSequence`, a `SamplePoint` and a
 `SequenceOutput` a sequence, a token appended to its list and to its array. Times are medians over steps; collections of
@@ -23,7 +22,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,14 +31,11 @@ from benchmarks.checkpoints import benchmark_checkpoint
 from benchmarks.report import machine
 from cluster.config import EngineConfig
 from cluster.engine.engine import Engine
-from cluster.engine.executors.in_process import DeviceExecutor, InProcessExecutor
-from cluster.engine.executors.thread_executor import ThreadExecutor
+from cluster.engine.executors.in_process import InProcessExecutor
 from cluster.engine.request import EngineRequest, SequenceOutput
 from structured.constraint import ConstraintSpec
-from structured.masks import MaskBatch
-from workers.ranks.rank_worker import Drawn
 from workers.sampling_params import SamplingParams
-from workers.step import SamplePoint, ScheduledSequence, StepInput, StepOutput
+from workers.step import SamplePoint, ScheduledSequence, StepInput
 
 ROWS = (1, 32, 256, 1024, 4096)
 ARRIVALS = (256, 1024, 4096)
@@ -48,9 +44,7 @@ WARM_UP_STEPS = 4
 PHASES = ("schedule", "masks", "execute", "sample", "update")
 """Of a step, in their order; `execute` and `sample` are the runner's."""
 BAR_ROWS, BAR_MS = 256, 1.5
-DEVICE_S = 0.005
 LOOP_ROWS = (1, 32, 256)
-LOOP_ROUNDS = 9
 PARTS = ("step", "admission", "loops")
 
 
@@ -75,38 +69,8 @@ class FreeExecutor(InProcessExecutor):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         max_rows = max(config.max_num_sequences, config.max_num_batched_tokens)
-        self._worker.runner.model = FreeModel(max_rows, self.model.vocab_size)  # type: ignore[attr-defined]
-
-
-class PacedDevice(FreeExecutor):
-    """As a device that works by itself: a call launches a step and returns, each step begins when the one before it is
-    done and takes `DEVICE_S`, and its tokens are there when it is done.
-    """
-
-    _done_at = 0.0
-
-    def execute(self, step: StepInput) -> None:
-        super().execute(step)
-        if step.scheduled:
-            self._done_at = max(self._done_at, time.perf_counter()) + DEVICE_S
-
-    def draw(self, masks: MaskBatch | None = None) -> PacedDraw:  # type: ignore[override]
-        return PacedDraw(super().draw(masks), self._done_at)
-
-    def sample(self, masks: MaskBatch | None = None) -> StepOutput:
-        return self.draw(masks).result()
-
-    def is_computing(self) -> bool:
-        return time.perf_counter() < self._done_at
-
-
-class PacedDraw(NamedTuple):
-    drawn: Drawn
-    done_at: float
-
-    def result(self) -> StepOutput:
-        time.sleep(max(0.0, self.done_at - time.perf_counter()))
-        return self.drawn.result()
+        target = getattr(self._worker, "target", self._worker)  # of one that speculates, the model's own worker
+        target.runner.model = FreeModel(max_rows, self.model.vocab_size)
 
 
 def make_engine(max_rows: int) -> Engine:
@@ -257,45 +221,6 @@ def admission_part(arrivals: Sequence[int]) -> None:
         finish(engine, count)
 
 
-def loops_part(rows: Sequence[int], num_steps: int) -> None:
-    """Prints a row for each device and number of rows."""
-    print(f"\n| device | rows | plain, ms a step | overlapped, ms | plain over overlapped (median of {LOOP_ROUNDS}) |")
-    print("| --- | --- | --- | --- | --- |")
-    paced, tiny = config_of("one-layer-llama", max(rows)), config_of("tiny-llama", max(rows), None)
-    devices: dict[str, Callable[[], tuple[Engine, Engine]]] = {
-        f"its own, {DEVICE_S * 1e3:g} ms": lambda: (
-            Engine(paced, executor=PacedDevice(paced)),
-            Engine(paced, executor=DeviceExecutor(PacedDevice(paced))),
-        ),
-        "these cores, tiny-llama": lambda: (
-            Engine(tiny),
-            Engine(tiny, executor=ThreadExecutor(InProcessExecutor(tiny))),
-        ),
-    }
-    for device, make in devices.items():
-        engines = make()
-        for count in rows:
-            pairs = []
-            for number in range(LOOP_ROUNDS + 1):
-                pair = [step_seconds(engine, count, num_steps) for engine in engines]
-                if number:  # the first pair warms up
-                    pairs.append(pair)
-            plain, overlapped = (statistics.median(column) * 1e3 for column in zip(*pairs, strict=True))
-            ratio = statistics.median(pair[0] / pair[1] for pair in pairs)
-            print(f"| {device} | {count} | {plain:.3f} | {overlapped:.3f} | {ratio:.3f} |", flush=True)
-
-
-def step_seconds(engine: Engine, count: int, num_steps: int) -> float:
-    """Seconds of a decode step, from the first tokens of `num_steps` steps to the last."""
-    run_all(engine, count)
-    started = time.perf_counter()
-    for _ in range(num_steps):
-        engine.step()
-    seconds = (time.perf_counter() - started) / num_steps
-    finish(engine, count)
-    return seconds
-
-
 def profile(count: int, num_steps: int) -> None:
     """Prints where the time of decode steps goes, by function."""
     engine = make_engine(count)
@@ -331,7 +256,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "admission" in parts:
         admission_part([int(count) for count in options.arrivals.split(",")])
     if "loops" in parts:
-        loops_part(LOOP_ROWS, options.steps)
+        from benchmarks.overlap import measure  # imports Ray
+
+        measure(LOOP_ROWS, options.steps)
     return 0
 
 

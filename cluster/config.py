@@ -45,9 +45,9 @@ class EngineConfig(ModelOptions, frozen=True, kw_only=True, forbid_unknown_field
     grammar_pool: PoolConfig = PoolConfig()
     """Where masks are filled, and for how long."""
     overlap: Literal["auto", "on", "off"] = "auto"
-    """Whether a step is launched before the tokens of the one before it are known to the host, so that the device never
-    waits for it; the tokens stay the same. `auto` does so on a device that works by itself. `on` does so on CPUs too;
-    speculation has the plain loop only.
+    """Whether the engine does its own work while the device computes a step; the tokens stay the same. A step is then
+    launched before the tokens of the one before it are known to the host, with speculation as soon as they are known.
+    `auto` overlaps on a device that computes by itself (a GPU), `on` on CPUs too.
     """
     speculative: SpeculativeConfig | None = None
     """Who proposes tokens that the model then verifies, several a step; None for one token a step."""

@@ -17,11 +17,11 @@ import pytest
 import torch
 from torch import distributed
 
-from cluster.engine.executors.in_process import DeviceExecutor
 from cluster.llm import LLM, SamplingParams
 from tests.checkpoints import VOCAB_SIZE, checkpoint, reference_greedy
 from tests.patience import PATIENCE_S
 from tests.triton_device import DEVICE, NEEDS_GPU, THOROUGH
+from tests.workers import device_of
 from workers.checkpoints.model_folder import load_model_config
 from workers.kernels.attention_metadata import AttentionMetadata
 from workers.kernels.protocol import DecodeLimits, KVCaches
@@ -377,8 +377,8 @@ def test_the_demo_model_is_greedy_equal_to_the_cpu(monkeypatch: pytest.MonkeyPat
 def test_a_step_is_launched_and_drawn_without_waiting_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """By torch's own watch over calls that wait: with edits, filters and log-probabilities."""
     llm = make_llm(monkeypatch, "demo", max_model_len=None, max_num_sequences=8, kv_cache_bytes=1 << 26)
-    stream, waits = llm.engine.executor, []
-    assert isinstance(stream, DeviceExecutor)
+    stream, waits = device_of(llm.engine), []
+    assert stream.depth == 1
 
     def watched(call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
@@ -393,8 +393,8 @@ def test_a_step_is_launched_and_drawn_without_waiting_for_the_device(monkeypatch
 
         return run
 
-    monkeypatch.setattr(stream.inner, "execute", watched(stream.inner.execute))
-    monkeypatch.setattr(stream.inner, "draw", watched(stream.inner.draw))
+    monkeypatch.setattr(stream, "execute", watched(stream.execute))
+    monkeypatch.setattr(stream, "draw", watched(stream.draw))
     asked = [{"frequency_penalty": 0.5}, {"repetition_penalty": 1.2, "top_p": 0.9}, {"logit_bias": {7: 2.0}}]
     asked += [{"logprobs": 3}, {"bad_words": ["Manta"]}, {"temperature": 0.0, "min_tokens": 9}, {"n": 2}]
     params = [SamplingParams(**{"max_tokens": 20, "seed": 1} | fields) for fields in asked]

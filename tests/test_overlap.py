@@ -15,8 +15,9 @@ from hypothesis import given, settings
 
 from cluster.config import EngineConfig
 from cluster.engine.engine import Engine, EngineDead
+from cluster.engine.executor_choice import make_executor
 from cluster.engine.executors.executor import StepCall
-from cluster.engine.executors.in_process import DeviceExecutor
+from cluster.engine.executors.in_process import InProcessExecutor
 from cluster.engine.executors.thread_executor import ThreadExecutor
 from cluster.engine.request import ContinuedChoice, EngineRequest, FinishStatus, SequenceOutput, Usage
 from specdecode.speculative_config import SpeculativeConfig
@@ -51,7 +52,8 @@ PROMPTS = ([5, 9, 11] * 11, [7] * 3, list(range(20, 60)), [5, 9, 11] * 11 + [80,
 @functools.cache
 def engine(num_blocks: int, overlap: str) -> Engine:
     """One for all examples, so that each finds what the ones before it left in the prefix cache. `device` is the
-    overlapped loop as on a device that works by itself: the host hears of tokens only when it asks.
+    overlapped loop as on a device that works by itself: the host hears of tokens only when it asks. `drafts` is the
+    overlapped loop of an engine that speculates.
     """
     if overlap == "device":
         with pytest.MonkeyPatch.context() as patch:
@@ -65,7 +67,10 @@ def engine(num_blocks: int, overlap: str) -> Engine:
             kv_cache_bytes=load_model_config(folder).kv_bytes_per_token("float32") * 16 * num_blocks,
             max_num_batched_tokens=48,
             max_num_sequences=6,
-            overlap=overlap,
+            overlap="on" if overlap == "drafts" else overlap,  # type: ignore[arg-type]
+            speculative=SpeculativeConfig(proposers=("forced", "ngram"), ngram_min=1, adaptive=False)
+            if overlap == "drafts"
+            else None,
             constraints=ConstraintLimits(compile_seconds=PATIENCE_S),
             logits_processors={"automaton": None},
         )
@@ -183,17 +188,18 @@ class Run:
             tokens += output.token_ids
             self.answers[key] = tokens, output.finish, output.stop_token_id
             stop = self._workload[int(output.request_id)].stop
-            if stop is not None and output.index == 0 and len(tokens) >= stop and output.finish is None:
+            if stop is not None and output.index == 0 and len(tokens) >= stop:
                 del tokens[stop:]
-                (end,) = self._engine.finish(output.request_id, output.index, stop)
-                self.answers[key] = tokens, end.finish, None
+                # Nothing is left to end where accepted drafts brought the end in the same step.
+                self._engine.finish(output.request_id, output.index, stop)
+                self.answers[key] = tokens, FinishStatus.FINISHED_STOPPED, None
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(workload=st.lists(requests, min_size=1, max_size=7), num_blocks=st.sampled_from([ROOMY, TIGHT, TIGHT]))
 def test_both_loops_give_the_same_tokens(workload: list[Request], num_blocks: int) -> None:
     plain = Run(engine(num_blocks, "off"), workload).answers
-    for overlap in ("on", "device"):
+    for overlap in ("on", "device", "drafts"):
         compare(plain, Run(engine(num_blocks, overlap), workload).answers)
 
 
@@ -319,15 +325,55 @@ def test_two_failures_in_a_row_end_the_engine() -> None:
         drain(one)
 
 
-def test_speculation_is_refused_in_words() -> None:
+def test_with_drafts_the_caller_delivers_tokens_while_the_next_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device ends none of the first steps before the call that launched it has returned."""
+    one = engine(ROOMY, "drafts")
+    sample = device_of(one).sample
+    returned = [threading.Event() for _ in range(4)]
+    waiting = iter(returned)
+    returning = iter(returned)
+
+    def reluctant_sample(masks: MaskBatch | None = None) -> StepOutput:
+        event = next(waiting, None)
+        assert event is None or event.wait(PATIENCE_S), "the engine waited for the step that it had just launched"
+        return sample(masks)
+
+    monkeypatch.setattr(device_of(one), "sample", reluctant_sample)
+    add(one, max_tokens=30)
+    tokens: list[int] = []
+    while one.has_unfinished:
+        for output in one.step():
+            tokens += output.token_ids
+        if (event := next(returning, None)) is not None:
+            event.set()
+    assert tokens == Run(engine(ROOMY, "off"), [Request(0, greedy(30), 0)]).answers["0", 0][0]
+    assert sum(one.stats().drafts.accepted.get("ngram", ())) > 0
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+
+
+def test_a_device_that_computes_by_itself_is_overlapped_unless_the_option_says_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(CpuPlatform, "runs_ahead", True)
     folder = str(checkpoint("llama", dtype="float32"))
-    config = EngineConfig(model=folder, overlap="on", speculative=SpeculativeConfig(proposers=("ngram",)))
-    with pytest.raises(ValueError, match=r"overlap: on does not go with speculation.*auto"):
-        Engine(config)
+    drafts = SpeculativeConfig(proposers=("ngram",), adaptive=False)
+    for overlap, speculative, kind, depth in (
+        ("auto", None, InProcessExecutor, 1),
+        ("auto", drafts, ThreadExecutor, 1),
+        ("off", None, InProcessExecutor, 0),
+        ("off", drafts, InProcessExecutor, 0),
+    ):
+        executor = make_executor(
+            EngineConfig(model=folder, kv_cache_bytes=2**20, overlap=overlap, speculative=speculative)  # type: ignore[arg-type]
+        )
+        assert (type(executor), executor.depth) == (kind, depth)
 
 
 def test_the_loop_is_the_plain_one_unless_it_is_asked_for_or_the_device_gains() -> None:
-    for overlap, kind in (("on", ThreadExecutor), ("device", DeviceExecutor)):
+    for overlap, kind in (("on", ThreadExecutor), ("device", InProcessExecutor), ("drafts", ThreadExecutor)):
         executor = engine(ROOMY, overlap).executor
         assert isinstance(executor, kind)
         assert executor.depth == 1

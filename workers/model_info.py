@@ -24,5 +24,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of each part of `load_seconds`, in order."""
     advice: str | None = None
     """One line: what keeps the device from its full speed, and the remedy."""
+    is_asynchronous: bool = False
+    """Whether the device computes by itself, on none of the host's cores."""
     step_costs: tuple[tuple[int, float], ...] = ()
     """(tokens, seconds) of steps, tokens ascending; measured only if the number of drafts is adaptive."""

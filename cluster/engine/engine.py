@@ -1,11 +1,15 @@
 """One model replica: the step loop that turns requests into tokens. Start reading here.
 
-`Engine.step` is the whole of it: *schedule, execute, prepare masks, update*. One loop serves every device; how many
-steps are under way while the next one is planned is the executor's `depth`. With depth 0 a step is updated before the
-next one is planned. With depth 1 it is launched before the tokens of the step before it are known here: while the
-device computes it, the host learns those tokens, ends what they end, prepares the masks and plans the next step. What
-has ended by then still has a row in the step under way: nobody reads what it draws, and later steps overwrite what it
-computes, since the device keeps their order.
+`Engine.step` is the whole of it: *schedule, execute, prepare masks, update*. One loop serves every device:
+
+- With an executor of depth 0, a call of `step` returns the tokens of the step that it planned.
+- With depth 1, a call returns while its step is under way, so the caller delivers the tokens of the step before it
+  while the device computes. The step is planned and launched before those tokens are known here.
+- With depth 1 and speculation, the step is planned when those tokens are known, because they decide how many drafts
+  were accepted and which come next. The caller still delivers them while the device computes.
+
+A sequence that ends meanwhile still has a row in the step under way: nobody reads what it draws, and later steps
+overwrite what it computes, since the device keeps their order.
 
 The engine deals in token ids only, holds no tokenizer and no HTTP, and is used by one thread at a time:
 `cluster/llm.py` calls it directly, `cluster/serve/engine_deployment.py` gives it a thread of its own behind Ray Serve.
@@ -111,6 +115,8 @@ class Engine:
         """Ranks are being started anew: no step comes before they are there."""
         self._under_way: deque[_StepUnderWay] = deque()
         """The oldest first."""
+        self._plans_ahead = self.executor.depth > 0 and config.speculative is None
+        """Whether a step is planned before the tokens of the step under way are known."""
         self._step_budget = StepBudget(config.max_num_batched_tokens)
         self._id = secrets.token_hex(8)
         self._next_sequence_id = 0
@@ -139,17 +145,21 @@ class Engine:
     def step(self) -> list[SequenceOutput]:
         """Plans and starts one step; returns what the steps that are done added to each sequence that gained tokens or
         ended: this step's tokens with depth 0, those of the step before it with depth 1.
+
+        Raises `EngineDead` where the executor failed twice in a row, or could not be rebuilt.
         """
         changes = self.scheduler.expire(time.monotonic())
         if not self.scheduler.has_unfinished:
             self._run_when_idle()
             return changes
-        # 1. Schedule: who computes what, by what is known of masks and drafts, as if the steps under way were done.
-        changes += self.masks.before_step()
-        step = self.scheduler.schedule()
-        if not (step.scheduled or self._computes) and self.scheduler.has_unfinished:
-            self._wait_for_news()
         try:
+            if not self._plans_ahead:
+                changes += self._update(most_under_way=0)
+            # 1. Schedule: who computes what, by what is known of masks and drafts, as if the steps under way were done.
+            changes += self.masks.before_step()
+            step = self.scheduler.schedule()
+            if not (step.scheduled or self._computes) and self.scheduler.has_unfinished:
+                self._wait_for_news()
             # 2. Execute: the forward pass starts behind the step under way, whose tokens come meanwhile.
             call = self._ask(step, self.executor.submit, step)
             if self._under_way:
@@ -157,7 +167,7 @@ class Engine:
             # 3. Prepare masks: grammar workers fill them while the model runs. The draw takes those that are there.
             masks = self.masks.begin(step)
             self._ask(step, call.draw, masks.collect)
-            if self.executor.depth:  # else the update ends them
+            if self._plans_ahead:  # else the update ends them
                 changes += masks.end_sequences()
             self._under_way.append(_StepUnderWay(step, call, masks))
             # 4. Update: sequences gain their tokens and end; the next masks are asked for.
@@ -181,7 +191,7 @@ class Engine:
             if step.scheduled:
                 self._step_went_well(step)
             gained = self.scheduler.update(step, output)
-            if not self.executor.depth:  # else the next step's masks are prepared just now
+            if not self._plans_ahead:  # else the next step's masks are prepared just now
                 gained += masks.settle()
             self._count_step(made_progress=bool(gained) or self.scheduler.has_advanced)
             changes += gained

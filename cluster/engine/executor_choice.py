@@ -6,7 +6,7 @@ import logging
 
 from cluster.config import EngineConfig
 from cluster.engine.executors.executor import Executor, SynchronousExecutor
-from cluster.engine.executors.in_process import DeviceExecutor, InProcessExecutor
+from cluster.engine.executors.in_process import InProcessExecutor
 from cluster.engine.executors.thread_executor import ThreadExecutor
 
 logger = logging.getLogger(__name__)
@@ -14,11 +14,6 @@ logger = logging.getLogger(__name__)
 
 def make_executor(config: EngineConfig) -> Executor:
     """Loads the model. Raises `ModelError` or `ValueError` where it cannot be served as the configuration says."""
-    if config.overlap == "on" and config.speculative is not None:
-        raise ValueError(
-            "overlap: on does not go with speculation, whose drafts are planned from tokens that are known; "
-            "set overlap to auto, or leave speculation out"
-        )
     if config.tensor_parallel_size == 1:
         return with_depth(InProcessExecutor(config), config)
     from cluster.engine.ranks.executor import RayExecutor  # imports Ray
@@ -27,19 +22,14 @@ def make_executor(config: EngineConfig) -> Executor:
 
 
 def with_depth(executor: SynchronousExecutor, config: EngineConfig) -> Executor:
-    """Returns an executor around the given one that has a step under way behind another, where `config.overlap` asks
-    for that or the device gains by it; else the given one.
+    """Returns the given executor, or one around it that keeps a step under way while the engine does its own work.
 
-    `auto` leaves a device whose calls wait to the given one: on a CPU the model takes every core, and the engine's work
-    beside it would take one of them away.
+    `overlap: auto` overlaps on a device that computes by itself. On a CPU the model takes every core, and the engine's
+    work beside it would take one of them away. Workers that cannot run ahead of the host (ranks, and rank 0 where it
+    proposes drafts) are called by a thread.
     """
-    if config.speculative is not None or config.overlap == "off":
-        return executor
-    if isinstance(executor, InProcessExecutor) and executor.runs_ahead:
-        deeper: Executor = DeviceExecutor(executor)
-    elif config.overlap == "on":
-        deeper = ThreadExecutor(executor)
-    else:
-        return executor
-    logger.info("a step is launched before the tokens of the one before it are known (overlap)")
+    gains = config.overlap == "on" or (config.overlap == "auto" and executor.model.is_asynchronous)
+    deeper = ThreadExecutor(executor) if gains and not executor.depth else executor
+    if deeper.depth:
+        logger.info("the engine plans a step while the device computes the one before it (overlap)")
     return deeper

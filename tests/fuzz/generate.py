@@ -87,7 +87,7 @@ class _Generator:
             max_draft_tokens=choose((1, 2, 5, 8, 20)),
             ngram_min=choose((1, 1, 2, 3)),
             adaptive=self._chance(0.25),
-            overlap="off" if proposers else OVERLAPS[self._seed % len(OVERLAPS)],
+            overlap=OVERLAPS[self._seed % len(OVERLAPS)],
         )
 
     # ---- requests ------------------------------------------------------------------------------------------------

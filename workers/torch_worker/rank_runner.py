@@ -13,31 +13,38 @@ import numpy as np
 import torch
 
 from structured.masks import MaskBatch
+from workers.kernels.transfer import to_host
 from workers.step import StepInput, StepOutput, TokenLogprobs
 from workers.torch_worker.model_runner import PROMPT_LOGPROB_ROWS, ModelRunner
 
 
 class RankRunner(ModelRunner):
-    """Rank 0: a model runner whose outputs carry a digest."""
+    """Rank 0: a model runner whose outputs carry a digest of the step's tokens, of the blocks that it writes and of the
+    hidden states at its sample points.
+    """
 
     def sample(self, masks: MaskBatch | None = None) -> StepOutput:
-        digest = self._digest()
-        output = super().sample(masks)
-        output.digest = digest
-        return output
-
-    def _digest(self) -> int:
-        """A checksum of the step's tokens, the blocks that it writes and the hidden states at its sample points. Hidden
-        states alone would say little: sums over ranks make them equal even if one rank took another token than the
-        rest, or wrote to other blocks.
-        """
         step, hidden = self._step, self._hidden
         if step is None or hidden is None:
-            return 0
-        digest = zlib.crc32(self._token_ids(step).cpu().numpy().tobytes())
-        digest = zlib.crc32(self.sequences.written_blocks(step).tobytes(), digest)
-        rows = torch.tensor([point.row for point in step.sample_points], dtype=torch.int64, device=hidden.device)
-        return zlib.crc32(hidden[rows].view(torch.uint8).cpu().numpy().tobytes(), digest)
+            return super().sample(masks)
+        digest = self._digest_of_inputs(step)
+        # The copy goes behind the forward pass and is read after the draw, which waits for the device anyway.
+        sampled = to_host(hidden[self._place_indices([point.row for point in step.sample_points])])
+        copied = self.platform.record_event()
+        output = super().sample(masks)
+        if copied is not None:
+            copied.synchronize()
+        output.digest = zlib.crc32(sampled.view(torch.uint8).numpy().tobytes(), digest)
+        return output
+
+    def _digest_of_inputs(self, step: StepInput) -> int:
+        """Returns a checksum of the step's tokens and of the blocks that it writes, all of which the host knows.
+
+        A checksum of the hidden states alone would say little: sums over ranks make them equal even if one rank took
+        another token than the rest, or wrote to other blocks.
+        """
+        digest = zlib.crc32(self.sequences.token_ids(step).tobytes())
+        return zlib.crc32(self.sequences.written_blocks(step).tobytes(), digest)
 
 
 class FollowerRunner(RankRunner):

@@ -124,6 +124,7 @@ class TorchWorker:
             load_seconds=sum(phases.seconds.values()),
             load_phases=phases.seconds,
             advice=platform.advice,
+            is_asynchronous=platform.runs_ahead,
         )
         _log_start(self.info)
 

@@ -1,1 +1,1 @@
-"""Executors in the engine's process: one step at a time, or one behind another."""
+"""What runs the steps that an engine plans: the contract, the worker in this process, and a thread around another."""

@@ -1,5 +1,5 @@
-"""Executors of one worker in the engine's own process: one step at a time, or one behind another on a device that works
-by itself.
+"""The executor of one worker in the engine's own process: one step at a time, or one behind another where the device
+computes by itself.
 """
 
 from __future__ import annotations
@@ -16,22 +16,29 @@ from workers.step import StepInput, StepOutput
 
 
 class InProcessExecutor(SynchronousExecutor):
-    """One worker, called directly: a call costs nothing, and torch releases the GIL while the model runs."""
+    """Calls its worker directly: a call costs nothing, and torch releases the GIL while the model runs.
+
+    `depth` is 1 where the worker `runs_ahead` and the configuration does not switch overlap off: calls then return
+    before the device is done, and the device puts the next step's input ids together.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         # Imports torch, which the driver of actors needs not.
         from cluster.engine.executors.worker_factory import make_worker
 
         self._worker: RankWorker = make_worker(config)
+        if self._worker.runs_ahead and config.overlap != "off":
+            self.depth = 1
 
     @property
     def model(self) -> ModelInfo:
         return self._worker.info
 
-    @property
-    def runs_ahead(self) -> bool:
-        """Whether the device works by itself, so that a step can be launched behind another one."""
-        return self._worker.runs_ahead
+    def submit(self, step: StepInput) -> StepCall:
+        if not self.depth:
+            return super().submit(step)
+        self.execute(step)
+        return _DeviceCall(self)
 
     def execute(self, step: StepInput) -> None:
         self._worker.execute(step)
@@ -43,7 +50,7 @@ class InProcessExecutor(SynchronousExecutor):
         return self._worker.sample(masks)
 
     def draw(self, masks: MaskBatch | None = None) -> Drawn:
-        """As `sample`, where the worker `runs_ahead`; but whoever calls it waits later."""
+        """Draws as `sample`, without waiting for the device. Only where the worker `runs_ahead`."""
         return cast(RunAheadWorker, self._worker).draw(masks)
 
     def register_logits_processor(self, name: str, factory: LogitsProcessorFactory) -> None:
@@ -53,42 +60,12 @@ class InProcessExecutor(SynchronousExecutor):
         self._worker.reset()
 
 
-class DeviceExecutor:
-    """Launches steps on a device that works by itself: calls return before the work is done, and the device puts the
-    next step's input ids together.
-    """
-
-    depth = 1
-    num_rank_rebuilds = 0
-    num_rank_disagreements = 0
-
-    def __init__(self, inner: InProcessExecutor) -> None:
-        self.inner = inner
-
-    @property
-    def model(self) -> ModelInfo:
-        return self.inner.model
-
-    def submit(self, step: StepInput) -> StepCall:
-        self.inner.execute(step)
-        return _DeviceCall(self.inner)
-
-    def register_logits_processor(self, name: str, factory: LogitsProcessorFactory) -> None:
-        self.inner.register_logits_processor(name, factory)
-
-    def has_lost_ranks(self) -> bool:
-        return self.inner.has_lost_ranks()
-
-    def rebuild(self) -> None:
-        self.inner.rebuild()
-
-
 class _DeviceCall:
-    def __init__(self, inner: InProcessExecutor) -> None:
-        self._inner = inner
+    def __init__(self, executor: InProcessExecutor) -> None:
+        self._executor = executor
 
     def draw(self, collect: Collect) -> None:
-        self._drawn = self._inner.draw(collect(self._inner.is_computing))
+        self._drawn = self._executor.draw(collect(self._executor.is_computing))
 
     def result(self) -> StepOutput:
         return self._drawn.result()

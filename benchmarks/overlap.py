@@ -1,0 +1,170 @@
+"""The part `loops` of `manta bench host`: what overlap hides of the host's work behind a device of its own.
+
+The device takes `DEVICE_S` for each step and none of the host's cores. The step of the plain loop is the sum of the
+device's time and the host's; of the overlapped one it should be the larger of the two. The host's work includes what a
+caller does with the tokens: `LLM.step` makes text of them.
+
+    plain          one token a sequence and step, the device in this process
+    speculative    n-gram drafts, all of them accepted: several tokens a sequence and step
+    two ranks      actors of Ray; the device is a logits processor on rank 0 that waits. The ranks' own work counts as
+                   the host's here, as they have no other device
+
+The last line is the tiny model on this machine's cores, where the engine and the model share them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from benchmarks.host import PROMPT, FreeExecutor, config_of
+from cluster import own_ray
+from cluster.config import EngineConfig
+from cluster.engine import engine
+from cluster.engine.executor_choice import make_executor, with_depth
+from cluster.engine.executors.executor import SynchronousExecutor
+from cluster.engine.executors.in_process import InProcessExecutor
+from cluster.engine.ranks.executor import RayExecutor
+from cluster.llm import LLM
+from specdecode.speculative_config import SpeculativeConfig
+from structured.logits_processors import LogitsProcessorSpec
+from structured.masks import MaskBatch
+from workers.ranks.rank_worker import Drawn
+from workers.sampling_params import SamplingParams
+from workers.step import StepInput, StepOutput
+
+DEVICE_S = 0.005
+LOOP_ROUNDS = 7
+WARM_UP_STEPS = 4
+MAX_DRAFT_TOKENS = 4
+LONGEST = 900
+"""Tokens of a request, more than a round takes."""
+
+
+class PacedDevice(FreeExecutor):
+    """As a device that works by itself: a call launches a step and returns, each step begins when the one before it is
+    done and takes `DEVICE_S`, and its tokens are there when it is done.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.depth = 1 if config.overlap == "on" and config.speculative is None else 0
+        self._done_at = 0.0
+
+    def execute(self, step: StepInput) -> None:
+        super().execute(step)
+        if step.scheduled:
+            self._done_at = max(self._done_at, time.perf_counter()) + DEVICE_S
+
+    def draw(self, masks: MaskBatch | None = None) -> PacedDraw:  # type: ignore[override]
+        return PacedDraw(super().draw(masks), self._done_at)
+
+    def sample(self, masks: MaskBatch | None = None) -> StepOutput:
+        time.sleep(max(0.0, self._done_at - time.perf_counter()))
+        return super().sample(masks)
+
+    def is_computing(self) -> bool:
+        return time.perf_counter() < self._done_at
+
+
+class PacedDraw(NamedTuple):
+    drawn: Drawn
+    done_at: float
+
+    def result(self) -> StepOutput:
+        time.sleep(max(0.0, self.done_at - time.perf_counter()))
+        return self.drawn.result()
+
+
+class Wait:
+    """A logits processor that takes `DEVICE_S` and none of the cores."""
+
+    def __init__(self, arguments: dict[str, Any], prompt: np.ndarray, output: np.ndarray, vocab_size: int) -> None:
+        pass
+
+    def __call__(self, output_token_ids: np.ndarray, logits: Any) -> None:
+        time.sleep(DEVICE_S)
+
+
+def measure(rows: Sequence[int], num_steps: int) -> None:
+    """Prints a row for each kind of engine and number of rows."""
+    own_ray.start(4)  # two engines of two ranks
+    print(f"\nMedians of {LOOP_ROUNDS} rounds; the last two columns are ratios.")
+    print("| engine | rows | plain loop, ms a step | overlapped | over the larger of device and host | plain over it |")
+    print("| --- " * 6 + "|")
+    for name, device_s, make in (
+        ("plain", DEVICE_S, _paced),
+        ("speculative", DEVICE_S, _speculative),
+        ("two ranks", DEVICE_S, _two_ranks),
+        ("tiny-llama on these cores", 0.0, _tiny),
+    ):
+        engines = [make(overlap, max(rows)) for overlap in ("off", "on")]
+        for count in rows:
+            pairs = []
+            for number in range(LOOP_ROUNDS + 1):
+                pair = [_step_seconds(llm, count, num_steps) for llm in engines]
+                if number:  # the first pair warms up
+                    pairs.append(pair)
+            plain, overlapped = (statistics.median(column) for column in zip(*pairs, strict=True))
+            larger = f"{overlapped / max(device_s, plain - device_s):.3f}" if device_s else "-"
+            ratio = statistics.median(pair[0] / pair[1] for pair in pairs)
+            cells = f"{count} | {plain * 1e3:.3f} | {overlapped * 1e3:.3f} | {larger} | {ratio:.3f}"
+            print(f"| {name} | {cells} |", flush=True)
+        del engines
+
+
+def _paced(overlap: str, max_rows: int, **options: Any) -> LLM:
+    return llm_on(PacedDevice, config_of("one-layer-llama", max_rows), overlap=overlap, **options)
+
+
+def _speculative(overlap: str, max_rows: int) -> LLM:
+    speculative = SpeculativeConfig(proposers=("ngram",), max_draft_tokens=MAX_DRAFT_TOKENS, adaptive=False)
+    return _paced(overlap, max_rows, speculative=speculative)
+
+
+def _two_ranks(overlap: str, max_rows: int) -> LLM:
+    llm = llm_on(RayExecutor, config_of("one-layer-llama", max_rows), overlap=overlap, tensor_parallel_size=2)
+    llm.register_logits_processor("wait", Wait)
+    return llm
+
+
+def _tiny(overlap: str, max_rows: int) -> LLM:
+    return llm_on(InProcessExecutor, config_of("tiny-llama", max_rows, None), overlap=overlap)
+
+
+def llm_on(make: Callable[[EngineConfig], SynchronousExecutor], config: EngineConfig, **options: Any) -> LLM:
+    """Returns an `LLM` with these options whose steps run on the executor that `make` returns."""
+    fields = {**msgspec.to_builtins(config), **msgspec.to_builtins(options)}
+    engine.make_executor = lambda config: with_depth(make(config), config)
+    try:
+        return LLM(**fields)
+    finally:
+        engine.make_executor = make_executor
+
+
+def _step_seconds(llm: LLM, count: int, num_steps: int) -> float:
+    """Returns the seconds of a decode step of `count` greedy sequences, the delivery of its tokens included."""
+    waits = (LogitsProcessorSpec(name="wait"),) if llm.config.tensor_parallel_size > 1 else ()
+    for number in range(count):
+        prompt = [5 + number % 500, *[5] * (PROMPT - 1)]
+        params = SamplingParams(
+            temperature=0, max_tokens=LONGEST, ignore_eos=True, logits_processors=waits if not number else ()
+        )
+        llm.add_request(str(number), prompt, params)
+    while llm.engine.num_waiting:
+        llm.step()
+    for _ in range(WARM_UP_STEPS):
+        llm.step()
+    started = time.perf_counter()
+    for _ in range(num_steps):
+        llm.step()
+    seconds = (time.perf_counter() - started) / num_steps
+    for number in range(count):
+        llm.abort(str(number))
+    llm.step()
+    return seconds
