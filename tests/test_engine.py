@@ -243,3 +243,15 @@ def test_prompt_logprobs_and_logprobs_are_those_of_the_reference() -> None:
         assert entry.rank == 1 + int((row > row[entry.token_id]).sum())
         top = torch.topk(row, len(entry.top_token_ids))
         assert entry.top_logprobs == pytest.approx(top.values.tolist(), abs=1e-3)
+
+
+def test_what_only_the_text_side_reads_does_not_travel_to_the_ranks() -> None:
+    engine = make_engine("llama")
+    params = SamplingParams(
+        temperature=0, max_tokens=2, stop=("x" * 100,), bad_words=("y",), bad_words_token_ids=((9,),), top_k=5
+    )
+    engine.add_request(EngineRequest(request_id="0", prompt_token_ids=[5, 6], params=params))
+    engine.step()
+    (state,) = worker_of(engine).sequences.sampling.sequences.values()
+    assert state.params == SamplingParams(temperature=0, max_tokens=2, bad_words_token_ids=((9,),), top_k=5)
+    drain(engine)

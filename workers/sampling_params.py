@@ -10,7 +10,7 @@ import enum
 import hashlib
 import operator
 from collections.abc import Collection
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -207,6 +207,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 _TOKEN_ID.check(f"{name}: token id", min(ids))
                 _TOKEN_ID.check(f"{name}: token id", max(ids))
 
+    def without_text(self) -> SamplingParams:
+        """Returns the same parameters with defaults for those that only the side that makes text reads, so that they do
+        not travel to the ranks.
+        """
+        if _text_values(self) == _TEXT_DEFAULTS:
+            return self
+        return msgspec.structs.replace(self, **_TEXT_FIELDS)
+
     def token_ids(self) -> dict[str, Collection[int]]:
         """All token ids, by the name of their field."""
         return {
@@ -222,3 +230,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             for token_id in ids:
                 if not 0 <= token_id < vocab_size:
                     raise ValueError(f"{name}: token id {token_id} is outside the vocabulary [0, {vocab_size})")
+
+
+_TEXT_FIELDS: dict[str, Any] = {
+    name: getattr(SamplingParams(), name)
+    for name in ("stop", "include_stop_str_in_output", "skip_special_tokens", "bad_words", "output_kind")
+}
+"""Fields that no rank reads, with their defaults. Of `bad_words` the ranks read the token ids."""
+_text_values = operator.attrgetter(*_TEXT_FIELDS)
+_TEXT_DEFAULTS = tuple(_TEXT_FIELDS.values())

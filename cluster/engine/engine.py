@@ -353,7 +353,7 @@ class Engine:
             raise ValueError("a request with a constraint comes with what `resolve` made of it")
         if not self.scheduler.has_unfinished:
             self._last_progress = time.monotonic()
-        for sequence in self._sequences(request, params, constraint):
+        for sequence in self._sequences(request, params.without_text(), constraint):
             self.scheduler.add(sequence)
         self._next_sequence_id += params.n
 

@@ -54,7 +54,7 @@ def _is_restricted(params: SamplingParams) -> bool:
     A logits processor that masks every token by itself is the operator's fault. The request that combines one with
     such parameters chose both.
     """
-    return bool(params.constraint or params.allowed_token_ids or params.bad_words or params.min_tokens)
+    return bool(params.constraint or params.allowed_token_ids or params.bad_words_token_ids or params.min_tokens)
 
 
 @dataclasses.dataclass
