@@ -27,6 +27,7 @@ from workers.kernels.attention_metadata import AttentionMetadata
 from workers.kernels.protocol import DecodeLimits, KVCaches
 from workers.kernels.triton import graphs, launch
 from workers.kernels.triton.metadata import DeviceMetadata, Layout, build_metadata
+from workers.kernels.triton.work import WorkShape
 from workers.model_options import ModelOptions
 from workers.parallel.group import CollectiveGroup, GlooGroup, open_store
 from workers.platforms import cuda
@@ -43,6 +44,8 @@ def make_llm(monkeypatch: pytest.MonkeyPatch, model: str, **options: Any) -> LLM
     """Over the CUDA platform, on whichever device Triton's kernels run here."""
     with monkeypatch.context() as patch:
         patch.setattr(torch_worker, "choose_platform", lambda device, num_threads: CudaPlatform(DEVICE))
+        if not THOROUGH:
+            patch.setattr(graphs, "MIXED_TOKENS", (12,))  # the interpreter takes its time for rows that pad
         limits = {"kv_cache_bytes": 1 << 20, "max_num_batched_tokens": 32, "max_model_len": 96, "max_num_sequences": 2}
         llm = LLM(model, **limits | options)
     assert llm.engine.model.platform == "cuda"
@@ -57,12 +60,22 @@ def test_a_decode_step_is_padded_to_the_next_size_that_is_captured() -> None:
     layouts = graphs.layouts_to_capture(200)
     assert layouts == decodes(1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 200)
     assert graphs.layouts_to_capture(1) == decodes(1)
-    assert graphs.layouts_to_capture(4096)[-1] == (1, graphs.MOST_SEQUENCES)
+    assert graphs.layouts_to_capture(4096)[-1] == Layout(1, graphs.MOST_SEQUENCES)
     sizes = [graphs.padded_to(layouts, np.ones(count)) for count in (1, 3, 17, 200, 201)]
     assert sizes == [*decodes(1, 4, 32, 200), None]
     assert graphs.padded_to(layouts, np.array([1, 2])) is None
     assert graphs.padded_to(layouts, np.array([], dtype=np.int64)) is None
     assert graphs.padded_to((), np.ones(1)) is None
+
+
+def test_a_step_with_prompts_is_padded_to_the_next_number_of_tokens() -> None:
+    layouts = graphs.layouts_to_capture(200, 8, max_num_tokens=200)
+    sizes = [Layout(tokens, 200, tokens) for tokens in (64, 128, 192, 256)]
+    assert layouts == (*graphs.layouts_to_capture(200, 8), *sizes)
+    assert graphs.padded_to(layouts, np.array([60, 1, 1])) == sizes[0]
+    assert graphs.padded_to(layouts, np.array([60, 1, 1, 30, 60])) == sizes[2]
+    assert graphs.padded_to(layouts, np.array([250, 9])) is None
+    assert graphs.padded_to(layouts, np.array([9])) == Layout(9, 1)
 
 
 def test_a_step_that_verifies_drafts_is_padded_to_the_most_of_each_sequence() -> None:
@@ -74,6 +87,9 @@ def test_a_step_that_verifies_drafts_is_padded_to_the_most_of_each_sequence() ->
     assert graphs.padded_to(layouts, np.array([2] * 8)) == Layout(9, 8)
     assert graphs.padded_to(layouts, np.array([2] * 9)) is None
     assert graphs.padded_to(layouts, np.array([10])) is None
+
+
+SHAPE = WorkShape(16, 8)
 
 
 class NoLayers:
@@ -93,15 +109,16 @@ class NoLayers:
 
 def test_large_batches_are_captured_first_and_what_takes_too_long_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     model, (one, two, four), verify = NoLayers(), decodes(1, 2, 4), Layout(3, 2)
-    layouts, device = (one, two, four, verify), torch.device("cpu")
-    record = functools.partial(graphs.record, model.layers, model.forward, layouts, device=device)
+    mixed = Layout(64, 4, 64)
+    layouts, device = (one, two, four, verify, mixed), torch.device("cpu")
+    record = functools.partial(graphs.record, model.layers, model.forward, layouts, shape=SHAPE, device=device)
     limits = DecodeLimits(4, 64, 8)
     assert record(limits) == layouts
-    both = [(each, has_groups) for each in (four, two, one, verify) for has_groups in (False, True)]
+    both = [(each, has_groups) for each in (four, two, one, verify, mixed) for has_groups in (False, True)]
     assert model.captured == [each for each in both if each != (one, True)]  # one sequence is no group
     model.captured.clear()
     assert record(limits._replace(shares_prefixes=False)) == layouts
-    assert model.captured == [(four, False), (two, False), (one, False), (verify, False)]
+    assert model.captured == [(each, False) for each in (four, two, one, verify, mixed)]
     clock = iter([0.0, 0.0, graphs.MOST_SECONDS, graphs.MOST_SECONDS + 1])
     monkeypatch.setattr(graphs.time, "perf_counter", lambda: next(clock))
     assert record(limits) == (two, four)
@@ -109,7 +126,7 @@ def test_large_batches_are_captured_first_and_what_takes_too_long_is_left_out(mo
 
 
 def test_attention_over_prompts_is_compiled_before_any_comes() -> None:
-    """In every form: over few sequences, whose keys are split, and over many; with groups and without."""
+    """With groups and without."""
     steps: list[tuple[int, int, bool]] = []
 
     def forward(token_ids: torch.Tensor, metadata: AttentionMetadata) -> None:
@@ -119,11 +136,11 @@ def test_attention_over_prompts_is_compiled_before_any_comes() -> None:
         steps.append((metadata.max_query_len, metadata.num_sequences, metadata.prefix_rows is not None))
 
     device = torch.device("cpu")
-    graphs.compile_prompts(forward, DecodeLimits(1000, 64, 8), device)
-    assert steps == [(2, 2, False), (2, 2, True), (2, 256, False), (2, 256, True)]
+    graphs.compile_prompts(forward, DecodeLimits(1000, 64, 8), SHAPE, device)
+    assert steps == [(2, 2, False), (2, 2, True)]
     steps.clear()
-    graphs.compile_prompts(forward, DecodeLimits(1, 64, 8), device)
-    graphs.compile_prompts(forward, DecodeLimits(2, 64, 8, shares_prefixes=False), device)
+    graphs.compile_prompts(forward, DecodeLimits(1, 64, 8), SHAPE, device)
+    graphs.compile_prompts(forward, DecodeLimits(2, 64, 8, shares_prefixes=False), SHAPE, device)
     assert steps == [(2, 1, False), (2, 2, False)]
 
 
@@ -151,7 +168,7 @@ def test_ranks_keep_only_what_all_of_them_have_captured(
 
         limits = DecodeLimits(8, 64, 8, shares_prefixes=False)
         layouts, device = decodes(1, 2, 4, 8), torch.device("cpu")
-        captured = graphs.record(model.layers, forward, layouts, limits, device, agree)
+        captured = graphs.record(model.layers, forward, layouts, limits, SHAPE, device, agree)
         return captured, len(model.layers._graphs)
 
     with ThreadPoolExecutor(2) as pool:
@@ -218,6 +235,8 @@ def test_every_array_of_a_step_begins_where_a_kernel_reads_16_bytes(num_sequence
     if metadata.prefix_rows is not None:
         fields += [getattr(metadata.prefix_rows, field.name) for field in dataclasses.fields(metadata.prefix_rows)]
     arrays = [field for field in fields if isinstance(field, torch.Tensor)]
+    assert metadata.work is not None
+    arrays += [metadata.work.items, metadata.work.merges]
     assert len(arrays) >= 5
     assert all((array.data_ptr() - metadata.positions.data_ptr()) % 16 == 0 for array in arrays)
     assert metadata.block_tables.tolist() == tables.tolist()
@@ -277,7 +296,7 @@ def test_a_cpu_refuses_float16() -> None:
 
 
 def test_drafts_are_verified_by_graphs_and_by_kernels_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a draft model, whose own steps that compute what it lacks replay graphs too. Only prefills do not."""
+    """With a draft model, whose own steps that compute what it lacks replay graphs too."""
     folder = checkpoint("llama") if THOROUGH else checkpoint("llama", num_hidden_layers=1)
     prompt = np.random.default_rng(2).integers(3, VOCAB_SIZE, 9).tolist()
     num_replays: list[int] = []
@@ -297,12 +316,13 @@ def test_drafts_are_verified_by_graphs_and_by_kernels_alike(monkeypatch: pytest.
     monkeypatch.setattr(launch.GraphCapture, "capture", counted)
     options = {"proposers": ["draft"], "draft_model": str(folder), "max_draft_tokens": 2, "adaptive": False}
     llm = make_llm(monkeypatch, str(folder), speculative=options, max_num_sequences=1)
-    # The model's and the draft model's, to decode and to verify
-    assert num_replays == [1, 1, 1, 1]
+    # The model's and the draft model's, to decode, to verify and to compute prompts
+    assert num_replays == [1] * 6
     (output,) = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True), use_tqdm=False)
     assert output.outputs[0].token_ids == reference_greedy(folder, prompt, 6)
     assert num_replays[1] > 1
-    assert num_replays[2] > 1
+    assert num_replays[2] == 2, "the model's prompt"
+    assert num_replays[3] > 1
 
 
 RANK_PROMPT, RANK_TOKENS = [5, 9, 13, 40, 7], 4

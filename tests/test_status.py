@@ -128,6 +128,8 @@ def test_serves_messages_in_words() -> None:
         'Resources required for each replica: {"CPU": 8}, total resources available: {"CPU": 1}. Use `ray status`.'
     )
     assert 'each of its replicas claims {"CPU": 8}' in (note(room) or "")
+    slow_process = room.replace('{"CPU": 1}', '{"CPU": 8.0, "GPU": 1}')
+    assert note(slow_process) == "2 have been starting for more than 30 s; their logs say what they do"
     failed = "The deployment failed to start 1 times\nTraceback (most recent call last):\n  a\ncluster.InWords: no room"
     assert note(failed, "UNHEALTHY") == "no room"
 

@@ -8,9 +8,11 @@ import subprocess
 import sys
 from typing import Any
 
+import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
 
 from tests.test_kernels import MIXES, heads_of
 from tests.triton_device import DEVICE, THOROUGH
@@ -18,6 +20,7 @@ from workers.kernels import reference
 from workers.kernels.attention_metadata import AttentionMetadata
 from workers.kernels.triton import attention, layers
 from workers.kernels.triton.metadata import Layout, build_metadata
+from workers.kernels.triton.work import Work, WorkShape, plan_work
 
 pytestmark = pytest.mark.usefixtures("cheap_groups")
 
@@ -47,6 +50,7 @@ def check_attention(
     window: int | None = None,
     tables: np.ndarray | None = None,
     layout: Layout | None = None,
+    shape_of_work: WorkShape | None = None,
 ) -> bool:
     """Compares with the reference, NaN lying in every slot that no sequence may read. Returns whether groups were
     found.
@@ -56,7 +60,7 @@ def check_attention(
     tables = tables_of(lengths, block_size) if tables is None else tables
     starts, counts = np.array(lengths).T
     plain = AttentionMetadata.build(starts, counts, tables, block_size, share_prefixes=False)
-    placed = build_metadata(starts, counts, tables, block_size, DEVICE, layout=layout)
+    placed = build_metadata(starts, counts, tables, block_size, DEVICE, layout=layout, shape=shape_of_work)
     kv = torch.randn(2, int(tables.max()) + 1, block_size, num_kv_heads, head_dim).to(dtype)
     used = torch.zeros(kv.shape[1] * block_size, dtype=torch.bool)
     for table, context_len in zip(plain.block_tables.long(), plain.context_lens.tolist(), strict=True):
@@ -99,11 +103,102 @@ def test_drafts_are_verified_in_one_tile_with_decodes() -> None:
     check_attention([(100, 5), (17, 1), (63, 3)], (8, 2, 64), 16, torch.float32)
 
 
-def test_long_contexts_are_split_and_merged() -> None:
-    """With one KV head a decode has one program for each sequence, and splits make more of it."""
-    assert attention._num_splits(1, attention.MOST_SPLITS, DEVICE) > 1
-    check_attention([(700, 1)], (2, 1, 64), 16, torch.float32)
-    check_attention([(3, 1)], (2, 1, 64), 16, torch.float32)  # some splits have no keys
+RAGGED = {
+    "one long row among short ones": [(1500, 1), (3, 1), (40, 1), (0, 1)],
+    "a long row beside a prompt": [(0, 40), (700, 1), (2, 1)],
+    "a chunk of a long prompt": [(400, 20), (5, 1)],
+    "drafts after a long context": [(1100, 5), (9, 3)],
+}
+
+
+@pytest.mark.parametrize("case", RAGGED)
+def test_long_contexts_are_split_by_their_length_and_merged(case: str) -> None:
+    for shape in (WorkShape(16, 8), WorkShape(4, 40)):
+        check_attention(RAGGED[case], (4, 2, 64), 16, torch.float32, shape_of_work=shape)
+    check_attention(RAGGED[case], (2, 1, 64), 16, torch.bfloat16, 300, shape_of_work=WorkShape(8, 8))
+
+
+def test_a_token_with_more_splits_than_are_merged_at_a_time() -> None:
+    lengths, shape = [(6000, 1)], WorkShape(1, 100)
+    assert work_of(lengths, shape).num_slots > attention.SPLITS_AT_A_TIME
+    check_attention(lengths, (2, 1, 64), 16, torch.float32, shape_of_work=shape)
+
+
+def test_a_padded_step_with_one_long_row_gives_the_same_rows() -> None:
+    shape = WorkShape(16, 8)
+    check_attention([(1500, 1), (3, 1)], (2, 1, 64), 16, torch.float32, layout=Layout(1, 4), shape_of_work=shape)
+    check_attention([(1500, 3), (3, 5)], (2, 1, 64), 16, torch.float32, layout=Layout(5, 4), shape_of_work=shape)
+
+
+def test_a_padded_step_with_prompts_gives_the_same_rows() -> None:
+    lengths = [(0, 41), (700, 1), (33, 10), (2, 1)]
+    for dtype in (torch.float32, torch.bfloat16):
+        check_attention(lengths, (4, 2, 64), 16, dtype, layout=Layout(64, 8, 64), shape_of_work=WorkShape(16, 8))
+    lengths, tables = shared_batch("drafts", 16)
+    lengths[0] = (lengths[0][0], 7)
+    layout = Layout(64, 8, 64)
+    assert check_attention(lengths, (2, 1, 64), 16, torch.float32, tables=tables, layout=layout)
+
+
+def work_of(lengths: list[tuple[int, int]], shape: WorkShape, item_tokens: int | None = None) -> Work:
+    starts, counts = np.array(lengths).T
+    tokens = item_tokens or (1 if counts.max() == 1 else shape.item_tokens)
+    return plan_work(starts, counts, np.zeros(len(lengths), dtype=np.int64), tokens, shape.num_programs)
+
+
+def test_the_long_row_gets_the_programs_and_the_short_ones_one_each() -> None:
+    """31 rows of 1k and one of 100k: by the number of rows alone each would have one program a KV head."""
+    work = work_of([(1000, 1)] * 31 + [(100_000, 1)], WorkShape(16, 33))
+    counts = np.bincount(work.items[:, 0])
+    assert counts[:31].tolist() == [1] * 31
+    assert counts[31] >= 24
+    keys = work.items[:, 3] - work.items[:, 2]
+    assert keys.max() <= 1.05 * (131_000 / 33)
+
+
+@settings(deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 300)), min_size=1, max_size=12),
+    item_tokens=st.sampled_from([1, 4, 16, 300]),
+    num_programs=st.integers(1, 264),
+    read_before=st.integers(0, 3),
+)
+def test_every_query_token_sees_every_key_of_its_own_once(
+    lengths: list[tuple[int, int]], item_tokens: int, num_programs: int, read_before: int
+) -> None:
+    if item_tokens == 1:
+        lengths = [(start, 1) for start, _ in lengths]
+    starts, counts = np.array(lengths).T
+    first_keys = np.minimum(starts, 64 * read_before * (np.arange(len(starts)) % 2))
+    work = plan_work(starts, counts, first_keys, item_tokens, num_programs)
+    query_start = np.concatenate([[0], np.cumsum(counts)])
+    slots: dict[int, list[int]] = {}
+    ends: dict[int, int] = {}
+    for sequence, first_token, first_key, end_key, slot, split in work.items.tolist():
+        run = query_start[sequence] + first_token
+        assert first_key == (first_keys[sequence] if split == 0 else ends[run])
+        assert end_key > first_key
+        assert split == len(slots.setdefault(run, []))
+        slots[run].append(slot)
+        ends[run] = end_key
+    merges = {token: (row, count) for token, row, count in work.merges.tolist()}
+    num_runs = 0
+    for sequence, (start, count) in enumerate(lengths):
+        for first in range(0, count, item_tokens):
+            num_runs += 1
+            run, size = query_start[sequence] + first, min(item_tokens, count - first)
+            assert ends.pop(run) == start + first + size
+            own = slots[run]
+            if len(own) == 1:
+                assert own == [-1]
+                continue
+            assert own == list(range(own[0], own[0] + len(own)))
+            for row in range(size):
+                assert merges.pop(run + row) == (own[0] * item_tokens + row, len(own))
+    assert not ends
+    assert not merges
+    assert work.num_slots == sum(len(own) for own in slots.values() if own != [-1])
+    assert len(work.items) <= num_runs + num_programs
 
 
 SHARED: dict[str, list[tuple[int, list[Any]]]] = {

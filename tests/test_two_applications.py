@@ -174,11 +174,20 @@ finally:
 
 
 def start_engines(cluster: RayCluster, patience_s: float) -> tuple[subprocess.Popen[str], str]:
-    """A command that starts engines as `manta batch` does, and the first line that it prints."""
+    """Returns a command that starts engines as `manta batch` does, and the first line that it prints. On a busy machine
+    Ray itself may end it, because its node has no time to register it; then it is started anew.
+    """
     words = [sys.executable, "-c", ENGINES, str(checkpoint("llama")), str(patience_s)]
-    process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=cluster.environment)
-    assert process.stdout is not None
-    return process, process.stdout.readline()
+    for _ in range(3):
+        process = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=cluster.environment
+        )
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        if said:
+            break
+        process.wait()
+    return process, said
 
 
 def test_engines_of_a_batch_are_taken_over_from_a_command_that_was_killed_and_from_no_other(

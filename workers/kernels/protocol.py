@@ -27,7 +27,7 @@ KVCaches = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class DecodeLimits(NamedTuple):
-    """How large the decode steps of a model can be."""
+    """How large the steps of a model can be."""
 
     max_num_sequences: int
     max_model_len: int
@@ -37,6 +37,8 @@ class DecodeLimits(NamedTuple):
     """Drafts of one sequence that a step verifies."""
     shares_prefixes: bool = True
     """Whether a step's metadata may have shared prefixes."""
+    max_num_tokens: int = 0
+    """Tokens of a step that computes prompts; 0 if none does."""
 
 
 class Kernels(Protocol):

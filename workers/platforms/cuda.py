@@ -23,6 +23,7 @@ from workers.kernels.transfer import place
 from workers.kernels.triton import launch, layers, sampler
 from workers.kernels.triton.graphs import GraphedLayers, compile_prompts, layouts_to_capture, padded_to, record
 from workers.kernels.triton.metadata import DeviceMetadata, Layout, build_metadata
+from workers.kernels.triton.work import WorkShape
 from workers.kernels.weights import DecoderWeights, Linear, LinearWeight
 from workers.models.model_config import UNQUANTIZED, ModelConfig, ModelError
 from workers.platforms.cuda_group import NcclGroup
@@ -50,6 +51,8 @@ class CudaPlatform:
         self._group: NcclGroup | None = None
         self.graph_layouts: tuple[Layout, ...] = ()
         """Layouts in which steps are captured, ascending."""
+        self._work_shape: WorkShape | None = None
+        """Of the attention of the first model that was loaded. A draft model's is cut alike, which costs it little."""
 
     def make_linear(self, weight: LinearWeight) -> Linear:
         make = self.linears.get(weight.scheme)
@@ -65,6 +68,7 @@ class CudaPlatform:
         return nullcontext()
 
     def compile_decoder(self, weights: DecoderWeights, config: ModelConfig, run_layers: Forward) -> Forward | None:
+        self._work_shape = self._work_shape or WorkShape.of(config.num_heads, config.num_kv_heads, self.device)
         return GraphedLayers(run_layers)
 
     def record_decodes(
@@ -79,10 +83,12 @@ class CudaPlatform:
             return model.forward(token_ids, metadata, kv_caches)
 
         before, started = launch.used_memory(self.device), time.perf_counter()
-        compile_prompts(forward, limits, self.device)
+        shape = self._work_shape or WorkShape.of(1, 1, self.device)
+        compile_prompts(forward, limits, shape, self.device)
         # A draft model's are those of its model
-        layouts = self.graph_layouts or layouts_to_capture(limits.max_num_sequences, limits.max_draft_tokens)
-        captured = record(layers, forward, layouts, limits, self.device, agree)
+        sizes = limits.max_num_sequences, limits.max_draft_tokens, limits.max_num_tokens
+        layouts = self.graph_layouts or layouts_to_capture(*sizes)
+        captured = record(layers, forward, layouts, limits, shape, self.device, agree)
         if not captured:
             return
         self.graph_layouts = captured
@@ -129,7 +135,8 @@ class CudaPlatform:
         # A graph has the sums over ranks in it, and none of them may be left out while this rank is measured alone
         is_alone = self._group is not None and self._group.is_alone
         layout = None if is_alone else padded_to(self.graph_layouts, query_lens)
-        return build_metadata(starts, query_lens, block_tables, block_size, self.device, share_prefixes, layout)
+        step = starts, query_lens, block_tables, block_size
+        return build_metadata(*step, self.device, share_prefixes, layout, self._work_shape)
 
     def allocate_kv(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype) -> torch.Tensor:
         shape = (config.num_layers, 2, num_blocks, block_size, config.num_kv_heads, config.head_dim)

@@ -106,7 +106,13 @@ class TorchWorker:
             max_model_len,
             self.processors,
         )
-        limits = DecodeLimits(config.max_num_sequences, max_model_len, config.block_size, max_draft_tokens)
+        limits = DecodeLimits(
+            config.max_num_sequences,
+            max_model_len,
+            config.block_size,
+            max_draft_tokens,
+            max_num_tokens=config.max_num_batched_tokens,
+        )
         platform.record_decodes(model, self.runner.kv_layers, limits, agree=self.group.least)
         self.draft = None if draft is None else TorchDraftRunner(draft, self.runner)
         phases.end("runner")

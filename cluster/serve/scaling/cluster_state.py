@@ -17,7 +17,7 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, Deplo
 from cluster.http.exchange.state import DeploymentState, NodeState
 from cluster.serve.starting.start_failure import in_words, last_exception, waiting_for_room
 
-_SLOW_START = re.compile(r"has (\d+) replicas that have taken more than (\d+)s to initialize")
+_SLOW_START = re.compile(r"has (\d+) replicas that have taken more than (\d+)s to (?:initialize|be scheduled)")
 
 
 KEEP_S = 0.25

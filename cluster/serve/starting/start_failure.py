@@ -8,6 +8,7 @@ failures end a start.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import pathlib
 import re
@@ -78,16 +79,22 @@ def unexpected(error: Exception) -> StartFailed:
 def waiting_for_room(application: ApplicationStatusOverview, which: str | None = None) -> str | None:
     """Returns a sentence with the remedy if a replica claims more than the cluster has free now, else None.
 
-    It looks at the deployment `which` alone, or at all. A replica that claims nothing waits for its process only.
+    It looks at the deployment `which` alone, or at all. A replica whose claim is free waits for its process only.
     """
     for name, deployment in application.deployments.items():
         match = _NO_ROOM.search(deployment.message)
-        if match is not None and match[1] != "{}" and which in (None, name):
+        if match is not None and which in (None, name) and not _has_room(match[1], match[2]):
             return (
                 f"the {name} waits for room on the cluster: each of its replicas claims {match[1]}, and {match[2]} is "
                 "free; end what else runs there, lower engine.num_threads, or add nodes"
             )
     return None
+
+
+def _has_room(claimed: str, free: str) -> bool:
+    """Returns whether every resource that is claimed is free, both as JSON objects of amounts by name."""
+    amounts = json.loads(free)
+    return all(amounts.get(name, 0.0) >= amount for name, amount in json.loads(claimed).items())
 
 
 def cause_and_log(application: str, deployment: str, message: str, begun: float) -> str:

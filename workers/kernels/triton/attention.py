@@ -1,5 +1,5 @@
-"""Paged attention in Triton: one kernel for prefill chunks, decodes and mixes of both, split over keys where rows are
-few; shared prefixes are read once for their group, and merged by log-sum-exp.
+"""Paged attention in Triton: one kernel for prefill chunks, decodes and mixes of both, cut into items of like length
+(`work.py`). Shared prefixes are read once for their group, and merged by log-sum-exp.
 
 `reference.paged_attention` says what it computes. The softmax is that of FlashAttention-2 (Dao, 2023) in powers of two,
 splits and their merge those of Flash-Decoding (Dao et al., 2023), the shared prefix that of Hydragen (Juravsky et al.,
@@ -17,22 +17,17 @@ import triton.language as tl
 from workers.kernels.attention_metadata import AttentionMetadata
 from workers.kernels.triton.launch import needs_wide_dot, num_processors, padded_size, shared_bytes
 from workers.kernels.triton.metadata import DeviceMetadata, PrefixRows
+from workers.kernels.triton.work import PROGRAMS_PER_PROCESSOR, TILE_ROWS
 from workers.models.model_config import HeadShape
 
 LEAST_DOT = 16
 """No side of a product in Triton may be shorter."""
-TILE_ROWS = 64
-"""Rows of a tile, query tokens times the heads that read one KV head, where a step does more than decode: few tokens
-too, because each size of a tile is a kernel of its own, for which a step would wait seconds until it is compiled. Of
-float32 a tile has `LEAST_DOT` rows, for a product of three passes takes four times the registers.
-"""
 TILE_BYTES = 16384
 """Of keys, and of values, that a tile of keys holds."""
 MOST_TILE_KEYS = 128
-PROGRAMS_PER_PROCESSOR = 2
-"""Splits are added until there are so many programs for each multiprocessor."""
-MOST_SPLITS = 32
 MOST_PREFIX_SPLITS = 8
+SPLITS_AT_A_TIME = 32
+"""Splits of a token that are merged at a time."""
 
 
 def paged_attention(
@@ -43,14 +38,14 @@ def paged_attention(
     heads: HeadShape,
     sliding_window: int | None = None,
 ) -> torch.Tensor:
+    """As `reference.paged_attention`; `metadata` is a `DeviceMetadata`."""
     num_heads, num_kv_heads, head_dim, scale = heads
     group = num_heads // num_kv_heads
     output = qkv.new_empty((qkv.shape[0], num_heads * head_dim))
-    is_decode = metadata.max_query_len == 1
-    tile_tokens = 1 if is_decode else _tile_tokens(group, qkv.dtype)
-    num_tiles = metadata.num_sequences + (0 if is_decode else metadata.num_tokens // tile_tokens)
+    work = metadata.work if isinstance(metadata, DeviceMetadata) else None
+    assert work is not None, "the kernels read how attention is cut"
+    tile_tokens = 1 if work.item_tokens == 1 else _tile_tokens(group, qkv.dtype)
     tile_rows = padded_size(tile_tokens * group, LEAST_DOT)
-    num_splits = _num_splits(num_tiles * num_kv_heads, MOST_SPLITS, qkv.device)
     constants = {
         "NUM_KV_HEADS": num_kv_heads,
         "GROUP": group,
@@ -64,29 +59,25 @@ def paged_attention(
     caches = (qkv, k_cache, v_cache)
     scale_log2 = scale * math.log2(math.e)
     prefix, num_prefix_splits = output, 0
-    prefix_lens = first_rows = metadata.context_lens
+    first_rows = metadata.context_lens
     prefix_sums = output
     if rows is not None:
         prefix, prefix_sums = _attend_prefixes(caches, metadata, rows, scale_log2, constants)
-        prefix_lens, first_rows, num_prefix_splits = rows.prefix_lens, rows.first_rows, prefix.shape[0]
-    if num_splits == 1:
-        partials = log_sums = output
-    else:
-        partials, log_sums = _partials(num_splits, qkv.shape[0], num_heads, head_dim, qkv.device)
-    _attend[(num_tiles, num_kv_heads, num_splits)](
+        first_rows, num_prefix_splits = rows.first_rows, prefix.shape[0]
+    partials, log_sums = _partials(max(1, work.num_slots), work.item_tokens, num_heads, head_dim, qkv.device)
+    _attend[(work.items.shape[0], num_kv_heads, triton.cdiv(work.item_tokens, tile_tokens))](
         *caches,
         output,
         partials,
         log_sums,
         prefix,
         prefix_sums,
+        work.items,
         metadata.query_start,
         metadata.context_lens,
         metadata.block_tables,
-        prefix_lens,
         first_rows,
-        metadata.num_sequences,
-        qkv.shape[0],
+        work.item_tokens,
         prefix.shape[1],
         qkv.stride(0),
         metadata.block_tables.stride(0),
@@ -96,24 +87,22 @@ def paged_attention(
         **constants,
         TILE_TOKENS=tile_tokens,
         TILE_ROWS=tile_rows,
-        IS_SPLIT=num_splits > 1,
         HAS_PREFIX=rows is not None,
-        IS_DECODE=is_decode,
         HAS_WINDOW=sliding_window is not None,
         num_warps=_num_warps(head_dim, qkv.dtype),
         num_stages=_num_stages(qkv, tile_rows * constants["PADDED_DIM"]),
     )
-    if num_splits > 1:
-        _merge[(qkv.shape[0], num_heads)](
+    if work.merges.shape[0]:
+        _merge[(work.merges.shape[0], num_heads)](
             output,
             partials,
             log_sums,
-            qkv.shape[0],
-            num_splits,
+            work.merges,
+            work.item_tokens,
             NUM_HEADS=num_heads,
             HEAD_DIM=head_dim,
             PADDED_DIM=constants["PADDED_DIM"],
-            MOST_SPLITS=MOST_SPLITS,
+            SPLITS_AT_A_TIME=SPLITS_AT_A_TIME,
             num_warps=4,
         )
     return output
@@ -134,8 +123,7 @@ def _attend_prefixes(
     tile_tokens = _tile_tokens(group, qkv.dtype)
     tile_rows = padded_size(tile_tokens * group, LEAST_DOT)
     num_tiles = rows.num_rows // tile_tokens + rows.num_groups
-    # Of the most groups possible few tiles have rows, so that their number says little of the programs at work
-    num_splits = _num_splits(triton.cdiv(rows.num_rows, tile_tokens) * num_kv_heads, MOST_PREFIX_SPLITS, qkv.device)
+    num_splits = _num_prefix_splits(triton.cdiv(rows.num_rows, tile_tokens) * num_kv_heads, qkv.device)
     partials, log_sums = _partials(num_splits, rows.num_rows, group * num_kv_heads, head_dim, qkv.device)
     _attend_prefix[(num_tiles, num_kv_heads, num_splits)](
         *caches,
@@ -167,13 +155,19 @@ def _partials(
     return torch.empty((*shape, head_dim), device=device), torch.empty(shape, device=device)
 
 
-def _num_splits(num_programs: int, most: int, device: torch.device) -> int:
-    """It does not depend on the length of the context: a captured graph runs for every length."""
+def _num_prefix_splits(num_programs: int, device: torch.device) -> int:
+    """Returns how many programs read one group's keys, where `num_programs` would be at work without splits. It does
+    not depend on the keys' number, because a captured graph runs for every length.
+    """
     wanted = PROGRAMS_PER_PROCESSOR * num_processors(device)
-    return min(most, max(1, wanted // max(1, num_programs)))
+    return min(MOST_PREFIX_SPLITS, max(1, wanted // max(1, num_programs)))
 
 
 def _tile_tokens(group: int, dtype: torch.dtype) -> int:
+    """Returns the query tokens of a tile. One size serves every step that does more than decode, few tokens too: each
+    size is a kernel of its own, for which a step would wait seconds until it is compiled. A tile of float32 has
+    `LEAST_DOT` rows, because a product of three passes takes four times the registers.
+    """
     return max(1, (TILE_ROWS if dtype.itemsize == 2 else LEAST_DOT) // group)
 
 
@@ -271,11 +265,7 @@ def _over_keys(
     return largest, total, attended
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_sequences", "num_tokens", "num_prefix_rows", "table_stride", "window", "num_prefix_splits"
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["item_tokens", "num_prefix_rows", "table_stride", "window", "num_prefix_splits"])
 def _attend(
     qkv,
     k_cache,
@@ -285,13 +275,12 @@ def _attend(
     log_sums,
     prefix,
     prefix_sums,
+    items,
     query_start,
     context_lens,
     block_tables,
-    prefix_lens,
     first_rows,
-    num_sequences,
-    num_tokens,
+    item_tokens,
     num_prefix_rows,
     qkv_stride,
     table_stride,
@@ -307,27 +296,27 @@ def _attend(
     WIDE: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
     HAS_PREFIX: tl.constexpr,
-    IS_DECODE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
-    """A tile of a sequence's query tokens, one KV head and one split of the keys a program. What a group has read of a
+    """One item of `items`, one KV head and one tile of the item's query tokens a program. What a group has read of a
     shared prefix is where the first split begins.
     """
-    tile = tl.program_id(0)
+    item = items + tl.program_id(0) * 6
     kv_head = tl.program_id(1)
-    split = tl.program_id(2)
-    if IS_DECODE:
-        sequence = tile
-        first_token = 0
-    else:
-        sequence = _find(query_start, num_sequences, tile, TILE_TOKENS)
-        first_token = (tile - tl.load(query_start + sequence) // TILE_TOKENS - sequence) * TILE_TOKENS
+    item_row = tl.program_id(2) * TILE_TOKENS
+    sequence = tl.load(item)
+    if sequence < 0:
+        return
     first_flat = tl.load(query_start + sequence)
     query_len = tl.load(query_start + sequence + 1) - first_flat
-    if first_token >= query_len:
+    item_token = tl.load(item + 1)
+    first_token = item_token + item_row
+    end_token = tl.minimum(query_len, item_token + item_tokens)
+    if first_token >= end_token:
         return
+    slot = tl.load(item + 4)
+    split = tl.load(item + 5)
     context_len = tl.load(context_lens + sequence)
     num_computed = context_len - query_len
 
@@ -335,21 +324,18 @@ def _attend(
     dim = tl.arange(0, PADDED_DIM)
     token = first_token + row // GROUP
     head = kv_head * GROUP + row % GROUP
-    exists = (row < TILE_TOKENS * GROUP) & (token < query_len)
+    exists = (row < TILE_TOKENS * GROUP) & (token < end_token)
     mask = exists[:, None] & (dim < HEAD_DIM)[None, :]
     flat = (first_flat + token).to(tl.int64)
     query = tl.load(qkv + flat[:, None] * qkv_stride + head[:, None] * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
     position = num_computed + token
 
-    end = num_computed + tl.minimum(first_token + TILE_TOKENS, query_len)
-    begin = 0
+    first_key = tl.load(item + 2)
+    if not HAS_PREFIX:  # a layer with a window reads the keys of its group by itself
+        first_key = tl.where(split == 0, 0, first_key)
     if HAS_WINDOW:
-        begin = tl.maximum(num_computed + first_token - window + 1, 0)
-    if HAS_PREFIX:
-        begin = tl.load(prefix_lens + sequence)
-    split_keys = tl.cdiv(tl.cdiv(end - begin, TILE_KEYS), tl.num_programs(2)) * TILE_KEYS
-    first_key = begin + split * split_keys
-    last_key = tl.minimum(end, first_key + split_keys)
+        first_key = tl.maximum(num_computed + first_token - window + 1, first_key)
+    last_key = tl.minimum(tl.load(item + 3), num_computed + tl.minimum(first_token + TILE_TOKENS, end_token))
 
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
     largest = tl.full([TILE_ROWS], float("-inf"), tl.float32)
@@ -358,8 +344,8 @@ def _attend(
     if HAS_PREFIX:
         first_row = tl.load(first_rows + sequence)
         in_group = exists & (token < tl.where((first_row >= 0) & (split == 0), query_len, 0))
-        for part in tl.range(0, num_prefix_splits, num_stages=1):
-            place = (part * num_prefix_rows + first_row + token).to(tl.int64) * NUM_HEADS + head
+        for prefix_split in tl.range(0, num_prefix_splits, num_stages=1):
+            place = (prefix_split * num_prefix_rows + first_row + token).to(tl.int64) * NUM_HEADS + head
             log_sum = tl.load(prefix_sums + place, mask=in_group, other=float("-inf"))
             seen = tl.load(prefix + place[:, None] * HEAD_DIM + dim[None, :], mask=in_group[:, None] & mask, other=0.0)
             new_largest = tl.maximum(largest, log_sum)
@@ -393,14 +379,14 @@ def _attend(
     )
     sees_nothing = total == 0.0
     result = attended / tl.where(sees_nothing, 1.0, total)[:, None]
-    if not IS_SPLIT:
-        place = (flat * NUM_HEADS + head)[:, None] * HEAD_DIM + dim[None, :]
-        tl.store(output + place, result.to(output.dtype.element_ty), mask=mask)
+    if slot < 0:
+        own = (flat * NUM_HEADS + head)[:, None] * HEAD_DIM + dim[None, :]
+        tl.store(output + own, result.to(output.dtype.element_ty), mask=mask)
     else:
-        place = (split.to(tl.int64) * num_tokens + flat) * NUM_HEADS + head
-        tl.store(partials + place[:, None] * HEAD_DIM + dim[None, :], result, mask=mask)
+        part = (slot.to(tl.int64) * item_tokens + item_row + row // GROUP) * NUM_HEADS + head
+        tl.store(partials + part[:, None] * HEAD_DIM + dim[None, :], result, mask=mask)
         log_sum = tl.where(sees_nothing, float("-inf"), largest + tl.log2(total))
-        tl.store(log_sums + place, log_sum, mask=exists)
+        tl.store(log_sums + part, log_sum, mask=exists)
 
 
 @triton.jit(do_not_specialize=["num_groups", "num_rows", "table_stride"])
@@ -483,29 +469,44 @@ def _attend_prefix(
     tl.store(log_sums + place, tl.where(sees_nothing, float("-inf"), largest + tl.log2(total)), mask=exists)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_splits"])
+@triton.jit(do_not_specialize=["item_tokens"])
 def _merge(
     output,
     partials,
     log_sums,
-    num_tokens,
-    num_splits,
+    merges,
+    item_tokens,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
-    MOST_SPLITS: tl.constexpr,
+    SPLITS_AT_A_TIME: tl.constexpr,
 ):
     """The splits of one query head of one token: their mean, weighted by the sums that they stand for."""
-    place = tl.program_id(0).to(tl.int64) * NUM_HEADS + tl.program_id(1)
-    split = tl.arange(0, MOST_SPLITS)
+    merge = merges + tl.program_id(0) * 3
+    head = tl.program_id(1)
+    token = tl.load(merge).to(tl.int64)
+    row = tl.load(merge + 1).to(tl.int64)
+    count = tl.load(merge + 2)
+    if count == 0:
+        return
     dim = tl.arange(0, PADDED_DIM)
-    exists = split < num_splits
-    places = split.to(tl.int64) * num_tokens * NUM_HEADS + place
-    log_sum = tl.load(log_sums + places, mask=exists, other=float("-inf"))
-    largest = tl.max(log_sum, axis=0)
-    weight = tl.exp2(log_sum - tl.where(largest == float("-inf"), 0.0, largest))
-    mask = exists[:, None] & (dim < HEAD_DIM)[None, :]
-    parts = tl.load(partials + places[:, None] * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
-    total = tl.sum(weight, axis=0)
-    result = tl.sum(parts * weight[:, None], axis=0) / tl.where(total == 0.0, 1.0, total)
-    tl.store(output + place * HEAD_DIM + dim, result.to(output.dtype.element_ty), mask=dim < HEAD_DIM)
+    largest: tl.float32 = float("-inf")
+    total: tl.float32 = 0.0
+    result = tl.zeros([PADDED_DIM], tl.float32)
+    for first in range(0, count, SPLITS_AT_A_TIME):
+        split = first + tl.arange(0, SPLITS_AT_A_TIME)
+        exists = split < count
+        places = (row + split.to(tl.int64) * item_tokens) * NUM_HEADS + head
+        log_sum = tl.load(log_sums + places, mask=exists, other=float("-inf"))
+        new_largest = tl.maximum(largest, tl.max(log_sum, axis=0))
+        shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+        weight = tl.exp2(log_sum - shift)
+        decay = tl.exp2(largest - shift)
+        mask = exists[:, None] & (dim < HEAD_DIM)[None, :]
+        parts = tl.load(partials + places[:, None] * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
+        total = total * decay + tl.sum(weight, axis=0)
+        result = result * decay + tl.sum(parts * weight[:, None], axis=0)
+        largest = new_largest
+    result = result / tl.where(total == 0.0, 1.0, total)
+    place = (token * NUM_HEADS + head) * HEAD_DIM + dim
+    tl.store(output + place, result.to(output.dtype.element_ty), mask=dim < HEAD_DIM)

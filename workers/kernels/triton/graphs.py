@@ -1,10 +1,10 @@
-"""CUDA graphs of steps that decode or verify drafts: all layers of a step of few tokens a sequence, captured at start
-for a few batch sizes.
+"""CUDA graphs of steps that decode, verify drafts or compute a few hundred tokens of prompts: all layers of a step,
+captured at start for a few sizes.
 
 Launching a layer's dozen kernels from Python takes longer than a small model takes to run them. A step is padded to the
-next size; what pads writes no key, and nobody reads what is computed of it. Everything else (prefill, larger batches)
-runs kernel by kernel. Ranks that share a model capture the same graphs, sums over ranks among them, and agree on each.
-`workers/platforms/cuda.py` decides what is captured; `launch.GraphCapture` does it.
+next size; what pads writes no key, and nobody reads what is computed of it. Larger steps, which take the device longer
+than the host, run kernel by kernel. Ranks that share a model capture the same graphs, sums over ranks among them, and
+agree on each. `workers/platforms/cuda.py` decides what is captured; `launch.GraphCapture` does it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,15 @@ import torch
 from workers.kernels.attention_metadata import AttentionMetadata
 from workers.kernels.protocol import DecodeLimits, Forward, KVCaches
 from workers.kernels.triton.launch import GraphCapture, synchronize
-from workers.kernels.triton.metadata import DeviceMetadata, Layout, padded_views, padding, prefix_rows_of
+from workers.kernels.triton.metadata import (
+    DeviceMetadata,
+    Layout,
+    padded_views,
+    padding,
+    prefix_rows_of,
+    work_of,
+)
+from workers.kernels.triton.work import WorkShape
 
 logger = logging.getLogger(__name__)
 
@@ -32,45 +40,53 @@ MOST_VERIFIED_TOKENS = 128
 """Of a step that verifies drafts. Every sequence is padded to the most drafts, which costs little only as long as
 reading the weights takes longer than multiplying them.
 """
+MIXED_TOKENS = (64, 128, 192, 256, 320, 384, 448, 512)
+"""Tokens of steps that also compute prompts. Larger ones keep the device busy for longer than the host needs to launch
+their kernels.
+"""
 MOST_SECONDS = 60.0
 """For all captures of a model. Of each kind large sizes come first: smaller ones then fit in the memory of theirs, and
 a step whose size was not captured by then is padded to one that was.
 """
 
 
-def layouts_to_capture(max_num_sequences: int, max_draft_tokens: int = 0) -> tuple[Layout, ...]:
-    """The layouts to capture, ascending: those of decode steps, whose last one is the largest batch, or
-    `MOST_SEQUENCES`; with drafts also those of steps that verify up to `max_draft_tokens` of each sequence.
+def layouts_to_capture(
+    max_num_sequences: int, max_draft_tokens: int = 0, max_num_tokens: int = 0
+) -> tuple[Layout, ...]:
+    """Returns the layouts to capture, ascending: those of decode steps, whose last one is the largest batch, or
+    `MOST_SEQUENCES`; with drafts those of steps that verify up to `max_draft_tokens` of each sequence; and those of
+    steps that compute prompts too, of `max_num_tokens` at most.
     """
     most = min(max_num_sequences, MOST_SEQUENCES)
     sizes = {*SMALL_SIZES, *range(SIZE_STEP, LARGE_SIZE, SIZE_STEP), *range(LARGE_SIZE, most, LARGE_SIZE_STEP), most}
     layouts = [Layout(tokens, size) for tokens in {1, 1 + max_draft_tokens} for size in sizes if size <= most]
-    return tuple(sorted(each for each in layouts if each.tokens_each == 1 or each.num_tokens <= MOST_VERIFIED_TOKENS))
+    decodes = sorted(each for each in layouts if each.tokens_each == 1 or each.num_tokens <= MOST_VERIFIED_TOKENS)
+    sizes_before = zip((0, *MIXED_TOKENS), MIXED_TOKENS, strict=False)
+    return *decodes, *(Layout(size, most, size) for before, size in sizes_before if before < max_num_tokens)
 
 
 def padded_to(layouts: Sequence[Layout], query_lens: np.ndarray) -> Layout | None:
     """The first of the ascending layouts that a step fits in; None if it fits in none."""
     if not len(query_lens):
         return None
-    num_sequences, longest = len(query_lens), query_lens.max()
-    return next((each for each in layouts if each.tokens_each >= longest and each.num_sequences >= num_sequences), None)
+    return next((each for each in layouts if each.fits(query_lens)), None)
 
 
 def compile_prompts(
     forward: Callable[[torch.Tensor, AttentionMetadata], object],
     limits: DecodeLimits,
+    shape: WorkShape,
     device: torch.device,
 ) -> None:
-    """Has `forward` run empty steps of more than one token a sequence, few and many, without and with groups: else the
-    first prompts, and all that run beside them, would wait seconds for their attention to be compiled.
+    """Has `forward` run empty steps of more than one token a sequence, without and with groups: else the first prompts,
+    and all that run beside them, would wait seconds for their attention to be compiled.
     """
-    most = min(limits.max_num_sequences, MOST_SEQUENCES)
-    tables = _empty_tables(most, limits, device)
-    for layout in sorted({Layout(2, min(2, most)), Layout(2, most)}):
-        for has_groups in _group_forms(layout, limits):
-            step = empty_step(tables, layout, limits, has_groups)
-            token_ids = torch.zeros(layout.num_tokens, dtype=torch.int64, device=device)
-            forward(token_ids, dataclasses.replace(step, layout=None))
+    layout = Layout(2, min(2, limits.max_num_sequences))
+    tables = _empty_tables(layout.num_sequences, limits, device)
+    for has_groups in _group_forms(layout, limits):
+        step = empty_step(tables, layout, limits, has_groups, shape)
+        token_ids = torch.zeros(layout.num_tokens, dtype=torch.int64, device=device)
+        forward(token_ids, dataclasses.replace(step, layout=None))
 
 
 @dataclasses.dataclass(slots=True)
@@ -139,6 +155,7 @@ def record(
     forward: Callable[[torch.Tensor, AttentionMetadata], object],
     layouts: Sequence[Layout],
     limits: DecodeLimits,
+    shape: WorkShape,
     device: torch.device,
     agree: Callable[[int], int] = int,
 ) -> tuple[Layout, ...]:
@@ -157,10 +174,10 @@ def record(
     failed: dict[Layout, str] = {}
     layers.capture = GraphCapture(device)
     try:
-        for layout in sorted(layouts, key=lambda each: (each.tokens_each, -each.num_sequences)):
+        for layout in sorted(layouts, key=_capture_order):
             if not agree(int(time.perf_counter() <= deadline)):
                 break
-            why_not = _capture(layout, tables, forward, limits)
+            why_not = _capture(layout, tables, forward, limits, shape)
             if why_not is not None:
                 failed[layout] = why_not
             if agree(int(why_not is None)):
@@ -170,13 +187,20 @@ def record(
     finally:
         layers.capture = None
     if failed:
-        sizes = ", ".join(f"{each.num_sequences} sequences of {each.tokens_each}" for each in failed)
+        sizes = ", ".join(f"{each.num_tokens} tokens of {each.num_sequences} sequences" for each in failed)
         logger.warning(
-            "steps of so many tokens run kernel by kernel, for they cannot be captured: %s (%s)",
+            "steps of these sizes run kernel by kernel, for they cannot be captured: %s (%s)",
             sizes,
             next(iter(failed.values())),
         )
-    return tuple(sorted(captured))
+    return tuple(each for each in layouts if each in captured)
+
+
+def _capture_order(layout: Layout) -> tuple[bool, int, int]:
+    """Returns the key that sorts decodes before verifications before prompts, and of each kind large layouts first."""
+    if layout.most_tokens is not None:
+        return True, 0, -layout.most_tokens
+    return False, layout.tokens_each, -layout.num_sequences
 
 
 def _capture(
@@ -184,12 +208,13 @@ def _capture(
     tables: torch.Tensor,
     forward: Callable[[torch.Tensor, AttentionMetadata], object],
     limits: DecodeLimits,
+    shape: WorkShape,
 ) -> str | None:
     """Has `forward` run an empty step in the layout, while it captures what it runs. Returns why that failed."""
     device = tables.device
     try:
         for has_groups in _group_forms(layout, limits):
-            metadata = empty_step(tables, layout, limits, has_groups)
+            metadata = empty_step(tables, layout, limits, has_groups, shape)
             forward(torch.zeros(layout.num_tokens, dtype=torch.int64, device=device), metadata)
         synchronize(device)
     except RuntimeError as error:
@@ -208,10 +233,12 @@ def _group_forms(layout: Layout, limits: DecodeLimits) -> tuple[bool, ...]:
     return (False, True) if limits.shares_prefixes and layout.num_sequences > 1 else (False,)
 
 
-def empty_step(tables: torch.Tensor, layout: Layout, limits: DecodeLimits, has_groups: bool) -> DeviceMetadata:
-    """A step all of which pads; the first of `tables` are its block tables."""
-    packed = padding(layout, has_groups).to(tables.device)
-    arrays = padded_views(packed, layout, has_groups)
+def empty_step(
+    tables: torch.Tensor, layout: Layout, limits: DecodeLimits, has_groups: bool, shape: WorkShape
+) -> DeviceMetadata:
+    """Returns a step all of which pads; the first of `tables` are its block tables."""
+    packed = padding(layout, has_groups, shape).to(tables.device)
+    arrays = padded_views(packed, layout, has_groups, shape)
     return DeviceMetadata(
         positions=arrays["positions"].view(torch.int64),
         slot_mapping=arrays["slot_mapping"].view(torch.int64),
@@ -222,6 +249,7 @@ def empty_step(tables: torch.Tensor, layout: Layout, limits: DecodeLimits, has_g
         max_query_len=layout.tokens_each,
         max_context_len=limits.max_model_len,
         total_context_len=layout.num_sequences * limits.max_model_len,
+        work=work_of(arrays, None, layout.item_tokens(shape)),
         prefix_rows=prefix_rows_of(arrays) if has_groups else None,
         packed=packed,
         layout=layout,

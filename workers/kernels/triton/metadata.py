@@ -17,18 +17,51 @@ from workers.kernels.attention_metadata import AttentionMetadata
 from workers.kernels.shared_prefixes import SharedPrefixes
 from workers.kernels.transfer import place
 from workers.kernels.triton.launch import aligned_places
+from workers.kernels.triton.work import ITEM_COLUMNS, MERGE_COLUMNS, WorkShape, plan_work
 
 
 class Layout(NamedTuple):
     """The sizes that a step is padded to."""
 
     tokens_each: int
-    """The most that a sequence may have: 1 if steps only decode; more if they also verify drafts."""
+    """The most that a sequence may have: 1 if steps only decode; more if they also verify drafts or compute prompts."""
     num_sequences: int
+    most_tokens: int | None = None
+    """The most that all may have together; None if each may have `tokens_each`."""
 
     @property
     def num_tokens(self) -> int:
-        return self.num_sequences * self.tokens_each
+        return self.num_sequences * self.tokens_each if self.most_tokens is None else self.most_tokens
+
+    def fits(self, query_lens: np.ndarray) -> bool:
+        """Returns whether a step of so many tokens of each sequence, integers [num_sequences], can be padded to it."""
+        if len(query_lens) > self.num_sequences or query_lens.max() > self.tokens_each:
+            return False
+        return self.most_tokens is None or int(query_lens.sum()) <= self.most_tokens
+
+    def item_tokens(self, shape: WorkShape) -> int:
+        """Returns the most query tokens of an item (`work.py`)."""
+        return self.tokens_each if self.most_tokens is None else shape.item_tokens
+
+    def most_items(self, shape: WorkShape) -> int:
+        """Returns the most items of a step that fits, whatever its contexts are."""
+        num_runs = self.num_sequences
+        if self.most_tokens is not None:
+            num_runs += self.most_tokens // shape.item_tokens
+        return num_runs + shape.num_programs
+
+
+@dataclasses.dataclass(slots=True)
+class DeviceWork:
+    """`Work` on the device; in a padded step items and merges that pad do nothing."""
+
+    items: torch.Tensor
+    """int32 [num_items, 6]; the sequence of an item that pads is -1."""
+    merges: torch.Tensor
+    """int32 [num_merges, 3]; the count of one that pads is 0."""
+    num_slots: int
+    item_tokens: int
+    """The most query tokens of an item."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -64,6 +97,8 @@ class PrefixRows:
 class DeviceMetadata(AttentionMetadata):
     """`AttentionMetadata` on a device. `shared_prefixes` is None: `prefix_rows` says the same for these kernels."""
 
+    work: DeviceWork | None = None
+    """How attention is cut; given by `build_metadata`."""
     prefix_rows: PrefixRows | None = None
     packed: torch.Tensor | None = None
     """All arrays but the block tables, int32, in the sizes of `layout`. None if they are not padded."""
@@ -79,13 +114,26 @@ def build_metadata(
     device: torch.device,
     share_prefixes: bool = True,
     layout: Layout | None = None,
+    shape: WorkShape | None = None,
 ) -> DeviceMetadata:
-    """Arguments as those of `AttentionMetadata.build`. With a `layout`, in which the step must fit, it is padded to
-    that.
+    """Builds a step's metadata on the device; arguments as those of `AttentionMetadata.build`.
+
+    With a `layout`, in which the step must fit, it is padded to that. `shape` is that of the model's attention; without
+    it the work is cut for one KV head.
     """
     host = AttentionMetadata.build(starts, query_lens, block_tables, block_size, share_prefixes)
     tables = host.block_tables.numpy()
-    arrays = _arrays(host) if layout is None else _padded(host, layout)
+    shape = shape or WorkShape.of(1, 1, device)
+    arrays = _arrays(host)
+    if layout is not None:
+        item_tokens = layout.item_tokens(shape)
+    else:
+        item_tokens = 1 if host.max_query_len == 1 else shape.item_tokens
+    first_keys = arrays.get("prefix_lens", np.zeros(len(starts), dtype=np.int32))
+    work = plan_work(starts, query_lens, first_keys, item_tokens, shape.num_programs)
+    arrays |= {"items": work.items.ravel(), "merges": work.merges.ravel()}
+    if layout is not None:
+        arrays = _padded(arrays, padded_sizes(layout, host.shared_prefixes is not None, shape))
     words = {name: array.view(np.int32) for name, array in arrays.items()}
     places, end = aligned_places({name: len(array) for name, array in words.items()})
     packed = np.zeros(end + tables.size, dtype=np.int32)
@@ -105,24 +153,36 @@ def build_metadata(
         max_query_len=host.max_query_len,
         max_context_len=host.max_context_len,
         total_context_len=host.total_context_len,
+        work=work_of(views, work.num_slots if layout is None else None, item_tokens),
         prefix_rows=prefix_rows_of(views) if host.shared_prefixes is not None else None,
         packed=None if layout is None else buffer[:end],
         layout=layout,
     )
 
 
+def work_of(views: dict[str, torch.Tensor], num_slots: int | None, item_tokens: int) -> DeviceWork:
+    """Returns the work whose arrays are among `views`; of a padded step, where `num_slots` is None, any item may have a
+    slot.
+    """
+    items = views["items"].view(-1, len(ITEM_COLUMNS))
+    merges = views["merges"].view(-1, len(MERGE_COLUMNS))
+    return DeviceWork(items, merges, len(items) if num_slots is None else num_slots, item_tokens)
+
+
 def prefix_rows_of(views: dict[str, torch.Tensor]) -> PrefixRows:
     return PrefixRows(**{field.name: views[field.name] for field in dataclasses.fields(PrefixRows)})
 
 
-def padded_sizes(layout: Layout, has_groups: bool) -> dict[str, int]:
-    """int32 words of each array."""
+def padded_sizes(layout: Layout, has_groups: bool, shape: WorkShape) -> dict[str, int]:
+    """Returns the int32 words of each array."""
     num_tokens, num_sequences = layout.num_tokens, layout.num_sequences
     sizes = {
         "positions": 2 * num_tokens,
         "slot_mapping": 2 * num_tokens,
         "query_start": num_sequences + 1,
         "context_lens": num_sequences,
+        "items": layout.most_items(shape) * len(ITEM_COLUMNS),
+        "merges": num_tokens * len(MERGE_COLUMNS),
     }
     if has_groups:
         most_groups = max(1, num_sequences // 2)
@@ -137,16 +197,16 @@ def padded_sizes(layout: Layout, has_groups: bool) -> dict[str, int]:
     return sizes
 
 
-_PADDING = {"slot_mapping": -1, "first_rows": -1}
+_PADDING = {"slot_mapping": -1, "first_rows": -1, "items": -1}
 """What pads an array; cumulative ones end with their last value, and 0 pads the others. A sequence that pads has no
 tokens; a token that pads belongs to no sequence: it writes no key, and attention leaves its output as it is.
 """
 _CUMULATIVE = ("query_start", "row_start")
 
 
-def padding(layout: Layout, has_groups: bool) -> torch.Tensor:
-    """The buffer, int32 on the CPU, of a step without sequences."""
-    places, end = aligned_places(padded_sizes(layout, has_groups))
+def padding(layout: Layout, has_groups: bool, shape: WorkShape) -> torch.Tensor:
+    """Returns the buffer, int32 on the CPU, of a step without sequences."""
+    places, end = aligned_places(padded_sizes(layout, has_groups, shape))
     buffer = torch.zeros(end, dtype=torch.int32)
     for name, value in _PADDING.items():
         if name in places:
@@ -154,9 +214,9 @@ def padding(layout: Layout, has_groups: bool) -> torch.Tensor:
     return buffer
 
 
-def padded_views(buffer: torch.Tensor, layout: Layout, has_groups: bool) -> dict[str, torch.Tensor]:
-    """The arrays of a buffer in that layout, int32."""
-    places, _ = aligned_places(padded_sizes(layout, has_groups))
+def padded_views(buffer: torch.Tensor, layout: Layout, has_groups: bool, shape: WorkShape) -> dict[str, torch.Tensor]:
+    """Returns the arrays of a buffer in that layout, int32."""
+    places, _ = aligned_places(padded_sizes(layout, has_groups, shape))
     return {name: buffer[where] for name, where in places.items()}
 
 
@@ -169,11 +229,10 @@ def _arrays(host: AttentionMetadata) -> dict[str, np.ndarray]:
     return arrays
 
 
-def _padded(host: AttentionMetadata, layout: Layout) -> dict[str, np.ndarray]:
-    """The arrays, filled up to the sizes of the layout."""
-    arrays = _arrays(host)
+def _padded(arrays: dict[str, np.ndarray], sizes: dict[str, int]) -> dict[str, np.ndarray]:
+    """Returns the arrays, filled up to `sizes`, in int32 words."""
     padded = {}
-    for name, words in padded_sizes(layout, host.shared_prefixes is not None).items():
+    for name, words in sizes.items():
         array = arrays[name]
         size = words * 4 // array.itemsize
         value = array[-1] if name in _CUMULATIVE else _PADDING.get(name, 0)
