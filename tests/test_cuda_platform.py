@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import multiprocessing
 import pathlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -114,11 +115,13 @@ def test_large_batches_are_captured_first_and_what_takes_too_long_is_left_out(mo
     record = functools.partial(graphs.record, model.layers, model.forward, layouts, shape=SHAPE, device=device)
     limits = DecodeLimits(4, 64, 8)
     assert record(limits) == layouts
-    both = [(each, has_groups) for each in (four, two, one, verify, mixed) for has_groups in (False, True)]
+    # Each is run once without sums over ranks before it is captured
+    twice = [each for each in (four, two, one, verify, mixed) for _ in range(2)]
+    both = [(each, has_groups) for each in twice for has_groups in (False, True)]
     assert model.captured == [each for each in both if each != (one, True)]  # one sequence is no group
     model.captured.clear()
     assert record(limits._replace(shares_prefixes=False)) == layouts
-    assert model.captured == [(each, False) for each in (four, two, one, verify, mixed)]
+    assert model.captured == [(each, False) for each in twice]
     clock = iter([0.0, 0.0, graphs.MOST_SECONDS, graphs.MOST_SECONDS + 1])
     monkeypatch.setattr(graphs.time, "perf_counter", lambda: next(clock))
     assert record(limits) == (two, four)
@@ -147,11 +150,20 @@ def test_attention_over_prompts_is_compiled_before_any_comes() -> None:
 def test_ranks_keep_only_what_all_of_them_have_captured(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In threads: the second rank cannot capture one layout, so that neither keeps it; both go on with smaller ones."""
+    """In threads: the second rank cannot run one layout, so that neither keeps it; both go on with smaller ones. The
+    first does not take part in sums over ranks for which it would wait in vain.
+    """
     said, barrier = [0, 0], threading.Barrier(2, timeout=PATIENCE_S)
 
-    def run(rank: int) -> tuple[tuple[Layout, ...], int]:
+    def run(rank: int) -> tuple[tuple[Layout, ...], int, list[Layout]]:
         model = NoLayers()
+        is_alone, sums = [False], []
+
+        @contextlib.contextmanager
+        def alone() -> Iterator[None]:
+            is_alone[0] = True
+            yield
+            is_alone[0] = False
 
         def agree(value: int) -> int:
             said[rank] = value
@@ -164,15 +176,17 @@ def test_ranks_keep_only_what_all_of_them_have_captured(
             assert isinstance(metadata, DeviceMetadata)
             if rank == 1 and metadata.layout == Layout(1, 2):
                 raise RuntimeError("operation not permitted when stream is capturing")
+            if not is_alone[0] and metadata.layout is not None:
+                sums.append(metadata.layout)
             return model.forward(token_ids, metadata)
 
         limits = DecodeLimits(8, 64, 8, shares_prefixes=False)
         layouts, device = decodes(1, 2, 4, 8), torch.device("cpu")
-        captured = graphs.record(model.layers, forward, layouts, limits, SHAPE, device, agree)
-        return captured, len(model.layers._graphs)
+        captured = graphs.record(model.layers, forward, layouts, limits, SHAPE, device, agree, alone)
+        return captured, len(model.layers._graphs), sums
 
     with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(run, range(2))) == [(decodes(1, 4, 8), 3)] * 2
+        assert list(pool.map(run, range(2))) == [(decodes(1, 4, 8), 3, [*decodes(8, 4, 1)])] * 2
     assert caplog.text.count("kernel by kernel") == 1
 
 

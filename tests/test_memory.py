@@ -62,6 +62,18 @@ def test_a_large_model_takes_no_more_than_its_share_of_what_is_free() -> None:
     assert tokens >= 256 * 1024
 
 
+def test_on_a_device_of_its_own_the_cache_takes_its_share_of_the_memory() -> None:
+    """The weights of 8 billion parameters are a seventh of it; by four times the weights half would lie idle."""
+    options = ModelOptions()
+    free = {"free_bytes": 120 * GIB, "weight_bytes": WEIGHTS_7B, "most_of_free": 0.9}
+    alone, _ = plan_kv_cache(QWEN_7B, "bfloat16", options, shares_memory=False, **free)
+    shared, _ = plan_kv_cache(QWEN_7B, "bfloat16", options, shares_memory=True, **free)
+    assert 0.899 * 120 * GIB < alone <= 0.9 * 120 * GIB
+    assert shared < 4 * WEIGHTS_7B + 1
+    few, _ = plan_kv_cache(DEMO, "bfloat16", ModelOptions(max_num_sequences=1), shares_memory=False, **free)
+    assert few == plan(DEMO, max_num_sequences=1, weight_bytes=8_000_000)[0], "no more than sequences can fill"
+
+
 def test_few_sequences_take_what_they_can_use_and_some_for_the_past() -> None:
     assert plan(QWEN_05B, max_num_sequences=1, max_model_len=4096)[1] == 4 * 4096
     assert plan(DEMO, max_num_sequences=1, weight_bytes=8_000_000)[1] == 4 * 1024

@@ -64,6 +64,7 @@ class OtherPlatform:
     device = torch.device("cpu")
     kernel_form = "reference"
     runs_ahead = True
+    shares_memory = True
     kv_share = 0.4
     splits_mlp = False
     advice = None

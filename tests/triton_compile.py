@@ -111,6 +111,7 @@ class Compiled:
         compiled = triton.compile(source, target=target, options=options)
         registers, spilled = resources(compiled.asm["cubin"])
         shared, warps = compiled.metadata.shared, compiled.metadata.num_warps
+        check_instructions(kernel.__name__, signature, constants, self.capability, compiled.asm["ptx"], form)
         assert shared <= SHARED_BYTES[self.capability], f"{form} needs {shared} bytes of shared memory"
         assert spilled <= MOST_SPILLED[self.capability], f"{form} spills {spilled} bytes of registers a thread"
         resident = num_resident(self.capability, registers, shared, warps)
@@ -122,6 +123,35 @@ class Compiled:
         cells += map(str, (registers, spilled, shared, warps, resident, resident * warps))
         cells.append(f"{resident * at_a_time >> 10}" if at_a_time else "")
         print(f"| {' | '.join(cells)} |", flush=True)
+
+
+WIDE_LOADS = {"_find_best": 16, "_find_thresholds": 8, "_edit_rows": 16, "_rms_norm": 16, "_silu_and_mul": 16}
+"""Kernels that wait for memory, and the bytes that a thread of theirs reads at a time. The search of thresholds has so
+many threads in a program that each looks at 4 logits.
+"""
+
+
+def check_instructions(
+    name: str, signature: dict[str, str], constants: dict[str, Any], capability: int, ptx: str, form: str
+) -> None:
+    """Fails where a kernel reads memory in smaller pieces than it could, or leaves the tensor cores of the device."""
+    if name in WIDE_LOADS:
+        assert widest_load(ptx) >= WIDE_LOADS[name], (
+            f"{form} reads no more than {widest_load(ptx)} bytes a thread at a time"
+        )
+    if name in ("_attend", "_attend_prefix"):
+        assert re.search(r"cp\.async\.c[ag]\.shared\.global .*, 0x10", ptx), f"{form} copies less than 16 bytes"
+        is_large = constants["TILE_ROWS"] >= 64 and signature["qkv"] != POINTERS[torch.float32]
+        if capability == H100 and is_large and constants["PADDED_DIM"] >= 64:
+            assert "wgmma.mma_async" in ptx, f"{form} does not use the warp group's tensor cores"
+
+
+def widest_load(ptx: str) -> int:
+    """Returns the most bytes that one thread loads from global memory by one instruction."""
+    sizes = [1]
+    for vector, bits in re.findall(r"ld\.global(?:\.\w+)*?(?:\.v(\d))?\.[bfus](\d+)", ptx):
+        sizes.append(int(vector or 1) * int(bits) // 8)
+    return max(sizes)
 
 
 def resources(cubin: bytes) -> tuple[int, int]:

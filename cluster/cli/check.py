@@ -155,6 +155,7 @@ def check_model(engine: EngineConfig) -> CheckReport:
         free_bytes=free - weights,
         weight_bytes=parameters * DTYPE_BYTES[dtype],
         draft=draft,
+        shares_memory=platform.shares_memory,
         most_of_free=platform.kv_share,
     )
     if weights + kv_bytes > free:

@@ -41,14 +41,15 @@ def plan_kv_cache(
     free_bytes: int,
     weight_bytes: int,
     draft: ModelConfig | None = None,
+    shares_memory: bool = True,
     most_of_free: float = MOST_OF_FREE,
 ) -> tuple[int, int]:
     """Returns (bytes, blocks) of the KV cache.
 
     Its size is `kv_cache_bytes`, if given; else `kv_cache_fraction` of `free_bytes` (what is free after the weights are
-    loaded), if given; else what the constants above say for a model of `weight_bytes`, and no more than `most_of_free`
-    of `free_bytes`. The keys and values of a `draft` model lie in blocks with the same ids, so the bytes of a block are
-    the sum of both models'.
+    loaded), if given; else `most_of_free` of `free_bytes`, but no more than the longest sequences can fill. Where other
+    programs share the memory, it is also no more than the constants above say for a model of `weight_bytes`. The keys
+    and values of a `draft` model lie in blocks with the same ids, so the bytes of a block are the sum of both models'.
 
     Raises `ModelError` if the cache would not hold a single block.
     """
@@ -62,8 +63,10 @@ def plan_kv_cache(
         max_num_sequences = options.max_num_sequences
         whole = -(-(options.max_model_len or model.max_position_embeddings) // block_size) * block_bytes
         short = min(whole, -(-LEAST_SEQUENCE_TOKENS // block_size) * block_bytes)
-        enough = max(WEIGHTS_MULTIPLE * weight_bytes, max_num_sequences * short, LEAST_WHOLE_SEQUENCES * whole)
-        budget = min(enough, MOST_WHOLE_SEQUENCES * max_num_sequences * whole, int(most_of_free * free_bytes))
+        budget = min(MOST_WHOLE_SEQUENCES * max_num_sequences * whole, int(most_of_free * free_bytes))
+        if shares_memory:
+            enough = max(WEIGHTS_MULTIPLE * weight_bytes, max_num_sequences * short, LEAST_WHOLE_SEQUENCES * whole)
+            budget = min(enough, budget)
     num_blocks = budget // block_bytes
     if num_blocks < 1:
         raise ModelError(

@@ -33,6 +33,8 @@ class Platform(Protocol):
     """The form of the kernels in use, for people to read."""
     runs_ahead: bool
     """Whether calls return before the device is done, which then does what it was told in order."""
+    shares_memory: bool
+    """Whether other programs need the device's memory too: the KV cache then takes no more than the model can use."""
     kv_share: float
     """The KV cache takes no more than this share of the free memory, unless it is configured."""
     splits_mlp: bool

@@ -30,6 +30,7 @@ class CpuPlatform:
     build_metadata = staticmethod(AttentionMetadata.build)
     place = staticmethod(torch.from_numpy)
     runs_ahead = False
+    shares_memory = True
     kv_share = MOST_OF_FREE
     splits_mlp = True
 

@@ -36,6 +36,7 @@ class CudaPlatform:
     kernels: Kernels = layers
     sampler: SamplerKernels = sampler
     runs_ahead = True
+    shares_memory = False
     kv_share = 0.9
     """The rest is for what a step's tensors lose to fragments, and for graphs."""
     splits_mlp = False
@@ -84,11 +85,13 @@ class CudaPlatform:
 
         before, started = launch.used_memory(self.device), time.perf_counter()
         shape = self._work_shape or WorkShape.of(1, 1, self.device)
-        compile_prompts(forward, limits, shape, self.device)
+        alone = nullcontext if self._group is None else self._group.alone
+        with alone():
+            compile_prompts(forward, limits, shape, self.device)
         # A draft model's are those of its model
         sizes = limits.max_num_sequences, limits.max_draft_tokens, limits.max_num_tokens
         layouts = self.graph_layouts or layouts_to_capture(*sizes)
-        captured = record(layers, forward, layouts, limits, shape, self.device, agree)
+        captured = record(layers, forward, layouts, limits, shape, self.device, agree, alone)
         if not captured:
             return
         self.graph_layouts = captured

@@ -41,8 +41,10 @@ def run_largest_step(
     hidden = model.forward(token_ids, metadata, [(layer[0], layer[1]) for layer in kv_cache])
     logits = model.compute_logits(hidden[:num_rows])
     if draws:
-        for edits, filters, has_masks in itertools.product(({}, _EDITS), ({}, _FILTERS), (False, True)):
-            _draw(logits[:1], platform, SamplingParams(**edits, **filters), has_masks)
+        # Logits processors draw from rows of float32
+        rows = (logits[:1],) if logits.dtype == torch.float32 else (logits[:1], logits[:1].float())
+        for row, edits, filters, has_masks in itertools.product(rows, ({}, _EDITS), ({}, _FILTERS), (False, True)):
+            _draw(row, platform, SamplingParams(**edits, **filters), has_masks)
         _draw(logits, platform, SamplingParams(**_EDITS, **_FILTERS, logprobs=1), has_masks=True)
 
 

@@ -88,6 +88,7 @@ class TorchWorker:
             free_bytes=_free_memory(platform, largest_steps) // self.group.num_sharing_memory,
             weight_bytes=_weight_bytes(folder, dtype) // num_ranks,
             draft=draft_config,
+            shares_memory=platform.shares_memory,
             most_of_free=platform.kv_share,
         )
         block_bytes = kv_bytes // num_blocks

@@ -161,7 +161,7 @@ def edited_rows(logits: torch.Tensor, edits: Edits, vocab_size: int) -> torch.Te
     return edited
 
 
-@triton.jit(do_not_specialize=["vocab_size"])
+@triton.jit
 def _count(table, tokens, counts, vocab_size, BLOCK: tl.constexpr):
     """A row's tokens: how often each is in its output, and whether it is in its prompt."""
     row = tl.program_id(0).to(tl.int64)
@@ -193,7 +193,7 @@ def _penalised(values, count, table, row):
     return tl.where(num_output > 0, values - cost, values)
 
 
-@triton.jit(do_not_specialize=["vocab_size", "num_counted", "num_entries"])
+@triton.jit(do_not_specialize=["num_counted", "num_entries"])
 def _compute_replaced(
     logits, table, counts, logits_stride, vocab_size, num_counted, entries, num_entries, BLOCK: tl.constexpr
 ):
@@ -212,7 +212,7 @@ def _compute_replaced(
     tl.store(entries + entry * 3 + 2, values.to(tl.int32, bitcast=True), mask=exists)
 
 
-@triton.jit(do_not_specialize=["vocab_size", "num_counted"])
+@triton.jit(do_not_specialize=["num_counted"])
 def _edit_rows(logits, table, counts, logits_stride, vocab_size, num_counted, edited, CHUNK: tl.constexpr):
     """A chunk of one row a program: copied with its penalties into the place of its counts, or masked if the row has
     allowed tokens.
@@ -230,7 +230,7 @@ def _edit_rows(logits, table, counts, logits_stride, vocab_size, num_counted, ed
     tl.store(edited + row * vocab_size + token, values, mask=exists)
 
 
-@triton.jit(do_not_specialize=["num_entries", "vocab_size"])
+@triton.jit(do_not_specialize=["num_entries"])
 def _replace(edited, entries, num_entries, vocab_size, BLOCK: tl.constexpr):
     """Puts the entries' values in their places."""
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -241,7 +241,7 @@ def _replace(edited, entries, num_entries, vocab_size, BLOCK: tl.constexpr):
     tl.store(edited + row * vocab_size + token, value, mask=exists)
 
 
-@triton.jit(do_not_specialize=["num_entries", "vocab_size"])
+@triton.jit(do_not_specialize=["num_entries"])
 def _add(edited, entries, num_entries, vocab_size, BLOCK: tl.constexpr):
     """Of the entries of one token at most one is finite, so that their order changes nothing."""
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

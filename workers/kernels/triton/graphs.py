@@ -9,6 +9,7 @@ agree on each. `workers/platforms/cuda.py` decides what is captured; `launch.Gra
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import time
@@ -96,6 +97,8 @@ class _Graph:
     residual: torch.Tensor
     """[num_tokens, hidden]. Rows that pad keep what they last held: no other row reads them."""
     metadata: DeviceMetadata
+    cos_sin: torch.Tensor
+    """The graph reads the memory of this table of rotary angles."""
     hidden: torch.Tensor
     replay: Callable[[], object]
 
@@ -143,7 +146,7 @@ class GraphedLayers:
         """`metadata` is as long and wide as a step of this size can be, and so is the table of rotary angles."""
         own_residual = residual.clone()
         hidden, replay = capture.capture(lambda: self._run_layers(own_residual, cos_sin, metadata, kv_caches))
-        return _Graph(own_residual, metadata, hidden, replay)
+        return _Graph(own_residual, metadata, cos_sin, hidden, replay)
 
     def forget(self, layout: Layout) -> None:
         for has_groups in (False, True):
@@ -158,13 +161,16 @@ def record(
     shape: WorkShape,
     device: torch.device,
     agree: Callable[[int], int] = int,
+    alone: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> tuple[Layout, ...]:
     """Captures `layers` in every layout by `forward` (token ids, metadata) of their model; once more for steps with
     groups that share prefixes, if there are any. Returns the layouts that were captured, ascending, as far as time
     went. The log says which ones cannot be captured: others may be, because smaller ones take less memory.
 
     Ranks that share the model call this with the same layouts. `agree` is the least of what all of them give it, so
-    that no rank captures sums over ranks in which another one takes no part.
+    that no rank captures sums over ranks in which another one takes no part. Within `alone` a rank leaves those sums
+    out: each layout is run so first, because a rank that failed there (for lack of memory, say) would leave the others
+    waiting in a sum.
     """
     deadline = time.perf_counter() + MOST_SECONDS
     # One for all graphs: each reads of it what its sequences' lengths say
@@ -172,18 +178,23 @@ def record(
     tables = _empty_tables(most, limits, device)
     captured: list[Layout] = []
     failed: dict[Layout, str] = {}
-    layers.capture = GraphCapture(device)
+    capture = GraphCapture(device)
     try:
         for layout in sorted(layouts, key=_capture_order):
             if not agree(int(time.perf_counter() <= deadline)):
                 break
-            why_not = _capture(layout, tables, forward, limits, shape)
+            layers.capture = None
+            with alone():
+                why_not = _run_empty(layout, tables, forward, limits, shape)
+            if agree(int(why_not is None)):
+                layers.capture = capture
+                why_not = _run_empty(layout, tables, forward, limits, shape)
+                if agree(int(why_not is None)):
+                    captured.append(layout)
+                else:
+                    layers.forget(layout)
             if why_not is not None:
                 failed[layout] = why_not
-            if agree(int(why_not is None)):
-                captured.append(layout)
-            else:
-                layers.forget(layout)
     finally:
         layers.capture = None
     if failed:
@@ -203,14 +214,14 @@ def _capture_order(layout: Layout) -> tuple[bool, int, int]:
     return False, layout.tokens_each, -layout.num_sequences
 
 
-def _capture(
+def _run_empty(
     layout: Layout,
     tables: torch.Tensor,
     forward: Callable[[torch.Tensor, AttentionMetadata], object],
     limits: DecodeLimits,
     shape: WorkShape,
 ) -> str | None:
-    """Has `forward` run an empty step in the layout, while it captures what it runs. Returns why that failed."""
+    """Has `forward` run empty steps in the layout, which it captures if it is told to. Returns why that failed."""
     device = tables.device
     try:
         for has_groups in _group_forms(layout, limits):

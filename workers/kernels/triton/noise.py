@@ -35,7 +35,7 @@ def _split(x):
 def _log_of(exponent, f, correction):
     """log(2^exponent * (1 + f)) + correction."""
     k = exponent.to(tl.float32)
-    s = f / (2.0 + f)
+    s = tl.div_rn(f, 2.0 + f)  # Triton's `/` is approximate for float32, and the CPU's is not
     z = s * s
     w = z * z
     r = w * (_LG2 + w * _LG4) + z * (_LG1 + w * _LG3)
@@ -56,7 +56,7 @@ def _log1p_of_negative(v):
     exponent, reduced = _split(rounded)
     is_near_1 = exponent == 0
     f = tl.where(is_near_1, -v, reduced - 1.0)
-    correction = tl.where(is_near_1, 0.0, (-v - (rounded - 1.0)) / rounded)
+    correction = tl.where(is_near_1, 0.0, tl.div_rn(-v - (rounded - 1.0), rounded))
     return _log_of(exponent, f, correction)
 
 

@@ -246,7 +246,7 @@ def _search(
     return low, kept.to(tl.int64), mass + kept * weight
 
 
-@triton.jit(do_not_specialize=["vocab_size", "num_words"])
+@triton.jit
 def _find_thresholds(
     logits,
     edited,
@@ -334,7 +334,7 @@ def _value_of(key):
     return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["vocab_size", "num_words"])
+@triton.jit
 def _find_best(
     logits,
     edited,
