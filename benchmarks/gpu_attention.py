@@ -18,6 +18,7 @@ from benchmarks.gpu_rows import Figure, one_line
 from workers.kernels.attention_metadata import AttentionMetadata
 from workers.kernels.triton.attention import paged_attention
 from workers.kernels.triton.metadata import build_metadata
+from workers.kernels.triton.work import WorkShape
 from workers.models.model_config import HeadShape
 
 PAGE, LARGE_PAGE = 16, 256
@@ -31,12 +32,15 @@ WORKSPACE_BYTES = 128 << 20
 SHAPES = {"llama-3.1-8b": (32, 8, 128), "qwen2.5-0.5b": (14, 2, 64)}
 """Heads, KV heads and head size."""
 BATCHES = {
-    "decode, 1 row of 8k": (1, 8192, 1),
-    "decode, 64 rows of 1k": (64, 1024, 1),
-    "decode, 256 rows of 1k": (256, 1024, 1),
-    "prefill, 4 of 2k": (4, 2048, 2048),
+    "decode, 1 row of 8k": ([8192], 1),
+    "decode, 1 row of 128k": ([131_072], 1),
+    "decode, 64 rows of 1k": ([1024] * 64, 1),
+    "decode, 256 rows of 256": ([256] * 256, 1),
+    "decode, 256 rows of 1k": ([1024] * 256, 1),
+    "decode, 31 rows of 1k and one of 100k": ([1024] * 31 + [400 * 256], 1),
+    "prefill, 4 of 2k": ([2048] * 4, 2048),
 }
-"""Sequences, keys of each, and how many of them are this step's."""
+"""Keys of each sequence, and how many of them are this step's. Peers that want all alike are not measured on others."""
 
 
 Calls = list[Callable[[], torch.Tensor]]
@@ -48,24 +52,34 @@ class Case:
     cache does not hold the keys and values from one round to the next.
     """
 
-    def __init__(self, shape: tuple[int, int, int], batch: tuple[int, int, int]) -> None:
+    def __init__(self, shape: tuple[int, int, int], batch: tuple[list[int], int]) -> None:
         self.num_heads, self.num_kv_heads, self.head_dim = shape
-        self.count, self.context_len, self.query_len = batch
+        self.contexts, self.query_len = np.array(batch[0]), batch[1]
+        self.count = len(self.contexts)
         device = torch.device("cuda")
-        width = self.context_len // LARGE_PAGE
-        large = np.random.default_rng(0).permutation(self.count * width).reshape(self.count, width)
+        widths = self.contexts // LARGE_PAGE
+        large = np.zeros((self.count, widths.max()), dtype=np.int64)
+        large[np.arange(widths.max()) < widths[:, None]] = np.random.default_rng(0).permutation(widths.sum())
         small = (large[:, :, None] * (LARGE_PAGE // PAGE) + np.arange(LARGE_PAGE // PAGE)).reshape(self.count, -1)
         self.large_tables = torch.from_numpy(large.astype(np.int32)).to(device)
         self.tables = torch.from_numpy(small.astype(np.int32)).to(device)
-        self.kv_bytes = 4 * self.count * self.context_len * self.num_kv_heads * self.head_dim
-        layer = (2, small.size, PAGE, self.num_kv_heads, self.head_dim)
+        self.num_pages = widths * (LARGE_PAGE // PAGE)
+        self.kv_bytes = 4 * int(self.contexts.sum()) * self.num_kv_heads * self.head_dim
+        layer = (2, int(self.num_pages.sum()), PAGE, self.num_kv_heads, self.head_dim)
         kv = torch.randn(-(-LEAST_BYTES // self.kv_bytes), *layer, device=device, dtype=torch.bfloat16)
         self.layers = [(each[0], each[1]) for each in kv]
         num_tokens = self.count * self.query_len
         self.queries = torch.randn(num_tokens, self.num_heads * self.head_dim, device=device, dtype=torch.bfloat16)
-        starts = np.full(self.count, self.context_len - self.query_len)
-        lens = np.full(self.count, self.query_len)
-        self.metadata: AttentionMetadata = build_metadata(starts, lens, small.astype(np.int32), PAGE, device)
+        step = self.contexts - self.query_len, np.full(self.count, self.query_len), small.astype(np.int32), PAGE
+        work = WorkShape.of(self.num_heads, self.num_kv_heads, device)
+        self.metadata: AttentionMetadata = build_metadata(*step, device, shape=work)
+
+    @property
+    def context_len(self) -> int:
+        """Keys of every sequence. Raises `ValueError` where they differ."""
+        if len(set(self.contexts.tolist())) > 1:
+            raise ValueError("it takes sequences of one length only")
+        return int(self.contexts[0])
 
     @property
     def by_head(self) -> torch.Tensor:
@@ -109,7 +123,7 @@ def _flash_attn(case: Case) -> Calls:
     import flash_attn
 
     shape = (-1, LARGE_PAGE, case.num_kv_heads, case.head_dim)
-    lens = torch.full((case.count,), case.context_len, dtype=torch.int32, device="cuda")
+    lens = torch.from_numpy(case.contexts.astype(np.int32)).cuda()
     fixed = {"cache_seqlens": lens, "block_table": case.large_tables, "causal": True}
     attend = flash_attn.flash_attn_with_kvcache
     return [functools.partial(attend, case.by_sequence, k.view(shape), v.view(shape), **fixed) for k, v in case.layers]
@@ -119,9 +133,11 @@ def _flashinfer(case: Case) -> Calls:
     import flashinfer
 
     workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
-    page_start = torch.arange(case.count + 1, dtype=torch.int32, device="cuda") * case.tables.shape[1]
+    page_start = torch.zeros(case.count + 1, dtype=torch.int32, device="cuda")
+    page_start[1:] = torch.from_numpy(np.cumsum(case.num_pages)).cuda()
     last_page = torch.full((case.count,), PAGE, dtype=torch.int32, device="cuda")
-    paged = (page_start, case.tables.flatten(), last_page)
+    is_page = torch.arange(case.tables.shape[1]) < torch.from_numpy(case.num_pages)[:, None]
+    paged = (page_start, case.tables[is_page.cuda()], last_page)
     shape = (case.num_heads, case.num_kv_heads, case.head_dim, PAGE)
     dtypes = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
     if case.query_len == 1:  # without tensor cores it takes few sizes of groups

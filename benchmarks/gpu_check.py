@@ -37,8 +37,20 @@ TESTS = {
     "sampler": "tests/test_triton_sampler.py",
     "engine": "tests/test_cuda_platform.py",
 }
-MEASURED = ("device", "attention", "qwen2.5-0.5b", "llama-3.1-8b", "transformers", "speculation")
+MEASURED = (
+    "smoke", "device", "attention", "profile", "qwen2.5-0.5b", "llama-3.1-8b", "transformers", "speculation",
+    "sanitizer",
+)  # fmt: skip
 PARTS = (*TESTS, *MEASURED)
+STEPS = {
+    1: ("smoke", "device", "engine"),
+    2: ("kernels", "sampler"),
+    3: ("attention", "profile"),
+    4: ("llama-3.1-8b",),
+    5: ("sanitizer", "qwen2.5-0.5b", "speculation"),
+}
+"""For a machine that is lent for minutes, and ends every command after ten: what tells most comes first."""
+STEP_SECONDS = 570.0
 PART_SECONDS = 540.0
 """The longest that a part may take."""
 PARALLEL = {"kernels": 8, "sampler": 4}
@@ -53,8 +65,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {','.join(PARTS)} (default: all)")
     parser.add_argument("--seconds", type=float, default=3600.0, help="for all parts together (default: 3600)")
     parser.add_argument("--output", type=pathlib.Path, help="the table's file (default: one in benchmarks/results/)")
+    steps = "; ".join(f"{number}: {', '.join(parts)}" for number, parts in STEPS.items())
+    parser.add_argument(
+        "--step",
+        type=int,
+        choices=STEPS,
+        help=f"one of five steps of {STEP_SECONDS:.0f} s at most ({steps}); --output is then a folder, which gets "
+        "the tables and keeps Triton's compiled kernels for the next step",
+    )
     options = parser.parse_args(arguments)
     parts = options.parts.split(",")
+    if options.step is not None:
+        if options.output is None:
+            parser.error("--step needs --output FOLDER")
+        parts, options.seconds = list(STEPS[options.step]), STEP_SECONDS
+        os.environ.setdefault("TRITON_CACHE_DIR", str(options.output.resolve() / "triton"))
     if unknown := sorted(set(parts) - set(PARTS)):
         parser.error(f"unknown parts {', '.join(unknown)}; choose among {', '.join(PARTS)}")
     import torch
@@ -68,6 +93,9 @@ def main(arguments: list[str] | None = None) -> int:
         )
         return 2
     path = options.output or ROOT / "benchmarks" / "results" / _file_name(parts)
+    if options.step is not None:
+        path.mkdir(parents=True, exist_ok=True)
+        path /= f"gpu-step-{options.step}.md"
     table = [*_heading(parts), "| what | figure | bar |", "| --- | --- | --- |"]
     print("\n".join(table), flush=True)
     failed = False

@@ -25,6 +25,7 @@ from benchmarks.checkpoints import benchmark_checkpoint
 from benchmarks.gpu_attention import attention_figures
 from benchmarks.gpu_device import LARGE, Device, measure_device
 from benchmarks.gpu_rows import FIGURE, Figure, one_line
+from benchmarks.gpu_smoke import profile_figures, sanitizer_figures, smoke_figures, worker_of
 from benchmarks.workloads import PromptSource
 from cluster.llm import LLM, ConstraintSpec, SamplingParams
 from workers.checkpoints.model_folder import load_model_config
@@ -63,7 +64,7 @@ class Engine:
     @property
     def graph_sizes(self) -> tuple[int, ...]:
         """Batch sizes whose decode steps were captured."""
-        platform = self.llm.engine.executor.inner._worker.runner.platform  # type: ignore[attr-defined]
+        platform = worker_of(self.llm).runner.platform
         return tuple(each.num_sequences for each in platform.graph_layouts if each.tokens_each == 1)
 
     def generate(self, prompts: list[list[int]], params: SamplingParams) -> float:
@@ -219,8 +220,11 @@ def _all_transformers_figures() -> Iterator[Figure]:
 
 
 PARTS: dict[str, Callable[[], Iterator[Figure]]] = {
+    "smoke": smoke_figures,
     "device": device_figures,
     "attention": attention_figures,
+    "profile": profile_figures,
+    "sanitizer": sanitizer_figures,
     **{name: functools.partial(model_figures, name) for name in MODELS},
     "transformers": _all_transformers_figures,
     "speculation": speculation_figures,

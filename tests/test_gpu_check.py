@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import pathlib
 import subprocess
 import sys
 import time
@@ -11,15 +13,17 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from benchmarks import gpu_check
+from benchmarks import gpu_check, gpu_model
 from benchmarks.gpu_rows import FIGURE, Figure
+from benchmarks.gpu_smoke import smoke_figures
+from tests.checkpoints import checkpoint
 from tests.patience import wait_until
 
 NO_RAY = """
 import sys
 sys.modules["ray"] = None  # importing it raises ImportError
 import pytest
-from benchmarks import gpu_check
+from benchmarks import gpu_check, gpu_model
 from cluster.llm import LLM, ConstraintSpec, SamplingParams
 if __name__ == "__main__":
     params = SamplingParams(max_tokens=8, constraint=ConstraintSpec(kind="regex", text="[0-9]{3}"))
@@ -119,3 +123,59 @@ def test_the_next_part_runs_after_one_that_failed(monkeypatch: pytest.MonkeyPatc
     assert cut_off.value == ("failed: not done after 5 s; last: tests/test_x.py::test_c; so far 1 passed, 1 failed")
     (late,) = gpu_check.check(["attention"], 0)
     assert late.value.startswith("failed: not begun")
+
+
+def test_a_step_for_a_lent_machine_takes_ten_minutes_at_most_and_leaves_its_table_in_the_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    asked: list[tuple[list[str], float]] = []
+
+    def check(parts: list[str], seconds: float) -> Iterator[Figure]:
+        asked.append((parts, seconds))
+        yield Figure("smoke: tokens", "20 are equal")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu_check, "_heading", lambda parts: ["# Checked", ""])
+    monkeypatch.setattr(gpu_check, "check", check)
+    monkeypatch.setitem(os.environ, "TRITON_CACHE_DIR", "")
+    monkeypatch.delitem(os.environ, "TRITON_CACHE_DIR")
+    assert gpu_check.main(["--step", "1", "--output", str(tmp_path / "out")]) == 0
+    assert asked == [(["smoke", "device", "engine"], 570.0)]
+    assert "| smoke: tokens | 20 are equal |" in (tmp_path / "out" / "gpu-step-1.md").read_text()
+    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "out" / "triton")
+    chosen = [part for parts in gpu_check.STEPS.values() for part in parts]
+    assert len(chosen) == len(set(chosen))
+    assert set(gpu_check.PARTS) - set(chosen) == {"transformers"}
+
+
+def test_a_step_asks_for_its_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpu_check.main(["--step", "2"])
+    assert "--step needs --output FOLDER" in capsys.readouterr().err
+
+
+def test_the_smoke_part_compares_graphs_kernels_and_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Triton's interpreter, with one layer."""
+    from workers.platforms.cuda import CudaPlatform
+    from workers.torch_worker import torch_worker
+
+    choose = torch_worker.choose_platform
+    monkeypatch.setattr(
+        torch_worker,
+        "choose_platform",
+        lambda device, threads: CudaPlatform(torch.device("cpu")) if device == "cuda" else choose(device, threads),
+    )
+    monkeypatch.setattr("workers.kernels.triton.graphs.MIXED_TOKENS", (12,))
+    figures = list(smoke_figures(str(checkpoint("llama", num_hidden_layers=1)), [5, 6, 7], 3))
+    assert [figure.value for figure in figures[1:]] == ["3 are equal"] * 2
+    assert int(figures[0].value) > 2
+
+
+def test_the_estimate_of_a_step_lies_above_its_floor() -> None:
+    for step in gpu_model.STEPS:
+        for gpu in gpu_model.GPUS:
+            floor, by_graph, by_kernels = gpu_model.step_seconds(gpu, gpu_model.Shape(), step)
+            assert 0 < floor < by_graph <= by_kernels
+    decode = gpu_model.step_seconds(gpu_model.GPUS[0], gpu_model.Shape(), gpu_model.STEPS[0])[0]
+    weights = 2 * (8_030_261_248 - 128_256 * 4096 - 65 * 4096)  # all parameters but the embedding's and the norms'
+    assert decode == pytest.approx((weights + 1024 * 131_072) / 3.35e12)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pathlib
 import subprocess
@@ -254,6 +255,34 @@ def test_a_padded_step_that_verifies_drafts_gives_the_same_rows() -> None:
     lengths, tables = shared_batch("drafts", 16)
     assert check_attention(lengths, (2, 1, 64), 16, torch.float32, tables=tables, layout=Layout(5, 8))
     check_attention([(100, 5), (17, 1), (63, 3)], (14, 2, 64), 16, torch.float32, layout=Layout(9, 4))
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the host gives memory that nobody touches for nothing")
+def test_blocks_beyond_2_31_elements_are_where_they_should_be() -> None:
+    """An address that is computed in 32 bits would wrap around: to another block, or outside the cache."""
+    torch.manual_seed(6)
+    block_size, head_dim = 16, 64
+    first = 2**31 // (block_size * head_dim)
+    blocks = np.arange(first - 1, first + 5, dtype=np.int32)
+    keys, values = (torch.empty(first + 8, block_size, 1, head_dim, dtype=torch.bfloat16) for _ in range(2))
+    for cache in (keys, values):
+        cache[first - 1 :] = torch.randn(9, block_size, 1, head_dim)
+    starts, counts = np.array([70, 30]), np.array([1, 1])
+    tables = np.stack([blocks, blocks[::-1]])
+    heads = heads_of(2, 1, head_dim)
+    qkv = torch.randn(2, 4 * head_dim).bfloat16()
+    plain = AttentionMetadata.build(starts, counts, tables, block_size, share_prefixes=False)
+    placed = build_metadata(starts, counts, tables, block_size, DEVICE)
+    expected = reference.paged_attention(qkv, keys, values, plain, heads)
+    assert_close(layers.paged_attention(qkv, keys, values, placed, heads), expected)
+    cos_sin = torch.randn(100, head_dim)
+    own = [cache[first - 1 :].clone() for cache in (keys, values)]
+    rotated = qkv.clone()
+    plain_slots = dataclasses.replace(plain, slot_mapping=plain.slot_mapping - (first - 1) * block_size)
+    reference.rope_and_cache(qkv, cos_sin, plain_slots, own[0], own[1], heads)
+    layers.rope_and_cache(rotated, cos_sin, placed, keys, values, heads)
+    assert_close(keys[first - 1 :], own[0])
+    assert_close(values[first - 1 :], own[1])
 
 
 def test_a_nan_in_one_sequence_stays_in_it() -> None:

@@ -125,3 +125,40 @@ def test_a_layer_of_a_decode_step_is_six_kernels_beside_its_linears(monkeypatch:
         totals.append(launches.counts.total())
         llm.abort("0")
     assert totals[1] - totals[0] <= 6
+
+
+@pytest.mark.usefixtures("plugin", "cheap_groups")
+def test_no_kernel_reads_memory_that_nobody_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New memory holds NaN and the smallest integers, and all tokens and log-probabilities stay the same."""
+
+    def answers() -> list[Any]:
+        llm = make_llm(
+            monkeypatch,
+            str(checkpoint("llama", num_hidden_layers=1)),
+            max_num_sequences=4,
+            logits_processors={"automaton": None},
+        )
+        outputs = llm.generate(*requests(2), use_tqdm=False)
+        choices = [choice for output in outputs for choice in output.outputs]
+        assert all(choice.error is None for choice in choices)
+        return [(choice.token_ids, choice.logprobs) for choice in choices] + [o.prompt_logprobs for o in outputs]
+
+    expected = answers()
+    poisoned = 0
+
+    def poisoning(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def made(*arguments: Any, **named: Any) -> torch.Tensor:
+            nonlocal poisoned
+            tensor = make(*arguments, **named)
+            if tensor.numel():
+                poisoned += 1
+                tensor.fill_(float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min)
+            return tensor
+
+        return made
+
+    monkeypatch.setattr(torch, "empty", poisoning(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", poisoning(torch.empty_like))
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoning(torch.Tensor.new_empty))
+    assert answers() == expected
+    assert poisoned > 100
