@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from cluster.http.endpoints import tokens
+from tests.async_tests import async_test
 from tests.conftest import PROVE
 from tests.documented import Document
 from tests.fuzz.http import campaign as campaigns
@@ -116,20 +117,17 @@ async def extremes_beside_a_stream(server: LocalServer, asked: list[tuple[str, b
 
 
 @pytest.mark.usefixtures("plugin")
-def test_extreme_numbers_in_every_field_cost_nobody_else_anything() -> None:
+@async_test
+async def test_extreme_numbers_in_every_field_cost_nobody_else_anything() -> None:
     """Each alone; every 25th unless all are to be proved."""
-
-    async def run() -> None:
-        processors = {"automaton": "manta_example_processor:Automaton"}
-        async with local_server(engine_options={"logits_processors": processors}) as server:
-            document = json.loads((await server.get("/openapi.json"))[1])
-            every = [(place, name) for place in extremes.places(document) for name in extremes.EXTREMES]
-            chosen = every if PROVE else every[::25]
-            assert len(every) > 1000
-            asked = [(place.path, extremes.body(server.model, place.path, (place, name))) for place, name in chosen]
-            await extremes_beside_a_stream(server, asked)
-
-    asyncio.run(run())
+    processors = {"automaton": "manta_example_processor:Automaton"}
+    async with local_server(engine_options={"logits_processors": processors}) as server:
+        document = json.loads((await server.get("/openapi.json"))[1])
+        every = [(place, name) for place in extremes.places(document) for name in extremes.EXTREMES]
+        chosen = every if PROVE else every[::25]
+        assert len(every) > 1000
+        asked = [(place.path, extremes.body(server.model, place.path, (place, name))) for place, name in chosen]
+        await extremes_beside_a_stream(server, asked)
 
 
 @pytest.mark.prove
@@ -182,7 +180,8 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("hasty")
-def test_a_failure_inside_is_found_and_told_with_its_transcript(monkeypatch: pytest.MonkeyPatch) -> None:
+@async_test
+async def test_a_failure_inside_is_found_and_told_with_its_transcript(monkeypatch: pytest.MonkeyPatch) -> None:
     is_armed: list[bool] = []
     response = tokens.TokenizeResponse
 
@@ -193,46 +192,39 @@ def test_a_failure_inside_is_found_and_told_with_its_transcript(monkeypatch: pyt
 
     monkeypatch.setattr(tokens, "TokenizeResponse", failing)
 
-    async def run() -> None:
-        async with local_server() as server:
-            told = await found(server, lambda _: is_armed.append(True))
-        assert "seed 3, client" in told
-        assert "/tokenize answers 500" in told
-        assert "> b'POST /tokenize HTTP/1.1" in told
-
-    asyncio.run(run())
+    async with local_server() as server:
+        told = await found(server, lambda _: is_armed.append(True))
+    assert "seed 3, client" in told
+    assert "/tokenize answers 500" in told
+    assert "> b'POST /tokenize HTTP/1.1" in told
 
 
 @pytest.mark.usefixtures("hasty")
-def test_an_answer_that_is_not_as_it_was_alone_is_found() -> None:
+@async_test
+async def test_an_answer_that_is_not_as_it_was_alone_is_found() -> None:
     def spoil(world: World) -> None:
         for alone in world.alone.values():
             alone["changed"] = True
 
-    async def run() -> None:
-        async with local_server() as server:
-            assert "alone the answer was" in await found(server, spoil)
-
-    asyncio.run(run())
+    async with local_server() as server:
+        assert "alone the answer was" in await found(server, spoil)
 
 
 @pytest.mark.usefixtures("hasty")
-def test_a_request_that_stays_behind_is_found() -> None:
-    async def run() -> None:
-        async with local_server() as server:
-            stats = server.replica.engine.stats
+@async_test
+async def test_a_request_that_stays_behind_is_found() -> None:
+    async with local_server() as server:
+        stats = server.replica.engine.stats
 
-            def leaking() -> Any:
-                found = stats()
-                found.num_running += 1
-                return found
+        def leaking() -> Any:
+            found = stats()
+            found.num_running += 1
+            return found
 
-            server.replica.engine.stats = leaking  # type: ignore[method-assign]
-            campaign = HttpCampaign(server.port, server.model, seed=4, num_examples=1)
-            await campaign.run_async(seconds=0.0)
-            assert ["num_requests_running is 1" in failure.problem for failure in campaign.failures] == [True]
-
-    asyncio.run(run())
+        server.replica.engine.stats = leaking  # type: ignore[method-assign]
+        campaign = HttpCampaign(server.port, server.model, seed=4, num_examples=1)
+        await campaign.run_async(seconds=0.0)
+        assert ["num_requests_running is 1" in failure.problem for failure in campaign.failures] == [True]
 
 
 def test_parts_of_a_stream_add_up_to_the_whole_answer() -> None:

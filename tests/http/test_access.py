@@ -5,7 +5,6 @@ The last tests show that text of a request or a checkpoint stays text wherever i
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import logging
@@ -26,6 +25,7 @@ from cluster.http.endpoints.generation import _header_value
 from cluster.text.tokenizer import Tokenizer
 from cluster.text.tokenizer_files import TokenizerError
 from structured.constraint import ConstraintError, ConstraintLimits, ConstraintSpec, Kind, check_limits
+from tests.async_tests import async_test
 from tests.http.test_routes import App
 from tests.local_server import local_server
 
@@ -113,23 +113,22 @@ def test_a_trusted_proxy_is_an_address(proxy: str) -> None:
         (("127.0.0.1",), "x" * 900, {"x" * 64}),
     ],
 )
-def test_only_a_trusted_proxy_names_the_client(proxies: tuple[str, ...], forwarded: str, expected: set[str]) -> None:
+@async_test
+async def test_only_a_trusted_proxy_names_the_client(
+    proxies: tuple[str, ...], forwarded: str, expected: set[str]
+) -> None:
     """By the client's address its requests take turns: who could choose it would have as many turns as names."""
+    async with local_server(trusted_proxies=proxies) as server:
+        engine, clients = server.replica.engine, set()
+        add_request = engine.add_request
 
-    async def run() -> None:
-        async with local_server(trusted_proxies=proxies) as server:
-            engine, clients = server.replica.engine, set()
-            add_request = engine.add_request
+        def noted(request: EngineRequest, *rest: Any, **options: Any) -> None:
+            clients.add(request.client)
+            add_request(request, *rest, **options)
 
-            def noted(request: EngineRequest, *rest: Any, **options: Any) -> None:
-                clients.add(request.client)
-                add_request(request, *rest, **options)
-
-            engine.add_request = noted  # type: ignore[method-assign]
-            status, _ = await server.post((f"X-Forwarded-For: {forwarded}",), max_tokens=1)
-            assert (status, clients) == (200, expected)
-
-    asyncio.run(run())
+        engine.add_request = noted  # type: ignore[method-assign]
+        status, _ = await server.post((f"X-Forwarded-For: {forwarded}",), max_tokens=1)
+        assert (status, clients) == (200, expected)
 
 
 @pytest.mark.parametrize(

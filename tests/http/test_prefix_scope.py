@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 
 from cluster.engine.kv_blocks import hash_blocks
 from cluster.http.access.prefix_scope import PrefixScope, new_secret
+from tests.async_tests import async_test
 from tests.local_server import LocalServer, local_server
 
 KEYS = {"alice": "the-secret-key-of-alice", "bob": "the-secret-key-of-bob"}
@@ -32,45 +32,38 @@ def serving(**options: Any) -> Any:
     return local_server(engine_options={"block_size": BLOCK}, **options)
 
 
-def test_a_client_cannot_guess_another_clients_prompt() -> None:
+@async_test
+async def test_a_client_cannot_guess_another_clients_prompt() -> None:
     """The attack asks once for each possible token and reads in `usage` which guess was in the cache."""
-
-    async def run() -> None:
-        async with serving(api_keys=ENTRIES) as server:
-            assert await cached_tokens(server, "alice", PROMPT) == 0
-            guesses = range(SECRET_TOKEN - 3, SECRET_TOKEN + 4)
-            found = [await cached_tokens(server, "bob", [*PROMPT[:-1], guess]) for guess in guesses]
-            assert found == [0] * len(guesses)
-            assert await cached_tokens(server, "alice", PROMPT) == BLOCK, "a client's own prefixes are found"
-            assert await cached_tokens(server, "bob", PROMPT) == BLOCK, "bob's own guess"
-
-    asyncio.run(run())
+    async with serving(api_keys=ENTRIES) as server:
+        assert await cached_tokens(server, "alice", PROMPT) == 0
+        guesses = range(SECRET_TOKEN - 3, SECRET_TOKEN + 4)
+        found = [await cached_tokens(server, "bob", [*PROMPT[:-1], guess]) for guess in guesses]
+        assert found == [0] * len(guesses)
+        assert await cached_tokens(server, "alice", PROMPT) == BLOCK, "a client's own prefixes are found"
+        assert await cached_tokens(server, "bob", PROMPT) == BLOCK, "bob's own guess"
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
-def test_the_operator_may_share_prefixes_between_keys(is_shared: bool) -> None:
-    async def run() -> None:
-        async with serving(api_keys=ENTRIES, share_prefix_cache=is_shared) as server:
-            assert await cached_tokens(server, "alice", PROMPT) == 0
-            assert await cached_tokens(server, "bob", PROMPT) == (BLOCK if is_shared else 0)
-
-    asyncio.run(run())
+@async_test
+async def test_the_operator_may_share_prefixes_between_keys(is_shared: bool) -> None:
+    async with serving(api_keys=ENTRIES, share_prefix_cache=is_shared) as server:
+        assert await cached_tokens(server, "alice", PROMPT) == 0
+        assert await cached_tokens(server, "bob", PROMPT) == (BLOCK if is_shared else 0)
 
 
-def test_a_salt_separates_requests_of_one_client_and_is_bounded() -> None:
-    async def run() -> None:
-        async with serving() as server:
-            assert await cached_tokens(server, None, PROMPT) == 0
-            assert await cached_tokens(server, None, PROMPT, cache_salt="mine") == 0
-            assert await cached_tokens(server, None, PROMPT, cache_salt="mine") == BLOCK
-            assert await cached_tokens(server, None, PROMPT) == BLOCK
-            for salt in ("", "x" * 1025):
-                status, body = await server.post(cache_salt=salt)
-                error = json.loads(body)["error"]
-                assert (status, error["param"]) == (400, "cache_salt")
-                assert str(len(salt)) in error["message"]
-
-    asyncio.run(run())
+@async_test
+async def test_a_salt_separates_requests_of_one_client_and_is_bounded() -> None:
+    async with serving() as server:
+        assert await cached_tokens(server, None, PROMPT) == 0
+        assert await cached_tokens(server, None, PROMPT, cache_salt="mine") == 0
+        assert await cached_tokens(server, None, PROMPT, cache_salt="mine") == BLOCK
+        assert await cached_tokens(server, None, PROMPT) == BLOCK
+        for salt in ("", "x" * 1025):
+            status, body = await server.post(cache_salt=salt)
+            error = json.loads(body)["error"]
+            assert (status, error["param"]) == (400, "cache_salt")
+            assert str(len(salt)) in error["message"]
 
 
 def test_a_root_depends_on_secret_owner_and_salt() -> None:

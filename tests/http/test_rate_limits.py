@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
@@ -14,6 +13,7 @@ from cluster.config import KeyLimits, ServeConfig, load_config
 from cluster.http.access.keys import with_api_keys
 from cluster.http.access.rate_limits import RateLimits, Taken
 from cluster.protocol.api_errors import ApiError
+from tests.async_tests import async_test
 from tests.local_server import LocalServer, local_server
 
 KEYS = ("team:a-secret-of-the-test", "boss:another-secret-of-it")
@@ -129,28 +129,25 @@ async def ask(server: LocalServer, key: str, **fields: Any) -> tuple[int, dict[s
     return int(status.split()[1]), {} if fields.get("stream") else json.loads(sent), headers
 
 
-def test_a_key_that_has_used_its_minute_is_refused_and_others_go_on() -> None:
+@async_test
+async def test_a_key_that_has_used_its_minute_is_refused_and_others_go_on() -> None:
     """4 prompt tokens and 6 of output leave 90 of 100."""
-
-    async def run() -> None:
-        limits = {"team": KeyLimits(tokens_per_minute=100, requests_per_minute=1000)}
-        async with local_server(api_keys=KEYS, key_limits=limits) as server:
-            status, _, headers = await ask(server, KEYS[0], max_tokens=6)
-            assert status == 200
-            assert headers["x-ratelimit-limit-tokens"] == "100"
-            assert headers["x-ratelimit-remaining-tokens"] == "96", "the output has not ended"
-            assert headers["x-ratelimit-remaining-requests"] == "999"
-            _, _, headers = await ask(server, KEYS[0], max_tokens=200, stream=True)
-            assert int(headers["x-ratelimit-remaining-tokens"]) in range(86, 92)
-            status, body, headers = await ask(server, KEYS[0], max_tokens=1)
-            assert (status, body["error"]["type"], body["error"]["code"]) == (429, "tokens", "rate_limit_exceeded")
-            assert int(headers["retry-after"]) in range(50, 75)
-            assert headers["x-ratelimit-remaining-tokens"] == "0"
-            status, _, headers = await ask(server, KEYS[1], max_tokens=1)
-            assert (status, [name for name in headers if name.startswith("x-ratelimit")]) == (200, [])
-            await server.until_idle()
-
-    asyncio.run(run())
+    limits = {"team": KeyLimits(tokens_per_minute=100, requests_per_minute=1000)}
+    async with local_server(api_keys=KEYS, key_limits=limits) as server:
+        status, _, headers = await ask(server, KEYS[0], max_tokens=6)
+        assert status == 200
+        assert headers["x-ratelimit-limit-tokens"] == "100"
+        assert headers["x-ratelimit-remaining-tokens"] == "96", "the output has not ended"
+        assert headers["x-ratelimit-remaining-requests"] == "999"
+        _, _, headers = await ask(server, KEYS[0], max_tokens=200, stream=True)
+        assert int(headers["x-ratelimit-remaining-tokens"]) in range(86, 92)
+        status, body, headers = await ask(server, KEYS[0], max_tokens=1)
+        assert (status, body["error"]["type"], body["error"]["code"]) == (429, "tokens", "rate_limit_exceeded")
+        assert int(headers["retry-after"]) in range(50, 75)
+        assert headers["x-ratelimit-remaining-tokens"] == "0"
+        status, _, headers = await ask(server, KEYS[1], max_tokens=1)
+        assert (status, [name for name in headers if name.startswith("x-ratelimit")]) == (200, [])
+        await server.until_idle()
 
 
 def test_limits_are_read_from_the_configuration_and_name_known_keys() -> None:

@@ -26,6 +26,7 @@ from cluster.serve.listening import port as port_module
 from cluster.serve.listening.connections import Connections
 from cluster.serve.listening.listener import Listener
 from cluster.serve.listening.port import Port, bound
+from tests.async_tests import async_test
 from tests.patience import PATIENCE_S
 
 
@@ -77,19 +78,17 @@ def test_a_port_is_taken_again_while_old_connections_linger() -> None:
     assert asyncio.run(run()) == "/here"
 
 
-def test_a_port_of_another_is_refused_and_an_end_is_noticed() -> None:
-    async def run() -> None:
-        port = port_with_a_connection_that_its_server_closed()
-        listener = await listening(port)
-        with pytest.raises(OSError, match="in use"):
-            await Listener(app, ServeConfig(port=port)).ensure_listening()
-        listener.should_exit = True
-        assert listener._serving is not None
-        await listener._serving
-        with pytest.raises(RuntimeError, match=f"nothing listens on 127.0.0.1 port {port}"):
-            await listener.ensure_listening()
-
-    asyncio.run(run())
+@async_test
+async def test_a_port_of_another_is_refused_and_an_end_is_noticed() -> None:
+    port = port_with_a_connection_that_its_server_closed()
+    listener = await listening(port)
+    with pytest.raises(OSError, match="in use"):
+        await Listener(app, ServeConfig(port=port)).ensure_listening()
+    listener.should_exit = True
+    assert listener._serving is not None
+    await listener._serving
+    with pytest.raises(RuntimeError, match=f"nothing listens on 127.0.0.1 port {port}"):
+        await listener.ensure_listening()
 
 
 def test_a_listener_that_is_told_to_go_before_it_serves_ends() -> None:
@@ -97,37 +96,37 @@ def test_a_listener_that_is_told_to_go_before_it_serves_ends() -> None:
 
 
 @pytest.mark.parametrize("num_turns", [0, 2, 3])
-def test_who_was_connected_when_the_port_closed_is_answered(num_turns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@async_test
+async def test_who_was_connected_when_the_port_closed_is_answered(
+    num_turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Connected in that turn of the event loop, before or after a listener begins to close in the first."""
     monkeypatch.setattr(listener_module, "TICK_S", 0.05)
 
-    async def run() -> None:
-        loop, listener = asyncio.get_running_loop(), await listening(free_port())
-        client = socket.socket()
+    loop, listener = asyncio.get_running_loop(), await listening(free_port())
+    client = socket.socket()
 
-        def connect(turns: int) -> None:
-            if turns:
-                loop.call_soon(connect, turns - 1)
-            elif client.connect_ex(("127.0.0.1", listener.config.port)) == 0:
-                client.setblocking(False)
-                connected.set_result(True)
-            else:
-                connected.set_result(False)
-
-        connected: asyncio.Future[bool] = loop.create_future()
-        loop.call_soon(connect, num_turns)
-        closing = asyncio.ensure_future(listener.close())
-        if await connected:
-            reader, writer = await asyncio.open_connection(sock=client)
-            writer.write(b"GET /here HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            assert b"/here" in await asyncio.wait_for(reader.read(), PATIENCE_S)
-            writer.close()
+    def connect(turns: int) -> None:
+        if turns:
+            loop.call_soon(connect, turns - 1)
+        elif client.connect_ex(("127.0.0.1", listener.config.port)) == 0:
+            client.setblocking(False)
+            connected.set_result(True)
         else:
-            client.close()
-            assert num_turns
-        await asyncio.wait_for(closing, PATIENCE_S)
+            connected.set_result(False)
 
-    asyncio.run(run())
+    connected: asyncio.Future[bool] = loop.create_future()
+    loop.call_soon(connect, num_turns)
+    closing = asyncio.ensure_future(listener.close())
+    if await connected:
+        reader, writer = await asyncio.open_connection(sock=client)
+        writer.write(b"GET /here HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert b"/here" in await asyncio.wait_for(reader.read(), PATIENCE_S)
+        writer.close()
+    else:
+        client.close()
+        assert num_turns
+    await asyncio.wait_for(closing, PATIENCE_S)
 
 
 # ---- what a client may send ----------------------------------------------------------------------------------------
@@ -191,64 +190,56 @@ TOO_MUCH = {
 
 
 @pytest.mark.parametrize("case", TOO_MUCH)
-def test_a_head_has_bounds(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@async_test
+async def test_a_head_has_bounds(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener_module, "TICK_S", 0.05)
     status, bound, pieces = TOO_MUCH[case]
     limits = msgspec.structs.replace(LIMITS, header_timeout_s=0.3) if status == b"408" else LIMITS
 
-    async def run() -> None:
-        async with limited(limits) as port:
-            received = await sent(port, *pieces)
-            assert received.startswith(b"HTTP/1.1 " + status), received
-            message = json.loads(received.partition(b"\r\n\r\n")[2])["error"]["message"]
-            assert bound in message
-            assert await answer(port) == "/here"
-
-    asyncio.run(run())
+    async with limited(limits) as port:
+        received = await sent(port, *pieces)
+        assert received.startswith(b"HTTP/1.1 " + status), received
+        message = json.loads(received.partition(b"\r\n\r\n")[2])["error"]["message"]
+        assert bound in message
+        assert await answer(port) == "/here"
 
 
 TRAILERS = ([b"0\r\n", *[b"a: b\r\n"] * 100], [b"0\r\na: ", *[b"b" * 200] * 100], [b"0", *[b";x=" + b"y" * 100] * 100])
 
 
 @pytest.mark.parametrize("trailers", TRAILERS, ids=["lines", "a line", "extensions of a chunk's size"])
-def test_what_follows_a_body_has_bounds(trailers: list[bytes]) -> None:
-    async def run() -> None:
-        async with limited() as port:
-            assert b"HTTP/1.1 431" in await sent(port, CHUNKED, *trailers)
-            assert await answer(port) == "/here"
-
-    asyncio.run(run())
+@async_test
+async def test_what_follows_a_body_has_bounds(trailers: list[bytes]) -> None:
+    async with limited() as port:
+        assert b"HTTP/1.1 431" in await sent(port, CHUNKED, *trailers)
+        assert await answer(port) == "/here"
 
 
-def test_requests_sent_ahead_have_a_bound() -> None:
+@async_test
+async def test_requests_sent_ahead_have_a_bound() -> None:
     asked = b"GET /here HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
-    async def run() -> None:
-        async with limited() as port:
-            received = await sent(port, asked * 5000)
-            assert received.count(b"HTTP/1.1 200") < 100
-
-    asyncio.run(run())
+    async with limited() as port:
+        received = await sent(port, asked * 5000)
+        assert received.count(b"HTTP/1.1 200") < 100
 
 
 # ---- how many connections there are --------------------------------------------------------------------------------
 
 
-def test_half_sent_requests_give_way_and_nobody_is_shut_out() -> None:
-    async def run() -> None:
-        async with limited(ListenerLimits(max_connections=20, max_connections_per_address=10)) as port:
-            held = []
-            for _ in range(60):
-                held.append(await asyncio.open_connection("127.0.0.1", port))
-                held[-1][1].write(HEAD)
-                await held[-1][1].drain()
-            assert await answer(port) == "/here"
-            while sum(reader.at_eof() or reader.exception() is not None for reader, _ in held) < 50:
-                await asyncio.sleep(0.01)
-            for _, writer in held:
-                writer.close()
-
-    asyncio.run(run())
+@async_test
+async def test_half_sent_requests_give_way_and_nobody_is_shut_out() -> None:
+    async with limited(ListenerLimits(max_connections=20, max_connections_per_address=10)) as port:
+        held = []
+        for _ in range(60):
+            held.append(await asyncio.open_connection("127.0.0.1", port))
+            held[-1][1].write(HEAD)
+            await held[-1][1].drain()
+        assert await answer(port) == "/here"
+        while sum(reader.at_eof() or reader.exception() is not None for reader, _ in held) < 50:
+            await asyncio.sleep(0.01)
+        for _, writer in held:
+            writer.close()
 
 
 class Guest:
@@ -300,7 +291,8 @@ def locks(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener_module, "TICK_S", 0.05)
 
 
-def test_peers_share_a_port_and_whoever_stays_answers(locks: None) -> None:
+@async_test
+async def test_peers_share_a_port_and_whoever_stays_answers(locks: None) -> None:
     number = free_port()
 
     async def served(name: str) -> Listener:
@@ -311,16 +303,13 @@ def test_peers_share_a_port_and_whoever_stays_answers(locks: None) -> None:
         await listener.ensure_listening()
         return listener
 
-    async def run() -> None:
-        first, second = await served("first"), await served("second")
-        answers = {await answer(number) for _ in range(40)}
-        assert answers == {"first", "second"}
-        await asyncio.wait_for(first.close(), PATIENCE_S)
-        assert {await answer(number) for _ in range(10)} == {"second"}
-        third = await served("third")
-        await asyncio.wait_for(asyncio.gather(second.close(), third.close()), PATIENCE_S)
-
-    asyncio.run(run())
+    first, second = await served("first"), await served("second")
+    answers = {await answer(number) for _ in range(40)}
+    assert answers == {"first", "second"}
+    await asyncio.wait_for(first.close(), PATIENCE_S)
+    assert {await answer(number) for _ in range(10)} == {"second"}
+    third = await served("third")
+    await asyncio.wait_for(asyncio.gather(second.close(), third.close()), PATIENCE_S)
 
 
 def test_a_port_is_not_shared_with_strangers_who_would_share_it(locks: None) -> None:

@@ -31,6 +31,7 @@ from cluster.serve.scaling.decision import HEADROOM, Lesson, Load, Targets, desi
 from cluster.serve.scaling.meter import MAX_RETRY_S, LoadMeter
 from cluster.serve.scaling.waking import UNMEASURED_START_S, Waker
 from cluster.serve.starting import joined_ray
+from tests.async_tests import async_test
 from tests.local_server import local_server, post, until
 from tests.patience import PATIENCE_S
 
@@ -281,100 +282,89 @@ class Bed:
         return self.start_s
 
 
-def test_requests_are_held_while_an_engine_starts() -> None:
-    async def run() -> None:
-        bed = Bed()
-        held = [asyncio.ensure_future(bed.waker.wait(100.0)) for _ in range(5)]
-        await asyncio.sleep(0.05)
-        assert (bed.waker.num_held, bed.num_calls) == (5, 1)
-        bed.awake.set()
-        left = await asyncio.gather(*held)
-        assert all(90 < seconds < 100 for seconds in left)
-        assert bed.waker.num_held == 0
-        assert await bed.waker.wait(7.0) == 7.0
-        assert bed.waker.remaining_s == pytest.approx(5.0)
-
-    asyncio.run(run())
+@async_test
+async def test_requests_are_held_while_an_engine_starts() -> None:
+    bed = Bed()
+    held = [asyncio.ensure_future(bed.waker.wait(100.0)) for _ in range(5)]
+    await asyncio.sleep(0.05)
+    assert (bed.waker.num_held, bed.num_calls) == (5, 1)
+    bed.awake.set()
+    left = await asyncio.gather(*held)
+    assert all(90 < seconds < 100 for seconds in left)
+    assert bed.waker.num_held == 0
+    assert await bed.waker.wait(7.0) == 7.0
+    assert bed.waker.remaining_s == pytest.approx(5.0)
 
 
-def test_a_request_that_cannot_wait_is_told_when_to_come_again() -> None:
-    async def run() -> None:
-        bed = Bed()
-        with pytest.raises(Unavailable, match="the one that starts needs 60 s more") as caught:
-            await bed.waker.wait(30.0)
-        assert api_error(caught.value).status == 503
-        assert caught.value.retry_after_s == pytest.approx(UNMEASURED_START_S, abs=1)
-        await asyncio.sleep(0)
-        assert bed.num_calls == 1  # it wakes one all the same
-        bed.waker.measured(5.0)
-        with pytest.raises(Unavailable, match=r"none has started within 0 s") as caught:
-            await bed.waker.wait(0.05, is_new=False)
-        assert caught.value.retry_after_s == pytest.approx(5.0, abs=1)
-        await bed.waker.close()
-
-    asyncio.run(run())
+@async_test
+async def test_a_request_that_cannot_wait_is_told_when_to_come_again() -> None:
+    bed = Bed()
+    with pytest.raises(Unavailable, match="the one that starts needs 60 s more") as caught:
+        await bed.waker.wait(30.0)
+    assert api_error(caught.value).status == 503
+    assert caught.value.retry_after_s == pytest.approx(UNMEASURED_START_S, abs=1)
+    await asyncio.sleep(0)
+    assert bed.num_calls == 1  # it wakes one all the same
+    bed.waker.measured(5.0)
+    with pytest.raises(Unavailable, match=r"none has started within 0 s") as caught:
+        await bed.waker.wait(0.05, is_new=False)
+    assert caught.value.retry_after_s == pytest.approx(5.0, abs=1)
+    await bed.waker.close()
 
 
-def test_so_many_are_held_and_no_more() -> None:
-    async def run() -> None:
-        bed = Bed(max_held=1)
-        first = asyncio.ensure_future(bed.waker.wait(100.0))
-        await asyncio.sleep(0)
-        with pytest.raises(QueueFull, match="the limit is 1") as full:
-            await bed.waker.wait(100.0)
-        answer = api_error(full.value)
-        assert (answer.status, answer.code) == (429, "queue_full")
-        later = asyncio.ensure_future(bed.waker.wait(100.0, is_new=False))  # it was admitted once
-        bed.awake.set()
-        assert all(await asyncio.gather(first, later))
-
-    asyncio.run(run())
+@async_test
+async def test_so_many_are_held_and_no_more() -> None:
+    bed = Bed(max_held=1)
+    first = asyncio.ensure_future(bed.waker.wait(100.0))
+    await asyncio.sleep(0)
+    with pytest.raises(QueueFull, match="the limit is 1") as full:
+        await bed.waker.wait(100.0)
+    answer = api_error(full.value)
+    assert (answer.status, answer.code) == (429, "queue_full")
+    later = asyncio.ensure_future(bed.waker.wait(100.0, is_new=False))  # it was admitted once
+    bed.awake.set()
+    assert all(await asyncio.gather(first, later))
 
 
-def test_an_engine_that_dies_at_once_is_waited_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@async_test
+async def test_an_engine_that_dies_at_once_is_waited_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cluster.serve.scaling.waking.RETRY_PAUSE_S", 0.01)
 
-    async def run() -> None:
-        asleep, answers = True, [RuntimeError("it died"), 3.0]
+    asleep, answers = True, [RuntimeError("it died"), 3.0]
 
-        async def call() -> float:
-            nonlocal asleep
-            answer = answers.pop(0)
-            if isinstance(answer, Exception):
-                raise answer
-            asleep = False
-            return answer
+    async def call() -> float:
+        nonlocal asleep
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        asleep = False
+        return answer
 
-        waker = Waker(lambda: asleep, call, 10)
-        assert await waker.wait(100.0) > 99
-        assert not answers
-
-    asyncio.run(run())
+    waker = Waker(lambda: asleep, call, 10)
+    assert await waker.wait(100.0) > 99
+    assert not answers
 
 
 # ---- a full queue ----------------------------------------------------------------------------------------------------
 
 
-def test_a_full_queue_says_when_it_will_have_room(monkeypatch: pytest.MonkeyPatch) -> None:
+@async_test
+async def test_a_full_queue_says_when_it_will_have_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """One prompt of a body that finds no place is enough, and nothing of it stays."""
-
-    async def run() -> None:
-        async with local_server(max_num_sequences=1) as server:
-            assert (await server.post(max_tokens=2))[0] == 200
-            await until(lambda: server.replica._meter.requests_per_s > 0)  # it is told before it is counted
-            engine = server.replica.engine
-            engine.config = msgspec.structs.replace(engine.config, max_num_waiting=2)
-            asked: list[int] = []
-            monkeypatch.setattr(server.replica._meter, "retry_after_s", lambda number: asked.append(number) or 17.2)
-            reader, writer = await server.connect()
-            writer.write(post(server.body(prompt=[[5, 9]] * 30, max_tokens=200)))
-            head, _, body = (await asyncio.wait_for(reader.read(-1), PATIENCE_S)).partition(b"\r\n\r\n")
-            writer.close()
-            assert head.startswith(b"HTTP/1.1 429 ")
-            assert b"\r\nretry-after: 18\r\n" in head.lower() + b"\r\n"
-            assert json.loads(body)["error"]["code"] == "queue_full"
-            assert max(asked) >= 2
-            await server.until_idle()
-            assert server.replica._meter.waiting_tokens == 0
-
-    asyncio.run(run())
+    async with local_server(max_num_sequences=1) as server:
+        assert (await server.post(max_tokens=2))[0] == 200
+        await until(lambda: server.replica._meter.requests_per_s > 0)  # it is told before it is counted
+        engine = server.replica.engine
+        engine.config = msgspec.structs.replace(engine.config, max_num_waiting=2)
+        asked: list[int] = []
+        monkeypatch.setattr(server.replica._meter, "retry_after_s", lambda number: asked.append(number) or 17.2)
+        reader, writer = await server.connect()
+        writer.write(post(server.body(prompt=[[5, 9]] * 30, max_tokens=200)))
+        head, _, body = (await asyncio.wait_for(reader.read(-1), PATIENCE_S)).partition(b"\r\n\r\n")
+        writer.close()
+        assert head.startswith(b"HTTP/1.1 429 ")
+        assert b"\r\nretry-after: 18\r\n" in head.lower() + b"\r\n"
+        assert json.loads(body)["error"]["code"] == "queue_full"
+        assert max(asked) >= 2
+        await server.until_idle()
+        assert server.replica._meter.waiting_tokens == 0

@@ -16,6 +16,7 @@ from cluster.config import ServeConfig
 from cluster.engine.request import FinishStatus
 from cluster.engine.stats import DraftCounts, EngineStats
 from cluster.http.exchange.metrics import Metrics, numbers
+from tests.async_tests import async_test
 from tests.engine.test_engine import make_engine
 from tests.local_server import local_server
 
@@ -100,30 +101,28 @@ def test_every_number_of_the_configuration_is_shown_and_no_secret() -> None:
     assert not [name for name in found if name.startswith("api_keys")]
 
 
-def test_limits_and_sizes_over_http_while_many_ask_at_once() -> None:
-    async def run() -> None:
-        async with local_server(request_timeout_s=33) as server:
-            prompt = list(range(5, 69))  # 4 blocks of 16 tokens
+@async_test
+async def test_limits_and_sizes_over_http_while_many_ask_at_once() -> None:
+    async with local_server(request_timeout_s=33) as server:
+        prompt = list(range(5, 69))  # 4 blocks of 16 tokens
 
-            async def ask() -> Series:
-                status, text = await server.get("/metrics")
-                assert status == 200
-                return series(text)
+        async def ask() -> Series:
+            status, text = await server.get("/metrics")
+            assert status == 200
+            return series(text)
 
-            for _ in range(3):
-                asking = [ask() for _ in range(8)]
-                await asyncio.gather(*asking, server.post(prompt=prompt, max_tokens=20))
-            found = await ask()
-            info = server.replica.engine.model
-            assert found["manta:option", (("option", "request_timeout_s"),)] == 33
-            assert found["manta:option", (("option", "engine.max_num_sequences"),)] == 256
-            assert found["manta:kv_cache_bytes", ()] == info.kv_cache_bytes
-            assert found["manta:kv_cache_blocks", ()] == found["manta:kv_cache_free_blocks", ()] == info.num_blocks
-            assert found["manta:prefix_cache_blocks", ()] == (64 + 20 - 1) // 16
-            assert found["manta:prefix_cache_queries_total", ()] == 3 * 64
-            assert all(math.isfinite(value) for value in found.values())
-
-    asyncio.run(run())
+        for _ in range(3):
+            asking = [ask() for _ in range(8)]
+            await asyncio.gather(*asking, server.post(prompt=prompt, max_tokens=20))
+        found = await ask()
+        info = server.replica.engine.model
+        assert found["manta:option", (("option", "request_timeout_s"),)] == 33
+        assert found["manta:option", (("option", "engine.max_num_sequences"),)] == 256
+        assert found["manta:kv_cache_bytes", ()] == info.kv_cache_bytes
+        assert found["manta:kv_cache_blocks", ()] == found["manta:kv_cache_free_blocks", ()] == info.num_blocks
+        assert found["manta:prefix_cache_blocks", ()] == (64 + 20 - 1) // 16
+        assert found["manta:prefix_cache_queries_total", ()] == 3 * 64
+        assert all(math.isfinite(value) for value in found.values())
 
 
 def test_a_counter_does_not_fall_where_an_engine_restarts() -> None:

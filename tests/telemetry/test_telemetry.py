@@ -20,6 +20,7 @@ from cluster.cli import serve
 from cluster.engine.request import SequenceOutput
 from cluster.telemetry import engine_watch, exporting
 from cluster.telemetry.request_log import request_id_of
+from tests.async_tests import async_test
 from tests.checkpoints import checkpoint
 from tests.engine.test_engine import make_engine
 from tests.local_server import LocalServer, local_server, post, until
@@ -64,76 +65,72 @@ def seconds(span: Span) -> tuple[float, float]:
     return span.start_time_unix_nano / 1e9, span.end_time_unix_nano / 1e9
 
 
-def test_a_trace_shows_each_stage_of_a_request(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+@async_test
+async def test_a_trace_shows_each_stage_of_a_request(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_SERVICE_NAME", "chat-of-ours")
 
-    async def run() -> None:
-        async with local_server() as server:
-            client = Client()
-            constraint = {"structured_outputs": {"regex": "(ab){400}"}}
-            status, body = await server.post(client.headers, max_tokens=12, top_p=0.5, n=2, **constraint)
-            assert status == 200, body
-            name = "POST /v1/completions"
-            names = (name, "compile", "queue", "prefill", "decode", "masks")
-            spans = await asyncio.to_thread(receiver.wait_for, client.trace_id, *names)
-            assert {resource["service.name"] for resource in receiver.resources} == {"chat-of-ours"}
+    async with local_server() as server:
+        client = Client()
+        constraint = {"structured_outputs": {"regex": "(ab){400}"}}
+        status, body = await server.post(client.headers, max_tokens=12, top_p=0.5, n=2, **constraint)
+        assert status == 200, body
+        name = "POST /v1/completions"
+        names = (name, "compile", "queue", "prefill", "decode", "masks")
+        spans = await asyncio.to_thread(receiver.wait_for, client.trace_id, *names)
+        assert {resource["service.name"] for resource in receiver.resources} == {"chat-of-ours"}
 
-            root = spans.pop(name)
-            assert root.kind == Span.SPAN_KIND_SERVER
-            assert root.parent_span_id.hex() == client.span_id
-            expected = {
-                "http.request.method": "POST",
-                "http.route": "/v1/completions",
-                "http.response.status_code": 200,
-                "manta.request_id": client.request_id,
-                "gen_ai.operation.name": "text_completion",
-                "gen_ai.request.model": server.model,
-                "gen_ai.request.max_tokens": 12,
-                "gen_ai.request.top_p": 0.5,
-                "gen_ai.request.choice.count": 2,
-                "gen_ai.usage.input_tokens": 4,
-                "gen_ai.usage.output_tokens": 24,
-            }
-            assert expected.items() <= attributes(root).items()
+        root = spans.pop(name)
+        assert root.kind == Span.SPAN_KIND_SERVER
+        assert root.parent_span_id.hex() == client.span_id
+        expected = {
+            "http.request.method": "POST",
+            "http.route": "/v1/completions",
+            "http.response.status_code": 200,
+            "manta.request_id": client.request_id,
+            "gen_ai.operation.name": "text_completion",
+            "gen_ai.request.model": server.model,
+            "gen_ai.request.max_tokens": 12,
+            "gen_ai.request.top_p": 0.5,
+            "gen_ai.request.choice.count": 2,
+            "gen_ai.usage.input_tokens": 4,
+            "gen_ai.usage.output_tokens": 24,
+        }
+        assert expected.items() <= attributes(root).items()
 
-            for span in spans.values():
-                assert span.kind == Span.SPAN_KIND_INTERNAL
-                assert span.parent_span_id == root.span_id
-                assert attributes(span)["manta.request_id"] == client.request_id
-            begun, ended = seconds(root)
-            compiling, queue, prefill, decode, masks = (seconds(spans[name]) for name in names[1:])
-            assert begun <= compiling[0] < compiling[1] == queue[0] <= queue[1]
-            assert queue[1] == prefill[0] < prefill[1] == decode[0] < decode[1]
-            assert masks == (prefill[0], decode[1])
-            assert decode[1] <= ended + 1, "a clock is wrong"
-            assert attributes(spans["prefill"])["gen_ai.usage.input_tokens"] == 4
-            assert attributes(spans["decode"])["gen_ai.usage.output_tokens"] == 24
-            assert attributes(spans["decode"])["gen_ai.response.finish_reasons"] == ["length"]
-            assert attributes(spans["masks"])["manta.masks.late_steps"] >= 0
-            await server.until_idle()
-
-    asyncio.run(run())
+        for span in spans.values():
+            assert span.kind == Span.SPAN_KIND_INTERNAL
+            assert span.parent_span_id == root.span_id
+            assert attributes(span)["manta.request_id"] == client.request_id
+        begun, ended = seconds(root)
+        compiling, queue, prefill, decode, masks = (seconds(spans[name]) for name in names[1:])
+        assert begun <= compiling[0] < compiling[1] == queue[0] <= queue[1]
+        assert queue[1] == prefill[0] < prefill[1] == decode[0] < decode[1]
+        assert masks == (prefill[0], decode[1])
+        assert decode[1] <= ended + 1, "a clock is wrong"
+        assert attributes(spans["prefill"])["gen_ai.usage.input_tokens"] == 4
+        assert attributes(spans["decode"])["gen_ai.usage.output_tokens"] == 24
+        assert attributes(spans["decode"])["gen_ai.response.finish_reasons"] == ["length"]
+        assert attributes(spans["masks"])["manta.masks.late_steps"] >= 0
+        await server.until_idle()
 
 
-def test_what_a_client_does_not_sample_or_leaves_is_traced_so_far(receiver: Receiver) -> None:
-    async def run() -> None:
-        async with local_server() as server:
-            silent, leaving, wrong = Client(flags="00"), Client(), Client()
-            await server.post(silent.headers, max_tokens=2)
-            await leave(server, leaving)
-            status, _ = await server.post(wrong.headers, max_tokens=-1)
-            assert status == 400
-            (root,) = (await asyncio.to_thread(receiver.wait_for, wrong.trace_id, "POST /v1/completions")).values()
-            assert attributes(root)["http.response.status_code"] == 400
-            assert root.status.code == Status.STATUS_CODE_UNSET, "the client's mistake is none of the server's"
-            names = ("POST /v1/completions", "queue", "prefill", "decode")
-            spans = await asyncio.to_thread(receiver.wait_for, leaving.trace_id, *names)
-            assert attributes(spans["POST /v1/completions"])["error.type"] == "client_gone"
-            assert attributes(spans["decode"])["gen_ai.response.finish_reasons"] == ["abort"]
-            assert not receiver.of_trace(silent.trace_id)
-            await until(lambda: not server.replica._watch.spans._stages)
-
-    asyncio.run(run())
+@async_test
+async def test_what_a_client_does_not_sample_or_leaves_is_traced_so_far(receiver: Receiver) -> None:
+    async with local_server() as server:
+        silent, leaving, wrong = Client(flags="00"), Client(), Client()
+        await server.post(silent.headers, max_tokens=2)
+        await leave(server, leaving)
+        status, _ = await server.post(wrong.headers, max_tokens=-1)
+        assert status == 400
+        (root,) = (await asyncio.to_thread(receiver.wait_for, wrong.trace_id, "POST /v1/completions")).values()
+        assert attributes(root)["http.response.status_code"] == 400
+        assert root.status.code == Status.STATUS_CODE_UNSET, "the client's mistake is none of the server's"
+        names = ("POST /v1/completions", "queue", "prefill", "decode")
+        spans = await asyncio.to_thread(receiver.wait_for, leaving.trace_id, *names)
+        assert attributes(spans["POST /v1/completions"])["error.type"] == "client_gone"
+        assert attributes(spans["decode"])["gen_ai.response.finish_reasons"] == ["abort"]
+        assert not receiver.of_trace(silent.trace_id)
+        await until(lambda: not server.replica._watch.spans._stages)
 
 
 async def leave(server: LocalServer, client: Client) -> None:
@@ -230,59 +227,54 @@ def request_log() -> Iterator[list[dict[str, Any]]]:
         logger.removeHandler(handler)
 
 
-def test_the_engine_logs_whom_it_preempted_and_who_failed() -> None:
+@async_test
+async def test_the_engine_logs_whom_it_preempted_and_who_failed() -> None:
     processors = {"raises": f"{__name__}:Raises"}
 
-    async def run() -> None:
-        # 9 blocks of 16 tokens, for two requests that need 5 each.
-        options = {"kv_cache_bytes": 9 * block_bytes(), "logits_processors": processors}
-        async with local_server(engine_options=options) as server:
-            failing, *both = (Client() for _ in range(3))
-            with request_log() as lines:
-                await asyncio.gather(*(server.post(each.headers, max_tokens=72) for each in both))
-                preempted = events(lines, "preempted")
-                assert len(preempted) == server.replica.engine.scheduler.num_preemptions > 0
-                assert {line["request_id"] for line in preempted} <= {each.request_id for each in both}
+    # 9 blocks of 16 tokens, for two requests that need 5 each.
+    options = {"kv_cache_bytes": 9 * block_bytes(), "logits_processors": processors}
+    async with local_server(engine_options=options) as server:
+        failing, *both = (Client() for _ in range(3))
+        with request_log() as lines:
+            await asyncio.gather(*(server.post(each.headers, max_tokens=72) for each in both))
+            preempted = events(lines, "preempted")
+            assert len(preempted) == server.replica.engine.scheduler.num_preemptions > 0
+            assert {line["request_id"] for line in preempted} <= {each.request_id for each in both}
 
-                spec = {"name": "raises", "arguments": {"at": 3}}
-                status, _ = await server.post(failing.headers, max_tokens=9, logits_processors=[spec])
-                assert status == 500
-                await until(lambda: events(lines, "failed") != [])  # the answer may be there first
-                (line,) = events(lines, "failed")
-                assert (line["request_id"], line["output_tokens"]) == (failing.request_id, 3)
-                assert "it was asked to" in line["reason"]
-
-    asyncio.run(run())
+            spec = {"name": "raises", "arguments": {"at": 3}}
+            status, _ = await server.post(failing.headers, max_tokens=9, logits_processors=[spec])
+            assert status == 500
+            await until(lambda: events(lines, "failed") != [])  # the answer may be there first
+            (line,) = events(lines, "failed")
+            assert (line["request_id"], line["output_tokens"]) == (failing.request_id, 3)
+            assert "it was asked to" in line["reason"]
 
 
-def test_ingress_and_engine_log_under_the_id_that_the_client_sent() -> None:
+@async_test
+async def test_ingress_and_engine_log_under_the_id_that_the_client_sent() -> None:
     """Both are in this process."""
+    async with local_server() as server:
+        leaving, moved = Client(), Client()
+        with request_log() as lines:
+            await leave(server, leaving)
+            await until(lambda: events(lines, "aborted") != [])
+            (line,) = events(lines, "aborted")
+            assert line["request_id"] == leaving.request_id
 
-    async def run() -> None:
-        async with local_server() as server:
-            leaving, moved = Client(), Client()
-            with request_log() as lines:
-                await leave(server, leaving)
-                await until(lambda: events(lines, "aborted") != [])
-                (line,) = events(lines, "aborted")
-                assert line["request_id"] == leaving.request_id
+            answering = asyncio.ensure_future(server.post(moved.headers, max_tokens=200))
+            runs = server.ingress._client.runs
+            await until(lambda: any(run.connection is not None for run in runs.values()))
+            next(iter(runs.values())).go_on()
+            status, _ = await answering
+            assert status == 200
+            by_ingress, by_engine = events(lines, "continued")
+            assert by_ingress["request_id"] == by_engine["request_id"] == moved.request_id
+            assert by_ingress["engine_request"] == by_engine["engine_request"]
+            assert by_engine["engine_request"].endswith("/1")
 
-                answering = asyncio.ensure_future(server.post(moved.headers, max_tokens=200))
-                runs = server.ingress._client.runs
-                await until(lambda: any(run.connection is not None for run in runs.values()))
-                next(iter(runs.values())).go_on()
-                status, _ = await answering
-                assert status == 200
-                by_ingress, by_engine = events(lines, "continued")
-                assert by_ingress["request_id"] == by_engine["request_id"] == moved.request_id
-                assert by_ingress["engine_request"] == by_engine["engine_request"]
-                assert by_engine["engine_request"].endswith("/1")
-
-                await until(lambda: sum("event" not in line for line in lines) == 2)
-                ended = {line["request_id"]: line["status"] for line in lines if "event" not in line}
-                assert ended == {leaving.request_id: 499, moved.request_id: 200}
-
-    asyncio.run(run())
+            await until(lambda: sum("event" not in line for line in lines) == 2)
+            ended = {line["request_id"]: line["status"] for line in lines if "event" not in line}
+            assert ended == {leaving.request_id: 499, moved.request_id: 200}
 
 
 def events(lines: list[dict[str, Any]], event: str) -> list[dict[str, Any]]:
