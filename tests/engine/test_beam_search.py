@@ -10,23 +10,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from cluster.llm import LLM, BeamSearchParams, SamplingParams
+from cluster.llm import BeamSearchParams, SamplingParams
 from tests.checkpoints import VOCAB_SIZE, checkpoint
-from workers.checkpoints.model_folder import load_model_config
+from tests.engine.llms import make_llm
 
-FAMILY = "llama"
 MAX_TOKENS = 12
 
 
 @functools.cache
 def reference_model():
-    return AutoModelForCausalLM.from_pretrained(checkpoint(FAMILY), dtype=torch.float32).eval()
-
-
-def make_llm(num_blocks: int = 256, **options) -> LLM:
-    folder = checkpoint(FAMILY)
-    kv_cache_bytes = load_model_config(folder).kv_bytes_per_token("float32") * 16 * num_blocks
-    return LLM(str(folder), dtype="float32", kv_cache_bytes=kv_cache_bytes, **options)
+    return AutoModelForCausalLM.from_pretrained(checkpoint("llama"), dtype=torch.float32).eval()
 
 
 def prompts(lengths: tuple[int, ...] = (3, 16, 29)) -> list[list[int]]:

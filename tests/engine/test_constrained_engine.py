@@ -17,9 +17,9 @@ import pytest
 from cluster.engine.request import FinishStatus
 from cluster.errors import RequestRefused
 from cluster.llm import LLM, ConstraintSpec, RequestOutput, SamplingParams
-from tests.checkpoints import VOCAB_SIZE, checkpoint
+from tests.checkpoints import VOCAB_SIZE
+from tests.engine import llms
 from tests.patience import PATIENCE_S
-from workers.checkpoints.model_folder import load_model_config
 
 pytestmark = pytest.mark.usefixtures("plugin")
 
@@ -51,10 +51,8 @@ def llm() -> LLM:
 
 
 def make_llm(num_blocks: int = 512, **options: Any) -> LLM:
-    folder = checkpoint("llama", dtype="float32")
-    kv_cache_bytes = load_model_config(folder).kv_bytes_per_token("float32") * 16 * num_blocks
     options.setdefault("constraints", {"compile_seconds": 60.0})  # for a machine that has much else to do
-    return LLM(str(folder), kv_cache_bytes=kv_cache_bytes, **options)
+    return llms.make_llm(num_blocks, **options)
 
 
 def spec(kind: str, text: Any, **fields: Any) -> ConstraintSpec:

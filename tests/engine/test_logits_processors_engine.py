@@ -18,23 +18,17 @@ from ray import cloudpickle
 
 from cluster.engine.request import FinishStatus
 from cluster.errors import RequestRefused
-from cluster.llm import LLM, LogitsProcessorSpec, RequestOutput, SamplingParams
+from cluster.llm import LogitsProcessorSpec, RequestOutput, SamplingParams
 from structured.logits_processors import MAX_LOGITS_PROCESSORS, LogitsProcessorError
-from tests.checkpoints import VOCAB_SIZE, checkpoint
+from tests.checkpoints import VOCAB_SIZE
+from tests.engine.llms import make_llm
 from tests.engine_parts import worker_of
 from tests.local_server import ThreadedServer
 from tests.workers.sampling.test_logits_processors import identity, named
-from workers.checkpoints.model_folder import load_model_config
 
 pytestmark = pytest.mark.usefixtures("plugin")
 
 NUM_STATES = 97
-
-
-def make_llm(num_blocks: int = 256, **options: Any) -> LLM:
-    folder = checkpoint("llama", dtype="float32")
-    kv_cache_bytes = load_model_config(folder).kv_bytes_per_token("float32") * 16 * num_blocks
-    return LLM(str(folder), kv_cache_bytes=kv_cache_bytes, **options)
 
 
 def automaton(name: str = "automaton", **fields: Any) -> SamplingParams:
