@@ -1,7 +1,7 @@
 # Two commands matter: `make serve` and `make test`. The first use makes .venv and installs; later uses start at once.
 #
 #   make serve [MODEL=folder-or-hub-id] [PORT=8000] [CONFIG=file.yaml]
-#   make test  [ARGS="tests/test_cli.py -k check"]
+#   make test  [ARGS="tests/cli/test_cli.py -k check"]
 #   make check [MODEL=...] [CONFIG=...]     can this model be served here?
 #   make bench [ARGS="--workloads a,b"]     speed, start-up and memory
 #   make gpu-check                          kernels, engine and speed on a CUDA GPU; needs no Ray

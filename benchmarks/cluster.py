@@ -14,7 +14,7 @@
                 waits beside another one's flood (`benchmarks/routing.py`)
 
 Blocks of each transport take turns in one process, one thread a rank. Frames are what the fault tests run on
-(`tests/test_ray_executor.py`); the others live here alone.
+(`tests/engine/test_ray_executor.py`); the others live here alone.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`manta bench faults`: what the others feel when a constraint goes wrong beside them.
 
 Blocks of steps with and without a fault take turns on one engine, under the same plain and constrained requests. The
-others' tokens must not change, and their time between tokens is compared. `tests/test_faults.py` runs the same blocks
-and judges the tokens alone.
+others' tokens must not change, and their time between tokens is compared. `tests/engine/test_faults.py` runs the same
+blocks and judges the tokens alone.
 """
 
 from __future__ import annotations

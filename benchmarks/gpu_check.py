@@ -33,9 +33,9 @@ from benchmarks.processes import interrupted_once
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 TESTS = {
-    "kernels": "tests/test_triton_kernels.py",
-    "sampler": "tests/test_triton_sampler.py",
-    "engine": "tests/test_cuda_platform.py",
+    "kernels": "tests/workers/kernels/test_triton_kernels.py",
+    "sampler": "tests/workers/kernels/test_triton_sampler.py",
+    "engine": "tests/workers/test_cuda_platform.py",
 }
 MEASURED = (
     "smoke", "device", "attention", "profile", "qwen2.5-0.5b", "llama-3.1-8b", "transformers", "speculation",

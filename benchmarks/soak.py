@@ -1,7 +1,7 @@
 """`make soak MINUTES=30`: a server under constant mixed load, the memory of each of its processes, and bars for both.
 
 What is asked stands in `benchmarks/soak_load.py`; the bars, and what is written, in `benchmarks/soak_report.py`.
-`tests/test_soak.py` runs the same for half an hour in `make prove`.
+`tests/house/test_soak.py` runs the same for half an hour in `make prove`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Where llguidance departs from JSON Schema, so that a schema is refused or mended before it compiles.
 
 llguidance reports most keywords that it does not enforce. Those that it ignores silently are listed here; each entry is
-a case of `tests/test_schema_conformance.py`. Sources of the list: its `docs/json_schema.md`, its parser, random walks.
+a case of `tests/structured/test_schema_conformance.py`. Sources of the list: its `docs/json_schema.md`, its parser,
+random walks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The xgrammar backend: EBNF, Lark and structural tags, and the JSON schemas that it is proven to enforce.
 
 It accepts schemas and ignores some of their keywords, so a schema may use it only if every combination of keywords in
-it is listed in `xgrammar_enforced.json`, which `tests/test_schema_conformance.py` proves. Its package imports torch and
-transformers; here its C++ core is loaded without them. See github.com/mlc-ai/xgrammar.
+it is listed in `xgrammar_enforced.json`, which `tests/structured/test_schema_conformance.py` proves. Its package
+imports torch and transformers; here its C++ core is loaded without them. See github.com/mlc-ai/xgrammar.
 """
 
 from __future__ import annotations

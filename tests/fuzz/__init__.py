@@ -1,0 +1,1 @@
+"""Random cases against the plain engine, and the tests that run some of them."""

@@ -23,12 +23,12 @@ from cluster.errors import RequestRefused
 from cluster.llm import LLM, RequestOutput, SamplingParams
 from structured.constraint import Resolved
 from tests.checkpoints import checkpoint
+from tests.engine_parts import worker_of
 from tests.fuzz import reference
 from tests.fuzz.cases import Case, Request, Settings, default_of
 from tests.fuzz.faults import Injector
 from tests.fuzz.outcomes import Choice, Outcome
 from tests.fuzz.processors import FACTORIES, Watcher
-from tests.workers import worker_of
 from workers.checkpoints.model_folder import load_model_config
 from workers.platforms.cpu import CpuPlatform
 

@@ -10,8 +10,8 @@ from cluster.engine.engine import Engine
 from cluster.engine.request import FinishStatus
 from cluster.engine.sequence import Sequence
 from structured.grammar_pool.pool import GrammarPool
+from tests.engine_parts import device_of, worker_of
 from tests.fuzz.cases import Fault
-from tests.workers import device_of, worker_of
 
 MIN_STEPS_BETWEEN = 2
 """Good steps between two that raise: two in a row end an engine, as they should."""

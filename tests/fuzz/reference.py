@@ -15,10 +15,10 @@ import torch
 from cluster.llm import LLM
 from structured.constraint import ConstraintSpec, Resolved
 from tests.checkpoints import checkpoint
+from tests.engine_parts import worker_of
 from tests.fuzz.cases import Request, Settings
 from tests.fuzz.outcomes import Choice, Outcome
 from tests.fuzz.processors import FACTORIES
-from tests.workers import worker_of
 from workers.sampling_params import OutputKind, SamplingParams, child_seed
 
 KV_CACHE_BYTES = 2**24

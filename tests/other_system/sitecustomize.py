@@ -1,6 +1,6 @@
 """On `PYTHONPATH`, it takes from a process, and from those that it starts, what only Linux has.
 
-Python imports it before anything else. `tests/test_other_systems.py` does real work then.
+Python imports it before anything else. `tests/house/test_other_systems.py` does real work then.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Random clients against a live server."""

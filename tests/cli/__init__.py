@@ -1,0 +1,1 @@
+"""Tests of the command `manta` as a user meets it."""

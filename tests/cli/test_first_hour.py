@@ -1,0 +1,507 @@
+"""What a newcomer tries and gets wrong in the first hour, through the real command or a live server: the answer is a
+sentence that says what is meant or what to do.
+"""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import pathlib
+import pty
+import re
+import select
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from benchmarks.processes import free_port
+from cluster.cli.__main__ import main
+from cluster.cli.request_lines import POLL_S
+from cluster.cli.serve import _has_chat, ready_message
+from cluster.config import EngineConfig, ServeConfig, load_config
+from cluster.llm import LLM
+from tests.checkpoints import checkpoint
+from tests.patience import PATIENCE_S
+from tests.server import shared_server
+from workers.checkpoints.model_folder import load_model_config
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Exit code, standard output, and standard error on one line; there is never a traceback."""
+    try:
+        code = main(list(arguments))
+    except SystemExit as ended:  # argparse ends the process itself
+        code = int(ended.code or 0)
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.err
+    return code, captured.out, " ".join(captured.err.split())
+
+
+# ---- the command line --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["serve", "--prot", "9000"], ["usage: manta serve", "--quiet", "there is no --prot (did you mean --port?)"]),
+        (["chat", "--modle=x"], ["usage: manta chat", "--api-key", "there is no --modle (did you mean --model?)"]),
+        (["srve"], ["there is no command 'srve' (did you mean serve?)", "serve, chat, status, batch, check, bench"]),
+        (["bench", "speculativ"], ["there is no part 'speculativ' (did you mean speculative?)"]),
+        (["serve", "demo", "--model", "other"], ["two models, demo and --model other"]),
+        (
+            ["serve", "--set", "engine.dtype=float64"],
+            ["`engine.dtype` cannot be 'float64'", "auto, bfloat16, float16, float32"],
+        ),
+        (["serve", "--set", "max_model_len=4096"], ["did you mean `engine.max_model_len`?"]),
+        (["serve", "--set", "engine.kv_cache_bytes=1G"], ["512MiB (2^20) or 1GB (10^9)"]),
+        (["chat", "--url", "127.0.0.1:9"], ["no server answers at http://127.0.0.1:9", "serve'"]),
+        (["chat", "--port", "9"], ["no server answers at http://127.0.0.1:9"]),
+    ],
+)
+def test_a_slip_of_the_command_line_is_answered_with_what_was_meant(
+    arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, error = run(capsys, *arguments)
+    assert code == 2
+    for word in words:
+        assert word in error
+
+
+def test_the_version_and_the_parts_of_bench_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--version")
+    assert (code, re.fullmatch(r"manta \d\S*\n", out) is not None) == (0, True)
+    code, out, _ = run(capsys, "bench", "--help")
+    assert code == 0
+    for part in ("structured", "faults", "forms", "prefix-attention", "speculative", "same-tokens"):
+        assert f"manta bench {part} " in out
+    assert "--workloads" in out
+
+
+def test_what_is_printed_pastes_whether_or_not_manta_is_on_the_path(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    message = ready_message(ServeConfig(port=8123))
+    pasted = re.search(r"or in another terminal: (.+) chat --port 8123", message)
+    assert pasted is not None
+    assert pasted[1] != "manta"
+    version = subprocess.run(f"{pasted[1]} --version", shell=True, executable="/bin/sh", capture_output=True, text=True)
+    assert version.stdout.startswith("manta ")
+    (tmp_path / "manta").symlink_to("/bin/true")
+    assert "or in another terminal: manta chat --port 8123" in ready_message(ServeConfig(port=8123))
+
+
+def test_make_names_its_own_variable_for_a_port_that_is_taken() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        environment = {
+            name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "ARGS"))
+        }
+        # Nothing is installed: what says that it was is a file that is there.
+        command = ["make", "serve", f"PORT={port}", f"BIN={pathlib.Path(sys.executable).parent}", "STAMP=Makefile"]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
+    said = " ".join(done.stderr.split())
+    assert f"port {port} on 127.0.0.1 is in use by another program" in said
+    assert f"with PORT=: make serve PORT={port + 1}" in said
+
+
+# ---- configuration -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("engine:\n  max_num_sequence: 3\n", ["did you mean `engine.max_num_sequences`?"]),
+        ("model: demo\n", ["there is no option `model`; did you mean `engine.model`?"]),
+        ("engine:\n  device: gpu\n", ["`engine.device` cannot be 'gpu'", "auto, cpu, cuda"]),
+        ("engine: {speculative: {proposers: [ngrams]}}\n", ["proposers[0]", "forced, ngram, draft"]),
+        ("engine: {colour: red}\n", ["the options of `engine` are model, "]),
+        (
+            (ROOT / "configs" / "serve" / "one-machine.yaml").read_text(),
+            ["Ray Serve", "serve deploy", "under its args"],
+        ),
+    ],
+)
+def test_a_slip_in_a_configuration_is_answered_with_what_was_meant(
+    text: str, words: list[str], tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    code, _, error = run(capsys, "serve", "--config", str(path))
+    assert code == 2
+    assert str(path) in error
+    for word in words:
+        assert word in error
+
+
+def test_broken_yaml_is_shown_with_its_line_and_a_mark_below_the_place(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("engine:\n  model: [demo\nport: 8000\n")
+    assert main(["serve", "--config", str(path)]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert "line 3, column 5" in " ".join(lines)
+    assert lines[-2:] == ["port: 8000", "    ^"]
+
+
+@pytest.mark.parametrize(("size", "num_bytes"), [("512MiB", 2**29), ("1GB", 10**9), ("1.5 KiB", 1536), ("7B", 7)])
+def test_bytes_may_have_a_unit(size: str, num_bytes: int) -> None:
+    assert load_config(None, {"engine.kv_cache_bytes": size}).engine.kv_cache_bytes == num_bytes
+    assert load_config(None, {"max_body_bytes": size}).max_body_bytes == num_bytes
+
+
+def test_what_is_left_empty_means_its_default(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("engine:\nhost:\n")
+    assert load_config(path) == ServeConfig()
+    path.write_text("engine:\n  constraints:\n  speculative:\n")
+    assert load_config(path, {"engine.block_size": 32}) == ServeConfig(engine=EngineConfig(block_size=32))
+
+
+# ---- model folders -----------------------------------------------------------------------------------------------
+
+
+def _gguf_file(at: pathlib.Path) -> pathlib.Path:
+    (at / "model.gguf").write_bytes(b"GGUF")
+    return at / "model.gguf"
+
+
+def _gguf_folder(at: pathlib.Path) -> pathlib.Path:
+    _gguf_file(at)
+    return at
+
+
+def _config_file(at: pathlib.Path) -> pathlib.Path:
+    return checkpoint("llama") / "config.json"
+
+
+def _lfs_pointer(at: pathlib.Path) -> pathlib.Path:
+    folder = pathlib.Path(shutil.copytree(checkpoint("llama"), at / "lfs"))
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:1234\nsize 988097824\n"
+    (folder / "model.safetensors").write_text(pointer)
+    return folder
+
+
+def _hub_cache(at: pathlib.Path) -> pathlib.Path:
+    shutil.copytree(checkpoint("llama"), at / "models--a--b" / "snapshots" / "0123")
+    return at / "models--a--b"
+
+
+def _adapter(at: pathlib.Path) -> pathlib.Path:
+    (at / "adapter_config.json").write_text('{"base_model_name_or_path": "meta/base"}')
+    return at
+
+
+def _pytorch(at: pathlib.Path) -> pathlib.Path:
+    shutil.copy(checkpoint("llama") / "config.json", at)
+    (at / "pytorch_model.bin").write_bytes(b"PK")
+    return at
+
+
+def _parent(at: pathlib.Path) -> pathlib.Path:
+    shutil.copytree(checkpoint("llama"), at / "models" / "llama")
+    return at / "models"
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (_gguf_file, ["is a GGUF file", "config.json and safetensors"]),
+        (_gguf_folder, ["holds only GGUF files", "config.json and safetensors"]),
+        (_config_file, ["is one file of a model; give its folder, "]),
+        (_lfs_pointer, ["model.safetensors is a Git LFS pointer", "run 'git lfs pull' in "]),
+        (_hub_cache, ["is a folder of the hub's cache; give its snapshot, ", "snapshots/0123"]),
+        (_adapter, ["is a LoRA adapter for meta/base", "merge"]),
+        (_pytorch, ["weights in PyTorch's own format only", "safetensors"]),
+        (_parent, ["1 of its folders do; give one, such as ", "models/llama"]),
+    ],
+)
+def test_what_is_no_model_folder_is_named_for_what_it_is(
+    make: Any, words: list[str], tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(make(tmp_path))
+    for command, code in (["check", path], 1), (["serve", path, "--port", str(free_port())], 2):
+        ended, _, error = run(capsys, *command)
+        assert ended == code
+        for word in words:
+            assert word in error
+
+
+def _with_config(at: pathlib.Path, **values: object) -> str:
+    folder = pathlib.Path(shutil.copytree(checkpoint("llama"), at / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | values))
+    return str(folder)
+
+
+def test_no_quantisation_may_be_written_out(tmp_path: pathlib.Path) -> None:
+    plain = load_model_config(checkpoint("llama"))
+    for number, nothing in enumerate((None, {})):
+        assert load_model_config(_with_config(tmp_path / str(number), quantization_config=nothing)) == plain
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_key_value_heads", "4"),
+        ("quantization_config", "fp8"),
+        ("rope_parameters", [1]),
+        ("head_dim", "sixteen"),
+        ("architectures", 7),
+        ("eos_token_id", {"a": [1]}),
+    ],
+)
+def test_a_value_that_nobody_expected_is_named_with_its_file(
+    key: str, value: object, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = _with_config(tmp_path, **{key: value})
+    code, _, error = run(capsys, "check", folder)
+    assert code == 1
+    assert "config.json: " in error
+    assert key in error
+
+
+def test_a_tokenizer_that_nobody_expected_is_one_sentence(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = _with_config(tmp_path)
+    path = pathlib.Path(folder) / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"added_tokens_decoder": {"first": {}}}))
+    code, _, error = run(capsys, "check", folder)
+    assert code == 1
+    assert f"the tokenizer of {folder} cannot be read: " in error
+
+
+def test_a_base_model_without_a_chat_template_is_offered_for_completions(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = pathlib.Path(_with_config(tmp_path, quantization_config=None))
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    config.pop("chat_template", None)
+    path.write_text(json.dumps(config))
+    code, out, _ = run(capsys, "check", "--model", str(folder), "--set", "engine.kv_cache_bytes=1MiB")
+    assert code == 0
+    assert out.rstrip().endswith(f" serve {folder}")
+    assert re.search(r"^no chat +.*/v1/completions only", out, re.MULTILINE)
+    assert not _has_chat(ServeConfig(engine=EngineConfig(model=str(folder))))
+    banner = ready_message(ServeConfig(), has_chat=False)
+    assert "/v1/completions -H" in banner
+    assert "client.completions.create(" in banner
+    assert "chat/completions" not in banner
+
+
+# ---- the API -----------------------------------------------------------------------------------------------------
+
+
+def _get(path: str, accept: str = "*/*") -> tuple[int, str, str]:
+    """Status, content type and body."""
+    request = urllib.request.Request(shared_server().url + path, headers={"Accept": accept})
+    try:
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+            return answer.status, answer.headers["content-type"], answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.headers["content-type"], error.read().decode()
+
+
+def test_the_address_alone_says_what_is_served() -> None:
+    server = shared_server()
+    status, kind, body = _get("/")
+    home = json.loads(body)
+    assert (status, kind, home["model"]) == (200, "application/json", server.model)
+    assert "POST /v1/chat/completions" in home["endpoints"]
+    pasted = subprocess.run(["bash", "-c", home["example"] + " --silent"], capture_output=True, text=True, check=True)
+    assert json.loads(pasted.stdout)["object"] in ("chat.completion", "text_completion")
+
+    status, kind, page = _get("/", accept="text/html,application/xhtml+xml")
+    assert (status, kind) == (200, "text/html; charset=utf-8")
+    assert server.model in page
+    for link in re.findall(r'href="([^"]+)"', page):
+        assert _get(link)[0] == 200
+
+
+def test_the_endpoints_can_be_read_in_a_browser() -> None:
+    status, kind, page = _get("/docs", accept="text/html")
+    assert (status, kind) == (200, "text/html; charset=utf-8")
+    assert "POST /v1/chat/completions" in page
+    assert "messages: list of ChatMessage (required)" in page
+
+
+def test_an_endpoint_that_is_not_served_says_which_are() -> None:
+    status, _, body = _get("/v1/embeddings")
+    message = json.loads(body)["error"]["message"]
+    assert status == 404
+    for served in ("POST /v1/chat/completions", "POST /v1/completions", "GET /v1/models"):
+        assert served in message
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/v1/chat/completions", {"prompt": "x"}, ["prompt belongs to /v1/completions", "a chat has messages"]),
+        ("/v1/completions", {"messages": []}, ["messages belong to /v1/chat/completions", "prompt"]),
+        ("/v1/completions", {"prompt": "x", "max_token": 3}, ["did you mean max_tokens?"]),
+    ],
+)
+def test_a_field_of_another_body_is_told_where_it_belongs(path: str, body: dict[str, Any], words: list[str]) -> None:
+    server = shared_server()
+    status, _, answer = server.post(path, {"model": server.model, **body})
+    assert status == 400
+    for word in words:
+        assert word in answer["error"]["message"]
+
+
+def test_a_quiet_server_prints_no_line_for_a_request() -> None:
+    """`tests/serve/test_serve_command.py` has one that is not quiet."""
+    server = shared_server()
+    server.post("/v1/completions", {"model": server.model, "prompt": "x", "max_tokens": 1})
+    time.sleep(3 * POLL_S)
+    assert server.process.stdout is not None
+    printed, file = b"", server.process.stdout.fileno()
+    while select.select([file], [], [], 0)[0]:
+        printed += os.read(file, 65536)
+    assert b"/v1/completions" not in printed, printed
+
+
+# ---- manta chat --------------------------------------------------------------------------------------------------
+
+
+class Replies(http.server.BaseHTTPRequestHandler):
+    """Says what it was told to, and keeps what it was asked."""
+
+    asked: list[str]
+    deltas: list[dict[str, str]]
+    ending: str
+
+    def do_GET(self) -> None:
+        self._send(json.dumps({"data": [{"id": "thinker"}]}).encode())
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.asked.append(body["messages"][-1]["content"])
+        choices = [{"delta": delta, "finish_reason": None} for delta in self.deltas]
+        choices.append({"delta": {}, "finish_reason": self.ending})
+        events = "".join(f"data: {json.dumps({'choices': [choice]})}\n\n" for choice in choices)
+        self._send(f"{events}data: [DONE]\n\n".encode())
+
+    def _send(self, data: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        """A test prints nothing."""
+
+
+@pytest.fixture
+def replies() -> Iterator[http.server.ThreadingHTTPServer]:
+    Replies.asked, Replies.deltas, Replies.ending = [], [{"content": "Yes."}], "stop"
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Replies)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+class Terminal:
+    """`manta chat` in a terminal, with whoever types there."""
+
+    def __init__(self, port: int) -> None:
+        self.printed = ""
+        self._terminal, theirs = pty.openpty()
+        command = [sys.executable, "-m", "cluster.cli", "chat", "--port", str(port)]
+        self.process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+        os.close(theirs)
+
+    def type(self, text: str) -> None:
+        os.write(self._terminal, text.encode())
+
+    def wait_for(self, text: str, seconds: float = PATIENCE_S) -> None:
+        """Until it was printed since the last call."""
+        deadline = time.monotonic() + seconds
+        while text not in self.printed:
+            assert time.monotonic() < deadline, f"{text!r} did not come: {self.printed!r}"
+            if select.select([self._terminal], [], [], 0.1)[0]:
+                self.printed += os.read(self._terminal, 65536).decode(errors="replace")
+        self.printed = self.printed.partition(text)[2]
+
+    def end(self) -> None:
+        self.type("/exit\n")
+        assert self.process.wait(PATIENCE_S) == 0
+        os.close(self._terminal)
+
+
+def test_pasted_lines_are_one_message_and_thoughts_are_dim(replies: http.server.ThreadingHTTPServer) -> None:
+    Replies.deltas = [{"reasoning_content": "hmm"}, {"content": "Yes."}]
+    terminal = Terminal(replies.server_port)
+    terminal.wait_for("> ")
+    terminal.type("def f():\n    return 1\n\nWhat is it?\n")
+    terminal.wait_for("\x1b[2mhmm\x1b[0m")
+    terminal.wait_for("Yes.")
+    terminal.wait_for("> ")
+    terminal.type("and now?\n")
+    terminal.wait_for("Yes.")
+    terminal.wait_for("> ")
+    terminal.end()
+    assert Replies.asked == ["def f():\n    return 1\n\nWhat is it?", "and now?"]
+
+
+def _chat(port: int, typed: str, *words: str) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of `manta chat` without a terminal."""
+    command = [sys.executable, "-m", "cluster.cli", "chat", "--port", str(port), *words]
+    done = subprocess.run(command, input=typed, capture_output=True, text=True, timeout=PATIENCE_S)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_without_a_terminal_there_are_answers_only(replies: http.server.ThreadingHTTPServer) -> None:
+    assert _chat(replies.server_port, "Is it?\nReally?\n") == (0, "Yes.\nYes.\n", "")
+    assert _chat(replies.server_port, "", "Is it?") == (0, "Yes.\n", "")
+    assert Replies.asked == ["Is it?", "Really?", "Is it?"]
+    code, printed, notes = _chat(replies.server_port, "/help\n")
+    assert (code, printed) == (0, "")
+    assert "/system TEXT sets" in notes
+
+
+def test_a_message_may_go_on_over_lines_and_a_cut_reply_says_so(replies: http.server.ThreadingHTTPServer) -> None:
+    Replies.ending = "length"
+    code, printed, notes = _chat(replies.server_port, 'one \\\ntwo\n"""\nthree\n\nfour\n"""\n/exit\n')
+    assert Replies.asked == ["one \ntwo", "three\n\nfour"]
+    assert (code, printed) == (0, "Yes.\nYes.\n")
+    assert "(cut here: the conversation fills the model's context; /reset starts again)" in notes
+
+
+def test_at_the_end_of_the_context_a_chat_says_how_to_start_again() -> None:
+    server = shared_server()
+    code, printed, notes = _chat(server.port, f"{'word ' * 2000}\n/exit\n")
+    assert (code, printed) == (1, "")
+    assert "(the conversation is longer than the model's context; /reset starts again)" in notes
+    assert "max_model_len" not in notes
+
+
+# ---- import manta ------------------------------------------------------------------------------------------------
+
+
+def test_the_package_has_the_names_of_the_product() -> None:
+    import cluster.llm
+    import manta
+
+    assert manta.LLM is LLM
+    assert set(manta.__all__) == set(cluster.llm.__all__)
+    assert all(getattr(manta, name) is getattr(cluster.llm, name) for name in manta.__all__)

@@ -1,0 +1,158 @@
+"""The engine goes on: a sequence that waits for a mask holds up no other, nothing spins, and a standstill shows.
+
+Slow masks are those of the example backend (`tests/plugin`); steps and orders are counted, never short times.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from cluster.config import EngineConfig
+from cluster.engine import engine
+from cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput
+from cluster.http.exchange.metrics import Metrics
+from cluster.llm import LLM, SamplingParams
+from tests.checkpoints import checkpoint
+from tests.engine.test_constrained_engine import constrained, example, make_llm, settled, spec
+from tests.patience import PATIENCE_S
+from tests.replicas import Replicas
+from tests.serve.test_engine_deployment import Ingress, until
+
+pytestmark = pytest.mark.usefixtures("plugin")
+
+SLOW_S = 2.0
+"""What a slow mask takes; all that is said to happen meanwhile takes milliseconds."""
+
+
+def slow(**fields: Any) -> SamplingParams:
+    """Four tokens, of which the first waits for its mask."""
+    return constrained(example(length=4, at={"0": SLOW_S}), **fields)
+
+
+def plain(num_tokens: int = 3) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+
+
+def ends_in_order(llm: LLM) -> list[str]:
+    ended = []
+    while llm.engine.has_unfinished:
+        ended += [output.request_id for output in llm.step() if output.finished]
+    return ended
+
+
+# ---- preempted sequences -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_sequences", [1, 3])
+def test_constrained_requests_of_rising_priority_all_finish(num_sequences: int) -> None:
+    """Each runs when the next comes, which takes its place: far more than the grammar pool has slots for."""
+    llm = make_llm(max_num_sequences=num_sequences)
+    num_requests = 100
+    texts: dict[str, str] = {}
+
+    def step() -> None:
+        texts.update({output.request_id: output.outputs[0].text for output in llm.step() if output.finished})
+
+    for index in range(num_requests):
+        llm.add_request(str(index), [7], constrained(spec("regex", "[ab]{4}"), seed=index), priority=-index)
+        step()
+        assert llm.engine.stats().grammar_pool.num_sessions <= num_sequences
+    for _ in range(50 * num_requests):
+        step()
+    assert len(texts) == num_requests
+    assert all(len(text) == 4 for text in texts.values())
+    assert llm.engine.stats().num_preemptions >= num_requests - 1 - num_sequences
+    settled(llm)
+
+
+# ---- standing still ------------------------------------------------------------------------------------------------
+
+
+def test_a_standstill_is_counted_shows_its_age_and_does_not_spin() -> None:
+    """The one place is taken by a sequence that waits for its mask, and another request waits for the place."""
+    llm = make_llm(max_num_sequences=1)
+    llm.generate([[7]], constrained(example(length=1)), use_tqdm=False)  # the pool has started
+    llm.add_request("slow", [7], slow())
+    llm.add_request("behind", [7], plain())
+    while not llm.engine.stats().num_late_rows:
+        llm.step()
+    before = llm.engine.stats()
+    started = time.monotonic()
+    while time.monotonic() - started < 0.3:
+        llm.step()
+    stats = llm.engine.stats()
+    assert stats.num_steps_without_progress > before.num_steps_without_progress
+    assert stats.num_steps - before.num_steps == stats.num_steps_without_progress - before.num_steps_without_progress
+    assert stats.num_steps - before.num_steps <= 0.3 / engine.IDLE_WAIT_S + 1, "it spins"
+    assert stats.seconds_since_progress >= 0.3, "steps that bring nothing are no progress"
+    metrics = Metrics("m").render([stats]).decode()
+    assert f'manta:seconds_since_progress{{model_name="m"}} {stats.seconds_since_progress}' in metrics
+    assert 'manta:grammar_sessions{model_name="m"} 1.0' in metrics
+    assert ends_in_order(llm) == ["slow", "behind"]
+    stats = llm.engine.stats()
+    assert stats.seconds_since_progress == 0.0
+    assert stats.num_steps_without_progress < stats.num_steps
+    settled(llm)
+
+
+def test_steps_that_bring_tokens_or_compute_prompts_are_no_idle_ones() -> None:
+    llm = make_llm(max_num_batched_tokens=8)
+    llm.generate([[7] * 60, [8] * 30], plain(), use_tqdm=False)
+    stats = llm.engine.stats()
+    assert stats.num_steps > 10
+    assert stats.num_steps_without_progress == 0
+
+
+# ---- slow masks ----------------------------------------------------------------------------------------------------
+
+
+def test_a_request_that_arrives_while_every_row_waits_for_its_mask_is_served_at_once() -> None:
+    llm = make_llm()
+    llm.add_request("slow", [7], slow())
+    llm.step()
+    llm.add_request("plain", [8], plain(8))
+    assert ends_in_order(llm) == ["plain", "slow"]
+    settled(llm)
+
+
+def test_a_deadline_that_passes_while_every_row_waits_for_its_mask_ends_its_request() -> None:
+    llm = make_llm()
+    params = slow()
+    assert params.constraint is not None
+    resolved = llm.engine.resolve(params.constraint).result()
+    request = EngineRequest(request_id="slow", prompt_token_ids=[7], params=params, deadline_s=SLOW_S / 4)
+    llm.engine.add_request(request, resolved)
+    outputs: list[SequenceOutput] = []
+    while llm.engine.has_unfinished:
+        outputs += llm.engine.step()
+    (end,) = outputs
+    assert end.finish is FinishStatus.FINISHED_ABORTED
+    assert end.usage is not None
+    assert end.usage.num_output_tokens == 0
+    settled(llm)
+
+
+def test_a_message_ends_the_wait_of_a_replica_that_has_nothing_to_compute(
+    monkeypatch: pytest.MonkeyPatch, new_replica: Replicas
+) -> None:
+    monkeypatch.setattr(engine, "IDLE_WAIT_S", 60.0)
+
+    async def scenario() -> None:
+        folder = str(checkpoint("llama", dtype="float32"))
+        replica, ingress = new_replica(EngineConfig(model=folder, kv_cache_bytes=8 << 20)), Ingress()
+        address = await ingress.receiver.start()
+        slow_one = asyncio.ensure_future(
+            replica.generate(EngineRequest(request_id="slow", prompt_token_ids=[7], params=slow()), address)
+        )
+        await until(lambda: replica.engine.stats().num_late_rows == 1)
+        request = EngineRequest(request_id="plain", prompt_token_ids=[8], params=plain())
+        result = await asyncio.wait_for(replica.generate(request, address), PATIENCE_S)
+        assert result.finish is FinishStatus.FINISHED_LENGTH
+        assert not slow_one.done()
+        assert (await asyncio.wait_for(slow_one, PATIENCE_S)).finish is FinishStatus.FINISHED_STOPPED
+
+    asyncio.run(scenario())

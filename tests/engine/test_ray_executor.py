@@ -1,0 +1,544 @@
+"""The executor over Ray actors: the tokens of the engine's own process, on one node or two, and through any rank's end.
+
+A real Ray of two nodes on this machine. One engine serves most tests: what one of them breaks, the next one finds
+rebuilt.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import itertools
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import psutil
+import pytest
+
+from cluster import own_ray
+from cluster.config import EngineConfig
+from cluster.engine.engine import Engine, EngineDead
+from cluster.engine.executors.thread_executor import ThreadExecutor
+from cluster.engine.ranks import deadline, group, rank_channel
+from cluster.engine.ranks.claims import (
+    CannotPlace,
+    check_room,
+    num_claimed,
+    own_cpus,
+    rank_bundle,
+    threads_each,
+    with_device,
+)
+from cluster.engine.ranks.deadline import StepDeadline
+from cluster.engine.ranks.executor import RayExecutor
+from cluster.engine.ranks.rank_channel import Hello, Listener, RankChannel, RankLost, connect
+from cluster.engine.ranks.rank_messages import Done, Masks, Message, Output, Ping, Sample, Step
+from cluster.llm import LLM, ConstraintSpec, LogitsProcessorSpec, RequestOutput, SamplingParams
+from cluster.serve.engine_deployment import engine_deployment
+from structured.frames import frame
+from structured.masks import LATE, NO_MASK, MaskBatch
+from tests.checkpoints import checkpoint
+from tests.conftest import PROVE
+from tests.engine_parts import device_of
+from tests.patience import PATIENCE_S, wait_until
+from workers.models.model_config import ModelError
+from workers.step import ScheduledSequence, StepInput, StepOutput
+
+ray = pytest.importorskip("ray")
+
+ROOT = str(pathlib.Path(__file__).resolve().parents[2])
+OPTIONS: dict[str, Any] = {"kv_cache_bytes": 1 << 24, "num_threads": 1, "max_num_sequences": 32}
+PROMPTS = [[5, 6, 7], [8, 9], [30, 31, 32, 33], [40]]
+NUM_TOKENS = 24
+
+
+class Only:
+    """A logits processor that leaves one token, another one at each position."""
+
+    def __init__(self, arguments: dict[str, Any], prompt: Any, output: Any, vocab_size: int) -> None:
+        self.first = arguments["first"]
+
+    def __call__(self, output: np.ndarray, logits: Any) -> None:
+        logits[: self.first + len(output)] = -float("inf")
+        logits[self.first + len(output) + 1 :] = -float("inf")
+
+
+def params() -> list[SamplingParams]:
+    """Greedy, seeded with logprobs, several choices, under a grammar, with a processor."""
+    common: dict[str, Any] = {"max_tokens": NUM_TOKENS, "ignore_eos": True}
+    regex = ConstraintSpec(kind="regex", text="[a-f]{8}-[0-9]{60}")
+    return [
+        SamplingParams(temperature=0, **common),
+        SamplingParams(seed=7, logprobs=2, prompt_logprobs=1, **common),
+        SamplingParams(seed=3, n=3, repetition_penalty=1.2, **common),
+        SamplingParams(seed=5, constraint=regex, **common),
+        SamplingParams(logits_processors=(LogitsProcessorSpec(name="only", arguments={"first": 50}),), **common),
+    ]
+
+
+def submit(llm: LLM) -> list[str]:
+    prompts = [*PROMPTS, PROMPTS[0]]
+    ids = [f"{next(llm._ids)}" for _ in prompts]
+    for request_id, prompt, one in zip(ids, prompts, params(), strict=True):
+        llm.add_request(request_id, prompt, one)
+    return ids
+
+
+def finish(llm: LLM, ids: list[str]) -> list[list[tuple[Any, ...]]]:
+    """What tells two runs apart: tokens, numbers of log-probabilities, and ends."""
+    ended: dict[str, RequestOutput] = {}
+    while len(ended) < len(ids):
+        ended |= {output.request_id: output for output in llm.step() if output.finished}
+    llm.step()  # checks that nothing leaked
+    return [
+        [
+            (choice.token_ids, len(choice.logprobs or []), choice.finish_reason, choice.error)
+            for choice in ended[one].outputs
+        ]
+        for one in ids
+    ]
+
+
+def executor(llm: LLM) -> RayExecutor:
+    found = device_of(llm.engine)
+    assert isinstance(found, RayExecutor)
+    return found
+
+
+def make_llm(**options: Any) -> LLM:
+    llm = LLM(str(checkpoint("llama", dtype="float32")), **OPTIONS | options)
+    llm.register_logits_processor("only", Only)
+    return llm
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[tuple[Any, ...]]]:
+    llm = make_llm()
+    return finish(llm, submit(llm))
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Any]:
+    """Two nodes: the first has room for two ranks of one thread, the second for one."""
+    from ray.cluster_utils import Cluster
+
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    with own_ray._without_extras():
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+        cluster.add_node(num_cpus=1)
+    ray.init(cluster.address, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": ROOT}})
+    cluster.wait_for_nodes()
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def patient() -> Iterator[None]:
+    """No rank is given up because the machine is busy. After a rank has failed, the others have five seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deadline, "SHORTEST_S", PATIENCE_S)
+        patch.setattr(rank_channel, "FAILED_PATIENCE_S", 5.0)
+        yield
+
+
+@pytest.fixture(scope="module")
+def llm(nodes: Any) -> LLM:
+    return make_llm(tensor_parallel_size=2, placement_strategy="SPREAD", kv_cache_bytes=None, kv_cache_fraction=1e-3)
+
+
+def test_two_nodes_draw_the_tokens_of_one_process(llm: LLM, expected: list[Any]) -> None:
+    assert finish(llm, submit(llm)) == expected
+    assert finish(llm, submit(llm)) == expected
+    placed = ray.util.placement_group_table(executor(llm)._group._placement)["bundles_to_node_id"]
+    assert len(set(placed.values())) == 2
+    stats = llm.engine.stats()
+    assert stats.num_rank_rebuilds == stats.num_rank_disagreements == 0
+
+
+@pytest.mark.parametrize("ranks", [[1, 0, 1, 0] * 5 if PROVE else [0]], ids=str)
+def test_ranks_that_are_killed_one_after_another_cost_no_token(llm: LLM, expected: list[Any], ranks: list[int]) -> None:
+    """Each is killed in the middle of a run. The engine serves from one death to the next, with the blocks that its
+    scheduler knows of, however much memory is free then.
+    """
+    num_rebuilds, num_blocks = llm.engine.stats().num_rank_rebuilds, llm.engine.model.num_blocks
+    for rank in ranks:
+        ids = submit(llm)
+        for _ in range(4):
+            llm.step()
+        os.kill(executor(llm)._ranks.pids[rank], signal.SIGKILL)
+        assert finish(llm, ids) == expected
+        assert executor(llm).model.num_blocks == num_blocks
+    stats = llm.engine.stats()
+    assert stats.num_rank_rebuilds == num_rebuilds + len(ranks)
+    assert stats.num_rank_disagreements == 0
+
+
+def test_an_idle_engine_rebuilds_a_rank_that_died(llm: LLM, expected: list[Any]) -> None:
+    """The next request finds the ranks there."""
+    num_rebuilds = llm.engine.stats().num_rank_rebuilds
+    pid = executor(llm)._ranks.pids[1]
+    llm.engine.check_ranks()
+    assert executor(llm)._ranks.pids[1] == pid
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: executor(llm).has_lost_ranks())
+    llm.engine.check_ranks()
+    assert llm.engine.stats().num_rank_rebuilds == num_rebuilds + 1
+    assert finish(llm, submit(llm)) == expected
+    assert llm.engine.stats().num_rank_rebuilds == num_rebuilds + 1
+
+
+@pytest.fixture
+def overlapped(llm: LLM) -> Iterator[LLM]:
+    """The same ranks under the other loop."""
+    plain = llm.engine
+    engine = llm.engine = Engine(plain.config, executor=ThreadExecutor(executor(llm)))
+    engine.processors = plain.processors
+    yield llm
+    llm.engine = plain
+
+
+@pytest.mark.parametrize("num_deaths", [20 if PROVE else 0])
+def test_the_overlapped_loop_draws_the_tokens_of_the_plain_one(
+    overlapped: LLM, expected: list[Any], num_deaths: int
+) -> None:
+    """Also where a rank dies while the next step is under way behind the one that runs."""
+    assert finish(overlapped, submit(overlapped)) == expected
+    num_rebuilds = overlapped.engine.stats().num_rank_rebuilds
+    for number in range(num_deaths):
+        ids = submit(overlapped)
+        for _ in range(4 + number % 3):
+            overlapped.step()
+        os.kill(executor(overlapped)._ranks.pids[number % 2], signal.SIGKILL)
+        assert finish(overlapped, ids) == expected
+    stats = overlapped.engine.stats()
+    assert stats.num_rank_rebuilds == num_rebuilds + num_deaths
+    assert stats.num_rank_disagreements == 0
+
+
+def test_a_sequence_that_no_rank_can_start_costs_no_step(llm: LLM, expected: list[Any]) -> None:
+    """Its seed overflows a table of every rank. The ranks are not rebuilt."""
+    before = llm.engine.stats().num_rank_rebuilds
+    ids = submit(llm)
+    llm.add_request("bad", [5, 6], SamplingParams(max_tokens=NUM_TOKENS))
+    (sequence,) = llm.engine.scheduler.of_request("bad")
+    sequence.seed = 2**63
+    *good, ((tokens, _, reason, error),) = finish(llm, [*ids, "bad"])
+    assert good == expected
+    assert (tokens, reason) == ([], "error")
+    assert "could not be started: OverflowError" in error
+    assert llm.engine.stats().num_rank_rebuilds == before
+
+
+def test_masks_have_as_long_as_the_forward_pass_takes(llm: LLM) -> None:
+    """A rank that stands still computes; the others wait for it."""
+    ranks, scheduler = executor(llm), llm.engine.scheduler
+    llm.add_request("masks", [5, 6, 7], SamplingParams(temperature=0, max_tokens=1))
+    step = scheduler.schedule()
+    os.kill(ranks._ranks.pids[1], signal.SIGSTOP)
+    try:
+        ranks.execute(step)
+        assert ranks.is_computing()
+        assert ranks.is_computing()
+    finally:
+        os.kill(ranks._ranks.pids[1], signal.SIGCONT)
+    wait_until(lambda: not ranks.is_computing())
+    (output,) = scheduler.update(step, ranks.sample())
+    assert len(output.token_ids) == 1
+    llm.step()
+
+
+def test_a_rank_that_hangs_is_given_up(llm: LLM, expected: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    num_rebuilds = llm.engine.stats().num_rank_rebuilds
+    finish(llm, submit(llm))  # no first step any more, which may take long
+    ids = submit(llm)
+    for _ in range(4):
+        llm.step()
+    os.kill(executor(llm)._ranks.pids[1], signal.SIGSTOP)
+    monkeypatch.setattr(deadline, "SHORTEST_S", 1.0)
+    llm.step()
+    monkeypatch.undo()
+    assert finish(llm, ids) == expected
+    assert llm.engine.stats().num_rank_rebuilds == num_rebuilds + 1
+
+
+@pytest.mark.prove
+def test_ranks_that_died_while_nothing_ran_are_there_for_the_next_request(llm: LLM, expected: list[Any]) -> None:
+    """What is registered meanwhile is known to the new ones, as what was before."""
+    for pid in executor(llm)._ranks.pids:
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda pid=pid: not psutil.pid_exists(pid))
+    llm.register_logits_processor("late", Only)
+    processors = (LogitsProcessorSpec(name="late", arguments={"first": 9}),)
+    (output,) = llm.generate([[5]], SamplingParams(max_tokens=3, logits_processors=processors), use_tqdm=False)
+    assert output.outputs[0].token_ids == [9, 10, 11]
+    assert finish(llm, submit(llm)) == expected
+
+
+@pytest.mark.parametrize(
+    ("ranks", "num_rebuilds"), [([0, 1], 0), ([1], 1), pytest.param([0], 1, marks=pytest.mark.prove)]
+)
+def test_a_step_that_raises_on_ranks_costs_no_token(
+    llm: LLM, expected: list[Any], ranks: list[int], num_rebuilds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where all raise, their processes stay. Where one does, others wait for it in vain."""
+    ranks_channel, before = executor(llm)._ranks, llm.engine.stats().num_rank_rebuilds
+    send = ranks_channel.send
+    ids = submit(llm)
+    for _ in range(4):
+        llm.step()
+
+    def send_nonsense(message: Message, to: Iterable[int], owing: Iterable[int]) -> None:
+        monkeypatch.undo()
+        assert isinstance(message, Step)
+        nonsense = Step(StepInput(message.step.step_id, scheduled=[ScheduledSequence(10**6, 0, 1, [])]), {})
+        for rank in to:
+            send(nonsense if rank in ranks else message, [rank], {rank} & set(owing))
+
+    monkeypatch.setattr(ranks_channel, "send", send_nonsense)
+    assert finish(llm, ids) == expected
+    assert llm.engine.stats().num_rank_rebuilds == before + num_rebuilds
+
+
+def test_ranks_that_find_no_place_are_told_in_a_sentence(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "PLACEMENT_S", 1.0)
+    words = (
+        "2 ranks with 2 CPUs each find no place as STRICT_PACK: the cluster's nodes have 2, 1 CPUs, of which 1 are free"
+    )
+    with pytest.raises(CannotPlace, match=words):
+        LLM(str(checkpoint("llama")), **OPTIONS | {"num_threads": 2}, tensor_parallel_size=2)
+
+
+def test_what_is_wrong_with_the_model_is_told_as_without_ranks(llm: LLM, tmp_path: pathlib.Path) -> None:
+    """The group of the engine at hand tries to load another model once a rank has died. An engine that cannot be
+    rebuilt says so, and its ranks leave.
+    """
+    ranks = executor(llm)
+    pids = ranks._ranks.pids
+    ranks._group._config = msgspec.structs.replace(ranks._group._config, model=str(tmp_path))
+    ids = submit(llm)
+    os.kill(pids[1], signal.SIGKILL)
+    with pytest.raises(EngineDead, match=r"the ranks could not be rebuilt: ModelError: .*config\.json") as dead:
+        finish(llm, ids)
+    assert isinstance(dead.value.__cause__, ModelError), "raised as if it had been loaded here"
+    assert not llm.engine.alive
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+
+
+DRIVER = """
+import sys, time
+from cluster.llm import LLM
+from cluster.engine.executors.thread_executor import ThreadExecutor
+llm = LLM(sys.argv[1], kv_cache_bytes=1 << 24, num_threads=1, tensor_parallel_size=2)
+print(*llm.engine.executor._ranks.pids, flush=True)
+if sys.argv[2] == "lives":
+    sys.stdin.readline()
+    del llm
+    import gc
+    gc.collect()
+    print("done", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("device", "num_gpus", "resolved"),
+    [("auto", 0, "cpu"), ("auto", 2, "cuda"), ("cpu", 2, "cpu"), ("cuda", 0, "cuda")],
+)
+def test_the_device_is_known_before_anything_is_placed(device: Any, num_gpus: int, resolved: str) -> None:
+    """Ray shows every GPU to an actor that claims none, so an engine on the CPU hides them from itself."""
+    config = with_device(EngineConfig(device=device, num_threads=1), num_gpus)
+    assert config.device == resolved
+    options = engine_deployment(config, 1).ray_actor_options
+    assert options["num_gpus"] == (resolved == "cuda")
+    hidden = options["runtime_env"]["env_vars"].get("CUDA_VISIBLE_DEVICES")
+    assert hidden == (None if resolved == "cuda" else "")
+
+
+@pytest.mark.parametrize("end", ["dies", pytest.param("lives", marks=pytest.mark.prove)])
+def test_no_rank_outlives_its_engine(nodes: Any, end: str) -> None:
+    """Neither its process nor its claim, be the process of the engine killed or go on."""
+    wait_until(lambda: ray.available_resources().get("CPU") == 3, poll_s=0.1)
+    command = [sys.executable, "-c", DRIVER, str(checkpoint("llama")), end]
+    environment = {**os.environ, "RAY_ADDRESS": nodes.address, "PYTHONPATH": ROOT}
+    driver = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True)
+    try:
+        assert driver.stdout is not None
+        assert driver.stdin is not None
+        pids = [int(pid) for pid in driver.stdout.readline().split()]
+        assert len(pids) == 2
+        assert ray.available_resources().get("CPU") == 1
+        if end == "lives":
+            driver.stdin.write("\n")
+            driver.stdin.flush()
+            assert driver.stdout.readline() == "done\n"
+        else:
+            driver.kill()
+        wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+        wait_until(lambda: ray.available_resources().get("CPU") == 3, poll_s=0.1)
+    finally:
+        driver.kill()
+        driver.communicate()
+
+
+@pytest.mark.prove
+def test_the_ranks_of_a_node_that_goes_find_another_place(nodes: Any, expected: list[Any]) -> None:
+    """The last test of these nodes, for one of them is no more."""
+    wait_until(lambda: ray.available_resources().get("CPU") == 3, poll_s=0.1)
+    llm = make_llm(tensor_parallel_size=2, placement_strategy="SPREAD")
+    ids = submit(llm)
+    for _ in range(4):
+        llm.step()
+    (second,) = nodes.worker_nodes
+    nodes.remove_node(second)
+    assert finish(llm, ids) == expected
+    assert llm.engine.stats().num_rank_rebuilds == 1
+
+
+# ---- the parts, without Ray ------------------------------------------------------------------------------------------
+
+
+def test_claims_share_nodes_out() -> None:
+    def each(num_engines: int, nodes: list[int], **options: Any) -> int:
+        return threads_each(EngineConfig(**options), num_engines, nodes)
+
+    assert each(1, [2]) == 2
+    assert each(2, [2]) == 1
+    assert each(3, [2]) == 1
+    assert each(2, [8, 4]) == 4
+    assert each(1, [8], tensor_parallel_size=2) == 4
+    assert each(2, [8], tensor_parallel_size=2) == 2
+    assert each(2, [8, 8], tensor_parallel_size=2) == 4
+    assert each(1, [8, 8], tensor_parallel_size=2, placement_strategy="SPREAD") == 8
+    assert each(1, [8, 8], tensor_parallel_size=2, placement_strategy="PACK") == 4
+    assert each(5, [2], num_threads=3) == 3
+    assert num_claimed(EngineConfig(tensor_parallel_size=2), 2, [2]) == 4
+    assert own_cpus(EngineConfig(num_threads=3)) == 3
+    assert own_cpus(EngineConfig(num_threads=3, tensor_parallel_size=2)) == 0
+    assert own_cpus(EngineConfig(num_threads=3, claims_cpus=False)) == 0
+    assert rank_bundle(EngineConfig(num_threads=3)) == {"CPU": 3}
+    assert rank_bundle(EngineConfig(num_threads=3, device="cuda")) == {"CPU": 3, "GPU": 1}
+    assert rank_bundle(EngineConfig(num_threads=3, device="cuda", claims_cpus=False)) == {"GPU": 1}
+    assert rank_bundle(EngineConfig(num_threads=3, claims_cpus=False)) == {"memory": 1}
+    check_room(EngineConfig(num_threads=2), 3, [4, 3])
+    check_room(EngineConfig(num_threads=2, claims_cpus=False), 4, [4, 3])
+    with pytest.raises(CannotPlace, match=r"engines claim 4 x 2 CPUs, .* have 4, 3 CPUs; lower"):
+        check_room(EngineConfig(num_threads=2), 4, [4, 3])
+
+
+def test_a_deadline_follows_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deadline, "SHORTEST_S", 4.0)
+    bound = StepDeadline()
+    bound.restart()
+    assert bound.seconds(1) == deadline.UNKNOWN_S
+    bound.learn(4, 0.01)
+    assert bound.seconds(1) == bound.seconds(4) == deadline.SHORTEST_S
+    bound.learn(4, 0.5)
+    assert bound.seconds(3) == 0.5 * deadline.FACTOR
+    assert bound.seconds(2048) == 0.5 * deadline.FACTOR * 2048 / 4
+    bound.learn(2000, 1.0)
+    assert bound.seconds(2048) == 1.0 * deadline.FACTOR
+    for _ in range(deadline.NUM_RECENT):
+        bound.learn(4, 0.3)
+    assert bound.seconds(4) == 0.3 * deadline.FACTOR
+    bound.restart()
+    assert bound.seconds(4) == deadline.FIRST_STEP_S
+    bound.learn(4, 0.3)
+    assert bound.seconds(4) == 0.3 * deadline.FACTOR
+
+
+def test_of_masks_the_used_rows_travel() -> None:
+    rows = np.arange(40, dtype=np.int32).reshape(10, 4)
+    adjustments = {1: (np.array([3, 5], np.int32), np.array([0.5, -1.0], np.float32))}
+    sent = msgspec.msgpack.encode(Masks.of(MaskBatch(7, [4, NO_MASK, 9, LATE, 4], rows, adjustments)))
+    received = msgspec.msgpack.decode(sent, type=Masks).batch()
+    assert received.step_id == 7
+    assert received.slots == [0, NO_MASK, 1, LATE, 0]
+    assert received.rows.tolist() == rows[[4, 9]].tolist()
+    assert [each.tolist() for each in received.adjustments[1]] == [[3, 5], [0.5, -1.0]]
+
+
+def test_strangers_do_not_become_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither by a wrong secret, nor by nonsense, nor by saying nothing."""
+    monkeypatch.setattr(rank_channel, "HELLO_S", 0.2)
+    listener = Listener("127.0.0.1")
+    place = (listener.address.host, listener.address.port)
+    strangers = [socket.create_connection(place) for _ in range(4)]
+    strangers[0].sendall(frame(msgspec.msgpack.encode(Hello("wrong", 0, 1))))
+    strangers[1].sendall(b"\xff" * 100)
+    strangers[2].close()
+    rank = connect(listener.address, 0)
+    ((hello, connection),) = listener.accept(1)
+    assert hello.pid == os.getpid()
+    assert connection.getpeername() == rank.getsockname()
+
+
+def test_strangers_who_drip_or_are_many_hold_up_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hello has one deadline as a whole, and the oldest of too many strangers goes."""
+    monkeypatch.setattr(rank_channel, "HELLO_S", 0.5)
+    monkeypatch.setattr(rank_channel, "MAX_UNPROVEN", 8)
+    monkeypatch.setattr(rank_channel, "CONNECT_S", PATIENCE_S)
+    listener = Listener("127.0.0.1")
+    place = (listener.address.host, listener.address.port)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        accepting = pool.submit(listener.accept, 1)
+        with socket.create_connection(place) as dripping:
+            for number in itertools.count():  # its hello claims a kilobyte, and would take as many drips
+                try:
+                    dripping.sendall(b"\0\4\0\0"[number : number + 1] or b"x")
+                except OSError:
+                    break
+                assert number < 900
+                time.sleep(0.05)
+        monkeypatch.setattr(rank_channel, "HELLO_S", PATIENCE_S)
+        strangers = [socket.create_connection(place) for _ in range(30)]
+        for stranger in strangers[: 30 - 8]:
+            stranger.settimeout(PATIENCE_S)
+            assert stranger.recv(1) == b"", "it gave way"
+        rank = connect(listener.address, 0)
+        ((hello, _),) = accepting.result(PATIENCE_S)
+        assert hello.pid == os.getpid()
+        rank.close()
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_of_the_answers_that_a_rank_owes_the_last_one_counts() -> None:
+    """However many of them come at once."""
+    listener = Listener("127.0.0.1")
+    rank = connect(listener.address, 0)
+    ranks = RankChannel(listener.accept(1))
+    assert not ranks.owes(0)
+    ranks.ask(Ping(), 0)
+    ranks.ask(Sample(), 0)
+    assert ranks.owes(0)
+    answers = [msgspec.msgpack.encode(answer) for answer in (Done(), Output(StepOutput(7)))]
+    rank.sendall(b"".join(map(frame, answers)))
+    (answer,) = ranks.collect(5.0)
+    assert isinstance(answer, Output)
+    assert answer.output.step_id == 7
+    assert not ranks.owes(0)
+    rank.close()
+    ranks.close()
+
+
+def test_a_rank_that_reads_nothing_is_lost_and_holds_nobody_up() -> None:
+    """A message larger than what the system keeps for it is sent as far as it goes."""
+    listener = Listener("127.0.0.1")
+    rank = connect(listener.address, 0)
+    ranks = RankChannel(listener.accept(1))
+    ranks.ask(Sample(Masks(1, [0], bytes(1 << 24), 1, {})), 0)
+    with pytest.raises(RankLost, match=r"ranks \[0\] did not answer within 0.1 s"):
+        ranks.collect(0.1)
+    rank.close()
+    with pytest.raises(RankLost):
+        ranks.collect(0.1)
+    ranks.close()

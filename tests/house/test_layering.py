@@ -1,0 +1,248 @@
+"""The order of rooms: who may import whom, over the whole repository and inside a room.
+
+Read from the text of every module, so that imports inside functions and those for type checkers count too.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import graphlib
+import pathlib
+from collections.abc import Iterator
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+ROOMS = ("structured", "workers", "specdecode", "cluster")
+"""Lowest first: a room may import those before it."""
+
+FOLDERS = (
+    "structured",
+    "structured.backends",
+    "structured.compiling",
+    "structured.grammar_pool",
+    # What is told and answered; models as descriptions; what a rank keeps of sequences: no framework
+    "workers.models",
+    "workers",
+    "workers.sampling",
+    "workers.ranks",
+    # torch
+    "workers.kernels",
+    "workers.kernels.triton",
+    "workers.checkpoints",
+    "workers.parallel",
+    "workers.platforms",
+    "workers.decoders",
+    "workers.torch_worker",
+    "specdecode",
+    # Configuration and errors, then the engine
+    "cluster",
+    "cluster.engine.executors",
+    "cluster.engine.ranks",
+    "cluster.engine",
+    "cluster.text",
+    "cluster.protocol",
+    "cluster.chat",
+    "cluster.llm",
+    # HTTP
+    "cluster.telemetry",
+    "cluster.batch",
+    "cluster.http.access",
+    "cluster.http.exchange",
+    "cluster.http.endpoints",
+    "cluster.http",
+    "cluster.batch.running",
+    # Ray Serve
+    "cluster.serve.starting",
+    "cluster.serve.listening",
+    "cluster.serve.scaling",
+    "cluster.serve.routing",
+    "cluster.serve.streams",
+    "cluster.serve.batches",
+    "cluster.serve",
+    "cluster.cli",
+)
+"""Lowest first: the files of a folder may import each other without a circle, and those of the folders before it. A
+module that is named is one that does not stand where its folder does.
+"""
+
+OWNED: dict[str, tuple[str, ...]] = {
+    "workers.kernels.cpu": ("workers.kernels", "workers.platforms.cpu"),
+    "workers.platforms.cpu": ("workers.platforms",),
+    "workers.kernels.triton": ("workers.kernels.triton", "workers.platforms.cuda"),
+    "workers.platforms.cuda": ("workers.platforms",),
+}
+"""Beginnings of names: who alone may import the modules. A device's kernels are used through its platform only."""
+
+RAY_USERS = (
+    "cluster.serve",
+    "cluster.own_ray",
+    "cluster.engine.ranks",
+    "structured.grammar_pool.transport",
+)
+"""Who may import Ray: the HTTP application, and an engine that has one rank, run without it."""
+
+
+@functools.cache
+def modules(room: str) -> dict[str, ast.Module]:
+    """Name to text of every module of a room, packages themselves among them."""
+    found = {}
+    for path in sorted(ROOT.joinpath(*room.split(".")).rglob("*.py")):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        found[name] = ast.parse(path.read_text(), str(path))
+    return found
+
+
+ALL = frozenset(name for room in ROOMS for name in modules(room))
+
+
+def imports(module: str, tree: ast.Module) -> Iterator[str]:
+    """The modules of this repository that a module imports anywhere in its text."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in ALL)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            assert node.level == 0, f"{module} line {node.lineno}: imports are absolute here"
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            yield from names & ALL
+            if node.module in ALL and not names <= ALL:
+                yield node.module
+
+
+def packages(tree: ast.Module) -> set[str]:
+    """The packages, of this repository or not, of which a module imports something anywhere in its text."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            found.add(node.module.partition(".")[0])
+    return found
+
+
+def folder(module: str) -> str:
+    """The entry of `FOLDERS` that a module belongs to."""
+    name = module
+    while name not in FOLDERS:
+        name = name.rpartition(".")[0]
+        assert name, f"{module} lies in a folder without a place: add it to FOLDERS in {__file__}"
+    return name
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_rooms_import_downwards_only(room: str) -> None:
+    allowed = ROOMS[: ROOMS.index(room) + 1]
+    upwards = [
+        f"{module} imports {other}"
+        for module, tree in modules(room).items()
+        for other in imports(module, tree)
+        if other.partition(".")[0] not in allowed
+    ]
+    assert not upwards
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_folders_import_downwards_only(room: str) -> None:
+    upwards = [
+        f"{module} imports {other}"
+        for module, tree in modules(room).items()
+        for other in imports(module, tree)
+        if other.startswith(f"{room}.") and FOLDERS.index(folder(other)) > FOLDERS.index(folder(module))
+    ]
+    assert not upwards
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_files_of_a_folder_import_each_other_without_a_circle(room: str) -> None:
+    graph = {
+        module: {other for other in imports(module, tree) if other != module and folder(other) == folder(module)}
+        for module, tree in modules(room).items()
+    }
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
+
+
+def test_every_folder_has_a_place_and_every_place_is_there() -> None:
+    folders = {name for room in ROOMS for name in modules(room) if ROOT.joinpath(*name.split(".")).is_dir()}
+    assert folders == {name for name in FOLDERS if name != "cluster.llm"}
+    assert "cluster.llm" in ALL
+
+
+@pytest.mark.parametrize("owned", OWNED)
+def test_a_devices_modules_are_imported_by_their_owners_only(owned: str) -> None:
+    others = [
+        f"{module} imports {other}"
+        for room in ROOMS
+        for module, tree in modules(room).items()
+        for other in imports(module, tree)
+        if other.startswith(owned) and not module.startswith(OWNED[owned])
+    ]
+    assert not others
+
+
+def test_ray_is_imported_by_its_users_only() -> None:
+    others = [
+        module
+        for room in ROOMS
+        for module, tree in modules(room).items()
+        if "ray" in packages(tree) and not module.startswith(RAY_USERS)
+    ]
+    assert not others
+
+
+def test_nobody_but_kernels_asks_which_device_a_tensor_is_on() -> None:
+    asking = [
+        f"{module} line {node.lineno}"
+        for room in ("workers", "specdecode")
+        for module, tree in modules(room).items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and (node.attr == "is_cuda" or (node.attr == "type" and getattr(node.value, "attr", None) == "device"))
+        and not module.startswith("workers.kernels.")
+    ]
+    assert not asking
+
+
+def test_one_module_alone_copies_to_and_from_a_device_without_waiting() -> None:
+    """What looks like a copy that does not wait may wait for the whole stream, if the host's memory is not pinned."""
+    copying = [
+        f"{module} line {node.value.lineno}"
+        for room in ROOMS
+        for module, tree in modules(room).items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.keyword) and node.arg == "non_blocking" and module != "workers.kernels.transfer"
+    ]
+    assert not copying
+
+
+def test_imports_in_functions_and_for_type_checkers_count() -> None:
+    tree = ast.parse(
+        "import workers.step\n"
+        "if TYPE_CHECKING:\n    from workers.decoders.decoder import Decoder\n"
+        "def load():\n    from workers import host, model_info\n    import torch\n"
+    )
+    assert sorted(imports("workers.example", tree)) == [
+        "workers.decoders.decoder",
+        "workers.host",
+        "workers.model_info",
+        "workers.step",
+    ]
+
+
+OWNERS = {
+    "sequence.py": {"num_computed_tokens", "num_pending_tokens", "num_sent_blocks", "draft_token_ids", "is_paused"},
+    "kv_cache_manager.py": {"block_table", "num_shared_blocks", "num_registered_blocks"},
+    "plan.py": {"first_step"},
+}
+"""Attributes of a `Sequence` by the file of `cluster/engine/` that alone assigns them."""
+
+
+@pytest.mark.parametrize("owner", OWNERS)
+def test_the_state_of_a_sequence_has_one_owner(owner: str) -> None:
+    found = set()
+    for path in (ROOT / "cluster" / "engine").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr in OWNERS[owner]:
+                found.add((path.name, node.attr))
+    assert found == {(owner, attribute) for attribute in OWNERS[owner]}

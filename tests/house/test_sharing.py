@@ -1,0 +1,53 @@
+"""Files that share a server or a Ray run one after the other, and the last of them ends it."""
+
+from __future__ import annotations
+
+import pathlib
+import types
+from typing import Any
+
+import pytest
+
+from tests import sharing
+
+TESTS = pathlib.Path(__file__).parents[1]
+
+
+def items(*names: str) -> list[Any]:
+    """Two tests of each file."""
+    paths = [path for name in names for path in TESTS.rglob(f"test_{name}.py")]
+    assert len(paths) == len(names)
+    return [types.SimpleNamespace(path=path, number=number) for path in paths for number in range(2)]
+
+
+def test_files_that_share_something_follow_the_first_of_them() -> None:
+    found = items("faults", "kernels", "serve", "grammar_pool", "linear", "status")
+    sharing.put_together(found)
+    expected = items("faults", "grammar_pool", "kernels", "serve", "status", "linear")
+    assert [(each.path, each.number) for each in found] == [(each.path, each.number) for each in expected]
+
+
+def test_what_runs_ends_behind_the_last_of_its_files_and_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharing, "_running", {})
+    told: list[str] = []
+
+    def use() -> str:
+        return sharing.shared("server", lambda: told.append("starts") or "server", lambda server: told.append("ends"))
+
+    serve, other, status, kernels = items("serve", "faults", "status", "kernels")[::2]
+    assert use() == use() == "server"
+    sharing.end_behind(serve, status)
+    assert told == ["starts"]
+    sharing.end_behind(kernels, other)
+    assert told == ["starts"]
+    sharing.end_behind(status, kernels)
+    assert told == ["starts", "ends"]
+    use()
+    sharing.end_behind(serve, None)
+    sharing.end_behind(serve, None)
+    assert told == ["starts", "ends"] * 2
+
+
+@pytest.mark.parametrize("name", sharing.NAMED)
+def test_each_is_shared_by_several_files(name: str) -> None:
+    assert sum(sharing.shared_by(path) == name for path in TESTS.rglob("test_*.py")) > 1

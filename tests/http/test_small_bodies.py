@@ -1,0 +1,207 @@
+"""What a body of a few kilobytes may ask for: too much is refused before any work, and work leaves others a turn."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import json
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from cluster.config import BodyLimits, ServeConfig
+from cluster.engine.request import EngineRequest
+from cluster.errors import RequestRefused
+from cluster.http.exchange.codec import decode
+from cluster.http.exchange.engines import GenerationRequest
+from cluster.http.exchange.metrics import Metrics
+from cluster.http.exchange.prompts import encode, encode_all
+from cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
+from cluster.serve.engine_deployment import EngineReplica
+from cluster.serve.streams.engine_client import EngineClient
+from cluster.serve.streams.submission import Submission
+from cluster.serve.streams.token_channel import Address, RequestResult
+from cluster.text.tokenizer import Tokenizer
+from tests.checkpoints import checkpoint
+from tests.http.test_routes import App
+from tests.replicas import Replicas
+from tests.serve.test_engine_deployment import until_idle
+from tests.server import shared_server
+from workers.sampling_params import SamplingParams
+
+
+def completion(**fields: Any) -> dict[str, Any]:
+    return {"model": "m", "prompt": "a", **fields}
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"model": "m", "messages": [{"role": "user", "content": "a"}], **fields}
+
+
+TOO_MUCH = [
+    (completion(bad_words=[f"{number:x}" for number in range(1025)]), "bad_words", "1025 entries"),
+    (completion(bad_words=["a" * 10_001, "b" * 10_000]), "bad_words", "20001 characters"),
+    (completion(prompt=["a"] * 1024, allowed_token_ids=[1] * 1025), "allowed_token_ids", "1024 prompts"),
+    (completion(prompt=["a"] * 1024, stop_token_ids=[1] * 1025), "stop_token_ids", "1048576"),
+    (completion(prompt=[[5]] * 1024, logit_bias=dict.fromkeys(range(1025), 1)), "logit_bias", "1025 entries"),
+    (chat(tools=[{"type": "function", "function": {"name": f"f{i}"}} for i in range(129)]), "tools", "129 entries"),
+    (chat(n=129), "n", "128"),
+    (chat(stop=["a" * 2000, "b" * 2000, "c" * 97]), "stop", "4097 characters"),
+    (chat(messages=[{"role": "user", "content": [{"type": "text"}] * 4096}]), "messages", "4097 messages, parts"),
+]
+
+
+@pytest.mark.parametrize(("body", "param", "words"), TOO_MUCH, ids=[f"{case[1]}-{case[2]}" for case in TOO_MUCH])
+def test_what_is_too_much_is_refused_with_value_bound_and_remedy(body: dict, param: str, words: str) -> None:
+    encoded = json.dumps(body).encode()
+    assert len(encoded) < 100_000
+    with pytest.raises(RequestRefused, match=words) as caught:
+        decode(ChatCompletionRequest if "messages" in body else CompletionRequest, encoded)
+    assert caught.value.param == param
+
+
+def test_what_is_just_enough_is_decoded() -> None:
+    enough = completion(prompt=["a"] * 1024, allowed_token_ids=[1] * 1024, bad_words=["ab"] * 1024)
+    assert len(decode(CompletionRequest, json.dumps(enough).encode()).prompts()) == 1024
+
+
+def test_prompts_times_n_are_bounded_before_anything_is_made_of_them() -> None:
+    server = shared_server()
+    limit = ServeConfig().max_choices_per_request
+    body = {"model": server.model, "prompt": ["a"] * 1024, "n": 128, "max_tokens": 1}
+    assert len(json.dumps(body)) < 6_000
+    status, _, answer = server.post("/v1/completions", body)
+    assert (status, answer["error"]["param"]) == (400, "n"), answer
+    for word in ("131072 choices of 1024 prompts", str(limit), "lower it", "max_choices_per_request"):
+        assert word in answer["error"]["message"]
+    assert server.post("/v1/completions", body | {"n": 2, "prompt": ["a"] * 64})[0] == 200
+
+
+class Handle:
+    """Calls a replica as Serve's handle does, and counts the calls of each turn of the event loop."""
+
+    def __init__(self, replica: EngineReplica) -> None:
+        self.generate = self
+        self.turn = 0
+        self.calls: collections.Counter[int] = collections.Counter()
+        self._replica = replica
+
+    def remote(self, request: EngineRequest, address: Address) -> asyncio.Task[RequestResult]:
+        self.calls[self.turn] += 1
+        return asyncio.ensure_future(self._replica.generate(request, address))
+
+    async def count_turns(self) -> None:
+        while True:
+            await asyncio.sleep(0)
+            self.turn += 1
+
+
+def test_a_body_of_many_prompts_leaves_the_event_loop_to_others_between_its_calls(new_replica: Replicas) -> None:
+    async def scenario() -> None:
+        replica = new_replica()
+        handle = Handle(replica)
+        client = EngineClient(handle, Tokenizer(checkpoint("llama")), "127.0.0.1", Metrics("m"))
+        params = SamplingParams(n=2, max_tokens=2, temperature=0, ignore_eos=True)
+        prompts = [[5 + number] for number in range(64)]
+        request = GenerationRequest(request_id="body", prompts=prompts, params=params, timeout_s=60.0)
+        submission = Submission(client, request)
+        counting = asyncio.ensure_future(handle.count_turns())
+        submission.start()
+        ended = [event.index async for event in submission if event.finish is not None]
+        submission.close()
+        counting.cancel()
+        assert sorted(ended) == list(range(128))
+        assert handle.calls.total() == 64
+        assert max(handle.calls.values()) < 16  # several only while the channel's address is awaited
+        await until_idle(replica)
+
+    asyncio.run(scenario())
+
+
+def test_other_threads_run_while_a_long_text_is_tokenised() -> None:
+    tokenizer = Tokenizer("demo")
+    text = "a " * 200_000
+    encoding = threading.Thread(target=tokenizer.encode_batch, args=([text],))
+    num_turns = 0
+    encoding.start()
+    while encoding.is_alive():
+        time.sleep(0.001)
+        num_turns += 1
+    assert num_turns > 10
+    assert tokenizer.encode_batch(["a " * 20_000])[0][:100] == tokenizer.encode("a " * 100)[:100]
+
+
+class Counting(Tokenizer):
+    """Counts the characters that it tokenises."""
+
+    num_characters = 0
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        self.num_characters += sum(map(len, texts))
+        return super().encode_batch(texts, add_special_tokens)
+
+
+def test_a_text_that_is_far_too_long_is_refused_before_it_is_tokenised() -> None:
+    tokenizer = Counting("demo")
+    with pytest.raises(RequestRefused, match="a text of 4000000 characters has more than") as caught:
+        asyncio.run(encode(tokenizer, "some " * 800_000, False, 1000, "messages"))
+    assert (caught.value.param, caught.value.code) == ("messages", "context_length_exceeded")
+    assert tokenizer.num_characters < 100_000
+    dense = " " * 30_000  # few tokens of many characters fit
+    num_tokens = len(tokenizer.encode(dense))
+    assert len(asyncio.run(encode(tokenizer, dense, False, num_tokens, "prompt"))) == num_tokens
+
+
+def test_texts_of_two_bodies_are_tokenised_in_turns() -> None:
+    order: list[str] = []
+
+    class Ordered(Tokenizer):
+        def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+            order.append(texts[0][0])
+            return super().encode_batch(texts, add_special_tokens)
+
+    async def run() -> None:
+        tokenizer = Ordered("demo")
+        bodies = [[letter * 15_000] * 6 for letter in "ab"]
+        found = await asyncio.gather(*(encode_all(tokenizer, body, False, 10**6, "prompt") for body in bodies))
+        assert [len(each) for each in found] == [6, 6]
+
+    asyncio.run(run())
+    assert order == list("ab" * 6)
+
+
+def test_the_values_of_a_body_are_counted_before_it_is_decoded() -> None:
+    body = json.dumps(completion(metadata={"a": [[]] * 100})).encode()
+    with pytest.raises(RequestRefused, match="the limit is 100 "):
+        decode(CompletionRequest, body, BodyLimits(max_values=100))
+    assert decode(CompletionRequest, body, BodyLimits(max_values=300)).metadata == {"a": [[]] * 100}
+
+
+PRODUCTS: tuple[tuple[dict, str, str], ...] = (
+    (completion(prompt=[[5] * 100] * 40, prompt_logprobs=64, max_tokens=1), "prompt_logprobs", "260000"),
+    (completion(prompt=[[5] * 100] * 4, n=128, prompt_logprobs=5, max_tokens=1), "prompt_logprobs", "307200"),
+    (completion(prompt=[[5]] * 16, n=128, logprobs=4, max_tokens=27), "logprobs", "276480"),
+    (completion(prompt=["ab" * 5000] * 10, n=128, echo=True), "echo", "12800000 characters"),
+)
+
+
+@pytest.mark.parametrize(("body", "field", "value"), PRODUCTS, ids=[f"{each[1]}-{each[2]}" for each in PRODUCTS])
+def test_products_of_bounded_numbers_are_bounded_before_anything_is_submitted(
+    body: dict, field: str, value: str
+) -> None:
+    app = App(body=BodyLimits(max_logprobs=250_000))
+    answer = app.ask("POST", "/v1/completions", body | {"model": "demo"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, field), error
+    assert value in error["message"]
+    assert "or raise" in error["message"]
+
+
+def test_a_stream_sends_what_a_whole_answer_may_not_hold() -> None:
+    body = completion(prompt=[[5]] * 16, n=128, logprobs=4, max_tokens=27, model="demo")
+    app = App(body=BodyLimits(max_logprobs=250_000))
+    assert app.ask("POST", "/v1/completions", body).status_code == 400
+    assert app.ask("POST", "/v1/completions", body | {"stream": True}).status_code == 200

@@ -1,0 +1,1 @@
+"""Tests of the offline `LLM` of `cluster/llm.py`."""

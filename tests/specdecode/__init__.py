@@ -1,0 +1,1 @@
+"""Tests of speculation: tokens, lengths and statistics of drafts."""

@@ -1,0 +1,1 @@
+"""Tests of constraints: backends, compile processes, the grammar pool and its caches."""

@@ -1,0 +1,1 @@
+"""Tests of traces, request logs, metrics and dashboards."""

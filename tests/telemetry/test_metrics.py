@@ -1,0 +1,149 @@
+"""`/metrics`: overlapping scrapes, engines that restart, several ingresses, and the configured limits.
+
+`tests/serve/test_resume.py` asks several ingresses of a live application.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+import msgspec
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from cluster.config import ServeConfig
+from cluster.engine.request import FinishStatus
+from cluster.engine.stats import DraftCounts, EngineStats
+from cluster.http.exchange.metrics import Metrics, numbers
+from tests.async_tests import async_test
+from tests.engine.test_engine import make_engine
+from tests.local_server import local_server
+
+Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def series(text: str | bytes) -> Series:
+    """By name and labels but the model's; asserts that each family and each series is there once."""
+    found: Series = {}
+    names = set()
+    for family in text_string_to_metric_families(text if isinstance(text, str) else text.decode()):
+        assert family.name not in names
+        names.add(family.name)
+        for sample in family.samples:
+            labels = tuple(sorted((name, value) for name, value in sample.labels.items() if name != "model_name"))
+            assert (sample.name, labels) not in found
+            found[sample.name, labels] = sample.value
+    return found
+
+
+@pytest.fixture(scope="module")
+def stats() -> EngineStats:
+    return make_engine("llama").stats()
+
+
+def counted(stats: EngineStats, engine_id: str, hits: int, accepted: int = 0) -> EngineStats:
+    drafts = DraftCounts({"ngram": [hits]}, {"ngram": [accepted]})
+    return msgspec.structs.replace(stats, engine_id=engine_id, prefix_cache_hits=hits, drafts=drafts)
+
+
+def test_answers_that_overlap_never_count_backwards(stats: EngineStats) -> None:
+    """The second to be rendered asked the engine first."""
+    metrics = Metrics("m")
+    for hits, shown in ((50, 50), (70, 70), (60, 70), (80, 80)):
+        found = series(metrics.render([counted(stats, "a", hits, hits // 2)]))
+        assert found["manta:prefix_cache_hits_total", ()] == shown
+        labels = (("position", "0"), ("proposer", "ngram"))
+        assert found["manta:spec_decode_num_draft_tokens_total", labels] == shown
+        assert found["manta:spec_decode_num_accepted_tokens_total", labels] == shown // 2
+
+
+def test_each_of_several_ingresses_answers_for_all(stats: EngineStats) -> None:
+    """Whichever replica answers, a series has one value, and none falls unless its process is gone."""
+    ingresses = {name: Metrics("m", name) for name in "xy"}
+    for name, count in (("x", 3), ("y", 5)):
+        ingresses[name].generation_tokens.inc(count)
+        ingresses[name].time_to_first_token.observe(count)
+        ingresses[name].request_ended(FinishStatus.FINISHED_LENGTH)
+
+    def ask(name: str, *engines: EngineStats) -> Series:
+        others = [metrics.own() for other, metrics in ingresses.items() if other != name]
+        return series(ingresses[name].render(engines, others))
+
+    engines = [counted(stats, "a", 50, 9), counted(stats, "b", 20)]
+    found = ask("x", *engines)
+    assert found == ask("y", *engines)
+    assert found["manta:generation_tokens_total", (("replica", "x"),)] == 3
+    assert found["manta:generation_tokens_total", (("replica", "y"),)] == 5
+    assert found["manta:time_to_first_token_seconds_sum", (("replica", "y"),)] == 5
+    assert found["manta:request_success_total", (("finished_reason", "length"), ("replica", "x"))] == 1
+    assert found["manta:prefix_cache_hits_total", (("replica", "a"),)] == 50
+    assert found["manta:prefix_cache_hits_total", (("replica", "b"),)] == 20
+    assert found["manta:kv_cache_blocks", ()] == 2 * stats.num_blocks, "what is so now is one number for all"
+    restarted = [engines[1], counted(stats, "c", 1)]
+    found = ask("x", *restarted)
+    assert found == ask("y", *restarted)
+    assert [key for key in found if key[0] == "manta:prefix_cache_hits_total"] == [
+        ("manta:prefix_cache_hits_total", (("replica", name),)) for name in "bc"
+    ]
+
+
+def test_every_number_of_the_configuration_is_shown_and_no_secret() -> None:
+    config = ServeConfig(api_keys=("hidden-from-everybody",), client_timeout_s=7)
+    found = dict(numbers(config))
+    assert found["client_timeout_s"] == 7
+    assert found["client_buffer_bytes"] == config.client_buffer_bytes
+    assert found["request_timeout_s"] == config.request_timeout_s
+    assert found["engine.max_num_waiting"] == config.engine.max_num_waiting
+    assert found["engine.grammar_pool.mask_seconds"] == config.engine.grammar_pool.mask_seconds
+    assert found["engine.constraints.compile_memory_bytes"] == config.engine.constraints.compile_memory_bytes
+    assert "engine.enable_prefix_caching" not in found
+    assert not [name for name in found if name.startswith("api_keys")]
+
+
+@async_test
+async def test_limits_and_sizes_over_http_while_many_ask_at_once() -> None:
+    async with local_server(request_timeout_s=33) as server:
+        prompt = list(range(5, 69))  # 4 blocks of 16 tokens
+
+        async def ask() -> Series:
+            status, text = await server.get("/metrics")
+            assert status == 200
+            return series(text)
+
+        for _ in range(3):
+            asking = [ask() for _ in range(8)]
+            await asyncio.gather(*asking, server.post(prompt=prompt, max_tokens=20))
+        found = await ask()
+        info = server.replica.engine.model
+        assert found["manta:option", (("option", "request_timeout_s"),)] == 33
+        assert found["manta:option", (("option", "engine.max_num_sequences"),)] == 256
+        assert found["manta:kv_cache_bytes", ()] == info.kv_cache_bytes
+        assert found["manta:kv_cache_blocks", ()] == found["manta:kv_cache_free_blocks", ()] == info.num_blocks
+        assert found["manta:prefix_cache_blocks", ()] == (64 + 20 - 1) // 16
+        assert found["manta:prefix_cache_queries_total", ()] == 3 * 64
+        assert all(math.isfinite(value) for value in found.values())
+
+
+def test_a_counter_does_not_fall_where_an_engine_restarts() -> None:
+    one, other = make_engine("llama").stats(), make_engine("llama").stats()
+    assert one.engine_id != other.engine_id
+    metrics = Metrics("m")
+
+    def hits(*queries: tuple[str, int]) -> float:
+        engines = [
+            msgspec.structs.replace(one, engine_id=name, prefix_cache_hits=count, kv_usage=count / 100, num_running=2)
+            for name, count in queries
+        ]
+        text = metrics.render(engines).decode()
+        assert f'manta:num_requests_running{{model_name="m"}} {2.0 * len(queries)}' in text
+        mean = sum(count for _, count in queries) / len(queries) / 100
+        assert f'manta:kv_cache_usage_perc{{model_name="m"}} {mean}' in text
+        return next(
+            float(line.split()[-1]) for line in text.splitlines() if line.startswith("manta:prefix_cache_hits_total")
+        )
+
+    assert hits(("a", 50), ("b", 25)) == 75
+    assert hits(("a", 50), ("b", 25)) == 75
+    assert hits(("a", 75), ("c", 25)) == 125
+    assert hits(("c", 50)) == 150

@@ -1,0 +1,74 @@
+"""Every form of the CPU kernels that this processor runs, so that one machine tests them all.
+
+`in_form` switches this process; `MANTA_CPU_FORM=avx2 make test` runs the whole suite in one. A model made before keeps
+the kernels that it was made with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.workers import emulated
+from workers import host
+from workers.kernels import build, cpu, cpu_decoder, cpu_linear, cpu_sampler, processor, shared_weights
+
+COMPILED = [form.name for form in processor.lower_forms(processor.best_form())]
+TORCH = "torch"
+"""No compiler: torch alone."""
+FORMS = [*COMPILED, TORCH]
+EMULATED = [pytest.param(name, marks=pytest.mark.prove) for name in emulated.FORMS if name not in COMPILED]
+"""Of another processor: kernels only, no decoder in one call and no sampler."""
+
+
+def forget_libraries() -> None:
+    """What has been loaded is looked for anew."""
+    build._load.cache_clear()
+    for module in (cpu, cpu_decoder, cpu_linear, cpu_sampler, shared_weights):
+        module._library.cache_clear()
+
+
+@contextlib.contextmanager
+def in_form(name: str) -> Iterator[None]:
+    """This process's kernels are of the form `name`; skips if there is no compiler for it."""
+    if name in emulated.FORMS and name not in COMPILED:
+        with emulated.emulated(name) as library, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(build, "load_library", lambda: library)
+            forget_libraries()
+            try:
+                yield
+            finally:
+                patch.undo()
+                forget_libraries()
+        return
+    if name != TORCH and build.find_compiler() is None:
+        pytest.skip("no C++ compiler")
+    with pytest.MonkeyPatch.context() as patch:
+        if name == TORCH:
+            patch.setenv("MANTA_NO_KERNELS", "1")
+            patch.setattr(host, "num_cores", lambda: 1)  # torch's threads wait for each other on a busy machine
+        else:
+            patch.delenv("MANTA_NO_KERNELS", raising=False)
+            patch.setenv(processor.VARIABLE, name)
+        forget_libraries()
+        try:
+            assert build.form_in_use() == name
+            yield
+        finally:
+            patch.undo()
+            forget_libraries()
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    """The kernels run on so many."""
+    library = build.load_library()
+    assert library is not None
+    library.manta_set_num_threads(count)
+    try:
+        yield
+    finally:
+        library.manta_set_num_threads(torch.get_num_threads())

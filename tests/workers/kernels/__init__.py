@@ -1,0 +1,1 @@
+"""Tests of the kernels and linears, for the CPU and in Triton."""

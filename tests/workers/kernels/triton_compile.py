@@ -1,0 +1,238 @@
+"""Compiles every Triton kernel for an H100, and attention for lesser GPUs too, without one: `python -m
+tests.workers.kernels.triton_compile` prints a table of what each form takes of a multiprocessor, and fails if one
+spills registers.
+
+The host's functions run with tensors on the CPU; in the place of each launch, its kernel is compiled for the arguments.
+A process of its own, because Triton's interpreter must be off when triton is imported.
+
+What hides the latency of memory: at 3.35 TB/s and 700 ns an H100 has 2.3 MB on their way, 18 KiB for each of its 132
+multiprocessors. The last column says how much of a kernel's data its resident programs ask for at a time.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import subprocess
+import tempfile
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from structured.masks import MaskBatch, row_words
+from tests.workers.sampling.test_sampler import CASES, EOS, state_of
+from workers.kernels.triton import attention, edits, launch, rope, rows, sampler
+from workers.kernels.triton.metadata import build_metadata
+from workers.models.model_config import HeadShape
+from workers.sampling_params import SamplingParams
+from workers.step import SequenceStart
+
+H100 = 90
+SHARED_BYTES = {H100: 227 << 10, 89: 99 << 10}
+"""Compute capability to the shared memory that a program may use: H100, then L4 and RTX 4090."""
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.uint8: "*u8",
+}
+LAUNCHED = (
+    "_attend", "_merge", "_rope_and", "_rms", "_silu", "_find_", "_choose", "_count", "_compute", "_edit_rows",
+    "_replace", "_add",
+)  # fmt: skip
+"""Beginnings of the names of kernels that the host launches; the others are called by these."""
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+MOST_SPILLED = {H100: 16, 89: 64}
+"""Bytes a thread: the compiler may put a few scalars aside so that one program more is resident. Not to be raised."""
+REGISTERS, WARPS, PROGRAMS = 65_536, {90: 64, 89: 48}, {90: 32, 89: 24}
+"""Of a multiprocessor, by compute capability."""
+SHARED_RESERVED = 1 << 10
+"""Bytes that the system takes of a multiprocessor's shared memory for each program, and at least one."""
+COLUMNS = (
+    "kernel", "for", "dtype", "form", "registers", "spilled", "shared", "warps", "programs", "all warps",
+    "KiB at a time",
+)  # fmt: skip
+"""The last three of all programs that a multiprocessor holds at a time."""
+AT_A_TIME = {
+    "_attend": lambda c: 2 * c["TILE_KEYS"] * c["PADDED_DIM"],
+    "_attend_prefix": lambda c: 2 * c["TILE_KEYS"] * c["PADDED_DIM"],
+    "_find_best": lambda c: c["CHUNK"],
+    "_find_thresholds": lambda c: c["CHUNK"],
+    "_edit_rows": lambda c: c["CHUNK"],
+    "_rms_norm": lambda c: c["COLUMNS"],
+    "_silu_and_mul": lambda c: 2 * c["COLUMNS"],
+}
+"""Elements of its first argument's dtype that a program asks for at a time: of attention a tile of keys and values."""
+CPU = torch.device("cpu")
+VOCAB_SIZE = 151_936
+
+
+class Compiled:
+    """Stands for a kernel: what would launch it compiles it, once for each form."""
+
+    forms: set[str] = set()
+    capability = H100
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return self._compile
+
+    def _compile(self, *arguments: Any, **named: Any) -> None:
+        kernel = self._kernel
+        options = {name: named.pop(name) for name in OPTIONS if name in named}
+        values = dict(zip(kernel.arg_names, arguments, strict=False)) | named
+        signature: dict[str, str] = {}
+        constants: dict[str, Any] = {}
+        attributes: dict[tuple[int], Any] = {}
+        for index, (parameter, name) in enumerate(zip(kernel.params, kernel.arg_names, strict=True)):
+            value = values[name]
+            is_special = isinstance(value, int) and not parameter.do_not_specialize
+            if parameter.is_constexpr or (is_special and value == 1):
+                signature[name], constants[name] = "constexpr", value
+            elif isinstance(value, torch.Tensor):
+                signature[name] = POINTERS[value.dtype]
+            else:
+                signature[name] = "i32" if isinstance(value, int) else "fp32"
+            if isinstance(value, torch.Tensor) or (is_special and value % 16 == 0 and name not in constants):
+                attributes[(index,)] = [["tt.divisibility", 16]]
+        form = f"{kernel.__name__} for {self.capability} {signature} {constants} {options}"
+        if form in self.forms:
+            return
+        self.forms.add(form)
+        source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+        target = GPUTarget("cuda", self.capability, 32)
+        compiled = triton.compile(source, target=target, options=options)
+        registers, spilled = resources(compiled.asm["cubin"])
+        shared, warps = compiled.metadata.shared, compiled.metadata.num_warps
+        check_instructions(kernel.__name__, signature, constants, self.capability, compiled.asm["ptx"], form)
+        assert shared <= SHARED_BYTES[self.capability], f"{form} needs {shared} bytes of shared memory"
+        assert spilled <= MOST_SPILLED[self.capability], f"{form} spills {spilled} bytes of registers a thread"
+        resident = num_resident(self.capability, registers, shared, warps)
+        own = {name: value for name, value in constants.items() if name.isupper()}
+        first = next(value for value in values.values() if isinstance(value, torch.Tensor))
+        at_a_time = AT_A_TIME[kernel.__name__](own) * first.itemsize if kernel.__name__ in AT_A_TIME else 0
+        cells = [kernel.__name__, f"sm_{self.capability}", str(first.dtype).removeprefix("torch.")]
+        cells += [" ".join(f"{name}={int(value)}" for name, value in own.items())]
+        cells += map(str, (registers, spilled, shared, warps, resident, resident * warps))
+        cells.append(f"{resident * at_a_time >> 10}" if at_a_time else "")
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+
+WIDE_LOADS = {"_find_best": 16, "_find_thresholds": 8, "_edit_rows": 16, "_rms_norm": 16, "_silu_and_mul": 16}
+"""Kernels that wait for memory, and the bytes that a thread of theirs reads at a time. The search of thresholds has so
+many threads in a program that each looks at 4 logits.
+"""
+
+
+def check_instructions(
+    name: str, signature: dict[str, str], constants: dict[str, Any], capability: int, ptx: str, form: str
+) -> None:
+    """Fails where a kernel reads memory in smaller pieces than it could, or leaves the tensor cores of the device."""
+    if name in WIDE_LOADS:
+        assert widest_load(ptx) >= WIDE_LOADS[name], (
+            f"{form} reads no more than {widest_load(ptx)} bytes a thread at a time"
+        )
+    if name in ("_attend", "_attend_prefix"):
+        assert re.search(r"cp\.async\.c[ag]\.shared\.global .*, 0x10", ptx), f"{form} copies less than 16 bytes"
+        is_large = constants["TILE_ROWS"] >= 64 and signature["qkv"] != POINTERS[torch.float32]
+        if capability == H100 and is_large and constants["PADDED_DIM"] >= 64:
+            assert "wgmma.mma_async" in ptx, f"{form} does not use the warp group's tensor cores"
+
+
+def widest_load(ptx: str) -> int:
+    """Returns the most bytes that one thread loads from global memory by one instruction."""
+    sizes = [1]
+    for vector, bits in re.findall(r"ld\.global(?:\.\w+)*?(?:\.v(\d))?\.[bfus](\d+)", ptx):
+        sizes.append(int(vector or 1) * int(bits) // 8)
+    return max(sizes)
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """Registers of a thread, and bytes of its stack, which has what does not fit in them."""
+    tool = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [tool, "--dump-resource-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
+    assert found is not None, said
+    return int(found[1]), int(found[2])
+
+
+def num_resident(capability: int, registers: int, shared: int, warps: int) -> int:
+    """Programs that a multiprocessor holds at a time. A warp's registers come in units of 256."""
+    of_warp = -(-registers * 32 // 256) * 256
+    of_shared = (SHARED_BYTES[capability] + SHARED_RESERVED) // (shared + SHARED_RESERVED)
+    return min(REGISTERS // (of_warp * warps), of_shared, WARPS[capability] // warps, PROGRAMS[capability])
+
+
+def stand_in() -> None:
+    """Puts `Compiled` in the place of every kernel that the host launches."""
+    for module in (attention, edits, rope, rows, sampler):
+        for name, value in list(vars(module).items()):
+            is_own = isinstance(value, triton.runtime.jit.JITFunction) and value.__module__ == module.__name__
+            if is_own and name.startswith(LAUNCHED):
+                setattr(module, name, Compiled(value))
+    attention.num_processors = lambda device: 132  # type: ignore[assignment]
+    attention.shared_bytes = lambda device: SHARED_BYTES[Compiled.capability]  # type: ignore[assignment]
+
+
+def attend(lengths: list[tuple[int, int]], shape: tuple[int, int, int], dtype: torch.dtype, **case: Any) -> None:
+    num_heads, num_kv_heads, head_dim = shape
+    starts, counts = np.array(lengths).T
+    width = -(-int((starts + counts).max()) // 16)
+    tables = np.arange(len(lengths) * width, dtype=np.int32).reshape(len(lengths), width)
+    tables[:, : case.get("shared", 0)] = tables[0, : case.get("shared", 0)]
+    metadata = build_metadata(starts, counts, tables, 16, CPU)
+    kv = torch.zeros(2, 8, 16, num_kv_heads, head_dim, dtype=dtype)
+    qkv = torch.zeros(metadata.num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
+    heads = HeadShape(num_heads, num_kv_heads, head_dim, head_dim**-0.5)
+    attention.paged_attention(qkv, kv[0], kv[1], metadata, heads, case.get("window"))
+    weight = torch.zeros(head_dim, dtype=dtype) if "window" in case else None
+    rope.rope_and_cache(qkv, torch.zeros(16, head_dim), metadata, kv[0], kv[1], heads, weight, weight)
+
+
+def draw(names: list[str], dtype: torch.dtype) -> None:
+    starts = [SequenceStart(i, SamplingParams(**CASES[name]), 5, [1, 2], 1, (EOS,)) for i, name in enumerate(names)]
+    state = state_of(VOCAB_SIZE, starts)
+    sequences = [state.sequences[start.sequence_id] for start in starts]
+    allowed = MaskBatch(0, [0] * len(names), np.zeros((1, row_words(VOCAB_SIZE)), dtype=np.int32), {})
+    for masks in (None, allowed):
+        sampler.draw(torch.zeros(len(names), VOCAB_SIZE, dtype=dtype), sequences, [2] * len(names), state, masks)
+
+
+def main() -> None:
+    assert not launch.INTERPRETED
+    stand_in()
+    print(f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}")
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for shape in ((32, 8, 128), (14, 2, 64), (8, 2, 96), (8, 4, 256)):
+            for Compiled.capability in SHARED_BYTES:
+                attend([(2000, 1)] * 64, shape, dtype, shared=100)
+                attend([(0, 500), (30, 1)], shape, dtype)
+            Compiled.capability = H100
+            attend([(100, 1)], shape, dtype)
+            attend([(100, 1)] * 64, shape, dtype)
+            attend([(100, 5), (30, 1)], shape, dtype)
+            attend([(0, 500), (30, 1)], shape, dtype, window=100)
+        x, weight = torch.zeros(3, 4096, dtype=dtype), torch.zeros(4096, dtype=dtype)
+        rows.rms_norm(x, weight, 1e-5)
+        rows.add_rms_norm(x, x.clone(), weight, 1e-5)
+        rows.silu_and_mul(torch.zeros(3, 28_672, dtype=dtype))
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for names in (["greedy"], ["temperature", "top_p"], ["logit_bias", "top_k_top_p_min_p"], ["everything"]):
+            draw(names, dtype)
+    print(f"{len(Compiled.forms)} forms compiled by triton {triton.__version__}")
+
+
+if __name__ == "__main__":
+    main()

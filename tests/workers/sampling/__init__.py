@@ -1,0 +1,1 @@
+"""Tests of the sampler: its draws, and the masks and logits processors that it applies."""

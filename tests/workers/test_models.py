@@ -1,0 +1,267 @@
+"""The decoder and the transformers fallback against transformers' own float32 logits, over a scattered paged cache."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from tests.checkpoints import checkpoint, reference_greedy, reference_logits
+from tests.workers.cpu_forms import FORMS, TORCH, in_form
+from workers.checkpoints.model_folder import load_model_config
+from workers.decoders import decoder
+from workers.decoders.decoder import Decoder
+from workers.decoders.rope_table import rope_table
+from workers.kernels import weights
+from workers.kernels.attention_metadata import AttentionMetadata
+from workers.kernels.model_protocol import Model
+from workers.models.model_config import ModelError, RopeConfig
+from workers.platforms import choose_platform
+from workers.torch_worker.loader import load_model
+
+BLOCK_SIZE = 16
+NUM_BLOCKS = 40
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64}
+
+NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama tied, sharded, with biases": (
+        "llama",
+        {"tie_word_embeddings": True, "max_shard_size": "50KB", "attention_bias": True, "mlp_bias": True},
+    ),
+    "llama without grouped queries": ("llama", {"num_key_value_heads": 4, "num_hidden_layers": 1}),
+    "llama, linear rope": ("llama", {"rope_parameters": LINEAR_ROPE}),
+    "llama, yarn rope": ("llama", {"rope_parameters": YARN_ROPE}),
+    "llama3 rope, tied": ("llama3", {}),
+    "mistral, window of 24": ("mistral", {}),
+    "mistral without a window": ("mistral", {"sliding_window": None}),
+    "qwen2, tied": ("qwen2", {}),
+    "qwen2, windows from layer 1": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1, "tie_word_embeddings": False},
+    ),
+    "qwen3": ("qwen3", {}),
+    "qwen3 with biases, tied": ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
+    "seed_oss": ("seed_oss", {}),
+}
+FALLBACK: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt_neox": ("gpt_neox", {}),
+    "gpt2": ("gpt2", {}),
+    "phi": ("phi", {}),
+    "olmo2": ("olmo2", {}),
+    "gemma": ("gemma", {}),
+    "mixtral, window of 24": ("mixtral", {}),
+    "granite, all multipliers": (
+        "granite",
+        {
+            "logits_scaling": 3.0,
+            "residual_multiplier": 0.5,
+            "embedding_multiplier": 2.0,
+            "attention_multiplier": 0.3,
+            "attention_dropout": 0.0,
+        },
+    ),
+}
+ALL = NATIVE | FALLBACK
+
+
+class Cache:
+    """A model with a paged cache of scattered blocks; runs flat batches of (sequence, tokens). `model` is one that was
+    loaded from the folder before.
+    """
+
+    def __init__(self, folder: pathlib.Path, dtype: str = "float32", model: Model | None = None) -> None:
+        self.config = model.config if isinstance(model, Decoder) else load_model_config(folder)
+        platform = choose_platform("cpu", None)
+        self.model: Model = model or load_model(folder, self.config, dtype, platform)
+        kv = platform.allocate_kv(self.config, NUM_BLOCKS, BLOCK_SIZE, platform.torch_dtype(dtype))
+        kv.fill_(float("nan"))  # what is read but was not written shows
+        self.kv_caches = [(layer[0], layer[1]) for layer in kv]
+        self.block_tables = np.random.default_rng(0).permutation(NUM_BLOCKS).astype(np.int32).reshape(4, -1)
+        self.lengths = [0] * 4
+
+    def run(self, *pieces: tuple[int, list[int]]) -> list[torch.Tensor]:
+        """Logits [num_tokens, vocab_size] of each piece, all computed in one step."""
+        rows = [sequence for sequence, _ in pieces]
+        lens = [len(tokens) for _, tokens in pieces]
+        starts = np.array([self.lengths[sequence] for sequence in rows])
+        metadata = AttentionMetadata.build(starts, np.array(lens), self.block_tables[rows], BLOCK_SIZE)
+        token_ids = torch.tensor([token for _, tokens in pieces for token in tokens])
+        logits = self.model.compute_logits(self.model.forward(token_ids, metadata, self.kv_caches))
+        for sequence, length in zip(rows, lens, strict=True):
+            self.lengths[sequence] += length
+        return list(logits.split(lens))
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def form(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every form of the kernels that this processor runs, and torch alone."""
+    with in_form(request.param):
+        yield request.param
+
+
+def random_tokens(count: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 320, count).tolist()
+
+
+@pytest.mark.parametrize("name", FALLBACK)
+def test_logits_through_transformers_equal_its_own(name: str) -> None:
+    check_logits(*FALLBACK[name])
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_logits_of_chunked_prefill_and_decode_equal_transformers(form: str, name: str) -> None:
+    family, options = NATIVE[name]
+    assert load_model_config(checkpoint(family, **options)).native
+    check_logits(family, options)
+
+
+def check_logits(family: str, options: dict[str, Any]) -> None:
+    folder = checkpoint(family, **options)
+    tokens = random_tokens(120)
+    cache = Cache(folder)
+    pieces = [tokens[:33], tokens[33:40], tokens[40:90], *([token] for token in tokens[90:])]
+    logits = torch.cat([cache.run((0, piece))[0] for piece in pieces])
+    torch.testing.assert_close(logits, reference_logits(folder, tokens), atol=3e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral, window of 24", "qwen2, tied", "qwen3", "gpt_neox"])
+def test_greedy_tokens_of_a_mixed_batch_equal_transformers(form: str, name: str) -> None:
+    """A late sequence is prefilled in the steps in which the others decode."""
+    family, options = ALL[name]
+    folder = checkpoint(family, **options)
+    prompts = [random_tokens(37, seed=1), random_tokens(5, seed=2), random_tokens(50, seed=3)]
+    outputs: list[list[int]] = [[], [], []]
+    cache = Cache(folder)
+
+    def step(*pieces: tuple[int, list[int]]) -> None:
+        for (sequence, _), logits in zip(pieces, cache.run(*pieces), strict=True):
+            outputs[sequence].append(int(logits[-1].argmax()))
+
+    step((0, prompts[0]), (1, prompts[1]))
+    for _ in range(8):
+        step((1, outputs[1][-1:]), (0, outputs[0][-1:]))
+    cache.run((2, prompts[2][:30]))
+    step((2, prompts[2][30:]), (0, outputs[0][-1:]), (1, outputs[1][-1:]))
+    while len(outputs[2]) < 20:  # all three cross the end of a block
+        step(*((sequence, outputs[sequence][-1:]) for sequence in range(3)))
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output == reference_greedy(folder, prompt, len(output))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2, tied", "qwen3", "olmo2"])
+def test_bfloat16_stays_near_the_float32_logits(form: str, name: str) -> None:
+    family, options = ALL[name]
+    folder = checkpoint(family, dtype="bfloat16", **options)
+    tokens = random_tokens(40)
+    cache = Cache(folder, "bfloat16")
+    logits = torch.cat([cache.run((0, tokens[:39]))[0], cache.run((0, tokens[39:]))[0]]).float()
+    expected = reference_logits(folder, tokens)
+    assert (logits - expected).norm() / expected.norm() < 0.03
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", ["llama tied, sharded, with biases", "mistral, window of 24", "qwen2, tied", "qwen3"])
+def test_all_layers_in_one_call_give_the_bits_of_the_loop(
+    form: str, name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefill, chunks and decodes in one step, groups over a shared prefix, an MLP in parts."""
+    family, options = NATIVE[name]
+    folder = checkpoint(family, dtype=dtype, **options)
+    itemsize = 2 if dtype == "bfloat16" else 4
+    monkeypatch.setattr(weights, "MLP_BYTES", 70 * itemsize * load_model_config(folder).intermediate_size)
+    logits = []
+    for fuses in (True, False):
+        cache = Cache(folder, dtype)
+        if form == TORCH:
+            assert cache.model.compiled is None  # type: ignore[attr-defined]
+            pytest.skip("torch alone has no such call")
+        assert cache.model.compiled is not None  # type: ignore[attr-defined]
+        if not fuses:
+            cache.model.compiled = None  # type: ignore[attr-defined]
+        cache.block_tables[1, :6] = cache.block_tables[0, :6]
+        of_form = cache.run((0, random_tokens(100)))
+        cache.lengths[1] = 96
+        of_form += cache.run((0, [7]), (1, random_tokens(3)), (2, random_tokens(80, seed=1)), (3, [1]))
+        of_form += cache.run((3, [5]), (0, [8]), (1, [9]), (2, [3]))
+        logits.append(torch.cat(of_form))
+    assert torch.equal(*logits)
+    assert logits[0].isfinite().all()
+
+
+def test_an_mlp_too_wide_for_one_buffer_runs_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = checkpoint("llama")
+    tokens = random_tokens(100)
+    expected = Cache(folder).run((0, tokens))[0]
+    monkeypatch.setattr(weights, "MLP_BYTES", 9 * 4 * load_model_config(folder).intermediate_size)
+    torch.testing.assert_close(Cache(folder).run((0, tokens))[0], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_rotary_table_grows_with_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoder, "_FIRST_POSITIONS", 8)
+    folder = checkpoint("llama")
+    tokens = random_tokens(100)
+    cache = Cache(folder)
+    logits = torch.cat([cache.run((0, tokens[:5]))[0], cache.run((0, tokens[5:]))[0]])
+    torch.testing.assert_close(logits, reference_logits(folder, tokens), atol=3e-4, rtol=1e-4)
+
+
+def test_rotary_table_holds_cosines_and_sines_of_the_positions() -> None:
+    table = rope_table(RopeConfig(theta=100.0), head_dim=4, num_positions=3)
+    angles = np.array([[0.0, 0.0], [1.0, 0.1], [2.0, 0.2]])
+    np.testing.assert_allclose(table, np.hstack((np.cos(angles), np.sin(angles))), atol=1e-6)
+
+
+REFUSED = [
+    ("Gemma2Config", {}, "soft-capped"),
+    ("GptOssConfig", {}, "sinks"),
+    ("DeepseekV3Config", {}, "latent attention"),
+    ("MambaConfig", {}, "cannot be replaced"),
+    ("BloomConfig", {}, "cannot be replaced"),
+    ("Llama4TextConfig", {}, "chunked_attention"),
+    ("T5Config", {"architectures": ["T5ForConditionalGeneration"]}, "encoder-decoder"),
+    ("Gemma3Config", {}, "multimodal"),
+    ("LlamaConfig", {"architectures": ["LlamaForSequenceClassification"]}, "no causal language model"),
+    (
+        "GPTNeoXConfig",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
+        "rope type 'dynamic'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("class_name", "options", "reason"), REFUSED)
+def test_what_cannot_run_is_refused_with_its_reason(
+    class_name: str, options: dict[str, Any], reason: str, tmp_path: pathlib.Path
+) -> None:
+    config = getattr(transformers, class_name)(**options)
+    if not config.architectures:
+        mapping = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
+        config.architectures = [mapping[type(config)].__name__]  # type: ignore[attr-defined]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=reason) as caught:
+        load_model_config(tmp_path)
+    assert config.architectures[0] in str(caught.value)
+
+
+def test_an_architecture_unknown_to_transformers_is_named(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["NovelLM"], "model_type": "novel"}))
+    with pytest.raises(ModelError, match="NovelLM is not supported"):
+        load_model_config(tmp_path)
+
+
+def test_a_model_that_does_not_attend_causally_is_refused_at_load(tmp_path: pathlib.Path) -> None:
+    config = transformers.BertConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
+    )
+    transformers.BertLMHeadModel(config).save_pretrained(tmp_path)
+    model_config = load_model_config(tmp_path)
+    with pytest.raises(ModelError, match=r"^Bert\w+ is not supported"):
+        load_model(tmp_path, model_config, "float32", choose_platform("cpu", None))

@@ -1,0 +1,442 @@
+"""Several ranks compute what one does: token for token in float32, whatever is asked of the engine.
+
+The processes live as long as the file's tests and hold one model after the other. `over_ranks` asserts beside that no
+rank ever disagreed.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from cluster.config import EngineConfig
+from cluster.llm import LLM, BeamSearchParams, LogitsProcessorSpec, SamplingParams
+from tests.checkpoints import VOCAB_SIZE, checkpoint, make_checkpoint
+from tests.engine.test_constrained_drafts import mixed_params
+from tests.patience import PATIENCE_S
+from tests.specdecode.test_speculative import SAMPLED
+from tests.workers import rank_child
+from tests.workers.rank_processes import RankFailed, RankProcesses, over_ranks
+from tests.workers.test_quantised_linear import (
+    SCHEME,
+    Int8Platform,
+    int8_config,
+    load_int8,
+    logits_of,
+    quantise,
+    read_int8,
+)
+from workers.checkpoints import schemes
+from workers.checkpoints.checkpoint import Checkpoint
+from workers.checkpoints.model_folder import load_model_config
+from workers.decoders.decoder import Decoder
+from workers.kernels import build
+from workers.kernels.linears import SummedLinear
+from workers.kernels.weights import Linear
+from workers.model_options import ModelOptions
+from workers.models.model_config import ModelConfig, ModelError
+from workers.parallel.group import OneRank
+from workers.parallel.shard import CheckpointShard, check_num_ranks, shard_config
+from workers.step import ScheduledSequence, SequenceStart, StepInput
+from workers.torch_worker.loader import load_model
+from workers.torch_worker.torch_worker import TorchWorker
+
+pytestmark = pytest.mark.usefixtures("plugin", "cheap_groups")
+
+needs_kernels = pytest.mark.skipif(build.load_library() is None, reason="no C++ compiler: gloo alone serves")
+
+NUM_TOKENS = 24
+Ask = Callable[[LLM], Any]
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[RankProcesses]:
+    ranks = RankProcesses(4)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="module")
+def two(four: RankProcesses) -> RankProcesses:
+    return four.first(2)
+
+
+def assert_same(ranks: RankProcesses, ask: Ask, folder: str, num_blocks: int = 256, **options: Any) -> None:
+    """With as many blocks, which for a rank's share of the heads take less."""
+    options.setdefault("constraints", {"compile_seconds": 60.0})  # for a machine that has much else to do
+    expected = ask(make_llm(folder, 1, num_blocks, **{**options, "overlap": "off"}))
+    with over_ranks(ranks) as executors:
+        assert ask(make_llm(folder, ranks.num_ranks, num_blocks, **options)) == expected
+    (executor,) = executors
+    assert executor.num_steps > 0
+    assert executor.num_disagreements == 0
+
+
+def make_llm(folder: str, num_ranks: int, num_blocks: int, **options: Any) -> LLM:
+    share = shard_config(load_model_config(folder), num_ranks)
+    kv_cache_bytes = 16 * num_blocks * share.kv_bytes_per_token("float32")
+    return LLM(folder, dtype="float32", num_threads=1, kv_cache_bytes=kv_cache_bytes, **options)
+
+
+def prompts() -> list[list[int]]:
+    """Repetitive ones of mixed lengths, two of which share blocks."""
+    generator = random.Random(3)
+    found = []
+    for length in (4, 18, 40, 64, 9):
+        period = [generator.randrange(5, VOCAB_SIZE - 5) for _ in range(max(3, length // 3))]
+        found.append((period * length)[:length])
+    return [*found, [*found[3][:48], 7, 8]]
+
+
+def generated(*requests: SamplingParams) -> Ask:
+    """What every choice gets: tokens, end, text, and ids and ranks of its log-probabilities."""
+
+    def ask(llm: LLM) -> Any:
+        answers: list[Any] = []
+        inputs = [prompts()[index % 6] for index in range(len(requests))]
+        for output in llm.generate(inputs, list(requests), use_tqdm=False):
+            answers.append([entry and (entry.token_id, entry.rank) for entry in output.prompt_logprobs or []])
+            for choice in output.outputs:
+                assert choice.error is None
+                entries = [(entry.token_id, entry.rank, entry.top_token_ids) for entry in choice.logprobs or []]
+                answers.append((choice.token_ids, choice.finish_reason, choice.text, entries))
+        llm.engine.step()
+        llm.engine.check_integrity()
+        return answers
+
+    return ask
+
+
+def greedy(**fields: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True, **fields})
+
+
+ALL_GREEDY = generated(*[greedy()] * 6)
+
+
+def beams(llm: LLM) -> Any:
+    params = BeamSearchParams(beam_width=4, max_tokens=10, ignore_eos=True)
+    return [[sequence.token_ids for sequence in found] for found in llm.beam_search(prompts()[:3], params)]
+
+
+def automata() -> list[SamplingParams]:
+    automaton = LogitsProcessorSpec(name="automaton", arguments={"num_states": 97})
+    fields = {"logits_processors": (automaton,), "max_tokens": NUM_TOKENS, "ignore_eos": True}
+    return [SamplingParams(seed=seed, n=1 + seed % 2, **fields) for seed in range(6)]
+
+
+def drafting(proposer: str, **fields: Any) -> dict[str, Any]:
+    return {"speculative": {"proposers": ["forced", proposer], "ngram_min": 1, "adaptive": False, **fields}}
+
+
+CONSTRAINED = generated(*mixed_params(max_tokens=40)[::3])
+REQUESTS: dict[str, tuple[Ask, dict[str, Any]]] = {
+    "log-probabilities": (generated(*[greedy(prompt_logprobs=2, logprobs=1)] * 6), {}),
+    "seeds and every parameter": (generated(*SAMPLED), {}),
+    "a tiny pool, in chunks": (generated(*SAMPLED), {"num_blocks": 9, "max_num_batched_tokens": 11}),
+    "constraints": (CONSTRAINED, {}),
+    "several choices": (generated(*[SamplingParams(n=n, seed=n, max_tokens=12) for n in (3, 1, 5, 2, 4, 3)]), {}),
+    "logits processors": (generated(*automata()), {}),
+    "beams": (beams, {}),
+    "beams in a tiny pool": (beams, {"num_blocks": 12}),
+    "n-grams": (generated(*SAMPLED), drafting("ngram")),
+    "n-grams under constraints": (CONSTRAINED, drafting("ngram")),
+    "n-grams, adaptive": (ALL_GREEDY, drafting("ngram", adaptive=True)),
+    "a draft model": (generated(*SAMPLED), drafting("draft", draft_model=str(checkpoint("qwen3")))),
+    "a draft model, adaptive": (
+        ALL_GREEDY,
+        drafting("draft", draft_model=str(checkpoint("llama", dtype="float32")), adaptive=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "llama3", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("max_shard_size", ["1GB", "50KB"], ids=["single file", "sharded"])
+def test_two_ranks_draw_the_tokens_of_one(two: RankProcesses, family: str, max_shard_size: str) -> None:
+    assert_same(two, ALL_GREEDY, str(checkpoint(family, max_shard_size=max_shard_size)))
+
+
+@pytest.mark.parametrize("what", REQUESTS)
+def test_whatever_is_asked(two: RankProcesses, what: str) -> None:
+    ask, options = REQUESTS[what]
+    assert_same(two, ask, str(checkpoint("llama", dtype="float32")), **options)
+
+
+@pytest.mark.parametrize(
+    "what", ["log-probabilities", "a tiny pool, in chunks", "constraints", "logits processors", "beams in a tiny pool"]
+)
+def test_whatever_is_asked_of_the_overlapped_loop(two: RankProcesses, what: str) -> None:
+    ask, options = REQUESTS[what]
+    assert_same(two, ask, str(checkpoint("llama", dtype="float32")), overlap="on", **options)
+
+
+def test_a_row_that_fails_costs_the_others_nothing_in_the_overlapped_loop(two: RankProcesses) -> None:
+    """The next step was planned with it: ranks that draw nothing must have the token that stands in its place."""
+
+    def ask(llm: LLM) -> Any:
+        fails = SamplingParams(allowed_token_ids=(5,), stop_token_ids=(5,), min_tokens=3, max_tokens=9)
+        requests = [greedy(), fails, greedy(n=2, seed=3)]
+        outputs = llm.generate(prompts()[:3], requests, use_tqdm=False)
+        return [[(choice.token_ids, choice.error) for choice in output.outputs] for output in outputs]
+
+    assert_same(two, ask, str(checkpoint("llama", dtype="float32")), overlap="on")
+
+
+@pytest.mark.parametrize("what", ["seeds and every parameter", "constraints", "beams", "n-grams"])
+def test_four_ranks_hold_two_kv_heads_twice(four: RankProcesses, what: str) -> None:
+    ask, options = REQUESTS[what]
+    folder = str(checkpoint("llama", dtype="float32"))
+    assert load_model_config(folder).num_kv_heads == 2
+    assert_same(four, ask, folder, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"attention_bias": True, "mlp_bias": True},
+        {"vocab_size": VOCAB_SIZE - 1},
+        {"tie_word_embeddings": True, "vocab_size": VOCAB_SIZE - 1},
+        {"intermediate_size": 40},
+        {"dtype": "float16"},
+    ],
+    ids=", ".join,
+)
+def test_biases_count_once_and_odd_sizes_are_filled_up(two: RankProcesses, options: dict[str, Any]) -> None:
+    assert_same(two, ALL_GREEDY, str(checkpoint("llama", **options)))
+
+
+def test_ranks_that_share_no_memory_draw_the_same_tokens_over_tcp(two: RankProcesses) -> None:
+    two.call_all(rank_child.share_memory, False)
+    try:
+        assert_same(two, generated(*SAMPLED), str(checkpoint("llama", dtype="float32")))
+        assert not any(two.call_all(rank_child.shares_memory))
+    finally:
+        two.call_all(rank_child.share_memory, True)
+
+
+@needs_kernels
+def test_the_layers_of_a_rank_are_one_call(two: RankProcesses) -> None:
+    two.make_workers(EngineConfig(model=str(checkpoint("llama")), dtype="float32"))
+    assert two.call_all(rank_child.num_called_back) == [0, 0]
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_have_the_same_bits_on_all_ranks_and_are_rounded_once(four: RankProcesses, dtype: torch.dtype) -> None:
+    """Sizes that fill no vector, one slot and several."""
+    four.make_workers(EngineConfig(model=str(checkpoint("llama")), dtype="float32"))
+    assert all(four.call_all(rank_child.shares_memory))
+    for shape in ((1,), (3, 7), (1, 896), (160, 896)):
+        parts = [torch.randn(shape, generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in range(4)]
+        expected = parts[0].float()
+        for part in parts[1:]:
+            expected = expected + part.float()
+        for found in four.call_all(rank_child.all_reduce, parts):
+            assert torch.equal(found, expected.to(dtype))
+        first, *others = four.call_all(rank_child.all_reduce_over_tcp, parts)
+        assert all(torch.equal(first, other) for other in others)
+        torch.testing.assert_close(first, expected.to(dtype), atol=0.05, rtol=0.02)
+        gathered, *nothing = four.call_all(rank_child.gather, parts)
+        assert nothing == [None] * 3
+        assert all(torch.equal(found, part) for found, part in zip(gathered, parts, strict=True))
+
+
+def test_the_least_memory_of_all_ranks_is_planned_with(two: RankProcesses) -> None:
+    config = EngineConfig(model=str(checkpoint("llama")), dtype="float32")
+    block_bytes = config.block_size * shard_config(load_model_config(config.model), 2).kv_bytes_per_token("float32")
+    address = two.call(0, rank_child.open_address)
+    for rank, num_blocks in enumerate((40, 30)):
+        one = msgspec.structs.replace(config, kv_cache_bytes=num_blocks * block_bytes)
+        two.tell(rank, rank_child.make_worker, one, rank, 2, address)
+    infos = [two.answer(rank) for rank in range(2)]
+    assert [info.num_blocks for info in infos] == [30, 30]
+    assert infos[0].max_model_len == infos[1].max_model_len == 480
+    assert two.call_all(rank_child.num_sharing_memory) == [2, 2]
+
+
+def test_a_rank_that_takes_another_token_is_noticed(two: RankProcesses) -> None:
+    """The sum of both ranks' embeddings is the same everywhere, and so are the hidden states behind it."""
+    with over_ranks(two) as executors:
+        llm = LLM(str(checkpoint("llama")), dtype="float32")
+    (executor,) = executors
+    llm.add_request("a", prompts()[0], greedy())
+    for _ in range(5):
+        llm.step()
+    assert executor.num_disagreements == 0
+    executor.gained = {sequence: [token - 3 for token in gained] for sequence, gained in executor.gained.items()}
+    llm.step()
+    assert executor.num_disagreements == 1
+
+
+def test_a_step_that_fails_on_every_rank_is_recomputed(two: RankProcesses) -> None:
+    ask = generated(*SAMPLED)
+    folder = str(checkpoint("llama"))
+    expected = ask(LLM(folder, dtype="float32", num_threads=1))
+    with over_ranks(two) as executors:
+        llm = LLM(folder, dtype="float32", num_threads=1)
+    llm.add_request("before", prompts()[1], greedy())
+    llm.step()
+    two.call_all(rank_child.fail_next_step)
+    assert ask(llm) == expected
+    assert executors[0].num_rebuilt == 1
+    assert executors[0].num_disagreements == 0
+
+
+def test_a_rank_that_waits_for_a_dead_one_says_so() -> None:
+    """In the middle of a step: the one call for all layers returns, and Python raises."""
+    ranks = RankProcesses(2)
+    try:
+        ranks.make_workers(EngineConfig(model=str(checkpoint("llama")), dtype="float32"))
+        shares_memory = all(ranks.call_all(rank_child.shares_memory))
+        start = SequenceStart(0, greedy(), 0, prompts()[1], 18)
+        ranks.tell(
+            0, rank_child.execute, StepInput(0, started=[start], scheduled=[ScheduledSequence(0, 0, 18, [0, 1])]), None
+        )
+        time.sleep(0.2)
+        ranks.processes[1].kill()
+        with pytest.raises(RankFailed, match="rank 1 of 2 died" if shares_memory else "RuntimeError"):
+            ranks.answer(0)
+    finally:
+        ranks.close()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_ranks", "words"),
+    [
+        (
+            {},
+            3,
+            r"3 ranks cannot split the 4 attention heads of this LlamaForCausalLM evenly; set .* to one of 1, 2, 4$",
+        ),
+        (
+            {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96},
+            2,
+            "the 3 KV heads .* to one of 1, 3, 6$",
+        ),
+        ({"intermediate_size": 98}, 4, "the intermediate size 98 .* to one of 1, 2$"),
+    ],
+)
+def test_sizes_that_cannot_be_split_are_refused_before_weights_are_read(
+    sizes: dict[str, int], num_ranks: int, words: str
+) -> None:
+    folder = checkpoint("llama", **sizes)
+    with pytest.raises(ModelError, match=words):
+        make_worker(str(folder), num_ranks)
+
+
+def test_a_model_that_runs_through_transformers_is_refused() -> None:
+    with pytest.raises(
+        ModelError, match=r"GPTNeoXForCausalLM runs through transformers.*set tensor_parallel_size to 1"
+    ):
+        make_worker(str(checkpoint("gpt_neox")), 2)
+
+
+def make_worker(folder: str, num_ranks: int) -> TorchWorker:
+    """Without a group: what is refused later than the configuration is read would raise for its lack."""
+    options = {"dtype": "float32", "device": "cpu", "num_threads": 1, "max_num_sequences": 4}
+    return TorchWorker(ModelOptions(model=folder, tensor_parallel_size=num_ranks, **options))
+
+
+def test_a_quantised_linear_is_split_by_the_slices_of_its_tensors(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Int8 with a scale for each output: ranks in threads, whose sums meet in memory."""
+    monkeypatch.setitem(schemes.READERS, SCHEME, read_int8)
+    folder = make_checkpoint("llama", tmp_path, attention_bias=True, mlp_bias=True)
+    quantise(folder, "_proj")
+    expected = logits_of(folder, load_int8(folder, "float32"))
+    groups = ThreadGroup.of(2)
+
+    def run(group: ThreadGroup) -> torch.Tensor:
+        model = load_model(folder, int8_config(folder), "float32", Int8Platform(1), group=group)
+        assert isinstance(model, Decoder)
+        return logits_of(folder, model)
+
+    with ThreadPoolExecutor(2) as pool:
+        found, _ = pool.map(run, groups)
+    torch.testing.assert_close(found, expected, atol=3e-4, rtol=1e-4)
+
+
+def test_slices_of_all_ranks_are_the_checkpoint() -> None:
+    """Also scales: one for each output goes with the outputs, one for each group of inputs with the inputs."""
+    config = load_model_config(checkpoint("llama"))
+    tensors = {
+        "model.layers.0.self_attn.q_proj.weight": (64, 64, 0),
+        "model.layers.0.self_attn.q_proj.weight_scale": (64, 1, 0),
+        "model.layers.0.self_attn.k_proj.weight": (32, 64, 0),
+        "model.layers.0.mlp.gate_proj.weight": (96, 64, 0),
+        "model.layers.0.self_attn.o_proj.weight": (64, 64, 1),
+        "model.layers.0.self_attn.o_proj.weight_scale": (64, 4, 1),
+        "model.layers.0.mlp.down_proj.weight_scale": (64, 1, None),
+        "model.embed_tokens.weight": (VOCAB_SIZE, 64, 0),
+        "lm_head.weight": (VOCAB_SIZE, 64, 0),
+        "model.norm.weight": (64, 1, None),
+    }
+    whole = {name: torch.randn(rows, columns) for name, (rows, columns, _) in tensors.items()}
+    for name, (rows, columns, dim) in tensors.items():
+        shape = (rows, columns)
+        share = tuple(size // (2 if axis == dim else 1) for axis, size in enumerate(shape))
+        ranks = [CheckpointShard(_InMemory(whole), config, rank, 2) for rank in range(2)]
+        parts = [rank.view(name, share) for rank in ranks]
+        together = parts[0] if dim is None else torch.cat(parts, dim=dim)
+        assert torch.equal(together, whole[name]), name
+
+
+def test_each_number_of_ranks_that_is_offered_splits() -> None:
+    config = load_model_config(checkpoint("llama"))
+    for num_ranks in (1, 2, 4):
+        check_num_ranks(config, num_ranks)
+        share: ModelConfig = shard_config(config, num_ranks)
+        assert share.num_heads * num_ranks == config.num_heads
+        assert share.num_kv_heads * num_ranks == max(config.num_kv_heads, num_ranks)
+
+
+class ThreadGroup(OneRank):
+    """Ranks in threads of one process."""
+
+    def __init__(self, rank: int, barrier: threading.Barrier, parts: list[torch.Tensor]) -> None:
+        self.rank = rank
+        self.num_ranks = barrier.parties
+        self._barrier = barrier
+        self._parts = parts
+
+    @classmethod
+    def of(cls, num_ranks: int) -> list[ThreadGroup]:
+        barrier, parts = threading.Barrier(num_ranks, timeout=PATIENCE_S), [torch.empty(0)] * num_ranks
+        return [cls(rank, barrier, parts) for rank in range(num_ranks)]
+
+    def _all(self, x: torch.Tensor) -> list[torch.Tensor]:
+        self._parts[self.rank] = x.clone()
+        self._barrier.wait()
+        parts = list(self._parts)
+        self._barrier.wait()
+        return parts
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self._all(x)).sum(0)
+
+    def gather(self, x: torch.Tensor) -> list[torch.Tensor] | None:
+        parts = self._all(x)
+        return parts if self.rank == 0 else None
+
+    def row_parallel(self, linear: Linear, out_features: int, dtype: torch.dtype) -> Linear:
+        return SummedLinear(linear, self.all_reduce)
+
+
+class _InMemory(Checkpoint):
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def view(self, name: str, shape: tuple[int, ...], kind: torch.dtype = torch.float32) -> torch.Tensor:
+        tensor = self._tensors[name]
+        assert tensor.shape == shape
+        return tensor
