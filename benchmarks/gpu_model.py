@@ -19,7 +19,9 @@ GAP_S = 1.5e-6
 LAUNCH_S = 25e-6
 """One launch of a Triton kernel or a linear from Python."""
 KERNELS_OF_LAYER, LINEARS_OF_LAYER = 6, 4
-"""`tests/test_triton_launches.py` holds the first. The linears: query, key and value; output; gate and up; down."""
+"""`tests/workers/kernels/test_triton_launches.py` holds the first. The linears are: query, key and value; output; gate
+and up; down.
+"""
 SAMPLER_KERNELS = 8
 
 

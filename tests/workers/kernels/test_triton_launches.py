@@ -15,9 +15,9 @@ import torch
 from cluster.llm import SamplingParams
 from structured.logits_processors import LogitsProcessorSpec
 from tests.checkpoints import VOCAB_SIZE, checkpoint
-from tests.test_cuda_platform import make_llm
-from tests.triton_compile import LAUNCHED
-from tests.triton_device import DEVICE
+from tests.workers.kernels.triton_compile import LAUNCHED
+from tests.workers.test_cuda_platform import make_llm
+from tests.workers.triton_device import DEVICE
 from workers.kernels.triton import attention, edits, rope, rows, sampler
 
 pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="watches the interpreter's kernels")
