@@ -15,6 +15,13 @@ def place(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
+def staging(num_words: int, device: torch.device) -> torch.Tensor:
+    """Returns zeros on the host, int32 [num_words], to be filled and then moved by `to(device, non_blocking=True)`. For
+    CUDA they lie in pinned memory, so that the move needs no copy in between.
+    """
+    return torch.zeros(num_words, dtype=torch.int32, pin_memory=device.type == "cuda")
+
+
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """A copy in the host's memory, which torch pins, to be read once the device has done what it was told so far."""
     return tensor.to("cpu", non_blocking=True)

@@ -12,7 +12,7 @@ import torch
 import triton
 from triton import knobs
 
-from workers.kernels.transfer import place
+from workers.kernels.transfer import staging
 
 INTERPRETED = bool(knobs.runtime.interpret)
 """Whether the kernels run in Triton's interpreter, on the CPU: `TRITON_INTERPRET=1` when triton was first imported."""
@@ -64,10 +64,11 @@ def aligned_places(sizes: dict[str, int]) -> tuple[dict[str, slice], int]:
 def place_together(arrays: dict[str, np.ndarray], device: torch.device) -> dict[str, torch.Tensor]:
     """Copies of int32 arrays on the device, flat, by one transfer."""
     places, end = aligned_places({name: array.size for name, array in arrays.items()})
-    packed = np.zeros(end, dtype=np.int32)
+    staged = staging(end, device)
+    packed = staged.numpy()
     for name, array in arrays.items():
         packed[places[name]] = array.ravel()
-    buffer = place(packed, device)
+    buffer = staged.to(device, non_blocking=True)
     return {name: buffer[where] for name, where in places.items()}
 
 

@@ -15,7 +15,7 @@ import torch
 
 from workers.kernels.attention_metadata import AttentionMetadata
 from workers.kernels.shared_prefixes import SharedPrefixes
-from workers.kernels.transfer import place
+from workers.kernels.transfer import staging
 from workers.kernels.triton.launch import aligned_places
 from workers.kernels.triton.work import ITEM_COLUMNS, MERGE_COLUMNS, WorkShape, plan_work
 
@@ -136,11 +136,12 @@ def build_metadata(
         arrays = _padded(arrays, padded_sizes(layout, host.shared_prefixes is not None, shape))
     words = {name: array.view(np.int32) for name, array in arrays.items()}
     places, end = aligned_places({name: len(array) for name, array in words.items()})
-    packed = np.zeros(end + tables.size, dtype=np.int32)
+    staged = staging(end + tables.size, device)
+    packed = staged.numpy()
     for name, where in places.items():
         packed[where] = words[name]
-    packed[end:] = tables.ravel()
-    buffer = place(packed, device)
+    packed[end:].reshape(tables.shape)[:] = tables
+    buffer = staged.to(device, non_blocking=True)
     views = {name: buffer[where] for name, where in places.items()}
     num_tokens, num_sequences = host.num_tokens, host.num_sequences
     return DeviceMetadata(
