@@ -70,6 +70,8 @@ def test_health_is_degraded_while_an_engine_cannot_compile(stats: EngineStats) -
 
 
 def test_health_fails_where_no_engine_steps(stats: EngineStats) -> None:
+    with pytest.raises(ApiError, match="no engine answers: one is starting, or is being replaced"):
+        health_of([], 60.0)
     with pytest.raises(ApiError, match="every engine has failed"):
         health_of([msgspec.structs.replace(stats, alive=False)], 30.0)
     with pytest.raises(ApiError, match="no request made progress for 31 s; the bound is 30 s"):

@@ -47,6 +47,8 @@ def health_of(engines: list[EngineStats], bound_s: float) -> Health:
     An engine that cannot compile constraints serves everything else, and tries again by itself: it stays in service, as
     "degraded".
     """
+    if not engines:
+        raise ApiError(503, "no engine answers: one is starting, or is being replaced")
     alive = [stats for stats in engines if stats.alive]
     if not alive:
         raise ApiError(503, "every engine has failed, and is being replaced")

@@ -5,20 +5,23 @@ more kernels than it did.
 from __future__ import annotations
 
 import collections
+import gc
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from cluster.llm import SamplingParams
 from structured.logits_processors import LogitsProcessorSpec
 from tests.checkpoints import VOCAB_SIZE, checkpoint
+from tests.conftest import PROVE
 from tests.workers.kernels.triton_compile import LAUNCHED
 from tests.workers.test_cuda_platform import make_llm
 from tests.workers.triton_device import DEVICE
-from workers.kernels.triton import attention, edits, rope, rows, sampler
+from workers.kernels.triton import attention, edits, launch, rope, rows, sampler
 
 pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="watches the interpreter's kernels")
 
@@ -33,6 +36,8 @@ class Launches:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.forms: set[Form] = set()
         self.counts: collections.Counter[str] = collections.Counter()
+        self.read: list[StorageWeakRef] = []
+        """The memory of every tensor that a kernel was given."""
         for module in (attention, edits, rope, rows, sampler):
             for name, kernel in list(vars(module).items()):
                 if name.startswith(LAUNCHED) and hasattr(kernel, "arg_names"):
@@ -47,6 +52,8 @@ class Watched:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def run(*arguments: Any, **named: Any) -> None:
+            tensors = (each for each in (*arguments, *named.values()) if isinstance(each, torch.Tensor))
+            self._launches.read += (StorageWeakRef(each.untyped_storage()) for each in tensors)
             self._launches.counts[self._name] += 1
             self._launches.forms.add(form_of(self._name, self._kernel, arguments, named))
             self._kernel[grid](*arguments, **named)
@@ -92,11 +99,11 @@ def requests(seed: int) -> tuple[list[list[int]], list[SamplingParams]]:
         (shared if index % 2 else []) + generator.integers(3, VOCAB_SIZE, 1 + int(generator.integers(1, 20))).tolist()
         for index in range(len(kinds))
     ]
-    return prompts, [SamplingParams(**{"max_tokens": 4, "seed": seed, **kind}) for kind in kinds]
+    return prompts, [SamplingParams(**{"max_tokens": 3, "seed": seed, **kind}) for kind in kinds]
 
 
 @pytest.mark.usefixtures("plugin", "cheap_groups")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"] if PROVE else ["bfloat16"])
 def test_nothing_is_compiled_while_requests_are_served(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     launches = Launches(monkeypatch)
     llm = make_llm(
@@ -125,6 +132,30 @@ def test_a_layer_of_a_decode_step_is_six_kernels_beside_its_linears(monkeypatch:
         totals.append(launches.counts.total())
         llm.abort("0")
     assert totals[1] - totals[0] <= 6
+
+
+@pytest.mark.usefixtures("cheap_groups")
+def test_a_graph_keeps_all_that_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay reads the same memory as the capture. What was made before the capture must live as long as the graph;
+    what is made within it lies in the graph's own pool.
+    """
+    launches, outer = Launches(monkeypatch), list[StorageWeakRef]()
+    capture = launch.GraphCapture.capture
+
+    def watched(self: launch.GraphCapture, run: Callable[[], torch.Tensor]) -> Any:
+        tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]
+        before = {StorageWeakRef(each.untyped_storage()).cdata for each in tensors}
+        launches.read.clear()
+        captured = capture(self, run)
+        outer.extend(each for each in launches.read if each.cdata in before)
+        return captured
+
+    monkeypatch.setattr(launch.GraphCapture, "capture", watched)
+    llm = make_llm(monkeypatch, str(checkpoint("llama", num_hidden_layers=1)), max_num_sequences=2)
+    gc.collect()
+    assert len(outer) > 20
+    assert not [each for each in outer if each.expired()]
+    del llm
 
 
 @pytest.mark.usefixtures("plugin", "cheap_groups")
