@@ -16,10 +16,15 @@ def place(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def staging(num_words: int, device: torch.device) -> torch.Tensor:
-    """Returns zeros on the host, int32 [num_words], to be filled and then moved by `to(device, non_blocking=True)`. For
-    CUDA they lie in pinned memory, so that the move needs no copy in between.
+    """Returns zeros on the host, int32 [num_words], to be filled and then given to `move`. For CUDA they lie in pinned
+    memory, so that the move needs no copy in between.
     """
     return torch.zeros(num_words, dtype=torch.int32, pin_memory=device.type == "cuda")
+
+
+def move(staged: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Returns what `staging` made on the device, in the order of its stream; on a CPU the tensor itself."""
+    return staged.to(device, non_blocking=True)
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 import triton
 from triton import knobs
 
-from workers.kernels.transfer import staging
+from workers.kernels.transfer import move, staging
 
 INTERPRETED = bool(knobs.runtime.interpret)
 """Whether the kernels run in Triton's interpreter, on the CPU: `TRITON_INTERPRET=1` when triton was first imported."""
@@ -68,7 +68,7 @@ def place_together(arrays: dict[str, np.ndarray], device: torch.device) -> dict[
     packed = staged.numpy()
     for name, array in arrays.items():
         packed[places[name]] = array.ravel()
-    buffer = staged.to(device, non_blocking=True)
+    buffer = move(staged, device)
     return {name: buffer[where] for name, where in places.items()}
 
 

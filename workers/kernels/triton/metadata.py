@@ -15,7 +15,7 @@ import torch
 
 from workers.kernels.attention_metadata import AttentionMetadata
 from workers.kernels.shared_prefixes import SharedPrefixes
-from workers.kernels.transfer import staging
+from workers.kernels.transfer import move, staging
 from workers.kernels.triton.launch import aligned_places
 from workers.kernels.triton.work import ITEM_COLUMNS, MERGE_COLUMNS, WorkShape, plan_work
 
@@ -141,7 +141,7 @@ def build_metadata(
     for name, where in places.items():
         packed[where] = words[name]
     packed[end:].reshape(tables.shape)[:] = tables
-    buffer = staged.to(device, non_blocking=True)
+    buffer = move(staged, device)
     views = {name: buffer[where] for name, where in places.items()}
     num_tokens, num_sequences = host.num_tokens, host.num_sequences
     return DeviceMetadata(
