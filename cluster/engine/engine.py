@@ -153,8 +153,10 @@ class Engine:
             self._run_when_idle()
             return changes
         try:
-            if not self._plans_ahead:
+            if not self._plans_ahead and self._under_way:
                 changes += self._update(most_under_way=0)
+                if any(change.logprobs and not change.token_ids for change in changes):
+                    return changes  # the caller chooses these sequences' tokens before the next step is planned
             # 1. Schedule: who computes what, by what is known of masks and drafts, as if the steps under way were done.
             changes += self.masks.before_step()
             step = self.scheduler.schedule()
