@@ -15,10 +15,9 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import psutil
-
 from benchmarks.processes import free_port
 from tests.patience import PATIENCE_S
+from tests.processes import kill_tree
 
 BIN = pathlib.Path(sys.executable).parent
 
@@ -98,11 +97,7 @@ def ray_cluster(num_cpus: int, node_types: dict[str, Any] | None = None) -> Iter
     try:
         yield cluster
     finally:
-        parent = psutil.Process(head.pid)
-        processes = [*parent.children(recursive=True), parent]
-        for process in processes:
-            process.kill()
-        psutil.wait_procs(processes, timeout=PATIENCE_S)
+        kill_tree(head.pid)
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -17,6 +17,7 @@ import psutil
 from benchmarks.processes import free_port
 from tests.checkpoints import checkpoint
 from tests.patience import PATIENCE_S
+from tests.processes import running_below
 from tests.sharing import shared
 
 SETTINGS = ("engine.dtype=float32", "engine.kv_cache_bytes=8388608", "engine.num_threads=1")
@@ -60,8 +61,7 @@ class Client:
 
 def addresses_heard(pid: int) -> set[str]:
     """Returns the addresses at which a process and all that it started listen, TCP and UDP."""
-    root = psutil.Process(pid)
-    pids = {each.pid for each in (root, *root.children(recursive=True))}
+    pids = {pid, *(each.pid for each in running_below(pid))}
     sockets = (each for each in psutil.net_connections("inet") if each.pid in pids and not each.raddr and each.laddr)
     return {each.laddr.ip.removeprefix("::ffff:") for each in sockets}
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 import psutil
 
-from tests.patience import PATIENCE_S
+from tests.processes import kill_all
 
 NETWORK = "10.87.0"
 RAY = str(pathlib.Path(sys.executable).parent / "ray")
@@ -75,10 +75,7 @@ class Node:
         for pid in found.stdout.split():
             with contextlib.suppress(psutil.NoSuchProcess):
                 processes.append(psutil.Process(int(pid)))
-        for process in processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(processes, timeout=PATIENCE_S)
+        kill_all(processes)
 
 
 class TwoNodes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pathlib
@@ -23,6 +22,7 @@ from benchmarks.processes import free_port
 from tests.batch.test_batch import KilledBatch, arguments, line, results, write_lines
 from tests.checkpoints import checkpoint
 from tests.patience import PATIENCE_S
+from tests.processes import kill_tree, running_below
 from tests.server import Server
 
 pytestmark = pytest.mark.prove
@@ -47,8 +47,7 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def engines_of(node: Any) -> list[psutil.Process]:
     """Those that run on a node."""
     (raylet,) = node.all_processes["raylet"]
-    children = psutil.Process(raylet.process.pid).children(recursive=True)
-    return [child for child in children if ":engine" in " ".join(child.cmdline())]
+    return running_below(raylet.process.pid, ":engine")
 
 
 def test_a_batch_outlives_its_kills_and_a_node(nodes: Any, tmp_path: pathlib.Path, record_property) -> None:
@@ -92,7 +91,7 @@ def test_a_server_that_was_killed_goes_on_with_its_batches(tmp_path: pathlib.Pat
             wanted = num_lines * (kill + chance.random()) / (NUM_KILLS + 1)
             while client.batches.retrieve(batch.id).request_counts.completed < wanted:
                 server.post("/v1/completions", {**body, "prompt": "interactive"})
-            kill_all(server.process.pid)
+            kill_tree(server.process.pid)
             server = Server(*options)
             client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
         while (batch := client.batches.retrieve(batch.id)).status != "completed":
@@ -107,15 +106,6 @@ def test_a_server_that_was_killed_goes_on_with_its_batches(tmp_path: pathlib.Pat
             assert (status, answer["choices"]) == (200, each["response"]["body"]["choices"])
     finally:
         server.stop()
-
-
-def kill_all(pid: int) -> None:
-    """A process and what it started."""
-    processes = [*psutil.Process(pid).children(recursive=True), psutil.Process(pid)]
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(processes, timeout=PATIENCE_S)
 
 
 def test_a_ray_job_answers_a_batch(tmp_path: pathlib.Path) -> None:
@@ -144,5 +134,5 @@ def test_a_ray_job_answers_a_batch(tmp_path: pathlib.Path) -> None:
         assert sorted(each["custom_id"] for each in results(target)) == [f"request-{i}" for i in range(9)]
         assert all(each["response"]["status_code"] == 200 for each in results(target))
     finally:
-        kill_all(cluster.pid)
+        kill_tree(cluster.pid)
         shutil.rmtree(folder, ignore_errors=True)

@@ -20,6 +20,7 @@ from structured.masks import BufferShape, MaskBuffer
 from structured.vocabulary import Vocabulary
 from tests.checkpoints import checkpoint
 from tests.patience import PATIENCE_S
+from tests.processes import running_below
 from tests.server import Server
 
 OTHER_SYSTEM = pathlib.Path(__file__).parents[1] / "other_system"
@@ -104,8 +105,7 @@ def compile_regex(compiler: Compiler, regex: str, backend: str = "auto") -> byte
 
 
 def compile_processes() -> list[psutil.Process]:
-    children = psutil.Process().children(recursive=True)
-    return [child for child in children if child.status() != psutil.STATUS_ZOMBIE and "compile" in str(child.cmdline())]
+    return running_below(None, "compile")
 
 
 def test_without_forks_each_compile_process_is_started_and_replaced_by_itself(

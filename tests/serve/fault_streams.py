@@ -23,6 +23,7 @@ from ray.serve.schema import ServeDeploySchema
 from benchmarks.processes import free_port
 from tests.checkpoints import checkpoint
 from tests.patience import PATIENCE_S, wait_until
+from tests.processes import running_below
 
 APP = "faults"
 """Not that of the servers of other tests, whose engines run under this process too."""
@@ -227,15 +228,8 @@ class Application:
         wait_until(runs, poll_s=0.25)  # a look keeps this process and Serve's controller busy
 
     def processes(self, title: str) -> list[psutil.Process]:
-        """Those of this Ray whose command line begins so, oldest first."""
-        found = []
-        for process in psutil.Process().children(recursive=True):
-            try:
-                if process.status() != psutil.STATUS_ZOMBIE and " ".join(process.cmdline()).startswith(title):
-                    found.append(process)
-            except psutil.Error:
-                continue
-        return sorted(found, key=lambda process: process.create_time())
+        """Returns those of this Ray that have `title` in their command line, oldest first."""
+        return running_below(None, title)
 
     def start_streams(self) -> Streams:
         return Streams(self.url, self.requests)

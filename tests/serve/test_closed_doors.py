@@ -25,6 +25,7 @@ import psutil
 import pytest
 
 from tests.patience import PATIENCE_S
+from tests.processes import running_below
 from tests.server import Server
 
 PROVE = os.environ.get("MANTA_PROVE") == "1"
@@ -115,7 +116,7 @@ class Target:
     def num_bytes(self) -> dict[int, int]:
         """Of each process of the server, without what they share: Ray bounds its store of objects by itself."""
         found: dict[int, int] = {}
-        for process in psutil.Process(self.server.process.pid).children(recursive=True):
+        for process in running_below(self.server.process.pid):
             with contextlib.suppress(psutil.Error):
                 if "compile_process" not in " ".join(process.cmdline()):  # forked and ended as constraints come
                     memory = process.memory_info()

@@ -20,7 +20,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
 from benchmarks.processes import free_port
@@ -29,6 +28,7 @@ from cluster.serve.starting.start_failure import StartFailed
 from tests.checkpoints import checkpoint
 from tests.conftest import PROVE
 from tests.patience import PATIENCE_S
+from tests.processes import kill_tree
 from tests.serve.test_start_failures import refusal, serve
 
 RAY = str(pathlib.Path(sys.executable).parent / "ray")
@@ -57,10 +57,7 @@ class Cluster:
         raise RuntimeError("ray start ended")
 
     def stop(self) -> None:
-        processes = [*psutil.Process(self.process.pid).children(recursive=True), psutil.Process(self.process.pid)]
-        for process in processes:
-            process.kill()
-        psutil.wait_procs(processes, timeout=PATIENCE_S)
+        kill_tree(self.process.pid)
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from cluster.private_folder import PrivateFolder
+from tests.processes import running_below
 from tests.server import Server, addresses_heard
 from workers.parallel.group import join_store, open_store, private_address
 
@@ -43,8 +44,9 @@ def test_nothing_that_a_server_starts_listens_beyond_this_machine(
         body = {"model": server.model, "prompt": "a", "max_tokens": 4, "structured_outputs": {"regex": "[ab]{9}"}}
         assert server.post("/v1/completions", body)[0] == 200
         assert addresses_heard(server.process.pid) <= LOOPBACK
-        children = psutil.Process(server.process.pid).children(recursive=True)
-        modes = {each.environ().get("RAY_AUTH_MODE") for each in children if "ray" in each.name()}
+        modes = {
+            each.environ().get("RAY_AUTH_MODE") for each in running_below(server.process.pid) if "ray" in each.name()
+        }
         assert "token" in modes
         assert "disabled" not in modes
     finally:

@@ -16,6 +16,7 @@ import uvloop
 from cluster.engine.request import SequenceOutput
 from cluster.serve.streams.token_channel import GO_AHEAD, Address, Connection, OutputReceiver, OutputSender
 from tests.patience import PATIENCE_S, until
+from tests.processes import running_below
 from tests.server import Server
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
@@ -157,11 +158,7 @@ def test_a_server_whose_ray_uses_tls_answers(tmp_path: pathlib.Path, monkeypatch
         status, _, body = server.post("/v1/completions", {"model": server.model, "prompt": [5, 6], "max_tokens": 9})
         assert status == 200
         assert body["usage"]["completion_tokens"] == 9
-        ingress = next(
-            each
-            for each in psutil.Process(server.process.pid).children(recursive=True)
-            if ":ingress" in " ".join(each.cmdline())
-        )
+        ingress = running_below(server.process.pid, ":ingress")[0]
         ports = [each.laddr.port for each in ingress.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
         assert GO_AHEAD in [first_byte(port) for port in ports]
     finally:

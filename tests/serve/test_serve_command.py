@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import os
@@ -27,6 +26,7 @@ from tests.checkpoints import checkpoint
 from tests.conftest import PROVE
 from tests.documented import Document
 from tests.patience import PATIENCE_S, wait_until
+from tests.processes import kill_tree, running_below
 
 COMES_BACK_S = 6.0
 """From an ingress's death to the first answer of the next one, on a machine that has nothing else to do."""
@@ -77,14 +77,6 @@ class Serve:
     def started(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
 
-    def titles(self) -> list[tuple[psutil.Process, str]]:
-        """Those that still run, and what they call themselves."""
-        found = []
-        for process in self.started():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                found.append((process, " ".join(process.cmdline())))
-        return found
-
     def end(self, number: signal.Signals) -> list[psutil.Process]:
         """Sends the signal, waits for the end, and returns the processes that outlived it."""
         started = self.started()
@@ -95,9 +87,7 @@ class Serve:
 
     def kill(self) -> None:
         if self.process.poll() is None:
-            for process in [*self.started(), psutil.Process(self.process.pid)]:
-                with contextlib.suppress(psutil.NoSuchProcess):  # it may have ended by itself since
-                    process.kill()
+            kill_tree(self.process.pid)
             self.process.communicate()
 
 
@@ -152,10 +142,9 @@ def test_what_serve_prints_can_be_pasted(running: Serve) -> None:
 
     running.wait_for_lines(REQUEST_LINE, 4)  # curl, Python, and two messages of the chat
 
-    titles = [title for _, title in running.titles()]
-    assert sum("ray::ServeReplica" in title for title in titles) == 2
+    assert len(running_below(running.process.pid, "ray::ServeReplica")) == 2
     for needless in ("ProxyActor", "log_monitor", "autoscaler", "dashboard.py"):
-        assert not [title for title in titles if needless in title], "each holds up every step when it wakes"
+        assert not running_below(running.process.pid, needless), "each holds up every step when it wakes"
 
     logs = re.search(r"^Logs: (.+)$", running.printed, re.MULTILINE)
     assert logs is not None
@@ -177,7 +166,7 @@ def test_an_ingress_that_is_killed_comes_back_on_its_port(running: Serve, record
         except httpx.TransportError:
             return False
 
-    (ingress,) = [process for process, title in running.titles() if "manta:ingress" in title]
+    (ingress,) = running_below(running.process.pid, "manta:ingress")
     assert answers()
     ingress.kill()
     ingress.wait(PATIENCE_S)
@@ -200,7 +189,7 @@ def test_what_is_said_while_an_engine_is_dead_is_documented(running: Serve) -> N
         judge.check(path, answer.status_code, answer.headers["content-type"], answer.content)
         return answer.status_code
 
-    (engine,) = [process for process, title in running.titles() if "manta:engine" in title]
+    (engine,) = running_below(running.process.pid, "manta:engine")
     engine.kill()
     statuses: set[int] = set()
 

@@ -14,6 +14,7 @@ import pytest
 from cluster.llm import LLM, SamplingParams
 from tests.checkpoints import checkpoint
 from tests.patience import PATIENCE_S, wait_until
+from tests.processes import running_below
 from tests.server import Server
 
 pytestmark = pytest.mark.prove
@@ -37,14 +38,6 @@ def expected() -> tuple[str, list[int]]:
     return output.outputs[0].text, output.outputs[0].token_ids
 
 
-def processes(server: Server, title: str) -> list[psutil.Process]:
-    return [
-        process
-        for process in psutil.Process(server.process.pid).children(recursive=True)
-        if process.status() != psutil.STATUS_ZOMBIE and title in " ".join(process.cmdline())
-    ]
-
-
 def test_a_served_model_on_two_ranks_survives_them_and_its_engine() -> None:
     text, _ = expected()
     server = Server("engine.tensor_parallel_size=2")
@@ -58,17 +51,17 @@ def test_a_served_model_on_two_ranks_survives_them_and_its_engine() -> None:
     try:
         assert answers()
         for number in (1, 2):
-            processes(server, "RankActor")[number - 1].send_signal(signal.SIGKILL)
+            running_below(server.process.pid, "RankActor")[number - 1].send_signal(signal.SIGKILL)
             assert answers()
             assert server.metrics()["manta:rank_rebuilds_total"] == number
         assert server.metrics()["manta:rank_disagreements_total"] == 0
-        ranks = processes(server, "RankActor")
+        ranks = running_below(server.process.pid, "RankActor")
         assert len(ranks) == 2
-        (engine,) = processes(server, "ServeReplica:manta:engine")
+        (engine,) = running_below(server.process.pid, "ServeReplica:manta:engine")
         engine.send_signal(signal.SIGKILL)
         wait_until(lambda: not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks))
         wait_until(answers)
-        assert len(processes(server, "RankActor")) == 2
+        assert len(running_below(server.process.pid, "RankActor")) == 2
     finally:
         server.stop()
 

@@ -16,6 +16,7 @@ import psutil
 
 from tests.fuzz.http.clients import ACTIONS, Client, World
 from tests.fuzz.http.connection import Closed, connect, request
+from tests.processes import running_below
 
 NUM_CLIENTS = 12
 NUM_EXAMPLES = 100
@@ -134,8 +135,4 @@ class HttpCampaign:
 
 def serving_processes(root_pid: int) -> tuple[psutil.Process, ...]:
     """Ingress and engine of the `manta serve` with that process id."""
-    return tuple(
-        process
-        for process in psutil.Process(root_pid).children(recursive=True)
-        if any(name in " ".join(process.cmdline()) for name in ("manta:ingress", "manta:engine"))
-    )
+    return (*running_below(root_pid, "manta:ingress"), *running_below(root_pid, "manta:engine"))
