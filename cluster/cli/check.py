@@ -26,6 +26,7 @@ from workers.checkpoints.memory import num_parameters, plan_kv_cache, plan_max_m
 from workers.checkpoints.model_folder import load_model_config, resolve_model_folder
 from workers.host import num_cores
 from workers.models.model_config import DTYPE_BYTES, ModelConfig, ModelError
+from workers.parallel.split import check_num_ranks
 from workers.torch_worker.trial import Trial, TrialResult, try_one_layer
 
 
@@ -106,8 +107,6 @@ def _check_quickly(engine: EngineConfig) -> None:
 
 def _check_ranks(engine: EngineConfig, model: ModelConfig) -> None:
     if engine.tensor_parallel_size > 1:
-        from workers.parallel.shard import check_num_ranks  # imports torch
-
         check_num_ranks(model, engine.tensor_parallel_size)
 
 

@@ -20,7 +20,6 @@ from workers.checkpoints.memory import plan_kv_cache, plan_max_model_len, weight
 from workers.checkpoints.model_folder import load_model_config, resolve_model_folder
 from workers.decoders.rope_table import rope_table
 from workers.kernels import torch_sampler
-from workers.kernels.protocol import OK
 from workers.model_info import ModelInfo
 from workers.model_options import ModelOptions
 from workers.models.families import describe
@@ -28,6 +27,7 @@ from workers.models.model_config import ModelConfig
 from workers.models.specs import LinearSpec, NormSpec
 from workers.ranks.rank_sequences import RankSequences
 from workers.ranks.rank_worker import ALONE, RankPlace, StepTimes
+from workers.sampling.row_status import OK
 from workers.sampling.sampling_state import SequenceState
 from workers.sampling.verification import drafts_as_tokens, drafts_of, keep_verified
 from workers.step import StepInput, StepOutput
@@ -45,7 +45,7 @@ class NumpyLlama:
         self._weights = {
             name: array.astype(np.float32) for path in weight_files(folder) for name, array in load_file(path).items()
         }
-        self._cos_sin = rope_table(config.rope, config.head_dim, config.max_position_embeddings).numpy()
+        self._cos_sin = rope_table(config.rope, config.head_dim, config.max_position_embeddings)
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> np.ndarray:
         """Returns a KV cache, float32 [num_layers, 2 (k, v), num_blocks, block_size, num_kv_heads, head_dim]."""

@@ -45,7 +45,8 @@ from workers.kernels.weights import Linear
 from workers.model_options import ModelOptions
 from workers.models.model_config import ModelConfig, ModelError
 from workers.parallel.group import OneRank
-from workers.parallel.shard import CheckpointShard, check_num_ranks, shard_config
+from workers.parallel.shard import CheckpointShard
+from workers.parallel.split import check_num_ranks, shard_config
 from workers.step import ScheduledSequence, SequenceStart, StepInput
 from workers.torch_worker.loader import load_model
 from workers.torch_worker.torch_worker import TorchWorker

@@ -90,5 +90,5 @@ class Decoder:
     def _rotary_table(self, num_positions: int, device: torch.device) -> torch.Tensor:
         if self._cos_sin.shape[0] < num_positions:
             rows = max(_FIRST_POSITIONS, 1 << (num_positions - 1).bit_length())
-            self._cos_sin = rope_table(self.config.rope, self.config.head_dim, rows).to(device)
+            self._cos_sin = torch.from_numpy(rope_table(self.config.rope, self.config.head_dim, rows)).to(device)
         return self._cos_sin

@@ -1,29 +1,31 @@
 """The table of rotary cosines and sines, computed from a checkpoint's configuration.
 
-Plain arithmetic. The model makes the table once, makes a longer one when it needs it, and hands it to the kernels.
+Plain arithmetic in numpy, for the workers of all frameworks.
 """
 
 from __future__ import annotations
 
 import math
 
-import torch
+import numpy as np
 
 from workers.models.model_config import RopeConfig
 
 
-def rope_table(rope: RopeConfig, head_dim: int, num_positions: int) -> torch.Tensor:
+def rope_table(rope: RopeConfig, head_dim: int, num_positions: int) -> np.ndarray:
     """Cosines then sines of every position's angles, float32 [num_positions, head_dim]."""
     inv_freq, attention_factor = _inverse_frequencies(rope, head_dim)
-    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), inv_freq)
-    return torch.cat((angles.cos(), angles.sin()), dim=-1) * attention_factor
+    # The angles are rounded to float32, as in transformers. Their cosines are computed in float64 and rounded once, so
+    # that every machine has the same table.
+    angles = np.outer(np.arange(num_positions, dtype=np.float32), inv_freq).astype(np.float64)
+    return (np.concatenate((np.cos(angles), np.sin(angles)), axis=-1) * attention_factor).astype(np.float32)
 
 
-def _inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
+def _inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
     """([head_dim / 2] radians a position, factor on cosines and sines)."""
-    inv_freq = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
+    inv_freq = (rope.theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)).astype(np.float32)
     if rope.rope_type == "linear":
-        return inv_freq / rope.factor, 1.0
+        return inv_freq / np.float32(rope.factor), 1.0
     if rope.rope_type == "llama3":
         return _llama3(rope, inv_freq), 1.0
     if rope.rope_type == "yarn":
@@ -31,15 +33,15 @@ def _inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor,
     return inv_freq, 1.0
 
 
-def _llama3(rope: RopeConfig, inv_freq: torch.Tensor) -> torch.Tensor:
+def _llama3(rope: RopeConfig, inv_freq: np.ndarray) -> np.ndarray:
     """Llama 3.1's scaling: long wavelengths are stretched by `factor`, short ones kept, those between blended."""
-    wavelengths = 2 * math.pi / inv_freq
-    turns = rope.original_max_position_embeddings / wavelengths
-    kept = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
-    return (1 - kept) * inv_freq / rope.factor + kept * inv_freq
+    wavelengths = np.float32(2 * math.pi) / inv_freq
+    turns = np.float32(rope.original_max_position_embeddings) / wavelengths
+    kept = np.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0, 1)
+    return ((1 - kept) * inv_freq / rope.factor + kept * inv_freq).astype(np.float32)
 
 
-def _yarn(rope: RopeConfig, inv_freq: torch.Tensor, head_dim: int) -> torch.Tensor:
+def _yarn(rope: RopeConfig, inv_freq: np.ndarray, head_dim: int) -> np.ndarray:
     """YaRN (Peng et al., 2023, section 3.2): blends over the dimensions between two numbers of turns."""
 
     def dimension(turns: float) -> float:
@@ -51,5 +53,5 @@ def _yarn(rope: RopeConfig, inv_freq: torch.Tensor, head_dim: int) -> torch.Tens
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     span = max(high - low, 0.001)
-    stretched = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
-    return stretched * inv_freq / rope.factor + (1 - stretched) * inv_freq
+    stretched = np.clip((np.arange(head_dim // 2, dtype=np.float32) - low) / span, 0, 1)
+    return (stretched * inv_freq / rope.factor + (1 - stretched) * inv_freq).astype(np.float32)

@@ -15,13 +15,6 @@ from workers.kernels.attention_metadata import AttentionMetadata
 from workers.models.model_config import HeadShape
 from workers.sampling.sampling_state import SamplingState, SequenceState
 
-OK, NAN, INFINITE, MASKED, LATE, OVERFLOW = range(6)
-"""Status of a drawn row; a row that is not OK has token 0.
-
-`NAN` and `INFINITE` (+inf) are about the model's own logits, `OVERFLOW` about finite logits that became NaN or +inf
-when the request's parameters or the constraint's adjustments were applied to them.
-"""
-
 KVCaches = list[tuple[torch.Tensor, torch.Tensor]]
 """(k_cache, v_cache) of each layer, [num_blocks, block_size, num_kv_heads, head_dim]."""
 

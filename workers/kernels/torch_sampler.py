@@ -12,9 +12,9 @@ import torch
 
 from structured.masks import LATE as LATE_SLOT
 from structured.masks import MaskBatch
-from workers.kernels.protocol import INFINITE, LATE, MASKED, NAN, OK, OVERFLOW
 from workers.kernels.transfer import place
 from workers.sampling.noise import gumbel_noise, noise_keys
+from workers.sampling.row_status import INFINITE, LATE, MASKED, NAN, OK, OVERFLOW
 from workers.sampling.sampling_state import SamplingState, SequenceState
 
 NUM_CANDIDATES = 256

@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 
 from workers.kernels.model_protocol import LoadedModel
-from workers.kernels.protocol import OK, DecodeLimits
+from workers.kernels.protocol import DecodeLimits
 from workers.ranks.rank_worker import StepTimes
+from workers.sampling.row_status import OK
 from workers.sampling.sampling_state import SequenceState
 from workers.torch_worker.model_runner import ModelRunner
 from workers.torch_worker.step_times import measure_steps

@@ -32,29 +32,16 @@ import torch
 from structured.masks import LATE as LATE_SLOT
 from structured.masks import MaskBatch
 from workers.kernels import torch_sampler
-from workers.kernels.protocol import INFINITE, LATE, NAN, OK, OVERFLOW, SamplerKernels
+from workers.kernels.protocol import SamplerKernels
 from workers.kernels.transfer import place, to_host
 from workers.sampling.logits_processors import ProcessorFailed
+from workers.sampling.row_status import INFINITE, LATE, NAN, OK, OVERFLOW, row_error
 from workers.sampling.sampling_state import SamplingState, SequenceState
 from workers.sampling.verification import HostSample
-from workers.sampling_params import SamplingParams
 from workers.step import RowError, SamplePoint, TokenLogprobs
-
-_EDITS = ("logit_bias", "repetition_penalty", "frequency_penalty", "presence_penalty")
-"""Parameters that change the values of logits."""
-_DEFAULTS = SamplingParams()
 
 LogprobTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """What `SamplerKernels.logprobs` returns."""
-
-
-def _is_restricted(params: SamplingParams) -> bool:
-    """Whether parameters of the request, its logits processors aside, mask tokens.
-
-    A logits processor that masks every token by itself is the operator's fault. The request that combines one with
-    such parameters chose both.
-    """
-    return bool(params.constraint or params.allowed_token_ids or params.bad_words_token_ids or params.min_tokens)
 
 
 @dataclasses.dataclass
@@ -145,28 +132,8 @@ class Sampled:
         return HostSample(token_ids, errors, reports)
 
     def _error(self, index: int, code: int) -> RowError:
-        position = self.points[index].position
-        if code == NAN:
-            return RowError(f"the model produced NaN logits at position {position}", is_corrupt=True)
-        if code == INFINITE:
-            return RowError(f"the model produced infinite logits at position {position}", is_corrupt=True)
-        if code == OVERFLOW:
-            params = self.sequences[index].params
-            edits = [name for name in _EDITS if getattr(params, name) != getattr(_DEFAULTS, name)]
-            if params.constraint is not None:
-                edits.append("the constraint")
-            return RowError(
-                f"a logit leaves the range of float32 at position {position} under {' and '.join(edits)}; "
-                "choose values nearer to the defaults",
-                is_refusal=True,
-            )
-        names = "" if self.processed is None else self.processed.names.get(index, "")
-        processors = f", the logits processors {names}" if names else ""
-        return RowError(
-            f"every token is masked at position {position}: allowed_token_ids, bad_words, min_tokens{processors} and "
-            "the constraint leave none; loosen one of them",
-            is_refusal=not names or _is_restricted(self.sequences[index].params),
-        )
+        processors = "" if self.processed is None else self.processed.names.get(index, "")
+        return row_error(code, self.points[index].position, self.sequences[index].params, processors)
 
 
 def sample(

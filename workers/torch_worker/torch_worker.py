@@ -25,7 +25,7 @@ from workers.model_info import ModelInfo
 from workers.model_options import ModelOptions
 from workers.models.model_config import ModelError
 from workers.parallel.group import Group, OneRank
-from workers.parallel.shard import shard_config
+from workers.parallel.split import shard_config
 from workers.phases import Phases
 from workers.platforms import Platform, choose_platform
 from workers.ranks.rank_sequences import RankSequences

@@ -1,0 +1,52 @@
+"""The status of a drawn row, and the words for a row that failed. Samplers of all frameworks use these codes."""
+
+from __future__ import annotations
+
+from workers.sampling_params import SamplingParams
+from workers.step import RowError
+
+OK, NAN, INFINITE, MASKED, LATE, OVERFLOW = range(6)
+"""A row that is not OK has token 0.
+
+`NAN` and `INFINITE` (+inf) are about the model's own logits. `OVERFLOW` is about finite logits that became NaN or +inf
+when the request's parameters or the constraint's adjustments were applied to them. `MASKED` rows have no token left,
+and `LATE` rows are not drawn in this step.
+"""
+
+_EDITS = ("logit_bias", "repetition_penalty", "frequency_penalty", "presence_penalty")
+"""Parameters that change the values of logits."""
+_DEFAULTS = SamplingParams()
+
+
+def row_error(status: int, position: int, params: SamplingParams, processors: str = "") -> RowError:
+    """Returns what a sequence is told whose row has a status other than `OK` and `LATE`. `processors` names its logits
+    processors, if it has some.
+    """
+    if status == NAN:
+        return RowError(f"the model produced NaN logits at position {position}", is_corrupt=True)
+    if status == INFINITE:
+        return RowError(f"the model produced infinite logits at position {position}", is_corrupt=True)
+    if status == OVERFLOW:
+        edits = [name for name in _EDITS if getattr(params, name) != getattr(_DEFAULTS, name)]
+        if params.constraint is not None:
+            edits.append("the constraint")
+        return RowError(
+            f"a logit leaves the range of float32 at position {position} under {' and '.join(edits)}; "
+            "choose values nearer to the defaults",
+            is_refusal=True,
+        )
+    named = f", the logits processors {processors}" if processors else ""
+    return RowError(
+        f"every token is masked at position {position}: allowed_token_ids, bad_words, min_tokens{named} and "
+        "the constraint leave none; loosen one of them",
+        is_refusal=not processors or _is_restricted(params),
+    )
+
+
+def _is_restricted(params: SamplingParams) -> bool:
+    """Returns whether parameters of the request, its logits processors aside, mask tokens.
+
+    A logits processor that masks every token by itself is the operator's fault. The request that combines one with
+    such parameters chose both.
+    """
+    return bool(params.constraint or params.allowed_token_ids or params.bad_words_token_ids or params.min_tokens)
