@@ -1,6 +1,7 @@
 """The device seam: what an executor, and speculation, need of the worker of one rank. Imports no framework.
 
-`workers/torch_worker/torch_worker.py` is the worker for CPUs and CUDA GPUs. To add a framework, write a module with a
+`workers/torch_worker/torch_worker.py` is the worker for CPUs and CUDA GPUs, `workers/jax_worker/jax_worker.py` the one
+for TPUs. To add a framework, write a module with a
 class like it and name the class in `WORKERS`; what it keeps of sequences is in `workers/ranks/rank_sequences.py`, which
 of the drawn tokens stay in `workers/sampling/verification.py`, and the plan of its memory in
 `workers/checkpoints/memory.py`.
@@ -23,7 +24,10 @@ from workers.ranks.rank_sequences import RankSequences
 from workers.sampling.sampling_state import SequenceState
 from workers.step import StepInput, StepOutput
 
-WORKERS = dict.fromkeys(("auto", "cpu", "cuda"), "workers.torch_worker.torch_worker:TorchWorker")
+WORKERS = {
+    **dict.fromkeys(("auto", "cpu", "cuda"), "workers.torch_worker.torch_worker:TorchWorker"),
+    "tpu": "workers.jax_worker.jax_worker:JaxWorker",
+}
 """The class of the worker for each value of the option `device`."""
 
 StepTimes = list[tuple[int, float]]
