@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 TPU_KV_SHARE = 0.9
 """Share of a TPU's free memory that the KV cache takes; the rest is for the largest step."""
+BLOCK_BITS = 7
+"""Significant bits of the number of KV blocks: at most 1.6% of the cache is given up for it."""
 SCALAR_BYTES = 512 << 10
 """Most bytes of a step's block tables on a TPU: the attention kernel keeps them in scalar memory, of 1 MiB."""
 
@@ -182,7 +184,7 @@ def _plan(
     of_device = free_memory(mesh)
     # Devices that are simulated share the memory of the host.
     free = host.free_memory() // len(mesh.local_devices) if of_device is None else of_device
-    return plan_kv_cache(
+    num_bytes, num_blocks = plan_kv_cache(
         held_config(model, mesh),
         dtype,
         config,
@@ -192,6 +194,10 @@ def _plan(
         shares_memory=of_device is None,
         most_of_free=MOST_OF_FREE if of_device is None else TPU_KV_SHARE,
     )
+    # Compiled programs are kept by the number of blocks, which must not vary with every byte that is free.
+    step = 1 << max(0, num_blocks.bit_length() - BLOCK_BITS)
+    kept = num_blocks // step * step
+    return num_bytes // num_blocks * kept, kept
 
 
 def _check_tables(limits: Limits, mesh: Mesh) -> None:

@@ -7,6 +7,8 @@ process; on CPUs, which simulate a mesh, gloo carries what the devices of two pr
 from __future__ import annotations
 
 import os
+import pathlib
+import socket
 
 import jax
 import numpy as np
@@ -19,6 +21,8 @@ AXIS = "tensor"
 """The name of the mesh's only axis: heads, inner widths and vocabularies are divided along it."""
 TPU = "tpu"
 """The name of TPUs among JAX's backends."""
+LOOPBACK = "127.0.0.1"
+"""The address of the coordination service of processes of one machine."""
 _JOIN_S = 300
 """Seconds within which all hosts of a mesh must have joined it."""
 
@@ -53,13 +57,30 @@ def open_mesh(num_devices: int, num_hosts: int = 1, place: RankPlace | None = No
     return Mesh(np.array(devices[:num_devices]), (AXIS,), axis_types=(AxisType.Auto,))
 
 
+def open_group(folder: pathlib.Path, host: str | None) -> tuple[None, str]:
+    """Returns an address for JAX's coordination service, which rank 0 starts there when it joins the mesh; see
+    `workers.ranks.rank_worker.open_group`.
+
+    The service asks nobody for a secret, so hosts of a slice need a network of their own (`docs/security.md`).
+    """
+    address = host or LOOPBACK
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+        probe.bind((address, 0))
+        port = probe.getsockname()[1]
+    return None, f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
 def _join(num_hosts: int, place: RankPlace) -> None:
     if place.group_address is None:
         raise ValueError(f"rank {place.rank} of {num_hosts} needs group_address, that of JAX's coordination service")
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(
-        place.group_address, num_hosts, place.rank, initialization_timeout=_JOIN_S, coordinator_bind_address=None
+        place.group_address,
+        num_hosts,
+        place.rank,
+        initialization_timeout=_JOIN_S,
+        coordinator_bind_address=place.group_address,
     )
 
 

@@ -18,13 +18,13 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from tqdm import tqdm
 
 from structured.masks import row_words
+from workers.cache_folder import cache_folder
 from workers.jax_worker import sampler
 from workers.jax_worker.attention import AttentionForm
 from workers.jax_worker.batch import BatchShape
 from workers.jax_worker.decoder import Pages, compute_logits, forward
 from workers.jax_worker.mesh import replicated
 from workers.jax_worker.parameters import Linear, Parameters
-from workers.kernels.build import cache_folder
 from workers.models.model_config import ModelConfig
 
 NUM_COPIES = 64

@@ -30,6 +30,12 @@ WORKERS = {
 }
 """The class of the worker for each value of the option `device`."""
 
+GROUPS = {
+    **dict.fromkeys(("auto", "cpu", "cuda"), "workers.parallel.group:open_group"),
+    "tpu": "workers.jax_worker.mesh:open_group",
+}
+"""For each value of the option `device`, what `open_group` calls."""
+
 StepTimes = list[tuple[int, float]]
 """(tokens, seconds) of steps, tokens ascending."""
 
@@ -39,9 +45,7 @@ class RankPlace(NamedTuple):
 
     rank: int = 0
     group_address: str | None = None
-    """The address of the ranks' store (`private_address` or `open_store` of `workers.parallel.group`). None for one
-    rank.
-    """
+    """What `open_group` returned on rank 0. None for one rank."""
 
 
 ALONE = RankPlace()
@@ -158,6 +162,17 @@ class SpeculationTarget(RankWorker, Protocol):
     def measure(self) -> StepTimes:
         """Measures steps of several sizes on this rank alone. Called before anything is cached."""
         ...
+
+
+def open_group(device: str, folder: pathlib.Path, host: str | None) -> tuple[object, str]:
+    """Opens on rank 0 what the ranks of a replica find each other by. Returns what must be kept alive as long as the
+    group lives, and its address.
+
+    `host` is this machine's address, or None if it has all ranks; then `folder`, which belongs to this user alone, may
+    hold what is needed.
+    """
+    opened: tuple[object, str] = pkgutil.resolve_name(GROUPS[device])(folder, host)
+    return opened
 
 
 def load_worker(
