@@ -15,6 +15,8 @@ from tests.engine_parts import poison_block, worker_of
 from workers.checkpoints.model_folder import load_model_config
 from workers.sampling_params import SamplingParams
 
+LIMITS: dict[str, int] = {}
+"""Options of every engine. A worker that compiles programs up to its limits has small ones here."""
 NUM_TOKENS = 48
 POOL_BLOCKS = 12
 
@@ -30,7 +32,7 @@ def make_engine(family: str, num_blocks: int | None = None, **options) -> Engine
     folder = checkpoint(family)
     blocks = num_blocks or 256
     kv_cache_bytes = load_model_config(folder).kv_bytes_per_token("float32") * 16 * blocks
-    return Engine(EngineConfig(model=str(folder), kv_cache_bytes=kv_cache_bytes, **options))
+    return Engine(EngineConfig(model=str(folder), kv_cache_bytes=kv_cache_bytes, **{**LIMITS, **options}))
 
 
 def run(engine: Engine, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> list[list[int]]:

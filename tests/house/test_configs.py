@@ -359,8 +359,8 @@ def test_what_the_image_has_is_enough_to_install_and_to_run_a_model(tmp_path: pa
 def test_every_file_of_a_folder_is_looked_at() -> None:
     looked_at = {*SERVE, *KUBERAY, *LAUNCHER, CONFIGS / "engine.yaml"}
     assert {path for path in CONFIGS.rglob("*.yaml") if "grafana" not in path.parts} == looked_at
-    assert {path.stem for path in SERVE} == {*DEPLOYED, "multi-node", "two-models"}
-    assert len(KUBERAY) == 2
+    assert {path.stem for path in SERVE} == {*DEPLOYED, "multi-node", "two-models", "tpu"}
+    assert len(KUBERAY) == 4
     assert len(LAUNCHER) == 2
 
 

@@ -471,6 +471,8 @@ COMMANDS: dict[str, Callable[[str, Manual], None]] = {
     "make serve PORT=8080 CONFIG=configs/engine.yaml": starts_a_server,
     "manta serve": starts_a_server,
     "manta serve --set engine.tensor_parallel_size=2": starts_a_server,
+    "JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=4 manta serve --set engine.device=tpu "
+    "--set engine.tensor_parallel_size=4": starts_a_server,
     (
         "RAY_ADDRESS=HEAD:6379 manta serve --set engine.tensor_parallel_size=2 "
         "--set engine.placement_strategy=STRICT_SPREAD"
@@ -552,6 +554,7 @@ COMMANDS: dict[str, Callable[[str, Manual], None]] = {
     "make fuzz": fuzzes,
     "make fuzz MINUTES=10 SEED=1": fuzzes,
     "make fuzz ARGS=--http": fuzzes,
+    'make fuzz ARGS="--device tpu"': fuzzes,
     "make soak MINUTES=30": soaks,
     "make clean": cleans,
 }

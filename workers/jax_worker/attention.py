@@ -83,7 +83,7 @@ def _attend_on_device(
     padding = ((0, 0), (0, 0), (0, pages.shape[-1] - head_dim))
     query, key, value = (jnp.pad(each, padding) for each in (query, key, value))
     pages = write_pages(key, value, pages, batch)
-    compute = _with_kernel if form.uses_kernel else attend_by_chunks
+    compute = attend_by_kernel if form.uses_kernel else attend_by_chunks
     return compute(query, pages, batch, form.scale, sliding_window)[:, :, :head_dim], pages
 
 
@@ -97,9 +97,10 @@ def write_pages(key: jax.Array, value: jax.Array, pages: jax.Array, batch: Batch
     return pages.at[block, position % block_size].set(together.astype(pages.dtype), mode="drop")
 
 
-def _with_kernel(
+def attend_by_kernel(
     query: jax.Array, pages: jax.Array, batch: Batch, scale: float, sliding_window: int | None
 ) -> jax.Array:
+    """The same by Pallas's kernel, on TPUs only."""
     page_bytes = pages[0].size * pages.dtype.itemsize
     return ragged_paged_attention(
         query,

@@ -20,6 +20,9 @@ from cluster.llm import LLM, ConstraintSpec, LogitsProcessorSpec, SamplingParams
 from tests.checkpoints import checkpoint
 from tests.engine_parts import device_of
 from tests.patience import wait_until
+from tests.processes import running_below
+from tests.server import Server
+from workers.checkpoints.model_folder import resolve_model_folder
 
 ray = pytest.importorskip("ray")
 
@@ -127,3 +130,25 @@ def test_only_a_whole_free_slice_is_taken(monkeypatch: pytest.MonkeyPatch) -> No
     assert free_slice(2, 8) == "slice-b"
     assert free_slice(4, 8) == "slice-d"
     assert free_slice(3, 8) is None
+
+
+@pytest.mark.prove
+def test_two_hosts_serve_the_demo_over_http_and_one_of_them_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+    folder = resolve_model_folder("demo")
+    body = {"model": folder.name, "prompt": "What is Manta?", "temperature": 0, "max_tokens": 100, "stream": False}
+    two_hosts = ("engine.device=tpu", "engine.tensor_parallel_size=4", "engine.tpu_chips_per_host=2")
+    texts = []
+    for settings in ((), two_hosts):
+        server = Server("engine.max_num_sequences=8", "engine.max_num_batched_tokens=64", *settings, folder=folder)
+        try:
+            texts.append(server.post("/v1/completions", body)[2]["choices"][0]["text"])
+            if settings:
+                ranks = running_below(server.process.pid, "ray::RankActor")
+                assert len(ranks) == 2
+                ranks[0].kill()
+                texts.append(server.post("/v1/completions", body)[2]["choices"][0]["text"])
+        finally:
+            server.stop()
+    assert texts[0] == texts[1] == texts[2]
+    assert texts[0].strip()
