@@ -15,6 +15,9 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
+MAX_LINES = 600
+"""Lines of a source file; a longer one holds more than one thing."""
+
 ROOMS = ("structured", "workers", "specdecode", "cluster")
 """Lowest first: a room may import those before it."""
 
@@ -167,6 +170,17 @@ def test_every_folder_has_a_place_and_every_place_is_there() -> None:
     folders = {name for room in ROOMS for name in modules(room) if ROOT.joinpath(*name.split(".")).is_dir()}
     assert folders == {name for name in FOLDERS if name != "cluster.llm"}
     assert "cluster.llm" in ALL
+
+
+def test_no_file_is_longer_than_a_reader_can_hold() -> None:
+    places = (*ROOMS, "tests", "benchmarks")
+    lengths = {
+        str(path.relative_to(ROOT)): len(path.read_text().splitlines())
+        for place in places
+        for path in (ROOT / place).rglob("*")
+        if path.suffix in (".py", ".cpp", ".h")
+    }
+    assert not {path: length for path, length in lengths.items() if length > MAX_LINES}
 
 
 @pytest.mark.parametrize("owned", OWNED)
