@@ -271,6 +271,15 @@ def test_the_launcher_takes_the_file(path: pathlib.Path) -> None:
     check_launcher(read(path))
 
 
+def test_ray_demands_its_token_wherever_a_file_starts_it() -> None:
+    for path in KUBERAY:
+        assert read(path)["spec"]["rayClusterConfig"]["authOptions"] == {"mode": "token"}
+    for path in LAUNCHER:
+        config = read(path)
+        assert "--env=RAY_AUTH_MODE=token" in config["docker"]["run_options"]
+        assert "~/.ray/auth_token" in config["file_mounts"]
+
+
 LAUNCHER_MISTAKES: dict[str, Edit] = {
     "an unknown field": lambda config: config.update(max_worker=4),
     "no provider": lambda config: config["provider"].pop("type"),
