@@ -244,7 +244,7 @@ class Copies:
         self.num_filled = 0
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        copy = torch.full_like(tensor, 1)  # a status that is no status, and a token that nobody drew
+        copy = torch.full_like(tensor, 1)  # the status of NaN, and a token that nobody drew
         self._pending.append((copy, tensor.clone()))
         return copy
 
