@@ -2,7 +2,10 @@
 #
 #   docker build --tag manta .                                                       # CPU
 #   docker build --tag manta:cuda --build-arg TORCH_INDEX=https://pypi.org/simple .  # torch with CUDA
-FROM python:3.12-slim-bookworm
+#
+# BASE may also be a digest (python@sha256:...): the same image for ever.
+ARG BASE=python:3.12.12-slim-bookworm
+FROM ${BASE}
 
 # g++ compiles the kernels for the processor at hand, at first use. KubeRay's probes call wget, the launcher rsync.
 # hadolint ignore=DL3008
@@ -14,14 +17,15 @@ RUN apt-get update \
 
 WORKDIR /opt/manta
 
-# The dependencies have a layer of their own, which stays while the sources change. torch goes first and alone, so that
-# its index says which build it is and everything else comes from PyPI.
+# The dependencies have a layer of their own, which stays while the sources change. configs/image/requirements.txt names
+# the version and the hashes of each; only torch, whose index says which build it is, comes without one.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 COPY pyproject.toml README.md ./
-RUN python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-        print(*project["dependencies"], *project["optional-dependencies"]["otel"], sep="\n")' > /tmp/requirements.txt \
+COPY configs/image configs/image/
+RUN pip install --no-cache-dir --no-deps --only-binary :all: --require-hashes --requirement configs/image/requirements.txt \
+    && python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+        print(*project["dependencies"], sep="\n")' > /tmp/requirements.txt \
     && pip install --no-cache-dir --index-url "$TORCH_INDEX" "$(grep '^torch' /tmp/requirements.txt)" \
-    && pip install --no-cache-dir --requirement /tmp/requirements.txt \
     && rm /tmp/requirements.txt
 
 COPY manta manta/
@@ -30,7 +34,7 @@ COPY specdecode specdecode/
 COPY workers workers/
 COPY structured structured/
 COPY configs/demo configs/demo/
-RUN pip install --no-cache-dir --no-deps --editable .
+RUN pip install --no-cache-dir --no-deps --no-build-isolation --editable .
 
 USER 1000
 WORKDIR /home/manta

@@ -45,8 +45,8 @@ from cluster.config import EngineConfig
 from cluster.engine.executors.executor import SynchronousExecutor
 from cluster.engine.executors.in_process import InProcessExecutor
 from cluster.engine.ranks.actor import RankActor
-from cluster.engine.ranks.executor import RayExecutor
 from cluster.engine.ranks.rank_messages import Answer, Message, Output, Sample, Step
+from cluster.engine.ranks.ray_executor import RayExecutor
 from cluster.llm import LLM, SamplingParams
 from structured.logits_processors import LogitsProcessorFactory
 from structured.masks import MaskBatch

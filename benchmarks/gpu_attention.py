@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from benchmarks.gpu_device import Device, graph_seconds, measure_device
 from benchmarks.gpu_rows import Figure, one_line
 from workers.kernels.attention_metadata import AttentionMetadata
+from workers.kernels.query_tokens import QueryTokens
 from workers.kernels.triton.attention import paged_attention
 from workers.kernels.triton.metadata import build_metadata
 from workers.kernels.triton.work import WorkShape
@@ -70,9 +71,10 @@ class Case:
         self.layers = [(each[0], each[1]) for each in kv]
         num_tokens = self.count * self.query_len
         self.queries = torch.randn(num_tokens, self.num_heads * self.head_dim, device=device, dtype=torch.bfloat16)
-        step = self.contexts - self.query_len, np.full(self.count, self.query_len), small.astype(np.int32), PAGE
+        lens = np.full(self.count, self.query_len)
+        tokens = QueryTokens(self.contexts - lens, lens, small.astype(np.int32), PAGE)
         work = WorkShape.of(self.num_heads, self.num_kv_heads, device)
-        self.metadata: AttentionMetadata = build_metadata(*step, device, shape=work)
+        self.metadata: AttentionMetadata = build_metadata(tokens, device, shape=work)
 
     @property
     def context_len(self) -> int:

@@ -21,6 +21,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from workers.kernels.query_tokens import QueryTokens
+
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from workers.kernels import cpu
@@ -86,7 +88,7 @@ class AttentionCase:
         max_blocks = -(-int(contexts.max()) // BLOCK_SIZE)
         num_blocks = len(starts) * max_blocks
         tables = np.random.default_rng(0).permutation(num_blocks).astype(np.int32).reshape(len(starts), max_blocks)
-        self.metadata = AttentionMetadata.build(np.array(starts), np.array(query_lens), tables, BLOCK_SIZE)
+        self.metadata = AttentionMetadata.build(QueryTokens(np.array(starts), np.array(query_lens), tables, BLOCK_SIZE))
         layer_bytes = 4 * num_blocks * BLOCK_SIZE * KV_HEADS * HEAD_DIM
         num_layers = max(1, min(32, 2**30 // layer_bytes))
         kv = allocate_kv(num_layers, num_blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM, torch.bfloat16).normal_()

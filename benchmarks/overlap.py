@@ -29,7 +29,7 @@ from cluster.engine import engine
 from cluster.engine.executor_choice import make_executor, with_depth
 from cluster.engine.executors.executor import SynchronousExecutor
 from cluster.engine.executors.in_process import InProcessExecutor
-from cluster.engine.ranks.executor import RayExecutor
+from cluster.engine.ranks.ray_executor import RayExecutor
 from cluster.llm import LLM
 from specdecode.speculative_config import SpeculativeConfig
 from structured.logits_processors import LogitsProcessorSpec

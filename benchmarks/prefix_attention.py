@@ -16,6 +16,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from workers.kernels.query_tokens import QueryTokens
+
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from benchmarks.kernels import (
@@ -53,8 +55,10 @@ class SharedPrefixCase:
             ),
             axis=1,
         )
-        self.build = functools.partial(AttentionMetadata.build, starts, query_lens, tables, BLOCK_SIZE)
-        self.forms = self.build(), self.build(share_prefixes=False)
+        tokens = QueryTokens(starts, query_lens, tables, BLOCK_SIZE)
+        self.build = functools.partial(AttentionMetadata.build, tokens)
+        self.build_alone = functools.partial(AttentionMetadata.build, tokens._replace(may_share=False))
+        self.forms = self.build(), self.build_alone()
         kv = allocate_kv(NUM_LAYERS, num_blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM, torch.bfloat16).normal_()
         self.layers = [(layer[0], layer[1]) for layer in kv]
         self.qkv = torch.randn(num_sequences, (HEADS + 2 * KV_HEADS) * HEAD_DIM).bfloat16()
@@ -73,7 +77,7 @@ class SharedPrefixCase:
 
     def build_times(self, seconds: float) -> tuple[float, float]:
         """Median seconds of a step's metadata: with the search for groups, and without."""
-        return alternate(self.build, functools.partial(self.build, share_prefixes=False), seconds)
+        return alternate(self.build, self.build_alone, seconds)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

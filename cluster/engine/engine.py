@@ -33,12 +33,12 @@ from cluster.engine.constraint_service import ConstraintService
 from cluster.engine.executor_choice import make_executor
 from cluster.engine.executors.executor import Executor, StepCall, no_masks
 from cluster.engine.kv_blocks import KVBlocks
-from cluster.engine.plan import StepBudget
 from cluster.engine.request import Branch, EngineRequest, SequenceOutput
 from cluster.engine.scheduler import Scheduler
 from cluster.engine.sequence import Sequence
 from cluster.engine.stats import EngineStats
 from cluster.engine.step_masks import Masks, StepMasks
+from cluster.engine.step_plan import StepBudget
 from cluster.errors import QueueFull
 from specdecode.forced import ForcedProposer
 from specdecode.lengths import StepCost

@@ -16,7 +16,7 @@ def make_executor(config: EngineConfig) -> Executor:
     """Loads the model. Raises `ModelError` or `ValueError` where it cannot be served as the configuration says."""
     if config.num_ranks == 1:
         return with_depth(InProcessExecutor(config), config)
-    from cluster.engine.ranks.executor import RayExecutor  # imports Ray
+    from cluster.engine.ranks.ray_executor import RayExecutor  # imports Ray
 
     return with_depth(RayExecutor(config), config)
 

@@ -2,7 +2,7 @@
 
 There is no prefill and no decode: a sequence has known tokens and computed tokens, and a step closes part of the gap.
 Called by the engine, one step at a time; imports neither torch nor ray. Lists keep their order, so that every run
-decides alike. `plan.py` records what was decided, `kv_cache_manager.py` hands out blocks, `outcome.py` applies the
+decides alike. `step_plan.py` records what was decided, `kv_cache_manager.py` hands out blocks, `outcome.py` applies the
 results.
 """
 
@@ -14,10 +14,10 @@ from cluster.engine.admission import check_room
 from cluster.engine.kv_blocks import IntegrityError, KVBlocks
 from cluster.engine.kv_cache_manager import KVCacheManager
 from cluster.engine.outcome import advance, computed_by
-from cluster.engine.plan import StepPlan
 from cluster.engine.request import FinishStatus, SequenceOutput
 from cluster.engine.sequence import Sequence
 from cluster.engine.stats import DraftCounts
+from cluster.engine.step_plan import StepPlan
 from cluster.engine.turns import SequenceQueue, Turns
 from workers.step import RowError, StepInput, StepOutput
 

@@ -23,6 +23,7 @@ from tests.fuzz.http.connection import connect as connect_client
 from tests.fuzz.http.connection import encoded, request
 from tests.fuzz.http.good import CHAT
 from tests.local_server import local_server
+from tests.patience import PATIENCE_S
 from workers.sampling_params import BOUNDS, SamplingParams
 
 PROMPT = [5, 9, 17, 30, 7, 8, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21]
@@ -137,7 +138,7 @@ def test_a_message_that_cannot_be_encoded_changes_nothing() -> None:
         ranks.ask(Register("name", b""), 0)
         data = msgspec.msgpack.encode(Done())
         rank.sendall(len(data).to_bytes(4, "little") + data)
-        assert ranks.collect(30.0) == [Done()]
+        assert ranks.collect(PATIENCE_S) == [Done()]
     finally:
         ranks.close()
         rank.close()

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from cluster.engine import plan
+from cluster.engine import step_plan
 from cluster.engine.engine import EngineDead
-from cluster.engine.plan import StepBudget
+from cluster.engine.step_plan import StepBudget
 from cluster.llm import LLM, SamplingParams
 from tests.checkpoints import checkpoint
 from workers.platforms.cpu import CpuPlatform
@@ -99,7 +99,7 @@ def step_of(num_tokens: int) -> StepInput:
 
 def num_steps_until(budget: StepBudget, num_tokens: int) -> int:
     """Full steps after which the budget is as large."""
-    for count in range(2 * plan.MOST_PATIENCE):
+    for count in range(2 * step_plan.MOST_PATIENCE):
         if budget.num_tokens >= num_tokens:
             return count
         budget.count(step_of(budget.num_tokens))
@@ -111,7 +111,7 @@ def test_a_step_grows_again_after_full_steps_and_later_each_time() -> None:
     for failure in range(12):
         budget.shrink(50)
         assert budget.num_tokens == 25
-        patience = min(plan.FIRST_PATIENCE << failure, plan.MOST_PATIENCE)
+        patience = min(step_plan.FIRST_PATIENCE << failure, step_plan.MOST_PATIENCE)
         for _ in range(2 * patience):
             budget.count(step_of(24))  # says nothing of larger ones
         assert budget.num_tokens == 25

@@ -27,7 +27,7 @@ from cluster import own_ray
 from cluster.config import EngineConfig
 from cluster.engine.engine import Engine, EngineDead
 from cluster.engine.executors.thread_executor import ThreadExecutor
-from cluster.engine.ranks import deadline, group, rank_channel
+from cluster.engine.ranks import deadline, rank_channel, rank_group
 from cluster.engine.ranks.claims import (
     CannotPlace,
     check_room,
@@ -38,9 +38,9 @@ from cluster.engine.ranks.claims import (
     with_device,
 )
 from cluster.engine.ranks.deadline import StepDeadline
-from cluster.engine.ranks.executor import RayExecutor
 from cluster.engine.ranks.rank_channel import Hello, Listener, RankChannel, RankLost, connect
 from cluster.engine.ranks.rank_messages import Done, Masks, Message, Output, Ping, Sample, Step
+from cluster.engine.ranks.ray_executor import RayExecutor
 from cluster.llm import LLM, ConstraintSpec, LogitsProcessorSpec, RequestOutput, SamplingParams
 from cluster.serve.engine_deployment import engine_deployment
 from structured.frames import frame
@@ -309,7 +309,7 @@ def test_a_step_that_raises_on_ranks_costs_no_token(
 
 
 def test_ranks_that_find_no_place_are_told_in_a_sentence(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group, "PLACEMENT_S", 1.0)
+    monkeypatch.setattr(rank_group, "PLACEMENT_S", 1.0)
     words = (
         "2 ranks with 2 CPUs each find no place as STRICT_PACK: the cluster's nodes have 2, 1 CPUs, of which 1 are free"
     )

@@ -22,6 +22,8 @@ import httpx
 import jsonschema
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from ray.autoscaler._private.util import fillout_defaults, validate_config
 from ray.serve._private.build_app import build_app
 from ray.serve.schema import DeploymentSchema, ServeApplicationSchema, ServeDeploySchema
@@ -269,6 +271,15 @@ def test_the_launcher_takes_the_file(path: pathlib.Path) -> None:
     check_launcher(read(path))
 
 
+def test_ray_demands_its_token_wherever_a_file_starts_it() -> None:
+    for path in KUBERAY:
+        assert read(path)["spec"]["rayClusterConfig"]["authOptions"] == {"mode": "token"}
+    for path in LAUNCHER:
+        config = read(path)
+        assert "--env=RAY_AUTH_MODE=token" in config["docker"]["run_options"]
+        assert "~/.ray/auth_token" in config["file_mounts"]
+
+
 LAUNCHER_MISTAKES: dict[str, Edit] = {
     "an unknown field": lambda config: config.update(max_worker=4),
     "no provider": lambda config: config["provider"].pop("type"),
@@ -315,7 +326,8 @@ def copied() -> list[str]:
 def test_the_image_has_every_package_and_every_file_that_they_need() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     rooms = {name.removesuffix("*") for name in project["tool"]["setuptools"]["packages"]["find"]["include"]}
-    assert {*rooms, "configs/demo", "pyproject.toml", project["project"]["readme"]} == set(copied())
+    files = {"configs/demo", "configs/image", "pyproject.toml", project["project"]["readme"]}
+    assert rooms | files == set(copied())
     tracked = subprocess.run(
         ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S
     ).stdout
@@ -325,7 +337,7 @@ def test_the_image_has_every_package_and_every_file_that_they_need() -> None:
 
 def test_the_image_asks_its_index_for_torch_alone(tmp_path: pathlib.Path) -> None:
     """The lines that make the list of dependencies and find torch in it, as the build runs them."""
-    (listing,) = re.findall(r"^RUN (python -c '.*?')", DOCKERFILE, re.MULTILINE | re.DOTALL)
+    (listing,) = re.findall(r"(python -c '.*?')", DOCKERFILE, re.DOTALL)
     (choosing,) = re.findall(r"\$\((grep .*?) /tmp/requirements.txt\)", DOCKERFILE)
     done = subprocess.run(
         ["bash", "-c", f"{listing.replace('python', sys.executable)} | {choosing}"],
@@ -336,6 +348,28 @@ def test_the_image_asks_its_index_for_torch_alone(tmp_path: pathlib.Path) -> Non
     )
     wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     assert done.stdout.splitlines() == [name for name in wanted if re.match(r"torch\b", name)] != [], done.stderr
+
+
+def test_everything_else_in_the_image_has_a_version_and_its_hashes() -> None:
+    """configs/image/uv.toml says how the file is made. It must follow pyproject.toml, and pip must check the hashes."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [Requirement(each) for each in (*project["dependencies"], *project["optional-dependencies"]["otel"])]
+    entries = re.split(r"(?m)^(?=\w)", (CONFIGS / "image" / "requirements.txt").read_text())[1:]
+    pinned: dict[str, str] = {}
+    for entry in entries:
+        requirement = Requirement(re.sub(r"\\\n|--hash=\S+", "", entry).strip())
+        (pin,) = requirement.specifier
+        assert pin.operator == "=="
+        assert re.findall(r"--hash=sha256:[0-9a-f]{64}\b", entry), f"{requirement} has no hash"
+        pinned[canonicalize_name(requirement.name)] = pin.version
+    assert "torch" not in pinned
+    for requirement in wanted:
+        name = canonicalize_name(requirement.name)
+        fits = name == "torch" or (name in pinned and pinned[name] in requirement.specifier)
+        assert fits, f"{requirement} is not in requirements.txt; configs/image/uv.toml says how to make it anew"
+    (installing,) = re.findall(r"pip install (.*) --requirement configs/image/requirements.txt", DOCKERFILE)
+    assert {"--require-hashes", "--no-deps", "--only-binary"} <= set(installing.split())
+    assert re.search(r"(?m)^ARG BASE=python:\d+\.\d+\.\d+-\S+\nFROM \$\{BASE\}$", DOCKERFILE)
 
 
 @pytest.mark.prove

@@ -35,11 +35,9 @@ from cluster.cli import __main__ as command_line
 from cluster.cli import batch, chat, check, serve
 from cluster.config import ServeConfig
 from tests.fuzz.__main__ import main as fuzz
+from tests.house.pages import PAGES, ROOT, blocks, commands, prose
 from tests.server import Server
 from workers.checkpoints.model_folder import resolve_model_folder
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-PAGES = ("README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").iterdir()))
 
 MAX_LINES = {"README.md": 120, "CONTRIBUTING.md": 60}
 
@@ -62,40 +60,6 @@ DEMO = resolve_model_folder("demo")
 """Stands for every model that the documents name."""
 
 HUB_ID = "Qwen/Qwen2.5-0.5B-Instruct"
-
-
-class Block(NamedTuple):
-    """A fenced piece of a page."""
-
-    language: str
-    """Empty for what is no program."""
-    text: str
-    line: int
-    """Of its first line, from 1."""
-
-
-def blocks(page: str) -> list[Block]:
-    text = (ROOT / page).read_text()
-    found = re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-    return [Block(each[1], each[2], text.count("\n", 0, each.start(2)) + 1) for each in found]
-
-
-def prose(page: str) -> str:
-    """A page without its blocks."""
-    return re.sub(r"^```.*?^```$", "", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
-
-
-def commands(page: str) -> list[str]:
-    """Command lines of a page without their remarks: of its bash, and those of `make` and `manta` in its sentences."""
-    found = []
-    for block in blocks(page):
-        if block.language != "bash":
-            continue
-        text = re.sub(r"(?m)(^|\s+)# .*$", "", block.text.replace("\\\n", ""))
-        # A quoted body goes on over several lines
-        found += re.findall(r"(?:[^\n']|'[^']*')+", text)
-    found += [span.replace("\n", " ") for span in re.findall(r"`((?:make|manta) [^`]+)`", prose(page))]
-    return found
 
 
 ALL_COMMANDS = sorted({command for page in PAGES for command in commands(page)})

@@ -6,6 +6,7 @@ Read from the text of every module, so that imports inside functions and those f
 from __future__ import annotations
 
 import ast
+import collections
 import functools
 import graphlib
 import pathlib
@@ -14,6 +15,9 @@ from collections.abc import Iterator
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+MAX_LINES = 600
+"""Lines of a source file; a longer one holds more than one thing."""
 
 ROOMS = ("structured", "workers", "specdecode", "cluster")
 """Lowest first: a room may import those before it."""
@@ -85,6 +89,20 @@ RAY_USERS = (
     "structured.grammar_pool.transport",
 )
 """Who may import Ray: the HTTP application, and an engine that has one rank, run without it."""
+
+
+SHARED_NAMES = {
+    "app": "an application of ASGI and one of Serve",
+    "logits_processors": "what is registered, and what runs in the sampler",
+    "cpu": "the platform of the CPU and its kernels",
+}
+"""Names that modules of several folders have, and what tells them apart. Not to grow: give a module a name that says
+where it belongs.
+"""
+REPEATING = ("workers.kernels.triton", "workers.torch_worker", "workers.jax_worker", "cluster.http.endpoints")
+"""Folders whose modules may have the names of others: a framework's have those of what they compute, and endpoints
+those of the shapes that they take.
+"""
 
 
 @functools.cache
@@ -171,6 +189,23 @@ def test_every_folder_has_a_place_and_every_place_is_there() -> None:
     assert "cluster.llm" in ALL
 
 
+def test_no_file_is_longer_than_a_reader_can_hold() -> None:
+    places = (*ROOMS, "tests", "benchmarks")
+    lengths = {
+        str(path.relative_to(ROOT)): len(path.read_text().splitlines())
+        for place in places
+        for path in (ROOT / place).rglob("*")
+        if path.suffix in (".py", ".cpp", ".h")
+    }
+    assert not {path: length for path, length in lengths.items() if length > MAX_LINES}
+
+
+def test_names_of_modules_are_unique_or_tell_their_folder() -> None:
+    files = [name for name in ALL if not ROOT.joinpath(*name.split(".")).is_dir() and not name.startswith(REPEATING)]
+    names = collections.Counter(name.rpartition(".")[2] for name in files)
+    assert {name for name, count in names.items() if count > 1} - {"__main__"} == set(SHARED_NAMES)
+
+
 @pytest.mark.parametrize("owned", OWNED)
 def test_a_devices_modules_are_imported_by_their_owners_only(owned: str) -> None:
     others = [
@@ -235,7 +270,7 @@ def test_imports_in_functions_and_for_type_checkers_count() -> None:
 OWNERS = {
     "sequence.py": {"num_computed_tokens", "num_pending_tokens", "num_sent_blocks", "draft_token_ids", "is_paused"},
     "kv_cache_manager.py": {"block_table", "num_shared_blocks", "num_registered_blocks"},
-    "plan.py": {"first_step"},
+    "step_plan.py": {"first_step"},
 }
 """Attributes of a `Sequence` by the file of `cluster/engine/` that alone assigns them."""
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import random
 from typing import Any
 
 import pytest
 
 from cluster.engine.kv_blocks import hash_blocks
+from cluster.engine.request import ContinuedChoice, EngineRequest, Usage
 from cluster.http.access.prefix_scope import PrefixScope, new_secret
 from tests.async_tests import async_test
+from tests.engine.test_engine import drain, make_engine
 from tests.local_server import LocalServer, local_server
+from workers.sampling_params import SamplingParams
 
 KEYS = {"alice": "the-secret-key-of-alice", "bob": "the-secret-key-of-bob"}
 ENTRIES = tuple(f"{name}:{key}" for name, key in KEYS.items())
@@ -82,10 +86,6 @@ def test_a_root_depends_on_secret_owner_and_salt() -> None:
 
 def test_a_continued_stream_registers_its_blocks_under_the_same_root() -> None:
     """An engine that goes on with a stream of another engine registers its blocks under the same root."""
-    from cluster.engine.request import ContinuedChoice, EngineRequest, Usage
-    from tests.engine.test_engine import make_engine
-    from workers.sampling_params import SamplingParams
-
     engine = make_engine("llama")
     size, root = engine.scheduler.blocks.block_size, b"r" * 16
     tokens = list(range(5, 5 + 2 * size))
@@ -102,3 +102,24 @@ def test_a_continued_stream_registers_its_blocks_under_the_same_root() -> None:
     find = engine.scheduler.blocks.find_prefix
     assert len(find(hash_blocks(tokens, 2, size, root=root))) == 2
     assert not find(hash_blocks(tokens, 2, size))
+
+
+def test_within_one_key_as_much_is_found_as_without_keys() -> None:
+    """Chats under four system prompts, in a cache that holds a part of them: the same hits and the same tokens."""
+
+    def served(root: bytes) -> tuple[int, int, list[list[int]]]:
+        engine, chance = make_engine("llama", num_blocks=30), random.Random(1)
+        systems = [[chance.randrange(5, 90) for _ in range(48)] for _ in range(4)]
+        answers = []
+        for number in range(40):
+            prompt = [*chance.choice(systems), *(chance.randrange(5, 90) for _ in range(chance.randrange(1, 40)))]
+            params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+            request = EngineRequest(request_id=str(number), prompt_token_ids=prompt, params=params, cache_root=root)
+            engine.add_request(request)
+            answers.append([token for output in drain(engine) for token in output.token_ids])
+        stats = engine.stats()
+        return stats.prefix_cache_queries, stats.prefix_cache_hits, answers
+
+    plain = served(b"")
+    assert 0 < plain[1] < plain[0]
+    assert served(PrefixScope(new_secret(), is_shared=False).root("alice", None)) == plain

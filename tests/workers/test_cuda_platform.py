@@ -26,6 +26,7 @@ from tests.workers.triton_device import DEVICE, NEEDS_GPU, THOROUGH
 from workers.checkpoints.model_folder import load_model_config
 from workers.kernels.attention_metadata import AttentionMetadata
 from workers.kernels.protocol import DecodeLimits, KVCaches
+from workers.kernels.query_tokens import QueryTokens
 from workers.kernels.triton import graphs, launch
 from workers.kernels.triton.metadata import DeviceMetadata, Layout, build_metadata
 from workers.kernels.triton.work import WorkShape
@@ -201,19 +202,21 @@ def test_where_steps_cannot_be_captured_they_run_kernel_by_kernel(caplog: pytest
     platform.record_decodes(refused, [], DecodeLimits(2, 64, 8))  # type: ignore[arg-type]
     assert platform.graph_layouts == ()
     assert "kernel by kernel" in caplog.text
-    metadata = platform.build_metadata(np.array([3]), np.ones(1, dtype=np.int64), np.zeros((1, 1), np.int32), 8)
+    metadata = platform.build_metadata(
+        QueryTokens(np.array([3]), np.ones(1, dtype=np.int64), np.zeros((1, 1), np.int32), 8)
+    )
     assert model.forward(torch.zeros(1, dtype=torch.int64), metadata).tolist() == [[1.0] * 4]
 
 
 def test_a_rank_that_is_measured_alone_replays_no_sums_over_ranks() -> None:
     platform = CudaPlatform(torch.device("cpu"))
     platform.graph_layouts = decodes(1)
-    step = np.array([3]), np.ones(1, dtype=np.int64), np.zeros((1, 1), np.int32), 8
+    tokens = QueryTokens(np.array([3]), np.ones(1, dtype=np.int64), np.zeros((1, 1), np.int32), 8)
     group = CollectiveGroup(0, 2, distributed.HashStore(), None, torch.device("cpu"))
     platform._group = group  # type: ignore[assignment]
-    assert platform.build_metadata(*step).layout == Layout(1, 1)
+    assert platform.build_metadata(tokens).layout == Layout(1, 1)
     with group.alone():
-        assert platform.build_metadata(*step).layout is None
+        assert platform.build_metadata(tokens).layout is None
 
 
 @pytest.mark.parametrize(("family", "count"), [("qwen2", 1), ("llama", 2)])
@@ -243,7 +246,7 @@ def test_every_array_of_a_step_begins_where_a_kernel_reads_16_bytes(num_sequence
     tables = np.arange(num_sequences * 17, dtype=np.int32).reshape(num_sequences, 17)
     tables[:, :16] = np.arange(100, 116)
     lens = np.ones(num_sequences, dtype=np.int64)
-    metadata = build_metadata(starts, lens, tables, 64, torch.device("cpu"), layout=layout)
+    metadata = build_metadata(QueryTokens(starts, lens, tables, 64), torch.device("cpu"), layout)
     assert (metadata.prefix_rows is not None) == (num_sequences > 1)
     fields = [getattr(metadata, field.name) for field in dataclasses.fields(metadata)]
     if metadata.prefix_rows is not None:

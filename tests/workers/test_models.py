@@ -21,6 +21,7 @@ from workers.decoders.rope_table import rope_table
 from workers.kernels import weights
 from workers.kernels.attention_metadata import AttentionMetadata
 from workers.kernels.model_protocol import Model
+from workers.kernels.query_tokens import QueryTokens
 from workers.models.model_config import ModelError, RopeConfig
 from workers.platforms import choose_platform
 from workers.torch_worker.loader import load_model
@@ -92,7 +93,7 @@ class Cache:
         rows = [sequence for sequence, _ in pieces]
         lens = [len(tokens) for _, tokens in pieces]
         starts = np.array([self.lengths[sequence] for sequence in rows])
-        metadata = AttentionMetadata.build(starts, np.array(lens), self.block_tables[rows], BLOCK_SIZE)
+        metadata = AttentionMetadata.build(QueryTokens(starts, np.array(lens), self.block_tables[rows], BLOCK_SIZE))
         token_ids = torch.tensor([token for _, tokens in pieces for token in tokens])
         logits = self.model.compute_logits(self.model.forward(token_ids, metadata, self.kv_caches))
         for sequence, length in zip(rows, lens, strict=True):

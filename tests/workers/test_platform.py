@@ -22,6 +22,7 @@ from workers.kernels import build, reference, torch_sampler
 from workers.kernels.attention_metadata import AttentionMetadata
 from workers.kernels.linears import GatedLinear, TorchLinear
 from workers.kernels.protocol import Forward, KVCaches
+from workers.kernels.query_tokens import QueryTokens
 from workers.kernels.weights import DecoderWeights, Linear, LinearWeight
 from workers.models.model_config import HeadShape, ModelConfig, ModelError
 from workers.sampling.sampling_state import SequenceState
@@ -132,15 +133,8 @@ class OtherPlatform:
     def tied_head(self, table: torch.Tensor) -> Linear:
         return TorchLinear(table)
 
-    def build_metadata(
-        self,
-        starts: np.ndarray,
-        query_lens: np.ndarray,
-        block_tables: np.ndarray,
-        block_size: int,
-        share_prefixes: bool = True,
-    ) -> AttentionMetadata:
-        metadata = AttentionMetadata.build(starts, query_lens, block_tables, block_size, share_prefixes=False)
+    def build_metadata(self, tokens: QueryTokens) -> AttentionMetadata:
+        metadata = AttentionMetadata.build(tokens._replace(may_share=False))
         self.placed.append(metadata)
         return metadata
 

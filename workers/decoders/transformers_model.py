@@ -19,6 +19,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from workers.kernels.attention_metadata import AttentionMetadata
 from workers.kernels.protocol import Forward, KVCaches
+from workers.kernels.query_tokens import QueryTokens
 from workers.kernels.weights import LinearWeight
 from workers.models.model_config import HeadShape, ModelConfig, ModelError
 from workers.platforms import Platform
@@ -142,9 +143,13 @@ class TransformersModel:
         block_tables = np.arange(len(_PROBE), dtype=np.int32)[:, None]
         prompts = platform.place(np.array([token for tokens in _PROBE for token in tokens[:-1]]))
         lasts = platform.place(np.array([tokens[-1] for tokens in _PROBE]))
-        metadata = platform.build_metadata(np.zeros_like(prompt_lens), prompt_lens, block_tables, block_size)
+        metadata = platform.build_metadata(
+            QueryTokens(np.zeros_like(prompt_lens), prompt_lens, block_tables, block_size)
+        )
         prefilled = self.compute_logits(self.forward(prompts, metadata, kv_caches)).split(prompt_lens.tolist())
-        metadata = platform.build_metadata(prompt_lens, np.ones_like(prompt_lens), block_tables, block_size)
+        metadata = platform.build_metadata(
+            QueryTokens(prompt_lens, np.ones_like(prompt_lens), block_tables, block_size)
+        )
         decoded = self.compute_logits(self.forward(lasts, metadata, kv_caches)).split(1)
         return [torch.cat(rows) for rows in zip(prefilled, decoded, strict=True)]
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from workers.kernels.query_tokens import QueryTokens
 from workers.kernels.shared_prefixes import SharedPrefixes, find_shared_prefixes
 from workers.kernels.transfer import place
 
@@ -56,20 +57,11 @@ class AttentionMetadata:
         return self.context_lens.shape[0]
 
     @classmethod
-    def build(
-        cls,
-        starts: np.ndarray,
-        query_lens: np.ndarray,
-        block_tables: np.ndarray,
-        block_size: int,
-        share_prefixes: bool = True,
-    ) -> AttentionMetadata:
-        """Metadata on the CPU for the tokens at positions `[starts[s], starts[s] + query_lens[s])` of each sequence.
-
-        `starts` and `query_lens` are integers [num_sequences], every query length at least 1; `block_tables` is int32
-        [num_sequences, max_blocks] and covers the new tokens. The arrays are not kept, except `block_tables` if it is
-        contiguous already. With `share_prefixes=False` no groups of shared prefixes are looked for.
+    def build(cls, tokens: QueryTokens) -> AttentionMetadata:
+        """Returns metadata on the CPU. The arrays of `tokens` are not kept, except `block_tables` if it is contiguous
+        already.
         """
+        starts, query_lens, block_tables, block_size, _ = tokens
         num_sequences = len(starts)
         query_start = np.zeros(num_sequences + 1, dtype=np.int32)
         np.cumsum(query_lens, out=query_start[1:])
@@ -95,9 +87,7 @@ class AttentionMetadata:
             max_query_len=max_query_len,
             max_context_len=int(context_lens.max()) if num_sequences else 0,
             total_context_len=int(context_lens.sum()),
-            shared_prefixes=(
-                find_shared_prefixes(starts, query_lens, block_tables, block_size) if share_prefixes else None
-            ),
+            shared_prefixes=find_shared_prefixes(tokens) if tokens.may_share else None,
         )
 
 

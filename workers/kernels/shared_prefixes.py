@@ -11,6 +11,8 @@ import dataclasses
 import numpy as np
 import torch
 
+from workers.kernels.query_tokens import QueryTokens
+
 PREFIX_MULTIPLE = 64
 """A shared prefix is a multiple of this many keys, the kernels' `KEY_BLOCK`, so that a kernel cuts a sequence's keys
 into the same blocks as it would without a group.
@@ -45,16 +47,15 @@ class SharedPrefixes:
         return self.prefix_lens.shape[0]
 
 
-def find_shared_prefixes(
-    starts: np.ndarray, query_lens: np.ndarray, block_tables: np.ndarray, block_size: int
-) -> SharedPrefixes | None:
-    """The groups that save most; arguments as those of `AttentionMetadata.build`. None if no group pays.
+def find_shared_prefixes(tokens: QueryTokens) -> SharedPrefixes | None:
+    """Returns the groups that save most; None if no group pays.
 
     Every query token of `s` sees all keys before `starts[s]`. Some sequences may share more than others (several
     prompts that begin with the same system prompt), but each is in at most one group. The groups are chosen so that
     they save most in all: a group saves the keys that all members but one need not pack, less `MEMBER_COST_KEYS` for
     each member.
     """
+    starts, query_lens, block_tables, block_size, _ = tokens
     if len(starts) < 2:
         return None
     rows = np.flatnonzero((query_lens <= MAX_QUERY_LEN) & (starts >= max(PREFIX_MULTIPLE, block_size)))

@@ -2,7 +2,7 @@
 
 One process is one rank. Every rank makes the same calls in the same order, with tensors of the same shape; a call
 returns when all have made it. Which group serves is the platform's choice (`Platform.open_group`). The worker opens it,
-the sharded layers (`workers/parallel/layers.py`) call it in every step.
+the sharded layers (`workers/parallel/sharded_layers.py`) call it in every step.
 
 Ranks find each other through a store of torch.distributed. On one machine it is a file that only this user can reach.
 On several machines it is a TCP server on rank 0's machine without authentication, as are gloo and NCCL themselves, so

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from workers.kernels.attention_metadata import AttentionMetadata
     from workers.kernels.model_protocol import Model
     from workers.kernels.protocol import DecodeLimits, Forward, Kernels, KVCaches, SamplerKernels
+    from workers.kernels.query_tokens import QueryTokens
     from workers.kernels.weights import DecoderWeights, Linear, LinearWeight, SharedLinears
     from workers.models.model_config import ModelConfig
     from workers.parallel.group import Group
@@ -101,17 +102,8 @@ class Platform(Protocol):
         """A head that multiplies by what `place_embedding` returned; None if the device wants a packed copy of it."""
         ...
 
-    def build_metadata(
-        self,
-        starts: np.ndarray,
-        query_lens: np.ndarray,
-        block_tables: np.ndarray,
-        block_size: int,
-        share_prefixes: bool = True,
-    ) -> AttentionMetadata:
-        """A step's metadata on the device; arguments as those of `AttentionMetadata.build`. Shared prefixes are not
-        looked for if `share_prefixes` is False or the kernels have no use for them.
-        """
+    def build_metadata(self, tokens: QueryTokens) -> AttentionMetadata:
+        """Returns a step's metadata on the device. Kernels that have no use for groups of shared prefixes get none."""
         ...
 
     def allocate_kv(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype) -> torch.Tensor:

@@ -19,6 +19,7 @@ from workers.kernels.attention_metadata import AttentionMetadata
 from workers.kernels.linears import GatedLinear, TorchLinear
 from workers.kernels.model_protocol import Model
 from workers.kernels.protocol import DecodeLimits, Forward, Kernels, KVCaches, SamplerKernels
+from workers.kernels.query_tokens import QueryTokens
 from workers.kernels.transfer import place
 from workers.kernels.triton import launch, layers, sampler
 from workers.kernels.triton.graphs import GraphedLayers, compile_prompts, layouts_to_capture, padded_to, record
@@ -127,19 +128,11 @@ class CudaPlatform:
     def tied_head(self, table: torch.Tensor) -> Linear:
         return TorchLinear(table)
 
-    def build_metadata(
-        self,
-        starts: np.ndarray,
-        query_lens: np.ndarray,
-        block_tables: np.ndarray,
-        block_size: int,
-        share_prefixes: bool = True,
-    ) -> DeviceMetadata:
+    def build_metadata(self, tokens: QueryTokens) -> DeviceMetadata:
         # A graph has the sums over ranks in it, and none of them may be left out while this rank is measured alone
         is_alone = self._group is not None and self._group.is_alone
-        layout = None if is_alone else padded_to(self.graph_layouts, query_lens)
-        step = starts, query_lens, block_tables, block_size
-        return build_metadata(*step, self.device, share_prefixes, layout, self._work_shape)
+        layout = None if is_alone else padded_to(self.graph_layouts, tokens.lens)
+        return build_metadata(tokens, self.device, layout, self._work_shape)
 
     def allocate_kv(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype) -> torch.Tensor:
         shape = (config.num_layers, 2, num_blocks, block_size, config.num_kv_heads, config.head_dim)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from workers.kernels.model_protocol import LoadedModel
 from workers.kernels.protocol import DecodeLimits
+from workers.kernels.query_tokens import QueryTokens
 from workers.ranks.rank_worker import StepTimes
 from workers.sampling.row_status import OK
 from workers.sampling.sampling_state import SequenceState
@@ -49,7 +50,7 @@ class TorchDraftRunner:
         drawing: Mapping[int, SequenceState],
     ) -> list[int | None]:
         metadata = self._platform.build_metadata(
-            np.array(starts), np.array(counts), block_tables, self._sequences.block_size, share_prefixes=False
+            QueryTokens(np.array(starts), np.array(counts), block_tables, self._sequences.block_size, may_share=False)
         )
         # The model's padded vocabulary may be wider than the draft model's; no text has ids of the padding.
         known = np.minimum(token_ids, self._config.vocab_size - 1).astype(np.int64)

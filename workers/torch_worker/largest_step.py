@@ -13,6 +13,7 @@ import torch
 
 from structured.masks import MaskBatch, row_words
 from workers.kernels.model_protocol import LoadedModel
+from workers.kernels.query_tokens import QueryTokens
 from workers.platforms import Platform
 from workers.sampling.sampling_state import SamplingState
 from workers.sampling_params import SamplingParams
@@ -36,7 +37,7 @@ def run_largest_step(
     num_blocks = -(-num_tokens // block_size)
     kv_cache = platform.allocate_kv(config, num_blocks, block_size, dtype)
     tables = np.arange(num_blocks, dtype=np.int32)[None]
-    metadata = platform.build_metadata(np.array([0]), np.array([num_tokens]), tables, block_size)
+    metadata = platform.build_metadata(QueryTokens(np.array([0]), np.array([num_tokens]), tables, block_size))
     token_ids = platform.place(np.zeros(num_tokens, dtype=np.int64))
     hidden = model.forward(token_ids, metadata, [(layer[0], layer[1]) for layer in kv_cache])
     logits = model.compute_logits(hidden[:num_rows])

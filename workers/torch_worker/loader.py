@@ -35,8 +35,8 @@ from workers.models.families import describe
 from workers.models.model_config import UNQUANTIZED, ModelConfig
 from workers.models.specs import AttentionSpec, LayerSpec, LinearSpec, NormSpec
 from workers.parallel.group import Group
-from workers.parallel.layers import GatheredHead, VocabularyParallelEmbedding
 from workers.parallel.shard import CheckpointShard
+from workers.parallel.sharded_layers import GatheredHead, VocabularyParallelEmbedding
 from workers.parallel.split import shard_config
 from workers.platforms import Platform
 

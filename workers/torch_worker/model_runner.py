@@ -16,6 +16,7 @@ from structured.logits_processors import LogitsProcessorRegistry
 from structured.masks import MaskBatch
 from workers.kernels.attention_metadata import copy_blocks
 from workers.kernels.model_protocol import Model
+from workers.kernels.query_tokens import QueryTokens
 from workers.models.model_config import ModelConfig
 from workers.platforms import Platform
 from workers.ranks.rank_sequences import RankSequences
@@ -86,7 +87,8 @@ class ModelRunner:
         block_tables = self.sequences.block_tables([item.sequence_id for item in scheduled])
         starts = np.array([item.start for item in scheduled])
         lens = np.array([item.num_tokens for item in scheduled])
-        metadata = self.platform.build_metadata(starts, lens, block_tables, self.sequences.block_size)
+        tokens = QueryTokens(starts, lens, block_tables, self.sequences.block_size)
+        metadata = self.platform.build_metadata(tokens)
         return self.model.forward(self._token_ids(step), metadata, self.kv_layers)
 
     def _token_ids(self, step: StepInput) -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch
 
 from workers.kernels.model_protocol import Model
 from workers.kernels.protocol import KVCaches
+from workers.kernels.query_tokens import QueryTokens
 from workers.platforms import Platform
 from workers.ranks.rank_worker import StepTimes
 
@@ -39,7 +40,7 @@ def measure_steps(model: Model, kv_layers: KVCaches, block_size: int, platform: 
         seconds: list[float] = []
         while len(seconds) < ROUNDS + 1 or sum(seconds) < LEAST_SECONDS:
             started = time.perf_counter()
-            metadata = platform.build_metadata(np.array([0]), np.array([size]), blocks, block_size)
+            metadata = platform.build_metadata(QueryTokens(np.array([0]), np.array([size]), blocks, block_size))
             model.compute_logits(model.forward(token_ids, metadata, kv_layers)).argmax(dim=-1).tolist()
             seconds.append(time.perf_counter() - started)
         table.append((size, min(seconds[1:])))

@@ -18,6 +18,7 @@ from tests.workers.cpu_forms import COMPILED, EMULATED, TORCH, forget_libraries,
 from workers.kernels import build, cpu, cpu_decoder, cpu_linear, cpu_sampler, layout, processor, reference
 from workers.kernels.attention_metadata import AttentionMetadata, copy_blocks
 from workers.kernels.cpu_kv_cache import allocate_kv
+from workers.kernels.query_tokens import QueryTokens
 from workers.models.model_config import HeadShape
 
 pytestmark = pytest.mark.usefixtures("cheap_groups")
@@ -49,7 +50,7 @@ def make_metadata(lengths: list[tuple[int, int]], block_size: int, seed: int = 0
     max_blocks = -(-int((starts + query_lens).max()) // block_size) + 1
     num_blocks = len(lengths) * max_blocks
     tables = np.random.default_rng(seed).permutation(num_blocks).astype(np.int32).reshape(len(lengths), max_blocks)
-    return AttentionMetadata.build(starts, query_lens, tables, block_size), num_blocks
+    return AttentionMetadata.build(QueryTokens(starts, query_lens, tables, block_size)), num_blocks
 
 
 def random_cache(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype):
@@ -126,12 +127,9 @@ def test_attention_of_a_row_does_not_depend_on_its_batchmates(kernels):
     bounds = metadata.query_start.tolist()
     for index, (first, last) in enumerate(itertools.pairwise(bounds)):
         context_len = int(metadata.context_lens[index])
-        alone = AttentionMetadata.build(
-            np.array([context_len - (last - first)]),
-            np.array([last - first]),
-            metadata.block_tables[index : index + 1].numpy(),
-            16,
-        )
+        table = metadata.block_tables[index : index + 1].numpy()
+        tokens = QueryTokens(np.array([context_len - (last - first)]), np.array([last - first]), table, 16)
+        alone = AttentionMetadata.build(tokens)
         result = kernels.paged_attention(qkv[first:last], *caches, alone, heads_of(6, 2, 64))
         assert torch.equal(result, together[first:last])
 
@@ -152,15 +150,15 @@ def check_shared_prefixes(kernels, groups, others, shape, block_size, dtype, num
         row += len(members)
     order = np.random.default_rng(1).permutation(len(tables))
     starts, query_lens = np.array(lengths + others).T
-    arguments = (starts[order], query_lens[order], tables[order], block_size)
-    grouped = AttentionMetadata.build(*arguments)
+    tokens = QueryTokens(starts[order], query_lens[order], tables[order], block_size)
+    grouped = AttentionMetadata.build(tokens)
     keys, values = random_cache(num_blocks, block_size, num_kv_heads, head_dim, dtype)
     poison_unused(grouped, keys, values)
     qkv = torch.randn(grouped.num_tokens, (num_heads + 2 * num_kv_heads) * head_dim).to(dtype)
     heads = heads_of(*shape)
     with threads(num_threads):
         together = kernels.paged_attention(qkv, keys, values, grouped, heads)
-        alone = AttentionMetadata.build(*arguments, share_prefixes=False)
+        alone = AttentionMetadata.build(tokens._replace(may_share=False))
         one_by_one = kernels.paged_attention(qkv, keys, values, alone, heads)
     assert_close(together, reference.paged_attention(qkv, keys, values, alone, heads))
     assert torch.equal(together, one_by_one)
@@ -225,7 +223,7 @@ def test_random_batches_with_shared_prefixes_give_the_same_bits(batch):
 def test_a_nan_in_one_query_of_a_group_stays_in_it(kernels):
     torch.manual_seed(12)
     tables = np.array([[0, 1, 2], [0, 1, 3], [0, 1, 4]], dtype=np.int32)
-    metadata = AttentionMetadata.build(np.array([130, 140, 150]), np.ones(3, dtype=np.int64), tables, 64)
+    metadata = AttentionMetadata.build(QueryTokens(np.array([130, 140, 150]), np.ones(3, dtype=np.int64), tables, 64))
     assert metadata.shared_prefixes is not None
     caches = random_cache(5, 64, 1, 64, torch.bfloat16)
     qkv = torch.randn(3, 4 * 64).bfloat16()
@@ -238,7 +236,7 @@ def test_a_nan_in_one_query_of_a_group_stays_in_it(kernels):
 def test_a_sliding_window_takes_no_notice_of_shared_prefixes(kernels):
     torch.manual_seed(13)
     tables = np.array([[0, 1, 2], [0, 1, 3]], dtype=np.int32)
-    metadata = AttentionMetadata.build(np.array([130, 140]), np.ones(2, dtype=np.int64), tables, 64)
+    metadata = AttentionMetadata.build(QueryTokens(np.array([130, 140]), np.ones(2, dtype=np.int64), tables, 64))
     caches = random_cache(4, 64, 1, 64, torch.float32)
     qkv = torch.randn(2, 4 * 64)
     arguments = (qkv, *caches, metadata, heads_of(2, 1, 64), 100)

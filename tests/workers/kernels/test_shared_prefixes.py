@@ -12,6 +12,7 @@ from hypothesis import given
 
 from workers.kernels import shared_prefixes
 from workers.kernels.attention_metadata import AttentionMetadata
+from workers.kernels.query_tokens import QueryTokens
 from workers.kernels.shared_prefixes import (
     MAX_QUERY_LEN,
     PREFIX_MULTIPLE,
@@ -58,7 +59,7 @@ def partitions(items: list[int]) -> Iterator[list[tuple[int, ...]]]:
 
 
 @st.composite
-def batches(draw: st.DrawFn, max_sequences: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+def batches(draw: st.DrawFn, max_sequences: int) -> QueryTokens:
     """Sequences that begin as one of the earlier ones do for some blocks; stale ids fill the tables' ends."""
     block_size = draw(st.sampled_from([8, 16, 48, 128]))
     num_sequences = draw(st.integers(0, max_sequences))
@@ -70,13 +71,13 @@ def batches(draw: st.DrawFn, max_sequences: int) -> tuple[np.ndarray, np.ndarray
         tables[row, : draw(st.sampled_from([0, 1, most // 2, most, most + 2]))] = -1
         tables[row] = np.where(tables[row] == -1, tables[parent], tables[row])
     query_lens = np.array([draw(st.sampled_from([1, 1, 1, 3, 8, 9])) for _ in range(num_sequences)], dtype=np.int64)
-    return starts, query_lens, tables, block_size
+    return QueryTokens(starts, query_lens, tables, block_size)
 
 
 @given(batch=batches(60))
 def test_members_share_what_their_group_says_and_see_all_of_it(batch):
-    starts, query_lens, tables, block_size = batch
-    groups = groups_of(find_shared_prefixes(*batch))
+    starts, query_lens, tables, block_size, _ = batch
+    groups = groups_of(find_shared_prefixes(batch))
     taken = [member for members, _ in groups for member in members]
     assert len(taken) == len(set(taken))
     for members, prefix_len in groups:
@@ -90,7 +91,7 @@ def test_members_share_what_their_group_says_and_see_all_of_it(batch):
 
 @given(batch=batches(6))
 def test_no_other_choice_of_groups_saves_more(batch):
-    starts, query_lens, tables, block_size = batch
+    starts, query_lens, tables, block_size, _ = batch
 
     def saved(members: tuple[int, ...]) -> int:
         return max(0, saving(len(members), shared_keys(members, starts, tables, block_size)))
@@ -98,7 +99,7 @@ def test_no_other_choice_of_groups_saves_more(batch):
     eligible = np.flatnonzero(query_lens <= MAX_QUERY_LEN).tolist()
     best = max(sum(map(saved, sets)) for sets in partitions(eligible))
     assert (
-        sum(saving(len(members), prefix_len) for members, prefix_len in groups_of(find_shared_prefixes(*batch))) == best
+        sum(saving(len(members), prefix_len) for members, prefix_len in groups_of(find_shared_prefixes(batch))) == best
     )
 
 
@@ -106,7 +107,7 @@ def find(
     starts: list[int], tables: list[list[int]], query_lens: list[int] | None = None
 ) -> list[tuple[list[int], int]]:
     lens = np.array(query_lens or [1] * len(starts))
-    return groups_of(find_shared_prefixes(np.array(starts), lens, np.array(tables, dtype=np.int32), 64))
+    return groups_of(find_shared_prefixes(QueryTokens(np.array(starts), lens, np.array(tables, dtype=np.int32), 64)))
 
 
 def test_members_need_not_be_neighbours():
@@ -150,6 +151,6 @@ def test_nothing_is_grouped_without_a_shared_block_or_where_little_is_shared():
 
 
 def test_metadata_carries_the_groups_unless_told_otherwise():
-    arguments = (np.array([128, 128]), np.array([1, 1]), np.array([[4, 5, 6], [4, 5, 7]]), 64)
-    assert groups_of(AttentionMetadata.build(*arguments).shared_prefixes) == [([0, 1], 128)]
-    assert AttentionMetadata.build(*arguments, share_prefixes=False).shared_prefixes is None
+    tokens = QueryTokens(np.array([128, 128]), np.array([1, 1]), np.array([[4, 5, 6], [4, 5, 7]]), 64)
+    assert groups_of(AttentionMetadata.build(tokens).shared_prefixes) == [([0, 1], 128)]
+    assert AttentionMetadata.build(tokens._replace(may_share=False)).shared_prefixes is None

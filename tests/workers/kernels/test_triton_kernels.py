@@ -19,6 +19,7 @@ from tests.workers.kernels.test_kernels import MIXES, heads_of
 from tests.workers.triton_device import DEVICE, THOROUGH
 from workers.kernels import reference
 from workers.kernels.attention_metadata import AttentionMetadata
+from workers.kernels.query_tokens import QueryTokens
 from workers.kernels.triton import attention, layers
 from workers.kernels.triton.metadata import Layout, build_metadata
 from workers.kernels.triton.work import Work, WorkShape, plan_work
@@ -60,8 +61,9 @@ def check_attention(
     num_heads, num_kv_heads, head_dim = shape
     tables = tables_of(lengths, block_size) if tables is None else tables
     starts, counts = np.array(lengths).T
-    plain = AttentionMetadata.build(starts, counts, tables, block_size, share_prefixes=False)
-    placed = build_metadata(starts, counts, tables, block_size, DEVICE, layout=layout, shape=shape_of_work)
+    tokens = QueryTokens(starts, counts, tables, block_size)
+    plain = AttentionMetadata.build(tokens._replace(may_share=False))
+    placed = build_metadata(tokens, DEVICE, layout, shape_of_work)
     kv = torch.randn(2, int(tables.max()) + 1, block_size, num_kv_heads, head_dim).to(dtype)
     used = torch.zeros(kv.shape[1] * block_size, dtype=torch.bool)
     for table, context_len in zip(plain.block_tables.long(), plain.context_lens.tolist(), strict=True):
@@ -271,8 +273,9 @@ def test_blocks_beyond_2_31_elements_are_where_they_should_be() -> None:
     tables = np.stack([blocks, blocks[::-1]])
     heads = heads_of(2, 1, head_dim)
     qkv = torch.randn(2, 4 * head_dim).bfloat16()
-    plain = AttentionMetadata.build(starts, counts, tables, block_size, share_prefixes=False)
-    placed = build_metadata(starts, counts, tables, block_size, DEVICE)
+    tokens = QueryTokens(starts, counts, tables, block_size)
+    plain = AttentionMetadata.build(tokens._replace(may_share=False))
+    placed = build_metadata(tokens, DEVICE)
     expected = reference.paged_attention(qkv, keys, values, plain, heads)
     assert_close(layers.paged_attention(qkv, keys, values, placed, heads), expected)
     cos_sin = torch.randn(100, head_dim)
@@ -288,7 +291,7 @@ def test_blocks_beyond_2_31_elements_are_where_they_should_be() -> None:
 def test_a_nan_in_one_sequence_stays_in_it() -> None:
     torch.manual_seed(4)
     tables = np.array([[0, 1, 2], [0, 1, 3], [0, 1, 4]], dtype=np.int32)
-    metadata = build_metadata(np.array([130, 140, 150]), np.ones(3, dtype=np.int64), tables, 64, DEVICE)
+    metadata = build_metadata(QueryTokens(np.array([130, 140, 150]), np.ones(3, dtype=np.int64), tables, 64), DEVICE)
     assert metadata.prefix_rows is not None
     kv = torch.randn(2, 5, 64, 1, 64)
     kv[0, 2, 2] = float("nan")  # the first sequence's own key
@@ -303,7 +306,9 @@ def test_a_nan_in_one_sequence_stays_in_it() -> None:
 
 def test_attention_keeps_huge_scores_finite() -> None:
     torch.manual_seed(3)
-    metadata = build_metadata(np.array([200, 0]), np.array([1, 40]), tables_of([(200, 1), (0, 40)], 16), 16, DEVICE)
+    metadata = build_metadata(
+        QueryTokens(np.array([200, 0]), np.array([1, 40]), tables_of([(200, 1), (0, 40)], 16), 16), DEVICE
+    )
     kv = torch.randn(2, 32, 16, 1, 64).to(DEVICE)
     qkv = (torch.randn(41, 4 * 64) * 1e4).to(DEVICE)
     arguments = (qkv, kv[0], kv[1], metadata, heads_of(2, 1, 64))
@@ -347,8 +352,8 @@ def test_rope_and_cache_agrees(with_norm: bool, head_dim: int, dtype: torch.dtyp
     weights = [torch.rand(head_dim).to(dtype) if with_norm else None for _ in range(2)]
     on_device = [None if weight is None else weight.to(DEVICE) for weight in weights]
     cos_sin = torch.randn(64, head_dim)
-    plain = AttentionMetadata.build(starts, counts, tables, 8)
-    placed = build_metadata(starts, counts, tables, 8, DEVICE)
+    tokens = QueryTokens(starts, counts, tables, 8)
+    plain, placed = AttentionMetadata.build(tokens), build_metadata(tokens, DEVICE)
     reference.rope_and_cache(qkv, cos_sin, plain, expected[0], expected[1], heads_of(*shape), *weights)
     layers.rope_and_cache(rotated, cos_sin.to(DEVICE), placed, actual[0], actual[1], heads_of(*shape), *on_device)
     assert_close(actual, expected)
@@ -356,7 +361,9 @@ def test_rope_and_cache_agrees(with_norm: bool, head_dim: int, dtype: torch.dtyp
 
 
 def test_a_row_that_pads_writes_no_key() -> None:
-    metadata = build_metadata(np.array([3]), np.ones(1, dtype=np.int64), np.zeros((1, 1), np.int32), 8, DEVICE)
+    metadata = build_metadata(
+        QueryTokens(np.array([3]), np.ones(1, dtype=np.int64), np.zeros((1, 1), np.int32), 8), DEVICE
+    )
     metadata.slot_mapping.fill_(-1)
     kv = torch.zeros(2, 2, 8, 1, 32, device=DEVICE)
     qkv = torch.randn(1, 3 * 32).to(DEVICE)

@@ -5,6 +5,7 @@ more kernels than it did.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -21,12 +22,20 @@ from tests.conftest import PROVE
 from tests.workers.kernels.triton_compile import LAUNCHED
 from tests.workers.test_cuda_platform import make_llm
 from tests.workers.triton_device import DEVICE
+from workers.kernels.protocol import KVCaches
 from workers.kernels.triton import attention, edits, launch, rope, rows, sampler
+from workers.kernels.triton.graphs import GraphedLayers
+from workers.kernels.triton.metadata import DeviceMetadata, Layout
+from workers.step import StepInput
+from workers.torch_worker import sampler as torch_sampling
+from workers.torch_worker.model_runner import ModelRunner
 
 pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="watches the interpreter's kernels")
 
 Form = tuple[Any, ...]
 """A kernel's name, and all that Triton compiles another form of it for."""
+Call = tuple[Any, ...]
+"""A kernel's name, its grid, and all arguments that a captured graph keeps: everything but what tensors hold."""
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 
 
@@ -38,6 +47,8 @@ class Launches:
         self.counts: collections.Counter[str] = collections.Counter()
         self.read: list[StorageWeakRef] = []
         """The memory of every tensor that a kernel was given."""
+        self.calls: list[Call] = []
+        """Every launch, in order."""
         for module in (attention, edits, rope, rows, sampler):
             for name, kernel in list(vars(module).items()):
                 if name.startswith(LAUNCHED) and hasattr(kernel, "arg_names"):
@@ -56,6 +67,7 @@ class Watched:
             self._launches.read += (StorageWeakRef(each.untyped_storage()) for each in tensors)
             self._launches.counts[self._name] += 1
             self._launches.forms.add(form_of(self._name, self._kernel, arguments, named))
+            self._launches.calls.append(call_of(self._name, grid, arguments, named))
             self._kernel[grid](*arguments, **named)
 
         return run
@@ -76,6 +88,11 @@ def form_of(name: str, kernel: Any, arguments: tuple[Any, ...], named: dict[str,
         else:
             form.append((key, type(value).__name__))
     return tuple(form)
+
+
+def call_of(name: str, grid: tuple[int, ...], arguments: tuple[Any, ...], named: dict[str, Any]) -> Call:
+    values = [*arguments, *named.values()]
+    return name, grid, tuple(each.shape if isinstance(each, torch.Tensor) else each for each in values)
 
 
 def requests(seed: int) -> tuple[list[list[int]], list[SamplingParams]]:
@@ -156,6 +173,145 @@ def test_a_graph_keeps_all_that_it_reads(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(outer) > 20
     assert not [each for each in outer if each.expired()]
     del llm
+
+
+@pytest.mark.usefixtures("cheap_groups")
+def test_a_graph_launches_what_the_step_would_launch_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay launches the grids and numbers of the capture, whose step was empty and as long as a step can be. So
+    none of them may follow from what the host knows of a step.
+    """
+    launches = Launches(monkeypatch)
+    captured: dict[tuple[Layout, bool], list[Call]] = {}
+    replayed: collections.Counter[tuple[Layout, bool]] = collections.Counter()
+    differences: list[Any] = []
+    call = GraphedLayers.__call__
+
+    def watched(
+        self: GraphedLayers,
+        residual: torch.Tensor,
+        cos_sin: torch.Tensor,
+        metadata: DeviceMetadata,
+        kv_caches: KVCaches,
+    ) -> torch.Tensor:
+        key = None if metadata.layout is None else (metadata.layout, metadata.prefix_rows is not None)
+        launches.calls.clear()
+        hidden = call(self, residual.clone(), cos_sin, metadata, kv_caches)
+        if key is None:
+            return hidden
+        if self.capture is not None:
+            captured[key] = launches.calls[: len(launches.calls) // 2]  # the capture, and then its first replay
+        elif key in self._graphs:
+            graph = self._graphs[key]
+            own = dataclasses.replace(
+                graph.metadata,
+                max_query_len=metadata.max_query_len,
+                max_context_len=metadata.max_context_len,
+                total_context_len=metadata.total_context_len,
+            )
+            launches.calls.clear()
+            padded = torch.zeros_like(graph.residual)
+            padded[: len(residual)] = residual
+            if not torch.equal(self._run_layers(padded, cos_sin, own, kv_caches)[: len(residual)], hidden):
+                differences.append((key, "hidden states"))
+            if launches.calls != captured[key]:
+                differences.append((key, launches.calls, captured[key]))
+            replayed[key] += 1
+        return hidden
+
+    monkeypatch.setattr(GraphedLayers, "__call__", watched)
+    llm = make_llm(
+        monkeypatch,
+        str(checkpoint("llama", num_hidden_layers=1)),
+        dtype="float32",
+        max_num_sequences=4,
+        max_model_len=80,
+    )
+    shared = np.random.default_rng(3).integers(3, VOCAB_SIZE, 70).tolist()
+    prompts = [shared, [*shared, 5], [7, 8], [*shared, 6, 7], [*shared, 8], [9] * 5]
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=5, ignore_eos=True), use_tqdm=False)
+    assert all(len(output.outputs[0].token_ids) == 5 for output in outputs)
+    assert not differences
+    assert {has_groups for _, has_groups in replayed} == {False, True}
+    assert {layout.most_tokens is None for layout, _ in replayed} == {False, True}
+    assert replayed.total() > 5
+
+
+class Copies:
+    """Copies from the device that hold nonsense until somebody waits for an event that was recorded after them."""
+
+    def __init__(self) -> None:
+        self._pending: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.num_filled = 0
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        copy = torch.full_like(tensor, 1)  # the status of NaN, and a token that nobody drew
+        self._pending.append((copy, tensor.clone()))
+        return copy
+
+    def record_event(self, device: torch.device) -> Event:
+        return Event(self, len(self._pending))
+
+    def fill(self, count: int) -> None:
+        with torch.inference_mode():
+            for copy, value in self._pending[:count]:
+                copy.copy_(value)
+        self.num_filled = max(self.num_filled, count)
+
+
+class Event:
+    def __init__(self, copies: Copies, count: int) -> None:
+        self._copies = copies
+        self._count = count
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        self._copies.fill(self._count)
+
+
+@pytest.mark.usefixtures("plugin", "cheap_groups")
+def test_each_step_is_drawn_before_the_next_is_launched_and_nothing_is_read_before_its_event(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def answers() -> list[Any]:
+        llm = make_llm(
+            monkeypatch,
+            str(checkpoint("llama", num_hidden_layers=1)),
+            max_num_sequences=4,
+            logits_processors={"automaton": None},
+        )
+        assert llm.engine.executor.depth == 1
+        order.clear()
+        outputs = llm.generate(*requests(4), use_tqdm=False)
+        choices = [choice for output in outputs for choice in output.outputs]
+        assert all(choice.error is None for choice in choices)
+        return [(choice.token_ids, choice.logprobs) for choice in choices] + [o.prompt_logprobs for o in outputs]
+
+    order: list[str] = []
+    expected = answers()
+    copies = Copies()
+    monkeypatch.setattr(torch_sampling, "to_host", copies.to_host)
+    monkeypatch.setattr(launch, "record_event", copies.record_event)
+    forward, draw = ModelRunner._forward, ModelRunner._draw_points
+
+    def watched_forward(self: ModelRunner, step: StepInput) -> torch.Tensor:
+        order.append("forward")
+        if step.sample_points:
+            order.append("to draw")
+        return forward(self, step)
+
+    def watched_draw(self: ModelRunner, *arguments: Any) -> Any:
+        order.append("draw")
+        return draw(self, *arguments)
+
+    monkeypatch.setattr(ModelRunner, "_forward", watched_forward)
+    monkeypatch.setattr(ModelRunner, "_draw_points", watched_draw)
+    assert answers() == expected
+    assert copies.num_filled > 20
+    drawing = [index for index, what in enumerate(order) if what == "to draw"]
+    assert len(drawing) > 5
+    assert [order[index + 1] for index in drawing] == ["draw"] * len(drawing)
 
 
 @pytest.mark.usefixtures("plugin", "cheap_groups")

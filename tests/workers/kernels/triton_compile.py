@@ -25,6 +25,7 @@ from triton.compiler import ASTSource
 
 from structured.masks import MaskBatch, row_words
 from tests.workers.sampling.test_sampler import CASES, EOS, state_of
+from workers.kernels.query_tokens import QueryTokens
 from workers.kernels.triton import attention, edits, launch, rope, rows, sampler
 from workers.kernels.triton.metadata import build_metadata
 from workers.models.model_config import HeadShape
@@ -192,7 +193,7 @@ def attend(lengths: list[tuple[int, int]], shape: tuple[int, int, int], dtype: t
     width = -(-int((starts + counts).max()) // 16)
     tables = np.arange(len(lengths) * width, dtype=np.int32).reshape(len(lengths), width)
     tables[:, : case.get("shared", 0)] = tables[0, : case.get("shared", 0)]
-    metadata = build_metadata(starts, counts, tables, 16, CPU)
+    metadata = build_metadata(QueryTokens(starts, counts, tables, 16), CPU)
     kv = torch.zeros(2, 8, 16, num_kv_heads, head_dim, dtype=dtype)
     qkv = torch.zeros(metadata.num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
     heads = HeadShape(num_heads, num_kv_heads, head_dim, head_dim**-0.5)

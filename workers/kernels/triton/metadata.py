@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from workers.kernels.attention_metadata import AttentionMetadata
+from workers.kernels.query_tokens import QueryTokens
 from workers.kernels.shared_prefixes import SharedPrefixes
 from workers.kernels.transfer import move, staging
 from workers.kernels.triton.launch import aligned_places
@@ -107,21 +108,14 @@ class DeviceMetadata(AttentionMetadata):
 
 
 def build_metadata(
-    starts: np.ndarray,
-    query_lens: np.ndarray,
-    block_tables: np.ndarray,
-    block_size: int,
-    device: torch.device,
-    share_prefixes: bool = True,
-    layout: Layout | None = None,
-    shape: WorkShape | None = None,
+    tokens: QueryTokens, device: torch.device, layout: Layout | None = None, shape: WorkShape | None = None
 ) -> DeviceMetadata:
-    """Builds a step's metadata on the device; arguments as those of `AttentionMetadata.build`.
+    """Builds a step's metadata on the device.
 
     With a `layout`, in which the step must fit, it is padded to that. `shape` is that of the model's attention; without
     it the work is cut for one KV head.
     """
-    host = AttentionMetadata.build(starts, query_lens, block_tables, block_size, share_prefixes)
+    host = AttentionMetadata.build(tokens)
     tables = host.block_tables.numpy()
     shape = shape or WorkShape.of(1, 1, device)
     arrays = _arrays(host)
@@ -129,8 +123,8 @@ def build_metadata(
         item_tokens = layout.item_tokens(shape)
     else:
         item_tokens = 1 if host.max_query_len == 1 else shape.item_tokens
-    first_keys = arrays.get("prefix_lens", np.zeros(len(starts), dtype=np.int32))
-    work = plan_work(starts, query_lens, first_keys, item_tokens, shape.num_programs)
+    first_keys = arrays.get("prefix_lens", np.zeros(len(tokens.starts), dtype=np.int32))
+    work = plan_work(tokens.starts, tokens.lens, first_keys, item_tokens, shape.num_programs)
     arrays |= {"items": work.items.ravel(), "merges": work.merges.ravel()}
     if layout is not None:
         arrays = _padded(arrays, padded_sizes(layout, host.shared_prefixes is not None, shape))
@@ -150,7 +144,7 @@ def build_metadata(
         query_start=views["query_start"][: num_sequences + 1],
         context_lens=views["context_lens"][:num_sequences],
         block_tables=buffer[end:].view(tables.shape),
-        block_size=block_size,
+        block_size=tokens.block_size,
         max_query_len=host.max_query_len,
         max_context_len=host.max_context_len,
         total_context_len=host.total_context_len,

@@ -20,8 +20,8 @@ from cluster.config import EngineConfig, ray_address
 from cluster.engine.executors.executor import SynchronousExecutor
 from cluster.engine.ranks.claims import cluster_gpus, cluster_tpus, node_cpus, threads_each, with_device
 from cluster.engine.ranks.deadline import StepDeadline
-from cluster.engine.ranks.group import RankGroup
 from cluster.engine.ranks.rank_channel import RankLost
+from cluster.engine.ranks.rank_group import RankGroup
 from cluster.engine.ranks.rank_messages import (
     Answer,
     Failed,

@@ -1,0 +1,22 @@
+"""The query tokens of one step as plain arrays, from which its attention metadata is made."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+
+class QueryTokens(NamedTuple):
+    """The tokens at positions `[starts[s], starts[s] + lens[s])` of each sequence `s` of a step."""
+
+    starts: np.ndarray
+    """Integers [num_sequences]: the position of each sequence's first token in the step."""
+    lens: np.ndarray
+    """Integers [num_sequences]: tokens of each sequence in the step, at least 1."""
+    block_tables: np.ndarray
+    """int32 [num_sequences, max_blocks], which cover the step's tokens too."""
+    block_size: int
+    """Tokens of a KV block."""
+    may_share: bool = True
+    """Whether groups of sequences that share a prefix are looked for."""
