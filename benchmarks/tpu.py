@@ -21,6 +21,7 @@ import numpy as np
 
 from benchmarks.checkpoints import SHAPES, benchmark_checkpoint
 from cluster.llm import LLM, SamplingParams
+from workers.checkpoints.model_folder import load_model_config
 from workers.jax_worker.attention import attend_by_chunks, attend_by_kernel, page_head_dim
 from workers.jax_worker.batch import Batch, BatchShape, pack
 from workers.jax_worker.jax_worker import JaxWorker
@@ -87,8 +88,10 @@ def token_rows() -> Iterator[str]:
 
 def step_rows(shape: str, num_devices: int) -> Iterator[str]:
     yield f"\n| step, shape of {shape}, bfloat16 | ms | floor, ms | of the floor |\n| --- | --- | --- | --- |"
+    folder = benchmark_checkpoint(shape)
+    cached = max(max(ROWS) * CONTEXT, PREFILL)
     options = ModelOptions(
-        model=str(benchmark_checkpoint(shape)),
+        model=str(folder),
         device="tpu",
         dtype="bfloat16",
         tensor_parallel_size=num_devices,
@@ -96,7 +99,7 @@ def step_rows(shape: str, num_devices: int) -> Iterator[str]:
         max_model_len=PREFILL,
         max_num_batched_tokens=PREFILL,
         max_num_sequences=max(ROWS),
-        kv_cache_fraction=0.5,
+        kv_cache_bytes=2 * cached * load_model_config(folder).kv_bytes_per_token("bfloat16"),
     )
     model = JaxWorker(options).runner.model
     chip = CHIPS.get(jax.devices()[0].device_kind)
