@@ -30,7 +30,7 @@ from cluster.cli.request_lines import POLL_S
 from cluster.cli.serve import _has_chat, ready_message
 from cluster.config import EngineConfig, ServeConfig, load_config
 from cluster.llm import LLM
-from tests.checkpoints import checkpoint
+from tests.checkpoints import checkpoint, make_tokenizer
 from tests.patience import PATIENCE_S
 from tests.server import shared_server
 from workers.checkpoints.model_folder import load_model_config
@@ -66,6 +66,9 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
         ),
         (["serve", "--set", "max_model_len=4096"], ["did you mean `engine.max_model_len`?"]),
         (["serve", "--set", "engine.kv_cache_bytes=1G"], ["512MiB (2^20) or 1GB (10^9)"]),
+        (["serve", "--set", "engine.device=cuda"], ["device 'cuda' is not there: torch", "set device to cpu or auto"]),
+        (["serve", "--set", "engine.dtype=float16"], ["demo cannot be served: ", "float16"]),
+        (["serve", "--set", "engine.kv_cache_bytes=1000TB"], ["of memory is free; lower kv_cache_bytes"]),
         (["chat", "--url", "127.0.0.1:9"], ["no server answers at http://127.0.0.1:9", "serve'"]),
         (["chat", "--port", "9"], ["no server answers at http://127.0.0.1:9"]),
     ],
@@ -73,6 +76,8 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 def test_a_slip_of_the_command_line_is_answered_with_what_was_meant(
     arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    if arguments[0] == "serve":
+        arguments += ["--port", str(free_port())]
     code, _, error = run(capsys, *arguments)
     assert code == 2
     for word in words:
@@ -285,6 +290,40 @@ def test_a_tokenizer_that_nobody_expected_is_one_sentence(
     code, _, error = run(capsys, "check", folder)
     assert code == 1
     assert f"the tokenizer of {folder} cannot be read: " in error
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{{ raise_exception('no such role') }}", "refuses a conversation of one message (no such role); mend it"),
+        ("{% for x in %}", "is no valid Jinja: "),
+    ],
+)
+def test_a_chat_template_that_never_works_is_a_no(
+    template: str, words: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = _with_config(tmp_path)
+    (pathlib.Path(folder) / "chat_template.jinja").write_text(template)
+    for command, code in (["check", folder], 1), (["serve", folder, "--port", str(free_port())], 2):
+        ended, _, error = run(capsys, *command)
+        assert ended == code
+        assert words in error
+
+
+def test_a_template_that_takes_content_in_parts_alone_is_served(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = _with_config(tmp_path)
+    (pathlib.Path(folder) / "chat_template.jinja").write_text("{{ messages[0].content[0].text }}")
+    assert run(capsys, "check", folder, "--set", "engine.kv_cache_bytes=1MiB")[0] == 0
+
+
+def test_the_tokenizer_of_another_model_is_a_no(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_tokenizer(tmp_path, 330)
+    arguments = ["check", str(checkpoint("llama")), "--set", f"engine.tokenizer={tmp_path}"]
+    code, _, error = run(capsys, *arguments)
+    assert code == 1
+    assert "has 330 tokens and the model's vocabulary 320, so it is another model's" in error
 
 
 def test_a_base_model_without_a_chat_template_is_offered_for_completions(
