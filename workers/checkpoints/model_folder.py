@@ -118,7 +118,7 @@ def _transformers_config(folder: pathlib.Path, architecture: str) -> ModelConfig
         hidden_size=config.hidden_size,
         num_layers=config.num_hidden_layers,
         num_heads=num_heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+        num_kv_heads=transformers_support.num_kv_heads(config),
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
         intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
         rms_norm_eps=0.0,
