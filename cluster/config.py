@@ -338,7 +338,11 @@ def load_config(path: str | pathlib.Path | None, overrides: dict[str, Any] | Non
     is no YAML, the line with a mark below the place.
     """
     data = {} if path is None else _read_yaml(pathlib.Path(path))
+    where = f" {path}" if path else ""
+    if "model" in data:
+        _move_model(data, where)
     for key, value in (overrides or {}).items():
+        key = "engine.model" if key == "model" else key
         target = data
         *parents, last = key.split(".")
         for parent in parents:
@@ -349,13 +353,21 @@ def load_config(path: str | pathlib.Path | None, overrides: dict[str, Any] | Non
                 raise ValueError(f"configuration: {key} cannot be set: {parent} is a value, no group of options")
         target[last] = value
     if "api_keys" in data and data["api_keys"] is None:  # a variable that was to hold them and is not set
-        raise ValueError(
-            f"configuration{f' {path}' if path else ''}: api_keys is empty; leave it out, or list the keys"
-        )
+        raise ValueError(f"configuration{where}: api_keys is empty; leave it out, or list the keys")
     try:
         return read_options(data, ServeConfig)
     except ValueError as error:
-        raise ValueError(f"configuration{f' {path}' if path else ''}: {error}") from error
+        raise ValueError(f"configuration{where}: {error}") from error
+
+
+def _move_model(data: dict[str, Any], where: str) -> None:
+    """Makes a `model` at the top, where other servers have it, the engine's. Raises `ValueError` if there are two."""
+    model, engine = data.pop("model"), data.get("engine") or {}
+    if not isinstance(engine, dict) or model is None:
+        return
+    if engine.get("model") not in (None, model):
+        raise ValueError(f"configuration{where}: model is {model} and engine.model {engine['model']}; give one")
+    data["engine"] = engine | {"model": model}
 
 
 def _read_yaml(path: pathlib.Path) -> dict[str, Any]:

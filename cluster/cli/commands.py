@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from cluster.cli.flags import add_flags, given_options
 from cluster.cli.parser import CommandParser, check_command
 from cluster.cli.refusal import Refusal
 from cluster.version import version
@@ -41,19 +42,18 @@ def command_parser() -> tuple[argparse.ArgumentParser, list[str]]:
 
     serve = commands.add_parser("serve", help="serve a model over HTTP with OpenAI's API")
     _add_model(serve)
-    serve.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
-    serve.add_argument("--port", type=int, help="port to listen on (default: 8000)")
+    add_flags(serve)
     serve.add_argument("--quiet", action="store_true", help="print no line for each request")
     serve.add_argument("--name", help="name of the application on a Ray cluster (default: manta)")
     serve.add_argument("--replace", action="store_true", help="update the application of that name if it runs already")
     _add_config_flags(serve)
     serve.set_defaults(run=_serve)
 
-    chat = commands.add_parser("chat", help="talk to a running server in the terminal")
+    key = "If the server wants an API key, put it into MANTA_API_KEY."
+    chat = commands.add_parser("chat", help="talk to a running server in the terminal", epilog=key)
     chat.add_argument("message", nargs="?", help="answer this and end (default: talk, or answer what is piped in)")
     _add_where(chat)
     chat.add_argument("--model", help="name as in /v1/models (default: the server's first)")
-    chat.add_argument("--api-key", help="bearer token, if the server asks for one (default: $MANTA_API_KEY)")
     chat.set_defaults(run=_chat)
 
     status = commands.add_parser("status", help="say what a running server's engines do, and what is starting")
@@ -70,6 +70,7 @@ def command_parser() -> tuple[argparse.ArgumentParser, list[str]]:
 
     check = commands.add_parser("check", help="say whether a model and a configuration can be served here")
     _add_model(check)
+    add_flags(check)
     _add_config_flags(check)
     check.set_defaults(run=_check)
 
@@ -134,15 +135,14 @@ def _serve(options: argparse.Namespace) -> int:
     from cluster.cli.serve import run_serve
 
     _model(options)
-    flags = {"model": "engine.model", "host": "host", "port": "port"}
-    return run_serve(options.config, _overrides(options, flags), options.quiet, options.name, options.replace)
+    overrides = _overrides(options, {"model": "engine.model"}) | given_options(options)
+    return run_serve(options.config, overrides, options.quiet, options.name, options.replace)
 
 
 def _chat(options: argparse.Namespace) -> int:
     from cluster.cli.chat import run_chat
 
-    api_key = options.api_key or os.environ.get("MANTA_API_KEY")
-    return run_chat(_url(options), options.model, api_key, options.message)
+    return run_chat(_url(options), options.model, os.environ.get("MANTA_API_KEY"), options.message)
 
 
 def _status(options: argparse.Namespace) -> int:
@@ -161,4 +161,5 @@ def _check(options: argparse.Namespace) -> int:
     from cluster.cli.check import run_check
 
     _model(options)
-    return run_check(options.config, _overrides(options, {"model": "engine.model"}))
+    overrides = _overrides(options, {"model": "engine.model"}) | given_options(options)
+    return run_check(options.config, overrides)

@@ -22,6 +22,9 @@ from cluster.text.text_decoder import PieceDecoder, PieceTable, TextDecoder, Win
 from cluster.text.tokenizer_files import TokenizerError, read_chat_templates, read_json, resolve_folder, special_tokens
 from workers.sampling_params import SamplingParams
 
+_CONVERTIBLE = ("*.model", "vocab.*", "*.tiktoken", "*.tekken", "tekken.json")
+"""Files of tokenizers that transformers converts."""
+_OTHER_TOKENIZER = "give the tokenizer's folder in the option `tokenizer`"
 LONG_TEXT = 20_000
 """Texts of at least this many characters are tokenised in a thread: a megabyte would hold up every stream."""
 
@@ -70,16 +73,19 @@ class Tokenizer:
 
     def _convert(self) -> FastTokenizer:
         """transformers' conversion of SentencePiece or tiktoken files, for a model that has no others."""
+        if not any(self.folder.glob(pattern) for pattern in _CONVERTIBLE):
+            raise TokenizerError(f"{self.folder} holds no tokenizer.json; {_OTHER_TOKENIZER}")
         import transformers
 
+        from workers.checkpoints.transformers_support import first_sentence
+
+        transformers.utils.logging.set_verbosity_error()  # it logs at length what the error says
         try:
             loaded = transformers.AutoTokenizer.from_pretrained(self.folder, use_fast=True, trust_remote_code=False)
             fast = loaded.backend_tokenizer
         except Exception as error:
-            raise TokenizerError(
-                f"{self.folder} holds no tokenizer.json, and transformers could not make one: {error}; "
-                "give the tokenizer's folder in the option `tokenizer`"
-            ) from error
+            message = f"{self.folder} holds no tokenizer.json, and transformers could not make one"
+            raise TokenizerError(f"{message} ({first_sentence(error)}); {_OTHER_TOKENIZER}") from error
         for role, value in loaded.special_tokens_map.items():
             self._config.setdefault(role, value)
         if loaded.chat_template:

@@ -26,10 +26,13 @@ import pytest
 
 from benchmarks.processes import free_port
 from cluster.cli.__main__ import main
+from cluster.cli.flags import ANSWERS, FLAGS
 from cluster.cli.request_lines import POLL_S
 from cluster.cli.serve import _has_chat, ready_message
 from cluster.config import EngineConfig, ServeConfig, load_config
 from cluster.llm import LLM
+from cluster.option_docs import option_text
+from cluster.option_reader import read_options
 from tests.checkpoints import checkpoint, make_tokenizer
 from tests.patience import PATIENCE_S
 from tests.server import shared_server
@@ -56,7 +59,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     ("arguments", "words"),
     [
         (["serve", "--prot", "9000"], ["usage: manta serve", "--quiet", "there is no --prot (did you mean --port?)"]),
-        (["chat", "--modle=x"], ["usage: manta chat", "--api-key", "there is no --modle (did you mean --model?)"]),
+        (["chat", "--modle=x"], ["usage: manta chat", "--url", "there is no --modle (did you mean --model?)"]),
         (["srve"], ["there is no command 'srve' (did you mean serve?)", "serve, chat, status, batch, check, bench"]),
         (["bench", "speculativ"], ["there is no part 'speculativ' (did you mean speculative?)"]),
         (["serve", "demo", "--model", "other"], ["two models, demo and --model other"]),
@@ -131,7 +134,7 @@ def test_make_names_its_own_variable_for_a_port_that_is_taken() -> None:
     ("text", "words"),
     [
         ("engine:\n  max_num_sequence: 3\n", ["did you mean `engine.max_num_sequences`?"]),
-        ("model: demo\n", ["there is no option `model`; did you mean `engine.model`?"]),
+        ("model: demo\nengine: {model: other}\n", ["model is demo and engine.model other; give one"]),
         ("engine:\n  device: gpu\n", ["`engine.device` cannot be 'gpu'", "auto, cpu, cuda"]),
         ("engine: {speculative: {proposers: [ngrams]}}\n", ["proposers[0]", "forced, ngram, draft"]),
         ("engine: {colour: red}\n", ["the options of `engine` are model, "]),
@@ -151,6 +154,81 @@ def test_a_slip_in_a_configuration_is_answered_with_what_was_meant(
     assert str(path) in error
     for word in words:
         assert word in error
+
+
+def test_a_model_may_stand_at_the_top_of_a_configuration(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("model: mine\nport: 8001\n")
+    assert load_config(path) == ServeConfig(engine=EngineConfig(model="mine"), port=8001)
+    assert load_config(path, {"engine.model": "other"}).engine.model == "other"
+    assert load_config(None, {"model": "mine"}).engine.model == "mine"
+
+
+def test_flags_say_what_the_configuration_says(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("serve", "check"):
+        code, out, _ = run(capsys, command, "--help")
+        said = " ".join(out.split())
+        assert code == 0
+        for flag, key in FLAGS.items():
+            text = option_text(ServeConfig, key)
+            assert f"{flag} " in said
+            assert text.doc in said
+            assert text.values in said
+    assert "Longest prompt plus output, in tokens (default: the model's; at least 1)" in said
+    assert "auto, bfloat16, float16, float32" in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "options"),
+    [
+        (["--max-model-len", "512"], {"engine": {"max_model_len": 512}}),
+        (
+            ["--tensor-parallel-size=2", "--dtype", "float32"],
+            {"engine": {"tensor_parallel_size": 2, "dtype": "float32"}},
+        ),
+        (["--served-model-name", "7"], {"served_model_name": "7"}),
+        (["--no-enable-prefix-caching"], {"engine": {"enable_prefix_caching": False}}),
+        (["--max-num-seqs", "8", "--set", "engine.max_num_sequences=9"], {"engine": {"max_num_sequences": 8}}),
+        (["--port", "8001"], {"port": 8001}),
+    ],
+)
+def test_flags_of_other_servers_set_options(
+    flags: list[str], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[ServeConfig] = []
+    monkeypatch.setattr("cluster.cli.serve.check_machine", lambda engine: None)
+    monkeypatch.setattr("cluster.cli.serve.check_quickly", lambda engine: None)
+    monkeypatch.setattr("cluster.cli.serve._check_port", lambda host, port: None)
+    monkeypatch.setattr("cluster.cli.serve._serve_until_signal", lambda config, *_: seen.append(config))
+    assert main(["serve", *flags]) == 0
+    assert seen == [read_options(options, ServeConfig)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["serve", "--max-model-len", "0"], ["Expected `int` >= 1", "`engine.max_model_len`"]),
+        (["check", "--dtype", "fp8"], ["`engine.dtype` cannot be 'fp8'", "auto, bfloat16, float16, float32"]),
+        (["serve", "--api-key", "secret"], ["there is no --api-key: keys on a command line", "MANTA_API_KEYS"]),
+        (["chat", "--api-key=secret"], ["there is no --api-key: put the key into MANTA_API_KEY"]),
+        (["serve", "--gpu-memory-utilization", "0.9"], ["engine.kv_cache_fraction"]),
+        (["serve", "--kv-cache-dtype", "fp8"], ["the KV cache has the dtype of the model"]),
+        (["check", "--quantization", "awq"], ["quantised checkpoints are not served"]),
+    ],
+)
+def test_what_is_no_flag_here_is_answered_with_what_serves(
+    arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, error = run(capsys, *arguments)
+    assert code == 2
+    for word in words:
+        assert word in error
+
+
+def test_answers_name_options_that_there_are() -> None:
+    for answer in ANSWERS.values():
+        for key in re.findall(r"--set '?([\w.]+)=", answer):
+            assert option_text(ServeConfig, key).name
 
 
 def test_broken_yaml_is_shown_with_its_line_and_a_mark_below_the_place(
@@ -324,6 +402,26 @@ def test_the_tokenizer_of_another_model_is_a_no(tmp_path: pathlib.Path, capsys: 
     code, _, error = run(capsys, *arguments)
     assert code == 1
     assert "has 330 tokens and the model's vocabulary 320, so it is another model's" in error
+
+
+def test_what_transformers_says_at_length_is_one_sentence(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = _with_config(tmp_path)
+    for path in pathlib.Path(folder).glob("*token*"):
+        path.unlink()
+    code, _, error = run(capsys, "check", folder)
+    assert (code, error.count(". ")) == (1, 0)
+    assert f"{folder} holds no tokenizer.json; give the tokenizer's folder in the option `tokenizer`" in error
+    (pathlib.Path(folder) / "tokenizer.model").write_bytes(b"no tokenizer")
+    code, _, error = run(capsys, "check", folder)
+    assert (code, error.count(". ")) == (1, 0)
+    assert "transformers could not make one (" in error
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["NovelLM"], "model_type": "novel"}))
+    code, _, error = run(capsys, "check", str(tmp_path))
+    assert (code, error.count(". ")) == (1, 0)
+    assert "architecture NovelLM is not supported: transformers " in error
+    assert "does not know it; a newer one may (pip install --upgrade transformers)" in error
 
 
 def test_a_base_model_without_a_chat_template_is_offered_for_completions(

@@ -32,7 +32,16 @@ def read_config(folder: pathlib.Path) -> Any:
         return transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (ValueError, KeyError, OSError, ImportError) as error:
         version = transformers.__version__
-        raise ValueError(f"transformers {version} cannot read its config.json ({error})") from error
+        if "does not recognize this architecture" in str(error):
+            message = f"transformers {version} does not know it; a newer one may (pip install --upgrade transformers)"
+            raise ValueError(message) from error
+        raise ValueError(f"transformers {version} cannot read its config.json ({first_sentence(error)})") from error
+
+
+def first_sentence(error: Exception) -> str:
+    """The beginning of what transformers says at length, on one line."""
+    sentence = " ".join(str(error).split()).partition(". ")[0].rstrip(".:")
+    return sentence or type(error).__name__
 
 
 def why_unsupported(config: Any, architecture: str) -> str | None:
