@@ -71,6 +71,6 @@ def plan_offline(
         plan = plan_chat(request, params, tokenizer, text)
         return Chat(prompt=tokenizer.encode(plan.prompt, add_special_tokens=False), plan=plan)
     except msgspec.ValidationError as error:
-        raise shape_error(str(error)) from error
+        raise shape_error(str(error), ChatCompletionRequest) from error
     except TextError as error:
         raise RequestRefused(f"messages: {error}", "messages") from error

@@ -16,7 +16,7 @@ from cluster.errors import ServingError, refuse
 from cluster.http.exchange.answers import Answer, ChatAnswer, CompletionAnswer
 from cluster.http.exchange.engines import GenerationRequest
 from cluster.http.exchange.exchange import GenerationExchange
-from cluster.http.exchange.prompts import aside, encode, encode_all
+from cluster.http.exchange.prompts import aside, encode, encode_all, num_kept_tokens
 from cluster.http.exchange.state import AppState
 from cluster.protocol.body_limits import check_counts, check_echo, check_num_logprobs
 from cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
@@ -39,9 +39,10 @@ async def chat(state: AppState, exchange: GenerationExchange, request: ChatCompl
     conversation = render(state.tokenizer, request, template_tools(request.callable_tools()))
     plan = plan_chat(request, params, state.tokenizer, conversation)
     model = await state.model_info()
-    prompt = await encode(state.tokenizer, plan.prompt, False, model.max_model_len, "messages")
+    kept = num_kept_tokens(request.truncate_prompt_tokens, params, model.max_model_len)
+    prompt = await encode(state.tokenizer, plan.prompt, False, model.max_model_len, "messages", kept)
     check_num_logprobs(state.config.body, plan.params, [prompt], model.max_model_len, bool(request.stream))
-    answer = ChatAnswer(request, _new_id("chatcmpl"), state.model_name, state.tokenizer, plan)
+    answer = ChatAnswer(request, _new_id("chatcmpl"), state.model_name, state.tokenizer, plan, prompt)
     await _generate(state, exchange, [prompt], plan.params, request, answer, plan.shown_ids)
 
 
@@ -54,7 +55,10 @@ async def completions(state: AppState, exchange: GenerationExchange, request: Co
         check_echo(state.config, given, request.num_choices)
     params = await _sampling_params(state, request)
     model = await state.model_info()
-    prompts = await encode_all(state.tokenizer, given, request.add_special_tokens, model.max_model_len, "prompt")
+    kept = num_kept_tokens(request.truncate_prompt_tokens, params, model.max_model_len)
+    adds = request.add_special_tokens
+    prompts = await encode_all(state.tokenizer, given, adds, model.max_model_len, "prompt", kept)
+    given = given if kept is None else [*prompts]  # echo repeats what was used
     check_num_logprobs(state.config.body, params, prompts, model.max_model_len, bool(request.stream))
     answer = CompletionAnswer(request, _new_id("cmpl"), state.model_name, state.tokenizer, given, prompts)
     await _generate(state, exchange, prompts, params, request, answer)

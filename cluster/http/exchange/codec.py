@@ -43,8 +43,7 @@ def decode(kind: type[AnyBody], body: bytes, limits: BodyLimits = _LIMITS) -> An
     except UnicodeDecodeError as error:
         raise RequestRefused(f"the body is not valid UTF-8: byte {error.start} is {body[error.start]:#04x}") from error
     except msgspec.ValidationError as error:
-        known, elsewhere = getattr(kind, "__struct_fields__", ()), getattr(kind, "fields_elsewhere", None)
-        raise shape_error(str(error), known, elsewhere) from error
+        raise shape_error(str(error), kind) from error
     except msgspec.DecodeError as error:
         raise RequestRefused(f"the body is not valid JSON: {error}") from error
     except RecursionError as error:
@@ -65,7 +64,7 @@ def decode_query(kind: type[AnyQuery], query: dict[str, str]) -> AnyQuery:
     try:
         return msgspec.convert(query, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise shape_error(str(error)) from error
+        raise shape_error(str(error), kind) from error
 
 
 @functools.cache
