@@ -14,7 +14,7 @@ from msgspec import UNSET
 
 from cluster.chat.plan import ChatPlan
 from cluster.chat.reader import ChatReader, MessageBuilder
-from cluster.http.exchange.codec import SSE_DONE, encode, sse_event
+from cluster.http.exchange.codec import EVENTS, SSE_DONE, StreamForm, encode, sse_event
 from cluster.http.exchange.engines import Event, Generation
 from cluster.http.exchange.logprobs import CompletionLogprobText, chat_logprobs, prompt_logprobs
 from cluster.http.exchange.prompts import aside
@@ -27,12 +27,14 @@ from workers.step import TokenLogprobs
 
 
 class Answer(Protocol):
+    form: StreamForm
+
     async def whole(self, generation: Generation) -> bytes:
         """The body of an answer that is not streamed."""
         ...
 
     def stream(self, generation: Generation) -> AsyncIterator[bytes]:
-        """Server-sent events, the last of them `[DONE]`."""
+        """The parts of a streamed answer, each in `form`."""
         ...
 
 
@@ -53,6 +55,8 @@ async def _perhaps_aside(num_logprobs: int, function: Callable[..., Result], *ar
 
 class ChatAnswer:
     """`POST /v1/chat/completions`."""
+
+    form = EVENTS
 
     def __init__(
         self,
@@ -185,6 +189,8 @@ class ChatAnswer:
 
 class CompletionAnswer:
     """`POST /v1/completions`: `n` choices for each prompt, the first prompt's first."""
+
+    form = EVENTS
 
     def __init__(
         self,
