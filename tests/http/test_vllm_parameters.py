@@ -171,6 +171,39 @@ def test_a_suffix_is_refused_in_words() -> None:
     assert "write the model's own fill-in tokens into the prompt" in message
 
 
+def _asking(way: str, schema: dict[str, Any], is_loose: bool) -> dict[str, Any]:
+    if way == "response_format":
+        form = {"name": "x", "schema": schema} | ({"strict": False} if is_loose else {})
+        return {"response_format": {"type": "json_schema", "json_schema": form}}
+    if way == "tools":
+        function = {"name": "f", "parameters": schema} | ({"strict": False} if is_loose else {})
+        return {"tools": [{"type": "function", "function": function}]}
+    return {"structured_outputs": {"json": schema, "loose": is_loose}}
+
+
+@pytest.mark.parametrize(
+    ("way", "remedy"),
+    [
+        ("response_format", '"strict": false in response_format.json_schema'),
+        ("tools", '"strict": false in that function'),
+        ("structured_outputs", '"loose": true in structured_outputs'),
+    ],
+)
+def test_a_keyword_that_cannot_be_enforced_is_named_with_its_place_and_the_way_out(way: str, remedy: str) -> None:
+    """Of several that some version might learn to enforce, one."""
+    unlikely = {"unevaluatedItems": False, "contains": {"const": 1}, "minContains": 2}
+    schema = {"type": "object", "properties": {"a": {"type": "array", **unlikely}}, "required": ["a"]}
+    body = {"messages": MESSAGES[:1], "max_tokens": 1}
+    field, message = refusal("/v1/chat/completions", **body, **_asking(way, schema, False))
+    assert field.startswith(way)
+    for word in ("the keyword ", " at #/properties/a", f"send {remedy} to enforce the rest"):
+        assert word in message
+    for backend in ("llguidance", "xgrammar", "Unimplemented"):
+        assert backend not in message
+    if way != "tools":  # llguidance's grammar of calls is not tried again with what it enforces in part
+        ask("/v1/chat/completions", **body, **_asking(way, schema, True))
+
+
 @pytest.mark.parametrize(
     ("body", "words"),
     [

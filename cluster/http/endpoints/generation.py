@@ -20,6 +20,7 @@ from cluster.http.exchange.exchange import GenerationExchange
 from cluster.http.exchange.prompts import aside, encode, encode_all, num_kept_tokens
 from cluster.http.exchange.state import AppState
 from cluster.protocol.body_limits import check_counts, check_echo, check_num_logprobs
+from cluster.protocol.constraint_refusals import in_words
 from cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
 from cluster.protocol.tools import template_tools
 from cluster.telemetry.attributes import generation_attributes
@@ -140,6 +141,8 @@ async def generate(
         if field == error.param:
             raise
         message = error.message.removeprefix(error.param or "")
+        if error.param == "constraint":
+            message = in_words(field, message)
         message = f"{field}{message}" if message != error.message else f"{field}: {message}"
         raise type(error)(message, field, error.code) from error
 
