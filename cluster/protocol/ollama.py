@@ -15,7 +15,7 @@ from cluster.errors import RequestRefused, refuse
 from cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
 from cluster.protocol.shape_errors import shape_error
 
-_RENAMED = {
+RENAMED = {
     "temperature": "temperature",
     "top_p": "top_p",
     "top_k": "top_k",
@@ -59,14 +59,14 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         for name, value in (self.options or {}).items():
             if name in _NOT_SERVED and value:
                 refuse(f"options.{name}", f"options.{name} is not supported; leave it out")
-            if name not in (*_RENAMED, *_WITHOUT_EFFECT, *_NOT_SERVED, "num_predict"):
-                known = ", ".join((*_RENAMED, "num_predict"))
+            if name not in (*RENAMED, *_WITHOUT_EFFECT, *_NOT_SERVED, "num_predict"):
+                known = ", ".join((*RENAMED, "num_predict"))
                 refuse(f"options.{name}", f"options.{name} is unknown; those with an effect are {known}")
 
     def _common(self) -> dict[str, Any]:
         """Fields of an OpenAI body."""
         given = self.options or {}
-        fields = {_RENAMED[name]: value for name, value in given.items() if name in _RENAMED and value is not None}
+        fields = {RENAMED[name]: value for name, value in given.items() if name in RENAMED and value is not None}
         if (limit := given.get("num_predict")) is not None and limit not in (-1, -2):  # as far as the context goes
             fields["max_tokens"] = limit
         if self.format == "json":
@@ -88,7 +88,7 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             return "options.num_predict"
         if param is not None and param.startswith("response_format"):
             return "format"
-        names = {theirs: f"options.{name}" for name, theirs in _RENAMED.items()}
+        names = {theirs: f"options.{name}" for name, theirs in RENAMED.items()}
         return names.get(param or "", param)
 
     @property

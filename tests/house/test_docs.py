@@ -47,6 +47,7 @@ MAX_LINES = {"README.md": 120, "CONTRIBUTING.md": 60}
 PRINTS = {
     "README.md": [],
     "docs/first-five-minutes.md": [],
+    "docs/api.md": [],
     "docs/serve.md": ["0 ", "1 ", "2 ", "Manta serves"],
     "docs/batch.md": ["Manta serves"],
     "docs/deploy.md": [],
@@ -362,6 +363,12 @@ def is_named(command: str, manual: Manual) -> None:
     command_parser()[0].parse_args(manual.manta(command))
 
 
+def is_helped(command: str, manual: Manual) -> None:
+    with contextlib.redirect_stdout(io.StringIO()) as printed, pytest.raises(SystemExit):
+        main(manual.manta(command))
+    assert "--max-model-len" in printed.getvalue()
+
+
 def is_named_with_files(command: str, manual: Manual) -> None:
     command_parser()[0].parse_args([*manual.manta(command), "in", "out"])
 
@@ -513,6 +520,8 @@ COMMANDS: dict[str, Callable[[str, Manual], None]] = {
     "OTEL_EXPORTER_OTLP_ENDPOINT=http://localhost:4318 OTEL_SERVICE_NAME=chat manta serve": starts_a_server,
     "manta serve demo --set engine.kv_cache_bytes=1GB": starts_a_server,
     "manta serve --quiet": is_named,
+    "manta serve demo --max-model-len 512": starts_a_server,
+    "manta serve --help": is_helped,
     "manta serve --set batch_storage=~/batches": starts_a_server,
     "manta serve --set batch_storage=s3://bucket/batches": is_named,
     "manta bench cluster --parts batch": measures,
