@@ -325,6 +325,16 @@ def test_what_is_no_model_folder_is_named_for_what_it_is(
             assert word in error
 
 
+def test_an_installation_without_the_demo_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
+) -> None:
+    monkeypatch.setattr("workers.checkpoints.model_folder._DEMO_FOLDER", tmp_path / "none")
+    for command, code in (["check"], 1), (["serve", "--port", str(free_port())], 2):
+        ended, _, error = run(capsys, *command)
+        assert ended == code
+        assert "this installation has no demo model, which comes with a checkout" in error
+
+
 def _with_config(at: pathlib.Path, **values: object) -> str:
     folder = pathlib.Path(shutil.copytree(checkpoint("llama"), at / "model"))
     config = json.loads((folder / "config.json").read_text())

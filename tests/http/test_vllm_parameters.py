@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from cluster.text.tokenizer import Tokenizer
+from tests.checkpoints import reference_logits
 from tests.patience import PATIENCE_S
 from tests.server import shared_server
 
@@ -136,6 +137,24 @@ def test_a_prompt_is_scored_without_output() -> None:
     assert scored["usage"]["prompt_tokens"] == 5
     (event,) = events("/v1/completions", max_tokens=0, **body | {"prompt": [7]})
     assert event["choices"][0]["logprobs"]["token_logprobs"] == [None]
+
+
+@pytest.mark.parametrize("max_tokens", [1, 0])
+def test_lm_evals_requests_score_a_continuation(max_tokens: int) -> None:
+    """Its `local-completions` (0.4.13) sends such bodies, and reads the answer so. It asks for one token, and would be
+    as well off with none.
+    """
+    context, continuation = [5, 9, 17], [30, 7]
+    body = {"prompt": [context + continuation], "max_tokens": max_tokens, "logprobs": 1, "seed": 1234, "echo": True}
+    (choice,) = ask("/v1/completions", **body)["choices"]
+    end = len(choice["logprobs"]["token_logprobs"]) - max_tokens
+    assert end == 5
+    scores = choice["logprobs"]["token_logprobs"][len(context) : end]
+    logprobs = reference_logits(shared_server().folder, context + continuation).log_softmax(-1)
+    expected = [logprobs[position, token].item() for position, token in ((2, 30), (3, 7))]
+    assert scores == pytest.approx(expected, abs=1e-3)
+    for score, top in zip(scores, choice["logprobs"]["top_logprobs"][len(context) : end], strict=True):
+        assert (score == max(top.values())) == (len(top) == 1)
 
 
 def test_nothing_to_do_is_refused() -> None:

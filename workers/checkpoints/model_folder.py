@@ -30,6 +30,10 @@ def resolve_model_folder(name: str) -> pathlib.Path:
     """
     folder = _DEMO_FOLDER if name == DEMO_MODEL else pathlib.Path(name).expanduser()
     if name == DEMO_MODEL or folder.is_dir():
+        if name == DEMO_MODEL and not folder.is_dir():
+            raise ModelError(
+                "this installation has no demo model, which comes with a checkout; give a folder or a hub id"
+            )
         if not (folder / "config.json").is_file():
             raise ModelError(why_no_checkpoint(folder))
         return folder
