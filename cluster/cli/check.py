@@ -115,7 +115,7 @@ def check_machine(engine: EngineConfig) -> None:
     with in_one_sentence():
         if engine.device == "cuda" or engine.dtype == "float16":
             _check_gpu(engine)
-        elif engine.device == "cpu" or not _has_gpu():
+        elif _runs_on_cpu(engine):
             folder = resolve_model_folder(engine.model)
             dtype = load_model_config(folder).dtype if engine.dtype == "auto" else engine.dtype
             _check_memory(num_parameters(folder) * DTYPE_BYTES[dtype], engine.kv_cache_bytes or 0, dtype, free_memory())
@@ -126,13 +126,14 @@ def _check_gpu(engine: EngineConfig) -> None:
 
     if engine.device == "cuda":
         check_cuda()
-    elif engine.device == "cpu" or not _has_gpu():
+    elif _runs_on_cpu(engine):
         choose_platform("cpu", engine.num_threads).resolve_dtype(engine.dtype, engine.dtype)
 
 
-def _has_gpu() -> bool:
-    """Whether this machine has a GPU of NVIDIA's, be it usable or not."""
-    return any(pathlib.Path("/dev").glob("nvidia[0-9]*"))
+def _runs_on_cpu(engine: EngineConfig) -> bool:
+    """Whether the model runs in this machine's memory; false if a GPU may be there that nobody has looked at."""
+    has_gpu = any(pathlib.Path("/dev").glob("nvidia[0-9]*"))
+    return engine.device == "cpu" or (engine.device == "auto" and not has_gpu)
 
 
 def _check_memory(weights: int, kv_bytes: int, dtype: str, free: int) -> None:
