@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cluster.engine.engine import Engine
+from cluster.engine.executors.thread_executor import ThreadExecutor
 from specdecode.speculative_worker import SpeculativeWorker
 
 
@@ -22,3 +23,19 @@ def worker_of(engine: Engine) -> Any:
     """Returns the worker that holds the model; of an engine that speculates, the target."""
     worker = device_of(engine)._worker
     return worker.target if isinstance(worker, SpeculativeWorker) else worker
+
+
+def poison_block(engine: Engine, block: int) -> None:
+    """Fills a block of the KV cache with NaN, in every layer. A thread that calls the worker does it."""
+
+    def fill() -> None:
+        runner = worker_of(engine).runner
+        if hasattr(runner, "kv_cache"):
+            runner.kv_cache[:, :, block] = float("nan")
+        else:  # JAX's arrays cannot be written to
+            runner.model.pages = [pages.at[block].set(float("nan")) for pages in runner.model.pages]
+
+    if isinstance(engine.executor, ThreadExecutor):
+        engine.executor._thread.submit(fill).result()
+    else:
+        fill()

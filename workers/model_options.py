@@ -29,16 +29,23 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """`auto` takes the checkpoint's dtype (float16 becomes bfloat16). `float16` is for CUDA GPUs; in a model that was
     trained in bfloat16 it may overflow, which ends the sequence with an error.
     """
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda", "tpu"] = "auto"
     """`auto` takes CUDA GPUs if the cluster has any when the application starts, else CPUs; without Ray, a GPU if this
-    process sees one. With `cuda` each engine, or each of its ranks, claims one GPU from Ray and sees no other one.
+    process sees one. With `cuda` each engine, or each of its ranks, claims one GPU from Ray and sees no other one. With
+    `tpu` each engine has one process for each host, which claims all of the host's chips from Ray.
     """
     num_threads: Count | None = None
     """CPU threads of the model, of each rank where there are several. They are claimed from Ray as CPUs. None takes
     every core this process may use, shared with the other ranks and engines of its node.
     """
     tensor_parallel_size: Count = 1
-    """Ranks that share every matrix of the model, each a Ray actor; 1 runs the model in the engine's own process."""
+    """Ranks that share every matrix of the model, each a Ray actor; 1 runs the model in the engine's own process. With
+    device `tpu`, the chips that share it.
+    """
+    tpu_chips_per_host: Count = 8
+    """Chips of each TPU host. An engine with more chips has a Ray actor for each host; with fewer, the engine's own
+    process has them.
+    """
     max_model_len: Count | None = None
     """Longest prompt plus output, in tokens; None takes the checkpoint's, cut to what the KV cache holds."""
     block_size: Literal[8, 16, 32, 64, 128] = 16
@@ -60,3 +67,10 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Logits processors that HTTP requests may use: a name to the `module:attribute` of its factory, or to null for the
     one that an installed package registers under this name.
     """
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that share the model: one for each CPU or GPU rank, or for each TPU host."""
+        if self.device == "tpu":
+            return -(-self.tensor_parallel_size // self.tpu_chips_per_host)
+        return self.tensor_parallel_size

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 def make_executor(config: EngineConfig) -> Executor:
     """Loads the model. Raises `ModelError` or `ValueError` where it cannot be served as the configuration says."""
-    if config.tensor_parallel_size == 1:
+    if config.num_ranks == 1:
         return with_depth(InProcessExecutor(config), config)
     from cluster.engine.ranks.executor import RayExecutor  # imports Ray
 

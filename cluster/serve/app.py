@@ -30,6 +30,7 @@ from cluster.engine.ranks.claims import (
     CannotPlace,
     check_room,
     cluster_gpus,
+    cluster_tpus,
     node_cpus,
     num_claimed,
     threads_each,
@@ -90,7 +91,7 @@ def _for_nodes(config: ServeConfig, nodes: list[int], num_nodes: int = 1) -> Ser
     because replicas run in folders of their own. The model's name in the API stays.
     """
     engine = msgspec.structs.replace(
-        with_device(config.engine, cluster_gpus() if ray.is_initialized() else 0),
+        with_device(config.engine, *((cluster_gpus(), cluster_tpus()) if ray.is_initialized() else (0, 0))),
         model=_absolute(config.engine.model),
         tokenizer=_absolute(config.engine.tokenizer),
         num_threads=threads_each(config.engine, config.max_engines, nodes),

@@ -24,7 +24,7 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 
 from cluster.config import AutoscalingOptions, EngineConfig
-from cluster.engine.ranks.claims import gpu_environment, gpus_each, own_cpus
+from cluster.engine.ranks.claims import TPU, gpu_environment, gpus_each, own_cpus, tpus_each
 from cluster.engine.request import EngineRequest, SequenceOutput, Usage
 from cluster.engine.stats import EngineStats, ServiceStats
 from cluster.errors import QueueFull, RequestRefused
@@ -292,7 +292,7 @@ class EngineReplica:
         if FIRST_HEALTH not in self._phases.seconds:
             self._phases.end(FIRST_HEALTH)
             print(start_line(self._phases.seconds), flush=True)
-        if self.engine.config.tensor_parallel_size > 1:
+        if self.engine.config.num_ranks > 1:
             self._inbox.put(self.engine.check_ranks)
 
     def _on_control(self, control: Control) -> None:
@@ -501,7 +501,8 @@ def engine_deployment(
         ),
         ray_actor_options={
             "num_cpus": own_cpus(config),
-            "num_gpus": gpus_each(config) if config.tensor_parallel_size == 1 else 0,
+            "num_gpus": gpus_each(config) if config.num_ranks == 1 else 0,
+            "resources": {TPU: tpus_each(config)} if config.num_ranks == 1 and tpus_each(config) else {},
             "runtime_env": {
                 "env_vars": {
                     **REPLICA_ENVIRONMENT,

@@ -179,16 +179,12 @@ class NumpyRunner:
         return output
 
     def _prompt_logprobs(self, step: StepInput, hidden: np.ndarray, output: StepOutput) -> None:
-        first_row, state = 0, self.sequences.sampling
-        for item in step.scheduled:
-            num_top = state.prompt_logprobs(item.sequence_id)
-            last = min(item.start + item.num_tokens, state.num_prompt_tokens(item.sequence_id) - 1)
-            if num_top is not None and last > item.start:
-                logits = self.model.compute_logits(hidden[first_row : first_row + last - item.start])
-                targets = state.tokens(item.sequence_id)[item.start + 1 : last + 1].tolist()
-                entries = prompt_logprobs(torch_sampler, torch.from_numpy(logits), targets, num_top, state.vocab_size)
-                output.prompt_logprobs[item.sequence_id] = entries
-            first_row += item.num_tokens
+        for asked in self.sequences.prompt_targets(step):
+            rows = hidden[asked.first_row : asked.first_row + len(asked.next_token_ids)]
+            logits = torch.from_numpy(self.model.compute_logits(rows))
+            output.prompt_logprobs[asked.sequence_id] = prompt_logprobs(
+                torch_sampler, logits, asked.next_token_ids.tolist(), asked.num_top, self.sequences.sampling.vocab_size
+            )
 
 
 class NumpyDraftRunner:

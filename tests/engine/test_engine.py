@@ -11,7 +11,7 @@ from cluster.engine.engine import Engine, EngineDead
 from cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput
 from cluster.errors import QueueFull, RequestRefused
 from tests.checkpoints import NATIVE_FAMILIES, VOCAB_SIZE, checkpoint, reference_greedy
-from tests.engine_parts import worker_of
+from tests.engine_parts import poison_block, worker_of
 from workers.checkpoints.model_folder import load_model_config
 from workers.sampling_params import SamplingParams
 
@@ -143,7 +143,7 @@ def test_a_nan_row_ends_alone_and_its_blocks_leave_the_cache() -> None:
     for number in range(200):
         if number == 6:  # poison one block of sequence 1 in the KV cache
             block = engine.scheduler.running[1].block_table[0]
-            worker_of(engine).runner.kv_cache[:, :, block] = float("nan")
+            poison_block(engine, block)
         for delta in engine.step():
             outputs[int(delta.request_id)] += delta.token_ids
             if delta.finish is FinishStatus.FINISHED_INTERNAL_ERROR:

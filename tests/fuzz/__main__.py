@@ -18,7 +18,7 @@ import time
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 from tests.conftest import PLUGIN
-from tests.fuzz import cases
+from tests.fuzz import cases, engines
 from tests.fuzz.campaign import Campaign, check_engine
 from tests.fuzz.generate import generate
 
@@ -28,6 +28,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0, help="how long (default: 10)")
     parser.add_argument("--seed", type=int, default=int(time.time()), help="of the first case (default: the time)")
     parser.add_argument("--count", type=int, help="cases, if fewer than the time allows")
+    parser.add_argument("--device", choices=("auto", "tpu"), default="auto", help="tpu: the JAX worker, simulated")
     parser.add_argument("--http", action="store_true", help="over HTTP against a live server")
     parser.add_argument("--case", type=pathlib.Path, help="a case to run again, and nothing else")
     options = parser.parse_args()
@@ -36,6 +37,9 @@ def main() -> int:
     sys.path.append(str(PLUGIN))  # as the tests' fixture `plugin` does
     logging.disable(logging.ERROR)  # injected faults are logged, as they should be
     campaign = Campaign(check_engine, generate)
+    if options.device == "tpu":
+        os.environ["JAX_PLATFORMS"] = "cpu"
+    engines.DEVICE = options.device
     if options.case is not None:
         report = check_engine(cases.load(options.case))
         print(*report.problems, sep="\n")

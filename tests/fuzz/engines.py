@@ -36,6 +36,8 @@ IDLE_STALL_S = 6.0
 """Where rows wait for masks, beyond three times the budget of a mask: nothing has moved for this long."""
 STARTING_STALL_S = 90.0
 """The same while worker processes start."""
+DEVICE = "auto"
+"""The device of the engines under test; the plain engine that they are compared with runs on the CPU."""
 MIN_STALLED_STEPS = 200
 """A machine that is slow makes few steps in that time."""
 
@@ -78,6 +80,7 @@ def engine_options(settings: Settings) -> dict[str, Any]:
         "model": str(folder),
         "dtype": "float32",
         "num_threads": 1,
+        "device": DEVICE,
         "kv_cache_bytes": bytes_per_token * settings.block_size * settings.num_blocks,
         "block_size": settings.block_size,
         "max_model_len": settings.max_length,

@@ -10,7 +10,7 @@ from cluster.engine.engine import Engine
 from cluster.engine.request import FinishStatus
 from cluster.engine.sequence import Sequence
 from structured.grammar_pool.pool import GrammarPool
-from tests.engine_parts import device_of, worker_of
+from tests.engine_parts import device_of, poison_block, worker_of
 from tests.fuzz.cases import Fault
 
 MIN_STEPS_BETWEEN = 2
@@ -100,7 +100,7 @@ class Injector:
         if not held:
             return False
         block = held[fault.target % len(held)]
-        worker_of(self._engine).runner.kv_cache[:, :, block] = float("nan")
+        poison_block(self._engine, block)
         self._nan_blocks[block] = []
         self._note_readers()
         return True

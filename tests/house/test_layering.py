@@ -36,6 +36,8 @@ FOLDERS = (
     "workers.platforms",
     "workers.decoders",
     "workers.torch_worker",
+    # JAX
+    "workers.jax_worker",
     "specdecode",
     # Configuration and errors, then the engine
     "cluster",

@@ -1,21 +1,13 @@
-"""The tensors of a checkpoint's safetensors files, mapped into memory: only tensors that are asked for are read.
-
-Once a tensor is copied its pages are given back, so loading takes at most about as much memory as the packed weights.
-Called by the loader.
-"""
+"""The tensors of a checkpoint as torch's: views of its mapped safetensors files. Called by the loader."""
 
 from __future__ import annotations
 
-import contextlib
 import math
-import mmap
-import pathlib
 from collections.abc import Iterable
 
 import torch
 
-from workers.checkpoints.memory import TensorEntry, read_header, weight_files
-from workers.models.model_config import ModelError
+from workers.checkpoints.tensor_files import TensorFiles
 
 _DTYPES = {
     "F32": torch.float32,
@@ -25,86 +17,25 @@ _DTYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
 }
-_IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
-"""Buffers that old checkpoints store and every implementation computes."""
 
 
-class Checkpoint:
-    """The tensors of a folder's safetensors files, mapped but not read.
-
-    Raises `ModelError` if there are none, or if a file is truncated or not safetensors.
-    """
-
-    def __init__(self, folder: str | pathlib.Path, read_ahead: bool = True) -> None:
-        """With `read_ahead` the system starts to read all of a cold file while the first weights are packed."""
-        self.folder = pathlib.Path(folder)
-        self._read_ahead = read_ahead
-        self._entries: dict[str, tuple[mmap.mmap, TensorEntry]] = {}
-        self._taken: set[str] = set()
-        for path in weight_files(self.folder):
-            self._map(path)
-
-    def _map(self, path: pathlib.Path) -> None:
-        entries = read_header(path)
-        with path.open("rb") as file:
-            # torch warns of memory that it cannot write to, so the mapping is private and writable. Nothing writes to
-            # it.
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        self._entries |= {name: (mapped, entry) for name, entry in entries.items()}
-        if self._read_ahead:
-            _advise(mapped, "MADV_WILLNEED")
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._entries
+class Checkpoint(TensorFiles):
+    """The tensors of a folder's safetensors files, mapped but not read."""
 
     def view(self, name: str, shape: tuple[int, ...], kind: torch.dtype = torch.float32) -> torch.Tensor:
         """Returns the tensor as a view of the file, in the checkpoint's dtype. If `kind` is a floating-point dtype, the
         tensor's may be any floating-point dtype; else it must be `kind`.
 
-        Raises `ModelError` naming the tensor if it is missing, not of `shape`, or of another dtype.
+        Raises `ModelError` as `find` does.
         """
-        if name not in self._entries:
-            raise ModelError(f"tensor {name} of shape {list(shape)} is missing from {self.folder}")
-        mapped, entry = self._entries[name]
-        if entry.shape != shape:
-            raise ModelError(f"tensor {name} has shape {list(entry.shape)}; its config.json asks for {list(shape)}")
         readable = {
-            stored: dtype
+            stored: dtype.itemsize
             for stored, dtype in _DTYPES.items()
             if (dtype.is_floating_point if kind.is_floating_point else dtype == kind)
         }
-        dtype = readable.get(entry.dtype)
-        if dtype is None:
-            raise ModelError(f"tensor {name} is {entry.dtype}; only {', '.join(readable)} weights are supported")
-        if entry.end - entry.start != math.prod(shape) * dtype.itemsize:
-            raise ModelError(f"tensor {name} has {entry.end - entry.start} bytes, which do not fill {list(shape)}")
-        self._taken.add(name)
-        return torch.frombuffer(mapped, dtype=dtype, count=math.prod(shape), offset=entry.start).view(shape)
-
-    def release(self, names: Iterable[str]) -> None:
-        """Gives back the memory of tensors that were copied. Their views stay valid; reading one reads the file
-        again.
-        """
-        for name in names:
-            mapped, entry = self._entries[name]
-            start = -(-entry.start // mmap.PAGESIZE) * mmap.PAGESIZE
-            length = entry.end // mmap.PAGESIZE * mmap.PAGESIZE - start
-            if length > 0:
-                _advise(mapped, "MADV_DONTNEED", start, length)
-
-    def check_all_used(self, but: Iterable[str] = ()) -> None:
-        """Raises `ModelError` naming tensors that were never asked for: the model would silently run without them."""
-        left = [name for name in self._entries.keys() - self._taken - set(but) if not name.endswith(_IGNORED_SUFFIXES)]
-        if left:
-            shown = ", ".join(sorted(left)[:5])
-            raise ModelError(f"{self.folder} holds {len(left)} tensors that its architecture does not have: {shown}")
-
-
-def _advise(mapped: mmap.mmap, name: str, *part: int) -> None:
-    """Advises the system about pages. If it does not know the advice, or refuses it, only speed or memory is lost."""
-    if hasattr(mmap, name):
-        with contextlib.suppress(OSError):
-            mapped.madvise(getattr(mmap, name), *part)
+        mapped, entry = self.find(name, shape, readable)
+        flat = torch.frombuffer(mapped, dtype=_DTYPES[entry.dtype], count=math.prod(shape), offset=entry.start)
+        return flat.view(shape)
 
 
 class CheckpointHeaders(Checkpoint):

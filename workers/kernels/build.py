@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 
+from workers.cache_folder import cache_folder
 from workers.kernels import processor
 
 FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-std=c++17", "-fPIC", "-pthread", "-w")
@@ -36,14 +37,6 @@ OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 class UntrustedCache(RuntimeError):
     """Another user can put files into the cache, and to load one is to run it: nothing of it is loaded."""
-
-
-def cache_folder() -> pathlib.Path:
-    """`$MANTA_CACHE`, else the user's cache folder."""
-    root = os.environ.get("MANTA_CACHE")
-    if root:
-        return pathlib.Path(root)
-    return pathlib.Path(os.environ.get("XDG_CACHE_HOME", pathlib.Path.home() / ".cache")) / "manta"
 
 
 def find_compiler() -> tuple[str, ...] | None:

@@ -87,6 +87,11 @@ def open_store(host: str) -> tuple[distributed.TCPStore, str]:
     return store, f"{host}:{port}"
 
 
+def open_group(folder: pathlib.Path, host: str | None) -> tuple[distributed.TCPStore | None, str]:
+    """See `workers.ranks.rank_worker.open_group`."""
+    return (None, private_address(folder)) if host is None else open_store(host)
+
+
 class OneRank:
     """A group of one, whose model is whole."""
 

@@ -7,7 +7,8 @@ reads from it what it computes. Knows no model, no logits and no device.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -18,6 +19,18 @@ from workers.sampling_params import SamplingParams
 from workers.step import RowError, SequenceStart, StepInput
 
 logger = logging.getLogger(__name__)
+
+
+class PromptTargets(NamedTuple):
+    """Prompt tokens of a step's chunk whose log-probabilities a sequence asked for."""
+
+    sequence_id: int
+    first_row: int
+    """Flat token row of the step that predicts the first of them; the following rows predict the others."""
+    next_token_ids: np.ndarray
+    """int32 [n]"""
+    num_top: int
+    """Alternatives to report with each."""
 
 
 class RankSequences:
@@ -139,6 +152,17 @@ class RankSequences:
             if item.draft_token_ids:
                 pieces.append(np.array(item.draft_token_ids, dtype=tokens.dtype))
         return np.concatenate(pieces).astype(np.int64, copy=False)
+
+    def prompt_targets(self, step: StepInput) -> Iterator[PromptTargets]:
+        """Yields the prompt tokens of the step for which log-probabilities are reported."""
+        state, first_row = self.sampling, 0
+        for item in step.scheduled:
+            num_top = state.prompt_logprobs(item.sequence_id)
+            last = min(item.start + item.num_tokens, state.num_prompt_tokens(item.sequence_id) - 1)
+            if num_top is not None and last > item.start:
+                targets = state.tokens(item.sequence_id)[item.start + 1 : last + 1]
+                yield PromptTargets(item.sequence_id, first_row, targets, num_top)
+            first_row += item.num_tokens
 
     def start_errors(self, step: StepInput) -> dict[int, RowError]:
         """Returns the errors of the step's sequences that could not be started, by sequence id."""

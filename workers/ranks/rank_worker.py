@@ -1,6 +1,7 @@
 """The device seam: what an executor, and speculation, need of the worker of one rank. Imports no framework.
 
-`workers/torch_worker/torch_worker.py` is the worker for CPUs and CUDA GPUs. To add a framework, write a module with a
+`workers/torch_worker/torch_worker.py` is the worker for CPUs and CUDA GPUs, `workers/jax_worker/jax_worker.py` the one
+for TPUs. To add a framework, write a module with a
 class like it and name the class in `WORKERS`; what it keeps of sequences is in `workers/ranks/rank_sequences.py`, which
 of the drawn tokens stay in `workers/sampling/verification.py`, and the plan of its memory in
 `workers/checkpoints/memory.py`.
@@ -23,8 +24,17 @@ from workers.ranks.rank_sequences import RankSequences
 from workers.sampling.sampling_state import SequenceState
 from workers.step import StepInput, StepOutput
 
-WORKERS = dict.fromkeys(("auto", "cpu", "cuda"), "workers.torch_worker.torch_worker:TorchWorker")
+WORKERS = {
+    **dict.fromkeys(("auto", "cpu", "cuda"), "workers.torch_worker.torch_worker:TorchWorker"),
+    "tpu": "workers.jax_worker.jax_worker:JaxWorker",
+}
 """The class of the worker for each value of the option `device`."""
+
+GROUPS = {
+    **dict.fromkeys(("auto", "cpu", "cuda"), "workers.parallel.group:open_group"),
+    "tpu": "workers.jax_worker.mesh:open_group",
+}
+"""For each value of the option `device`, what `open_group` calls."""
 
 StepTimes = list[tuple[int, float]]
 """(tokens, seconds) of steps, tokens ascending."""
@@ -35,9 +45,7 @@ class RankPlace(NamedTuple):
 
     rank: int = 0
     group_address: str | None = None
-    """The address of the ranks' store (`private_address` or `open_store` of `workers.parallel.group`). None for one
-    rank.
-    """
+    """What `open_group` returned on rank 0. None for one rank."""
 
 
 ALONE = RankPlace()
@@ -154,6 +162,17 @@ class SpeculationTarget(RankWorker, Protocol):
     def measure(self) -> StepTimes:
         """Measures steps of several sizes on this rank alone. Called before anything is cached."""
         ...
+
+
+def open_group(device: str, folder: pathlib.Path, host: str | None) -> tuple[object, str]:
+    """Opens on rank 0 what the ranks of a replica find each other by. Returns what must be kept alive as long as the
+    group lives, and its address.
+
+    `host` is this machine's address, or None if it has all ranks; then `folder`, which belongs to this user alone, may
+    hold what is needed.
+    """
+    opened: tuple[object, str] = pkgutil.resolve_name(GROUPS[device])(folder, host)
+    return opened
 
 
 def load_worker(

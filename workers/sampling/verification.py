@@ -8,23 +8,12 @@ the sequence would have drawn one at a time. Called by the workers of all framew
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from workers.sampling.host_sample import HostSample
 from workers.sampling.sampling_state import SamplingState
-from workers.step import RowError, SamplePoint, StepInput, StepOutput, TokenLogprobs
-
-
-@dataclasses.dataclass
-class HostSample:
-    """Drawn tokens on the host; a failed point has an entry in `errors` and token 0, a late one is None."""
-
-    token_ids: list[int | None]
-    errors: dict[int, RowError]
-    """Sample point's index to what is wrong with its row."""
-    logprobs: dict[int, TokenLogprobs]
-    """Sample point's index to its logprobs, for sequences that asked."""
+from workers.step import SamplePoint, StepInput, StepOutput
 
 
 def drafts_of(step: StepInput) -> dict[int, list[int]]:

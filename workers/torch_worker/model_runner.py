@@ -7,6 +7,8 @@ What needs no torch lies in `workers/ranks/rank_sequences.py`.
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import torch
 
@@ -17,9 +19,10 @@ from workers.kernels.model_protocol import Model
 from workers.models.model_config import ModelConfig
 from workers.platforms import Platform
 from workers.ranks.rank_sequences import RankSequences
+from workers.sampling.host_sample import HostSample
+from workers.sampling.pending_draw import PendingDraw, ReadSample
 from workers.sampling.verification import drafts_as_tokens, drafts_of, keep_verified
 from workers.step import SamplePoint, StepInput, StepOutput, TokenLogprobs
-from workers.torch_worker.pending_draw import PendingDraw
 from workers.torch_worker.sampler import Sampled, prompt_logprobs, sample
 
 PROMPT_LOGPROB_ROWS = 64
@@ -61,6 +64,8 @@ class ModelRunner:
         self._hidden: torch.Tensor | None = None
         self._pending = PendingDraw(StepOutput(-1), self.state)
         """What was drawn last."""
+        self._drawn = torch.empty(0)
+        """Its tokens on the device, int64 [P]."""
         self._computed: torch.Event | None = None
         """When the forward pass of the last step has come to its end."""
 
@@ -69,7 +74,7 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, step: StepInput) -> None:
         """Applies the step's changes and starts its forward pass."""
-        self._pending.hold_places(self.platform)
+        self._pending.hold_places()
         self.sequences.begin(step)
         copy_blocks(self.kv_cache, step.block_copies)
         self._step = step
@@ -87,7 +92,11 @@ class ModelRunner:
     def _token_ids(self, step: StepInput) -> torch.Tensor:
         """The input ids of the flat batch, int64 [num_tokens]."""
         token_ids = self.platform.place(self.sequences.token_ids(step))
-        self._pending.fill_in(token_ids, step)
+        rows, indices = self._pending.places(step)
+        if rows:
+            # The zeros that `hold_places` gave are replaced on the device, which nobody waits for.
+            pairs = self.platform.place(np.array([rows, indices], dtype=np.int64))
+            token_ids[pairs[0]] = self._drawn[pairs[1]]
         return token_ids
 
     # ---- phase two ---------------------------------------------------------------------------------------------
@@ -116,8 +125,24 @@ class ModelRunner:
             self._prompt_logprobs(step, hidden, output)
         if step.sample_points:
             sampled = self._draw(step, hidden, output, masks)
-            self._pending = PendingDraw(output, self.state, sampled, masks)
+            if sampled is not None:
+                self._drawn = sampled.token_ids
+                send = functools.partial(self._send, sampled)
+                self._pending = PendingDraw(output, self.state, step.sample_points, masks, send)
         return self._pending
+
+    def _send(self, sampled: Sampled) -> ReadSample:
+        if not self.platform.runs_ahead:
+            return sampled.to_host
+        on_host = sampled.to_cpu()
+        copied = self.platform.record_event()
+
+        def read() -> HostSample:
+            if copied is not None:
+                copied.synchronize()
+            return on_host.to_host()
+
+        return read
 
     def is_computing(self) -> bool:
         """Whether the forward pass of the last step has not come to its end."""
@@ -155,16 +180,9 @@ class ModelRunner:
 
     def _prompt_logprobs(self, step: StepInput, hidden: torch.Tensor, output: StepOutput) -> None:
         """Puts log-probabilities of prompts into `output`: row `i` of a prompt's chunk predicts the token after it."""
-        first_row = 0
-        for item in step.scheduled:
-            num_top = self.state.prompt_logprobs(item.sequence_id)
-            if num_top is not None:
-                last = min(item.start + item.num_tokens, self.state.num_prompt_tokens(item.sequence_id) - 1)
-                if last > item.start:
-                    rows = hidden[first_row : first_row + last - item.start]
-                    targets = self.state.tokens(item.sequence_id)[item.start + 1 : last + 1]
-                    output.prompt_logprobs[item.sequence_id] = self._logprobs_of(rows, targets, num_top)
-            first_row += item.num_tokens
+        for asked in self.sequences.prompt_targets(step):
+            rows = hidden[asked.first_row : asked.first_row + len(asked.next_token_ids)]
+            output.prompt_logprobs[asked.sequence_id] = self._logprobs_of(rows, asked.next_token_ids, asked.num_top)
 
     def _logprobs_of(self, hidden: torch.Tensor, targets: np.ndarray, num_top: int) -> list[TokenLogprobs]:
         entries: list[TokenLogprobs] = []

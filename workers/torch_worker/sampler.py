@@ -34,11 +34,18 @@ from structured.masks import MaskBatch
 from workers.kernels import torch_sampler
 from workers.kernels.protocol import SamplerKernels
 from workers.kernels.transfer import place, to_host
+from workers.sampling.host_sample import (
+    NO_PROCESSORS,
+    HostSample,
+    ProcessorReport,
+    read_sample,
+    report_logprobs,
+    token_logprobs,
+)
 from workers.sampling.logits_processors import ProcessorFailed
-from workers.sampling.row_status import INFINITE, LATE, NAN, OK, OVERFLOW, row_error
+from workers.sampling.row_status import INFINITE, NAN, OK, OVERFLOW
 from workers.sampling.sampling_state import SamplingState, SequenceState
-from workers.sampling.verification import HostSample
-from workers.step import RowError, SamplePoint, TokenLogprobs
+from workers.step import SamplePoint, TokenLogprobs
 
 LogprobTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """What `SamplerKernels.logprobs` returns."""
@@ -108,32 +115,13 @@ class Sampled:
 
     def to_host(self) -> HostSample:
         """The same on the host, with errors and log-probabilities in words and numbers. Waits for the device."""
-        token_ids = self.token_ids.tolist()
-        errors = {}
-        if any(status := self.status.tolist()):
-            for index, code in enumerate(status):
-                if code == LATE:
-                    token_ids[index] = None
-                elif code:
-                    errors[index] = self._error(index, code)
+        processors = NO_PROCESSORS
         if self.processed is not None:
-            for index, failure in self.processed.failures().items():
-                token_ids[index] = 0
-                errors[index] = RowError(f"{failure} (position {self.points[index].position})")
-        reports = {}
+            processors = ProcessorReport(self.processed.names, self.processed.failures())
+        drawn = read_sample(self.points, self.sequences, self.token_ids.tolist(), self.status.tolist(), processors)
         if self.logprobs is not None:
-            counts = [num_top for _, num_top in self.reported]
-            entries = _entries(self.logprobs, [token_ids[index] for index, _ in self.reported], counts)
-            reports = {
-                index: entry
-                for (index, _), entry in zip(self.reported, entries, strict=True)
-                if index not in errors and token_ids[index] is not None
-            }
-        return HostSample(token_ids, errors, reports)
-
-    def _error(self, index: int, code: int) -> RowError:
-        processors = "" if self.processed is None else self.processed.names.get(index, "")
-        return row_error(code, self.points[index].position, self.sequences[index].params, processors)
+            report_logprobs(drawn, self.reported, [tensor.tolist() for tensor in self.logprobs])
+        return drawn
 
 
 def sample(
@@ -234,25 +222,39 @@ def _processed(
     masks: MaskBatch | None,
 ) -> Processed | None:
     """Runs the logits processors of the points that have some and are not late; None if there is no such point."""
-    chosen = [
-        (index, sequence, sequence.processors)
+    chosen = points_with_processors(sequences, masks)
+    if not chosen:
+        return None
+    rows = logits[place(np.array(chosen), logits.device), : state.vocab_size].float()
+    return run_processors(rows, chosen, sequences, positions)
+
+
+def points_with_processors(sequences: list[SequenceState], masks: MaskBatch | None) -> list[int]:
+    """Returns the indices of the sample points that have logits processors and are not late."""
+    return [
+        index
         for index, sequence in enumerate(sequences)
         if sequence.processors is not None and (masks is None or masks.slots[index] != LATE_SLOT)
     ]
-    if not chosen:
-        return None
-    indices = [index for index, _, _ in chosen]
-    rows = logits[place(np.array(indices), logits.device), : state.vocab_size].float()
-    names = {index: processors.names for index, _, processors in chosen}
+
+
+def run_processors(
+    rows: torch.Tensor, chosen: list[int], sequences: list[SequenceState], positions: list[int]
+) -> Processed:
+    """Applies to `rows` [R, V], float32, in place, all that comes before the constraint; row `i` is that of point
+    `chosen[i]`.
+    """
+    running = [(index, processors) for index in chosen if (processors := sequences[index].processors) is not None]
     status = torch_sampler.invalid(rows)
-    for row, (index, sequence, _) in zip(rows, chosen, strict=True):
-        torch_sampler.edit(row, sequence, positions[index])
+    for row, index in zip(rows, chosen, strict=True):
+        torch_sampler.edit(row, sequences[index], positions[index])
     overflows = (status == OK) & (torch_sampler.invalid(rows) != OK)
+    names = {index: processors.names for index, processors in running}
     result = Processed(names, rows, torch.where(overflows, OVERFLOW, status), {}, [])
-    for row, (index, sequence, processors) in zip(rows, chosen, strict=True):
-        position = positions[index]
+    for row, (index, processors) in zip(rows, running, strict=True):
+        sequence = sequences[index]
         try:
-            checks = processors.run(sequence.tokens, sequence.num_prompt_tokens, position, row)
+            checks = processors.run(sequence.tokens, sequence.num_prompt_tokens, positions[index], row)
         except ProcessorFailed as error:
             result.raised[index] = str(error)
         else:
@@ -283,15 +285,8 @@ def prompt_logprobs(
     _check_shape(logits, len(next_token_ids), 1)
     targets = torch.tensor(next_token_ids, dtype=torch.int64).to(logits.device)
     reports = kernels.logprobs(logits, targets, num_top)
-    return _entries(reports, next_token_ids, [num_top] * len(next_token_ids))
-
-
-def _entries(reports: LogprobTensors, token_ids: list[int], counts: list[int]) -> list[TokenLogprobs]:
-    columns = zip(token_ids, counts, *(tensor.tolist() for tensor in reports), strict=True)
-    return [
-        TokenLogprobs(token_id, logprob, rank, top_ids[:count], top_logprobs[:count])
-        for token_id, count, logprob, rank, top_ids, top_logprobs in columns
-    ]
+    columns = [tensor.tolist() for tensor in reports]
+    return token_logprobs(next_token_ids, [num_top] * len(next_token_ids), columns)
 
 
 def _check_shape(logits: torch.Tensor, num_rows: int, vocab_size: int) -> None:

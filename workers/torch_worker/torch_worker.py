@@ -30,12 +30,12 @@ from workers.phases import Phases
 from workers.platforms import Platform, choose_platform
 from workers.ranks.rank_sequences import RankSequences
 from workers.ranks.rank_worker import ALONE, RankPlace, StepTimes
+from workers.sampling.pending_draw import PendingDraw
 from workers.step import StepInput, StepOutOfMemory, StepOutput
 from workers.torch_worker.draft_runner import TorchDraftRunner
 from workers.torch_worker.largest_step import run_largest_step
 from workers.torch_worker.loader import load_model
 from workers.torch_worker.model_runner import ModelRunner
-from workers.torch_worker.pending_draw import PendingDraw
 from workers.torch_worker.rank_runner import FollowerRunner, RankRunner
 from workers.torch_worker.step_times import measure_steps
 

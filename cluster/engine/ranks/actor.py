@@ -51,14 +51,13 @@ class RankActor:
         """Whether this rank can enter rank 0's folder: whether it has the same machine, file system and user."""
         return os.access(folder, os.R_OK | os.W_OK | os.X_OK) and os.stat(folder).st_uid == os.geteuid()
 
-    def open_store(self, is_one_machine: bool) -> str:
-        """Returns the address at which the ranks find each other (`workers.parallel.group`)."""
-        from workers.parallel.group import open_store, private_address
+    def open_store(self, device: str, is_one_machine: bool) -> str:
+        """Returns the address at which the ranks of a model on `device` find each other."""
+        from workers.ranks.rank_worker import open_group
 
         assert self._folder is not None, "`open_folder` comes first"
-        if is_one_machine:
-            return private_address(self._folder.path)
-        self._store, address = open_store(ray.util.get_node_ip_address())
+        host = None if is_one_machine else ray.util.get_node_ip_address()
+        self._store, address = open_group(device, self._folder.path, host)
         return address
 
     def load(self, config: EngineConfig, rank: int, group_address: str) -> ModelInfo:

@@ -18,7 +18,7 @@ from ray import cloudpickle
 from cluster import own_ray
 from cluster.config import EngineConfig, ray_address
 from cluster.engine.executors.executor import SynchronousExecutor
-from cluster.engine.ranks.claims import cluster_gpus, node_cpus, threads_each, with_device
+from cluster.engine.ranks.claims import cluster_gpus, cluster_tpus, node_cpus, threads_each, with_device
 from cluster.engine.ranks.deadline import StepDeadline
 from cluster.engine.ranks.group import RankGroup
 from cluster.engine.ranks.rank_channel import RankLost
@@ -191,8 +191,8 @@ def _on_ray(config: EngineConfig) -> EngineConfig:
     if not ray.is_initialized():
         if ray_address() is None:
             num_threads = threads_each(config, 1, [num_cores()])
-            own_ray.start(num_threads * config.tensor_parallel_size)
+            own_ray.start(num_threads * config.num_ranks)
         else:
             ray.init(log_to_driver=False, logging_level=logging.ERROR)
-    config = with_device(config, cluster_gpus())
+    config = with_device(config, cluster_gpus(), cluster_tpus())
     return msgspec.structs.replace(config, num_threads=threads_each(config, 1, node_cpus()))

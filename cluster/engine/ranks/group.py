@@ -15,7 +15,17 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.config import EngineConfig
 from cluster.engine.ranks.actor import RankActor
-from cluster.engine.ranks.claims import CannotPlace, gpus_each, listed, node_cpus, rank_bundle
+from cluster.engine.ranks.claims import (
+    SLICE_LABEL,
+    TPU,
+    CannotPlace,
+    free_slice,
+    gpus_each,
+    listed,
+    node_cpus,
+    rank_bundle,
+    tpus_each,
+)
 from cluster.engine.ranks.rank_channel import Listener, RankChannel, RankLost
 from workers.model_info import ModelInfo
 
@@ -27,6 +37,8 @@ RETURN_S = 60.0
 """Within which there must be room again: Ray ends a node that it could not reach for half a minute, and whoever looks
 after the node starts it anew.
 """
+SLICE_POLL_S = 0.5
+"""Seconds between two looks for a free TPU slice."""
 START_S = 60.0
 """Within which an actor's process must be there, before it loads anything. One on a node that has gone never is."""
 OTHER_FAILURES_S = 0.5
@@ -38,7 +50,7 @@ class RankGroup:
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._num_ranks = config.tensor_parallel_size
+        self._num_ranks = config.num_ranks
         self._placement: PlacementGroup | None = None
         self._actors: list[Any] = []
         self._has_started = False
@@ -66,7 +78,7 @@ class RankGroup:
         _results([actor.__ray_ready__.remote() for actor in self._actors], START_S)
         (folder,) = _results([self._actors[0].open_folder.remote()])
         is_one_machine = all(_results([actor.sees.remote(folder) for actor in self._actors]))
-        (group_address,) = _results([self._actors[0].open_store.remote(is_one_machine)])
+        (group_address,) = _results([self._actors[0].open_store.remote(self._config.device, is_one_machine)])
         loading = [actor.load.remote(self._config, rank, group_address) for rank, actor in enumerate(self._actors)]
         info, *_ = _results(loading)
         listener = Listener(ray.util.get_node_ip_address())
@@ -78,7 +90,9 @@ class RankGroup:
         """The placement group has claimed what it uses."""
         place = PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=rank)
         # It sees only the GPUs that it claims itself
-        actor_class: Any = ray.remote(num_cpus=0, num_gpus=gpus_each(self._config), max_restarts=0)(RankActor)
+        chips = {TPU: tpus_each(self._config)} if tpus_each(self._config) else {}
+        claims: dict[str, Any] = {"num_cpus": 0, "num_gpus": gpus_each(self._config), "resources": chips}
+        actor_class: Any = ray.remote(**claims, max_restarts=0)(RankActor)
         return actor_class.options(scheduling_strategy=place).remote(self._config.num_threads)
 
     def _place(self, seconds: float) -> PlacementGroup:
@@ -87,7 +101,7 @@ class RankGroup:
             return self._placement
         self._remove_placement()
         claims = [rank_bundle(self._config)] * self._num_ranks
-        self._placement = placement = placement_group(claims, strategy=self._config.placement_strategy)
+        self._placement = placement = placement_group(claims, **self._placement_options(seconds))
         if not placement.wait(seconds):
             self._remove_placement()
             free = int(ray.available_resources().get("CPU", 0))
@@ -98,6 +112,21 @@ class RankGroup:
                 "add nodes"
             )
         return placement
+
+    def _placement_options(self, seconds: float) -> dict[str, Any]:
+        """Hosts of a TPU slice are nodes of their own. Raises `CannotPlace` if no slice is free within `seconds`."""
+        chips = tpus_each(self._config)
+        if not chips:
+            return {"strategy": self._config.placement_strategy}
+        deadline = time.monotonic() + seconds
+        while (name := free_slice(self._num_ranks, chips)) is None and time.monotonic() < deadline:
+            time.sleep(SLICE_POLL_S)
+        if name is None:
+            raise CannotPlace(
+                f"no TPU slice of {self._num_ranks} hosts has {chips} free chips on each; set tensor_parallel_size to "
+                "the chips of a slice and tpu_chips_per_host to those of a host, or add a slice"
+            )
+        return {"strategy": "STRICT_SPREAD", "bundle_label_selector": [{SLICE_LABEL: name}] * self._num_ranks}
 
     def stop(self) -> None:
         """Ends all actors and gives their places back; harmless where Ray has ended."""

@@ -1,0 +1,122 @@
+"""Attention in JAX: the loop against the reference of the Pallas kernel, and all programs lowered for a TPU."""
+
+from __future__ import annotations
+
+import tests.workers.jax_worker.devices  # isort: skip  # noqa: F401
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_paged_attention
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from tests.checkpoints import checkpoint
+from workers.checkpoints.model_folder import load_model_config
+from workers.jax_worker.attention import AttentionForm, attend, attend_by_chunks, page_head_dim
+from workers.jax_worker.batch import Batch, BatchShape, pack
+from workers.jax_worker.decoder import forward
+from workers.jax_worker.mesh import AXIS, open_mesh
+from workers.jax_worker.parameters import Parameters, load_parameters, num_kv_heads
+
+BLOCK_SIZE, NUM_BLOCKS = 16, 40
+
+
+def random_batch(random: np.random.Generator, num_tokens: int, max_blocks: int) -> tuple[BatchShape, np.ndarray]:
+    """A ragged batch: decodes, chunks in the middle of a prompt and whole prompts, and padding."""
+    shape = BatchShape(num_tokens, 8, max_blocks)
+    lens = np.array([1, 5, 1, 17, 3])
+    starts = np.array([37, 0, 0, 30, 92])
+    blocks = random.permutation(NUM_BLOCKS)[: 5 * max_blocks].reshape(5, max_blocks).astype(np.int32)
+    return shape, pack(shape, random.integers(0, 9, lens.sum()), starts, lens, blocks)
+
+
+@pytest.mark.parametrize("window", [None, 8, 24])
+@pytest.mark.parametrize("heads", [(4, 2), (6, 1), (3, 3)])
+def test_the_loop_computes_what_the_kernels_reference_does(heads: tuple[int, int], window: int | None) -> None:
+    random = np.random.default_rng(sum(heads))
+    shape, packed = random_batch(random, 32, 7)
+    batch = Batch.unpack(jnp.asarray(packed), shape)
+    num_heads, num_kv = heads
+    query = jnp.asarray(random.normal(size=(32, num_heads, 24)).astype(np.float32))
+    pages = jnp.asarray(random.normal(size=(NUM_BLOCKS, BLOCK_SIZE, 2 * num_kv, 24)).astype(np.float32))
+    found = attend_by_chunks(query, pages, batch, 0.3, window)
+    fields = (batch.context_lens, batch.block_tables, batch.query_start, batch.num_sequences)
+    expected = ref_ragged_paged_attention(query, pages, *fields, sm_scale=0.3, sliding_window=window)
+    np.testing.assert_allclose(found[: len(expected)], expected, atol=3e-6)
+
+
+def test_blocks_of_others_may_hold_nan() -> None:
+    random = np.random.default_rng(0)
+    shape, packed = random_batch(random, 32, 7)
+    batch = Batch.unpack(jnp.asarray(packed), shape)
+    query = jnp.ones((32, 2, 8))
+    pages = np.ones((NUM_BLOCKS, BLOCK_SIZE, 2, 8), dtype=np.float32)
+    used = {
+        int(batch.block_tables[i, j]) for i in range(5) for j in range(-(-int(batch.context_lens[i]) // BLOCK_SIZE))
+    }
+    pages[[block for block in range(NUM_BLOCKS) if block not in used]] = np.nan
+    assert np.isfinite(attend_by_chunks(query, jnp.asarray(pages), batch, 0.3, None)[:27]).all()
+
+
+def tpu_mesh(num_devices: int, kind: str = "TPU v6 lite") -> AbstractMesh:
+    device = AbstractDevice(platform="tpu", device_kind=kind, num_cores=1)
+    return AbstractMesh((num_devices,), (AXIS,), axis_types=(AxisType.Auto,), abstract_device=device)
+
+
+@pytest.mark.parametrize("window", [None, 64])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv", "head_dim", "num_devices"),
+    [(32, 8, 128, 8), (32, 8, 128, 1), (16, 4, 64, 2), (64, 8, 24, 4)],
+)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
+def test_the_kernel_lowers_for_a_tpu(num_heads, num_kv, head_dim, num_devices, dtype, window) -> None:
+    """Its own static checks pass, and Mosaic accepts it, for decodes and for chunks of prompts."""
+    mesh = tpu_mesh(num_devices)
+    form = AttentionForm(mesh, 0.1, True)
+    for num_tokens in (8, 512):
+        shape = BatchShape(num_tokens, 64, 128)
+
+        def step(query, key, value, pages, packed, shape=shape):
+            return attend(form, query, key, value, pages, Batch.unpack(packed, shape), window)
+
+        array = jax.ShapeDtypeStruct
+        page = array((256, 32, 2 * num_kv, page_head_dim(head_dim, True)), dtype)
+        key = array((num_tokens, num_kv, head_dim), dtype)
+        query, packed = array((num_tokens, num_heads, head_dim), dtype), array((sum(shape.sizes),), jnp.int32)
+        with jax.sharding.use_abstract_mesh(mesh):
+            lowered = jax.jit(step).trace(query, key, key, page, packed).lower(lowering_platforms=("tpu",))
+        assert "tpu_custom_call" in lowered.as_text()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+def test_the_whole_forward_pass_lowers_for_a_tpu(family: str) -> None:
+    """Of every layer the kernel is a part of the program, and the KV cache is donated."""
+    num_devices = 4
+    folder = checkpoint(family, num_attention_heads=8, num_key_value_heads=2)
+    config = load_model_config(folder)
+    parameters = load_parameters(folder, config, "bfloat16", open_mesh(num_devices), 256)
+    mesh = tpu_mesh(num_devices)
+    form = AttentionForm(mesh, config.heads.scale, True)
+    shape = BatchShape(32, 16, 16)
+
+    def on_tpu(array: jax.Array) -> jax.ShapeDtypeStruct:
+        assert isinstance(array.sharding, NamedSharding)
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(mesh, array.sharding.spec))
+
+    abstract: Parameters = jax.tree.map(on_tpu, parameters)
+    whole = NamedSharding(mesh, PartitionSpec())
+    heads = 2 * num_kv_heads(config, num_devices)
+    page_shape = (64, 16, heads, page_head_dim(config.head_dim, True))
+    page_sharding = NamedSharding(mesh, PartitionSpec(None, None, AXIS, None))
+    pages = [jax.ShapeDtypeStruct(page_shape, jnp.bfloat16, sharding=page_sharding)] * config.num_layers
+    hidden = jax.ShapeDtypeStruct((32, config.hidden_size), jnp.bfloat16, sharding=whole)
+    drawn = jax.ShapeDtypeStruct((16,), jnp.int32, sharding=whole)
+    packed = jax.ShapeDtypeStruct((sum(shape.sizes),), jnp.int32, sharding=whole)
+    body = jax.jit(functools.partial(forward, config, form, shape), donate_argnums=(1, 2))
+    with jax.sharding.use_abstract_mesh(mesh):
+        lowered = body.trace(abstract, pages, hidden, drawn, packed).lower(lowering_platforms=("tpu",))
+    text = lowered.as_text()
+    assert text.count("tpu_custom_call") >= 1
+    assert text.count("jax.buffer_donor") + text.count("tf.aliasing_output") >= config.num_layers + 1

@@ -1,0 +1,126 @@
+"""After its start a worker compiles nothing, its KV cache stays where it is, and a second start loads what was kept."""
+
+from __future__ import annotations
+
+import tests.workers.jax_worker.devices  # isort: skip  # noqa: F401
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import pytest
+
+from cluster.llm import LLM, ConstraintSpec, LogitsProcessorSpec, SamplingParams
+from tests.checkpoints import VOCAB_SIZE, checkpoint
+from tests.conftest import PROVE
+from workers.jax_worker.batch import size_for, sizes_up_to
+
+NUM_REQUESTS = 3000 if PROVE else 60
+"""A request takes about seven steps of a batch of eight: 10,000 steps in `make prove`."""
+
+
+@pytest.fixture
+def compilations() -> Iterator[list[str]]:
+    """The names of JAX's events of compilation, as they happen."""
+    events: list[str] = []
+
+    def note(event: str, duration: float, **details: Any) -> None:
+        if "compile" in event:
+            events.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    yield events
+    jax.monitoring.unregister_event_duration_listener(note)
+
+
+class Shift:
+    """A logits processor that prefers one token."""
+
+    def __init__(self, arguments: dict[str, Any], prompt: Any, output: Any, vocab_size: int) -> None:
+        self.token_id = arguments["token_id"]
+
+    def __call__(self, output: Any, logits: Any) -> None:
+        logits[self.token_id] += 1.0
+
+
+def random_request(chooser: random.Random) -> tuple[list[int], SamplingParams]:
+    prompt = [chooser.randrange(5, VOCAB_SIZE) for _ in range(chooser.choice([1, 3, 9, 40, 90]))]
+    options: dict[str, Any] = {"max_tokens": chooser.randrange(1, 16), "temperature": chooser.choice([0.0, 0.7, 1.0])}
+    options["n"] = chooser.choice([1, 1, 2, 5])
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"top_p": 0.8, "top_k": 20, "min_p": 0.01},
+        {"repetition_penalty": 1.1, "presence_penalty": 0.4, "bad_words_token_ids": ((7,), (8, 9))},
+        {"logprobs": 5, "prompt_logprobs": 2},
+        {"constraint": ConstraintSpec(kind="regex", text="[a-z]{1,40}")},
+        {"allowed_token_ids": tuple(range(30, 60)), "logit_bias": {31: 5.0}, "min_tokens": 1},
+        {"logits_processors": (LogitsProcessorSpec(name="shift", arguments={"token_id": 44}),)},
+    ]
+    return prompt, SamplingParams(**{**options, **chooser.choice(kinds)})
+
+
+@pytest.mark.parametrize(
+    "speculative", [None, {"proposers": ["ngram"], "max_draft_tokens": 3}], ids=["plain", "drafts"]
+)
+def test_nothing_compiles_after_the_start(compilations: list[str], speculative: dict[str, Any] | None) -> None:
+    chooser = random.Random(1)
+    options: dict[str, Any] = {} if speculative is None else {"speculative": speculative}
+    llm = LLM(
+        str(checkpoint("llama")),
+        device="tpu",
+        dtype="float32",
+        max_num_sequences=8,
+        max_num_batched_tokens=64,
+        kv_cache_bytes=1 << 20,
+        **options,
+    )
+    llm.register_logits_processor("shift", Shift)
+    assert compilations
+    compilations.clear()
+    for _ in range(NUM_REQUESTS // 20):
+        requests = [random_request(chooser) for _ in range(20)]
+        llm.generate([prompt for prompt, _ in requests], [each for _, each in requests])
+    assert not compilations
+
+
+def test_the_cache_is_updated_in_place() -> None:
+    llm = LLM(str(checkpoint("llama")), device="tpu", dtype="float32", max_num_sequences=8, max_num_batched_tokens=16)
+    executor: Any = llm.engine.executor
+    model = executor._worker.runner.model
+    before = [pages.unsafe_buffer_pointer() for pages in model.pages]
+    llm.generate([[5, 6, 7]], SamplingParams(max_tokens=9, ignore_eos=True))
+    assert [pages.unsafe_buffer_pointer() for pages in model.pages] == before
+
+
+def test_a_failed_step_that_took_the_cache_away_is_survived() -> None:
+    llm = LLM(str(checkpoint("llama")), device="tpu", dtype="float32", max_num_sequences=8, max_num_batched_tokens=16)
+    executor: Any = llm.engine.executor
+    model = executor._worker.runner.model
+    greedy = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    expected = llm.generate([[5, 6, 7]], greedy)[0].outputs[0].token_ids
+    program, failures = model.programs.forward[8], []
+
+    def fail_once(*arguments: Any) -> Any:
+        if not failures:
+            failures.append(program(*arguments))
+            raise RuntimeError("the device failed after it had taken the cache")
+        return program(*arguments)
+
+    model.programs.forward[8] = fail_once
+    assert llm.generate([[5, 6, 7]], greedy)[0].outputs[0].token_ids == expected
+    assert failures
+
+
+def test_sizes_double_up_to_the_limit() -> None:
+    assert sizes_up_to(1) == [8]
+    assert sizes_up_to(64) == [8, 16, 32, 64]
+    assert sizes_up_to(100) == [8, 16, 32, 64, 104]
+    assert size_for(9, [8, 16, 32]) == 16
+
+
+def test_the_worker_imports_no_torch_and_nobody_else_imports_jax() -> None:
+    code = "import sys, workers.jax_worker.jax_worker; print('torch' in sys.modules, 'ray' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False False"

@@ -1,0 +1,164 @@
+"""Attention over a paged KV cache, and how keys and values get into it: one function with two bodies.
+
+On TPUs it is the Pallas kernel that comes with JAX; elsewhere a loop over chunks of keys with a running softmax
+(Milakov and Gimelshein, 2018), which any backend compiles. Each device computes its own heads. Pages have the kernel's
+layout: [num_blocks, block_size, 2 * num_kv_heads, head_dim], the key and the value of a head side by side.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from workers.jax_worker.batch import Batch
+from workers.jax_worker.mesh import AXIS
+
+KERNEL_HEAD_DIM = 128
+"""The kernel takes heads of multiples of this size; smaller ones are padded with zeros."""
+CHUNK_TOKENS = 128
+"""Keys of each token that the loop looks at in one turn."""
+_KERNEL_BUFFER_BYTES = 4 << 20
+"""Pages that the kernel holds of one block of keys; it fills one such buffer while it reads the other."""
+_KERNEL_MEMORY_BYTES = 64 << 20
+"""VMEM that the kernel may take: half of what a v5e or v6e core has."""
+_KERNEL_QUERIES = 32
+"""Queries of one block of the kernel, JAX's own choice for shapes that it has not tuned."""
+_HEADS = PartitionSpec(None, AXIS, None)
+_PAGES = PartitionSpec(None, None, AXIS, None)
+_WHOLE = PartitionSpec()
+
+
+class AttentionForm(NamedTuple):
+    """What is static about a model's attention."""
+
+    mesh: Mesh | AbstractMesh
+    scale: float
+    """Factor on the products of queries and keys."""
+    uses_kernel: bool
+    """Whether Pallas's kernel computes it."""
+
+
+def page_head_dim(head_dim: int, uses_kernel: bool) -> int:
+    """Returns the size of a head in the KV cache."""
+    return -(-head_dim // KERNEL_HEAD_DIM) * KERNEL_HEAD_DIM if uses_kernel else head_dim
+
+
+def attend(
+    form: AttentionForm,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    pages: jax.Array,
+    batch: Batch,
+    sliding_window: int | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Writes keys and values into the pages, and returns what each query attends to, and the pages.
+
+    `query` is [num_tokens, num_heads, head_dim], `key` and `value` [num_tokens, num_kv_heads, head_dim]. Query head `h`
+    reads KV head `h // (num_heads // num_kv_heads)` of its device. A token sees `sliding_window` positions, itself
+    included; None sees all.
+    """
+    body = functools.partial(_attend_on_device, form, sliding_window)
+    specs = (_HEADS, _HEADS, _HEADS, _PAGES, _WHOLE)
+    mapped = jax.shard_map(body, mesh=form.mesh, in_specs=specs, out_specs=(_HEADS, _PAGES), check_vma=False)
+    attended, pages = mapped(query, key, value, pages, batch)
+    return attended, pages
+
+
+def _attend_on_device(
+    form: AttentionForm,
+    sliding_window: int | None,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    pages: jax.Array,
+    batch: Batch,
+) -> tuple[jax.Array, jax.Array]:
+    head_dim = query.shape[-1]
+    padding = ((0, 0), (0, 0), (0, pages.shape[-1] - head_dim))
+    query, key, value = (jnp.pad(each, padding) for each in (query, key, value))
+    pages = write_pages(key, value, pages, batch)
+    compute = _with_kernel if form.uses_kernel else attend_by_chunks
+    return compute(query, pages, batch, form.scale, sliding_window)[:, :, :head_dim], pages
+
+
+def write_pages(key: jax.Array, value: jax.Array, pages: jax.Array, batch: Batch) -> jax.Array:
+    """Puts each token's key and value into its slot; those of padding go nowhere."""
+    num_blocks, block_size, num_combined, head_dim = pages.shape
+    position = jnp.maximum(batch.positions, 0)
+    block = batch.block_tables[batch.sequences, position // block_size]
+    block = jnp.where(batch.positions < 0, num_blocks, block)
+    together = jnp.stack([key, value], axis=2).reshape(-1, num_combined, head_dim)
+    return pages.at[block, position % block_size].set(together.astype(pages.dtype), mode="drop")
+
+
+def _with_kernel(
+    query: jax.Array, pages: jax.Array, batch: Batch, scale: float, sliding_window: int | None
+) -> jax.Array:
+    page_bytes = pages[0].size * pages.dtype.itemsize
+    return ragged_paged_attention(
+        query,
+        pages,
+        batch.context_lens,
+        batch.block_tables,
+        batch.query_start,
+        batch.num_sequences,
+        sm_scale=scale,
+        sliding_window=sliding_window,
+        num_kv_pages_per_block=min(batch.block_tables.shape[1], max(1, _KERNEL_BUFFER_BYTES // page_bytes)),
+        num_queries_per_block=min(query.shape[0], _KERNEL_QUERIES),
+        vmem_limit_bytes=_KERNEL_MEMORY_BYTES,
+    )
+
+
+def attend_by_chunks(
+    query: jax.Array, pages: jax.Array, batch: Batch, scale: float, sliding_window: int | None
+) -> jax.Array:
+    """Attention of every token over its sequence's pages, [num_tokens, num_heads, head_dim], without a kernel. What
+    padding gets means nothing.
+    """
+    num_tokens, num_heads, head_dim = query.shape
+    block_size, num_kv_heads = pages.shape[1], pages.shape[2] // 2
+    blocks = max(1, CHUNK_TOKENS // block_size)
+    width = batch.block_tables.shape[1]
+    tables = jnp.pad(batch.block_tables, ((0, 0), (0, -width % blocks)))
+    grouped = query.reshape(num_tokens, num_kv_heads, -1, head_dim).astype(jnp.float32) * scale
+    positions = batch.positions
+    chunk = blocks * block_size
+    first_seen = jnp.int32(0)
+    if sliding_window is not None:
+        first_seen = jnp.min(jnp.where(positions < 0, jnp.iinfo(jnp.int32).max, positions)) - sliding_window + 1
+    precision = jax.lax.Precision.HIGHEST
+
+    def add_chunk(index: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        largest, total, mixed = state
+        ids = jax.lax.dynamic_slice_in_dim(tables, index * blocks, blocks, axis=1)[batch.sequences]
+        both = pages[ids].reshape(num_tokens, chunk, num_kv_heads, 2, head_dim).astype(jnp.float32)
+        key, value = both[:, :, :, 0], both[:, :, :, 1]
+        scores = jnp.einsum("tkgd,tskd->tkgs", grouped, key, precision=precision)
+        distance = positions[:, None] - (index * chunk + jnp.arange(chunk))
+        visible = distance >= 0
+        if sliding_window is not None:
+            visible &= distance < sliding_window
+        visible = visible[:, None, None, :]
+        new_largest = jnp.maximum(largest, jnp.max(jnp.where(visible, scores, -jnp.inf), axis=-1))
+        # A row that has seen no key yet has -inf as its largest score.
+        reference = jnp.where(new_largest == -jnp.inf, 0.0, new_largest)
+        weights = jnp.where(visible, jnp.exp(scores - reference[..., None]), 0.0)
+        kept = jnp.where(largest == -jnp.inf, 0.0, jnp.exp(largest - reference))
+        # Blocks beyond a sequence's own may hold NaN, which a weight of 0 would not hide.
+        value = jnp.where(visible[:, 0, 0, :, None, None], value, 0.0)
+        mixed = mixed * kept[..., None] + jnp.einsum("tkgs,tskd->tkgd", weights, value, precision=precision)
+        return new_largest, total * kept + weights.sum(-1), mixed
+
+    shape = (num_tokens, num_kv_heads, num_heads // num_kv_heads)
+    state = (jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
+    num_chunks = jnp.max(positions) // chunk + 1
+    _, total, mixed = jax.lax.fori_loop(jnp.maximum(first_seen, 0) // chunk, num_chunks, add_chunk, state)
+    attended = mixed / jnp.where(total == 0, 1.0, total)[..., None]
+    return attended.reshape(num_tokens, num_heads, head_dim).astype(query.dtype)

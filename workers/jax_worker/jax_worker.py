@@ -1,0 +1,212 @@
+"""One host of one model replica in JAX: opens the mesh, loads the model over it, plans the KV cache, compiles every
+program and owns the runner.
+
+It is a `SpeculationTarget` of `workers/ranks/rank_worker.py`. Importing it imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import pathlib
+from collections.abc import Iterator, Mapping
+
+import jax
+from jax.sharding import Mesh
+
+from structured.logits_processors import LogitsProcessorFactory, LogitsProcessorRegistry
+from structured.masks import MaskBatch
+from workers import host
+from workers.checkpoints.memory import MOST_OF_FREE, plan_kv_cache, plan_max_model_len, weight_bytes
+from workers.checkpoints.model_folder import load_model_config, resolve_model_folder
+from workers.jax_worker.draft_runner import JaxDraftRunner
+from workers.jax_worker.mesh import free_memory, is_tpu, open_mesh
+from workers.jax_worker.model_state import Limits, ModelState, held_config
+from workers.jax_worker.parameters import load_parameters
+from workers.jax_worker.programs import Compiler, keep_compiled_programs
+from workers.jax_worker.runner import JaxRunner
+from workers.jax_worker.step_times import measure_steps
+from workers.model_info import ModelInfo
+from workers.model_options import ModelOptions
+from workers.models.model_config import ModelConfig, ModelError
+from workers.parallel.split import check_num_ranks
+from workers.phases import Phases
+from workers.ranks.rank_sequences import RankSequences
+from workers.ranks.rank_worker import ALONE, RankPlace, StepTimes
+from workers.sampling.pending_draw import PendingDraw
+from workers.step import StepInput, StepOutOfMemory, StepOutput
+
+logger = logging.getLogger(__name__)
+
+TPU_KV_SHARE = 0.9
+"""Share of a TPU's free memory that the KV cache takes; the rest is for the largest step."""
+BLOCK_BITS = 7
+"""Significant bits of the number of KV blocks: at most 1.6% of the cache is given up for it."""
+SCALAR_BYTES = 512 << 10
+"""Most bytes of a step's block tables on a TPU: the attention kernel keeps them in scalar memory, of 1 MiB."""
+
+
+class JaxWorker:
+    """A mesh of `tensor_parallel_size` devices; see `TorchWorker` for the arguments and the errors. Of several hosts
+    each makes one, with its `place`.
+    """
+
+    def __init__(
+        self,
+        config: ModelOptions,
+        place: RankPlace = ALONE,
+        max_draft_tokens: int = 0,
+        draft_folder: pathlib.Path | None = None,
+    ) -> None:
+        phases = Phases()
+        draws, num_hosts = place.rank == 0, config.num_ranks
+        keep_compiled_programs()
+        self.processors = LogitsProcessorRegistry(config.logits_processors if draws else {})
+        folder = resolve_model_folder(config.model)
+        model_config = _native_config(folder)
+        draft_config = None if draft_folder is None else _native_config(draft_folder)
+        check_num_ranks(model_config, config.tensor_parallel_size)
+        mesh = open_mesh(config.tensor_parallel_size, num_hosts, place)
+        phases.end("config")
+        dtype, positions = _resolve_dtype(config.dtype, model_config.dtype), model_config.max_position_embeddings
+        longest = min(config.max_model_len or positions, positions)
+        parameters = load_parameters(folder, model_config, dtype, mesh, longest)
+        draft_parameters = None
+        if draft_folder is not None and draft_config is not None:
+            check_num_ranks(draft_config, config.tensor_parallel_size)
+            longest = min(longest, draft_config.max_position_embeddings)
+            draft_parameters = load_parameters(draft_folder, draft_config, dtype, mesh, longest)
+        phases.end("weights")
+        num_bytes, num_blocks = _plan(config, model_config, draft_config, mesh, dtype, folder)
+        max_model_len = plan_max_model_len(model_config, config.max_model_len, num_blocks * config.block_size)
+        limits = Limits(config.max_num_batched_tokens, config.max_num_sequences, max_model_len, config.block_size)
+        _check_tables(limits, mesh)
+        self.sequences = RankSequences(
+            model_config.vocab_size,
+            config.block_size,
+            config.max_num_sequences,
+            max_model_len,
+            self.processors,
+            draws,
+        )
+        compiler = Compiler(config.num_threads or host.num_cores())
+        sizes = (mesh, limits, num_blocks, model_config.vocab_size, compiler)
+        model = ModelState(model_config, parameters, *sizes)
+        self.runner = JaxRunner(model, self.sequences, compiler, draws, num_hosts > 1)
+        self.draft: JaxDraftRunner | None = None
+        if draft_config is not None and draft_parameters is not None:
+            self.draft = JaxDraftRunner(ModelState(draft_config, draft_parameters, *sizes), self.runner)
+        phases.end("kv_cache")
+        compiler.compile(folder.name)
+        phases.end("programs")
+        self.runs_ahead = num_hosts == 1
+        """With several hosts the others learn the tokens from the engine."""
+        self.info = ModelInfo(
+            folder=str(folder),
+            vocab_size=model_config.vocab_size,
+            max_model_len=max_model_len,
+            eos_token_ids=model_config.eos_token_ids,
+            num_blocks=num_blocks,
+            block_size=config.block_size,
+            kv_cache_bytes=num_bytes,
+            dtype=dtype,
+            platform="tpu" if is_tpu(mesh) else "cpu",
+            kernels=f"{'pallas' if is_tpu(mesh) else 'xla'}, {mesh.size} devices",
+            load_seconds=sum(phases.seconds.values()),
+            load_phases=phases.seconds,
+            is_asynchronous=is_tpu(mesh),
+        )
+        logger.info("loaded %s in %.1f s on %s", folder, self.info.load_seconds, mesh)
+
+    def execute(self, step: StepInput) -> None:
+        with _named_memory_errors():
+            self.runner.execute(step)
+
+    def is_computing(self) -> bool:
+        return self.runner.is_computing()
+
+    def draw(self, masks: MaskBatch | None = None) -> PendingDraw:
+        """`sample` in two parts: the caller waits for the tokens in `result`, which comes before the next draw."""
+        with _named_memory_errors():
+            return self.runner.draw(masks)
+
+    def sample(self, masks: MaskBatch | None = None) -> StepOutput:
+        with _named_memory_errors():
+            return self.runner.draw(masks).result()
+
+    def adopt(self, token_ids: Mapping[int, list[int]]) -> None:
+        self.runner.adopt(token_ids)
+
+    def register_logits_processor(self, name: str, factory: LogitsProcessorFactory) -> None:
+        """Raises `LogitsProcessorError` if the name is taken."""
+        self.processors.register(name, factory)
+
+    def reset(self) -> None:
+        self.runner.reset()
+
+    def measure(self) -> StepTimes:
+        return measure_steps(self.runner.model)
+
+
+@contextlib.contextmanager
+def _named_memory_errors() -> Iterator[None]:
+    """Turns JAX's error into `StepOutOfMemory`, because the engine, which answers it, knows no JAX."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" in str(error):
+            raise StepOutOfMemory(str(error)) from error
+        raise
+
+
+def _native_config(folder: pathlib.Path) -> ModelConfig:
+    config = load_model_config(folder)
+    if not config.native:
+        raise ModelError(f"device tpu runs no {config.architecture}; use one of the native families, or device cpu")
+    return config
+
+
+def _resolve_dtype(asked: str, of_checkpoint: str) -> str:
+    if asked != "auto":
+        return asked
+    return "bfloat16" if of_checkpoint == "float16" else of_checkpoint
+
+
+def _plan(
+    config: ModelOptions,
+    model: ModelConfig,
+    draft: ModelConfig | None,
+    mesh: Mesh,
+    dtype: str,
+    folder: pathlib.Path,
+) -> tuple[int, int]:
+    """Returns (bytes, blocks) of the KV cache of each device."""
+    of_device = free_memory(mesh)
+    # Devices that are simulated share the memory of the host.
+    free = host.free_memory() // len(mesh.local_devices) if of_device is None else of_device
+    num_bytes, num_blocks = plan_kv_cache(
+        held_config(model, mesh),
+        dtype,
+        config,
+        free_bytes=free,
+        weight_bytes=weight_bytes(folder, dtype) // mesh.size,
+        draft=None if draft is None else held_config(draft, mesh),
+        shares_memory=of_device is None,
+        most_of_free=MOST_OF_FREE if of_device is None else TPU_KV_SHARE,
+    )
+    # Compiled programs are kept by the number of blocks, which must not vary with every byte that is free.
+    step = 1 << max(0, num_blocks.bit_length() - BLOCK_BITS)
+    kept = num_blocks // step * step
+    return num_bytes // num_blocks * kept, kept
+
+
+def _check_tables(limits: Limits, mesh: Mesh) -> None:
+    """Raises `ModelError` if the attention kernel has no room for a step's block tables."""
+    shape = limits.shapes[-1]
+    num_bytes = 4 * shape.num_sequences * shape.num_blocks
+    if is_tpu(mesh) and num_bytes > SCALAR_BYTES:
+        raise ModelError(
+            f"the block tables of {shape.num_sequences} sequences of {shape.num_blocks} blocks take {num_bytes} bytes, "
+            f"and a TPU's scalar memory has room for {SCALAR_BYTES}; raise block_size, or lower max_num_sequences or "
+            "max_model_len"
+        )

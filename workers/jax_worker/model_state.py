@@ -1,0 +1,144 @@
+"""One model on the mesh: its parameters, its KV cache, the hidden states of its last step, and its programs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from workers.jax_worker.attention import AttentionForm, page_head_dim
+from workers.jax_worker.batch import BatchShape, pack, padded, size_for, sizes_up_to
+from workers.jax_worker.mesh import AXIS, is_tpu, on_first_device, place, replicated
+from workers.jax_worker.parameters import Parameters, num_kv_heads
+from workers.jax_worker.programs import NUM_COPIES, Compiler, ModelPrograms
+from workers.models.model_config import ModelConfig
+
+
+class Limits:
+    """The static sizes of all programs of a worker."""
+
+    def __init__(self, max_num_tokens: int, max_num_sequences: int, max_model_len: int, block_size: int) -> None:
+        self.block_size = block_size
+        num_sequences, num_blocks = padded(max_num_sequences), -(-max_model_len // block_size)
+        self.shapes = [BatchShape(size, num_sequences, num_blocks) for size in sizes_up_to(max_num_tokens)]
+        self.point_sizes = sizes_up_to(max_num_sequences)
+
+    @property
+    def max_points(self) -> int:
+        """Sample points of one call of the sampler."""
+        return self.point_sizes[-1]
+
+
+class ModelState:
+    """A model with `num_blocks` KV blocks. Its logits are as wide as `vocab_size`."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        parameters: Parameters,
+        mesh: Mesh,
+        limits: Limits,
+        num_blocks: int,
+        vocab_size: int,
+        compiler: Compiler,
+    ) -> None:
+        self.config = config
+        self.parameters = parameters
+        self.mesh = mesh
+        self.limits = limits
+        self.num_blocks = num_blocks
+        self._dtype = parameters.embedding.dtype
+        form = AttentionForm(mesh, config.heads.scale, is_tpu(mesh))
+        self._zeros = _zero_pages(config, form, num_blocks, limits.block_size, self._dtype)
+        self._no_tokens = place(mesh, np.zeros(limits.max_points, dtype=np.int32))
+        self.allocate()
+        self.programs = ModelPrograms(
+            compiler,
+            config,
+            form,
+            parameters,
+            self.pages,
+            shapes=limits.shapes,
+            point_sizes=limits.point_sizes,
+            vocab_size=vocab_size,
+        )
+
+    def allocate(self) -> None:
+        """Makes the KV cache and the hidden states, which a step that failed may have taken away."""
+        self.pages = [self._zeros() for _ in range(self.config.num_layers)]
+        size = (self.limits.shapes[-1].num_tokens, self.config.hidden_size)
+        self.hidden = place(self.mesh, np.zeros(size, dtype=self._dtype))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no program that failed has taken an array away."""
+        return not (self.hidden.is_deleted() or any(each.is_deleted() for each in self.pages))
+
+    def is_ready(self) -> bool:
+        """Returns whether the devices have computed the hidden states of the last step."""
+        is_ready: bool = self.hidden.is_ready()  # type: ignore[attr-defined]
+        return is_ready
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies KV blocks, (source, destination) each."""
+        for first in range(0, len(pairs), NUM_COPIES):
+            part = np.full((2, NUM_COPIES), self.num_blocks, dtype=np.int32)
+            part[0] = 0
+            chosen = np.array(pairs[first : first + NUM_COPIES], dtype=np.int32).T
+            part[:, : chosen.shape[1]] = chosen
+            self.pages = self.programs.copy_blocks[NUM_COPIES](self.pages, place(self.mesh, part))
+
+    def forward(
+        self,
+        token_ids: np.ndarray,
+        starts: np.ndarray,
+        lens: np.ndarray,
+        block_tables: np.ndarray,
+        drawn: jax.Array | None = None,
+        sources: tuple[Sequence[int], Sequence[int]] = ((), ()),
+    ) -> np.ndarray:
+        """Starts the forward pass of a batch, as `batch.pack` has it, and returns the packed batch. `drawn` is on the
+        first device.
+        """
+        shape = next(each for each in self.limits.shapes if each.num_tokens >= len(token_ids))
+        packed = pack(shape, token_ids, starts, lens, block_tables, sources)
+        tokens = self._no_tokens if drawn is None else jax.device_put(drawn, replicated(self.mesh))
+        program = self.programs.forward[shape.num_tokens]
+        self.pages, self.hidden = program(self.parameters, self.pages, self.hidden, tokens, place(self.mesh, packed))
+        return packed
+
+    def logits(self, rows: np.ndarray) -> tuple[jax.Array, jax.Array]:
+        """Returns the logits of these rows of the hidden states, float32 [P, V], and their statuses, int32 [P], on the
+        first device. P is the smallest size of programs that has room.
+        """
+        size = size_for(len(rows), self.limits.point_sizes)
+        wanted = np.zeros(size, dtype=np.int32)
+        wanted[: len(rows)] = rows
+        logits, status = self.programs.logits[size](self.parameters.head, self.hidden, place(self.mesh, wanted))
+        return on_first_device(logits), on_first_device(status)
+
+
+def held_config(config: ModelConfig, mesh: Mesh) -> ModelConfig:
+    """Returns the configuration of what one device holds of the KV cache, to plan its memory."""
+    return msgspec.structs.replace(
+        config,
+        num_kv_heads=num_kv_heads(config, mesh.size) // mesh.size,
+        head_dim=page_head_dim(config.head_dim, is_tpu(mesh)),
+    )
+
+
+def _zero_pages(
+    config: ModelConfig, form: AttentionForm, num_blocks: int, block_size: int, dtype: np.dtype
+) -> jax.stages.Wrapped:
+    """Returns a function that makes the pages of one layer on their devices."""
+    mesh = form.mesh
+    assert isinstance(mesh, Mesh)
+    heads = 2 * num_kv_heads(config, mesh.size)
+    shape = (num_blocks, block_size, heads, page_head_dim(config.head_dim, form.uses_kernel))
+    sharding = NamedSharding(mesh, PartitionSpec(None, None, AXIS, None))
+    return jax.jit(functools.partial(jnp.zeros, shape, dtype), out_shardings=sharding)

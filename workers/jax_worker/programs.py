@@ -1,0 +1,159 @@
+"""Every program that a worker runs, compiled at start: after that nothing compiles, because only these are called.
+
+A program is a jitted function at one static size. Compiled programs are kept in a cache on disk, so that a second start
+only loads them.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, SingleDeviceSharding
+from tqdm import tqdm
+
+from structured.masks import row_words
+from workers.cache_folder import cache_folder
+from workers.jax_worker import sampler
+from workers.jax_worker.attention import AttentionForm
+from workers.jax_worker.batch import BatchShape
+from workers.jax_worker.decoder import Pages, compute_logits, forward
+from workers.jax_worker.mesh import replicated
+from workers.jax_worker.parameters import Linear, Parameters
+from workers.models.model_config import ModelConfig
+
+NUM_COPIES = 64
+"""Blocks of one call of `copy_blocks`."""
+
+Program = Callable[..., Any]
+
+
+def keep_compiled_programs() -> None:
+    """Lets JAX keep compiled programs in Manta's cache folder, unless the environment names another one."""
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "jax"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def copy_blocks(pages: Pages, pairs: jax.Array) -> Pages:
+    """Copies blocks of every layer: `pairs` int32 [2, NUM_COPIES], sources and destinations; a destination beyond the
+    pages is padding.
+    """
+    return [each.at[pairs[1]].set(each[pairs[0]], mode="drop") for each in pages]
+
+
+class Compiler:
+    """Collects the programs to compile, and compiles them on `num_threads` threads: XLA releases Python's lock."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._num_threads = num_threads
+        self._lowered: list[tuple[dict[int, Program], int, Any]] = []
+
+    def add(self, programs: dict[int, Program], size: int, function: Any, *arguments: Any) -> None:
+        """Puts `function`, compiled for arguments of these shapes and shardings, into `programs[size]` later."""
+        self._lowered.append((programs, size, function.lower(*arguments)))
+
+    def compile(self, what: str) -> None:
+        with concurrent.futures.ThreadPoolExecutor(self._num_threads) as threads:
+            futures = {threads.submit(lowered.compile): (programs, size) for programs, size, lowered in self._lowered}
+            done = concurrent.futures.as_completed(futures)
+            for future in tqdm(done, f"Compiling {what}", len(futures), leave=False, delay=2.0, unit="program"):
+                programs, size = futures[future]
+                programs[size] = future.result()
+        self._lowered.clear()
+
+
+class ModelPrograms:
+    """The programs of one model, over the mesh."""
+
+    def __init__(
+        self,
+        compiler: Compiler,
+        config: ModelConfig,
+        form: AttentionForm,
+        parameters: Parameters,
+        pages: Pages,
+        *,
+        shapes: list[BatchShape],
+        point_sizes: list[int],
+        vocab_size: int,
+    ) -> None:
+        """`shapes` are the sizes of batches, and `point_sizes` those of sample points. `vocab_size` is the width of the
+        logits: that of a draft model's target.
+        """
+        mesh = form.mesh
+        assert isinstance(mesh, Mesh)
+        whole = replicated(mesh)
+        array = functools.partial(jax.ShapeDtypeStruct, sharding=whole)
+        models, held = abstract(parameters), abstract(pages)
+        hidden = array((shapes[-1].num_tokens, config.hidden_size), parameters.embedding.dtype)
+        drawn = array((point_sizes[-1],), jnp.int32)
+        self.forward: dict[int, Program] = {}
+        """By number of tokens. (parameters, pages, hidden, drawn, packed) -> (pages, hidden); the second and the third
+        argument are donated.
+        """
+        for shape in shapes:
+            body = jax.jit(
+                functools.partial(forward, config, form, shape),
+                donate_argnums=(1, 2),
+                out_shardings=([each.sharding for each in pages], whole),
+            )
+            packed = array((sum(shape.sizes),), jnp.int32)
+            compiler.add(self.forward, shape.num_tokens, body, models, held, hidden, drawn, packed)
+        self.logits: dict[int, Program] = {}
+        """By number of points. (head, hidden, rows) -> (logits, model's status)."""
+        body = jax.jit(functools.partial(_logits_and_status, config.vocab_size, vocab_size), out_shardings=whole)
+        for size in point_sizes:
+            compiler.add(self.logits, size, body, models.head, hidden, array((size,), jnp.int32))
+        self.copy_blocks: dict[int, Program] = {}
+        body = jax.jit(copy_blocks, donate_argnums=0, out_shardings=[each.sharding for each in pages])
+        compiler.add(self.copy_blocks, NUM_COPIES, body, held, array((2, NUM_COPIES), jnp.int32))
+
+
+def _logits_and_status(
+    model_vocab_size: int, vocab_size: int, head: Linear, hidden: jax.Array, rows: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    logits = compute_logits(min(model_vocab_size, vocab_size), head, hidden, rows)
+    padding = ((0, 0), (0, vocab_size - logits.shape[1]))
+    return jnp.pad(logits, padding, constant_values=-jnp.inf), sampler.model_status(logits)
+
+
+class SamplerPrograms:
+    """The programs of the sampler, on one device; each dictionary is by number of points."""
+
+    def __init__(
+        self, compiler: Compiler, device: jax.Device, vocab_size: int, point_sizes: list[int], num_top: int
+    ) -> None:
+        array = functools.partial(jax.ShapeDtypeStruct, sharding=SingleDeviceSharding(device))
+        self.edit: dict[int, Program] = {}
+        """(logits, edits) -> logits."""
+        self.replace_row: dict[int, Program] = {}
+        """(logits, index, row) -> logits."""
+        self.draw: dict[int, Program] = {}
+        """(logits, model's status, table, masks) -> (tokens, status)."""
+        self.logprobs: dict[int, Program] = {}
+        """(logits, tokens of `draw`) -> log-probabilities."""
+        edit, replace = jax.jit(sampler.edit), jax.jit(sampler.replace_row)
+        draw = jax.jit(functools.partial(sampler.draw, point_sizes[-1]))
+        logprobs = jax.jit(functools.partial(sampler.logprobs, num_top))
+        edits = array((sampler.NUM_EDIT_ROWS, sampler.NUM_EDITS), jnp.int32)
+        for size in point_sizes:
+            logits, points = array((size, vocab_size), jnp.float32), array((size,), jnp.int32)
+            compiler.add(self.edit, size, edit, logits, edits)
+            index, row = array((), jnp.int32), array((vocab_size,), jnp.float32)
+            compiler.add(self.replace_row, size, replace, logits, index, row)
+            table = array((len(sampler.Points._fields), size), jnp.int32)
+            masks = array((size, row_words(vocab_size)), jnp.int32)
+            compiler.add(self.draw, size, draw, logits, points, table, masks)
+            compiler.add(self.logprobs, size, logprobs, logits, array((point_sizes[-1],), jnp.int32))
+
+
+def abstract(tree: Any) -> Any:
+    """Returns the shapes, dtypes and shardings of a tree's arrays."""
+    return jax.tree.map(lambda each: jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=each.sharding), tree)
