@@ -73,7 +73,7 @@ class Tokenizer:
 
     def _convert(self) -> FastTokenizer:
         """transformers' conversion of SentencePiece or tiktoken files, for a model that has no others."""
-        if not any(self.folder.glob(pattern) for pattern in _CONVERTIBLE):
+        if not any(path for pattern in _CONVERTIBLE for path in self.folder.glob(pattern)):
             raise TokenizerError(f"{self.folder} holds no tokenizer.json; {_OTHER_TOKENIZER}")
         import transformers
 
