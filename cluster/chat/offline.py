@@ -30,6 +30,7 @@ OPTIONS = (
     "response_format",
     "reasoning_effort",
     "add_generation_prompt",
+    "continue_final_message",
     "chat_template_kwargs",
 )
 """Fields of a chat body that are no sampling parameters."""
