@@ -1,8 +1,9 @@
 """Finds and ends everything that this process started, also what its own parent has left behind.
 
 Ray's agents outlive the process that started them by seconds. A command calls `adopt_orphans` before it starts Ray;
-from then on the system gives such processes to the command, which finds them below itself. `manta serve` and
-`manta batch` use it. A library must not: it would end what its user started.
+from then on the system gives such processes to the command, which finds them below itself. While it serves it adopts
+none, because it would have to collect each that ends. `manta serve` and `manta batch` use it. A library must not: it
+would end what its user started.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ _END_WAIT_S = 10.0
 """Seconds to wait for the end of killed processes; one that waits for a disk may need longer, and ends by itself."""
 
 
-def adopt_orphans() -> None:
-    """Makes this process the parent of descendants whose own parent ends. Does nothing where the system cannot."""
+def adopt_orphans(adopts: bool = True) -> None:
+    """Makes this process the parent of descendants whose own parent ends, or no longer. Does nothing where the system
+    cannot.
+    """
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+            ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(adopts), 0, 0, 0)
 
 
 def kill_below() -> None:

@@ -120,6 +120,7 @@ def _serve_until_signal(config: ServeConfig, quiet: bool, name: str | None, repl
         print(model_message(model), f"Logs: {logs or 'on the nodes of the cluster'}", sep="\n\n")
         print(ready_message(config, has_chat=_has_chat(config)), flush=True)
         serving = True
+        process_tree.adopt_orphans(False)
         if requests and not quiet:
             _print_requests(requests[0])
         while True:
@@ -131,6 +132,7 @@ def _serve_until_signal(config: ServeConfig, quiet: bool, name: str | None, repl
     finally:
         handle_signals(signal.SIG_IGN)
         print("Stopping ...", flush=True)
+        process_tree.adopt_orphans(ray_address() is None)
         # Ray's threads print what they miss of each other while they end.
         with contextlib.redirect_stdout(io.StringIO()):
             app.stop()

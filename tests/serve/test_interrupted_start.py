@@ -30,14 +30,16 @@ NUM_MOMENTS = 60 if PROVE else 6
 
 
 class Start:
-    """A `manta serve` of the demo model, whose processes and files can be told from all others."""
+    """A command that starts the demo model, `manta serve` unless another one is given. Its processes and files can be
+    told from all others.
+    """
 
-    def __init__(self, folder: pathlib.Path) -> None:
+    def __init__(self, folder: pathlib.Path, *command: str) -> None:
         self.mark = secrets.token_hex(8)
         self.folder = folder
         self.begun = time.monotonic()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "cluster.cli", "serve", "--port", str(free_port())],
+            [sys.executable, "-m", "cluster.cli", *(command or ("serve", "--port", str(free_port())))],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -110,6 +112,19 @@ def test_a_start_that_is_interrupted_at_any_moment_leaves_nothing(short_folder: 
         if code not in codes or left or folders or not told or "Traceback" in printed or "***" in printed:
             wrong.append((at, code, names, folders, printed))
     assert not wrong
+
+
+def test_a_batch_that_is_interrupted_while_it_starts_leaves_nothing(short_folder: pathlib.Path) -> None:
+    (short_folder / "in.jsonl").write_text('{"custom_id": "1", "url": "/v1/completions", "body": {}}\n')
+    start = Start(short_folder, "batch", str(short_folder / "in.jsonl"), str(short_folder / "out.jsonl"))
+    while not any("raylet" in process.name() for process in start.left()):
+        assert start.process.poll() is None
+        time.sleep(0.05)
+    code, printed = start.interrupt(signal.SIGINT, 0, whole_group=True)
+    assert code == 130
+    assert "Traceback" not in printed
+    assert printed.endswith("Stopping ...\nStopped.\n")
+    assert (start.left(), start.left_folders()) == ([], [])
 
 
 def test_sigterm_during_a_start_prints_no_stack(short_folder: pathlib.Path) -> None:
