@@ -40,6 +40,7 @@ class EngineConfig(ModelOptions, frozen=True, kw_only=True, forbid_unknown_field
     only when an eighth more than that wait.
     """
     enable_prefix_caching: bool = True
+    """Whether prompts read from the KV cache what an earlier prompt that begins alike has left there."""
     constraints: ConstraintLimits = ConstraintLimits()
     """What one constraint may cost."""
     grammar_pool: PoolConfig = PoolConfig()
@@ -176,7 +177,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     404).
     """
     host: str = "127.0.0.1"
+    """Address to listen on."""
     port: Annotated[int, Meta(ge=1, le=65535)] = 8000
+    """Port to listen on."""
     tls_certificate: str | None = None
     """PEM file with the certificate chain of the listener, which then speaks HTTPS; None for plain HTTP. It is loaded
     again when the file changes.

@@ -109,6 +109,8 @@ def _serve_until_signal(config: ServeConfig, quiet: bool, name: str | None, repl
         handle_signals(raise_interrupted)
 
     def begin_log() -> None:
+        if ray_address() is not None:
+            handle_signals(raise_interrupted)  # Ray has put others in place
         logs = start_failure.logs_folder()
         if logs is not None:
             requests.append(RequestLog(logs, name))
@@ -129,6 +131,8 @@ def _serve_until_signal(config: ServeConfig, quiet: bool, name: str | None, repl
         raise NotStarted(str(error)) from error
     except Interrupted as error:
         return 0 if serving else error.exit_code
+    except SystemExit:  # Ray's own handler of SIGTERM raises it while a cluster is joined
+        return 128 + signal.SIGTERM
     finally:
         handle_signals(signal.SIG_IGN)
         print("Stopping ...", flush=True)
