@@ -332,6 +332,7 @@ def test_no_code_of_a_checkpoint_runs(tmp_path: pathlib.Path, capfd: pytest.Capt
     named = {"auto_map": {"AutoTokenizer": [None, "evil.Evil"], "AutoConfig": "evil.Evil"}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Evil", **named}))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "evil", **named}))
+    (tmp_path / "vocab.json").write_text("{}")  # something to convert
     with pytest.raises(TokenizerError, match="transformers could not make one"):
         Tokenizer(tmp_path)
     assert "Do you wish to run the custom code" not in capfd.readouterr().out
