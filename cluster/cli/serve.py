@@ -35,6 +35,7 @@ from cluster.http.exchange.example import curl
 from cluster.serve.listening.port import bound
 from cluster.telemetry import exporting as telemetry
 from cluster.text.tokenizer_files import has_chat_template
+from workers.cache_folder import cache_folder
 from workers.checkpoints.model_folder import resolve_model_folder
 from workers.model_info import ModelInfo
 from workers.models.model_config import ModelError
@@ -97,6 +98,8 @@ def _checked_config(config_path: str | None, overrides: dict[str, Any], name: st
 
 def _serve_until_signal(config: ServeConfig, quiet: bool, name: str | None, replace: bool) -> int:
     print(f"Starting Ray and loading {config.engine.model} ...", flush=True)
+    if ray_address() is None and config.engine.device in ("auto", "cpu") and not _has_kernels():
+        print("The CPU kernels are compiled now, once, which takes up to half a minute.", flush=True)
     from cluster.serve import app  # imports Ray, which takes seconds
     from cluster.serve.starting import start_failure
 
@@ -143,6 +146,15 @@ def _serve_until_signal(config: ServeConfig, quiet: bool, name: str | None, repl
         if ray_address() is None:
             process_tree.end_below(ORPHANS_S)
         print("Stopped.", flush=True)
+
+
+def _has_kernels() -> bool:
+    """Whether an earlier start has left compiled kernels, or none can be compiled."""
+    if any((cache_folder() / "kernels").glob("*.so")):
+        return True
+    from workers.kernels.build import find_compiler  # imports torch, at a first start alone
+
+    return find_compiler() is None
 
 
 def _print_requests(requests: RequestLog) -> None:

@@ -24,6 +24,7 @@ from benchmarks.processes import free_port
 from tests.conftest import PROVE
 from tests.patience import PATIENCE_S
 from tests.processes import kill_all
+from workers.kernels import build
 
 MARK = "MANTA_TEST_START"
 NUM_MOMENTS = 60 if PROVE else 6
@@ -34,7 +35,7 @@ class Start:
     told from all others.
     """
 
-    def __init__(self, folder: pathlib.Path, *command: str) -> None:
+    def __init__(self, folder: pathlib.Path, *command: str, **environment: str) -> None:
         self.mark = secrets.token_hex(8)
         self.folder = folder
         self.begun = time.monotonic()
@@ -43,7 +44,7 @@ class Start:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, MARK: self.mark, "TMPDIR": str(folder)},
+            env={**os.environ, MARK: self.mark, "TMPDIR": str(folder), **environment},
             start_new_session=True,
             # A shell starts background jobs deaf to Ctrl-C, and their children inherit it.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
@@ -112,6 +113,17 @@ def test_a_start_that_is_interrupted_at_any_moment_leaves_nothing(short_folder: 
         if code not in codes or left or folders or not told or "Traceback" in printed or "***" in printed:
             wrong.append((at, code, names, folders, printed))
     assert not wrong
+
+
+@pytest.mark.skipif(build.find_compiler() is None, reason="there is no compiler")
+def test_a_first_start_says_what_takes_long(short_folder: pathlib.Path) -> None:
+    start = Start(short_folder, MANTA_CACHE=str(short_folder / "cache"))
+    assert start.process.stdout is not None
+    assert "Starting Ray" in start.process.stdout.readline()
+    assert "kernels are compiled now, once" in start.process.stdout.readline()
+    code, _ = start.interrupt(signal.SIGINT, 0, whole_group=False)
+    assert code == 130
+    assert start.left() == []
 
 
 def test_a_batch_that_is_interrupted_while_it_starts_leaves_nothing(short_folder: pathlib.Path) -> None:
