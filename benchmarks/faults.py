@@ -8,6 +8,7 @@ blocks and judges the tokens alone.
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import os
 import pathlib
@@ -21,7 +22,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from benchmarks.checkpoints import benchmark_checkpoint
-from benchmarks.report import machine
+from benchmarks.report import machine, turns
 from cluster.engine.request import FinishStatus
 from cluster.errors import RequestRefused
 from cluster.llm import LLM, ConstraintSpec, RequestOutput, SamplingParams
@@ -177,7 +178,7 @@ def _table(form: str, model: str, num_tokens: int, rounds: int) -> None:
     load.block(None)
     with_fault: dict[str, list[float]] = {name: [] for name in load.faults}
     without: list[float] = []
-    for number in range(rounds):
+    for number in turns(rounds, f"faults, {form}"):
         for name in load.faults:
             for fault in (name, None) if number % 2 else (None, name):
                 (without if fault is None else with_fault[name]).extend(load.block(fault))
@@ -193,11 +194,12 @@ def _table(form: str, model: str, num_tokens: int, rounds: int) -> None:
 
 def start_ray() -> None:
     """A Ray whose actors find the example backend and are no nicer than the engine, as behind `manta serve`."""
-    import ray
+    from cluster import own_ray
 
-    os.environ.setdefault("RAY_worker_niceness", "0")
-    paths = os.pathsep.join([str(PLUGIN), str(PLUGIN.parents[1])])
-    ray.init(address="local", num_cpus=4, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": paths}})
+    paths = [str(PLUGIN), str(PLUGIN.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    own_ray.start(num_cpus=4)
+    atexit.register(own_ray.stop)
 
 
 def _p99(seconds: list[float]) -> float:

@@ -13,9 +13,12 @@ import platform
 import random
 import statistics
 import subprocess
+import sys
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import psutil
+from tqdm import tqdm
 
 from benchmarks.workloads import Row
 from workers.host import num_cores
@@ -182,3 +185,11 @@ def machine() -> str:
         f"{psutil.virtual_memory().total / 2**30:.0f} GiB, load {os.getloadavg()[0]:.1f}, "
         f"Manta {commit.stdout.strip() or 'outside git'}"
     )
+
+
+def turns(count: int, what: str) -> Iterator[int]:
+    """Yields 0 to `count - 1`, and shows on standard error which turn of `what` runs."""
+    with tqdm(total=count, desc=what, unit="turn", leave=False, file=sys.stderr, mininterval=0) as bar:
+        for number in range(count):
+            yield number
+            bar.update()

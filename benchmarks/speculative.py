@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.checkpoints import benchmark_checkpoint
-from benchmarks.report import header, machine
+from benchmarks.report import header, machine, turns
 from benchmarks.structured import Table
 from benchmarks.workloads import PromptSource, Row
 from cluster.engine.stats import DraftCounts
@@ -156,7 +156,7 @@ def _compare(
     speeds: dict[str, list[float]] = {name: [] for name in engines}
     per_step: dict[str, list[float]] = {name: [] for name in engines}
     drafts = {name: DraftCounts() for name in engines}
-    for pair in range(pairs + 1):
+    for pair in turns(pairs + 1, f"{workload}, {count} rows"):
         prompts, params = make(count, pair)
         order = list(engines) if pair % 2 else list(reversed(engines))
         outputs = {}

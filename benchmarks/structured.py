@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.checkpoints import benchmark_checkpoint
 from benchmarks.faults import PLUGIN, start_ray
-from benchmarks.report import Result, combine, header, machine, table_line
+from benchmarks.report import Result, combine, header, machine, table_line, turns
 from benchmarks.workloads import PromptSource, Row
 from cluster.engine.step_masks import StepMasks
 from cluster.llm import LLM, ConstraintSpec, SamplingParams
@@ -118,7 +118,7 @@ def _speed(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> 
 def _row_e(llm: LLM, prompts: PromptSource, pairs: int, form: str, table: Table) -> None:
     for name in ("cached", "new"):
         rows: tuple[list[list[Row]], list[list[Row]]] = ([], [])
-        for pair in range(pairs + 1):
+        for pair in turns(pairs + 1, f"e, {name} schema, {form}"):
             schema = copy.deepcopy(SCHEMA) | {"title": f"S{pair if name == 'new' else 0}"}
             spec = ConstraintSpec(kind="json_schema", text=json.dumps(schema), any_whitespace=False)
             wanted = [SamplingParams(max_tokens=OUTPUT, constraint=spec, seed=100 * pair + i) for i in range(ROWS)]
@@ -138,7 +138,7 @@ def _slow(llm: LLM, prompts: PromptSource, pairs: int, form: str, table: Table) 
     text = json.dumps({"allowed": [300, 301], "at": {str(i): 3 * step for i in range(OUTPUT)}})
     slow = SamplingParams(max_tokens=OUTPUT, constraint=ConstraintSpec(kind="regex", text=text, backend="example"))
     rows: tuple[list[list[Row]], list[list[Row]]] = ([], [])
-    for pair in range(pairs + 1):
+    for pair in turns(pairs + 1, f"slow, {form}"):
         for index, last in enumerate((slow, None)):
             llm.add_request("last", prompts(1, PROMPT)[0], last or SamplingParams(max_tokens=OUTPUT, ignore_eos=True))
             speed = _plain_speed(llm, prompts(ROWS - 1, PROMPT))
@@ -168,7 +168,8 @@ def _masks(llm: LLM, prompts: PromptSource, form: str, table: Table) -> None:
     """From the moment of asking to the row being there, beside a running model, and what `collect` waited."""
     spec = ConstraintSpec(kind="json_schema", text=json.dumps(SCHEMA), any_whitespace=False)
     masks = llm.engine.masks
-    for rows in MASK_ROWS:
+    for index in turns(len(MASK_ROWS), f"masks, {form}"):
+        rows = MASK_ROWS[index]
         waits: list[float] = []
         asked: list[float] = []
         begin = masks.begin
@@ -221,7 +222,7 @@ def _demo(pairs: int, table: Table) -> None:
         free = [SamplingParams(temperature=0, max_tokens=160)] * len(samples)
         under = [SamplingParams(temperature=0, max_tokens=160, constraint=spec)] * len(samples)
         rows: tuple[list[list[Row]], list[list[Row]]] = ([], [])
-        for pair in range(min(pairs, 5) + 1):
+        for pair in turns(min(pairs, 5) + 1, f"demo, {task}"):
             for index, params in enumerate((under, free)):
                 started = time.perf_counter()
                 outputs = llm.generate(prompts, params, use_tqdm=False)

@@ -40,6 +40,7 @@ class EngineConfig(ModelOptions, frozen=True, kw_only=True, forbid_unknown_field
     only when an eighth more than that wait.
     """
     enable_prefix_caching: bool = True
+    """Whether prompts read from the KV cache what an earlier prompt that begins alike has left there."""
     constraints: ConstraintLimits = ConstraintLimits()
     """What one constraint may cost."""
     grammar_pool: PoolConfig = PoolConfig()
@@ -176,7 +177,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     404).
     """
     host: str = "127.0.0.1"
+    """Address to listen on."""
     port: Annotated[int, Meta(ge=1, le=65535)] = 8000
+    """Port to listen on."""
     tls_certificate: str | None = None
     """PEM file with the certificate chain of the listener, which then speaks HTTPS; None for plain HTTP. It is loaded
     again when the file changes.
@@ -338,7 +341,11 @@ def load_config(path: str | pathlib.Path | None, overrides: dict[str, Any] | Non
     is no YAML, the line with a mark below the place.
     """
     data = {} if path is None else _read_yaml(pathlib.Path(path))
+    where = f" {path}" if path else ""
+    if "model" in data:
+        _move_model(data, where)
     for key, value in (overrides or {}).items():
+        key = "engine.model" if key == "model" else key
         target = data
         *parents, last = key.split(".")
         for parent in parents:
@@ -349,13 +356,21 @@ def load_config(path: str | pathlib.Path | None, overrides: dict[str, Any] | Non
                 raise ValueError(f"configuration: {key} cannot be set: {parent} is a value, no group of options")
         target[last] = value
     if "api_keys" in data and data["api_keys"] is None:  # a variable that was to hold them and is not set
-        raise ValueError(
-            f"configuration{f' {path}' if path else ''}: api_keys is empty; leave it out, or list the keys"
-        )
+        raise ValueError(f"configuration{where}: api_keys is empty; leave it out, or list the keys")
     try:
         return read_options(data, ServeConfig)
     except ValueError as error:
-        raise ValueError(f"configuration{f' {path}' if path else ''}: {error}") from error
+        raise ValueError(f"configuration{where}: {error}") from error
+
+
+def _move_model(data: dict[str, Any], where: str) -> None:
+    """Makes a `model` at the top, where other servers have it, the engine's. Raises `ValueError` if there are two."""
+    model, engine = data.pop("model"), data.get("engine") or {}
+    if not isinstance(engine, dict) or model is None:
+        return
+    if engine.get("model") not in (None, model):
+        raise ValueError(f"configuration{where}: model is {model} and engine.model {engine['model']}; give one")
+    data["engine"] = engine | {"model": model}
 
 
 def _read_yaml(path: pathlib.Path) -> dict[str, Any]:

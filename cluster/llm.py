@@ -212,7 +212,8 @@ class LLM:
 
         `messages` are OpenAI's. `options` are the fields of a chat body that are no sampling parameters: `tools`,
         `tool_choice`, `parallel_tool_calls`, `response_format`, `reasoning_effort`, `add_generation_prompt`,
-        `chat_template_kwargs`. The answer is in `outputs[0].message`, and as the model wrote it in `outputs[0].text`.
+        `continue_final_message`, `chat_template_kwargs`. The answer is in `outputs[0].message`, and as the model wrote
+        it in `outputs[0].text`.
         Raises `RequestRefused` naming the message or option at fault, else as `generate` does.
         """
         batch = _as_conversations(messages)

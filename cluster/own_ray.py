@@ -13,6 +13,7 @@ import contextlib
 import logging
 import os
 import pathlib
+import signal
 import tempfile
 import threading
 import time
@@ -93,7 +94,9 @@ def start(num_cpus: int = 0) -> None:
     try:
         with _without_extras():
             _start(_folders[-1].path / "ray", max(num_cpus, num_cores()))
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, Exception):
+            keep_logs()  # the error names files of Ray's there
         _close_folders()
         raise
     _roots[:] = set(psutil.Process().children()) - others
@@ -113,7 +116,7 @@ def _start(folder: pathlib.Path, num_cpus: int) -> None:
 
 
 def keep_logs() -> None:
-    """Keeps its folder until the next start."""
+    """Keeps Ray's folder after its end, as one of the last few that are kept."""
     for folder in _folders:
         folder.is_kept = True
 
@@ -206,11 +209,41 @@ def _without_extras() -> Iterator[None]:
         services.resolve_ip_for_localhost = lambda host: host  # it would listen on every address for other machines
         for name, replacement in _INSTEAD.items():
             setattr(Node, name, replacement)
-        yield
+        with _own_sigterm():
+            yield
     finally:
         services.resolve_ip_for_localhost, services.get_node = resolve, get_node
         for name, method in methods.items():
             setattr(Node, name, method)
+
+
+@contextlib.contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Leaves SIGTERM to the handler that this process has, if any.
+
+    Ray puts a handler of its own in place, and below Python another one that prints a stack dump. Both come with the
+    driver's `CoreWorker`; SIGTERM waits while that is made.
+    """
+    handler = signal.getsignal(signal.SIGTERM)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    make, set_handler = ray._raylet.CoreWorker, ray._private.utils.set_sigterm_handler  # type: ignore[attr-defined]
+
+    def make_quietly(*arguments: Any, **options: Any) -> Any:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        try:
+            return make(*arguments, **options)
+        finally:
+            signal.signal(signal.SIGTERM, handler)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+    ray._raylet.CoreWorker = make_quietly  # type: ignore[attr-defined]
+    ray._private.utils.set_sigterm_handler = lambda _: None
+    try:
+        yield
+    finally:
+        ray._raylet.CoreWorker, ray._private.utils.set_sigterm_handler = make, set_handler  # type: ignore[attr-defined]
 
 
 def _kill(processes: list[psutil.Process]) -> None:

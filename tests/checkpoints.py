@@ -71,7 +71,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("GemmaConfig", {"head_dim": 32}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24}),
     "phi": ("PhiConfig", {}),
+    "phi3": ("Phi3Config", {}),
     "gpt2": ("GPT2Config", {"num_key_value_heads": None}),
+    "opt": ("OPTConfig", {"num_key_value_heads": None, "ffn_dim": 96, "word_embed_proj_dim": 64}),
+    "gptj": ("GPTJConfig", {"num_key_value_heads": None, "rotary_dim": 8}),
+    "stablelm": ("StableLmConfig", {"use_parallel_residual": True}),
+    "gpt_bigcode": ("GPTBigCodeConfig", {"num_key_value_heads": None}),
+    "starcoder2": ("Starcoder2Config", {}),
+    "biogpt": ("BioGptConfig", {"num_key_value_heads": None}),
 }
 """Name to (transformers configuration class, what differs from the common sizes). The first six run natively."""
 

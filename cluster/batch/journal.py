@@ -56,7 +56,7 @@ class DoneLines:
     """Which lines of an input have a result. `where` is where the results are, for messages."""
 
     def __init__(self, where: str) -> None:
-        self._where = where
+        self.where = where
         self._checksums = array.array("I")
         """By line of the input; 0 if it has no result yet. Four bytes a line, so that the input may be large."""
         self.num_done = 0
@@ -76,7 +76,7 @@ class DoneLines:
         known = self._checksums[key.number] if key.number < len(self._checksums) else 0
         if known not in (0, key.checksum):
             raise BatchRefused(
-                f"{self._where} holds the answers to another input: its line {key.number + 1} was different; "
+                f"{self.where} holds the answers to another input: its line {key.number + 1} was different; "
                 "choose another output file"
             )
         return known != 0
@@ -91,6 +91,11 @@ def count_lines(source: BinaryIO, max_bytes: int, done: DoneLines) -> tuple[int,
         num_lines += 1
         num_done += done.has(line.key)
     source.seek(0)
+    if num_done < done.num_done:
+        raise BatchRefused(
+            f"{done.where} holds {done.num_done:,} results, and the input has only {num_done:,} of their lines; "
+            "give the whole input again, or choose another output file"
+        )
     return num_lines, num_done
 
 

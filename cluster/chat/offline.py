@@ -30,6 +30,7 @@ OPTIONS = (
     "response_format",
     "reasoning_effort",
     "add_generation_prompt",
+    "continue_final_message",
     "chat_template_kwargs",
 )
 """Fields of a chat body that are no sampling parameters."""
@@ -71,6 +72,6 @@ def plan_offline(
         plan = plan_chat(request, params, tokenizer, text)
         return Chat(prompt=tokenizer.encode(plan.prompt, add_special_tokens=False), plan=plan)
     except msgspec.ValidationError as error:
-        raise shape_error(str(error)) from error
+        raise shape_error(str(error), ChatCompletionRequest) from error
     except TextError as error:
         raise RequestRefused(f"messages: {error}", "messages") from error

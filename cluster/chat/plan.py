@@ -26,11 +26,17 @@ from cluster.text.tokenizer import Tokenizer
 from structured.constraint import ConstraintSpec
 from workers.sampling_params import SamplingParams
 
+_END = "END_OF_FINAL_MESSAGE "
+"""A text that marks where the last message ends in a rendered conversation. Templates that strip contents take away the
+space at its end, which shows that they do.
+"""
+
 
 class Conversation(Protocol):
     """A body that holds messages."""
 
-    add_generation_prompt: bool
+    add_generation_prompt: bool | None
+    continue_final_message: bool
 
     def template_messages(self) -> list[dict[str, Any]]:
         """Returns the messages as chat templates read them."""
@@ -61,10 +67,23 @@ class ChatPlan(msgspec.Struct, frozen=True, kw_only=True):
 def render(tokenizer: Tokenizer, conversation: Conversation, tools: list[dict[str, Any]] | None = None) -> str:
     """Returns the conversation as the model reads it. Raises `RequestRefused` if the chat template refuses it."""
     messages, kwargs = conversation.template_messages(), conversation.template_kwargs()
+    adds_prompt = bool(conversation.add_generation_prompt)
+    if conversation.continue_final_message:
+        messages[-1]["content"] += _END
     try:
-        return tokenizer.render_chat_template(messages, conversation.add_generation_prompt, tools or None, **kwargs)
+        text = tokenizer.render_chat_template(messages, adds_prompt, tools or None, **kwargs)
     except TemplateError as error:
         raise RequestRefused(f"messages: {error}", "messages") from error
+    return _until_final_message(text) if conversation.continue_final_message else text
+
+
+def _until_final_message(text: str) -> str:
+    """The rendered conversation up to the end of its last message, as transformers cuts it."""
+    kept, found, rest = text.rpartition(_END.rstrip())
+    if not found:
+        field = "continue_final_message"
+        refuse(field, f"{field}: this model's chat template leaves the last message out; leave {field} out")
+    return kept if rest.startswith(" ") else kept.rstrip()
 
 
 def plan_chat(request: ChatCompletionRequest, params: SamplingParams, tokenizer: Tokenizer, prompt: str) -> ChatPlan:

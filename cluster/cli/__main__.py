@@ -1,185 +1,43 @@
-"""The command `manta`: reads the command line and hands over to one module of `cluster/cli/` per subcommand.
+"""The command `manta`: exit codes, and how errors and Ctrl-C end it. `cluster/cli/commands.py` has the subcommands.
 
-It owns flags, exit codes and the shape of errors, and imports nothing heavy: torch and Ray are loaded by the subcommand
-that needs them. Exit codes: 0 done, 1 the answer is no (`check`) or the start failed (`serve`, `batch`), 2 something
-that the user can mend.
+Exit codes: 0 done, 1 the answer is no (`check`) or the start failed (`serve`, `batch`), 2 something that the user can
+mend, 128 plus a signal's number if the signal ended it. Everything is imported where Ctrl-C is caught.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
 import sys
 from collections.abc import Sequence
-from typing import Any
 
-import yaml
-
-from cluster.cli.parser import CommandParser, check_command
-from cluster.cli.refusal import Refusal, paragraph
-from cluster.version import version
-from workers.model_options import DEMO_MODEL
-
-DEFAULT_URL = "http://127.0.0.1:8000"
-MODEL_HELP = f"folder or hub id (default: the configuration's, else {DEMO_MODEL}, the model that Manta brings)"
+_RAY_USERS = ("serve", "batch")
+"""Subcommands that start Ray in this process."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs `manta` with `arguments` (default: the process's own) and returns the exit code."""
+    """Runs `manta` with `arguments` and returns the exit code. Without them it runs with those of the process, as the
+    installed command does, and may end the process.
+    """
     argv = list(sys.argv[1:] if arguments is None else arguments)
-    if argv[:1] == ["bench"]:  # the benchmarks have a command line of their own
-        from cluster.cli.bench import run_bench
+    code = _guarded(argv)
+    if arguments is None and argv[:1] and argv[0] in _RAY_USERS and "ray" in sys.modules:
+        from cluster.cli.interruption import leave
 
-        return _guarded(lambda: run_bench(argv[1:]))
-    return _guarded(lambda: _run(argv))
-
-
-def _run(argv: list[str]) -> int:
-    parser, commands = _parser()
-    check_command(argv, commands)
-    options = parser.parse_args(argv)
-    return int(options.run(options))
+        leave(code)
+    return code
 
 
-def _guarded(run: Any) -> int:
+def _guarded(argv: list[str]) -> int:
     try:
-        return int(run())
-    except Refusal as error:
-        print(paragraph(f"manta: {error}"), file=sys.stderr)
-        return error.exit_code
+        from cluster.cli.commands import run
+        from cluster.cli.refusal import Refusal, paragraph
+
+        try:
+            return run(argv)
+        except Refusal as error:
+            print(paragraph(f"manta: {error}"), file=sys.stderr)
+            return error.exit_code
     except KeyboardInterrupt:
         return 130
-
-
-def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
-    """The parser, and the names of its subcommands."""
-    parser = argparse.ArgumentParser(prog="manta", description="Serves language models on a Ray cluster.")
-    parser.add_argument("--version", action="version", version=f"manta {version()}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=CommandParser)
-
-    serve = commands.add_parser("serve", help="serve a model over HTTP with OpenAI's API")
-    _add_model(serve)
-    serve.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
-    serve.add_argument("--port", type=int, help="port to listen on (default: 8000)")
-    serve.add_argument("--quiet", action="store_true", help="print no line for each request")
-    serve.add_argument("--name", help="name of the application on a Ray cluster (default: manta)")
-    serve.add_argument("--replace", action="store_true", help="update the application of that name if it runs already")
-    _add_config_flags(serve)
-    serve.set_defaults(run=_serve)
-
-    chat = commands.add_parser("chat", help="talk to a running server in the terminal")
-    chat.add_argument("message", nargs="?", help="answer this and end (default: talk, or answer what is piped in)")
-    _add_where(chat)
-    chat.add_argument("--model", help="name as in /v1/models (default: the server's first)")
-    chat.add_argument("--api-key", help="bearer token, if the server asks for one (default: $MANTA_API_KEY)")
-    chat.set_defaults(run=_chat)
-
-    status = commands.add_parser("status", help="say what a running server's engines do, and what is starting")
-    _add_where(status)
-    status.add_argument("--json", action="store_true", dest="as_json", help="print the answer of /status as it is")
-    status.set_defaults(run=_status)
-
-    batch = commands.add_parser("batch", help="answer the requests of a file in OpenAI's batch format")
-    batch.add_argument("input", metavar="IN.jsonl", help="one request a line: custom_id, method, url, body")
-    batch.add_argument("output", metavar="OUT.jsonl", help="one answer a line, as they come; what it has is not redone")
-    batch.add_argument("--model", help=MODEL_HELP)
-    _add_config_flags(batch)
-    batch.set_defaults(run=_batch)
-
-    check = commands.add_parser("check", help="say whether a model and a configuration can be served here")
-    _add_model(check)
-    _add_config_flags(check)
-    check.set_defaults(run=_check)
-
-    commands.add_parser("bench", help="measure speed, start-up and memory (manta bench --help)", add_help=False)
-    return parser, list(commands.choices)
-
-
-def _add_where(parser: argparse.ArgumentParser) -> None:
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument("--url", default=DEFAULT_URL, help=f"where the server listens (default: {DEFAULT_URL})")
-    where.add_argument("--port", type=int, help="its port, if it listens on this machine")
-
-
-def _url(options: argparse.Namespace) -> str:
-    return options.url if options.port is None else f"http://127.0.0.1:{options.port}"
-
-
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    """Adds the model, which may be given with its flag or without."""
-    parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
-    parser.add_argument("--model", dest="model_flag", metavar="MODEL", help="the same")
-
-
-def _model(options: argparse.Namespace) -> None:
-    """Makes one option of the two. Raises `Refusal` if they differ."""
-    if options.model is not None and options.model_flag not in (None, options.model):
-        raise Refusal(f"there are two models, {options.model} and --model {options.model_flag}; give one")
-    options.model = options.model or options.model_flag
-
-
-def _add_config_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", help="YAML file with the options of cluster/config.py")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        dest="overrides",
-        help="one option, for example engine.max_model_len=4096; may be repeated",
-    )
-
-
-def _overrides(options: argparse.Namespace, flags: dict[str, str]) -> dict[str, Any]:
-    """Dotted configuration keys from `--set` and, above them, from the flags that name a key of their own."""
-    overrides: dict[str, Any] = {}
-    for item in options.overrides:
-        key, separator, text = item.partition("=")
-        if not separator or not key or key.startswith(".") or key.endswith(".") or ".." in key:
-            raise Refusal(f"--set {item!r} is not KEY=VALUE; write for example --set engine.max_model_len=4096")
-        try:
-            overrides[key] = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise Refusal(f"--set {item!r}: the value is not valid YAML: {error}") from error
-    for flag, key in flags.items():
-        value = getattr(options, flag)
-        if value is not None:
-            overrides[key] = value
-    return overrides
-
-
-def _serve(options: argparse.Namespace) -> int:
-    from cluster.cli.serve import run_serve
-
-    _model(options)
-    flags = {"model": "engine.model", "host": "host", "port": "port"}
-    return run_serve(options.config, _overrides(options, flags), options.quiet, options.name, options.replace)
-
-
-def _chat(options: argparse.Namespace) -> int:
-    from cluster.cli.chat import run_chat
-
-    api_key = options.api_key or os.environ.get("MANTA_API_KEY")
-    return run_chat(_url(options), options.model, api_key, options.message)
-
-
-def _status(options: argparse.Namespace) -> int:
-    from cluster.cli.status import run_status
-
-    return run_status(_url(options), options.as_json)
-
-
-def _batch(options: argparse.Namespace) -> int:
-    from cluster.cli.batch import run_batch
-
-    return run_batch(options.input, options.output, options.config, _overrides(options, {"model": "engine.model"}))
-
-
-def _check(options: argparse.Namespace) -> int:
-    from cluster.cli.check import run_check
-
-    _model(options)
-    return run_check(options.config, _overrides(options, {"model": "engine.model"}))
 
 
 if __name__ == "__main__":

@@ -19,10 +19,10 @@ from tqdm import tqdm
 
 from cluster.batch.journal import BatchRefused, Journal, count_lines
 from cluster.batch.running.batch_job import Answer, Job, Progress, run
-from cluster.cli.check import check_quickly
+from cluster.cli.check import check_machine, check_quickly
+from cluster.cli.interruption import abandoned_when_interrupted, note_start, stopped_by_sigterm
 from cluster.cli.refusal import NotStarted, Refusal
-from cluster.cli.serve import stopped_by_sigterm
-from cluster.config import ServeConfig, load_config
+from cluster.config import ServeConfig, load_config, ray_address
 from cluster.serve.starting.replica_process import REPLICA_ENVIRONMENT, collect_rarely, yield_to_engines
 from workers.models.model_config import ModelError
 
@@ -40,6 +40,8 @@ def run_batch(source: str, target: str, config_path: str | None, overrides: dict
         raise Refusal(str(error)) from error
     try:
         check_quickly(config.engine)
+        if ray_address() is None:
+            check_machine(config.engine)
         with _opened(source) as lines, Journal(pathlib.Path(target)) as journal, stopped_by_sigterm():
             return _run(lines, journal, config)
     except ModelError as error:
@@ -74,7 +76,7 @@ def _run(source: BinaryIO, journal: Journal, config: ServeConfig) -> int:
     journal_digest = hashlib.blake2b(str(journal.path.resolve()).encode(), digest_size=4).hexdigest()
     name = app.engines_name(f"batch-{journal_digest}", config)
     try:
-        engine, host = app.start_engines(config, name)
+        engine, host = _start_engines(config, name)
         with Counter(num_lines, num_done) as counter:
             asyncio.run(_answer_all(engine, host, source, journal, config, counter))
     except app.StartFailed as error:
@@ -83,6 +85,16 @@ def _run(source: BinaryIO, journal: Journal, config: ServeConfig) -> int:
         app.stop()
     print(f"{counter.summary()} in {journal.path}", file=sys.stderr)
     return 0
+
+
+def _start_engines(config: ServeConfig, name: str) -> tuple[Any, str]:
+    from cluster.serve import app
+
+    if ray_address() is not None:  # what is deployed on a cluster must be deleted there
+        return app.start_engines(config, name)
+    with abandoned_when_interrupted():
+        note_start()
+        return app.start_engines(config, name)
 
 
 async def _answer_all(

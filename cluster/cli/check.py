@@ -14,17 +14,19 @@ import traceback
 from collections.abc import Iterator
 from typing import Any
 
+import jinja2
 import msgspec
 
 from cluster.cli.invocation import serve_command
 from cluster.cli.refusal import Refusal
 from cluster.config import EngineConfig, load_config
+from cluster.text.chat_template import ChatTemplates, TemplateError
 from cluster.text.tokenizer import Tokenizer
-from cluster.text.tokenizer_files import TokenizerError
+from cluster.text.tokenizer_files import TokenizerError, read_chat_templates, read_json, resolve_folder, special_tokens
 from structured.logits_processors import LogitsProcessorError, LogitsProcessorRegistry
 from workers.checkpoints.memory import num_parameters, plan_kv_cache, plan_max_model_len
 from workers.checkpoints.model_folder import load_model_config, resolve_model_folder
-from workers.host import num_cores
+from workers.host import free_memory, num_cores
 from workers.models.model_config import DTYPE_BYTES, ModelConfig, ModelError
 from workers.parallel.split import check_num_ranks
 from workers.torch_worker.trial import Trial, TrialResult, try_one_layer
@@ -99,10 +101,62 @@ def _check_quickly(engine: EngineConfig) -> None:
     model = load_model_config(folder)
     _check_ranks(engine, model)
     num_parameters(folder)  # every file is there and whole
+    _check_templates(folder if engine.tokenizer is None else resolve_folder(engine.tokenizer))
     if engine.max_model_len is not None:
         plan_max_model_len(model, engine.max_model_len, capacity=engine.max_model_len)
     if engine.tokenizer is not None or not (folder / "tokenizer.json").is_file():
         _check_tokenizer(engine, folder)
+
+
+def check_machine(engine: EngineConfig) -> None:
+    """Raises `ModelError` if this machine has no such device or too little memory. Imports torch only for a device or
+    a dtype of GPUs.
+    """
+    with in_one_sentence():
+        if engine.device == "cuda" or engine.dtype == "float16":
+            _check_gpu(engine)
+        elif _runs_on_cpu(engine):
+            folder = resolve_model_folder(engine.model)
+            dtype = load_model_config(folder).dtype if engine.dtype == "auto" else engine.dtype
+            _check_memory(num_parameters(folder) * DTYPE_BYTES[dtype], engine.kv_cache_bytes or 0, dtype, free_memory())
+
+
+def _check_gpu(engine: EngineConfig) -> None:
+    from workers.platforms import check_cuda, choose_platform
+
+    if engine.device == "cuda":
+        check_cuda()
+    elif _runs_on_cpu(engine):
+        choose_platform("cpu", engine.num_threads).resolve_dtype(engine.dtype, engine.dtype)
+
+
+def _runs_on_cpu(engine: EngineConfig) -> bool:
+    """Whether the model runs in this machine's memory; false if a GPU may be there that nobody has looked at."""
+    has_gpu = any(pathlib.Path("/dev").glob("nvidia[0-9]*"))
+    return engine.device == "cpu" or (engine.device == "auto" and not has_gpu)
+
+
+def _check_memory(weights: int, kv_bytes: int, dtype: str, free: int) -> None:
+    if weights >= free:
+        raise ModelError(
+            f"its weights take {_gib(weights)} in {dtype}, and {_gib(free)} of memory is free; "
+            "free some, or take a smaller model"
+        )
+    if weights + kv_bytes > free:
+        raise ModelError(
+            f"its weights take {_gib(weights)} and the KV cache {_gib(kv_bytes)}, and {_gib(free)} of memory is free; "
+            "lower kv_cache_bytes"
+        )
+
+
+def _check_templates(folder: pathlib.Path) -> None:
+    try:
+        read_special_tokens = special_tokens(config := read_json(folder / "tokenizer_config.json"))
+        ChatTemplates(read_chat_templates(folder, config)).check(read_special_tokens)
+    except jinja2.TemplateError as error:
+        raise ModelError(f"the chat template of {folder} is no valid Jinja: {error}") from error
+    except (TemplateError, TokenizerError) as error:
+        raise ModelError(str(error)) from error
 
 
 def _check_ranks(engine: EngineConfig, model: ModelConfig) -> None:
@@ -120,6 +174,15 @@ def _check_tokenizer(engine: EngineConfig, folder: pathlib.Path) -> Tokenizer:
         raise ModelError(f"the tokenizer of {source} cannot be read: {type(error).__name__}: {error}") from error
 
 
+def _check_vocabulary(tokenizer: Tokenizer, model: ModelConfig) -> None:
+    """Tokens that were added to a tokenizer may lie beyond; a prompt that has one is refused when it comes."""
+    if tokenizer.base_vocab_size > model.vocab_size:
+        raise ModelError(
+            f"the tokenizer of {tokenizer.folder} has {tokenizer.base_vocab_size} tokens and the model's vocabulary "
+            f"{model.vocab_size}, so it is another model's; give the right one in the option `tokenizer`"
+        )
+
+
 def check_model(engine: EngineConfig) -> CheckReport:
     """Plans memory as the worker does, with the weights taken from what is free now, and runs a step of one layer.
 
@@ -134,6 +197,8 @@ def check_model(engine: EngineConfig) -> CheckReport:
     parameters = num_parameters(folder)
     draft, draft_parameters = _draft(engine)
     tokenizer = _check_tokenizer(engine, folder)
+    _check_templates(tokenizer.folder)
+    _check_vocabulary(tokenizer, model)
     if model.native:
         check_tensors(folder, model)
     try:
@@ -142,11 +207,7 @@ def check_model(engine: EngineConfig) -> CheckReport:
     except ValueError as error:
         raise ModelError(str(error)) from error
     weights, free = (parameters + draft_parameters) * DTYPE_BYTES[dtype], platform.free_memory(lambda: None)
-    if weights >= free:
-        raise ModelError(
-            f"its weights take {_gib(weights)} in {dtype}, and {_gib(free)} of memory is free; "
-            "free some, or take a smaller model"
-        )
+    _check_memory(weights, 0, dtype, free)
     kv_bytes, num_blocks = plan_kv_cache(
         model,
         dtype,
@@ -157,11 +218,7 @@ def check_model(engine: EngineConfig) -> CheckReport:
         shares_memory=platform.shares_memory,
         most_of_free=platform.kv_share,
     )
-    if weights + kv_bytes > free:
-        raise ModelError(
-            f"its weights take {_gib(weights)} and the KV cache {_gib(kv_bytes)}, and {_gib(free)} of memory is free; "
-            "lower kv_cache_bytes"
-        )
+    _check_memory(weights, kv_bytes, dtype, free)
     capacity = num_blocks * engine.block_size
     max_model_len = plan_max_model_len(model, engine.max_model_len, capacity)
     try:

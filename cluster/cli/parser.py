@@ -7,7 +7,11 @@ import difflib
 from collections.abc import Sequence
 from typing import Any
 
+from cluster.cli.flags import ANSWERS, KEYS_ARE_SEEN
 from cluster.cli.refusal import Refusal
+
+ANSWERED = ("serve", "check", "batch")
+"""Subcommands whose users type flags of other servers."""
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -17,6 +21,10 @@ class CommandParser(argparse.ArgumentParser):
         options, unknown = super().parse_known_args(args, namespace)
         if unknown:
             flag = unknown[0].partition("=")[0]
+            if flag in ANSWERS and self.prog.split()[-1] in ANSWERED:
+                self.error(f"there is no {flag}: {ANSWERS[flag]}")
+            if flag == "--api-key":
+                self.error(f"there is no {flag}: put the key into MANTA_API_KEY; {KEYS_ARE_SEEN}")
             known = [option for action in self._actions for option in action.option_strings]
             self.error(f"there is no {flag}{nearest(flag, known)}")
         return options, unknown

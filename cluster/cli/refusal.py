@@ -1,4 +1,4 @@
-"""The subcommands of `manta`, one module each; `cluster/cli/__main__.py` is the only caller."""
+"""The subcommands of `manta`, one module each; `cluster/cli/commands.py` calls them."""
 
 import textwrap
 

@@ -16,8 +16,16 @@ import signal
 import sys
 from typing import Any
 
+from cluster import process_tree
 from cluster.batch.storage import check_storage, with_storage
-from cluster.cli.check import check_quickly
+from cluster.cli.check import check_machine, check_quickly
+from cluster.cli.interruption import (
+    Interrupted,
+    abandoned_when_interrupted,
+    handle_signals,
+    note_start,
+    raise_interrupted,
+)
 from cluster.cli.invocation import program, under_make
 from cluster.cli.refusal import NotStarted, Refusal
 from cluster.cli.request_lines import RequestLog
@@ -27,10 +35,13 @@ from cluster.http.exchange.example import curl
 from cluster.serve.listening.port import bound
 from cluster.telemetry import exporting as telemetry
 from cluster.text.tokenizer_files import has_chat_template
+from workers.cache_folder import cache_folder
 from workers.checkpoints.model_folder import resolve_model_folder
 from workers.model_info import ModelInfo
 from workers.models.model_config import ModelError
 
+ORPHANS_S = 5.0
+"""Ray's agents notice within seconds that Ray has ended; after this time they are killed."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 """Names that Serve's actors, log files and metrics can carry."""
 
@@ -42,12 +53,19 @@ def run_serve(
     name: str | None = None,
     replace: bool = False,
 ) -> int:
-    """Serves until Ctrl-C or SIGTERM, with a line for each request unless it is `quiet`.
+    """Serves until Ctrl-C or SIGTERM, with a line for each request unless it is `quiet`, and returns 0. If one of them
+    comes while it starts, the process ends with 128 plus the signal's number.
 
     The application is called `name`, by default `manta`. If it runs already on the cluster that `RAY_ADDRESS` names,
     `replace` says that it is to be updated. Raises `Refusal` for what the user can mend, before Ray is started.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    with abandoned_when_interrupted():
+        config = _checked_config(config_path, overrides, name, replace)
+        return _serve_until_signal(config, quiet, name, replace) or 0
+
+
+def _checked_config(config_path: str | None, overrides: dict[str, Any], name: str | None, replace: bool) -> ServeConfig:
     if name is not None and not _NAME.fullmatch(name):
         raise Refusal(f"--name {name!r} is not 1 to 64 letters, digits, _, . or -, the first a letter or a digit")
     if replace and ray_address() is None:
@@ -71,50 +89,72 @@ def run_serve(
         print(f"manta: warning: {warning}", file=sys.stderr, flush=True)
     try:
         check_quickly(config.engine)
+        if ray_address() is None:
+            check_machine(config.engine)
     except ModelError as error:
         raise Refusal(f"{config.engine.model} cannot be served: {error}") from error
-    with stopped_by_sigterm():
-        try:
-            _serve_until_signal(config, quiet, name, replace)
-        except (KeyboardInterrupt, SystemExit):
-            return 0  # stopped while starting
-    return 0
+    return config
 
 
-def _serve_until_signal(config: ServeConfig, quiet: bool, name: str | None, replace: bool) -> None:
+def _serve_until_signal(config: ServeConfig, quiet: bool, name: str | None, replace: bool) -> int:
     print(f"Starting Ray and loading {config.engine.model} ...", flush=True)
+    if ray_address() is None and config.engine.device in ("auto", "cpu") and not _has_kernels():
+        print("The CPU kernels are compiled now, once, which takes up to half a minute.", flush=True)
     from cluster.serve import app  # imports Ray, which takes seconds
     from cluster.serve.starting import start_failure
 
     name = name or app.APP_NAME
     requests: list[RequestLog] = []
+    serving = False
+    if ray_address() is None:
+        note_start()
+    else:  # what is deployed on a cluster must be deleted there
+        handle_signals(raise_interrupted)
 
     def begin_log() -> None:
+        if ray_address() is not None:
+            handle_signals(raise_interrupted)  # Ray has put others in place
         logs = start_failure.logs_folder()
         if logs is not None:
             requests.append(RequestLog(logs, name))
 
     try:
         model = app.start(config, name, replace=replace, on_connected=begin_log)
-        # Ray puts a handler of its own in place while it starts.
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        handle_signals(raise_interrupted)
         logs = start_failure.logs_folder()
         print(model_message(model), f"Logs: {logs or 'on the nodes of the cluster'}", sep="\n\n")
         print(ready_message(config, has_chat=_has_chat(config)), flush=True)
+        serving = True
+        process_tree.adopt_orphans(False)
         if requests and not quiet:
             _print_requests(requests[0])
         while True:
             signal.pause()
     except app.StartFailed as error:
         raise NotStarted(str(error)) from error
+    except Interrupted as error:
+        return 0 if serving else error.exit_code
+    except SystemExit:  # Ray's own handler of SIGTERM raises it while a cluster is joined
+        return 128 + signal.SIGTERM
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        handle_signals(signal.SIG_IGN)
         print("Stopping ...", flush=True)
+        process_tree.adopt_orphans(ray_address() is None)
         # Ray's threads print what they miss of each other while they end.
         with contextlib.redirect_stdout(io.StringIO()):
             app.stop()
+        if ray_address() is None:
+            process_tree.end_below(ORPHANS_S)
         print("Stopped.", flush=True)
+
+
+def _has_kernels() -> bool:
+    """Whether an earlier start has left compiled kernels, or none can be compiled."""
+    if any((cache_folder() / "kernels").glob("*.so")):
+        return True
+    from workers.kernels.build import find_compiler  # imports torch, at a first start alone
+
+    return find_compiler() is None
 
 
 def _print_requests(requests: RequestLog) -> None:
@@ -122,18 +162,6 @@ def _print_requests(requests: RequestLog) -> None:
     with contextlib.suppress(BrokenPipeError):
         for line in requests.follow():
             print(line, flush=True)
-
-
-@contextlib.contextmanager
-def stopped_by_sigterm() -> Any:
-    """SIGTERM ends the command the way Ctrl-C does; the handlers are put back afterwards."""
-    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def _check_storage(url: str | None) -> None:

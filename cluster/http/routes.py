@@ -6,13 +6,23 @@ A new endpoint is a row here and a file in `cluster/http/endpoints/` with its ha
 from __future__ import annotations
 
 from cluster.batch.records import Batch, FileObject
-from cluster.http.endpoints import batches, files, generation, models, pages, status, tokens
+from cluster.http.endpoints import batches, files, generation, models, ollama, pages, status, tokens
 from cluster.http.exchange.routing import Route
 from cluster.http.exchange.uploads import UploadForm
+from cluster.protocol.ollama import (
+    OllamaChatAnswer,
+    OllamaChatRequest,
+    OllamaGenerateAnswer,
+    OllamaGenerateRequest,
+    OllamaModels,
+    OllamaShow,
+    OllamaShowRequest,
+)
 from cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
 from cluster.protocol.responses import ChatCompletion, Completion
 
 EVENTS = "text/event-stream"
+LINES = "application/x-ndjson"
 HTML = "text/html"
 BINARY = "application/octet-stream"
 GENERATION_ERRORS = (404, 408, 429, 503)
@@ -60,6 +70,39 @@ ROUTES = (
         answer=tokens.DetokenizeResponse,
         errors=(404,),
     ),
+    Route(
+        "POST",
+        "/api/chat",
+        ollama.chat,
+        "Chat in Ollama's shape",
+        body=OllamaChatRequest,
+        answer=OllamaChatAnswer,
+        media_type=LINES,
+        errors=GENERATION_ERRORS,
+        logged=True,
+    ),
+    Route(
+        "POST",
+        "/api/generate",
+        ollama.generate,
+        "Completion in Ollama's shape",
+        body=OllamaGenerateRequest,
+        answer=OllamaGenerateAnswer,
+        media_type=LINES,
+        errors=GENERATION_ERRORS,
+        logged=True,
+    ),
+    Route("GET", "/api/tags", ollama.tags, "The models served, in Ollama's shape", answer=OllamaModels),
+    Route(
+        "POST",
+        "/api/show",
+        ollama.show,
+        "A model, in Ollama's shape",
+        body=OllamaShowRequest,
+        answer=OllamaShow,
+        errors=(404,),
+    ),
+    Route("GET", "/api/version", status.server_version, "As /version", answer=status.Version, public=True),
     Route(
         "POST",
         "/v1/files",

@@ -43,6 +43,19 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     function_call: Any = None
 
 
+def check_continuation(messages: list[ChatMessage], continues: bool, adds_generation_prompt: bool) -> None:
+    """Checks `continue_final_message`. Raises `RequestRefused` if there is nothing to continue."""
+    if not continues:
+        return
+    field = "continue_final_message"
+    if adds_generation_prompt:
+        refuse(field, f"{field} and add_generation_prompt exclude each other; send add_generation_prompt: false")
+    last = messages[-1]
+    if last.role != "assistant" or last.tool_calls or not last.content:
+        message = f"{field} continues a text of the assistant, and the last message is none"
+        refuse(field, f"{message}; add one, or leave {field} out")
+
+
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 

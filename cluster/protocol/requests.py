@@ -13,7 +13,7 @@ import msgspec
 from cluster.errors import refuse
 from cluster.protocol.body_limits import check_n
 from cluster.protocol.constraint_fields import ResponseFormat, StructuredOutputs, requested_constraint
-from cluster.protocol.messages import ChatMessage, check_template_kwargs, template_message
+from cluster.protocol.messages import ChatMessage, check_continuation, check_template_kwargs, template_message
 from cluster.protocol.shape_errors import bound_error
 from cluster.protocol.tools import Tool, ToolChoice, arguments_constraint, check_tools
 from structured.constraint import ConstraintSpec
@@ -25,6 +25,17 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 MAX_SALT_CHARACTERS = 1024
 """Of `cache_salt`."""
+
+OLDER_NAMES: dict[str, str] = {
+    f"guided_{name}": f'is an older name of vLLM\'s; send structured_outputs: {{"{name}": ...}}'
+    for name in ("json", "regex", "choice", "grammar")
+} | {
+    "guided_decoding_backend": 'is an older name of vLLM\'s; send structured_outputs: {"backend": ...}',
+    "guided_whitespace_pattern": (
+        'is an older name of vLLM\'s; send structured_outputs: {"disable_any_whitespace": true} for no free whitespace'
+    ),
+}
+"""Fields that older clients of vLLM send, and what serves instead."""
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -64,6 +75,12 @@ class _SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    """Only this many tokens at the prompt's end are used; -1 uses as many as leave room for the output (vLLM's
+    extension).
+    """
+    return_token_ids: bool | None = None
+    """Report the ids of prompt and output (vLLM's extension)."""
     logits_processors: tuple[LogitsProcessorSpec, ...] | None = None
     """Run in this order; only those that the operator registered."""
 
@@ -96,6 +113,9 @@ class _SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             refuse("stream_options", "stream_options is only allowed with stream = true")
         if self.prompt_logprobs is not None and self.stream:
             refuse("prompt_logprobs", "prompt_logprobs is not available with stream = true; leave one of them out")
+        if (kept := self.truncate_prompt_tokens) is not None and kept < 1 and kept != -1:
+            message = f"truncate_prompt_tokens {kept} must be at least 1"
+            refuse("truncate_prompt_tokens", f"{message}, or -1 for as many as leave room for the output")
         if self.cache_salt is not None and not 0 < len(self.cache_salt) <= MAX_SALT_CHARACTERS:
             length = len(self.cache_salt)
             refuse("cache_salt", f"cache_salt has {length} characters and must have 1 to {MAX_SALT_CHARACTERS}")
@@ -152,7 +172,7 @@ _SAMPLING_FIELDS = (
 class ChatCompletionRequest(_SamplingFields, kw_only=True):
     """`POST /v1/chat/completions`."""
 
-    fields_elsewhere: ClassVar[dict[str, str]] = {
+    fields_elsewhere: ClassVar[dict[str, str]] = OLDER_NAMES | {
         "prompt": 'belongs to /v1/completions; a chat has messages: [{"role": "user", "content": ...}]'
     }
 
@@ -161,7 +181,10 @@ class ChatCompletionRequest(_SamplingFields, kw_only=True):
     """Newer name of `max_tokens`; it wins if both are given."""
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
+    """Whether the prompt ends with the beginning of an answer; None is true unless the last message is continued."""
+    continue_final_message: bool = False
+    """The answer goes on where the last message ends, instead of being a new one (vLLM's extension)."""
     chat_template_kwargs: dict[str, Any] | None = None
     include_reasoning: bool = True
     """False keeps `reasoning_content` out of the answer (vLLM's extension); the model thinks all the same."""
@@ -189,11 +212,16 @@ class ChatCompletionRequest(_SamplingFields, kw_only=True):
     web_search_options: Any = None
     moderation: Any = None
 
+    def __post_init__(self) -> None:
+        if self.add_generation_prompt is None:
+            self.add_generation_prompt = not self.continue_final_message
+
     def check(self) -> None:
         """Raises `RequestRefused` naming the field of the first mistake."""
         self._check_common()
         if not self.messages:
             refuse("messages", "messages is empty; give at least one message")
+        check_continuation(self.messages, self.continue_final_message, bool(self.add_generation_prompt))
         if self.store:
             refuse("store", "store = true is not supported: nothing is kept; leave it out or send false")
         if self.functions not in (None, []):
@@ -254,7 +282,7 @@ class ChatCompletionRequest(_SamplingFields, kw_only=True):
 class CompletionRequest(_SamplingFields, kw_only=True):
     """`POST /v1/completions`."""
 
-    fields_elsewhere: ClassVar[dict[str, str]] = {
+    fields_elsewhere: ClassVar[dict[str, str]] = OLDER_NAMES | {
         "messages": "belong to /v1/chat/completions; here the text to continue is the prompt"
     }
 
@@ -273,8 +301,16 @@ class CompletionRequest(_SamplingFields, kw_only=True):
             message = f"best_of {self.best_of} is not supported beside n {self.num_choices}: it must equal n"
             refuse("best_of", f"{message}; leave it out")
         if self.suffix:
-            refuse("suffix", "suffix is not supported; leave it out")
+            message = "suffix is not supported: no text is filled in before another one"
+            refuse("suffix", f"{message}; leave it out, or write the model's own fill-in tokens into the prompt")
+        if self.scores_only and not (self.echo or self.prompt_logprobs is not None):
+            refuse("max_tokens", "max_tokens 0 generates nothing; send at least 1, or echo or prompt_logprobs to score")
         self.prompts()
+
+    @property
+    def scores_only(self) -> bool:
+        """Whether the prompt's log-probabilities are all that is wanted."""
+        return self.max_tokens == 0
 
     def prompts(self) -> list[str | list[int]]:
         """Every prompt, as text or as token ids."""
@@ -303,7 +339,8 @@ class CompletionRequest(_SamplingFields, kw_only=True):
         return self._sampling_params(
             logprobs=self.logprobs,
             prompt_logprobs=prompt_logprobs,
-            max_tokens=DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else None,
+            # An engine computes a prompt to draw a token; of a prompt that is only scored nobody is told it.
+            max_tokens={None: DEFAULT_COMPLETION_TOKENS, 0: 1}.get(self.max_tokens),
         )
 
 

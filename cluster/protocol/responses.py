@@ -85,6 +85,8 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     """OpenAI's, or "error" if this choice failed and others of the answer did not."""
     stop_reason: str | int | None = None
     """The stop string or stop token id that ended the text (vLLM's extension)."""
+    token_ids: list[int] | UnsetType = UNSET
+    """The output's, if the request asks for them."""
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
@@ -96,6 +98,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     usage: UsageInfo
     system_fingerprint: str | None = None
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatDelta(msgspec.Struct, omit_defaults=True):
@@ -111,6 +114,7 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | int | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletionChunk(msgspec.Struct, kw_only=True):
@@ -123,6 +127,8 @@ class ChatCompletionChunk(msgspec.Struct, kw_only=True):
     choices: list[ChatChunkChoice]
     usage: UsageInfo | UnsetType | None = UNSET
     system_fingerprint: str | None = None
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    """With the first chunk, if the request asks for them."""
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
@@ -136,6 +142,9 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    """In a stream with the choice's first chunk only."""
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, kw_only=True):

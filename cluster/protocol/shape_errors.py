@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from cluster.errors import RequestRefused
+from cluster.protocol.choices import choices_at
 from workers.sampling_params import MAX_LOGPROBS
 
 _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 _MISSING_FIELD = re.compile(r"Object missing required field `(.*)`", re.DOTALL)
 
 
-def shape_error(message: str, known: Sequence[str] = (), elsewhere: Mapping[str, str] | None = None) -> RequestRefused:
+def shape_error(message: str, kind: Any = None) -> RequestRefused:
     """msgspec's `Expected ..., got ... - at `$.path`` as an error that names the field.
 
-    `known` are the fields of the body, and `elsewhere` what to do about fields of other bodies.
+    `kind` is the struct of the body. Its `fields_elsewhere`, if any, says what to do about fields of other bodies.
     """
+    known, elsewhere = getattr(kind, "__struct_fields__", ()), getattr(kind, "fields_elsewhere", None)
     text, _, place = message.partition(" - at ")
     path = place.removeprefix("`key` in ").strip("`").removeprefix("$").removeprefix(".").replace("[...]", "")
     for pattern, code, what in (
@@ -31,7 +34,10 @@ def shape_error(message: str, known: Sequence[str] = (), elsewhere: Mapping[str,
                 what = (elsewhere or {}).get(param) or _meant(param, known) or what
             return RequestRefused(f"{param} {what}", param, code)
     prefix = f"{path}: " if path else "the body: "
-    return RequestRefused(f"{prefix}{text[:1].lower()}{text[1:]}", path or None, "invalid_type")
+    is_choice = text.startswith(("Invalid enum value", "Invalid value"))
+    choices = ", ".join(choices_at(kind, path)) if is_choice and path else ""
+    remedy = f"; use one of {choices}" if choices else ""
+    return RequestRefused(f"{prefix}{text[:1].lower()}{text[1:]}{remedy}", path or None, "invalid_type")
 
 
 def _meant(name: str, known: Sequence[str]) -> str | None:

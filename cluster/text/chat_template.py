@@ -37,6 +37,25 @@ class ChatTemplates:
         source = self._sources.get("tool_use") if tools else None
         return source or self._sources.get("default") or ""
 
+    def check(self, special_tokens: dict[str, str]) -> None:
+        """Raises `TemplateError` if the template refuses a conversation of one message, in either form of its content.
+        Does nothing without a template.
+        """
+        if "default" not in self._templates:
+            return
+        refusals = []
+        for content in ("Hello", [{"type": "text", "text": "Hello"}]):
+            values = {"messages": [{"role": "user", "content": content}], "tools": None, "add_generation_prompt": True}
+            try:
+                self.render(None, {**special_tokens, **values})
+                return
+            except TemplateError as error:
+                refusals.append(str(error))
+        raise TemplateError(
+            f"its chat template refuses a conversation of one message ({refusals[0]}); mend it, or remove it to serve "
+            "/v1/completions alone"
+        )
+
     def render(self, tools: list[dict[str, Any]] | None, values: dict[str, Any]) -> str:
         """The text that the template makes of `values`. Raises `TemplateError` if there is no template, or whatever the
         template raises.

@@ -19,18 +19,12 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from cluster.text.chat_template import ChatTemplates
 from cluster.text.text_decoder import PieceDecoder, PieceTable, TextDecoder, WindowDecoder, decoding_of
-from cluster.text.tokenizer_files import TokenizerError, read_chat_templates, read_json, resolve_folder
+from cluster.text.tokenizer_files import TokenizerError, read_chat_templates, read_json, resolve_folder, special_tokens
 from workers.sampling_params import SamplingParams
 
-_SPECIAL_ROLES = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
+_CONVERTIBLE = ("*.model", "vocab.*", "*.tiktoken", "*.tekken", "tekken.json")
+"""Files of tokenizers that transformers converts."""
+_OTHER_TOKENIZER = "give the tokenizer's folder in the option `tokenizer`"
 LONG_TEXT = 20_000
 """Texts of at least this many characters are tokenised in a thread: a megabyte would hold up every stream."""
 
@@ -56,6 +50,8 @@ class Tokenizer:
         self.special_ids: frozenset[int] = frozenset(token_id for token_id, token in added.items() if token.special)
         self.vocab_size: int = self._fast.get_vocab_size(with_added_tokens=True)
         """Number of tokens, added ones included; the model's own vocabulary may be padded beyond it."""
+        self.base_vocab_size: int = 1 + max(self._fast.get_vocab(with_added_tokens=False).values(), default=-1)
+        """The largest id of a token that was not added, plus 1."""
         self._decoding = decoding_of(json.loads(self._fast.to_str()).get("decoder"))
         self._pieces = PieceTable(self._fast, self._decoding, skipped=frozenset())
         self._tables: dict[frozenset[int], PieceTable] = {}
@@ -77,16 +73,19 @@ class Tokenizer:
 
     def _convert(self) -> FastTokenizer:
         """transformers' conversion of SentencePiece or tiktoken files, for a model that has no others."""
+        if not any(path for pattern in _CONVERTIBLE for path in self.folder.glob(pattern)):
+            raise TokenizerError(f"{self.folder} holds no tokenizer.json; {_OTHER_TOKENIZER}")
         import transformers
 
+        from workers.checkpoints.transformers_support import first_sentence
+
+        transformers.utils.logging.set_verbosity_error()  # it logs at length what the error says
         try:
             loaded = transformers.AutoTokenizer.from_pretrained(self.folder, use_fast=True, trust_remote_code=False)
             fast = loaded.backend_tokenizer
         except Exception as error:
-            raise TokenizerError(
-                f"{self.folder} holds no tokenizer.json, and transformers could not make one: {error}; "
-                "give the tokenizer's folder in the option `tokenizer`"
-            ) from error
+            message = f"{self.folder} holds no tokenizer.json, and transformers could not make one"
+            raise TokenizerError(f"{message} ({first_sentence(error)}); {_OTHER_TOKENIZER}") from error
         for role, value in loaded.special_tokens_map.items():
             self._config.setdefault(role, value)
         if loaded.chat_template:
@@ -124,14 +123,7 @@ class Tokenizer:
     @property
     def special_tokens(self) -> dict[str, str]:
         """A role, such as `eos_token`, to the token's text."""
-        found = {}
-        for role in _SPECIAL_ROLES:
-            value = self._config.get(role)
-            if isinstance(value, dict):
-                value = value.get("content")
-            if isinstance(value, str):
-                found[role] = value
-        return found
+        return special_tokens(self._config)
 
     # ---- text and tokens ---------------------------------------------------------------------------------------
 

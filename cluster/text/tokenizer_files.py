@@ -6,6 +6,16 @@ import json
 import pathlib
 from typing import Any
 
+_SPECIAL_ROLES = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+
 
 class TokenizerError(ValueError):
     """The tokenizer's files are missing or unusable; the message says which and what to do."""
@@ -38,6 +48,18 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise TokenizerError(f"{path} must hold an object, not a {type(data).__name__}")
     return data
+
+
+def special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """Maps the roles, such as `eos_token`, that a `tokenizer_config.json` gives to the texts of their tokens."""
+    found = {}
+    for role in _SPECIAL_ROLES:
+        value = config.get(role)
+        if isinstance(value, dict):
+            value = value.get("content")
+        if isinstance(value, str):
+            found[role] = value
+    return found
 
 
 def has_chat_template(folder: pathlib.Path) -> bool:

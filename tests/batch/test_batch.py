@@ -192,6 +192,20 @@ def test_every_line_gets_one_result(tmp_path: pathlib.Path, monkeypatch: pytest.
             count_lines(io.BytesIO(b"one"), MAX_BYTES, journal)
 
 
+def test_an_input_that_lost_its_last_lines_is_refused(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [json.dumps({"custom_id": str(n), "url": "/v1/completions", "body": {}}).encode() for n in range(3)]
+    with Journal(tmp_path / "out.jsonl") as journal:
+        for number, line in enumerate(lines):
+            key = LineKey.of(number, line)
+            journal.write(key, BatchResult(key.id, str(number)))
+    (tmp_path / "in.jsonl").write_bytes(b"\n".join(lines[:2]))
+    assert main(["batch", str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl")]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "out.jsonl holds 3 results, and the input has only 2 of their lines; give the whole input again" in said
+
+
 def test_lines_with_a_common_prefix_run_together(tmp_path: pathlib.Path) -> None:
     prompts = [f"{first}{second}" for second in range(3) for first in "abc"]
     source = write_lines(tmp_path / "in.jsonl", [line(i, prompt=prompt) for i, prompt in enumerate(prompts)])

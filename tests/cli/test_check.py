@@ -83,7 +83,7 @@ def test_the_other_layers_are_not_run(tmp_path: pathlib.Path) -> None:
 def test_a_model_that_does_not_attend_causally_is_a_no(tmp_path: pathlib.Path) -> None:
     """Its configuration does not tell; only a run does."""
     options = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-    bert = transformers.BertConfig(vocab_size=100, **options)
+    bert = transformers.BertConfig(vocab_size=320, **options)
     transformers.BertLMHeadModel(bert).save_pretrained(tmp_path)
     make_tokenizer(tmp_path)
     with pytest.raises(ModelError, match=r"^Bert\w+ is not supported"):

@@ -30,7 +30,7 @@ from cluster.cli.request_lines import POLL_S
 from cluster.cli.serve import _has_chat, ready_message
 from cluster.config import EngineConfig, ServeConfig, load_config
 from cluster.llm import LLM
-from tests.checkpoints import checkpoint
+from tests.checkpoints import checkpoint, make_tokenizer
 from tests.patience import PATIENCE_S
 from tests.server import shared_server
 from workers.checkpoints.model_folder import load_model_config
@@ -56,7 +56,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     ("arguments", "words"),
     [
         (["serve", "--prot", "9000"], ["usage: manta serve", "--quiet", "there is no --prot (did you mean --port?)"]),
-        (["chat", "--modle=x"], ["usage: manta chat", "--api-key", "there is no --modle (did you mean --model?)"]),
+        (["chat", "--modle=x"], ["usage: manta chat", "--url", "there is no --modle (did you mean --model?)"]),
         (["srve"], ["there is no command 'srve' (did you mean serve?)", "serve, chat, status, batch, check, bench"]),
         (["bench", "speculativ"], ["there is no part 'speculativ' (did you mean speculative?)"]),
         (["serve", "demo", "--model", "other"], ["two models, demo and --model other"]),
@@ -66,6 +66,9 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
         ),
         (["serve", "--set", "max_model_len=4096"], ["did you mean `engine.max_model_len`?"]),
         (["serve", "--set", "engine.kv_cache_bytes=1G"], ["512MiB (2^20) or 1GB (10^9)"]),
+        (["serve", "--set", "engine.device=cuda"], ["device 'cuda' is not there: torch", "set device to cpu or auto"]),
+        (["serve", "--set", "engine.dtype=float16"], ["demo cannot be served: ", "float16"]),
+        (["serve", "--set", "engine.kv_cache_bytes=1000TB"], ["of memory is free; lower kv_cache_bytes"]),
         (["chat", "--url", "127.0.0.1:9"], ["no server answers at http://127.0.0.1:9", "serve'"]),
         (["chat", "--port", "9"], ["no server answers at http://127.0.0.1:9"]),
     ],
@@ -73,6 +76,8 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 def test_a_slip_of_the_command_line_is_answered_with_what_was_meant(
     arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    if arguments[0] == "serve":
+        arguments += ["--port", str(free_port())]
     code, _, error = run(capsys, *arguments)
     assert code == 2
     for word in words:
@@ -126,7 +131,7 @@ def test_make_names_its_own_variable_for_a_port_that_is_taken() -> None:
     ("text", "words"),
     [
         ("engine:\n  max_num_sequence: 3\n", ["did you mean `engine.max_num_sequences`?"]),
-        ("model: demo\n", ["there is no option `model`; did you mean `engine.model`?"]),
+        ("model: demo\nengine: {model: other}\n", ["model is demo and engine.model other; give one"]),
         ("engine:\n  device: gpu\n", ["`engine.device` cannot be 'gpu'", "auto, cpu, cuda"]),
         ("engine: {speculative: {proposers: [ngrams]}}\n", ["proposers[0]", "forced, ngram, draft"]),
         ("engine: {colour: red}\n", ["the options of `engine` are model, "]),
@@ -146,6 +151,14 @@ def test_a_slip_in_a_configuration_is_answered_with_what_was_meant(
     assert str(path) in error
     for word in words:
         assert word in error
+
+
+def test_a_model_may_stand_at_the_top_of_a_configuration(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("model: mine\nport: 8001\n")
+    assert load_config(path) == ServeConfig(engine=EngineConfig(model="mine"), port=8001)
+    assert load_config(path, {"engine.model": "other"}).engine.model == "other"
+    assert load_config(None, {"model": "mine"}).engine.model == "mine"
 
 
 def test_broken_yaml_is_shown_with_its_line_and_a_mark_below_the_place(
@@ -242,6 +255,16 @@ def test_what_is_no_model_folder_is_named_for_what_it_is(
             assert word in error
 
 
+def test_an_installation_without_the_demo_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
+) -> None:
+    monkeypatch.setattr("workers.checkpoints.model_folder._DEMO_FOLDER", tmp_path / "none")
+    for command, code in (["check"], 1), (["serve", "--port", str(free_port())], 2):
+        ended, _, error = run(capsys, *command)
+        assert ended == code
+        assert "this installation has no demo model, which comes with a checkout" in error
+
+
 def _with_config(at: pathlib.Path, **values: object) -> str:
     folder = pathlib.Path(shutil.copytree(checkpoint("llama"), at / "model"))
     config = json.loads((folder / "config.json").read_text())
@@ -285,6 +308,60 @@ def test_a_tokenizer_that_nobody_expected_is_one_sentence(
     code, _, error = run(capsys, "check", folder)
     assert code == 1
     assert f"the tokenizer of {folder} cannot be read: " in error
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{{ raise_exception('no such role') }}", "refuses a conversation of one message (no such role); mend it"),
+        ("{% for x in %}", "is no valid Jinja: "),
+    ],
+)
+def test_a_chat_template_that_never_works_is_a_no(
+    template: str, words: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = _with_config(tmp_path)
+    (pathlib.Path(folder) / "chat_template.jinja").write_text(template)
+    for command, code in (["check", folder], 1), (["serve", folder, "--port", str(free_port())], 2):
+        ended, _, error = run(capsys, *command)
+        assert ended == code
+        assert words in error
+
+
+def test_a_template_that_takes_content_in_parts_alone_is_served(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = _with_config(tmp_path)
+    (pathlib.Path(folder) / "chat_template.jinja").write_text("{{ messages[0].content[0].text }}")
+    assert run(capsys, "check", folder, "--set", "engine.kv_cache_bytes=1MiB")[0] == 0
+
+
+def test_the_tokenizer_of_another_model_is_a_no(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_tokenizer(tmp_path, 330)
+    arguments = ["check", str(checkpoint("llama")), "--set", f"engine.tokenizer={tmp_path}"]
+    code, _, error = run(capsys, *arguments)
+    assert code == 1
+    assert "has 330 tokens and the model's vocabulary 320, so it is another model's" in error
+
+
+def test_what_transformers_says_at_length_is_one_sentence(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = _with_config(tmp_path)
+    for path in pathlib.Path(folder).glob("*token*"):
+        path.unlink()
+    code, _, error = run(capsys, "check", folder)
+    assert (code, error.count(". ")) == (1, 0)
+    assert f"{folder} holds no tokenizer.json; give the tokenizer's folder in the option `tokenizer`" in error
+    (pathlib.Path(folder) / "tokenizer.model").write_bytes(b"no tokenizer")
+    code, _, error = run(capsys, "check", folder)
+    assert (code, error.count(". ")) == (1, 0)
+    assert "transformers could not make one (" in error
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["NovelLM"], "model_type": "novel"}))
+    code, _, error = run(capsys, "check", str(tmp_path))
+    assert (code, error.count(". ")) == (1, 0)
+    assert "architecture NovelLM is not supported: transformers " in error
+    assert "does not know it; a newer one may (pip install --upgrade transformers)" in error
 
 
 def test_a_base_model_without_a_chat_template_is_offered_for_completions(

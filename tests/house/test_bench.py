@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import importlib
 import json
 import mmap
 import os
@@ -15,11 +16,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import psutil
 import pytest
 
-from benchmarks import resume, same_tokens, structured
+from benchmarks import resume, same_tokens, speculative, structured
 from benchmarks.engine_child import resident_bytes
 from benchmarks.http_load import run_load
 from benchmarks.processes import ROOT, BenchmarkError, Child, Timing
@@ -31,6 +33,8 @@ from cluster.serve.streams.progress import Progress
 from tests.checkpoints import checkpoint
 from tests.patience import PATIENCE_S, wait_until
 from workers.sampling_params import SamplingParams
+
+PROVE = pytest.mark.prove
 
 
 def test_streams_that_cannot_go_on_elsewhere_end_all_the_same() -> None:
@@ -135,9 +139,58 @@ def test_each_part_of_what_constraints_cost_runs(
     for name, value in {"ROWS": 2, "OUTPUT": 8, "MASK_ROWS": (2,)}.items():
         monkeypatch.setattr(structured, name, value)
     model = str(checkpoint("llama", max_position_embeddings=512))
-    assert structured.main(["--parts", "e,slow,masks", "--forms", "threads", "--pairs", "1", "--model", model]) == 0
-    rows = capsys.readouterr().out
-    assert all(f"\n{part} " in rows for part in ("e", "slow", "masks"))
+    assert structured.main(["--forms", "threads", "--pairs", "1", "--model", model]) == 0
+    printed = capsys.readouterr()
+    assert all(f"\n{part} " in printed.out for part in structured.PARTS)
+    assert "e, cached schema, threads: 100%" in printed.err
+
+
+def test_each_part_of_what_drafts_save_runs(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    for name, value in {"OUTPUT": 8, "REPEATS": 2}.items():
+        monkeypatch.setattr(speculative, name, value)
+    model = str(checkpoint("llama"))
+    assert speculative.main(["--rows", "1", "--pairs", "1", "--model", model]) == 0
+    printed = capsys.readouterr()
+    assert all(f"\n{part}" in printed.out for part in ("demo", "h ", "json", "coupling"))
+    assert "json, 1 rows: 100%" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "words"),
+    [
+        ("host", ["--parts", "step,admission", "--rows", "1", "--arrivals", "1", "--steps", "1"], "1"),
+        ("prefix_attention", ["--prefix", "32", "--n", "2", "--seconds", "0.01"], "| 32 | 2 | "),
+        ("same_tokens", ["--peer-checkout", str(ROOT), "--families", "llama", "--settings", "plain"], "all tokens are"),
+        pytest.param("faults", ["--tokens", "8", "--rounds", "1", "--forms", "threads"], "| all |", marks=PROVE),
+        pytest.param("forms", ["--tiny", "--turns", "1"], "step, 32 rows", marks=PROVE),
+        pytest.param("cluster", ["--parts", "transport,own-ray", "--rounds", "1", "--tokens", "8"], "", marks=PROVE),
+    ],
+)
+def test_a_benchmark_runs_at_its_smallest_size(
+    name: str, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    if name == "faults":
+        arguments += ["--model", str(checkpoint("llama"))]
+    assert importlib.import_module(f"benchmarks.{name}").main(arguments) == 0
+    assert words in capsys.readouterr().out
+
+
+def test_a_benchmark_with_actors_that_is_told_to_end_prints_no_stack() -> None:
+    command = [sys.executable, "-m", "cluster.cli", "bench", "structured", "--parts", "e", "--forms", "actors"]
+    command += ["--model", str(checkpoint("llama", max_position_embeddings=512)), "--pairs", "100000"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as benchmark:
+        assert benchmark.stderr is not None
+        printed = b""
+        while b"turn" not in printed:
+            piece = benchmark.stderr.read1(4096)  # type: ignore[attr-defined]
+            assert piece, printed
+            printed += piece
+        benchmark.send_signal(signal.SIGTERM)
+        printed += benchmark.stderr.read()
+        assert benchmark.wait(PATIENCE_S) == 130
+    assert b"***" not in printed
+    assert printed.decode().rstrip().endswith("manta bench: interrupted")
 
 
 def test_a_ratio_above_one_means_better_whatever_the_unit() -> None:

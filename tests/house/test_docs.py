@@ -31,8 +31,9 @@ from ray.serve import scripts as serve_commands
 from benchmarks import gpu_check, soak
 from benchmarks.bench import ALL
 from cluster.batch.lines import parse
-from cluster.cli import __main__ as command_line
 from cluster.cli import batch, chat, check, serve
+from cluster.cli.__main__ import main
+from cluster.cli.commands import command_parser
 from cluster.config import ServeConfig
 from tests.fuzz.__main__ import main as fuzz
 from tests.house.pages import PAGES, ROOT, blocks, commands, prose
@@ -44,6 +45,7 @@ MAX_LINES = {"README.md": 120, "CONTRIBUTING.md": 60}
 PRINTS = {
     "README.md": [],
     "docs/first-five-minutes.md": [],
+    "docs/api.md": [],
     "docs/serve.md": ["0 ", "1 ", "2 ", "Manta serves"],
     "docs/batch.md": ["Manta serves"],
     "docs/deploy.md": [],
@@ -243,7 +245,7 @@ def talks(command: str, manual: Manual) -> None:
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
         patch.setattr("sys.stdin", io.StringIO("What is Manta?\n/exit\n"))
         words = manual.manta(command.replace("8000", str(manual.server().port)))
-        assert command_line.main(words if "--port" in words else [*words, "--url", manual.server().url]) == 0
+        assert main(words if "--port" in words else [*words, "--url", manual.server().url]) == 0
     assert printed.getvalue().strip()
     assert "Talking to demo" not in printed.getvalue(), "that is for a terminal"
     assert "the server answered" not in printed.getvalue()
@@ -260,7 +262,7 @@ def starts_a_server(command: str, manual: Manual) -> None:
         patch.setattr(
             check, "resolve_model_folder", lambda name: DEMO if name == HUB_ID else resolve_model_folder(name)
         )
-        assert command_line.main(manual.manta(command)) == 0
+        assert main(manual.manta(command)) == 0
     (config,) = configs
     assert config != ServeConfig() or "=" not in bare(command)
 
@@ -275,7 +277,7 @@ def answers_a_batch(command: str, manual: Manual) -> None:
         pathlib.Path("requests.jsonl").write_text(text)
         asked: list[int] = []
         patch.setattr(batch, "_run", lambda source, journal, config: asked.append(len(source.readlines())) or 0)
-        assert command_line.main(manual.manta(command)) == 0
+        assert main(manual.manta(command)) == 0
     assert asked == [len(lines)]
 
 
@@ -317,27 +319,33 @@ def names_extras(command: str, manual: Manual) -> None:
 
 
 def checks_a_model(command: str, manual: Manual) -> None:
-    assert command_line.main(manual.manta(command)) == 0
+    assert main(manual.manta(command)) == 0
 
 
 def is_named(command: str, manual: Manual) -> None:
     """Without a model of its own: there is such a command."""
-    command_line._parser()[0].parse_args(manual.manta(command))
+    command_parser()[0].parse_args(manual.manta(command))
+
+
+def is_helped(command: str, manual: Manual) -> None:
+    with contextlib.redirect_stdout(io.StringIO()) as printed, pytest.raises(SystemExit):
+        main(manual.manta(command))
+    assert "--max-model-len" in printed.getvalue()
 
 
 def is_named_with_files(command: str, manual: Manual) -> None:
-    command_line._parser()[0].parse_args([*manual.manta(command), "in", "out"])
+    command_parser()[0].parse_args([*manual.manta(command), "in", "out"])
 
 
 def tells_its_version(command: str, manual: Manual) -> None:
     with contextlib.redirect_stdout(io.StringIO()) as printed, pytest.raises(SystemExit):
-        command_line.main(manual.manta(command))
+        main(manual.manta(command))
     assert printed.getvalue().startswith("manta ")
 
 
 def tells_its_status(command: str, manual: Manual) -> None:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        assert command_line.main([*manual.manta(command), "--url", manual.server().url]) == 0
+        assert main([*manual.manta(command), "--url", manual.server().url]) == 0
     if "--json" in command:
         (engine,) = json.loads(printed.getvalue())["engines"]
         assert engine["start_seconds"]["weights"] > 0
@@ -356,7 +364,7 @@ def takes_its_flags(command: str, main: Callable[[list[str]], object], words: li
 
 def measures(command: str, manual: Manual) -> None:
     """Its flags only: figures take minutes."""
-    takes_its_flags(command, command_line.main, manual.manta(command))
+    takes_its_flags(command, main, manual.manta(command))
     for value in re.findall(r"--workloads ([\w,]+)", command):
         assert set(value.split(",")) <= set(ALL)
 
@@ -478,6 +486,8 @@ COMMANDS: dict[str, Callable[[str, Manual], None]] = {
     "OTEL_EXPORTER_OTLP_ENDPOINT=http://localhost:4318 OTEL_SERVICE_NAME=chat manta serve": starts_a_server,
     "manta serve demo --set engine.kv_cache_bytes=1GB": starts_a_server,
     "manta serve --quiet": is_named,
+    "manta serve demo --max-model-len 512": starts_a_server,
+    "manta serve --help": is_helped,
     "manta serve --set batch_storage=~/batches": starts_a_server,
     "manta serve --set batch_storage=s3://bucket/batches": is_named,
     "manta bench cluster --parts batch": measures,

@@ -277,8 +277,8 @@ def test_chat_takes_its_key_from_the_environment(monkeypatch: pytest.MonkeyPatch
     asked: list[tuple[str, str | None, str | None]] = []
     monkeypatch.setattr(chat, "run_chat", lambda *arguments: asked.append(arguments[:3]) or 0)
     monkeypatch.setenv("MANTA_API_KEY", "a-secret-of-the-test")
-    assert main(["chat", "--url", "u"]) == main(["chat", "--url", "u", "--api-key", "other"]) == 0
-    assert asked == [("u", None, "a-secret-of-the-test"), ("u", None, "other")]
+    assert main(["chat", "--url", "u"]) == 0
+    assert asked == [("u", None, "a-secret-of-the-test")]
 
 
 def test_an_open_server_on_a_public_address_is_warned_of() -> None:
@@ -332,6 +332,7 @@ def test_no_code_of_a_checkpoint_runs(tmp_path: pathlib.Path, capfd: pytest.Capt
     named = {"auto_map": {"AutoTokenizer": [None, "evil.Evil"], "AutoConfig": "evil.Evil"}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Evil", **named}))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "evil", **named}))
+    (tmp_path / "vocab.json").write_text("{}")  # something to convert
     with pytest.raises(TokenizerError, match="transformers could not make one"):
         Tokenizer(tmp_path)
     assert "Do you wish to run the custom code" not in capfd.readouterr().out

@@ -220,7 +220,7 @@ def test_choices_begin_in_order_whoever_speaks_first() -> None:
     async def stream() -> list[ChatCompletionChunk]:
         body: Any = {"model": "m", "messages": MESSAGES, "n": 3, "stream": True}
         request = msgspec.convert(body, ChatCompletionRequest)
-        answer: Any = ChatAnswer(request, "chatcmpl-1", "m", None, ChatPlan(prompt="", params=SamplingParams(n=3)))
+        answer: Any = ChatAnswer(request, "chatcmpl-1", "m", None, ChatPlan(prompt="", params=SamplingParams(n=3)), [1])
         events = [event async for event in answer.stream(Events())]
         assert events.pop() == SSE_DONE
         return [ChatCompletionChunk.model_validate_json(event.removeprefix(b"data: ")) for event in events]

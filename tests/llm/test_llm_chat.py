@@ -12,6 +12,7 @@ import transformers
 from benchmarks.demo_model.data import TASKS, held_out
 from cluster.errors import RequestRefused
 from cluster.llm import LLM, OutputKind, RequestOutput, SamplingParams
+from cluster.text.chat_template import ChatTemplates
 from tests.checkpoints import checkpoint
 from workers.checkpoints.model_folder import resolve_model_folder
 
@@ -146,3 +147,23 @@ def test_what_is_too_long_gets_a_remedy_that_there_is(options: dict[str, Any], r
     llm = LLM(str(checkpoint("llama")), **{"kv_cache_bytes": 2**22, **options})
     with pytest.raises(RequestRefused, match=f"{remedy}$"):
         llm.generate([[5] * 600], use_tqdm=False)
+
+
+TEMPLATES = {
+    "as it is": "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>\n{% endfor %}",
+    "stripped": "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</s>\n{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("source", TEMPLATES.values(), ids=TEMPLATES)
+@pytest.mark.parametrize("text", ["one, two", "one, two ", " one"])
+def test_a_message_is_continued_where_transformers_would(
+    source: str, text: str, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = transformers.AutoTokenizer.from_pretrained(llm.tokenizer.folder)
+    theirs.chat_template = source
+    monkeypatch.setattr(llm.tokenizer, "_templates", ChatTemplates({"default": source}))
+    messages = [*asked("Count."), {"role": "assistant", "content": text}]
+    (output,) = llm.chat(messages, GREEDY, use_tqdm=False, continue_final_message=True)
+    expected = theirs.apply_chat_template(messages, tokenize=False, continue_final_message=True)
+    assert output.prompt_token_ids == llm.tokenizer.encode(expected, add_special_tokens=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import shutil
 import stat
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from cluster.private_folder import PREFIX, PrivateFolder
+from cluster.private_folder import MAX_KEPT, PREFIX, PrivateFolder
 from tests.patience import PATIENCE_S
 from workers.kernels import build, processor
 
@@ -116,13 +117,19 @@ def test_what_a_killed_process_left_is_removed_and_what_is_used_is_not(
     short.rmdir()
 
 
-def test_logs_that_somebody_was_told_of_stay_until_the_next_start() -> None:
-    failed = PrivateFolder()
-    failed.is_kept = True
-    failed.close()
-    assert failed.path.is_dir()
+def test_the_logs_of_the_last_failed_starts_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    short = pathlib.Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
+    monkeypatch.setattr(tempfile, "tempdir", str(short))
+    failed = []
+    for number in range(MAX_KEPT + 2):
+        folder = PrivateFolder()
+        folder.is_kept = True
+        folder.close()
+        os.utime(folder.path / "kept", (number, number))
+        failed.append(folder.path)
     PrivateFolder().close()
-    assert not failed.path.exists()
+    assert [path.is_dir() for path in failed] == [False, False] + [True] * MAX_KEPT
+    shutil.rmtree(short)
 
 
 def test_a_long_path_for_files_of_a_while_is_not_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:

@@ -266,5 +266,5 @@ def test_sigterm_while_starting_leaves_nothing(serve: Serve) -> None:
         assert serve.process.poll() is None
         time.sleep(0.1)
     assert serve.end(signal.SIGTERM) == []
-    assert serve.process.returncode == 0
+    assert serve.process.returncode == 128 + signal.SIGTERM
     assert "Traceback" not in serve.printed

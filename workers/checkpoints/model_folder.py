@@ -30,6 +30,10 @@ def resolve_model_folder(name: str) -> pathlib.Path:
     """
     folder = _DEMO_FOLDER if name == DEMO_MODEL else pathlib.Path(name).expanduser()
     if name == DEMO_MODEL or folder.is_dir():
+        if name == DEMO_MODEL and not folder.is_dir():
+            raise ModelError(
+                "this installation has no demo model, which comes with a checkout; give a folder or a hub id"
+            )
         if not (folder / "config.json").is_file():
             raise ModelError(why_no_checkpoint(folder))
         return folder
@@ -118,7 +122,7 @@ def _transformers_config(folder: pathlib.Path, architecture: str) -> ModelConfig
         hidden_size=config.hidden_size,
         num_layers=config.num_hidden_layers,
         num_heads=num_heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+        num_kv_heads=transformers_support.num_kv_heads(config),
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
         intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
         rms_norm_eps=0.0,

@@ -5,7 +5,9 @@ Reads a configuration and no weights. Imported only if such a model is asked for
 
 from __future__ import annotations
 
+import inspect
 import pathlib
+import sys
 from typing import Any
 
 import transformers
@@ -30,7 +32,16 @@ def read_config(folder: pathlib.Path) -> Any:
         return transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (ValueError, KeyError, OSError, ImportError) as error:
         version = transformers.__version__
-        raise ValueError(f"transformers {version} cannot read its config.json ({error})") from error
+        if "does not recognize this architecture" in str(error):
+            message = f"transformers {version} does not know it; a newer one may (pip install --upgrade transformers)"
+            raise ValueError(message) from error
+        raise ValueError(f"transformers {version} cannot read its config.json ({first_sentence(error)})") from error
+
+
+def first_sentence(error: Exception) -> str:
+    """The beginning of what transformers says at length, on one line."""
+    sentence = " ".join(str(error).split()).partition(". ")[0].rstrip(".:")
+    return sentence or type(error).__name__
 
 
 def why_unsupported(config: Any, architecture: str) -> str | None:
@@ -42,8 +53,8 @@ def why_unsupported(config: Any, architecture: str) -> str | None:
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model_class is None or model_class.__name__ != architecture:
         return "it is no causal language model of transformers"
-    if not getattr(model_class, "_supports_attention_backend", False):
-        return "its attention in transformers cannot be replaced by a paged one"
+    if not _has_replaceable_attention(model_class):
+        return "transformers computes its attention in code of its own, which cannot be replaced by a paged one"
     if getattr(model_class, "_is_stateful", False):
         return "it keeps a recurrent state, and only attention keys and values are cached"
     if architecture in _WITH_SINKS:
@@ -56,6 +67,20 @@ def why_unsupported(config: Any, architecture: str) -> str | None:
     if others:
         return f"layers of type {', '.join(sorted(others))} are not implemented"
     return _unsupported_rope(getattr(config, "rope_parameters", None) or {})
+
+
+def num_kv_heads(config: Any) -> int:
+    """KV heads of a layer: all heads share one with `multi_query`."""
+    if getattr(config, "multi_query", False):
+        return 1
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
+def _has_replaceable_attention(model_class: Any) -> bool:
+    """Whether the attention of a model goes through transformers' attention interface. Some models do without saying so
+    in `_supports_attention_backend`; that they compute the same is found out at load.
+    """
+    return "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(sys.modules[model_class.__module__])
 
 
 def _unsupported_rope(parameters: dict[str, Any]) -> str | None:

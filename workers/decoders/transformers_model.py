@@ -54,6 +54,11 @@ class _FinalHidden(nn.Module):
 
     hidden: torch.Tensor
 
+    @property
+    def decoder(self) -> _FinalHidden:
+        """The part that models of OPT's kind call instead of the whole."""
+        return self
+
     def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
         return _Output(last_hidden_state=self.hidden)
 

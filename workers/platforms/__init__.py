@@ -135,7 +135,7 @@ def choose_platform(device: str, num_threads: int | None) -> Platform:
     import torch
 
     if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
-        _check_cuda()
+        check_cuda()
         from workers.platforms.cuda import CudaPlatform
 
         return CudaPlatform(torch.device("cuda", torch.cuda.current_device()))
@@ -144,7 +144,8 @@ def choose_platform(device: str, num_threads: int | None) -> Platform:
     return CpuPlatform(num_threads)
 
 
-def _check_cuda() -> None:
+def check_cuda() -> None:
+    """Raises `ModelError` if this process cannot use a CUDA GPU."""
     import importlib.util
 
     import torch

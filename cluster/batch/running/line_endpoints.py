@@ -18,7 +18,7 @@ from cluster.errors import ServingError
 from cluster.http.access.prefix_scope import new_secret
 from cluster.http.app import no_cluster, no_other_metrics
 from cluster.http.endpoints import generation
-from cluster.http.exchange.codec import decode
+from cluster.http.exchange.codec import EVENTS, StreamForm, decode
 from cluster.http.exchange.engines import Engines, Generation
 from cluster.http.exchange.metrics import Metrics
 from cluster.http.exchange.state import AppState
@@ -99,7 +99,7 @@ class LineExchange:
     async def send_json(self, body: bytes) -> None:
         self.answer = body
 
-    async def stream(self, events: AsyncIterator[bytes], generation: Generation) -> None:
+    async def stream(self, events: AsyncIterator[bytes], generation: Generation, form: StreamForm = EVENTS) -> None:
         raise AssertionError("a batch has no streams")
 
     def admit(self, num_prompt_tokens: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Callable
 
 import msgspec
 
@@ -16,9 +17,10 @@ from cluster.errors import ServingError, refuse
 from cluster.http.exchange.answers import Answer, ChatAnswer, CompletionAnswer
 from cluster.http.exchange.engines import GenerationRequest
 from cluster.http.exchange.exchange import GenerationExchange
-from cluster.http.exchange.prompts import aside, encode, encode_all
+from cluster.http.exchange.prompts import aside, encode, encode_all, num_kept_tokens
 from cluster.http.exchange.state import AppState
 from cluster.protocol.body_limits import check_counts, check_echo, check_num_logprobs
+from cluster.protocol.constraint_refusals import in_words
 from cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
 from cluster.protocol.tools import template_tools
 from cluster.telemetry.attributes import generation_attributes
@@ -31,18 +33,25 @@ SESSION_HEADER = "x-session-id"
 MAX_SESSION_CHARACTERS = 256
 
 
-async def chat(state: AppState, exchange: GenerationExchange, request: ChatCompletionRequest) -> None:
+async def chat(
+    state: AppState,
+    exchange: GenerationExchange,
+    request: ChatCompletionRequest,
+    answer_with: Callable[..., Answer] = ChatAnswer,
+) -> None:
+    """Answers a conversation. `answer_with` makes what writes the answer, as `ChatAnswer` does."""
     state.check_model(request.model)
     _check_priority(state, exchange, request.priority)
     check_counts(state.config, 1, request.num_choices)
-    params = await _sampling_params(state, request)
+    params = await sampling_params(state, request)
     conversation = render(state.tokenizer, request, template_tools(request.callable_tools()))
     plan = plan_chat(request, params, state.tokenizer, conversation)
     model = await state.model_info()
-    prompt = await encode(state.tokenizer, plan.prompt, False, model.max_model_len, "messages")
+    kept = num_kept_tokens(request.truncate_prompt_tokens, params, model.max_model_len)
+    prompt = await encode(state.tokenizer, plan.prompt, False, model.max_model_len, "messages", kept)
     check_num_logprobs(state.config.body, plan.params, [prompt], model.max_model_len, bool(request.stream))
-    answer = ChatAnswer(request, _new_id("chatcmpl"), state.model_name, state.tokenizer, plan)
-    await _generate(state, exchange, [prompt], plan.params, request, answer, plan.shown_ids)
+    answer = answer_with(request, _new_id("chatcmpl"), state.model_name, state.tokenizer, plan, prompt)
+    await generate(state, exchange, [prompt], plan.params, request, answer, plan.shown_ids)
 
 
 async def completions(state: AppState, exchange: GenerationExchange, request: CompletionRequest) -> None:
@@ -52,12 +61,15 @@ async def completions(state: AppState, exchange: GenerationExchange, request: Co
     check_counts(state.config, len(given), request.num_choices)
     if request.echo:
         check_echo(state.config, given, request.num_choices)
-    params = await _sampling_params(state, request)
+    params = await sampling_params(state, request)
     model = await state.model_info()
-    prompts = await encode_all(state.tokenizer, given, request.add_special_tokens, model.max_model_len, "prompt")
+    kept = num_kept_tokens(request.truncate_prompt_tokens, params, model.max_model_len)
+    adds = request.add_special_tokens
+    prompts = await encode_all(state.tokenizer, given, adds, model.max_model_len, "prompt", kept)
+    given = given if kept is None else [*prompts]  # echo repeats what was used
     check_num_logprobs(state.config.body, params, prompts, model.max_model_len, bool(request.stream))
     answer = CompletionAnswer(request, _new_id("cmpl"), state.model_name, state.tokenizer, given, prompts)
-    await _generate(state, exchange, prompts, params, request, answer)
+    await generate(state, exchange, prompts, params, request, answer)
 
 
 def _check_priority(state: AppState, exchange: GenerationExchange, priority: int) -> None:
@@ -68,7 +80,7 @@ def _check_priority(state: AppState, exchange: GenerationExchange, priority: int
         refuse("priority", f"{message} (priority_clients); leave it out, or send 0 or more")
 
 
-async def _sampling_params(state: AppState, request: ChatCompletionRequest | CompletionRequest) -> SamplingParams:
+async def sampling_params(state: AppState, request: ChatCompletionRequest | CompletionRequest) -> SamplingParams:
     """Returns the body's sampling parameters. Raises `RequestRefused` if a logits processor is not registered."""
     params = request.sampling_params()
     registered = state.config.engine.logits_processors
@@ -80,7 +92,7 @@ async def _sampling_params(state: AppState, request: ChatCompletionRequest | Com
     return await aside(state.tokenizer.resolve_bad_words, params) if params.bad_words else params
 
 
-async def _generate(
+async def generate(
     state: AppState,
     exchange: GenerationExchange,
     prompts: list[list[int]],
@@ -116,7 +128,7 @@ async def _generate(
         exchange.hand_over()
         try:
             if request.stream:
-                await exchange.stream(answer.stream(generation), generation)
+                await exchange.stream(answer.stream(generation), generation, answer.form)
             else:
                 await exchange.send_json(await answer.whole(generation))
         finally:
@@ -129,6 +141,8 @@ async def _generate(
         if field == error.param:
             raise
         message = error.message.removeprefix(error.param or "")
+        if error.param == "constraint":
+            message = in_words(field, message)
         message = f"{field}{message}" if message != error.message else f"{field}: {message}"
         raise type(error)(message, field, error.code) from error
 

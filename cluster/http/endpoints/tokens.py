@@ -11,7 +11,7 @@ from cluster.errors import refuse
 from cluster.http.exchange.exchange import Exchange
 from cluster.http.exchange.prompts import encode
 from cluster.http.exchange.state import AppState
-from cluster.protocol.messages import ChatMessage, check_template_kwargs, template_message
+from cluster.protocol.messages import ChatMessage, check_continuation, check_template_kwargs, template_message
 from cluster.protocol.requests import checked_token_ids
 
 
@@ -23,9 +23,15 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     messages: list[ChatMessage] | None = None
     add_special_tokens: bool = True
     """For `prompt`; a chat template writes its own."""
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
+    """None is true unless the last message is continued."""
+    continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.add_generation_prompt is None:
+            self.add_generation_prompt = not self.continue_final_message
 
     def check(self) -> None:
         if (self.prompt is None) == (self.messages is None):
@@ -33,6 +39,8 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         check_template_kwargs(self.chat_template_kwargs)
         if self.messages is not None and not self.messages:
             refuse("messages", "messages is empty; give at least one message")
+        if self.messages is not None:
+            check_continuation(self.messages, self.continue_final_message, bool(self.add_generation_prompt))
         self.template_messages()
 
     def template_kwargs(self) -> dict[str, Any]:

@@ -14,10 +14,11 @@ from msgspec import UNSET
 
 from cluster.chat.plan import ChatPlan
 from cluster.chat.reader import ChatReader, MessageBuilder
-from cluster.http.exchange.codec import SSE_DONE, encode, sse_event
+from cluster.http.exchange.codec import EVENTS, SSE_DONE, StreamForm, encode, sse_event
 from cluster.http.exchange.engines import Event, Generation
 from cluster.http.exchange.logprobs import CompletionLogprobText, chat_logprobs, prompt_logprobs
 from cluster.http.exchange.prompts import aside
+from cluster.http.exchange.scoring import Scored
 from cluster.protocol import responses
 from cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
 from cluster.protocol.usage import UsageInfo, usage_info
@@ -26,12 +27,14 @@ from workers.step import TokenLogprobs
 
 
 class Answer(Protocol):
+    form: StreamForm
+
     async def whole(self, generation: Generation) -> bytes:
         """The body of an answer that is not streamed."""
         ...
 
     def stream(self, generation: Generation) -> AsyncIterator[bytes]:
-        """Server-sent events, the last of them `[DONE]`."""
+        """The parts of a streamed answer, each in `form`."""
         ...
 
 
@@ -53,6 +56,8 @@ async def _perhaps_aside(num_logprobs: int, function: Callable[..., Result], *ar
 class ChatAnswer:
     """`POST /v1/chat/completions`."""
 
+    form = EVENTS
+
     def __init__(
         self,
         request: ChatCompletionRequest,
@@ -60,8 +65,10 @@ class ChatAnswer:
         model: str,
         tokenizer: Tokenizer,
         plan: ChatPlan,
+        prompt: list[int],
     ) -> None:
         self._request = request
+        self._prompt_ids: Any = prompt if request.return_token_ids else UNSET
         self._readers = [ChatReader(plan) for _ in range(request.num_choices)]
         self._id = answer_id
         self._model = model
@@ -71,11 +78,13 @@ class ChatAnswer:
     async def whole(self, generation: Generation) -> bytes:
         messages = [MessageBuilder() for _ in self._readers]
         logprobs = [responses.ChatLogprobs([]) for _ in self._readers]
+        token_ids: list[list[int]] = [[] for _ in self._readers]
         endings: dict[int, Event] = {}
         prompt_entries: list[TokenLogprobs] = []
         num_logprobs = 0
         async for event in generation:
             num_logprobs += _num_logprobs(event)
+            token_ids[event.index] += event.token_ids
             messages[event.index].add(self._readers[event.index].feed(event.text, event.finish is not None))
             if event.logprobs:
                 logprobs[event.index].content += chat_logprobs(self._tokenizer, event.logprobs).content
@@ -89,6 +98,7 @@ class ChatAnswer:
                 logprobs=logprobs[index] if self._request.logprobs else None,
                 finish_reason=self._finish_reason(endings[index]),
                 stop_reason=endings[index].stop_reason,
+                token_ids=token_ids[index] if self._request.return_token_ids else UNSET,
             )
             for index in range(len(messages))
         ]
@@ -108,6 +118,7 @@ class ChatAnswer:
                 prompt_logprobs=(
                     UNSET if self._request.prompt_logprobs is None else prompt_logprobs(self._tokenizer, prompt_entries)
                 ),
+                prompt_token_ids=self._prompt_ids,
             )
         )
 
@@ -123,11 +134,12 @@ class ChatAnswer:
                 begun = True
             logprobs = chat_logprobs(self._tokenizer, event.logprobs) if event.logprobs else None
             deltas = self._readers[index].feed(event.text, event.finish is not None)
-            if logprobs and not deltas:
+            token_ids: Any = event.token_ids if self._request.return_token_ids and event.token_ids else UNSET
+            if (logprobs or token_ids is not UNSET) and not deltas:
                 deltas = [responses.ChatDelta(content="")]
             for delta in deltas:
-                yield self._chunk(index, delta, logprobs)
-                logprobs = None
+                yield self._chunk(index, delta, logprobs, token_ids=token_ids)
+                logprobs, token_ids = None, UNSET
             if event.finish is not None:
                 yield self._chunk(index, responses.ChatDelta(), ending=event)
         if self._request.include_usage:
@@ -152,13 +164,16 @@ class ChatAnswer:
         delta: responses.ChatDelta,
         logprobs: responses.ChatLogprobs | None = None,
         ending: Event | None = None,
+        token_ids: Any = UNSET,
     ) -> bytes:
+        prompt_ids, self._prompt_ids = self._prompt_ids, UNSET
         choice = responses.ChatChunkChoice(
             index=index,
             delta=delta,
             logprobs=logprobs,
             finish_reason=None if ending is None else self._finish_reason(ending),
             stop_reason=UNSET if ending is None else ending.stop_reason,
+            token_ids=token_ids,
         )
         return sse_event(
             responses.ChatCompletionChunk(
@@ -167,12 +182,15 @@ class ChatAnswer:
                 model=self._model,
                 choices=[choice],
                 usage=None if self._request.include_usage else UNSET,
+                prompt_token_ids=prompt_ids,
             )
         )
 
 
 class CompletionAnswer:
     """`POST /v1/completions`: `n` choices for each prompt, the first prompt's first."""
+
+    form = EVENTS
 
     def __init__(
         self,
@@ -204,13 +222,18 @@ class CompletionAnswer:
 
     async def whole(self, generation: Generation) -> bytes:
         choices = [
-            responses.CompletionChoice(index=index, text="", logprobs=self._no_logprobs())
+            responses.CompletionChoice(
+                index=index, text="", logprobs=self._no_logprobs(), **self._prompt_ids(index), **self._token_ids([])
+            )
             for index in range(len(self._begun))
         ]
         num_logprobs = 0
+        generation = self._read(generation)
         async for event in generation:
             choice = choices[event.index]
             choice.text += self._text(event)
+            if choice.token_ids is not UNSET:
+                choice.token_ids += event.token_ids
             num_new = _num_logprobs(event)
             num_logprobs += num_new
             logprobs = await _perhaps_aside(num_new, self._logprobs, event)
@@ -229,20 +252,28 @@ class CompletionAnswer:
 
     async def stream(self, generation: Generation) -> AsyncIterator[bytes]:
         usage = None if self._request.include_usage else UNSET
+        generation = self._read(generation)
         async for event in generation:
+            prompt_ids = {} if self._begun[event.index] else self._prompt_ids(event.index)
             text, logprobs = self._text(event), await _perhaps_aside(_num_logprobs(event), self._logprobs, event)
-            if text or logprobs or event.finish is not None:
+            has_ids = self._request.return_token_ids and event.token_ids
+            if text or logprobs or has_ids or event.finish is not None:
                 choice = responses.CompletionChoice(
                     index=event.index,
                     text=text,
                     logprobs=logprobs,
                     finish_reason=None if event.finish is None else event.finish.value,
                     stop_reason=event.stop_reason,
+                    **(prompt_ids if self._begun[event.index] else {}),
+                    **self._token_ids(event.token_ids),
                 )
                 yield sse_event(self._completion([choice], usage))
         if self._request.include_usage:
             yield sse_event(self._completion([], usage_info(generation.usages)))
         yield SSE_DONE
+
+    def _read(self, generation: Generation) -> Generation:
+        return Scored(generation) if self._request.scores_only else generation
 
     def _completion(self, choices: list[responses.CompletionChoice], usage: object) -> responses.Completion:
         return responses.Completion(
@@ -262,6 +293,14 @@ class CompletionAnswer:
         self._begun[event.index] = True
         return self._echoes[self._prompt_of(event.index)] + event.text
 
+    def _prompt_ids(self, choice: int) -> dict[str, Any]:
+        if not self._request.return_token_ids:
+            return {}
+        return {"prompt_token_ids": self._prompts[self._prompt_of(choice)]}
+
+    def _token_ids(self, token_ids: list[int]) -> dict[str, Any]:
+        return {"token_ids": [*token_ids]} if self._request.return_token_ids else {}
+
     def _prompt_of(self, choice: int) -> int:
         return choice // self._request.num_choices
 
@@ -272,7 +311,9 @@ class CompletionAnswer:
         prompt = self._prompt_of(event.index)
         entries = self._prompt_entries[prompt]
         entries += event.prompt_logprobs or []
-        if self._request.logprobs is None or not (event.logprobs or event.prompt_logprobs):
+        is_first = self._num_shown_entries[event.index] is None
+        has_news = event.logprobs or event.prompt_logprobs or (self._request.echo and is_first and event.finish)
+        if self._request.logprobs is None or not has_news:
             return None
         result, texts = responses.CompletionLogprobs([], [], [], []), self._logprob_texts[event.index]
         if self._request.echo:

@@ -6,7 +6,7 @@ Decoding raises a `RequestRefused` that names the field of a mistake, whatever t
 from __future__ import annotations
 
 import functools
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -14,6 +14,21 @@ from cluster.config import BodyLimits
 from cluster.errors import RequestRefused
 from cluster.protocol.body_limits import check_lists, check_num_values
 from cluster.protocol.shape_errors import shape_error
+
+
+class StreamForm(NamedTuple):
+    """How the parts of a streamed answer are written."""
+
+    media_type: str
+    before: bytes
+    """In front of each part."""
+    after: bytes
+
+
+EVENTS = StreamForm("text/event-stream; charset=utf-8", b"data: ", b"\n\n")
+"""Server-sent events, OpenAI's form."""
+LINES = StreamForm("application/x-ndjson", b"", b"\n")
+"""A JSON object a line, Ollama's form."""
 
 SSE_DONE = b"data: [DONE]\n\n"
 
@@ -43,8 +58,7 @@ def decode(kind: type[AnyBody], body: bytes, limits: BodyLimits = _LIMITS) -> An
     except UnicodeDecodeError as error:
         raise RequestRefused(f"the body is not valid UTF-8: byte {error.start} is {body[error.start]:#04x}") from error
     except msgspec.ValidationError as error:
-        known, elsewhere = getattr(kind, "__struct_fields__", ()), getattr(kind, "fields_elsewhere", None)
-        raise shape_error(str(error), known, elsewhere) from error
+        raise shape_error(str(error), kind) from error
     except msgspec.DecodeError as error:
         raise RequestRefused(f"the body is not valid JSON: {error}") from error
     except RecursionError as error:
@@ -65,7 +79,7 @@ def decode_query(kind: type[AnyQuery], query: dict[str, str]) -> AnyQuery:
     try:
         return msgspec.convert(query, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise shape_error(str(error)) from error
+        raise shape_error(str(error), kind) from error
 
 
 @functools.cache

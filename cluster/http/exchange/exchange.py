@@ -22,6 +22,7 @@ from cluster.config import ServeConfig
 from cluster.errors import ServingError
 from cluster.http.access.addresses import network_of
 from cluster.http.access.rate_limits import KeyUse
+from cluster.http.exchange.codec import EVENTS, StreamForm
 from cluster.http.exchange.engines import Generation
 from cluster.http.exchange.preparation import Preparation
 from cluster.protocol.api_errors import RETRIED_STATUSES, ApiError, api_error
@@ -148,7 +149,7 @@ class GenerationExchange(Protocol):
 
     async def send_json(self, body: bytes) -> None: ...
 
-    async def stream(self, events: AsyncIterator[bytes], generation: Generation) -> None: ...
+    async def stream(self, events: AsyncIterator[bytes], generation: Generation, form: StreamForm = EVENTS) -> None: ...
 
     def admit(self, num_prompt_tokens: int) -> None:
         """Raises `ApiError` 429 if the client's key has used its requests or tokens of a minute."""
@@ -330,22 +331,22 @@ class Exchange:
 
     # ---- the answer ----------------------------------------------------------------------------------------------
 
-    async def stream(self, events: AsyncIterator[bytes], generation: Generation) -> None:
-        """Sends server-sent events; an error after the first becomes an event of its own.
+    async def stream(self, events: AsyncIterator[bytes], generation: Generation, form: StreamForm = EVENTS) -> None:
+        """Sends parts in their `form`; an error after the first becomes a part of its own.
 
         Events are taken from the engine as they come, whether or not the client reads.
         """
         buffer = StreamBuffer(self._config.client_buffer_bytes)
         filling = asyncio.ensure_future(_fill(buffer, events, generation))
         try:
-            await self._send_stream(buffer)
+            await self._send_stream(buffer, form)
         finally:
             filling.cancel()
 
-    async def _send_stream(self, buffer: StreamBuffer) -> None:
+    async def _send_stream(self, buffer: StreamBuffer, form: StreamForm) -> None:
         piece = await buffer.take()  # until the first token a refusal can still be an HTTP status
         fixed = [(b"cache-control", b"no-cache")]
-        await self._start(200, "text/event-stream; charset=utf-8", fixed + self.headers_out)
+        await self._start(200, form.media_type, fixed + self.headers_out)
         try:
             while piece:
                 await self._send({"type": "http.response.body", "body": piece, "more_body": True})
@@ -355,7 +356,7 @@ class Exchange:
                 logging.getLogger(__name__).exception("request %s failed in its stream", self.request_id)
             failure = api_error(error)
             self.status = failure.status
-            event = b"data: " + failure.body() + b"\n\n"
+            event = form.before + failure.body() + form.after
             await self._send({"type": "http.response.body", "body": event, "more_body": True})
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from cluster.errors import RequestRefused
 from cluster.text.tokenizer import LONG_TEXT, TextError, Tokenizer
+from workers.sampling_params import SamplingParams
 
 CHARACTERS_A_TOKEN = 8
 """A text with more than so many for each token that fits is looked at in pieces first; English has four or five."""
@@ -20,19 +21,43 @@ NICENESS = 10
 Result = TypeVar("Result")
 
 
-async def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool, max_tokens: int, param: str) -> list[int]:
-    (token_ids,) = await encode_all(tokenizer, [text], add_special_tokens, max_tokens, param)
+def num_kept_tokens(truncate_prompt_tokens: int | None, params: SamplingParams, max_model_len: int) -> int | None:
+    """Returns how many tokens at a prompt's end are used; None is all. -1 leaves room for `max_tokens`, at least 1."""
+    if truncate_prompt_tokens != -1:
+        return truncate_prompt_tokens
+    return max(1, max_model_len - (params.max_tokens or 1))
+
+
+async def encode(
+    tokenizer: Tokenizer,
+    text: str,
+    add_special_tokens: bool,
+    max_tokens: int,
+    param: str,
+    num_kept: int | None = None,
+) -> list[int]:
+    """As `encode_all`, of one text."""
+    (token_ids,) = await encode_all(tokenizer, [text], add_special_tokens, max_tokens, param, num_kept)
     return token_ids
 
 
 async def encode_all(
-    tokenizer: Tokenizer, prompts: Sequence[str | list[int]], add_special_tokens: bool, max_tokens: int, param: str
+    tokenizer: Tokenizer,
+    prompts: Sequence[str | list[int]],
+    add_special_tokens: bool,
+    max_tokens: int,
+    param: str,
+    num_kept: int | None = None,
 ) -> list[list[int]]:
-    """Returns the token ids of each prompt. Many texts are tokenised in a thread, so that streams go on meanwhile.
+    """Returns the token ids of each prompt, of which `num_kept` at its end if that is given. Then a text may have any
+    length. Many texts are tokenised in a thread, so that streams go on meanwhile.
 
     Raises `RequestRefused` about the field `param` if a text has far more than `max_tokens`, before all of it is
     tokenised.
     """
+    if num_kept is not None:
+        all_ids = await encode_all(tokenizer, prompts, add_special_tokens, sys.maxsize, param)
+        return [token_ids[-num_kept:] for token_ids in all_ids]
     try:
         if sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) < LONG_TEXT:
             return [

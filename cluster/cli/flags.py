@@ -1,0 +1,101 @@
+"""Flags of `manta serve` and `manta check` that set an option of the configuration, under the names that users of vLLM
+type. Help, default and bounds are the configuration's own (`cluster/config.py`).
+
+Flags of other servers that there are not here are answered with the option that serves instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import yaml
+
+from cluster.config import ServeConfig
+from cluster.option_docs import option_text
+
+FLAGS = {
+    "--host": "host",
+    "--port": "port",
+    "--served-model-name": "served_model_name",
+    "--tokenizer": "engine.tokenizer",
+    "--dtype": "engine.dtype",
+    "--device": "engine.device",
+    "--max-model-len": "engine.max_model_len",
+    "--tensor-parallel-size": "engine.tensor_parallel_size",
+    "--max-num-seqs": "engine.max_num_sequences",
+    "--max-num-batched-tokens": "engine.max_num_batched_tokens",
+    "--block-size": "engine.block_size",
+    "--enable-prefix-caching": "engine.enable_prefix_caching",
+}
+"""Flags, and the options that they set."""
+
+_NEEDS_NO_FLAG = "it works without a flag"
+KEYS_ARE_SEEN = "keys on a command line are seen by whoever lists this machine's processes"
+_NOT_SERVED = "that is not served here"
+ANSWERS = {
+    "--api-key": f"{KEYS_ARE_SEEN}; put them into MANTA_API_KEYS, or into a file: --set api_keys_file=FILE",
+    "--kv-cache-dtype": "the KV cache has the dtype of the model; --set engine.kv_cache_bytes=... sets its size",
+    "--gpu-memory-utilization": "--set engine.kv_cache_fraction=0.5 is the share of the memory that is free after "
+    "loading which the KV cache takes, or --set engine.kv_cache_bytes=8GB its size",
+    "--kv-cache-memory-bytes": "write --set engine.kv_cache_bytes=8GB",
+    "--cpu-offload-gb": _NOT_SERVED,
+    "--swap-space": "a sequence that is preempted is computed again and not swapped",
+    "--enforce-eager": "what cannot be captured as a graph runs kernel by kernel by itself",
+    "--enable-chunked-prefill": f"{_NEEDS_NO_FLAG}; --max-num-batched-tokens sets the size of a step",
+    "--trust-remote-code": "code of a checkpoint is never run",
+    "--revision": "write the model as ID@REVISION",
+    "--quantization": "quantised checkpoints are not served; give one in bfloat16, float16 or float32",
+    "--load-format": "weights are read from safetensors",
+    "--pipeline-parallel-size": "a model is split over ranks by --tensor-parallel-size",
+    "--data-parallel-size": "write --set num_engine_replicas=2",
+    "--api-server-count": "write --set num_ingress_replicas=2",
+    "--enable-auto-tool-choice": f"{_NEEDS_NO_FLAG}: the model's chat template says how it calls tools",
+    "--tool-call-parser": "the model's chat template says how it calls tools",
+    "--reasoning-parser": "the model's chat template says how it thinks",
+    "--chat-template": "put the template into the model's folder as chat_template.jinja",
+    "--enable-lora": "adapters are not served; merge them into the model",
+    "--speculative-config": "write --set 'engine.speculative={proposers: [ngram]}'",
+    "--guided-decoding-backend": "a request chooses with structured_outputs.backend; auto is the default",
+    "--structured-outputs-config": "a request chooses with structured_outputs.backend; auto is the default",
+    "--ssl-certfile": "write --set tls_certificate=FILE",
+    "--ssl-keyfile": "write --set tls_key=FILE",
+    "--allowed-origins": "write --set 'cors_origins=[https://chat.example]'",
+    "--disable-log-requests": "write --set log_requests=false; --quiet prints no line for each request",
+    "--seed": "a request brings its seed",
+    "--ctx-size": "write --max-model-len",
+    "--n-gpu-layers": "a model runs on one device; --device chooses it",
+}
+"""Flags of other servers, and what serves here."""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds `FLAGS` with the configuration's own help."""
+    for flag, key in FLAGS.items():
+        text = option_text(ServeConfig, key)
+        default = "the model's" if text.default is None else text.default
+        help_text = f"{text.doc or text.name} (default: {default}{'; ' if text.values else ''}{text.values})"
+        kind: dict[str, Any] = {"metavar": text.name.upper()}
+        if isinstance(text.default, bool):
+            kind = {"action": argparse.BooleanOptionalAction}
+        parser.add_argument(flag, dest=_destination(key), help=help_text.replace("%", "%%"), default=None, **kind)
+
+
+def given_options(options: argparse.Namespace) -> dict[str, Any]:
+    """The options that `FLAGS` set on a command line, by their dotted keys."""
+    found = {key: getattr(options, _destination(key)) for key in FLAGS.values()}
+    return {key: _read(key, value) for key, value in found.items() if value is not None}
+
+
+def _destination(key: str) -> str:
+    return f"option_{key.replace('.', '_')}"
+
+
+def _read(key: str, value: Any) -> Any:
+    """Texts stay texts where the option is one: a model may be called 7."""
+    if isinstance(value, bool) or not option_text(ServeConfig, key).values:
+        return value
+    try:
+        return yaml.safe_load(value)
+    except yaml.YAMLError:
+        return value

@@ -1,0 +1,229 @@
+"""Ollama's endpoints, for its clients: each body becomes one of OpenAI's, and the answer is written in Ollama's shape.
+
+`cluster/protocol/ollama.py` has the shapes. Refusals are those of the OpenAI endpoints, under Ollama's names of fields.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import msgspec
+
+from cluster.chat.plan import ChatPlan
+from cluster.chat.reader import ChatReader, MessageBuilder
+from cluster.chat.reasoning import detect_reasoning
+from cluster.chat.tool_formats import detect_format
+from cluster.engine.request import FinishStatus
+from cluster.errors import GenerationFailed, RequestRefused
+from cluster.http.endpoints import generation
+from cluster.http.exchange.codec import LINES, encode
+from cluster.http.exchange.engines import Event, Generation
+from cluster.http.exchange.exchange import Exchange
+from cluster.http.exchange.prompts import encode_all
+from cluster.http.exchange.state import AppState
+from cluster.protocol import ollama
+from cluster.protocol.ollama import (
+    LATEST,
+    OllamaAnswerMessage,
+    OllamaChatAnswer,
+    OllamaChatRequest,
+    OllamaDetails,
+    OllamaFunction,
+    OllamaGenerateAnswer,
+    OllamaGenerateRequest,
+    OllamaModel,
+    OllamaModels,
+    OllamaShow,
+    OllamaShowRequest,
+    OllamaToolCall,
+)
+from cluster.protocol.responses import ChatResponseMessage
+
+Write = Callable[..., msgspec.Struct]
+"""Makes an answer, or a part of it, of an `OllamaAnswerMessage` and the other fields of the answer."""
+
+
+async def chat(state: AppState, exchange: Exchange, body: OllamaChatRequest) -> OllamaChatAnswer | None:
+    state.check_model(body.model.removesuffix(LATEST))
+    if not body.messages:
+        return _chat_part(OllamaAnswerMessage(content="", role="assistant"), **_loaded(body.model))
+    await _chat(state, exchange, body, body.as_openai(), _chat_part)
+    return None
+
+
+async def generate(state: AppState, exchange: Exchange, body: OllamaGenerateRequest) -> OllamaGenerateAnswer | None:
+    state.check_model(body.model.removesuffix(LATEST))
+    if not body.prompt:
+        return _generate_part(OllamaAnswerMessage(content="", role="assistant"), **_loaded(body.model))
+    if state.tokenizer.has_chat_template and not body.raw:
+        await _chat(state, exchange, body, body.as_chat(), _generate_part)
+    else:
+        await _complete(state, exchange, body)
+    return None
+
+
+async def _chat(state: AppState, exchange: Exchange, body: Any, request: Any, write: Write) -> None:
+    def answer_with(_: Any, answer_id: str, model: str, tokenizer: Any, plan: ChatPlan, prompt: Any) -> OllamaAnswer:
+        return OllamaAnswer(body.model, plan, write)
+
+    try:
+        await generation.chat(state, exchange, request, answer_with)
+    except RequestRefused as error:
+        raise ollama.renamed(error, body) from error
+
+
+async def _complete(state: AppState, exchange: Exchange, body: OllamaGenerateRequest) -> None:
+    request = body.as_completion()
+    try:
+        params = await generation.sampling_params(state, request)
+        if not body.has_limit:
+            params = msgspec.structs.replace(params, max_tokens=None)
+        model = await state.model_info()
+        adds = request.add_special_tokens
+        prompts = await encode_all(state.tokenizer, request.prompts(), adds, model.max_model_len, "prompt")
+        answer = OllamaAnswer(body.model, ChatPlan(prompt=body.prompt, params=params), _generate_part)
+        await generation.generate(state, exchange, prompts, params, request, answer)
+    except RequestRefused as error:
+        raise ollama.renamed(error, body) from error
+
+
+async def tags(state: AppState, exchange: Exchange, _: None) -> OllamaModels:
+    name = state.model_name
+    model = OllamaModel(
+        name=name,
+        model=name,
+        modified_at=_time(state.created),
+        digest=hashlib.sha256(name.encode()).hexdigest(),
+        details=await _details(state),
+    )
+    return OllamaModels([model])
+
+
+async def show(state: AppState, exchange: Exchange, body: OllamaShowRequest) -> OllamaShow:
+    state.check_model(body.model.removesuffix(LATEST))
+    info, template = await state.model_info(), state.tokenizer.chat_template_source()
+    found = {
+        "tools": detect_format(state.tokenizer.chat_template_source(tools=True)),
+        "thinking": detect_reasoning(template),
+    }
+    return OllamaShow(
+        template=template,
+        modified_at=_time(state.created),
+        details=await _details(state),
+        model_info={"general.architecture": "manta", "manta.context_length": info.max_model_len},
+        capabilities=["completion", *(name for name, form in found.items() if form is not None)],
+    )
+
+
+async def _details(state: AppState) -> OllamaDetails:
+    return OllamaDetails(quantization_level=(await state.model_info()).dtype)
+
+
+class OllamaAnswer:
+    """An answer of `/api/chat` or `/api/generate`, whole or as a stream of JSON lines."""
+
+    form = LINES
+
+    def __init__(self, model: str, plan: ChatPlan, write: Write) -> None:
+        self._model = model
+        self._reader = ChatReader(plan)
+        self._write = write
+        self._begun = time.perf_counter_ns()
+        self._first: int | None = None
+        """When the first token came."""
+
+    async def whole(self, generation: Generation) -> bytes:
+        builder = MessageBuilder()
+        async for event in generation:
+            builder.add(self._read(event))
+            finish = event.finish
+        return encode(self._part(_message(builder.message()), **self._ending(finish, generation)))
+
+    async def stream(self, generation: Generation) -> AsyncIterator[bytes]:
+        """Texts as they come; calls, which Ollama's clients expect whole, before the last line."""
+        calls = MessageBuilder()
+        async for event in generation:
+            for delta in self._read(event):
+                if delta.tool_calls:
+                    calls.add([delta])
+                elif delta.content or delta.reasoning_content:
+                    thinking = delta.reasoning_content
+                    yield self._line(
+                        OllamaAnswerMessage(content=delta.content or "", role="assistant", thinking=thinking)
+                    )
+            finish = event.finish
+        message = _message(calls.message())
+        if message.tool_calls:
+            yield self._line(message)
+        yield self._line(OllamaAnswerMessage(content="", role="assistant"), **self._ending(finish, generation))
+
+    def _read(self, event: Event) -> list[Any]:
+        if self._first is None and event.token_ids:
+            self._first = time.perf_counter_ns()
+        return self._reader.feed(event.text, event.finish is not None)
+
+    def _ending(self, finish: FinishStatus | None, generation: Generation) -> dict[str, Any]:
+        (usage,), now = generation.usages, time.perf_counter_ns()
+        first = self._first or now
+        return {
+            "done": True,
+            "done_reason": "length" if finish is FinishStatus.FINISHED_LENGTH else "stop",
+            "total_duration": now - self._begun,
+            "load_duration": 0,
+            "prompt_eval_count": usage.num_prompt_tokens,
+            "prompt_eval_duration": first - self._begun,
+            "eval_count": usage.num_output_tokens,
+            "eval_duration": now - first,
+        }
+
+    def _line(self, message: OllamaAnswerMessage, **ending: Any) -> bytes:
+        return encode(self._part(message, **ending)) + LINES.after
+
+    def _part(self, message: OllamaAnswerMessage, **ending: Any) -> msgspec.Struct:
+        return self._write(message, **{"model": self._model, "created_at": _time(time.time()), "done": False} | ending)
+
+
+def _chat_part(message: OllamaAnswerMessage, **fields: Any) -> OllamaChatAnswer:
+    return OllamaChatAnswer(message=message, **fields)
+
+
+def _generate_part(message: OllamaAnswerMessage, **fields: Any) -> OllamaGenerateAnswer:
+    return OllamaGenerateAnswer(response=message.content, thinking=message.thinking, **fields)
+
+
+def _message(message: ChatResponseMessage) -> OllamaAnswerMessage:
+    calls = [
+        OllamaToolCall(OllamaFunction(call.function.name or "", _arguments(call.function.arguments)), call.id)
+        for call in message.tool_calls or []
+    ]
+    return OllamaAnswerMessage(
+        content=message.content or "",
+        role="assistant",
+        thinking=message.reasoning_content or None,
+        tool_calls=calls or None,
+    )
+
+
+def _arguments(text: str | None) -> dict[str, Any]:
+    """Raises `GenerationFailed` for what is cut off, because Ollama's calls hold an object and no text."""
+    try:
+        arguments = json.loads(text or "{}")
+    except ValueError as error:
+        message = f"the model's call is not valid JSON ({error}), perhaps because it is cut off"
+        raise GenerationFailed(f"{message}; raise options.num_predict") from error
+    return arguments if isinstance(arguments, dict) else {}
+
+
+def _loaded(model: str) -> dict[str, Any]:
+    """The fields of the answer to a request that only asks whether the model is there."""
+    return {"model": model, "created_at": _time(time.time()), "done": True, "done_reason": "load"}
+
+
+def _time(seconds: float) -> str:
+    """RFC 3339, in UTC."""
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat().replace("+00:00", "Z")

@@ -1,0 +1,295 @@
+"""Ollama's request and response bodies, and the OpenAI bodies that ask the same.
+
+Source: https://github.com/ollama/ollama/blob/main/docs/api.md. Options that say how Ollama runs a model, not what it
+answers, are accepted and have no effect. `cluster/http/endpoints/ollama.py` answers.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+
+from cluster.errors import RequestRefused, refuse
+from cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
+from cluster.protocol.shape_errors import shape_error
+
+RENAMED = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "seed": "seed",
+    "stop": "stop",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "repeat_penalty": "repetition_penalty",
+}
+"""Options by their names in OpenAI's bodies."""
+_WITHOUT_EFFECT = (
+    *("num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "f16_kv"),
+    *("logits_all", "vocab_only", "use_mmap", "use_mlock", "embedding_only", "repeat_last_n", "penalize_newline"),
+)
+"""Options that are accepted and change nothing: `--max-model-len` and the like are the operator's."""
+_NOT_SERVED = ("tfs_z", "typical_p", "mirostat", "mirostat_tau", "mirostat_eta")
+LATEST = ":latest"
+"""The tag that clients add to a name that has none."""
+
+
+class _Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    model: str
+    stream: bool = True
+    format: str | dict[str, Any] | None = None
+    """`json`, or a JSON schema."""
+    options: dict[str, Any] | None = None
+    keep_alive: float | str | None = None
+    """Accepted; the model stays loaded."""
+    think: bool | str | None = None
+    """Given to chat templates that know `enable_thinking`."""
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    def check(self) -> None:
+        """Raises `RequestRefused` naming the field of the first mistake."""
+        if self.format not in (None, "", "json") and not isinstance(self.format, dict):
+            refuse("format", f"format {self.format!r} is not supported; send json or a JSON schema")
+        if self.logprobs or self.top_logprobs:
+            refuse("logprobs", "logprobs are not reported here; ask /v1/chat/completions for them")
+        for name, value in (self.options or {}).items():
+            if name in _NOT_SERVED and value:
+                refuse(f"options.{name}", f"options.{name} is not supported; leave it out")
+            if name not in (*RENAMED, *_WITHOUT_EFFECT, *_NOT_SERVED, "num_predict"):
+                known = ", ".join((*RENAMED, "num_predict"))
+                refuse(f"options.{name}", f"options.{name} is unknown; those with an effect are {known}")
+
+    def _common(self) -> dict[str, Any]:
+        """Fields of an OpenAI body."""
+        given = self.options or {}
+        fields = {RENAMED[name]: value for name, value in given.items() if name in RENAMED and value is not None}
+        if (limit := given.get("num_predict")) is not None and limit not in (-1, -2):  # as far as the context goes
+            fields["max_tokens"] = limit
+        if self.format == "json":
+            fields["response_format"] = {"type": "json_object"}
+        elif isinstance(self.format, dict):
+            fields["response_format"] = {
+                "type": "json_schema",
+                "json_schema": {"name": "format", "schema": self.format},
+            }
+        return {"model": self.model.removesuffix(LATEST), "stream": self.stream, **fields}
+
+    def _chat_fields(self) -> dict[str, Any]:
+        thinks = {} if self.think is None else {"chat_template_kwargs": {"enable_thinking": bool(self.think)}}
+        return self._common() | thinks
+
+    def field_of(self, param: str | None) -> str | None:
+        """This body's name of a field of the OpenAI body."""
+        if param == "max_tokens":
+            return "options.num_predict"
+        if param is not None and param.startswith("response_format"):
+            return "format"
+        names = {theirs: f"options.{name}" for name, theirs in RENAMED.items()}
+        return names.get(param or "", param)
+
+    @property
+    def has_limit(self) -> bool:
+        """Whether the request says how many tokens the answer may have at most."""
+        return "max_tokens" in self._common()
+
+
+class OllamaFunction(msgspec.Struct):
+    name: str
+    arguments: dict[str, Any] = {}
+
+
+class OllamaToolCall(msgspec.Struct, omit_defaults=True):
+    function: OllamaFunction
+    id: str | None = None
+
+
+class OllamaMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    role: str
+    content: str = ""
+    thinking: str | None = None
+    images: list[Any] | None = None
+    tool_calls: list[OllamaToolCall] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+
+class OllamaChatRequest(_Body, kw_only=True):
+    """`POST /api/chat`."""
+
+    messages: list[OllamaMessage] = []
+    """None of them only asks whether the model is there."""
+    tools: list[dict[str, Any]] | None = None
+
+    def as_openai(self) -> ChatCompletionRequest:
+        """The same as OpenAI's body. Raises `RequestRefused` naming the field of this one."""
+        fields = self._chat_fields() | {"messages": _openai_messages(self.messages)}
+        if self.tools:
+            fields["tools"] = self.tools
+        return _checked(fields, ChatCompletionRequest, self)
+
+
+class OllamaGenerateRequest(_Body, kw_only=True):
+    """`POST /api/generate`."""
+
+    prompt: str = ""
+    """An empty one only asks whether the model is there."""
+    system: str | None = None
+    raw: bool | None = None
+    """The prompt goes to the model as it is, without a chat template."""
+    suffix: str | None = None
+    template: str | None = None
+    context: list[int] | None = None
+    images: list[Any] | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.images:
+            refuse("images", "images are not served; send text")
+        if self.suffix:
+            refuse("suffix", "suffix is not supported: no text is filled in before another one; leave it out")
+        if self.template:
+            refuse("template", "template is not supported: the model's own is used; send raw: true to write the prompt")
+        if self.context:
+            refuse("context", "context is not supported; send a conversation to /api/chat")
+
+    def field_of(self, param: str | None) -> str | None:
+        return "prompt" if param == "messages" else super().field_of(param)
+
+    def as_chat(self) -> ChatCompletionRequest:
+        """A conversation of one message. Raises `RequestRefused` naming the field of this body."""
+        messages = [{"role": "system", "content": self.system}] if self.system else []
+        messages.append({"role": "user", "content": self.prompt})
+        return _checked(self._chat_fields() | {"messages": messages}, ChatCompletionRequest, self)
+
+    def as_completion(self) -> CompletionRequest:
+        """The prompt as it is. Raises `RequestRefused` naming the field of this body."""
+        fields = self._common() | {"prompt": self.prompt, "add_special_tokens": not self.raw}
+        return _checked(fields, CompletionRequest, self)
+
+
+def _openai_messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
+    """OpenAI's messages. Its calls have ids, which Ollama's lack: they are numbered in order, and so are answers."""
+    found, num_calls, num_answers = [], 0, 0
+    for index, message in enumerate(messages):
+        if message.images:
+            refuse(f"messages[{index}].images", f"messages[{index}].images are not served; send text")
+        entry: dict[str, Any] = {"role": message.role, "content": message.content}
+        if message.thinking:
+            entry["reasoning_content"] = message.thinking
+        if message.tool_calls:
+            entry["tool_calls"] = []
+            for call in message.tool_calls:
+                function = {"name": call.function.name, "arguments": json.dumps(call.function.arguments)}
+                entry["tool_calls"].append({"id": call.id or f"call_{num_calls}", "function": function})
+                num_calls += 1
+        if message.role == "tool":
+            entry["tool_call_id"] = message.tool_call_id or f"call_{num_answers}"
+            num_answers += 1
+        found.append(entry)
+    return found
+
+
+def _checked(fields: dict[str, Any], kind: Any, body: _Body) -> Any:
+    try:
+        request = msgspec.convert(fields, kind)
+        request.check()
+        return request
+    except msgspec.ValidationError as error:
+        found = shape_error(str(error), kind)
+        raise renamed(found, body) from error
+    except RequestRefused as error:
+        raise renamed(error, body) from error
+
+
+def renamed(error: RequestRefused, body: _Body) -> RequestRefused:
+    """The refusal of an OpenAI body under the field's name in Ollama's."""
+    field = body.field_of(error.param)
+    message = error.message
+    if field != error.param and error.param is not None:
+        message = f"{field}{message.removeprefix(error.param)}"
+    return RequestRefused(message, field, error.code)
+
+
+# ---- answers -----------------------------------------------------------------------------------------------------
+
+
+class _Answer(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """An answer, or a part of its stream; the last has `done` and the counts. Durations are in nanoseconds."""
+
+    model: str
+    created_at: str
+    done: bool
+    done_reason: str | None = None
+    total_duration: int | None = None
+    load_duration: int | None = None
+    prompt_eval_count: int | None = None
+    prompt_eval_duration: int | None = None
+    eval_count: int | None = None
+    eval_duration: int | None = None
+
+
+class OllamaAnswerMessage(msgspec.Struct, kw_only=True, omit_defaults=True):
+    content: str
+    role: str
+    thinking: str | None = None
+    tool_calls: list[OllamaToolCall] | None = None
+
+
+class OllamaChatAnswer(_Answer, kw_only=True):
+    """An answer of `/api/chat`."""
+
+    message: OllamaAnswerMessage
+
+
+class OllamaGenerateAnswer(_Answer, kw_only=True):
+    """An answer of `/api/generate`."""
+
+    response: str
+    thinking: str | None = None
+
+
+class OllamaDetails(msgspec.Struct, kw_only=True):
+    parent_model: str = ""
+    format: str = "safetensors"
+    family: str = ""
+    families: list[str] = []
+    parameter_size: str = ""
+    quantization_level: str
+    """The dtype."""
+
+
+class OllamaModel(msgspec.Struct, kw_only=True):
+    name: str
+    model: str
+    modified_at: str
+    size: int = 0
+    digest: str
+    details: OllamaDetails
+
+
+class OllamaModels(msgspec.Struct):
+    models: list[OllamaModel]
+
+
+class OllamaShowRequest(msgspec.Struct, kw_only=True):
+    """`POST /api/show`."""
+
+    model: str
+    verbose: bool | None = None
+
+    def check(self) -> None:
+        """Every one is well-formed."""
+
+
+class OllamaShow(msgspec.Struct, kw_only=True):
+    modelfile: str = ""
+    parameters: str = ""
+    template: str
+    modified_at: str
+    details: OllamaDetails
+    model_info: dict[str, Any]
+    capabilities: list[str]
