@@ -8,6 +8,7 @@ before it starts anything.
 from __future__ import annotations
 
 import contextlib
+import os
 import pathlib
 import sys
 import traceback
@@ -113,12 +114,24 @@ def check_machine(engine: EngineConfig) -> None:
     a dtype of GPUs.
     """
     with in_one_sentence():
-        if engine.device == "cuda" or engine.dtype == "float16":
+        if engine.device == "tpu":
+            _check_tpu()
+        elif engine.device == "cuda" or engine.dtype == "float16":
             _check_gpu(engine)
         elif _runs_on_cpu(engine):
             folder = resolve_model_folder(engine.model)
             dtype = load_model_config(folder).dtype if engine.dtype == "auto" else engine.dtype
             _check_memory(num_parameters(folder) * DTYPE_BYTES[dtype], engine.kv_cache_bytes or 0, dtype, free_memory())
+
+
+def _check_tpu() -> None:
+    """Looks for the devices' files, because a process that asks JAX takes the chips from the engine."""
+    chips = [*pathlib.Path("/dev").glob("accel[0-9]*"), *pathlib.Path("/dev/vfio").glob("[0-9]*")]
+    if not chips and os.environ.get("JAX_PLATFORMS") != "cpu":
+        raise ModelError(
+            "device tpu: this machine has no TPU; to simulate a mesh on CPUs set JAX_PLATFORMS=cpu and "
+            "XLA_FLAGS=--xla_force_host_platform_device_count=N"
+        )
 
 
 def _check_gpu(engine: EngineConfig) -> None:
@@ -188,6 +201,8 @@ def check_model(engine: EngineConfig) -> CheckReport:
 
     Raises `ModelError`.
     """
+    if engine.device == "tpu":
+        return _check_on_tpu(engine)
     from workers.platforms import choose_platform
     from workers.torch_worker.loader import check_tensors
 
@@ -246,6 +261,40 @@ def check_model(engine: EngineConfig) -> CheckReport:
         step_seconds=trial.seconds,
         kernels=trial.kernels,
         advice=trial.advice,
+    )
+
+
+def _check_on_tpu(engine: EngineConfig) -> CheckReport:
+    from workers.jax_worker.trial import try_first_layer
+
+    folder = resolve_model_folder(engine.model)
+    model = load_model_config(folder)
+    _check_ranks(engine, model)
+    tokenizer = _check_tokenizer(engine, folder)
+    _check_templates(tokenizer.folder)
+    _check_vocabulary(tokenizer, model)
+    trial = try_first_layer(engine, folder)
+    capacity = trial.num_blocks * engine.block_size
+    return CheckReport(
+        folder=str(folder),
+        architecture=model.architecture,
+        native=model.native,
+        num_parameters=num_parameters(folder),
+        checkpoint_dtype=model.dtype,
+        dtype=trial.dtype,
+        device=f"{trial.devices} (figures are those of each device)",
+        num_threads=engine.num_threads or num_cores(),
+        weight_bytes=trial.weight_bytes,
+        kv_cache_bytes=trial.kv_cache_bytes,
+        kv_bytes_per_token=trial.kv_cache_bytes // capacity,
+        kv_cache_tokens=capacity,
+        has_chat_template=tokenizer.has_chat_template,
+        max_model_len=plan_max_model_len(model, engine.max_model_len, capacity),
+        model_positions=model.max_position_embeddings,
+        free_bytes=trial.free_bytes,
+        step_seconds=trial.seconds,
+        kernels=trial.kernels,
+        advice=None,
     )
 
 

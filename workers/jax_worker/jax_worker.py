@@ -17,18 +17,19 @@ from jax.sharding import Mesh
 from structured.logits_processors import LogitsProcessorFactory, LogitsProcessorRegistry
 from structured.masks import MaskBatch
 from workers import host
-from workers.checkpoints.memory import MOST_OF_FREE, plan_kv_cache, plan_max_model_len, weight_bytes
-from workers.checkpoints.model_folder import load_model_config, resolve_model_folder
+from workers.checkpoints.memory import plan_max_model_len, weight_bytes
+from workers.checkpoints.model_folder import resolve_model_folder
 from workers.jax_worker.draft_runner import JaxDraftRunner
-from workers.jax_worker.mesh import free_memory, is_tpu, open_mesh
-from workers.jax_worker.model_state import Limits, ModelState, held_config
+from workers.jax_worker.mesh import is_tpu, open_mesh
+from workers.jax_worker.model_state import Limits, ModelState
 from workers.jax_worker.parameters import load_parameters
+from workers.jax_worker.planning import native_config, plan, resolve_dtype
 from workers.jax_worker.programs import Compiler, keep_compiled_programs
 from workers.jax_worker.runner import JaxRunner
 from workers.jax_worker.step_times import measure_steps
 from workers.model_info import ModelInfo
 from workers.model_options import ModelOptions
-from workers.models.model_config import ModelConfig, ModelError
+from workers.models.model_config import ModelError
 from workers.parallel.split import check_num_ranks
 from workers.phases import Phases
 from workers.ranks.rank_sequences import RankSequences
@@ -38,10 +39,6 @@ from workers.step import StepInput, StepOutOfMemory, StepOutput
 
 logger = logging.getLogger(__name__)
 
-TPU_KV_SHARE = 0.9
-"""Share of a TPU's free memory that the KV cache takes; the rest is for the largest step."""
-BLOCK_BITS = 7
-"""Significant bits of the number of KV blocks: at most 1.6% of the cache is given up for it."""
 SCALAR_BYTES = 512 << 10
 """Most bytes of a step's block tables on a TPU: the attention kernel keeps them in scalar memory, of 1 MiB."""
 
@@ -63,12 +60,12 @@ class JaxWorker:
         keep_compiled_programs()
         self.processors = LogitsProcessorRegistry(config.logits_processors if draws else {})
         folder = resolve_model_folder(config.model)
-        model_config = _native_config(folder)
-        draft_config = None if draft_folder is None else _native_config(draft_folder)
+        model_config = native_config(folder)
+        draft_config = None if draft_folder is None else native_config(draft_folder)
         check_num_ranks(model_config, config.tensor_parallel_size)
         mesh = open_mesh(config.tensor_parallel_size, num_hosts, place)
         phases.end("config")
-        dtype, positions = _resolve_dtype(config.dtype, model_config.dtype), model_config.max_position_embeddings
+        dtype, positions = resolve_dtype(config.dtype, model_config.dtype), model_config.max_position_embeddings
         longest = min(config.max_model_len or positions, positions)
         parameters = load_parameters(folder, model_config, dtype, mesh, longest)
         draft_parameters = None
@@ -77,7 +74,7 @@ class JaxWorker:
             longest = min(longest, draft_config.max_position_embeddings)
             draft_parameters = load_parameters(draft_folder, draft_config, dtype, mesh, longest)
         phases.end("weights")
-        num_bytes, num_blocks = _plan(config, model_config, draft_config, mesh, dtype, folder)
+        num_bytes, num_blocks = plan(config, model_config, draft_config, mesh, dtype, weight_bytes(folder, dtype))
         max_model_len = plan_max_model_len(model_config, config.max_model_len, num_blocks * config.block_size)
         limits = Limits(config.max_num_batched_tokens, config.max_num_sequences, max_model_len, config.block_size)
         _check_tables(limits, mesh)
@@ -157,47 +154,6 @@ def _named_memory_errors() -> Iterator[None]:
         if "RESOURCE_EXHAUSTED" in str(error):
             raise StepOutOfMemory(str(error)) from error
         raise
-
-
-def _native_config(folder: pathlib.Path) -> ModelConfig:
-    config = load_model_config(folder)
-    if not config.native:
-        raise ModelError(f"device tpu runs no {config.architecture}; use one of the native families, or device cpu")
-    return config
-
-
-def _resolve_dtype(asked: str, of_checkpoint: str) -> str:
-    if asked != "auto":
-        return asked
-    return "bfloat16" if of_checkpoint == "float16" else of_checkpoint
-
-
-def _plan(
-    config: ModelOptions,
-    model: ModelConfig,
-    draft: ModelConfig | None,
-    mesh: Mesh,
-    dtype: str,
-    folder: pathlib.Path,
-) -> tuple[int, int]:
-    """Returns (bytes, blocks) of the KV cache of each device."""
-    of_device = free_memory(mesh)
-    # Devices that are simulated share the memory of the host.
-    free = host.free_memory() // len(mesh.local_devices) if of_device is None else of_device
-    num_bytes, num_blocks = plan_kv_cache(
-        held_config(model, mesh),
-        dtype,
-        config,
-        free_bytes=free,
-        weight_bytes=weight_bytes(folder, dtype) // mesh.size,
-        draft=None if draft is None else held_config(draft, mesh),
-        shares_memory=of_device is None,
-        most_of_free=MOST_OF_FREE if of_device is None else TPU_KV_SHARE,
-    )
-    # Compiled programs are kept by the number of blocks, which must not vary with every byte that is free.
-    step = 1 << max(0, num_blocks.bit_length() - BLOCK_BITS)
-    kept = num_blocks // step * step
-    return num_bytes // num_blocks * kept, kept
 
 
 def _check_tables(limits: Limits, mesh: Mesh) -> None:

@@ -76,12 +76,15 @@ def num_kv_heads(config: ModelConfig, num_devices: int) -> int:
 
 
 def load_parameters(
-    folder: str | pathlib.Path, config: ModelConfig, dtype: str, mesh: Mesh, max_model_len: int
+    folder: str | pathlib.Path, config: ModelConfig, dtype: str, mesh: Mesh, max_model_len: int, whole: bool = True
 ) -> Parameters:
-    """Raises `ModelError` naming a tensor that is missing, misshapen, or unexpected."""
+    """Raises `ModelError` naming a tensor that is missing, misshapen, or unexpected. If `whole` is False, `config` may
+    have fewer layers than the checkpoint: the others are not read.
+    """
     files = TensorFiles(folder, read_ahead=mesh.size == 1)
     parameters = _Reader(files, config, DTYPES[dtype], mesh).read(max_model_len)
-    files.check_all_used(but=["lm_head.weight"] if config.tie_word_embeddings else [])
+    if whole:
+        files.check_all_used(but=["lm_head.weight"] if config.tie_word_embeddings else [])
     return parameters
 
 

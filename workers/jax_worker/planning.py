@@ -1,0 +1,71 @@
+"""What a mesh can hold: the model's family and dtype, and the KV cache of each device. Reads no weights."""
+
+from __future__ import annotations
+
+import pathlib
+
+from jax.sharding import Mesh
+
+from workers import host
+from workers.checkpoints.memory import MOST_OF_FREE, plan_kv_cache
+from workers.checkpoints.model_folder import load_model_config
+from workers.jax_worker.mesh import free_memory, is_tpu
+from workers.jax_worker.model_state import held_config
+from workers.model_options import ModelOptions
+from workers.models.model_config import ModelConfig, ModelError
+
+TPU_KV_SHARE = 0.9
+"""Share of a TPU's free memory that the KV cache takes; the rest is for the largest step."""
+BLOCK_BITS = 7
+"""Significant bits of the number of KV blocks: at most 1.6% of the cache is given up for it."""
+
+
+def native_config(folder: pathlib.Path) -> ModelConfig:
+    """Raises `ModelError` if the worker does not run the model's family."""
+    config = load_model_config(folder)
+    if not config.native:
+        raise ModelError(f"device tpu runs no {config.architecture}; use one of the native families, or device cpu")
+    return config
+
+
+def resolve_dtype(asked: str, of_checkpoint: str) -> str:
+    """Returns the dtype of the model for the option `dtype`: float16 becomes bfloat16 unless it is asked for."""
+    if asked != "auto":
+        return asked
+    return "bfloat16" if of_checkpoint == "float16" else of_checkpoint
+
+
+def plan(
+    config: ModelOptions,
+    model: ModelConfig,
+    draft: ModelConfig | None,
+    mesh: Mesh,
+    dtype: str,
+    weight_bytes: int,
+    unread_bytes: int = 0,
+) -> tuple[int, int]:
+    """Returns (bytes, blocks) of the KV cache of each device. `unread_bytes` of each device's share of the weights are
+    not loaded yet.
+    """
+    shares_memory = not is_tpu(mesh)
+    free = free_bytes(mesh)
+    num_bytes, num_blocks = plan_kv_cache(
+        held_config(model, mesh),
+        dtype,
+        config,
+        free_bytes=free - unread_bytes,
+        weight_bytes=weight_bytes // mesh.size,
+        draft=None if draft is None else held_config(draft, mesh),
+        shares_memory=shares_memory,
+        most_of_free=MOST_OF_FREE if shares_memory else TPU_KV_SHARE,
+    )
+    # Compiled programs are kept by the number of blocks, which must not vary with every byte that is free.
+    step = 1 << max(0, num_blocks.bit_length() - BLOCK_BITS)
+    kept = num_blocks // step * step
+    return num_bytes // num_blocks * kept, kept
+
+
+def free_bytes(mesh: Mesh) -> int:
+    """Returns the free bytes of each device. Devices that are simulated share the memory of the host."""
+    of_device = free_memory(mesh)
+    return host.free_memory() // len(mesh.local_devices) if of_device is None else of_device

@@ -1,0 +1,74 @@
+"""Runs a step of a model's first layer on this host's devices, so that `manta check` says no if serving would fail."""
+
+from __future__ import annotations
+
+import pathlib
+import time
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from workers.checkpoints.memory import weight_bytes
+from workers.jax_worker.mesh import is_tpu, open_mesh
+from workers.jax_worker.model_state import Limits, ModelState
+from workers.jax_worker.parameters import load_parameters
+from workers.jax_worker.planning import free_bytes, native_config, plan, resolve_dtype
+from workers.jax_worker.programs import Compiler, keep_compiled_programs
+from workers.model_options import ModelOptions
+from workers.models.model_config import ModelError
+
+TOKENS = 8
+"""Tokens of the step."""
+
+
+class MeshTrial(NamedTuple):
+    """What was found. Bytes are those of each device."""
+
+    devices: str
+    """Number and kind."""
+    dtype: str
+    free_bytes: int
+    weight_bytes: int
+    kv_cache_bytes: int
+    num_blocks: int
+    kernels: str
+    seconds: float
+    """Of one layer and the head."""
+
+
+def try_first_layer(options: ModelOptions, folder: pathlib.Path) -> MeshTrial:
+    """Raises `ModelError` if the model does not fit, and what `open_mesh` and `load_parameters` raise. Of several hosts
+    only this one's devices are tried.
+    """
+    config = native_config(folder)
+    keep_compiled_programs()
+    mesh = open_mesh(min(options.tensor_parallel_size, options.tpu_chips_per_host))
+    dtype, free = resolve_dtype(options.dtype, config.dtype), free_bytes(mesh)
+    whole = weight_bytes(folder, dtype)
+    weights = whole // options.tensor_parallel_size
+    if weights >= free:
+        raise ModelError(
+            f"its weights take {weights} bytes of each device in {dtype}, and {free} are free; raise "
+            "tensor_parallel_size, or take a smaller model"
+        )
+    kv_cache_bytes, num_blocks = plan(options, config, None, mesh, dtype, whole, unread_bytes=weights)
+    first = config.first_layers(1)
+    parameters = load_parameters(folder, first, dtype, mesh, TOKENS, whole=False)
+    limits, compiler = Limits(TOKENS, 1, TOKENS, options.block_size), Compiler(1)
+    model = ModelState(first, parameters, mesh, limits, 1, first.vocab_size, compiler)
+    compiler.compile(folder.name)
+    kind = mesh.devices.flat[0].device_kind
+    kernels = "pallas" if is_tpu(mesh) else "xla"
+    seconds = min(_step_seconds(model) for _ in range(3))
+    return MeshTrial(f"{mesh.size} x {kind}", dtype, free, weights, kv_cache_bytes, num_blocks, kernels, seconds)
+
+
+def _step_seconds(model: ModelState) -> float:
+    started = time.perf_counter()
+    token_ids = np.arange(TOKENS, dtype=np.int32) % model.config.vocab_size
+    model.forward(token_ids, np.array([0]), np.array([TOKENS]), np.zeros((1, 1), dtype=np.int32))
+    logits, _ = jax.block_until_ready(model.logits(np.array([TOKENS - 1])))
+    if not np.isfinite(np.asarray(logits)[0]).all():
+        raise ModelError("one step of its first layer gives logits that are not finite")
+    return time.perf_counter() - started
