@@ -15,11 +15,12 @@ import llguidance
 import msgspec
 import numpy as np
 
-from structured.backends.formats import with_exact_formats
 from structured.backends.heap import heap_bytes
 from structured.backends.llguidance_schema import departures, has_control_characters, located, mended
 from structured.constraint import ConstraintError, ConstraintSpec, Unsupported
 from structured.masks import row_words
+from structured.schemas.formats import with_exact_formats
+from structured.schemas.rewriting import needs_rewriting, rewritten
 from structured.vocabulary import Vocabulary
 
 _UNSUPPORTED = re.compile(r"Unimplemented keys|Unknown format|(not|only) supported|unsupported", re.IGNORECASE)
@@ -202,10 +203,7 @@ def _translated(spec: ConstraintSpec) -> str:
     """The constraint as a grammar of llguidance: Lark, or JSON. Raises `ConstraintError`."""
     try:
         if spec.kind in ("json_schema", "json_object"):
-            schema = json.loads(spec.text) if spec.kind == "json_schema" else {"type": "object"}
-            if schema is False:
-                raise ConstraintError(f"json_schema: {NOTHING}")
-            schema = {} if schema is True else with_exact_formats(schema)
+            schema = _prepared(spec)
             options: dict[str, Any] = {"lenient": spec.loose}
             if spec.any_whitespace:
                 options |= {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
@@ -213,9 +211,7 @@ def _translated(spec: ConstraintSpec) -> str:
                 options |= {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
             if not has_control_characters(schema):
                 options["json_allowed_escapes"] = _SHORT_ESCAPES
-            return llguidance.LLMatcher.grammar_from_json_schema(
-                json.dumps(mended(schema)), overrides=cast(Any, options)
-            )
+            return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=cast(Any, options))
         if spec.kind == "choice":
             return llguidance.grammar_from("choice", spec.text)
         if spec.kind == "regex":
@@ -232,6 +228,20 @@ def _translated(spec: ConstraintSpec) -> str:
     except (ValueError, KeyError, TypeError, AssertionError) as error:
         raise ConstraintError(f"{spec.kind}: {error}") from error
     raise Unsupported("structural_tag: llguidance serves the form with structures and triggers")
+
+
+def _prepared(spec: ConstraintSpec) -> Any:
+    """The schema as llguidance can serve it. Raises `Unsupported` for what it would ignore, if not loose."""
+    schema = json.loads(spec.text) if spec.kind == "json_schema" else {"type": "object"}
+    if not spec.loose and needs_rewriting(schema):
+        schema = rewritten(schema)
+    if schema is False:
+        raise ConstraintError(f"json_schema: {NOTHING}")
+    schema = {} if schema is True else mended(with_exact_formats(schema))
+    ignored = [] if spec.loose else departures(schema)
+    if ignored:
+        raise Unsupported(f"json_schema: {'; '.join(ignored)}")
+    return schema
 
 
 def _tag_grammar(tag: dict[str, Any]) -> str:

@@ -1,0 +1,381 @@
+"""Rewrites a schema so that a backend without some keywords can serve it: the result accepts the same instances.
+
+`needs_rewriting` says at once whether there is anything to do. `rewritten` reads the schema, rewrites each place, and
+returns a schema of draft 2020-12 that holds neither `oneOf`, `not` and `if` nor the keywords that depend on names.
+What no schema says exactly is refused by name and place. Properties keep their order.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from structured.constraint import Unsupported
+from structured.schemas import negation, patterns
+from structured.schemas.documents import SCHEMA, SCHEMA_LIST, SCHEMA_MAP, Document, read
+from structured.schemas.formats import is_annotation
+from structured.schemas.logic import ATOMS, MAX_ALTERNATIVES, Alternative, Logic, type_names
+from structured.schemas.negation import Context, absent, all_of, alternatives, present
+
+CHOICES = ("oneOf", "not", "if", "dependentRequired", "dependentSchemas")
+"""Keywords that become an `anyOf`."""
+_WANTED = frozenset(
+    [
+        *CHOICES,
+        *("dependencies", "propertyNames", "contains", "uniqueItems", "unevaluatedItems", "unevaluatedProperties"),
+        *("$dynamicRef", "$recursiveRef", "minProperties", "maxProperties"),
+    ]
+)
+
+
+def needs_rewriting(schema: Any) -> bool:
+    """Whether a keyword occurs, or seems to, that a rewrite removes."""
+    pending = [schema]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, dict):
+            if not _WANTED.isdisjoint(value):
+                return True
+            rules = value.get("patternProperties")
+            if isinstance(rules, dict) and len(rules) > 1:
+                return True
+            pending += value.values()
+        elif isinstance(value, list):
+            pending += value
+    return False
+
+
+def rewritten(schema: Any) -> Any:
+    """Raises `Unsupported` if something in it cannot be said exactly, and `ConstraintError` if it is malformed."""
+    return _Rewriter(read(schema)).run(schema)
+
+
+class _Rewriter:
+    def __init__(self, document: Document) -> None:
+        self.document = document
+        self.logic = Logic(document)
+        self._pending: list[str] = []
+        """Definitions that the result refers to."""
+
+    def run(self, original: Any) -> Any:
+        root = self.rewrite(self.document.root)
+        done: dict[str, Any] = {}
+        while self._pending:
+            name = self._pending.pop()
+            if name not in done:
+                done[name] = self.rewrite(self.document.definitions[name])
+        if isinstance(root, bool):
+            return root
+        options = {"x-guidance": original["x-guidance"]} if "x-guidance" in original else {}
+        return {**root, **({"$defs": done} if done else {}), **options}
+
+    def rewrite(self, schema: Any) -> Any:
+        if isinstance(schema, bool):
+            return schema
+        self.logic.step()
+        plain, choices = self._split(schema)
+        if not choices:
+            return self._plain(plain)
+        context = [plain]
+        found = negation.product(self.logic, [each(context) for each in choices.values()], context)
+        self._refuse_vague(found, schema)
+        if not found:
+            return False
+        branches = [self.rewrite(each.schema) for each in found]
+        return self._joined(plain, branches, schema)
+
+    def _joined(self, plain: dict[str, Any], branches: list[Any], schema: dict[str, Any]) -> Any:
+        """The plain keywords and one of the branches, which stand where the first of their keywords stood."""
+        if True in branches:
+            return self._plain(plain)
+        branches = [branch for branch in branches if branch is not False]
+        if not branches:
+            return False
+        names = list(schema)
+        first = min((names.index(name) for name in ("oneOf", "anyOf") if name in schema), default=len(names))
+        before = self._placed({name: value for name, value in plain.items() if name in names[:first]}, schema)
+        after = self._placed({name: value for name, value in plain.items() if name not in before}, schema)
+        if set(before) & _TIED and set(after) & _TIED:  # they must stay together, for they read each other
+            before, after = plain, {}
+        parts = [self._plain(before, plain), {"anyOf": branches}, self._plain(after, plain)]
+        return all_of(*(part for part in parts if part != {}))
+
+    def _refuse_vague(self, found: list[Alternative], schema: Any) -> None:
+        for each in found:
+            if each.reason:
+                where = self.document.path(schema)
+                raise Unsupported(f"{where}/{self._blamed(schema)} is not enforced: {each.reason}")
+
+    def _blamed(self, schema: Any) -> str:
+        names = [name for name in CHOICES if name in schema]
+        return names[0] if names else "allOf"
+
+    def _split(self, schema: dict[str, Any]) -> tuple[dict[str, Any], dict[Any, Any]]:
+        """The keywords that stay, and a function for each that becomes a choice. Those of an `allOf` below count here,
+        so that contradictions between them are found.
+        """
+        choices: dict[Any, Any] = {}
+        plain = self._placed(dict(schema), schema)
+        self._move_choices(plain, schema, choices)
+        if "allOf" in plain:
+            plain["allOf"] = [self._without_choices(part, choices) for part in plain["allOf"]]
+            plain["allOf"] = [part for part in plain["allOf"] if part not in (True, {})]
+            if not plain["allOf"]:
+                del plain["allOf"]
+        if choices and "anyOf" in plain:
+            branches = plain.pop("anyOf")
+            choices = {"anyOf": lambda context: self._possible(branches, context), **choices}
+        return plain, choices
+
+    def _without_choices(self, schema: Any, choices: dict[Any, Any]) -> Any:
+        if isinstance(schema, bool) or not any(name in schema for name in (*CHOICES, "allOf")):
+            return schema
+        plain = dict(schema)
+        self._move_choices(plain, schema, choices)
+        if "allOf" in plain:
+            plain["allOf"] = [self._without_choices(part, choices) for part in plain["allOf"]]
+        return plain
+
+    def _move_choices(self, plain: dict[str, Any], schema: dict[str, Any], choices: dict[Any, Any]) -> None:
+        for name in CHOICES:
+            if name not in plain:
+                continue
+            value = plain.pop(name)
+            maker = getattr(self, _MAKERS[name])
+            if name in ("dependentRequired", "dependentSchemas"):
+                for key, needed in value.items():
+                    choices[id(schema), name, key] = lambda context, maker=maker, key=key, needed=needed: maker(
+                        key, needed, context
+                    )
+            else:
+                choices[id(schema), name] = lambda context, maker=maker, value=value: maker(value, schema, context)
+        plain.pop("then", None)
+        plain.pop("else", None)
+
+    # ---- keywords that become a choice -------------------------------------------------------------------------------
+
+    def _possible(self, branches: list[Any], context: Context) -> list[Alternative]:
+        return [Alternative(each) for each in branches if not self.logic.is_empty([*context, each])]
+
+    def one_of(self, branches: list[Any], schema: Any, context: Context) -> list[Alternative]:
+        """Exactly one holds: one, and the negation of each other that does not exclude it."""
+        found: list[Alternative] = []
+        possible = [each.schema for each in self._possible(branches, context)]
+        overlapping: dict[int, list[int]] = {index: [] for index in range(len(possible))}
+        for (i, one), (j, other) in itertools.combinations(enumerate(possible), 2):
+            if not self.logic.is_empty([*context, one, other]):
+                overlapping[i].append(j)
+                overlapping[j].append(i)
+        for index, branch in enumerate(possible):
+            here = [*context, branch]
+            others = [alternatives(self.logic, possible[other], here) for other in overlapping[index]]
+            for each in negation.product(self.logic, others, here):
+                found.append(Alternative(all_of(branch, each.schema), each.reason))
+        return found
+
+    def negated(self, value: Any, schema: Any, context: Context) -> list[Alternative]:
+        """`structured/schemas/negation.py` has the proofs."""
+        return alternatives(self.logic, value, context)
+
+    def conditional(self, condition: Any, schema: Any, context: Context) -> list[Alternative]:
+        """`if` and `then` hold, or `if` fails and `else` holds."""
+        if "then" not in schema and "else" not in schema:
+            return [Alternative(True)]
+        found = [Alternative(all_of(condition, schema.get("then", True)))]
+        for each in alternatives(self.logic, condition, context):
+            found.append(Alternative(all_of(each.schema, schema.get("else", True)), each.reason))
+        return [each for each in found if negation.is_possible(self.logic, each, context)]
+
+    def dependent_names(self, name: str, needed: list[str], context: Context) -> list[Alternative]:
+        """The name is absent, or all are present."""
+        return self._dependent(name, present(name, *(other for other in needed if other != name)), context)
+
+    def dependent_schema(self, name: str, needed: Any, context: Context) -> list[Alternative]:
+        """The name is absent, or present and its schema holds."""
+        return self._dependent(name, all_of(present(name), needed), context)
+
+    def _dependent(self, name: str, held: Any, context: Context) -> list[Alternative]:
+        others = {"type": type_names(frozenset(ATOMS) - {"object"})}
+        return self._possible([others, absent(name), held], context)
+
+    # ---- keywords that stay or become others of their kind -----------------------------------------------------------
+
+    def _plain(self, schema: dict[str, Any], whole: dict[str, Any] | None = None) -> Any:
+        whole = schema if whole is None else whole
+        if ("enum" in schema or "const" in schema) and set(whole) - {"enum", "type"}:
+            values = self.logic.finite_values(self.logic.flat([whole]) or [])
+            return {"enum": values} if values else False
+        schema = self._with_names(schema)
+        counted = self._counted(schema)
+        if counted is not None:
+            return counted
+        result: dict[str, Any] = {}
+        for name, value in schema.items():
+            if name == "$ref":
+                self._pending.append(value.removeprefix("#/$defs/"))
+                result[name] = value
+            elif name in SCHEMA_MAP:
+                result[name] = {key: self.rewrite(item) for key, item in value.items()}
+            elif name in SCHEMA_LIST:
+                result[name] = [self.rewrite(item) for item in value]
+            elif name in _LEFT_OVER:
+                self._check_left_over(name, value, schema)
+            elif name in SCHEMA:
+                result[name] = self.rewrite(value)
+            elif name != "format" or not is_annotation(value):
+                result[name] = value
+        return False if False in result.get("allOf", ()) else result
+
+    def _check_left_over(self, name: str, value: Any, schema: dict[str, Any]) -> None:
+        """Raises `Unsupported` unless the keyword says nothing here."""
+        says_nothing = {
+            "minContains": True,
+            "maxContains": True,
+            "uniqueItems": value is False or schema.get("maxItems", 2) <= 1,
+            "contains": schema.get("minContains") == 0 and "maxContains" not in schema,
+        }.get(name, value is True or value == {})
+        if not says_nothing:
+            raise Unsupported(f"{self.document.path(schema) or '#'}/{name} is not enforced")
+
+    def _with_names(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """`propertyNames` and patterns that overlap, as patterns that exclude each other: each name then falls under
+        one of them, whose schema is the conjunction of all that applied to it.
+        """
+        rules = schema.get("patternProperties", {})
+        if "propertyNames" not in schema and len(rules) < 2:
+            return schema
+        schema = self._placed(dict(schema), schema)
+        allowed = schema.pop("propertyNames", True)
+        if "properties" in schema:
+            schema["properties"] = {
+                name: value if self.logic.judge.is_valid(name, [allowed]) else False
+                for name, value in schema["properties"].items()
+            }
+        wanted = [] if allowed is True else self._name_patterns(allowed, schema)
+        if wanted is not None and (wanted or not _are_apart(list(rules))):
+            self._split_names(schema, rules, wanted)
+        return schema
+
+    def _name_patterns(self, allowed: Any, schema: dict[str, Any]) -> list[str] | None:
+        """Patterns that a name must all satisfy; None if only listed names are allowed, so that none is needed."""
+        if schema.get("additionalProperties") is False and not schema.get("patternProperties"):
+            return None
+        flat = self.logic.flat([{"type": "string"}, allowed])
+        return ["^a$", "^b$"] if flat is None else [text for part in flat for text in self._texts(part, schema)]
+
+    def _texts(self, part: dict[str, Any], schema: dict[str, Any]) -> Iterator[str]:
+        """The patterns that a schema of strings amounts to."""
+        for name, value in part.items():
+            if name == "pattern":
+                yield value
+            elif name in ("enum", "const"):
+                texts = [text for text in (value if name == "enum" else [value]) if isinstance(text, str)]
+                yield patterns.of_texts(texts)
+            elif name in ("minLength", "maxLength"):
+                yield f"^(?:(?s:.){{{f'{value},' if name == 'minLength' else f'0,{value}'}}})$"
+            elif name == "not":
+                yield from self._texts_of_negation(value, schema)
+            elif name not in ("type", "allOf", "$ref") and not (name == "format" and is_annotation(value)):
+                raise Unsupported(f"{self.document.path(schema)}/propertyNames/{name} is not enforced; use a pattern")
+
+    def _texts_of_negation(self, value: Any, schema: dict[str, Any]) -> Iterator[str]:
+        found = alternatives(self.logic, value, [{"type": "string"}])
+        if len(found) != 1 or found[0].reason:
+            raise Unsupported(f"{self.document.path(schema)}/propertyNames/not is not enforced; use a pattern")
+        for part in self.logic.flat([found[0].schema]) or []:
+            yield from self._texts(part, schema)
+
+    def _split_names(self, schema: dict[str, Any], rules: dict[str, Any], wanted: list[str]) -> None:
+        if len(rules) > 5:
+            raise Unsupported(
+                f"{self.document.path(schema)}/patternProperties: more than 5 patterns overlap; use fewer"
+            )
+        additional = schema.get("additionalProperties", True)
+        result: dict[str, Any] = {}
+        try:
+            for size in range(len(rules), -1 if wanted else 0, -1):
+                for chosen in itertools.combinations(rules, size):
+                    pattern = patterns.combined([*wanted, *chosen], [rule for rule in rules if rule not in chosen])
+                    if pattern is not None:
+                        result[pattern] = all_of(*(rules[rule] for rule in chosen)) if chosen else additional
+        except (patterns.Unreadable, patterns.TooLarge) as error:
+            where = self.document.path(schema)
+            raise Unsupported(
+                f"{where}/patternProperties: how they overlap is not understood; simplify them"
+            ) from error
+        schema["patternProperties"] = result
+        if wanted:
+            schema["additionalProperties"] = False
+
+    def _placed(self, schema: dict[str, Any], like: Any) -> dict[str, Any]:
+        self.document.place(schema, self.document.path(like))
+        return schema
+
+    def _counted(self, schema: dict[str, Any]) -> Any:
+        """How many of the optional properties there are, as a choice of those that are required or absent: at least k
+        of n are there if and only if some k are, at most k if and only if some n - k are absent.
+        """
+        least, most = schema.get("minProperties", 0), schema.get("maxProperties")
+        if (not least and most is None) or "properties" not in schema:
+            return None
+        flat = self.logic.flat([schema]) or []
+        names = self.logic.possible_names(flat)
+        required = {name for part in flat for name in part.get("required", ())}
+        if names is None:
+            return self._at_least_one(schema, required)
+        optional = [name for name in names if name not in required]
+        least = max(0, int(least) - len(required))
+        spare = 0 if most is None else max(0, len(optional) + len(required) - int(most))
+        if (most is not None and len(required) > most) or least > len(optional):
+            return self._of_type_other_than_object(schema)
+        rest = {name: value for name, value in schema.items() if name not in ("minProperties", "maxProperties")}
+        if max(math.comb(len(optional), size) for size in (least, spare)) > MAX_ALTERNATIVES:
+            where = self.document.path(schema)
+            raise Unsupported(
+                f"{where}/minProperties: there are too many ways to choose {least} to {most} of {len(optional)} "
+                "optional properties; list some in required"
+            )
+        choices = [list(itertools.combinations(optional, size)) for size in (least, spare)]
+        parts: list[Any] = [self._placed(rest, schema)]
+        others = type_names(frozenset(ATOMS) - {"object"})
+        typed = schema.get("type") == "object"
+        if least:
+            parts.append({"anyOf": [present(*chosen) for chosen in choices[0]] + [{"type": others}] * (not typed)})
+        if spare:
+            gone = [{"type": "object", "properties": dict.fromkeys(chosen, False)} for chosen in choices[1]]
+            parts.append({"anyOf": gone + [{"type": others}] * (not typed)})
+        return self.rewrite(all_of(*parts))
+
+    def _at_least_one(self, schema: dict[str, Any], required: set[str]) -> Any:
+        """One more than the required properties is there if one of the optional ones is, or one that is not listed."""
+        optional = [name for name, value in schema["properties"].items() if value is not False and name not in required]
+        if "maxProperties" in schema or schema["minProperties"] != len(required) + 1 or not optional:
+            return None
+        rest = {name: value for name, value in schema.items() if name != "minProperties"}
+        gone = {"type": "object", "properties": dict.fromkeys(optional, False), "minProperties": len(required) + 1}
+        others = {"type": type_names(frozenset(ATOMS) - {"object"})}
+        branches = [*(present(name) for name in optional), gone, *([] if schema.get("type") == "object" else [others])]
+        return self.rewrite(all_of(self._placed(rest, schema), {"anyOf": branches}))
+
+    def _of_type_other_than_object(self, schema: dict[str, Any]) -> Any:
+        flat = self.logic.flat([schema, {"type": type_names(frozenset(ATOMS) - {"object"})}]) or []
+        return False if self.logic.is_empty(flat) else self.rewrite(all_of(*flat))
+
+
+_TIED = frozenset(["properties", "patternProperties", "additionalProperties", "prefixItems", "items"])
+_LEFT_OVER = frozenset(
+    ["contains", "minContains", "maxContains", "uniqueItems", "unevaluatedItems", "unevaluatedProperties"]
+)
+_MAKERS = {
+    "oneOf": "one_of",
+    "not": "negated",
+    "if": "conditional",
+    "dependentRequired": "dependent_names",
+    "dependentSchemas": "dependent_schema",
+}
+
+
+def _are_apart(rules: list[str]) -> bool:
+    return all(patterns.are_disjoint([one, other]) for one, other in itertools.combinations(rules, 2))
