@@ -24,6 +24,12 @@ _BUILT_IN = {
 }
 
 
+class DeadEnd(Exception):
+    """No token may follow, and the text may not end: what was written so far cannot be completed. A sampler could not
+    have known, so the sequence ends as one that reaches `max_tokens` does.
+    """
+
+
 class Session(Protocol):
     """The state of one sequence under a grammar: a function of the output tokens that it accepted. Not thread-safe."""
 
@@ -36,7 +42,7 @@ class Session(Protocol):
     def fill(self, row: np.ndarray) -> None:
         """Writes which tokens may come next: int32 `[ceil(width / 32)]`, token `t` is bit `t % 32` of word `t // 32`,
         1 allows. Writes every word. Padding beyond the vocabulary is 0; end-of-sequence bits are 1 if and only if
-        `is_accepting()`.
+        `is_accepting()`. May raise `DeadEnd`, and is not asked again then.
         """
 
     def rollback(self, num_tokens: int) -> None:

@@ -49,6 +49,8 @@ _SINCE = {
     **dict.fromkeys(["unevaluatedItems", "unevaluatedProperties"], 2019),
 }
 """The first draft that knows a keyword; the others are known to all."""
+GUARD = "$guard"
+"""A key beside those of the specification: the keywords of this schema that a grammar leaves out."""
 _ABSENT = object()
 
 
@@ -63,7 +65,11 @@ class Document:
         """Keywords that occur and that the draft does not know. A validator ignores them and a grammar enforces them,
         so they must not be negated.
         """
+        self.has_marks = False
+        """Whether the grammar leaves out a keyword somewhere."""
         self._paths: dict[int, str] = {}
+        self._origins: dict[int, Any] = {}
+        """The schema that a client wrote, for each that stands for it."""
         self._kept: list[Any] = []
         """Keeps alive the schemas whose `id` is a key of `_paths`."""
 
@@ -76,7 +82,25 @@ class Document:
 
     def place(self, schema: Any, path: str) -> None:
         self._paths[id(schema)] = path
+        self._origins[id(schema)] = schema
         self._kept.append(schema)
+
+    def copy_of(self, schema: dict[str, Any], changed: dict[str, Any]) -> dict[str, Any]:
+        """`changed`, which from now on stands for `schema` in messages and marks."""
+        self._paths[id(changed)] = self.path(schema)
+        self._origins[id(changed)] = self._origins.get(id(schema))
+        self._kept.append(changed)
+        return changed
+
+    def mark(self, schema: dict[str, Any], keyword: str) -> bool:
+        """Notes that the grammar leaves out a keyword of this schema; False if no client wrote the schema."""
+        origin = self._origins.get(id(schema))
+        if origin is None:
+            return False
+        if keyword not in origin.setdefault(GUARD, []):
+            origin[GUARD].append(keyword)
+        self.has_marks = True
+        return True
 
 
 def read(schema: Any) -> Document:

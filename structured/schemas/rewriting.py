@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +17,8 @@ from structured.constraint import Unsupported
 from structured.schemas import negation, patterns
 from structured.schemas.documents import SCHEMA, SCHEMA_LIST, SCHEMA_MAP, Document, read
 from structured.schemas.formats import is_annotation
-from structured.schemas.logic import ATOMS, MAX_ALTERNATIVES, Alternative, Logic, type_names
+from structured.schemas.guard import encoded, finite_domain
+from structured.schemas.logic import ATOMS, MAX_ALTERNATIVES, Alternative, Logic, item_schemas, type_names
 from structured.schemas.negation import Context, absent, all_of, alternatives, present
 
 CHOICES = ("oneOf", "not", "if", "dependentRequired", "dependentSchemas")
@@ -38,7 +40,9 @@ def needs_rewriting(schema: Any) -> bool:
         if isinstance(value, dict):
             if not _WANTED.isdisjoint(value):
                 return True
-            rules = value.get("patternProperties")
+            pattern, rules = value.get("pattern"), value.get("patternProperties")
+            if isinstance(pattern, str) and looks_around(pattern):
+                return True
             if isinstance(rules, dict) and len(rules) > 1:
                 return True
             pending += value.values()
@@ -47,9 +51,12 @@ def needs_rewriting(schema: Any) -> bool:
     return False
 
 
-def rewritten(schema: Any) -> Any:
-    """Raises `Unsupported` if something in it cannot be said exactly, and `ConstraintError` if it is malformed."""
-    return _Rewriter(read(schema)).run(schema)
+def rewritten(schema: Any) -> tuple[Any, str]:
+    """The schema for the grammar, and what a `Guard` needs to keep what the grammar leaves out; that is empty if
+    the rewrite is exact. Raises `Unsupported` and `ConstraintError`.
+    """
+    rewriter = _Rewriter(read(schema))
+    return rewriter.run(schema), encoded(rewriter.document)
 
 
 class _Rewriter:
@@ -80,7 +87,7 @@ class _Rewriter:
             return self._plain(plain)
         context = [plain]
         found = negation.product(self.logic, [each(context) for each in choices.values()], context)
-        self._refuse_vague(found, schema)
+        self._guard_vague(found, schema)
         if not found:
             return False
         branches = [self.rewrite(each.schema) for each in found]
@@ -95,18 +102,23 @@ class _Rewriter:
             return False
         names = list(schema)
         first = min((names.index(name) for name in ("oneOf", "anyOf") if name in schema), default=len(names))
-        before = self._placed({name: value for name, value in plain.items() if name in names[:first]}, schema)
-        after = self._placed({name: value for name, value in plain.items() if name not in before}, schema)
+        copy_of = self.document.copy_of
+        before = copy_of(schema, {name: value for name, value in plain.items() if name in names[:first]})
+        after = copy_of(schema, {name: value for name, value in plain.items() if name not in before})
         if set(before) & _TIED and set(after) & _TIED:  # they must stay together, for they read each other
             before, after = plain, {}
         parts = [self._plain(before, plain), {"anyOf": branches}, self._plain(after, plain)]
         return all_of(*(part for part in parts if part != {}))
 
-    def _refuse_vague(self, found: list[Alternative], schema: Any) -> None:
-        for each in found:
-            if each.reason:
-                where = self.document.path(schema)
-                raise Unsupported(f"{where}/{self._blamed(schema)} is not enforced: {each.reason}")
+    def _guard_vague(self, found: list[Alternative], schema: dict[str, Any]) -> None:
+        reasons = [each.reason for each in found if each.reason]
+        if reasons:
+            self._leave_out(schema, self._blamed(schema), reasons[0])
+
+    def _leave_out(self, schema: dict[str, Any], keyword: str, reason: str = "it has no grammar") -> None:
+        """The grammar does without a keyword, which a guard then enforces."""
+        if not self.document.mark(schema, keyword) or "is no keyword of the draft" in reason:
+            raise Unsupported(f"{self.document.path(schema) or '#'}/{keyword} is not enforced: {reason}")
 
     def _blamed(self, schema: Any) -> str:
         names = [name for name in CHOICES if name in schema]
@@ -117,7 +129,7 @@ class _Rewriter:
         so that contradictions between them are found.
         """
         choices: dict[Any, Any] = {}
-        plain = self._placed(dict(schema), schema)
+        plain = self.document.copy_of(schema, dict(schema))
         self._move_choices(plain, schema, choices)
         if "allOf" in plain:
             plain["allOf"] = [self._without_choices(part, choices) for part in plain["allOf"]]
@@ -211,6 +223,7 @@ class _Rewriter:
         counted = self._counted(schema)
         if counted is not None:
             return counted
+        schema = self._closed(self._uncounted(schema))
         result: dict[str, Any] = {}
         for name, value in schema.items():
             if name == "$ref":
@@ -224,12 +237,18 @@ class _Rewriter:
                 self._check_left_over(name, value, schema)
             elif name in SCHEMA:
                 result[name] = self.rewrite(value)
+            elif name == "type":
+                result[name] = "number" if value == "fraction" else value
+            elif name == "pattern" and looks_around(value):
+                self._leave_out(schema, name)
             elif name != "format" or not is_annotation(value):
                 result[name] = value
+        if schema.get("uniqueItems"):
+            self._limit_items(schema, result)
         return False if False in result.get("allOf", ()) else result
 
     def _check_left_over(self, name: str, value: Any, schema: dict[str, Any]) -> None:
-        """Raises `Unsupported` unless the keyword says nothing here."""
+        """Leaves the keyword to the guard unless it says nothing here."""
         says_nothing = {
             "minContains": True,
             "maxContains": True,
@@ -237,7 +256,15 @@ class _Rewriter:
             "contains": schema.get("minContains") == 0 and "maxContains" not in schema,
         }.get(name, value is True or value == {})
         if not says_nothing:
-            raise Unsupported(f"{self.document.path(schema) or '#'}/{name} is not enforced")
+            self._leave_out(schema, name)
+
+    def _limit_items(self, schema: dict[str, Any], result: dict[str, Any]) -> None:
+        """Items that differ are no more than there are values for them."""
+        flat = self.logic.flat([schema]) or []
+        longest = max((len(part.get("prefixItems", ())) for part in flat), default=0)
+        values = finite_domain(self.logic, self.logic.flat(item_schemas(flat, longest)) or [])
+        if values is not None:
+            result["maxItems"] = min(longest + len(values), result.get("maxItems", math.inf))
 
     def _with_names(self, schema: dict[str, Any]) -> dict[str, Any]:
         """`propertyNames` and patterns that overlap, as patterns that exclude each other: each name then falls under
@@ -246,7 +273,7 @@ class _Rewriter:
         rules = schema.get("patternProperties", {})
         if "propertyNames" not in schema and len(rules) < 2:
             return schema
-        schema = self._placed(dict(schema), schema)
+        schema = self.document.copy_of(schema, dict(schema))
         allowed = schema.pop("propertyNames", True)
         if "properties" in schema:
             schema["properties"] = {
@@ -309,10 +336,6 @@ class _Rewriter:
         if wanted:
             schema["additionalProperties"] = False
 
-    def _placed(self, schema: dict[str, Any], like: Any) -> dict[str, Any]:
-        self.document.place(schema, self.document.path(like))
-        return schema
-
     def _counted(self, schema: dict[str, Any]) -> Any:
         """How many of the optional properties there are, as a choice of those that are required or absent: at least k
         of n are there if and only if some k are, at most k if and only if some n - k are absent.
@@ -338,7 +361,7 @@ class _Rewriter:
                 "optional properties; list some in required"
             )
         choices = [list(itertools.combinations(optional, size)) for size in (least, spare)]
-        parts: list[Any] = [self._placed(rest, schema)]
+        parts: list[Any] = [self.document.copy_of(schema, rest)]
         others = type_names(frozenset(ATOMS) - {"object"})
         typed = schema.get("type") == "object"
         if least:
@@ -347,6 +370,58 @@ class _Rewriter:
             gone = [{"type": "object", "properties": dict.fromkeys(chosen, False)} for chosen in choices[1]]
             parts.append({"anyOf": gone + [{"type": others}] * (not typed)})
         return self.rewrite(all_of(*parts))
+
+    def _uncounted(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """Without a count that a grammar does not keep: it counts a name that comes twice as two, and cannot choose
+        among optional properties.
+        """
+        if not schema.keys() & {"minProperties", "maxProperties"}:
+            return schema
+        flat = self.logic.flat([schema]) or []
+        required = {name for part in flat for name in part.get("required", ())}
+        names = {name for part in flat for name, value in part.get("properties", {}).items() if value is not False}
+        dropped = [] if names <= required else ["minProperties", "maxProperties"]
+        if schema.get("minProperties", 0) > 1 + len(required):
+            dropped.append("minProperties")
+        dropped = [name for name in dropped if name in schema]
+        for name in dropped:
+            self._leave_out(schema, name)
+        return self.document.copy_of(schema, {name: value for name, value in schema.items() if name not in dropped})
+
+    def _closed(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """`unevaluatedProperties` as `additionalProperties` beside all names that are evaluated anywhere below. It is
+        exact if all of them are evaluated whichever branches hold; else the guard has the rest.
+        """
+        if schema.get("unevaluatedProperties", True) is True:
+            return schema
+        known: dict[str, dict[str, Any]] = {"properties": {}, "patternProperties": {}}
+        is_certain = self._evaluated(schema, known, set())
+        if is_certain is None:
+            return schema
+        result = dict(schema)
+        if is_certain:
+            result.pop("unevaluatedProperties")
+        for name, names in known.items():
+            result[name] = {**schema.get(name, {}), **{key: True for key in names if key not in schema.get(name, {})}}
+        result["additionalProperties"] = schema["unevaluatedProperties"]
+        return self.document.copy_of(schema, result)
+
+    def _evaluated(self, schema: Any, known: dict[str, dict[str, Any]], seen: set[int]) -> bool | None:
+        """Adds the names that a schema evaluates; whether it always does; None if it may evaluate any name."""
+        if isinstance(schema, bool) or id(schema) in seen:
+            return True
+        if "additionalProperties" in schema or ("unevaluatedProperties" in schema and seen):
+            return None
+        seen.add(id(schema))
+        for name, names in known.items():
+            names |= schema.get(name, {})
+        certain = [*schema.get("allOf", ()), *([self.document.resolve(schema["$ref"])] if "$ref" in schema else [])]
+        branches = [*schema.get("anyOf", ()), *schema.get("oneOf", ()), *schema.get("dependentSchemas", {}).values()]
+        branches += [schema[name] for name in ("if", "then", "else") if name in schema]
+        found = [self._evaluated(part, known, seen) for part in (*certain, *branches)]
+        if None in found:
+            return None
+        return not branches and all(found)
 
     def _at_least_one(self, schema: dict[str, Any], required: set[str]) -> Any:
         """One more than the required properties is there if one of the optional ones is, or one that is not listed."""
@@ -357,11 +432,24 @@ class _Rewriter:
         gone = {"type": "object", "properties": dict.fromkeys(optional, False), "minProperties": len(required) + 1}
         others = {"type": type_names(frozenset(ATOMS) - {"object"})}
         branches = [*(present(name) for name in optional), gone, *([] if schema.get("type") == "object" else [others])]
-        return self.rewrite(all_of(self._placed(rest, schema), {"anyOf": branches}))
+        return self.rewrite(all_of(self.document.copy_of(schema, rest), {"anyOf": branches}))
 
     def _of_type_other_than_object(self, schema: dict[str, Any]) -> Any:
         flat = self.logic.flat([schema, {"type": type_names(frozenset(ATOMS) - {"object"})}]) or []
         return False if self.logic.is_empty(flat) else self.rewrite(all_of(*flat))
+
+
+def looks_around(pattern: str) -> bool:
+    """Whether a pattern has what no automaton reads but Python's `re` does: a look ahead or behind, a word's border."""
+    return re.search(r"\(\?(=|!|<=|<!)|\\[bB]", pattern) is not None and _is_python(pattern)
+
+
+def _is_python(pattern: str) -> bool:
+    try:
+        re.compile(pattern)
+    except re.error:
+        return False
+    return True
 
 
 _TIED = frozenset(["properties", "patternProperties", "additionalProperties", "prefixItems", "items"])

@@ -40,7 +40,8 @@ def verdicts(schema: Any, draft: Any = jsonschema.Draft202012Validator) -> list[
 
 
 def assert_equivalent(schema: Any, draft: Any = jsonschema.Draft202012Validator) -> None:
-    result = rewritten(schema)
+    result, guard = rewritten(schema)
+    assert not guard
     expected, found = verdicts(schema, draft), verdicts(result)
     wrong = [value for value, one, other in zip(INSTANCES, expected, found, strict=True) if one != other]
     assert not wrong, f"{json.dumps(result)} differs on {wrong[:5]}"
@@ -156,9 +157,7 @@ def test_a_keyword_that_the_draft_does_not_know_is_not_negated() -> None:
 @pytest.mark.parametrize(
     ("schema", "said"),
     [
-        ({"not": {"multipleOf": 2}}, "#/not is not enforced: multipleOf"),
-        ({"properties": {"a": {"oneOf": [{"type": "number"}, {"type": "integer"}]}}}, "#/properties/a/oneOf"),
-        ({"items": {"uniqueItems": True}}, "#/items/uniqueItems is not enforced"),
+        ({"$id": "x", "$defs": {"y": {"$id": "y"}}, "$dynamicRef": "#z"}, "#/\\$dynamicRef: its target depends"),
         ({"$ref": "#/$defs/none"}, "'#/\\$defs/none' names nothing"),
         ({"oneOf": 3}, "#/oneOf: must be a list of schemas"),
         ({"properties": {"a~/": {"minimum": "x"}}}, "#/properties/a~0~1/minimum: must be a number"),
@@ -171,13 +170,13 @@ def test_a_refusal_names_the_keyword_and_its_place(schema: Any, said: str) -> No
 
 def test_properties_keep_their_order() -> None:
     schema = {"type": "object", "properties": {"z": {}, "a": {}, "m": {}}, "not": {"required": ["a", "z"]}}
-    assert list(rewritten(schema)["allOf"][0]["properties"]) == ["z", "a", "m"]
+    assert list(rewritten(schema)[0]["allOf"][0]["properties"]) == ["z", "a", "m"]
 
 
-def test_a_rewrite_that_would_grow_too_large_is_refused() -> None:
+def test_a_rewrite_that_would_grow_too_large_is_left_to_the_guard() -> None:
     names = [f"p{index}" for index in range(40)]
-    with pytest.raises(Unsupported, match="more than"):
-        rewritten({"type": "object", "dependentRequired": {name: [f"{name}x"] for name in names}})
+    _, guard = rewritten({"type": "object", "dependentRequired": {name: [f"{name}x"] for name in names}})
+    assert guard
 
 
 # ---- generated schemas -----------------------------------------------------------------------------------------------
@@ -249,8 +248,10 @@ COUNTS = {"rewritten": 0, "refused": 0}
 @hypothesis.given(schema=schemas())
 def check_generated(schema: Any) -> None:
     try:
-        rewritten(schema)
+        _, guard = rewritten(schema)
     except Unsupported:
+        guard = "refused"
+    if guard:
         COUNTS["refused"] += 1
         return
     COUNTS["rewritten"] += 1
