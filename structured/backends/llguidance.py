@@ -15,7 +15,7 @@ import llguidance
 import msgspec
 import numpy as np
 
-from structured.backend import Session
+from structured.backend import DeadEnd, Session
 from structured.backends.guarded import GuardedSession
 from structured.backends.heap import heap_bytes
 from structured.backends.llguidance_schema import departures, has_control_characters, located, mended
@@ -27,6 +27,7 @@ from structured.schemas.rewriting import needs_rewriting, rewritten
 from structured.vocabulary import Vocabulary
 
 _UNSUPPORTED = re.compile(r"Unimplemented keys|Unknown format|(not|only) supported|unsupported", re.IGNORECASE)
+_UNSATISFIABLE = re.compile(r"Unsatisfiable schema|nothing satisfies")
 _NO_FORCING = '%llguidance {"no_forcing": true}\n'
 _SHORT_ESCAPES = 'nrbtf"\\'
 """`\\uXXXX` is left out: with it, an additional property could spell a given property's name and replace it."""
@@ -73,7 +74,19 @@ class LLGuidanceBackend:
         self._tokenizer = tokenizer_of(vocabulary)
 
     def compile(self, spec: ConstraintSpec) -> bytes:
-        grammar, guard = self._grammar_of(spec)
+        """A schema whose exact grammar llguidance refuses is tried once more with a simple grammar and a guard."""
+        try:
+            return self._compiled(spec)
+        except ConstraintError as error:
+            if spec.kind != "json_schema" or spec.loose or _UNSATISFIABLE.search(str(error)):
+                raise
+            try:
+                return self._compiled(spec, proves=False)
+            except ConstraintError:
+                raise error from None
+
+    def _compiled(self, spec: ConstraintSpec, proves: bool = True) -> bytes:
+        grammar, guard = self._grammar_of(spec, proves)
         failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, self._tokenizer)
         if failed or (messages and not spec.loose):
             message = "; ".join(messages).strip()
@@ -89,6 +102,8 @@ class LLGuidanceBackend:
             check_next_row(session, row)
         except ConstraintError as error:
             raise ConstraintError(f"{spec.kind}: {error}") from error
+        except DeadEnd as error:
+            raise ConstraintError(f"{spec.kind}: {NOTHING}") from error
         if not row.any() and not session.is_finished():
             raise ConstraintError(f"{spec.kind}: {NOTHING}")
         # `session` still lives, so the matcher that is measured must allocate memory of its own.
@@ -116,9 +131,9 @@ class LLGuidanceBackend:
         failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, self._tokenizer)
         return silent + ([] if failed else messages)
 
-    def _grammar_of(self, spec: ConstraintSpec) -> tuple[str, str]:
+    def _grammar_of(self, spec: ConstraintSpec, proves: bool = True) -> tuple[str, str]:
         """The grammar, without forced tokens if the constraint's text names a special token, and its guard."""
-        grammar, guard = _translated(spec)
+        grammar, guard = _translated(spec, proves)
         special = (self._vocabulary.tokens[token_id].decode() for token_id in self._vocabulary.special_token_ids)
         if any(text in spec.text for text in special):
             grammar = _without_forcing(grammar)
@@ -210,13 +225,13 @@ def _without_forcing(grammar: str) -> str:
     return _NO_FORCING + (part["lark_grammar"] if schema is None else f"start: %json {json.dumps(schema)}")
 
 
-def _translated(spec: ConstraintSpec) -> tuple[str, str]:
+def _translated(spec: ConstraintSpec, proves: bool) -> tuple[str, str]:
     """The constraint as a grammar of llguidance, Lark or JSON, and what the guard of its sessions is made of. Raises
     `ConstraintError`.
     """
     try:
         if spec.kind in ("json_schema", "json_object"):
-            return _schema_grammar(spec)
+            return _schema_grammar(spec, proves)
         return _plain_grammar(spec), ""
     except ConstraintError:
         raise
@@ -239,8 +254,8 @@ def _plain_grammar(spec: ConstraintSpec) -> str:
     raise Unsupported("structural_tag: llguidance serves the form with structures and triggers")
 
 
-def _schema_grammar(spec: ConstraintSpec) -> tuple[str, str]:
-    schema, guard = _prepared(spec)
+def _schema_grammar(spec: ConstraintSpec, proves: bool) -> tuple[str, str]:
+    schema, guard = _prepared(spec, proves)
     options: dict[str, Any] = {"lenient": spec.loose}
     if spec.any_whitespace:
         options |= {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
@@ -251,13 +266,13 @@ def _schema_grammar(spec: ConstraintSpec) -> tuple[str, str]:
     return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=cast(Any, options)), guard
 
 
-def _prepared(spec: ConstraintSpec) -> tuple[Any, str]:
+def _prepared(spec: ConstraintSpec, proves: bool) -> tuple[Any, str]:
     """The schema as llguidance can serve it, and its guard. Raises `Unsupported` for what it would ignore, if not
     loose.
     """
     schema, guard = json.loads(spec.text) if spec.kind == "json_schema" else {"type": "object"}, ""
-    if not spec.loose and needs_rewriting(schema):
-        schema, guard = rewritten(schema)
+    if not spec.loose and (needs_rewriting(schema) or not proves):
+        schema, guard = rewritten(schema, proves)
     if schema is False:
         raise ConstraintError(f"json_schema: {NOTHING}")
     schema = {} if schema is True else mended(with_exact_formats(schema))

@@ -65,6 +65,7 @@ class Document:
         """Keywords that occur and that the draft does not know. A validator ignores them and a grammar enforces them,
         so they must not be negated.
         """
+        self._loops: frozenset[str] | None = None
         self.has_marks = False
         """Whether the grammar leaves out a keyword somewhere."""
         self._paths: dict[int, str] = {}
@@ -75,6 +76,19 @@ class Document:
 
     def resolve(self, ref: str) -> Any:
         return self.definitions[ref.removeprefix("#/$defs/")]
+
+    def loops(self) -> frozenset[str]:
+        """References to definitions that refer, by way of others or not, to themselves."""
+        if self._loops is None:
+            reached = {name: set(_references(schema)) for name, schema in self.definitions.items()}
+            for middle in reached:  # Warshall's closure
+                for targets in reached.values():
+                    if f"#/$defs/{middle}" in targets:
+                        targets |= reached[middle]
+            self._loops = frozenset(
+                f"#/$defs/{name}" for name, targets in reached.items() if f"#/$defs/{name}" in targets
+            )
+        return self._loops
 
     def path(self, schema: Any) -> str:
         """The JSON pointer of a schema as the client wrote it; empty for one that a rewrite made."""
@@ -285,6 +299,17 @@ def _count_ids(value: Any, is_root: bool = True) -> int:
         return 0
     own = not is_root and _id_of(value) is not None
     return own + sum(_count_ids(item, False) for name, item in value.items() if name not in ("enum", "const"))
+
+
+def _references(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        if isinstance(value.get("$ref"), str):
+            yield value["$ref"]
+        for item in value.values():
+            yield from _references(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _references(item)
 
 
 def _identities(value: Any) -> Iterator[int]:

@@ -36,6 +36,8 @@ def alternatives(logic: Logic, schema: Any, context: Context) -> list[Alternativ
     """Those that the context leaves possible."""
     if isinstance(schema, bool):
         return [] if schema else [Alternative({})]
+    if not logic.proves:
+        return [Alternative({}, "it is left to the guard")]
     found: list[Alternative] = []
     for name, value in schema.items():
         negate = _NEGATIONS.get(name)

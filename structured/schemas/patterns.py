@@ -67,6 +67,39 @@ def combined(wanted: list[str], unwanted: list[str]) -> str | None:
     return None if expression is None else f"^(?:{expression})$"
 
 
+def without_look_ahead(pattern: str) -> str | None:
+    """A pattern that finds the same, if `pattern` begins with `^` and looks ahead from there only. Raises `Unreadable`
+    or `TooLarge`.
+    """
+    wanted: list[str] = []
+    unwanted: list[str] = []
+    rest = pattern.removeprefix("^")
+    while pattern.startswith("^") and rest.startswith(("(?!", "(?=")):
+        end = _group_end(rest)
+        (unwanted if rest[2] == "!" else wanted).append(f"^(?:{rest[3:end]})")
+        rest = rest[end + 1 :]
+    return combined([*wanted, f"^(?:{rest})"], unwanted)
+
+
+def _group_end(text: str) -> int:
+    """Where the group that `text` begins with is closed."""
+    depth, index, in_class = 0, 0, False
+    while index < len(text):
+        character = text[index]
+        if character == "\\":
+            index += 1
+        elif in_class:
+            in_class = character != "]"
+        elif character == "[":
+            in_class = True
+        elif character in "()":
+            depth += 1 if character == "(" else -1
+            if not depth:
+                return index
+        index += 1
+    raise Unreadable("an open group")
+
+
 def without_texts(texts: list[str]) -> str | None:
     """A pattern for all texts but these. Raises `TooLarge`."""
     found = Dfa.of(("alt", tuple(_literal(text) for text in texts))).complement().expression()

@@ -43,7 +43,7 @@ def needs_rewriting(schema: Any) -> bool:
             pattern, rules = value.get("pattern"), value.get("patternProperties")
             if isinstance(pattern, str) and looks_around(pattern):
                 return True
-            if isinstance(rules, dict) and len(rules) > 1:
+            if isinstance(rules, dict) and (len(rules) > 1 or any(map(looks_around, rules))):
                 return True
             pending += value.values()
         elif isinstance(value, list):
@@ -51,30 +51,29 @@ def needs_rewriting(schema: Any) -> bool:
     return False
 
 
-def rewritten(schema: Any) -> tuple[Any, str]:
+def rewritten(schema: Any, proves: bool = True) -> tuple[Any, str]:
     """The schema for the grammar, and what a `Guard` needs to keep what the grammar leaves out; that is empty if
-    the rewrite is exact. Raises `Unsupported` and `ConstraintError`.
+    the rewrite is exact. If `proves` is False, the grammar is as small as can be and the guard does the most. Raises
+    `Unsupported` and `ConstraintError`.
     """
-    rewriter = _Rewriter(read(schema))
+    rewriter = _Rewriter(read(schema), proves)
     return rewriter.run(schema), encoded(rewriter.document)
 
 
 class _Rewriter:
-    def __init__(self, document: Document) -> None:
+    def __init__(self, document: Document, proves: bool) -> None:
         self.document = document
-        self.logic = Logic(document)
-        self._pending: list[str] = []
-        """Definitions that the result refers to."""
+        self.logic = Logic(document, proves)
+        self._done: dict[str, Any] = {}
+        """Definitions that the result refers to, rewritten; None while that is under way."""
+        self._joint: dict[int, str] = {}
+        """The names of definitions that were made of a reference and what stands beside it."""
 
     def run(self, original: Any) -> Any:
         root = self.rewrite(self.document.root)
-        done: dict[str, Any] = {}
-        while self._pending:
-            name = self._pending.pop()
-            if name not in done:
-                done[name] = self.rewrite(self.document.definitions[name])
         if isinstance(root, bool):
             return root
+        done = {name: schema for name, schema in self._done.items() if schema is not False}
         options = {"x-guidance": original["x-guidance"]} if "x-guidance" in original else {}
         return {**root, **({"$defs": done} if done else {}), **options}
 
@@ -82,6 +81,7 @@ class _Rewriter:
         if isinstance(schema, bool):
             return schema
         self.logic.step()
+        schema = self._without_loop(schema)
         plain, choices = self._split(schema)
         if not choices:
             return self._plain(plain)
@@ -92,6 +92,37 @@ class _Rewriter:
             return False
         branches = [self.rewrite(each.schema) for each in found]
         return self._joined(plain, branches, schema)
+
+    def _definition(self, ref: str) -> Any:
+        """What a reference names, rewritten; None while that is under way."""
+        name = ref.removeprefix("#/$defs/")
+        if name not in self._done:
+            self._done[name] = None
+            self._done[name] = self.rewrite(self.document.definitions[name])
+        return self._done[name]
+
+    def _without_loop(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """A reference that is part of a loop may have nothing beside it in llguidance. Then what it names stands there
+        itself, and the whole becomes a definition, to which the loop leads back.
+        """
+        parts = [schema, *(part for part in schema.get("allOf", ()) if isinstance(part, dict))]
+        loops = [part for part in parts if "$ref" in part and part["$ref"] in self.document.loops()]
+        if not loops or len(schema) == 1 == len(schema.get("allOf", "x")):
+            return schema
+        if id(schema) not in self._joint:
+            name = self._joint[id(schema)] = f"j{len(self._joint)}"
+            opened = [
+                all_of(
+                    {key: value for key, value in part.items() if key != "$ref"}, self.document.resolve(part["$ref"])
+                )
+                if part in loops
+                else part
+                for part in schema.get("allOf", ())
+            ]
+            own = [self.document.resolve(schema["$ref"])] if schema in loops else []
+            rest = {key: value for key, value in schema.items() if key not in ("$ref", "allOf")}
+            self.document.definitions[name] = self.document.copy_of(schema, {**rest, "allOf": [*opened, *own]})
+        return {"$ref": f"#/$defs/{self._joint[id(schema)]}"}
 
     def _joined(self, plain: dict[str, Any], branches: list[Any], schema: dict[str, Any]) -> Any:
         """The plain keywords and one of the branches, which stand where the first of their keywords stood."""
@@ -227,7 +258,8 @@ class _Rewriter:
         result: dict[str, Any] = {}
         for name, value in schema.items():
             if name == "$ref":
-                self._pending.append(value.removeprefix("#/$defs/"))
+                if self._definition(value) is False:
+                    return False
                 result[name] = value
             elif name in SCHEMA_MAP:
                 result[name] = {key: self.rewrite(item) for key, item in value.items()}
@@ -239,7 +271,9 @@ class _Rewriter:
                 result[name] = self.rewrite(value)
             elif name == "type":
                 result[name] = "number" if value == "fraction" else value
-            elif name == "pattern" and looks_around(value):
+            elif name == "pattern" and looks_around(value) and (plainer := _without_look_ahead(value)) is not None:
+                result[name] = plainer
+            elif name == "pattern" and (looks_around(value) or (not self.logic.proves and _has_anchor_within(value))):
                 self._leave_out(schema, name)
             elif name != "format" or not is_annotation(value):
                 result[name] = value
@@ -271,6 +305,9 @@ class _Rewriter:
         one of them, whose schema is the conjunction of all that applied to it.
         """
         rules = schema.get("patternProperties", {})
+        if any(map(looks_around, rules)):
+            rules = {_without_look_ahead(rule) or rule: value for rule, value in rules.items()}
+            schema = self.document.copy_of(schema, {**schema, "patternProperties": rules})
         if "propertyNames" not in schema and len(rules) < 2:
             return schema
         schema = self.document.copy_of(schema, dict(schema))
@@ -341,7 +378,7 @@ class _Rewriter:
         of n are there if and only if some k are, at most k if and only if some n - k are absent.
         """
         least, most = schema.get("minProperties", 0), schema.get("maxProperties")
-        if (not least and most is None) or "properties" not in schema:
+        if (not least and most is None) or "properties" not in schema or not self.logic.proves:
             return None
         flat = self.logic.flat([schema]) or []
         names = self.logic.possible_names(flat)
@@ -381,7 +418,7 @@ class _Rewriter:
         required = {name for part in flat for name in part.get("required", ())}
         names = {name for part in flat for name, value in part.get("properties", {}).items() if value is not False}
         dropped = [] if names <= required else ["minProperties", "maxProperties"]
-        if schema.get("minProperties", 0) > 1 + len(required):
+        if schema.get("minProperties", 0) > 1 + len(required) or not self.logic.proves:
             dropped.append("minProperties")
         dropped = [name for name in dropped if name in schema]
         for name in dropped:
@@ -442,6 +479,17 @@ class _Rewriter:
 def looks_around(pattern: str) -> bool:
     """Whether a pattern has what no automaton reads but Python's `re` does: a look ahead or behind, a word's border."""
     return re.search(r"\(\?(=|!|<=|<!)|\\[bB]", pattern) is not None and _is_python(pattern)
+
+
+def _without_look_ahead(pattern: str) -> str | None:
+    try:
+        return patterns.without_look_ahead(pattern)
+    except (patterns.Unreadable, patterns.TooLarge):
+        return None
+
+
+def _has_anchor_within(pattern: str) -> bool:
+    return re.search(r"(?<!\\)\$.|.\^", re.sub(r"\[\^?[^]]*\]", "x", pattern)) is not None and _is_python(pattern)
 
 
 def _is_python(pattern: str) -> bool:

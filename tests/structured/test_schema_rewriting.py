@@ -103,6 +103,13 @@ HAND_WRITTEN = [
     {"$defs": {"t": {"properties": {"a": {"$ref": "#/$defs/t"}}, "oneOf": [{"required": ["a"]}, {"required": ["b"]}]}}}
     | {"$ref": "#/$defs/t"},
     {"uniqueItems": False, "not": False},
+    {"patternProperties": {"^(?!a)": {"type": "integer"}}},
+    {"$defs": {"no": False}, "properties": {"a": {"$ref": "#/$defs/no"}}, "not": {"required": ["b"]}},
+    {
+        "$defs": {"t": {"properties": {"a": {"allOf": [{"$ref": "#/$defs/t"}], "required": ["b"]}}}},
+        "$ref": "#/$defs/t",
+        "not": {"required": ["c"]},
+    },
     {"unevaluatedProperties": True, "contains": {}, "minContains": 0},
 ]
 
@@ -296,6 +303,16 @@ def test_patterns_are_combined_as_sets_of_texts(one: str, other: str) -> None:
             assert bool(re.search(found, text)) == expected, (found, text)
         elif re.fullmatch(found.removesuffix("$"), text):
             assert expected
+
+
+@pytest.mark.parametrize("pattern", ["^(?!a)[a-c]+$", "^(?=.{1,2}$)[ab]*", "^(?!b)(?!.*c$)", r"^(?!(a|b)\(?x)[ab(x]+$"])
+def test_a_look_ahead_at_the_beginning_is_resolved(pattern: str) -> None:
+    found, rng = patterns.without_look_ahead(pattern), random.Random(pattern)
+    assert found is not None
+    assert "(?!" not in found
+    for _ in range(500):
+        text = "".join(rng.choices("abc(x", k=rng.randint(0, 5)))
+        assert bool(re.search(found, text)) == bool(re.search(pattern, text)), (found, text)
 
 
 def test_disjoint_patterns_are_found() -> None:
