@@ -25,10 +25,13 @@ class TokenClasses:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         quoted, twice, ending = [], [], []
+        self.closing: dict[bytes, list[int]] = {}
+        """Tokens by what they begin with, up to their first quote."""
         for token_id, token in enumerate(vocabulary.tokens):
-            _, quote, rest = token.partition(b'"')
+            begun, quote, rest = token.partition(b'"')
             if quote:
                 quoted.append(token_id)
+                self.closing.setdefault(begun + quote, []).append(token_id)
                 if any(byte in b'"]}el0123456789' for byte in rest):
                     twice.append(token_id)
             if any(byte in _ENDS for byte in token):
@@ -88,11 +91,28 @@ class GuardedSession:
         if not guard.reaches_from(state):
             return None
         if state.mode == STRING and guard.is_hot(state):
-            return row if self._has_domain(state) else row & classes.quoted
+            return row if self._has_domain(state) else row & self._closing(state, classes)
         if state.mode in (STRING, KEY_STRING):
             return row & classes.twice
         if state.mode == SCALAR and not self._has_domain(state):
             return row & classes.ending
+        return row
+
+    def _closing(self, state: State, classes: TokenClasses) -> np.ndarray:
+        """Tokens that might complete the string wrongly. If it must only differ from others, those are the tokens that
+        go on as one of the others does. A backslash may spell a character in two ways, so then each token is tried.
+        """
+        frame, begun = state.frame, bytes(self._text[state.start :])
+        if frame is None or self._guard.place_of(state).is_judged or b"\\" in begun:
+            return classes.quoted
+        found: list[int] = []
+        for text in frame.texts:
+            if b"\\" in text:
+                return classes.quoted
+            if text.startswith(begun):
+                found += classes.closing.get(text[len(begun) :], ())
+        row = classes.twice.copy()
+        self._vocabulary.set_tokens(row, found, True)
         return row
 
     def _has_domain(self, state: State) -> bool:

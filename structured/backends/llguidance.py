@@ -275,7 +275,7 @@ def _prepared(spec: ConstraintSpec, proves: bool) -> tuple[Any, str]:
         schema, guard = rewritten(schema, proves)
     if schema is False:
         raise ConstraintError(f"json_schema: {NOTHING}")
-    schema = {} if schema is True else mended(with_exact_formats(schema))
+    schema = {} if schema is True else with_exact_formats(mended(schema))
     ignored = [] if spec.loose else departures(schema)
     if ignored:
         raise Unsupported(f"json_schema: {'; '.join(ignored)}")

@@ -106,6 +106,11 @@ class Document:
         self._kept.append(changed)
         return changed
 
+    def origin(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """The schema that a client wrote, if this one stands for it; else the schema itself."""
+        found = self._origins.get(id(schema))
+        return schema if found is None else found
+
     def mark(self, schema: dict[str, Any], keyword: str) -> bool:
         """Notes that the grammar leaves out a keyword of this schema; False if no client wrote the schema."""
         origin = self._origins.get(id(schema))
@@ -187,7 +192,7 @@ class _Reader:
             _expect(isinstance(value, dict), where, "an object of schemas")
             return {key: self.read(item, resolver, f"{where}/{_escaped(key)}") for key, item in value.items()}
         _check_plain(name, value, where)
-        return value
+        return int(value) if name in _COUNTS and isinstance(value, float) else value
 
     def _modern(self, schema: dict[str, Any], path: str) -> dict[str, Any]:
         """The schema's keywords in the meaning that draft 2020-12 gives them."""
@@ -202,7 +207,7 @@ class _Reader:
         for name, value in schema.items():
             if name == "items" and isinstance(value, list):
                 result["prefixItems"] = value
-                result["items"] = schema.get("additionalItems", True)
+                result |= {"items": schema["additionalItems"]} if "additionalItems" in schema else {}
             elif name == "dependencies" and isinstance(value, dict):
                 if draft > 7:
                     self.document.foreign |= {"dependentRequired", "dependentSchemas"}
@@ -372,6 +377,7 @@ _FORMS: list[tuple[tuple[str, ...], Callable[[Any], bool], str]] = [
         "lists of names by name",
     ),
 ]
+_COUNTS = frozenset(name for names, check, _ in _FORMS if check is _is_count for name in names)
 _FORM_OF = {name: (check, what) for names, check, what in _FORMS for name in names}
 
 

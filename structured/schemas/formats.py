@@ -1,8 +1,8 @@
 """The formats of JSON Schema as regular expressions, and which of them a backend is given as a pattern.
 
 Date and time follow RFC 3339, section 5.6, with years 0001 to 9999, the days that each month has, and no leap seconds.
-URIs and IRIs follow RFC 3986 and RFC 3987, templates RFC 6570, pointers RFC 6901. Languages that are not regular
-(`regex`, `idn-hostname`) are given as a part of them, so that what is written is always right.
+Host names follow RFC 1123, URIs and IRIs RFC 3986 and RFC 3987, templates RFC 6570, pointers RFC 6901. Languages
+that are not regular (`regex`, `idn-hostname`) are given as a part of them, so that what is written is always right.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ _CLOCK = r"T([0-9]+H([0-9]+M([0-9]+S)?)?|[0-9]+M([0-9]+S)?|[0-9]+S)"
 _DAYS = r"([0-9]+Y([0-9]+M([0-9]+D)?)?|[0-9]+M([0-9]+D)?|[0-9]+D)"
 _DURATION = rf"P({_DAYS}({_CLOCK})?|{_CLOCK}|[0-9]+W)"
 
-_LABEL = r"[a-zA-Z0-9]([a-zA-Z0-9\-]{0,61}[a-zA-Z0-9])?"
+_FIRST, _INNER = r"[a-zA-Z0-9]", r"[a-zA-Z0-9\-]"
+# No label has hyphens in its third and fourth place, for those are encoded Unicode (RFC 5891), which is not regular.
+_LONG_LABEL = rf"{_INNER}({_FIRST}{_INNER}|-{_FIRST}){_INNER}{{0,58}}{_FIRST}"
+_LABEL = rf"{_FIRST}({_INNER}{{0,2}}{_FIRST}|{_LONG_LABEL})?"
 _HOSTNAME = rf"{_LABEL}(\.{_LABEL})*"
 _OCTET = r"(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _IPV4 = rf"{_OCTET}(\.{_OCTET}){{3}}"
@@ -99,8 +102,8 @@ REGULAR = {
     }.items()
 }
 """All formats of the specification, each as a pattern for the whole text."""
-_BUILT_IN = frozenset(["duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"])
-"""Formats that llguidance enforces by itself; its other ones let impossible dates through."""
+_BUILT_IN = frozenset(["duration", "email", "ipv4", "ipv6", "uuid", "uri"])
+"""Formats that llguidance enforces by itself; its other ones let impossible dates and host names through."""
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 _VALUES = ("const", "enum", "default", "examples")
 

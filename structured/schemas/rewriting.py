@@ -40,7 +40,9 @@ def needs_rewriting(schema: Any) -> bool:
         if isinstance(value, dict):
             if not _WANTED.isdisjoint(value):
                 return True
-            pattern, rules = value.get("pattern"), value.get("patternProperties")
+            ref, pattern, rules = (value.get(name) for name in ("$ref", "pattern", "patternProperties"))
+            if isinstance(ref, str) and not ref.startswith("#"):
+                return True
             if isinstance(pattern, str) and looks_around(pattern):
                 return True
             if isinstance(rules, dict) and (len(rules) > 1 or any(map(looks_around, rules))):
@@ -250,11 +252,11 @@ class _Rewriter:
         if ("enum" in schema or "const" in schema) and set(whole) - {"enum", "type"}:
             values = self.logic.finite_values(self.logic.flat([whole]) or [])
             return {"enum": values} if values else False
-        schema = self._with_names(schema)
+        schema = self._with_names(self._closed(schema))
         counted = self._counted(schema)
         if counted is not None:
             return counted
-        schema = self._closed(self._uncounted(schema))
+        schema = self._uncounted(schema)
         result: dict[str, Any] = {}
         for name, value in schema.items():
             if name == "$ref":
@@ -432,7 +434,7 @@ class _Rewriter:
         if schema.get("unevaluatedProperties", True) is True:
             return schema
         known: dict[str, dict[str, Any]] = {"properties": {}, "patternProperties": {}}
-        is_certain = self._evaluated(schema, known, set())
+        is_certain = self._evaluated(self.document.origin(schema), known, set())
         if is_certain is None:
             return schema
         result = dict(schema)

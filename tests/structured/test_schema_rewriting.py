@@ -110,6 +110,7 @@ HAND_WRITTEN = [
         "$ref": "#/$defs/t",
         "not": {"required": ["c"]},
     },
+    {"properties": {"a": {}}, "allOf": [{"properties": {"b": {"type": "integer"}}}], "unevaluatedProperties": False},
     {"unevaluatedProperties": True, "contains": {}, "minContains": 0},
 ]
 
