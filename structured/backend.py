@@ -102,7 +102,9 @@ class Backend(Protocol):
         """Builds the grammar from what `compile` returned, perhaps in another process. Cheap."""
 
     def not_enforced(self, spec: ConstraintSpec) -> list[str]:
-        """Keywords of the constraint that this backend would not enforce; reported for a loose request."""
+        """Keywords of the constraint that this backend does not enforce: for a loose request whatever it lacks, for
+        others only what the specification calls annotations. They are reported to the client.
+        """
 
 
 def backend_names() -> list[str]:

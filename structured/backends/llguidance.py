@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+from collections.abc import Iterator
 from typing import Any, cast
 
 import llguidance
@@ -18,10 +19,11 @@ import numpy as np
 from structured.backend import DeadEnd, Session
 from structured.backends.guarded import GuardedSession
 from structured.backends.heap import heap_bytes
+from structured.backends.keywords import subschemas
 from structured.backends.llguidance_schema import departures, has_control_characters, located, mended
 from structured.constraint import ConstraintError, ConstraintSpec, Unsupported
 from structured.masks import row_words
-from structured.schemas.formats import with_exact_formats
+from structured.schemas.formats import is_annotation, with_exact_formats
 from structured.schemas.guard import Guard
 from structured.schemas.rewriting import needs_rewriting, rewritten
 from structured.vocabulary import Vocabulary
@@ -78,7 +80,7 @@ class LLGuidanceBackend:
         try:
             return self._compiled(spec)
         except ConstraintError as error:
-            if spec.kind != "json_schema" or spec.loose or _UNSATISFIABLE.search(str(error)):
+            if not _is_schema(spec) or spec.loose or _UNSATISFIABLE.search(str(error)):
                 raise
             try:
                 return self._compiled(spec, proves=False)
@@ -123,13 +125,16 @@ class LLGuidanceBackend:
         return LLGuidanceGrammar(self._tokenizer, msgspec.msgpack.decode(compiled, type=Compiled), self._vocabulary)
 
     def not_enforced(self, spec: ConstraintSpec) -> list[str]:
-        """What llguidance ignores silently, and what a lenient compilation warns of; [] if the request is not loose."""
+        """Formats that no specification defines; if loose, also what llguidance ignores, and what it warns of."""
+        annotations = (
+            list(_unknown_formats(json.loads(spec.text))) if '"format"' in spec.text and _is_schema(spec) else []
+        )
         if not spec.loose:
-            return []
-        silent = departures(json.loads(spec.text)) if spec.kind == "json_schema" else []
+            return annotations
+        silent = departures(json.loads(spec.text)) if _is_schema(spec) else []
         grammar, _ = self._grammar_of(spec)
         failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, self._tokenizer)
-        return silent + ([] if failed else messages)
+        return annotations + silent + ([] if failed else messages)
 
     def _grammar_of(self, spec: ConstraintSpec, proves: bool = True) -> tuple[str, str]:
         """The grammar, without forced tokens if the constraint's text names a special token, and its guard."""
@@ -212,6 +217,17 @@ def check_next_row(session: Session, row: np.ndarray) -> None:
     allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
     if len(allowed) and session.accept(int(allowed[0])) and not session.is_finished():
         session.fill(row.copy())
+
+
+def _is_schema(spec: ConstraintSpec) -> bool:
+    return spec.kind == "json_schema"
+
+
+def _unknown_formats(schema: Any) -> Iterator[str]:
+    for path, subschema in subschemas(schema):
+        name = subschema.get("format")
+        if is_annotation(name):
+            yield f"{path}/format: {name!r} is no format of JSON Schema"
 
 
 def _without_forcing(grammar: str) -> str:

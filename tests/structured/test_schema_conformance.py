@@ -321,5 +321,19 @@ def test_what_neither_backend_enforces_is_refused_by_name_and_served_loosely() -
     assert any("prefixItems" in keyword for keyword in resolved.not_enforced)
 
 
+def test_a_format_that_no_specification_defines_is_an_annotation_and_reported() -> None:
+    schema = {"type": "object", "properties": {"color": {"type": "string", "format": "color"}}}
+    resolved = backends().resolve(ConstraintSpec(kind="json_schema", text=json.dumps(schema)))
+    assert resolved.not_enforced == ["#/properties/color/format: 'color' is no format of JSON Schema"]
+    assert accepts(grammar_of(schema, any_whitespace=False), {"color": "no color at all"})
+
+
+def test_a_strict_request_is_refused_what_llguidance_would_ignore() -> None:
+    """With a control character in the schema, "\\u0061" spells the name of another property."""
+    schema = {"properties": {"a": {"type": "integer"}, "b": {"enum": ["\x01"]}}, "type": "object"}
+    with pytest.raises(ConstraintError, match="names are not kept apart"):
+        grammar_of(schema)
+
+
 if __name__ == "__main__":
     ENFORCED_FILE.write_text(json.dumps(proven(), indent=1) + "\n")
