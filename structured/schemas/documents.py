@@ -162,6 +162,7 @@ class _Reader:
         if self._has_scopes and schema is not self._root and _id_of(schema) is not None:
             self._check_draft(schema, path)
             resolver = self._in_scope(schema, resolver)
+        self.document.foreign |= {name for name in schema if self.document.draft < _SINCE.get(name, 0)}
         schema = self._modern(schema, path)
         result: dict[str, Any] = {}
         for name, value in schema.items():
@@ -181,8 +182,6 @@ class _Reader:
             return self._reference(name, value, resolver, where)
         if name not in KEYWORDS:
             return _ABSENT
-        if self.document.draft < _SINCE.get(name, 0):
-            self.document.foreign.add(name)
         if name in SCHEMA:
             return self.read(value, resolver, where)
         if name in SCHEMA_LIST:

@@ -72,7 +72,10 @@ class Logic:
             raise TooManySteps(f"the schema's branches take more than {MAX_STEPS} proofs to tell apart; simplify them")
 
     def flat(self, schemas: list[Any]) -> list[dict[str, Any]] | None:
-        """The conjuncts, references and `allOf` resolved; None if one of them is `false`."""
+        """The conjuncts, references and `allOf` resolved; None if one of them is `false`. Keywords that the draft does
+        not know are left out, because nothing follows from them.
+        """
+        foreign = self.document.foreign
         found: list[dict[str, Any]] = []
         seen: set[str] = set()
         pending = list(reversed(schemas))
@@ -87,7 +90,8 @@ class Logic:
                 seen.add(ref)
                 pending.append(self.document.resolve(ref))
             pending += reversed(schema.get("allOf", ()))
-            found.append(schema)
+            is_known = foreign.isdisjoint(schema)
+            found.append(schema if is_known else {key: item for key, item in schema.items() if key not in foreign})
         return found
 
     def is_empty(self, schemas: list[Any], depth: int = 0) -> bool:

@@ -58,8 +58,11 @@ def rewritten(schema: Any, proves: bool = True) -> tuple[Any, str]:
     the rewrite is exact. If `proves` is False, the grammar is as small as can be and the guard does the most. Raises
     `Unsupported` and `ConstraintError`.
     """
-    rewriter = _Rewriter(read(schema), proves)
-    return rewriter.run(schema), encoded(rewriter.document)
+    try:
+        rewriter = _Rewriter(read(schema), proves)
+        return rewriter.run(schema), encoded(rewriter.document)
+    except RecursionError as error:
+        raise Unsupported("the schema's branches and references go too deep to tell apart; flatten them") from error
 
 
 class _Rewriter:

@@ -84,6 +84,7 @@ HAND_WRITTEN = [
     {"dependentRequired": {"a": ["b"], "b": ["a", "c"]}},
     {"dependentSchemas": {"a": {"properties": {"b": {"const": 1}}}}},
     {"dependencies": {"a": ["b"], "b": {"required": ["c"]}}, "$schema": "http://json-schema.org/draft-07/schema#"},
+    {"not": {"dependencies": {"a": ["b"]}}, "$schema": "http://json-schema.org/draft-07/schema#"},
     {"propertyNames": {"pattern": "^[ab]"}},
     {"propertyNames": {"enum": ["a", "b"]}, "properties": {"c": {"type": "integer"}}},
     {"propertyNames": {"maxLength": 1}, "additionalProperties": {"type": "integer"}},
@@ -160,6 +161,13 @@ def test_what_a_draft_said_in_its_own_way() -> None:
 def test_a_keyword_that_the_draft_does_not_know_is_not_negated() -> None:
     with pytest.raises(Unsupported, match="const is no keyword of the draft"):
         rewritten({"$schema": "http://json-schema.org/draft-04/schema#", "not": {"const": 1}})
+
+
+def test_nothing_follows_from_a_keyword_that_the_draft_does_not_know() -> None:
+    branches = [{"properties": {"a": {"const": value}}, "required": ["a"]} for value in (1, 2)]
+    rewritten({"oneOf": branches})
+    with pytest.raises(Unsupported, match="const is no keyword of the draft"):
+        rewritten({"$schema": "http://json-schema.org/draft-04/schema#", "oneOf": branches})
 
 
 @pytest.mark.parametrize(
