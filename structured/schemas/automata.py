@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 MAX_CHARACTER = 0x10FFFF
-MAX_STATES = 400
+MAX_STATES = 250
 """Most states of one automaton."""
 MAX_LENGTH = 20_000
 """Most characters of an expression that is made from an automaton."""
@@ -52,6 +52,7 @@ class _Nfa:
     def __init__(self) -> None:
         self.steps: list[list[tuple[Ranges, int]]] = []
         self.free: list[list[int]] = []
+        self._closures: dict[frozenset[int], frozenset[int]] = {}
 
     def state(self) -> int:
         if len(self.steps) >= 10 * MAX_STATES:
@@ -96,7 +97,24 @@ class _Nfa:
             self.free[start].append(end)
         return end
 
-    def closure(self, states: Iterable[int]) -> frozenset[int]:
+    def moves(self, states: Iterable[int], edges: list[int]) -> list[frozenset[int]]:
+        """The states that are reached by a character of each class."""
+        first_class = {edge: index for index, edge in enumerate(edges)}
+        reached: list[set[int]] = [set() for _ in edges]
+        for state in states:
+            for ranges, target in self.steps[state]:
+                for low, high in ranges:
+                    for index in range(first_class[low], first_class.get(high + 1, len(edges))):
+                        reached[index].add(target)
+        return [frozenset(each) for each in reached]
+
+    def closure(self, states: frozenset[int]) -> frozenset[int]:
+        known = self._closures.get(states)
+        if known is None:
+            known = self._closures[states] = self._closure(states)
+        return known
+
+    def _closure(self, states: Iterable[int]) -> frozenset[int]:
         found, pending = set(states), list(states)
         while pending:
             for target in self.free[pending.pop()]:
@@ -124,19 +142,17 @@ class Dfa:
         for low, high in (pair for steps in nfa.steps for ranges, _ in steps for pair in ranges):
             cuts |= {low, high + 1}
         edges = sorted(cut for cut in cuts if cut <= MAX_CHARACTER)
-        numbers = {nfa.closure([first]): 0}
+        numbers = {nfa.closure(frozenset([first])): 0}
         targets: list[list[int]] = []
         pending = list(numbers)
         for states in pending:  # grows
             row = []
-            for edge in edges:
-                reached = nfa.closure(
-                    [to for state in states for ranges, to in nfa.steps[state] if _holds(ranges, edge)]
-                )
-                if reached not in numbers:
-                    numbers[reached] = len(numbers)
-                    pending.append(reached)
-                row.append(numbers[reached])
+            for reached in nfa.moves(states, edges):
+                closed = nfa.closure(reached)
+                if closed not in numbers:
+                    numbers[closed] = len(numbers)
+                    pending.append(closed)
+                row.append(numbers[closed])
             targets.append(row)
             if len(numbers) > MAX_STATES:
                 raise TooLarge
@@ -221,10 +237,6 @@ class Dfa:
                 reached.setdefault(target, []).append((low, high))
             arrows[state] = {target: class_text(ranges_of(parts)) for target, parts in reached.items()}
         return arrows
-
-
-def _holds(ranges: Ranges, character: int) -> bool:
-    return any(low <= character <= high for low, high in ranges)
 
 
 def _positions(edges: list[int], own: list[int]) -> list[int]:

@@ -13,6 +13,7 @@ import math
 from typing import Any, NamedTuple
 
 from structured.schemas.documents import GUARD, SCHEMA, SCHEMA_LIST, SCHEMA_MAP, Document
+from structured.schemas.judge import json_key
 from structured.schemas.logic import Logic, item_schemas, largest, smallest, types_of
 
 MAX_DOMAIN = 256
@@ -265,7 +266,7 @@ class Guard:
         if frame is None:
             return state._replace(mode=DONE)
         if frame.place.is_unique and frame.is_array:
-            key = _key(json.loads(text))
+            key = json_key(json.loads(text))
             if key in frame.seen:
                 return None
             frame = frame._replace(seen=frame.seen | {key}, texts=frame.texts | {text})
@@ -303,14 +304,3 @@ class Guard:
 def encoded(document: Document) -> str:
     """The marked schema; empty if it has no mark."""
     return json.dumps([document.draft, document.root, document.definitions]) if document.has_marks else ""
-
-
-def _key(value: Any) -> Any:
-    """Equal for equal JSON values, and only for those: 1 and 1.0 are equal, 1 and true are not."""
-    if isinstance(value, bool):
-        return ("bool", value)
-    if isinstance(value, list):
-        return ("array", tuple(map(_key, value)))
-    if isinstance(value, dict):
-        return ("object", frozenset((name, _key(item)) for name, item in value.items()))
-    return value
