@@ -66,6 +66,7 @@ class StepMasks:
         """(sequence, output, finish): the sequence has ended if this is its output after the step."""
         self._failed: dict[int, str] = {}
         self.num_late = 0
+        self.num_dead_ends = 0
         """Rows that sit the step out."""
         self.seconds = 0.0
         """Time from `begin` to the end of `collect`; 0 without constraints."""
@@ -176,6 +177,7 @@ class StepMasks:
         outputs: list[SequenceOutput] = []
         for sequence, output, finish in self._finished:
             if _output(sequence) == output:
+                self.num_dead_ends += finish is FinishStatus.FINISHED_LENGTH
                 outputs += self._scheduler.end(sequence.sequence_id, finish)
         for sequence_id, error in self._failed.items():
             outputs += self._scheduler.end(sequence_id, FinishStatus.FINISHED_INTERNAL_ERROR, error)
@@ -212,6 +214,7 @@ class Masks:
         self._scheduler = scheduler
         self._last = StepMasks(None, scheduler, None, 0.0)
         self._num_late_before = 0
+        self._num_dead_ends_before = 0
         self._step_seconds = 0.0
 
     @property
@@ -224,10 +227,16 @@ class Masks:
         """Rows that sat a step out, over the engine's life."""
         return self._num_late_before + self._last.num_late
 
+    @property
+    def num_dead_ends(self) -> int:
+        """Sequences that ended because nothing could follow, over the engine's life."""
+        return self._num_dead_ends_before + self._last.num_dead_ends
+
     def begin(self, step: StepInput) -> StepMasks:
         """Starts the masks of a step."""
         self._end_sessions()
         self._num_late_before += self._last.num_late
+        self._num_dead_ends_before += self._last.num_dead_ends
         self._last = StepMasks(self.pool, self._scheduler, self.forced, PATIENCE * self._step_seconds)
         self._last.begin(step)
         return self._last
@@ -245,6 +254,7 @@ class Masks:
         outputs: list[SequenceOutput] = []
         for sequence_id in last.asked_early:
             if sequence_id in pool and (finish := finish_of(pool, sequence_id)) is not None:
+                self._num_dead_ends_before += finish is FinishStatus.FINISHED_LENGTH
                 outputs += self._scheduler.end(sequence_id, finish)
         for sequence in self._late:
             self._scheduler.wait_for_mask(sequence, not pool.is_ready(sequence.sequence_id))
