@@ -30,6 +30,7 @@ from structured.vocabulary import Vocabulary
 
 _UNSUPPORTED = re.compile(r"Unimplemented keys|Unknown format|(not|only) supported|unsupported", re.IGNORECASE)
 _UNSATISFIABLE = re.compile(r"Unsatisfiable schema|nothing satisfies")
+_EMBEDDED_SCHEMA = re.compile(r"(?<=\s)%json\s*(?=\{)")
 _NO_FORCING = '%llguidance {"no_forcing": true}\n'
 _SHORT_ESCAPES = 'nrbtf"\\'
 """`\\uXXXX` is left out: with it, an additional property could spell a given property's name and replace it."""
@@ -261,13 +262,37 @@ def _plain_grammar(spec: ConstraintSpec) -> str:
     if spec.kind == "regex":
         return llguidance.LLMatcher.grammar_from_regex(spec.text)
     if spec.kind == "lark":
-        return llguidance.LLMatcher.grammar_from_lark(spec.text)
+        return llguidance.LLMatcher.grammar_from_lark(spec.text if spec.loose else _with_exact_schemas(spec.text))
     if spec.kind == "ebnf":
         return llguidance.grammar_from("gbnf", spec.text)
     structures = json.loads(spec.text)
     if "structures" in structures:
         return _tag_grammar(structures)
     raise Unsupported("structural_tag: llguidance serves the form with structures and triggers")
+
+
+def _with_exact_schemas(grammar: str) -> str:
+    """The grammar with its schemas (`%json {...}`, such as those of tool arguments) rewritten where that is exact. No
+    guard follows a part of a text, so the other schemas stay and llguidance refuses their keywords.
+    """
+    parts, end = [], 0
+    for found in _EMBEDDED_SCHEMA.finditer(grammar):
+        if found.end() < end:
+            continue
+        schema, length = json.JSONDecoder().raw_decode(grammar[found.end() :])
+        parts += [grammar[end : found.end()], json.dumps(_embedded(schema))]
+        end = found.end() + length
+    return "".join([*parts, grammar[end:]])
+
+
+def _embedded(schema: dict[str, Any]) -> Any:
+    if schema.get("x-guidance", {}).get("lenient"):
+        return schema
+    prepared = schema
+    if needs_rewriting(schema):
+        result, guard = rewritten(schema)
+        prepared = schema if guard or isinstance(result, bool) else result
+    return with_exact_formats(mended(prepared))
 
 
 def _schema_grammar(spec: ConstraintSpec, proves: bool) -> tuple[str, str]:

@@ -11,8 +11,9 @@ import jsonschema
 import numpy as np
 import pytest
 
-from structured.backend import DeadEnd, Grammar, Session
+from structured.backend import DeadEnd, Grammar, Session, make_backend
 from structured.backends.guarded import GuardedSession
+from structured.constraint import ConstraintError, ConstraintSpec
 from structured.masks import row_words
 from structured.schemas.rewriting import rewritten
 from tests.structured.grammar_walk import allowed_tokens, walk
@@ -209,6 +210,23 @@ def test_a_name_that_comes_twice_counts_once() -> None:
     schema = {"type": "object", "minProperties": 3, "additionalProperties": _INT}
     assert not accepts_text(grammar(schema), '{"a": 1, "b": 1, "a": 1}')
     assert accepts_text(grammar(schema), '{"a": 1, "b": 1, "a": 1, "c": 1}')
+
+
+def test_schemas_within_a_grammar_are_rewritten_where_that_is_exact() -> None:
+    options = {"x-guidance": {"whitespace_flexible": False}}
+    schema = {"type": "object", "properties": {"a": {"type": "string", "format": "date"}, "b": {}, "c": {}}} | options
+    either = schema | {"additionalProperties": False, "oneOf": [{"required": ["b"]}, {"required": ["c"]}]}
+    backend = make_backend("llguidance", vocabulary())
+    spec = ConstraintSpec(kind="lark", text=f'start: "<" %json {json.dumps(either)} ">"', backend="llguidance")
+    found = backend.load(spec, backend.compile(spec))
+    assert accepts_text(found, '<{"b":1}>')
+    assert accepts_text(found, '<{"a":"2024-02-29","c":1}>')
+    assert not accepts_text(found, '<{"b":1,"c":1}>')
+    assert not accepts_text(found, '<{"a":"2023-02-29","c":1}>')
+    guarded = schema | {"properties": {"a": {"type": "array", "uniqueItems": True}}}
+    spec = ConstraintSpec(kind="lark", text=f'start: "<" %json {json.dumps(guarded)} ">"', backend="llguidance")
+    with pytest.raises(ConstraintError, match="uniqueItems"):
+        backend.compile(spec)
 
 
 def test_values_that_no_mark_reaches_are_not_judged() -> None:
