@@ -110,24 +110,27 @@ class _Rewriter:
         """A reference that is part of a loop may have nothing beside it in llguidance. Then what it names stands there
         itself, and the whole becomes a definition, to which the loop leads back.
         """
-        parts = [schema, *(part for part in schema.get("allOf", ()) if isinstance(part, dict))]
-        loops = [part for part in parts if "$ref" in part and part["$ref"] in self.document.loops()]
-        if not loops or len(schema) == 1 == len(schema.get("allOf", "x")):
+        conjuncts = schema.get("allOf", [])
+        parts = [schema, *(part for part in conjuncts if isinstance(part, dict))]
+        is_alone = len(schema) == 1 and len(conjuncts) < 2
+        if is_alone or not any(part.get("$ref") in self.document.loops() for part in parts):
             return schema
         if id(schema) not in self._joint:
             name = self._joint[id(schema)] = f"j{len(self._joint)}"
-            opened = [
-                all_of(
-                    {key: value for key, value in part.items() if key != "$ref"}, self.document.resolve(part["$ref"])
-                )
-                if part in loops
-                else part
-                for part in schema.get("allOf", ())
-            ]
-            own = [self.document.resolve(schema["$ref"])] if schema in loops else []
-            rest = {key: value for key, value in schema.items() if key not in ("$ref", "allOf")}
-            self.document.definitions[name] = self.document.copy_of(schema, {**rest, "allOf": [*opened, *own]})
+            changed = {key: value for key, value in schema.items() if key != "$ref"}
+            if conjuncts:
+                changed["allOf"] = [self._opened(part) for part in conjuncts]
+            if "$ref" in schema:
+                changed["allOf"] = [*changed.get("allOf", []), self.document.resolve(schema["$ref"])]
+            self.document.definitions[name] = self.document.copy_of(schema, changed)
         return {"$ref": f"#/$defs/{self._joint[id(schema)]}"}
+
+    def _opened(self, schema: Any) -> Any:
+        """What a reference in a loop names, in place of the reference."""
+        if isinstance(schema, bool) or schema.get("$ref") not in self.document.loops():
+            return schema
+        rest = {key: value for key, value in schema.items() if key != "$ref"}
+        return all_of(self.document.copy_of(schema, rest) if rest else True, self.document.resolve(schema["$ref"]))
 
     def _joined(self, plain: dict[str, Any], branches: list[Any], schema: dict[str, Any]) -> Any:
         """The plain keywords and one of the branches, which stand where the first of their keywords stood."""
@@ -153,8 +156,19 @@ class _Rewriter:
 
     def _leave_out(self, schema: dict[str, Any], keyword: str, reason: str = "it has no grammar") -> None:
         """The grammar does without a keyword, which a guard then enforces."""
-        if not self.document.mark(schema, keyword) or "is no keyword of the draft" in reason:
+        if "is no keyword of the draft" in reason or not self._mark(schema, keyword):
             raise Unsupported(f"{self.document.path(schema) or '#'}/{keyword} is not enforced: {reason}")
+
+    def _mark(self, schema: dict[str, Any], keyword: str) -> bool:
+        """Marks the schema, or the parts of one that a rewrite put together; False if a part is not the client's."""
+        if self.document.mark(schema, keyword):
+            return True
+        parts = [part for part in schema.get("allOf", ()) if isinstance(part, dict) and self._has_choice(part)]
+        return bool(parts) and not set(schema) & set(CHOICES) and all(self._mark(part, keyword) for part in parts)
+
+    def _has_choice(self, schema: dict[str, Any]) -> bool:
+        parts = [part for part in schema.get("allOf", ()) if isinstance(part, dict)]
+        return any(name in schema for name in CHOICES) or any(map(self._has_choice, parts))
 
     def _blamed(self, schema: Any) -> str:
         names = [name for name in CHOICES if name in schema]

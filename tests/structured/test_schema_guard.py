@@ -229,6 +229,15 @@ def test_schemas_within_a_grammar_are_rewritten_where_that_is_exact() -> None:
         backend.compile(spec)
 
 
+def test_what_takes_too_many_proofs_is_guarded() -> None:
+    branches = [{"properties": {f"p{index}": {"type": "integer"}}} for index in range(9)]
+    nested = [{"oneOf": [{"required": [f"p{index}"]}, {"anyOf": branches}]} for index in range(12)]
+    schema = {"type": "object", "allOf": nested, "additionalProperties": {"type": "integer"}, "maxProperties": 12}
+    judge = jsonschema.Draft202012Validator(schema)
+    for value in ({f"p{index}": 1 for index in range(12)}, {}, {"p0": 1}, {"q": 1}):
+        assert not accepts(grammar(schema), value) or judge.is_valid(value)
+
+
 def test_values_that_no_mark_reaches_are_not_judged() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "array", "uniqueItems": True}}}
     session = grammar(schema).session()
