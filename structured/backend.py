@@ -24,6 +24,12 @@ _BUILT_IN = {
 }
 
 
+class DeadEnd(Exception):
+    """No token may follow, and the text may not end: what was written so far cannot be completed. A sampler could not
+    have known, so the sequence ends as one that reaches `max_tokens` does.
+    """
+
+
 class Session(Protocol):
     """The state of one sequence under a grammar: a function of the output tokens that it accepted. Not thread-safe."""
 
@@ -36,7 +42,7 @@ class Session(Protocol):
     def fill(self, row: np.ndarray) -> None:
         """Writes which tokens may come next: int32 `[ceil(width / 32)]`, token `t` is bit `t % 32` of word `t // 32`,
         1 allows. Writes every word. Padding beyond the vocabulary is 0; end-of-sequence bits are 1 if and only if
-        `is_accepting()`.
+        `is_accepting()`. May raise `DeadEnd`, and is not asked again then.
         """
 
     def rollback(self, num_tokens: int) -> None:
@@ -96,7 +102,9 @@ class Backend(Protocol):
         """Builds the grammar from what `compile` returned, perhaps in another process. Cheap."""
 
     def not_enforced(self, spec: ConstraintSpec) -> list[str]:
-        """Keywords of the constraint that this backend would not enforce; reported for a loose request."""
+        """Keywords of the constraint that this backend does not enforce: for a loose request whatever it lacks, for
+        others only what the specification calls annotations. They are reported to the client.
+        """
 
 
 def backend_names() -> list[str]:

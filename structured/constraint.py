@@ -77,7 +77,7 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     """As requested, with the name of the backend that serves it instead of `auto`."""
     compiled: bytes
     not_enforced: list[str] = []
-    """Keywords that are not enforced; empty unless the request is loose."""
+    """Keywords that are not enforced; annotations alone unless the request is loose."""
 
 
 def check_form(spec: ConstraintSpec) -> None:

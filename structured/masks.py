@@ -29,8 +29,10 @@ MAX_FORCED = 16
 MAX_CHOICES = 8
 """If at most this many tokens may come next, a worker also reports what is forced after each of them."""
 
-FINISHED, FAILED, REFUSED = 1, 2, 4
-"""Flags of a mask slot: only the end may follow; its session failed; the grammar refuses a draft before this row."""
+FINISHED, FAILED, REFUSED, DEAD_END = 1, 2, 4, 8
+"""Flags of a mask slot: only the end may follow; its session failed; the grammar refuses a draft before this row; the
+text cannot be completed.
+"""
 
 NO_MASK, LATE = -1, -2
 """In `MaskBatch.slots`. NO_MASK: the sample point has no constraint. LATE: it is not drawn in this step, because its
@@ -117,7 +119,7 @@ class MaskBuffer:
         self.done = arrays["done"]
         """int64 [slots]: number of the job that the row was filled for; 0 for none."""
         self.flags = arrays["flags"]
-        """uint8 [slots]: `FINISHED`, `FAILED` or `REFUSED`; 0 if the row holds a mask."""
+        """uint8 [slots]: `FINISHED`, `FAILED`, `REFUSED` or `DEAD_END`; 0 if the row holds a mask."""
         self.cancelled = arrays["cancelled"]
         """uint8 [slots], written by the pool: 1 if jobs of this slot need not be done any more."""
         self.num_adjustments = arrays["num_adjustments"]

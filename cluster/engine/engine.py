@@ -452,6 +452,7 @@ class Engine:
             alive=self.alive,
             num_constraints_compiled=self.constraints.num_compiled,
             num_late_rows=self.masks.num_late,
+            num_dead_ends=self.masks.num_dead_ends,
             num_grammar_workers_replaced=self.constraints.num_replaced,
             num_rank_rebuilds=self.executor.num_rank_rebuilds,
             num_rank_disagreements=self.executor.num_rank_disagreements,

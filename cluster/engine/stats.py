@@ -109,6 +109,8 @@ class EngineStats(msgspec.Struct, array_like=True):
     num_constraints_compiled: int
     num_late_rows: int
     """Sample points that sat a step out because their mask was late."""
+    num_dead_ends: int
+    """Sequences that ended because nothing that satisfies their constraint could follow."""
     num_grammar_workers_replaced: int
     """Grammar workers that died or hung, and were replaced."""
     num_rank_rebuilds: int

@@ -21,7 +21,7 @@ from specdecode.forced import ForcedProposer
 from specdecode.lengths import Load
 from structured.grammar_pool.grammar_worker import SessionStart
 from structured.grammar_pool.pool import GrammarPool
-from structured.masks import FINISHED, LATE, NO_MASK, MaskBatch
+from structured.masks import DEAD_END, FINISHED, LATE, NO_MASK, MaskBatch
 from workers.step import StepInput
 
 PATIENCE = 0.25
@@ -62,10 +62,11 @@ class StepMasks:
         self._drafts: dict[int, list[int]] = {}
         self._tried: list[tuple[Sequence, int, list[int]]] = []
         """Sequences with forced drafts: their length before the step, and the drafts."""
-        self._finished: list[tuple[Sequence, list[int]]] = []
-        """(sequence, output): the sequence has ended if this is its output after the step."""
+        self._finished: list[tuple[Sequence, list[int], FinishStatus]] = []
+        """(sequence, output, finish): the sequence has ended if this is its output after the step."""
         self._failed: dict[int, str] = {}
         self.num_late = 0
+        self.num_dead_ends = 0
         """Rows that sit the step out."""
         self.seconds = 0.0
         """Time from `begin` to the end of `collect`; 0 without constraints."""
@@ -158,23 +159,26 @@ class StepMasks:
         if error is not None:
             self._failed[sequence_id] = f"the constraint failed: {error}"
             return []
-        if is_finished(pool, sequence_id):
-            self._finished.append((sequence, _output(sequence)))
+        finish = finish_of(pool, sequence_id)
+        if finish is not None:
+            self._finished.append((sequence, _output(sequence), finish))
             return []
         rows = [pool.slot(sequence_id)]
         if len(self._points[sequence_id]) > 1:
             draft_rows, ends = pool.draft_rows(sequence_id)
             rows += draft_rows
             if ends:
-                self._finished.append((sequence, _output(sequence) + self._drafts[sequence_id][: len(rows)]))
+                output = _output(sequence) + self._drafts[sequence_id][: len(rows)]
+                self._finished.append((sequence, output, FinishStatus.FINISHED_STOPPED))
         return rows
 
     def end_sequences(self) -> list[SequenceOutput]:
         """Ends the sequences that the step's masks end."""
         outputs: list[SequenceOutput] = []
-        for sequence, output in self._finished:
+        for sequence, output, finish in self._finished:
             if _output(sequence) == output:
-                outputs += self._scheduler.end(sequence.sequence_id, FinishStatus.FINISHED_STOPPED)
+                self.num_dead_ends += finish is FinishStatus.FINISHED_LENGTH
+                outputs += self._scheduler.end(sequence.sequence_id, finish)
         for sequence_id, error in self._failed.items():
             outputs += self._scheduler.end(sequence_id, FinishStatus.FINISHED_INTERNAL_ERROR, error)
         return outputs
@@ -210,6 +214,7 @@ class Masks:
         self._scheduler = scheduler
         self._last = StepMasks(None, scheduler, None, 0.0)
         self._num_late_before = 0
+        self._num_dead_ends_before = 0
         self._step_seconds = 0.0
 
     @property
@@ -222,10 +227,16 @@ class Masks:
         """Rows that sat a step out, over the engine's life."""
         return self._num_late_before + self._last.num_late
 
+    @property
+    def num_dead_ends(self) -> int:
+        """Sequences that ended because nothing could follow, over the engine's life."""
+        return self._num_dead_ends_before + self._last.num_dead_ends
+
     def begin(self, step: StepInput) -> StepMasks:
         """Starts the masks of a step."""
         self._end_sessions()
         self._num_late_before += self._last.num_late
+        self._num_dead_ends_before += self._last.num_dead_ends
         self._last = StepMasks(self.pool, self._scheduler, self.forced, PATIENCE * self._step_seconds)
         self._last.begin(step)
         return self._last
@@ -242,8 +253,9 @@ class Masks:
             self._step_seconds = 0.9 * self._step_seconds + 0.1 * last.seconds
         outputs: list[SequenceOutput] = []
         for sequence_id in last.asked_early:
-            if sequence_id in pool and is_finished(pool, sequence_id):
-                outputs += self._scheduler.end(sequence_id, FinishStatus.FINISHED_STOPPED)
+            if sequence_id in pool and (finish := finish_of(pool, sequence_id)) is not None:
+                self._num_dead_ends_before += finish is FinishStatus.FINISHED_LENGTH
+                outputs += self._scheduler.end(sequence_id, finish)
         for sequence in self._late:
             self._scheduler.wait_for_mask(sequence, not pool.is_ready(sequence.sequence_id))
         if self.forced is not None:
@@ -307,11 +319,14 @@ class Masks:
             raise IntegrityError(f"{self.pool.num_lost_slots} slots of the grammar pool are lost")
 
 
-def is_finished(pool: GrammarPool, session_id: int) -> bool:
-    """Whether only the end may follow."""
+def finish_of(pool: GrammarPool, session_id: int) -> FinishStatus | None:
+    """How the sequence ends if its mask ends it: complete, or as one that cannot be completed. None if it goes on."""
     if not pool.is_ready(session_id) or pool.error(session_id) is not None:
-        return False
-    return bool(pool.buffer.flags[pool.slot(session_id)] & FINISHED)
+        return None
+    flags = pool.buffer.flags[pool.slot(session_id)]
+    if flags & DEAD_END:
+        return FinishStatus.FINISHED_LENGTH
+    return FinishStatus.FINISHED_STOPPED if flags & FINISHED else None
 
 
 def _ask(pool: GrammarPool, sequences: Iterable[Sequence], drafts: Mapping[int, list[int]] | None = None) -> None:

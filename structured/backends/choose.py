@@ -7,6 +7,7 @@ that it does not support goes to xgrammar, if that is proven to enforce it.
 from __future__ import annotations
 
 import contextlib
+import itertools
 
 import msgspec
 
@@ -15,7 +16,11 @@ from structured.constraint import ConstraintError, ConstraintSpec, Resolved, Uns
 from structured.vocabulary import Vocabulary
 
 AUTO = ("llguidance", "xgrammar")
-_FIRST = ConstraintSpec(kind="json_schema", text='{"type": "object", "properties": {"name": {"type": "string"}}}')
+_FIRST = (
+    ConstraintSpec(kind="json_schema", text='{"type": "object", "properties": {"name": {"type": "string"}}}'),
+    ConstraintSpec(kind="json_schema", text='{"oneOf": [{"const": "a"}, {"const": "b"}]}'),
+)
+"""Constraints that make a backend's tables, and that load what rewrites schemas."""
 
 
 class Backends:
@@ -26,12 +31,12 @@ class Backends:
         self._made: dict[str, Backend] = {}
 
     def warm_up(self) -> None:
-        """Makes the backends that `auto` chooses from, and compiles a first constraint with each, which makes its
-        tables. A backend that fails raises again, with its reason, when a constraint asks for it.
+        """Makes the backends that `auto` chooses from, and compiles first constraints with each. A backend that fails
+        raises again, with its reason, when a constraint asks for it.
         """
-        for name in AUTO:
+        for name, first in itertools.product(AUTO, _FIRST):
             with contextlib.suppress(Exception):
-                self.get(name).compile(_FIRST)
+                self.get(name).compile(first)
 
     def resolve(self, spec: ConstraintSpec) -> Resolved:
         """Raises `ConstraintError` if no backend enforces the constraint."""
@@ -52,7 +57,7 @@ class Backends:
         backend = self.get(name)
         spec = msgspec.structs.replace(spec, backend=name)
         compiled = backend.compile(spec)
-        return Resolved(spec=spec, compiled=compiled, not_enforced=backend.not_enforced(spec) if spec.loose else [])
+        return Resolved(spec=spec, compiled=compiled, not_enforced=backend.not_enforced(spec))
 
     def get(self, name: str) -> Backend:
         """The backend, made if need be. Raises `ConstraintError` if the name is unknown, and what its making raises."""

@@ -23,6 +23,8 @@ _NOT_ENFORCED = frozenset(
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "const", "enum")
 _EXACT = 2**53
 """llguidance keeps numbers as 64-bit floats, which round integers beyond this."""
+_LIMITS = (2**63 - 1, -(2**63))
+"""Bounds of 64-bit integers, which schemas use to say "any" and which its conversion meets exactly."""
 _MAX_HOSTNAME = 253
 _OLD_DRAFTS = re.compile(r"json-schema\.org/(draft-0|draft/2019)")
 _SHORT_ESCAPES = frozenset("\b\f\n\r\t")
@@ -72,7 +74,7 @@ def _is_exact(value: Any) -> bool:
         return all(map(_is_exact, value))
     if isinstance(value, dict):
         return all(map(_is_exact, value.values()))
-    return not isinstance(value, int | float) or abs(value) <= _EXACT
+    return not isinstance(value, int | float) or abs(value) <= _EXACT or value in _LIMITS
 
 
 def _has_set_operation(pattern: str) -> bool:

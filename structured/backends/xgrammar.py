@@ -21,7 +21,7 @@ from typing import Any
 import llguidance
 import numpy as np
 
-from structured.backends.keywords import combinations
+from structured.backends.keywords import combinations, subschemas
 from structured.backends.llguidance import tokenizer_of
 from structured.constraint import ConstraintError, ConstraintSpec, Unsupported
 from structured.masks import row_words
@@ -99,12 +99,19 @@ class XGrammarBackend:
 
     def not_enforced(self, spec: ConstraintSpec) -> list[str]:
         if spec.kind == "json_schema":
-            return sorted(combinations(json.loads(spec.text)) - ENFORCED)
+            schema = json.loads(spec.text)
+            return sorted(combinations(schema) - ENFORCED) + sorted(_foreign_references(schema))
         if spec.kind == "structural_tag":
             return sorted(
                 {name for schema in _schemas(json.loads(spec.text)) for name in combinations(schema)} - ENFORCED
             )
         return []
+
+
+def _foreign_references(schema: Any) -> set[str]:
+    """References by anything but a pointer: xgrammar takes them for schemas that allow everything."""
+    found = {subschema.get("$ref", "#") for _, subschema in subschemas(schema)}
+    return {f"$ref:{ref}" for ref in found if not (ref == "#" or ref.startswith("#/"))}
 
 
 def _schemas(tag: Any) -> Iterator[Any]:

@@ -15,11 +15,11 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from structured.backend import Grammar, Session
+from structured.backend import DeadEnd, Grammar, Session
 from structured.backends.choose import AUTO, Backends
 from structured.constraint import ConstraintSpec
 from structured.lru import ByteLRU
-from structured.masks import FAILED, FINISHED, MAX_ADJUSTMENTS, MAX_CHOICES, REFUSED, MaskBuffer
+from structured.masks import DEAD_END, FAILED, FINISHED, MAX_ADJUSTMENTS, MAX_CHOICES, REFUSED, MaskBuffer
 from structured.vocabulary import Vocabulary
 
 GRAMMAR_CACHE_BYTES = 64 * 2**20
@@ -309,7 +309,11 @@ class GrammarWorker:
     def _fill(self, job: Job) -> bool:
         """Fills the wanted row; returns whether there is anything to look ahead for."""
         if job.wants_row:
-            self._fill_row(job, job.slot)
+            try:
+                self._fill_row(job, job.slot)
+            except DeadEnd:
+                self._publish(job, job.slot, DEAD_END)
+                return False
         return bool(job.draft_slots or job.num_forced)
 
     def _look_ahead(self, job: Job) -> bool:

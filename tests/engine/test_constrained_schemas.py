@@ -23,6 +23,7 @@ from tests.engine.test_constrained_engine import make_llm, settled
 from tests.patience import PATIENCE_S
 from tests.schema_cases import CASES
 from tests.structured.test_schema_conformance import schemas, validator
+from tests.structured.test_schema_guard import GUARDED
 
 BATCH = 20
 NUM_BATCHES = 30 if PROVE else 3
@@ -71,6 +72,27 @@ def test_hand_written_schemas(llm: LLM) -> None:
     counts = write_and_judge(llm, [case.schema for case in CASES])
     assert counts["refused"] <= 12
     assert counts["FINISHED_STOPPED"] > len(CASES)
+
+
+def test_guarded_schemas(llm: LLM) -> None:
+    counts = write_and_judge(llm, [schema for schema, _, _ in GUARDED])
+    assert counts["refused"] == 0
+    assert counts["FINISHED_STOPPED"] > len(GUARDED) / 2
+
+
+def test_a_text_that_cannot_be_completed_ends_as_one_that_is_too_long(llm: LLM) -> None:
+    before = llm.engine.stats().num_dead_ends
+    schema = {"type": "string", "maxLength": 1, "pattern": "^[ab](?<!a)"}
+    spec = ConstraintSpec(kind="json_schema", text=json.dumps(schema))
+    params = [SamplingParams(constraint=spec, temperature=1.0, seed=seed, max_tokens=20) for seed in range(12)]
+    choices = [output.outputs[0] for output in llm.generate([[5, 6]] * 12, params, use_tqdm=False)]
+    assert all(choice.error is None for choice in choices)
+    dead = [choice for choice in choices if choice.finish_reason is FinishStatus.FINISHED_LENGTH]
+    assert dead
+    assert all(len(choice.token_ids) < 20 for choice in dead)
+    assert all(choice.text == '"b"' for choice in choices if choice not in dead)
+    assert llm.engine.stats().num_dead_ends - before == len(dead)
+    settled(llm)
 
 
 def test_generated_schemas(llm: LLM, record_property: Any) -> None:

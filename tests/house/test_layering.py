@@ -24,6 +24,7 @@ ROOMS = ("structured", "workers", "specdecode", "cluster")
 
 FOLDERS = (
     "structured",
+    "structured.schemas",
     "structured.backends",
     "structured.compiling",
     "structured.grammar_pool",

@@ -312,12 +312,27 @@ def test_the_list_of_what_xgrammar_enforces_is_what_it_enforces() -> None:
 
 
 def test_what_neither_backend_enforces_is_refused_by_name_and_served_loosely() -> None:
-    schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
-    with pytest.raises(ConstraintError, match=r"uniqueItems.*loose"):
+    old = "http://json-schema.org/draft-07/schema#"
+    schema = {"$schema": old, "type": "array", "prefixItems": [{"type": "integer"}]}
+    with pytest.raises(ConstraintError, match=r"#/prefixItems.*loose"):
         grammar_of(schema)
     spec = ConstraintSpec(kind="json_schema", text=json.dumps(schema), loose=True)
     resolved = backends().resolve(spec)
-    assert any("uniqueItems" in keyword for keyword in resolved.not_enforced)
+    assert any("prefixItems" in keyword for keyword in resolved.not_enforced)
+
+
+def test_a_format_that_no_specification_defines_is_an_annotation_and_reported() -> None:
+    schema = {"type": "object", "properties": {"color": {"type": "string", "format": "color"}}}
+    resolved = backends().resolve(ConstraintSpec(kind="json_schema", text=json.dumps(schema)))
+    assert resolved.not_enforced == ["#/properties/color/format: 'color' is no format of JSON Schema"]
+    assert accepts(grammar_of(schema, any_whitespace=False), {"color": "no color at all"})
+
+
+def test_a_strict_request_is_refused_what_llguidance_would_ignore() -> None:
+    """With a control character in the schema, "\\u0061" spells the name of another property."""
+    schema = {"properties": {"a": {"type": "integer"}, "b": {"enum": ["\x01"]}}, "type": "object"}
+    with pytest.raises(ConstraintError, match="names are not kept apart"):
+        grammar_of(schema)
 
 
 if __name__ == "__main__":

@@ -125,6 +125,7 @@ class Metrics:
             "num_preemptions": total("num_preemptions", "Sequences sent back to recompute."),
             "num_constraints_compiled": total("constraints_compiled", "Constraints compiled or refused."),
             "num_late_rows": total("late_mask_rows", "Rows that sat a step out for a late mask."),
+            "num_dead_ends": total("constraint_dead_ends", "Sequences whose text could not be completed."),
             "num_grammar_workers_replaced": total("grammar_workers_replaced", "Grammar workers that died or hung."),
             "num_rank_rebuilds": total("rank_rebuilds", "Times that an engine started its ranks anew."),
             "num_rank_disagreements": total("rank_disagreements", "Steps of a rank that came out unlike rank 0's."),

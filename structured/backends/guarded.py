@@ -1,0 +1,161 @@
+"""A session whose grammar allows more than its schema, and whose guard strikes from each mask what the schema forbids.
+
+A value can only become wrong at the token that completes it. So where something under a mark may be completed, each
+token that the grammar allows and that could complete a value is tried on the guard's state, and struck if it fails:
+the mask is exact, and no token is ever taken back.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from structured.backend import DeadEnd, Session
+from structured.masks import row_words
+from structured.schemas.guard import KEY_STRING, SCALAR, START, STRING, Guard, State
+from structured.vocabulary import Vocabulary
+
+_ENDS = b",]} \t\r\nel"
+"""Bytes that complete a number or a literal."""
+
+
+class TokenClasses:
+    """Which tokens can complete a value, by what they continue: packed rows, int32 `[ceil(width / 32)]`."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        quoted, twice, ending = [], [], []
+        self.closing: dict[bytes, list[int]] = {}
+        """Tokens by what they begin with, up to their first quote."""
+        for token_id, token in enumerate(vocabulary.tokens):
+            begun, quote, rest = token.partition(b'"')
+            if quote:
+                quoted.append(token_id)
+                self.closing.setdefault(begun + quote, []).append(token_id)
+                if any(byte in b'"]}el0123456789' for byte in rest):
+                    twice.append(token_id)
+            if any(byte in _ENDS for byte in token):
+                ending.append(token_id)
+        self.quoted, self.twice, self.ending = (_packed(ids, vocabulary) for ids in (quoted, twice, ending))
+        """Tokens that may close a string, that may complete more than that, and that may end a number or literal."""
+
+
+def _packed(token_ids: list[int], vocabulary: Vocabulary) -> np.ndarray:
+    row = np.zeros(row_words(vocabulary.vocab_size), dtype=np.int32)
+    vocabulary.set_tokens(row, tuple(token_ids), True)
+    return row
+
+
+@functools.lru_cache(maxsize=2)
+def classes_of(vocabulary: Vocabulary) -> TokenClasses:
+    return TokenClasses(vocabulary)
+
+
+class GuardedSession:
+    """Wraps the backend's session; every method is `Session`'s."""
+
+    def __init__(self, session: Session, guard: Guard, vocabulary: Vocabulary) -> None:
+        self.unguarded = session
+        """The session of the grammar, which allows more."""
+        self._guard = guard
+        self._vocabulary = vocabulary
+        self._states = [START]
+        """The state before each token, and now."""
+        self._text = bytearray()
+
+    def accept(self, token_id: int) -> bool:
+        if not self.unguarded.accept(token_id):
+            return False
+        token = self._vocabulary.tokens[token_id]
+        state = self._guard.advance(self._states[-1], self._text, token)
+        if state is None:
+            self.unguarded.rollback(1)
+            return False
+        self._states.append(state)
+        self._text += token
+        return True
+
+    def fill(self, row: np.ndarray) -> None:
+        self.unguarded.fill(row)
+        candidates = self._candidates(row)
+        if candidates is not None:
+            self._strike(row, candidates)
+        if not self.is_accepting():
+            self._vocabulary.set_tokens(row, self._vocabulary.eos_token_ids, False)
+        if not row.any():
+            raise DeadEnd(f"after {bytes(self._text[-40:])!r} nothing satisfies the schema")
+
+    def _candidates(self, row: np.ndarray) -> np.ndarray | None:
+        """The allowed tokens that might complete something under a mark; None if there is no such token."""
+        guard, state, classes = self._guard, self._states[-1], classes_of(self._vocabulary)
+        if not guard.reaches_from(state):
+            return None
+        if state.mode == STRING and guard.is_hot(state):
+            return row if self._has_domain(state) else row & self._closing(state, classes)
+        if state.mode in (STRING, KEY_STRING):
+            return row & classes.twice
+        if state.mode == SCALAR and not self._has_domain(state):
+            return row & classes.ending
+        return row
+
+    def _closing(self, state: State, classes: TokenClasses) -> np.ndarray:
+        """Tokens that might complete the string wrongly. If it must only differ from others, those are the tokens that
+        go on as one of the others does. A backslash may spell a character in two ways, so then each token is tried.
+        """
+        frame, begun = state.frame, bytes(self._text[state.start :])
+        if frame is None or self._guard.place_of(state).is_judged or b"\\" in begun:
+            return classes.quoted
+        found: list[int] = []
+        for text in frame.texts:
+            if b"\\" in text:
+                return classes.quoted
+            if text.startswith(begun):
+                found += classes.closing.get(text[len(begun) :], ())
+        row = classes.twice.copy()
+        self._vocabulary.set_tokens(row, found, True)
+        return row
+
+    def _has_domain(self, state: State) -> bool:
+        return self._guard.place_of(state).domain() is not None
+
+    def _strike(self, row: np.ndarray, candidates: np.ndarray) -> None:
+        tokens, state, text = self._vocabulary.tokens, self._states[-1], bytes(self._text)
+        ends = frozenset(self._vocabulary.eos_token_ids)
+        bits = np.flatnonzero(np.unpackbits(candidates.view(np.uint8), bitorder="little")).tolist()
+        struck = [
+            token_id
+            for token_id in bits
+            if token_id not in ends and self._guard.advance(state, text, tokens[token_id]) is None
+        ]
+        self._vocabulary.set_tokens(row, tuple(struck), False)
+
+    def rollback(self, num_tokens: int) -> None:
+        if num_tokens:
+            self.unguarded.rollback(num_tokens)
+            del self._states[-num_tokens:]
+            del self._text[self._states[-1].length :]
+
+    def fork(self) -> GuardedSession:
+        other = GuardedSession(self.unguarded.fork(), self._guard, self._vocabulary)
+        other._states = list(self._states)
+        other._text = bytearray(self._text)
+        return other
+
+    def forced_tokens(self) -> list[int]:
+        """The forced tokens up to the first that the guard would strike."""
+        state: State | None = self._states[-1]
+        text, kept = bytes(self._text), []
+        for token_id in self.unguarded.forced_tokens():
+            token = self._vocabulary.tokens[token_id]
+            state = self._guard.advance(state, text, token) if state is not None else None
+            if state is None:
+                break
+            text += token
+            kept.append(token_id)
+        return kept
+
+    def is_accepting(self) -> bool:
+        return self.unguarded.is_accepting() and self._guard.may_end(self._states[-1], bytes(self._text))
+
+    def is_finished(self) -> bool:
+        return self.unguarded.is_finished() and self.is_accepting()

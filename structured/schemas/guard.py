@@ -1,0 +1,306 @@
+"""Follows a JSON text as it is written and says which continuation would break what its grammar left out.
+
+A grammar may allow more than the schema. The schema then has marks (`GUARD`) where a keyword was left out, and a
+`Guard` judges each value at the byte that completes it, by `jsonschema`'s verdict. Only values under a mark are judged.
+Items of an array with `uniqueItems` are compared with those before them, one at a time. States are immutable, so that a
+session rolls back and forks by keeping them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, NamedTuple
+
+from structured.schemas.documents import GUARD, SCHEMA, SCHEMA_LIST, SCHEMA_MAP, Document
+from structured.schemas.judge import json_key
+from structured.schemas.logic import Logic, item_schemas, largest, smallest, types_of
+
+MAX_DOMAIN = 256
+"""An array of unique items knows which are left if its items have at most this many values."""
+MAX_NAMES = 1000
+"""Most properties of one object whose places are remembered."""
+
+VALUE, FIRST_ITEM, FIRST_KEY, KEY, COLON, AFTER, STRING, KEY_STRING, SCALAR, DONE = range(10)
+"""What the next byte belongs to."""
+_SPACE = b" \t\r\n"
+_LITERALS = (b"true", b"false", b"null")
+
+
+class Place:
+    """What applies to one value, by its position alone: all schemas that hold there whichever branches are taken."""
+
+    def __init__(self, guard: Guard, schemas: list[Any]) -> None:
+        self.schemas = schemas
+        self.flat = guard.logic.flat(schemas) or []
+        marks = {name for schema in self.flat for name in schema.get(GUARD, ())}
+        self.is_unique = "uniqueItems" in marks
+        self.is_judged = bool(marks - {"uniqueItems"}) or any(map(guard.has_mark_in_branch, self.flat))
+        self.reaches = any(map(guard.reaches, self.flat))
+        self.is_integer = types_of(self.flat) == {"integer"}
+        self._guard = guard
+        self._length = max((len(schema.get("prefixItems", ())) for schema in self.flat), default=0)
+        self._items: dict[int, Place] = {}
+        self._properties: dict[str, Place] = {}
+        self._domain: frozenset[bytes] | None = None
+        self._knows_domain = False
+
+    def item(self, index: int) -> Place:
+        index = min(index, self._length)
+        if index not in self._items:
+            self._items[index] = self._guard.place(item_schemas(self.flat, index))
+        return self._items[index]
+
+    def property(self, name: str) -> Place:
+        found = self._properties.get(name)
+        if found is None:
+            found = self._guard.place(self._guard.logic.property_schemas(self.flat, name))
+            if len(self._properties) < MAX_NAMES:
+                self._properties[name] = found
+        return found
+
+    def domain(self) -> frozenset[bytes] | None:
+        """The texts of all values, if they are few and each has one text."""
+        if not self._knows_domain:
+            self._knows_domain = True
+            values = finite_domain(self._guard.logic, self.flat)
+            if values is not None and not any(isinstance(value, float | list | dict) for value in values):
+                self._domain = frozenset(json.dumps(value, ensure_ascii=False).encode() for value in values)
+        return self._domain
+
+
+def finite_domain(logic: Logic, flat: list[dict[str, Any]]) -> list[Any] | None:
+    """All values that satisfy the conjuncts, if they are known to be few."""
+    values = logic.finite_values(flat)
+    if values is not None:
+        return values
+    types = types_of(flat)
+    if types <= {"null", "boolean"}:
+        return [value for value in (None, True, False) if logic.judge.is_valid(value, flat)]
+    if types != {"integer"}:
+        return None
+    low = max(largest(flat, "minimum", -math.inf), largest(flat, "exclusiveMinimum", -math.inf))
+    high = min(smallest(flat, "maximum", math.inf), smallest(flat, "exclusiveMaximum", math.inf))
+    if not high - low <= MAX_DOMAIN:
+        return None
+    numbers = range(math.ceil(low), math.floor(high) + 1)
+    return [number for number in numbers if logic.judge.is_valid(number, flat)]
+
+
+class Frame(NamedTuple):
+    """An array or object that is open."""
+
+    parent: Frame | None
+    place: Place
+    is_array: bool
+    start: int
+    """Where its text begins, in bytes."""
+    num_items: int
+    """Items that are complete."""
+    key: str
+    """The property whose value comes next or is being written."""
+    seen: frozenset[Any]
+    """The items so far, if they must differ."""
+    texts: frozenset[bytes]
+    """Their texts, if the items' domain is known."""
+
+
+class State(NamedTuple):
+    """How far the text has come."""
+
+    frame: Frame | None
+    mode: int
+    start: int
+    """Where the string, number or literal that is being written begins."""
+    escaped: bool
+    length: int
+    """Bytes of the text so far."""
+
+
+START = State(None, VALUE, 0, False, 0)
+
+
+class Guard:
+    """One for each compiled grammar. Not for two threads at once."""
+
+    def __init__(self, document: Document) -> None:
+        self.logic = Logic(document)
+        self._reached: dict[int, bool] = {}
+        self._places: dict[tuple[int, ...], Place] = {}
+        self._root = self.place([document.root])
+
+    @classmethod
+    def of(cls, text: str) -> Guard:
+        """From what `encoded` returned."""
+        draft, root, definitions = json.loads(text)
+        document = Document(draft)
+        document.root, document.definitions = root, definitions
+        return cls(document)
+
+    def place(self, schemas: list[Any]) -> Place:
+        schemas = [schema for schema in schemas if schema is not True]
+        key = tuple(map(id, schemas))
+        if key not in self._places:
+            self._places[key] = Place(self, schemas)
+        return self._places[key]
+
+    def reaches(self, schema: Any) -> bool:
+        """Whether the schema, or one that it holds or refers to, has a mark."""
+        if not isinstance(schema, dict):
+            return False
+        key = id(schema)
+        if key not in self._reached:
+            self._reached[key] = False  # a schema within itself adds nothing
+            self._reached[key] = GUARD in schema or any(map(self.reaches, self._children(schema)))
+        return self._reached[key]
+
+    def _children(self, schema: dict[str, Any]) -> list[Any]:
+        found: list[Any] = []
+        for name, value in schema.items():
+            if name in SCHEMA_MAP and isinstance(value, dict):
+                found += value.values()
+            elif name in SCHEMA_LIST:
+                found += value
+            elif name in SCHEMA:
+                found.append(value)
+            elif name == "$ref":
+                found.append(self.logic.document.resolve(value))
+        return found
+
+    def has_mark_in_branch(self, schema: dict[str, Any]) -> bool:
+        """Whether a mark lies where only some values must satisfy it: the value is then judged as a whole."""
+        branches = [*schema.get("anyOf", ()), *schema.get("oneOf", ()), *schema.get("dependentSchemas", {}).values()]
+        branches += [schema[name] for name in ("not", "if", "then", "else", "contains") if name in schema]
+        return any(map(self.reaches, branches))
+
+    # ---- the text ----------------------------------------------------------------------------------------------------
+
+    def place_of(self, state: State) -> Place:
+        """The place of the value that is being written, or comes next."""
+        frame = state.frame
+        if frame is None:
+            return self._root
+        return frame.place.item(frame.num_items) if frame.is_array else frame.place.property(frame.key)
+
+    def may_end(self, state: State, text: bytes) -> bool:
+        """Whether the text may end here: a number at the top is complete only when it ends."""
+        return state.mode != SCALAR or state.frame is not None or self._complete(state, text[state.start :]) is not None
+
+    def advance(self, state: State, text: bytes | bytearray, data: bytes) -> State | None:
+        """The state after `data`, which follows `text`; None if it would break what the grammar left out."""
+        base = state.length
+        whole: bytes | None = None
+        for index, byte in enumerate(data):
+            mode = state.mode
+            if mode in (STRING, KEY_STRING):
+                if state.escaped:
+                    state = state._replace(escaped=False)
+                elif byte == 0x5C:
+                    state = state._replace(escaped=True)
+                elif byte == 0x22:
+                    whole = bytes(text) + data if whole is None else whole
+                    closed = self._string(state, whole[state.start : base + index + 1])
+                    if closed is None:
+                        return None
+                    state = closed
+                continue
+            if mode == SCALAR:
+                if byte not in b",]} \t\r\n":
+                    if byte in b"el":
+                        whole = bytes(text) + data if whole is None else whole
+                        done = self._literal(state, whole[state.start : base + index + 1])
+                        if done is None:
+                            return None
+                        state = done
+                    continue
+                whole = bytes(text) + data if whole is None else whole
+                done = self._complete(state, whole[state.start : base + index])
+                if done is None:
+                    return None
+                state = done
+            if byte in _SPACE:
+                continue
+            whole = bytes(text) + data if byte in b"]}" and whole is None else whole
+            moved = self._structure(state, byte, base + index, whole)
+            if moved is None:
+                return None
+            state = moved
+        state = state._replace(length=base + len(data))
+        return state if self._leads_on(state, text, data) else None
+
+    def _structure(self, state: State, byte: int, at: int, whole: bytes | None) -> State | None:
+        """The state after a byte outside of strings, numbers and white space."""
+        frame = state.frame
+        if byte in b"[{":
+            opened = Frame(frame, self.place_of(state), byte == 0x5B, at, 0, "", frozenset(), frozenset())
+            return state._replace(frame=opened, mode=FIRST_ITEM if byte == 0x5B else FIRST_KEY)
+        if byte in b"]}":
+            assert frame is not None
+            assert whole is not None
+            return self._complete(state._replace(frame=frame.parent), whole[frame.start : at + 1], frame.place)
+        if byte == 0x22:
+            is_key = state.mode in (FIRST_KEY, KEY)
+            return state._replace(mode=KEY_STRING if is_key else STRING, start=at, escaped=False)
+        if byte == 0x3A:
+            return state._replace(mode=VALUE)
+        if byte == 0x2C:
+            assert frame is not None
+            return state._replace(mode=VALUE if frame.is_array else KEY)
+        return state._replace(mode=SCALAR, start=at)
+
+    def _string(self, state: State, text: bytes) -> State | None:
+        if state.mode == STRING:
+            return self._complete(state, text)
+        assert state.frame is not None
+        return state._replace(frame=state.frame._replace(key=json.loads(text)), mode=COLON)
+
+    def _literal(self, state: State, text: bytes) -> State | None:
+        return self._complete(state, text) if text in _LITERALS else state
+
+    def _complete(self, state: State, text: bytes, place: Place | None = None) -> State | None:
+        """The state after a value, whose text is given; None if the value must not stand there."""
+        place = self.place_of(state) if place is None else place
+        frame = state.frame
+        if place.is_judged and not self.logic.judge.is_valid(json.loads(text), place.schemas):
+            return None
+        if frame is None:
+            return state._replace(mode=DONE)
+        if frame.place.is_unique and frame.is_array:
+            key = json_key(json.loads(text))
+            if key in frame.seen:
+                return None
+            frame = frame._replace(seen=frame.seen | {key}, texts=frame.texts | {text})
+        return state._replace(frame=frame._replace(num_items=frame.num_items + 1), mode=AFTER)
+
+    def _leads_on(self, state: State, text: bytes | bytearray, data: bytes) -> bool:
+        """Whether an item that is being written can still become one that the array does not hold yet."""
+        frame = state.frame
+        if state.mode == SCALAR and (bytes(text) + data)[state.start :] in (b"0", b"-0"):
+            place = self.place_of(state)
+            if place.is_integer:  # no digit may follow
+                return self._complete(state, b"0") is not None
+        if state.mode not in (STRING, SCALAR, VALUE) or frame is None or not (frame.is_array and frame.place.is_unique):
+            return True
+        domain = frame.place.item(frame.num_items).domain()
+        if domain is None:
+            return True
+        begun = b"" if state.mode == VALUE else (bytes(text) + data)[state.start :]
+        return any(item.startswith(begun) for item in domain - frame.texts)
+
+    def is_hot(self, state: State) -> bool:
+        """Whether the value that is being written is judged when it is complete, or compared with others."""
+        return self.place_of(state).is_judged or (state.frame is not None and state.frame.place.is_unique)
+
+    def reaches_from(self, state: State) -> bool:
+        """Whether anything that a token could complete is under a mark."""
+        frame = state.frame
+        while frame is not None:
+            if frame.place.reaches:
+                return True
+            frame = frame.parent
+        return self._root.reaches
+
+
+def encoded(document: Document) -> str:
+    """The marked schema; empty if it has no mark."""
+    return json.dumps([document.draft, document.root, document.definitions]) if document.has_marks else ""

@@ -1,0 +1,245 @@
+"""What no grammar says is kept by the guard: masks are exact, whatever is rolled back, forked or drawn."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from structured.backend import DeadEnd, Grammar, Session, make_backend
+from structured.backends.guarded import GuardedSession
+from structured.constraint import ConstraintError, ConstraintSpec
+from structured.masks import row_words
+from structured.schemas.rewriting import rewritten
+from tests.structured.grammar_walk import allowed_tokens, walk
+from tests.structured.test_schema_conformance import EOS, VOCAB_SIZE, accepts, accepts_text, grammar_of, vocabulary
+
+_INT = {"type": "integer"}
+_TREE = {"$defs": {"t": {"type": "array", "items": {"$ref": "#/$defs/t"}, "uniqueItems": True}}, "$ref": "#/$defs/t"}
+
+GUARDED: list[tuple[Any, list[Any], list[Any]]] = [
+    ({"type": "array", "items": _INT, "uniqueItems": True}, [[], [1], [1, 12, 2]], [[1, 1], [12, 1, 12]]),
+    (
+        {"type": "array", "uniqueItems": True},
+        [[1, True, "1"], [{}, []]],
+        [[1, 1.0], [{"a": 1, "b": 2}, {"b": 2, "a": 1}]],
+    ),
+    ({"type": "array", "items": {"type": "string"}, "uniqueItems": True}, [["a", "ab"]], [["a", "a"]]),
+    (_TREE, [[], [[]], [[], [[]]]], [[[], []], [[[], []]]]),
+    ({"type": "array", "items": _INT, "contains": {"const": 3}}, [[3], [1, 3]], [[], [1], [1, 33]]),
+    ({"type": "array", "contains": {"type": "null"}, "minContains": 2, "maxContains": 3}, [[None, 1, None]], [[None]]),
+    ({"type": "integer", "not": {"multipleOf": 2}}, [1, 21], [2, 0, 22]),
+    ({"oneOf": [{"type": "number"}, _INT]}, [1.5], [1, 1.0]),
+    (
+        {"type": "object", "properties": {"n": {"type": "number", "not": _INT}}, "required": ["n"]},
+        [{"n": 1.5}],
+        [{"n": 1}, {"n": 2.0}],
+    ),
+    (
+        {"type": "object", "minProperties": 2, "additionalProperties": _INT},
+        [{"a": 1, "b": 2}],
+        [{}, {"a": 1}],
+    ),
+    (
+        {"allOf": [{"properties": {"a": _INT}}, {"anyOf": [{"properties": {"b": True}, "required": ["b"]}, {}]}]}
+        | {"type": "object", "unevaluatedProperties": False},
+        [{"a": 1}, {"a": 1, "b": 2}],
+        [{"c": 1}, {"a": 1, "c": 2}],
+    ),
+    (
+        {"type": "object", "unevaluatedProperties": False}
+        | {"oneOf": [{"properties": {"a": _INT}, "required": ["a"]}, {"properties": {"b": True}, "required": ["b"]}]},
+        [{"a": 1}, {"b": 1}],
+        [{"a": 1, "c": 2}, {"a": 1, "b": 2}, {}],
+    ),
+    ({"type": "string", "pattern": "^[a-c]+(?<!ab)$"}, ["a", "ca", "abc"], ["ab", "cab"]),
+    (
+        {"oneOf": [{"type": "array", "items": {"type": "integer"}}, {"type": "array", "items": {"type": "string"}}]},
+        [[1], ["a"]],
+        [[], [1, "a"]],
+    ),
+]
+cases = pytest.mark.parametrize(("schema", "valid", "invalid"), GUARDED, ids=lambda value: json.dumps(value)[:50])
+
+
+@functools.cache
+def _grammar(text: str) -> Grammar:
+    return grammar_of(json.loads(text), any_whitespace=False)
+
+
+def grammar(schema: Any) -> Any:
+    """Its sessions are `GuardedSession`s."""
+    found = _grammar(json.dumps(schema))
+    assert isinstance(found.session(), GuardedSession)
+    return found
+
+
+@cases
+def test_what_is_valid_can_be_written_and_nothing_else(schema: Any, valid: list[Any], invalid: list[Any]) -> None:
+    judge = jsonschema.Draft202012Validator(schema)
+    assert all(map(judge.is_valid, valid))
+    assert not any(map(judge.is_valid, invalid))
+    assert all(accepts(grammar(schema), value) for value in valid)
+    assert not any(accepts(grammar(schema), value) for value in invalid)
+
+
+@cases
+def test_walks_at_random_end_in_valid_instances(schema: Any, valid: list[Any], invalid: list[Any]) -> None:
+    judge, rng = jsonschema.Draft202012Validator(schema), random.Random(json.dumps(schema))
+    for _ in range(12):
+        try:
+            token_ids, ended = walk(grammar(schema).session(), vocabulary(), rng, free=15, longest=120)
+        except DeadEnd:
+            continue  # no answer at all is no wrong answer
+        if ended:
+            text = b"".join(vocabulary().tokens[token_id] for token_id in token_ids)
+            assert judge.is_valid(json.loads(text)), text
+
+
+@cases
+def test_a_mask_allows_a_token_if_its_bytes_may_follow_one_by_one(schema: Any, valid: list[Any], invalid: Any) -> None:
+    """Single bytes are judged at every byte, so they are what a longer token is compared with."""
+    rng = random.Random(json.dumps(schema))
+    tokens = vocabulary().tokens
+    single = {token[0]: index for index, token in enumerate(tokens) if len(token) == 1}
+    for value in valid:
+        session = grammar(schema).session()
+        text = json.dumps(value).encode()
+        for byte in text[: rng.randint(0, len(text))]:
+            assert session.accept(single[byte])
+        allowed = set(allowed_tokens(session, vocabulary()).tolist())
+        wider = set(allowed_tokens(session.unguarded, vocabulary()).tolist())
+        assert allowed <= wider
+        for token_id in rng.sample(sorted(wider - {EOS}), min(len(wider - {EOS}), 300)):
+            other = session.fork()
+            one_by_one = all(other.accept(single[byte]) for byte in tokens[token_id])
+            assert (token_id in allowed) == one_by_one, (value, tokens[token_id])
+
+
+def _mask(session: Session) -> bytes:
+    row = np.full(row_words(VOCAB_SIZE), 0x5A5A5A5A, dtype=np.int32)
+    session.fill(row)
+    return row.tobytes()
+
+
+@cases
+def test_rolled_back_forked_and_replayed_sessions_are_equal(schema: Any, valid: Any, invalid: Any) -> None:
+    rng = random.Random(json.dumps(schema))
+    session, taken = grammar(schema).session(), []
+    for _ in range(25):
+        action = rng.choice(["accept", "accept", "accept", "rollback", "fork", "refused"])
+        if action == "accept":
+            allowed = [token_id for token_id in allowed_tokens(session, vocabulary()).tolist() if token_id != EOS]
+            if not allowed:
+                continue
+            taken.append(rng.choice(allowed))
+            assert session.accept(taken[-1])
+        elif action == "rollback" and taken:
+            count = rng.randint(1, len(taken))
+            session.rollback(count)
+            del taken[-count:]
+        elif action == "fork":
+            other = session.fork()
+            session.accept(rng.choice(allowed_tokens(session, vocabulary()).tolist()))
+            session = other
+        elif action == "refused":
+            session.accept(rng.randrange(VOCAB_SIZE - 64)) and session.rollback(1)
+        again = grammar(schema).session()
+        assert all(again.accept(token_id) for token_id in taken)
+        assert _mask(session) == _mask(again)
+        assert session.is_accepting() == again.is_accepting()
+        assert session.is_finished() == again.is_finished()
+        assert session.forced_tokens() == again.forced_tokens()
+
+
+def test_a_dead_end_is_told_apart_from_a_failure() -> None:
+    session = grammar({"type": "array", "items": _INT, "maxItems": 1, "contains": {"const": 3}}).session()
+    single = {token: index for index, token in enumerate(vocabulary().tokens)}
+    assert session.accept(single[b"["])
+    assert session.accept(single[b"4"])
+    session.fill(np.zeros(row_words(VOCAB_SIZE), dtype=np.int32))  # it may become 43, and then must not end
+    strings = grammar({"type": "string", "maxLength": 1, "pattern": "^.(?<!a)"}).session()
+    assert strings.accept(single[b'"'])
+    assert strings.accept(single[b"a"])
+    with pytest.raises(DeadEnd):
+        strings.fill(np.zeros(row_words(VOCAB_SIZE), dtype=np.int32))
+
+
+def _all_texts(session: Session) -> set[bytes]:
+    """Every text that can be written. A dead end is an assertion error."""
+    found, begun, tokens = set(), set(), vocabulary().tokens
+
+    def go_on(text: bytes) -> None:
+        begun.add(text)
+        allowed = allowed_tokens(session, vocabulary()).tolist()
+        assert allowed, f"nothing may follow {text!r}"
+        if session.is_accepting():
+            found.add(text)
+        for token_id in allowed:
+            if token_id != EOS and text + tokens[token_id] not in begun:
+                assert session.accept(token_id)
+                go_on(text + tokens[token_id])
+                session.rollback(1)
+
+    go_on(b"")
+    return found
+
+
+@pytest.mark.parametrize(
+    "items",
+    [{"enum": ["a", "ab", "b"]}, {"type": "integer", "minimum": 8, "maximum": 11}, {"enum": [1, None, True, "x"]}],
+)
+def test_an_array_over_few_values_is_never_led_into_a_dead_end(items: Any) -> None:
+    schema = {"type": "array", "items": items, "uniqueItems": True}
+    found = _all_texts(grammar(schema).session())
+    values = items.get("enum", list(range(8, 12)))
+    count = sum(
+        functools.reduce(lambda product, left: product * left, range(len(values), len(values) - k, -1), 1)
+        for k in range(len(values) + 1)
+    )
+    assert len(found) == count
+    assert all(jsonschema.Draft202012Validator(schema).is_valid(json.loads(text)) for text in found)
+
+
+def test_a_name_that_comes_twice_counts_once() -> None:
+    schema = {"type": "object", "minProperties": 3, "additionalProperties": _INT}
+    assert not accepts_text(grammar(schema), '{"a": 1, "b": 1, "a": 1}')
+    assert accepts_text(grammar(schema), '{"a": 1, "b": 1, "a": 1, "c": 1}')
+
+
+def test_schemas_within_a_grammar_are_rewritten_where_that_is_exact() -> None:
+    options = {"x-guidance": {"whitespace_flexible": False}}
+    schema = {"type": "object", "properties": {"a": {"type": "string", "format": "date"}, "b": {}, "c": {}}} | options
+    either = schema | {"additionalProperties": False, "oneOf": [{"required": ["b"]}, {"required": ["c"]}]}
+    backend = make_backend("llguidance", vocabulary())
+    spec = ConstraintSpec(kind="lark", text=f'start: "<" %json {json.dumps(either)} ">"', backend="llguidance")
+    found = backend.load(spec, backend.compile(spec))
+    assert accepts_text(found, '<{"b":1}>')
+    assert accepts_text(found, '<{"a":"2024-02-29","c":1}>')
+    assert not accepts_text(found, '<{"b":1,"c":1}>')
+    assert not accepts_text(found, '<{"a":"2023-02-29","c":1}>')
+    guarded = schema | {"properties": {"a": {"type": "array", "uniqueItems": True}}}
+    spec = ConstraintSpec(kind="lark", text=f'start: "<" %json {json.dumps(guarded)} ">"', backend="llguidance")
+    with pytest.raises(ConstraintError, match="uniqueItems"):
+        backend.compile(spec)
+
+
+def test_what_takes_too_many_proofs_is_guarded() -> None:
+    branches = [{"properties": {f"p{index}": {"type": "integer"}}} for index in range(9)]
+    nested = [{"oneOf": [{"required": [f"p{index}"]}, {"anyOf": branches}]} for index in range(12)]
+    schema = {"type": "object", "allOf": nested, "additionalProperties": {"type": "integer"}, "maxProperties": 12}
+    judge = jsonschema.Draft202012Validator(schema)
+    for value in ({f"p{index}": 1 for index in range(12)}, {}, {"p0": 1}, {"q": 1}):
+        assert not accepts(grammar(schema), value) or judge.is_valid(value)
+
+
+def test_values_that_no_mark_reaches_are_not_judged() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "array", "uniqueItems": True}}}
+    session = grammar(schema).session()
+    assert isinstance(session, GuardedSession)
+    assert rewritten({"type": "object", "properties": {"a": {"uniqueItems": False}}})[1] == ""
