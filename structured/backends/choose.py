@@ -50,6 +50,10 @@ class Backends:
                     return self._compile(attempt, name)
                 except Unsupported as error:
                     reasons.append(str(error))
+                except ConstraintError:
+                    if attempt is spec or not spec.loose:
+                        raise
+                    break  # a keyword in a schema within a grammar, say: the loose attempt raises what is really wrong
         remedy = "" if spec.loose else "; change it, or ask for loose enforcement"
         raise ConstraintError(f"{'; '.join(dict.fromkeys(reasons))}{remedy}")
 

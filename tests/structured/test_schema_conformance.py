@@ -335,5 +335,17 @@ def test_a_strict_request_is_refused_what_llguidance_would_ignore() -> None:
         grammar_of(schema)
 
 
+def test_a_loose_schema_within_a_grammar_leaves_out_what_cannot_be_enforced() -> None:
+    """As the arguments of a tool with `"strict": false`, whose strict form fails before the loose one is tried."""
+    schema = '{"type": "array", "contains": {"const": 3}, "x-guidance": {"lenient": true}}'
+    grammar = f'start: "x" arguments\narguments: %json {schema}'
+    loose = backends().resolve(ConstraintSpec(kind="lark", text=grammar, loose=True))
+    assert any("contains" in keyword for keyword in loose.not_enforced)
+    with pytest.raises(ConstraintError, match="contains"):
+        backends().resolve(ConstraintSpec(kind="lark", text=grammar))
+    with pytest.raises(ConstraintError, match="nowhere"):
+        backends().resolve(ConstraintSpec(kind="lark", text="start: nowhere", loose=True))
+
+
 if __name__ == "__main__":
     ENFORCED_FILE.write_text(json.dumps(proven(), indent=1) + "\n")
