@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 
-_UNIMPLEMENTED = re.compile(r"(?:json_schema: )?(#[^:\s]*): Unimplemented keys: \[([^\]]*)\]")
+_UNIMPLEMENTED = re.compile(r"(?:(?:json_schema|lark): )?(#[^:\s]*): Unimplemented keys: \[([^\]]*)\]")
 _NOT_PROVEN = re.compile(r"(?:; )?(\w+): \w+ is not proven to enforce ([^;]*)")
 _REMEDY = "ask for loose enforcement"
 _WAYS_OUT = (
@@ -23,6 +23,8 @@ def in_words(field: str, message: str) -> str:
     text = _UNIMPLEMENTED.sub(r"the keyword \2 at \1 cannot be enforced", message)
     if text != message:
         text = _NOT_PROVEN.sub("", text)  # another backend's reason for the same
+        if _REMEDY not in text:
+            text = f"{text}; change it, or {_REMEDY}"
     text = _NOT_PROVEN.sub(r"\2 cannot be enforced", text)
     return text.replace(_REMEDY, f"{_way_out(field)} to enforce the rest")
 

@@ -70,9 +70,12 @@ def template_tools(tools: list[Tool]) -> list[dict[str, Any]]:
 
 
 def arguments_constraint(tool: Tool) -> ConstraintSpec:
-    """Returns the constraint of one call's arguments."""
+    """Returns a constraint that is refused if the arguments of a call cannot be constrained: their schema within a
+    grammar, as in the grammar of all calls.
+    """
     loose = tool.function.strict is False
-    return ConstraintSpec(kind="json_schema", text=json_text(arguments_schema(tool)), loose=loose)
+    schema = {**arguments_schema(tool), "x-guidance": {"lenient": loose}}
+    return ConstraintSpec(kind="lark", text=f"start: %json {json_text(schema)}\n", loose=loose)
 
 
 def arguments_schema(tool: Tool) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from structured.schemas.rewriting import needs_rewriting, rewritten
 from structured.vocabulary import Vocabulary
 
 _UNSUPPORTED = re.compile(r"Unimplemented keys|Unknown format|(not|only) supported|unsupported", re.IGNORECASE)
+_UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[[^\]]*\]")
 _UNSATISFIABLE = re.compile(r"Unsatisfiable schema|nothing satisfies")
 _EMBEDDED_SCHEMA = re.compile(r"(?<=\s)%json\s*(?=\{)")
 _NO_FORCING = '%llguidance {"no_forcing": true}\n'
@@ -94,7 +95,7 @@ class LLGuidanceBackend:
         if failed or (messages and not spec.loose):
             message = "; ".join(messages).strip()
             if spec.kind != "json_schema":
-                raise ConstraintError(f"{spec.kind}: {message}")
+                raise ConstraintError(f"{spec.kind}: {_located_in_grammar(message, spec.text)}")
             error = Unsupported if _UNSUPPORTED.search(message) else ConstraintError
             raise error(f"json_schema: {located(message, json.loads(spec.text))}")
         row = np.zeros(row_words(self._vocabulary.vocab_size), dtype=np.int32)
@@ -283,6 +284,19 @@ def _with_exact_schemas(grammar: str) -> str:
         parts += [grammar[end : found.end()], json.dumps(_embedded(schema))]
         end = found.end() + length
     return "".join([*parts, grammar[end:]])
+
+
+def _located_in_grammar(message: str, grammar: str) -> str:
+    """The reason alone, with the place of the keyword that it is about, if a schema of the grammar has that keyword."""
+    found = _UNIMPLEMENTED.search(message)
+    if found is None:
+        return message
+    for place in _EMBEDDED_SCHEMA.finditer(grammar):
+        schema, _ = json.JSONDecoder().raw_decode(grammar[place.end() :])
+        text = located(found.group(), schema)
+        if text != found.group():
+            return text
+    return message
 
 
 def _embedded(schema: dict[str, Any]) -> Any:

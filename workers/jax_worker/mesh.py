@@ -54,7 +54,7 @@ def open_mesh(num_devices: int, num_hosts: int = 1, place: RankPlace | None = No
             f"{num_hosts} hosts have {len(devices)} devices together; set tensor_parallel_size to {len(devices)}"
         )
     # Auto: XLA's partitioner derives how each value between the parameters and the results is divided.
-    return Mesh(np.array(devices[:num_devices]), (AXIS,), axis_types=(AxisType.Auto,))
+    return jax.make_mesh((num_devices,), (AXIS,), axis_types=(AxisType.Auto,), devices=devices[:num_devices])
 
 
 def open_group(folder: pathlib.Path, host: str | None) -> tuple[None, str]:
