@@ -8,7 +8,7 @@ layout: [num_blocks, block_size, 2 * num_kv_heads, head_dim], the key and the va
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +46,14 @@ class AttentionForm(NamedTuple):
 def page_head_dim(head_dim: int, uses_kernel: bool) -> int:
     """Returns the size of a head in the KV cache."""
     return -(-head_dim // KERNEL_HEAD_DIM) * KERNEL_HEAD_DIM if uses_kernel else head_dim
+
+
+def page_dtype(dtype: Any, uses_kernel: bool) -> Any:
+    """Returns the dtype of the KV cache of a model in `dtype`. Without the kernel, 16-bit floats are kept as integers:
+    to scatter into floats XLA's CPU backend widens the whole cache.
+    """
+    dtype = jnp.dtype(dtype)
+    return dtype if uses_kernel or dtype.itemsize == 4 else jnp.dtype(jnp.uint16)
 
 
 def attend(
@@ -94,7 +102,9 @@ def write_pages(key: jax.Array, value: jax.Array, pages: jax.Array, batch: Batch
     block = batch.block_tables[batch.sequences, position // block_size]
     block = jnp.where(batch.positions < 0, num_blocks, block)
     together = jnp.stack([key, value], axis=2).reshape(-1, num_combined, head_dim)
-    return pages.at[block, position % block_size].set(together.astype(pages.dtype), mode="drop")
+    if pages.dtype == jnp.uint16:
+        together = jax.lax.bitcast_convert_type(together, jnp.uint16)
+    return pages.at[block, position % block_size].set(together, mode="drop")
 
 
 def attend_by_kernel(
@@ -139,7 +149,10 @@ def attend_by_chunks(
     def add_chunk(index: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         largest, total, mixed = state
         ids = jax.lax.dynamic_slice_in_dim(tables, index * blocks, blocks, axis=1)[batch.sequences]
-        both = pages[ids].reshape(num_tokens, chunk, num_kv_heads, 2, head_dim).astype(jnp.float32)
+        chosen = pages[ids]
+        if chosen.dtype == jnp.uint16:
+            chosen = jax.lax.bitcast_convert_type(chosen, query.dtype)
+        both = chosen.reshape(num_tokens, chunk, num_kv_heads, 2, head_dim).astype(jnp.float32)
         key, value = both[:, :, :, 0], both[:, :, :, 1]
         scores = jnp.einsum("tkgd,tskd->tkgs", grouped, key, precision=precision)
         distance = positions[:, None] - (index * chunk + jnp.arange(chunk))

@@ -20,12 +20,14 @@ def padded(count: int) -> int:
     return -(-count // LEAST_SIZE) * LEAST_SIZE
 
 
-def sizes_up_to(limit: int) -> list[int]:
-    """Returns the sizes of programs for up to `limit` rows: doubling from 8, and `limit` itself, padded."""
+def sizes_up_to(limit: int, growth: int = 2) -> list[int]:
+    """Returns the sizes of programs for up to `limit` rows: from 8, each `growth` times the one before, and `limit`
+    itself, padded.
+    """
     sizes, size = [], LEAST_SIZE
     while size < limit:
         sizes.append(size)
-        size *= 2
+        size *= growth
     return [*sizes, padded(limit)]
 
 

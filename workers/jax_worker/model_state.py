@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from workers.jax_worker.attention import AttentionForm, page_head_dim
+from workers.jax_worker.attention import AttentionForm, page_dtype, page_head_dim
 from workers.jax_worker.batch import BatchShape, pack, padded, size_for, sizes_up_to
 from workers.jax_worker.mesh import AXIS, is_tpu, on_first_device, place, replicated
 from workers.jax_worker.parameters import Parameters, num_kv_heads
@@ -26,7 +26,7 @@ class Limits:
         self.block_size = block_size
         num_sequences, num_blocks = padded(max_num_sequences), -(-max_model_len // block_size)
         self.shapes = [BatchShape(size, num_sequences, num_blocks) for size in sizes_up_to(max_num_tokens)]
-        self.point_sizes = sizes_up_to(max_num_sequences)
+        self.point_sizes = sizes_up_to(max_num_sequences, growth=4)  # each has five programs, and a pass is short
 
     @property
     def max_points(self) -> int:
@@ -141,4 +141,5 @@ def _zero_pages(
     heads = 2 * num_kv_heads(config, mesh.size)
     shape = (num_blocks, block_size, heads, page_head_dim(config.head_dim, form.uses_kernel))
     sharding = NamedSharding(mesh, PartitionSpec(None, None, AXIS, None))
-    return jax.jit(functools.partial(jnp.zeros, shape, dtype), out_shardings=sharding)
+    zeros = functools.partial(jnp.zeros, shape, page_dtype(dtype, form.uses_kernel))
+    return jax.jit(zeros, out_shardings=sharding)

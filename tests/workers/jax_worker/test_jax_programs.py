@@ -15,10 +15,14 @@ import pytest
 from cluster.llm import LLM, ConstraintSpec, LogitsProcessorSpec, SamplingParams
 from tests.checkpoints import VOCAB_SIZE, checkpoint
 from tests.conftest import PROVE
+from tests.engine_parts import worker_of
 from workers.jax_worker.batch import size_for, sizes_up_to
+from workers.jax_worker.jax_worker import JaxWorker
+from workers.model_options import ModelOptions
+from workers.step import StepInput
 
-NUM_REQUESTS = 3000 if PROVE else 60
-"""A request takes about seven steps of a batch of eight: 10,000 steps in `make prove`."""
+NUM_STEPS = 10_000 if PROVE else 100
+"""Steps of random traffic, in a batch of eight sequences."""
 
 
 @pytest.fixture
@@ -79,10 +83,19 @@ def test_nothing_compiles_after_the_start(compilations: list[str], speculative: 
     llm.register_logits_processor("shift", Shift)
     assert compilations
     compilations.clear()
-    for _ in range(NUM_REQUESTS // 20):
+    runner, steps = worker_of(llm.engine).runner, []
+    execute = runner.execute
+
+    def counted(step: StepInput) -> None:
+        steps.append(step.num_tokens)
+        execute(step)
+
+    runner.execute = counted
+    while len(steps) < NUM_STEPS:
         requests = [random_request(chooser) for _ in range(20)]
         llm.generate([prompt for prompt, _ in requests], [each for _, each in requests])
     assert not compilations
+    assert len({size_for(count, sizes_up_to(64)) for count in steps if count}) == len(sizes_up_to(64))
 
 
 def test_the_cache_is_updated_in_place() -> None:
@@ -92,6 +105,19 @@ def test_the_cache_is_updated_in_place() -> None:
     before = [pages.unsafe_buffer_pointer() for pages in model.pages]
     llm.generate([[5, 6, 7]], SamplingParams(max_tokens=9, ignore_eos=True))
     assert [pages.unsafe_buffer_pointer() for pages in model.pages] == before
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_step_needs_no_memory_in_proportion_to_the_cache(dtype: str) -> None:
+    sizes = []
+    for num_bytes in (1 << 18, 1 << 22):
+        options = ModelOptions(
+            model=str(checkpoint("llama")), device="tpu", dtype=dtype, max_num_sequences=8, max_num_batched_tokens=16,
+            kv_cache_bytes=num_bytes,
+        )  # fmt: skip
+        program: Any = JaxWorker(options).runner.model.programs.forward[16]
+        sizes.append(program.memory_analysis().temp_size_in_bytes)
+    assert sizes[1] <= sizes[0] + (1 << 16)
 
 
 def test_a_failed_step_that_took_the_cache_away_is_survived() -> None:
@@ -116,6 +142,7 @@ def test_a_failed_step_that_took_the_cache_away_is_survived() -> None:
 def test_sizes_double_up_to_the_limit() -> None:
     assert sizes_up_to(1) == [8]
     assert sizes_up_to(64) == [8, 16, 32, 64]
+    assert sizes_up_to(256, growth=4) == [8, 32, 128, 256]
     assert sizes_up_to(100) == [8, 16, 32, 64, 104]
     assert size_for(9, [8, 16, 32]) == 16
 
