@@ -1,4 +1,4 @@
-"""What a TPU does with a step, beside its floors: `python -m benchmarks.tpu --output FILE` on a TPU host.
+"""Measures a step on a TPU beside its floors: `python -m benchmarks.tpu --output FILE` on a TPU host.
 
 Three parts, each a table: the attention kernel against the loop that the tests prove; the tokens of a small model in
 float32 against the CPU platform's; and the time of decode steps and of prefill in bfloat16, with random weights in the

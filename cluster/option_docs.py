@@ -1,4 +1,4 @@
-"""What the configuration says of an option, as text: its docstring, default and bounds.
+"""Describes each option of the configuration as text: its docstring, default and bounds.
 
 The docstrings of fields are read from the source, because Python keeps none at run time. `cluster/cli/flags.py` makes
 the help of flags of them, so that help and configuration are one text.
@@ -19,7 +19,7 @@ from msgspec import Meta
 
 
 class OptionText(msgspec.Struct, frozen=True):
-    """What the configuration says of one option."""
+    """The description of one option."""
 
     name: str
     """The last part of its key."""
@@ -27,7 +27,7 @@ class OptionText(msgspec.Struct, frozen=True):
     """The first sentence of its docstring; empty if it has none."""
     default: Any
     values: str
-    """What may be given: the choices, or the bounds of a number. Empty if anything of the type may be."""
+    """The permitted choices, or the bounds of a number. Empty if every value of the type is permitted."""
 
 
 def option_text(kind: type[msgspec.Struct], key: str) -> OptionText:

@@ -59,7 +59,7 @@ class Compiled(msgspec.Struct, array_like=True):
     num_bytes: int
     """Memory that a matcher for the grammar took when it was measured."""
     guard: str = ""
-    """What a `Guard` is made of; empty if the grammar allows no more than the schema."""
+    """The marked schema that `Guard.of` reads; empty if the grammar allows no more than the schema."""
 
 
 @functools.lru_cache(maxsize=2)
