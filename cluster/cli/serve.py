@@ -123,8 +123,8 @@ def _serve_until_signal(config: ServeConfig, quiet: bool, name: str | None, repl
         handle_signals(raise_interrupted)
         logs = start_failure.logs_folder()
         print(model_message(model), f"Logs: {logs or 'on the nodes of the cluster'}", sep="\n\n")
+        serving = True  # who reads the next lines may send a signal at once
         print(ready_message(config, has_chat=_has_chat(config)), flush=True)
-        serving = True
         process_tree.adopt_orphans(False)
         if requests and not quiet:
             _print_requests(requests[0])
