@@ -9,21 +9,26 @@
 #   make fuzz [MINUTES=10] [SEED=1]         random cases against the plain engine; CASE=file runs one again
 #   make fuzz ARGS=--http [MINUTES=10]     clients of all kinds, good and hostile, against a live server
 #   make soak [MINUTES=30]                  memory and delays of a server under constant mixed load
-#   make lint | make clean
+#   make package                            sdist and wheel in .work/package/dist, tried in an empty environment
+#   make lint | make clean | make constraints
 #
 # PYTHON picks another interpreter (3.11 or newer): make serve PYTHON=python3.12
 
 PYTHON ?= python3
 BIN := .venv/bin
-# Keyed by what pyproject.toml says, not by its date, so that a fresh checkout of the same dependencies installs nothing.
-STAMP := .venv/.installed-$(shell cksum < pyproject.toml | cut -d ' ' -f 1)
+# The versions with which the tests last passed. `make CONSTRAINTS= serve` takes the newest that pyproject.toml allows.
+CONSTRAINTS := .ci/constraints.txt
+# Keyed by what the files say, not by their dates, so that a fresh checkout of the same dependencies installs nothing.
+STAMP := .venv/.installed-$(shell cat pyproject.toml $(CONSTRAINTS) | cksum | cut -d ' ' -f 1)
 TORCH := $(shell sed -n 's/^ *"\(torch[^"]*\)",$$/\1/p' pyproject.toml)
-PIP := $(BIN)/python -m pip --disable-pip-version-check install
+PINNED := $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
+PIP := $(BIN)/python -m pip --disable-pip-version-check install $(PINNED)
+PACKAGE := .work/package
 LOG := .venv/install.log
 
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: serve test lint bench gpu-check prove fuzz soak check clean install
+.PHONY: serve test lint bench gpu-check prove fuzz soak check clean install package constraints
 .DEFAULT_GOAL := serve
 
 # What these two print is to be pasted, so they are told how they were called.
@@ -39,6 +44,19 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The environment is empty at first: nothing of the checkout or of .venv can stand in for what the wheel lacks.
+package: $(STAMP)
+	@rm -rf $(PACKAGE) && mkdir -p $(PACKAGE)
+	@$(BIN)/python -m build --no-isolation --outdir $(PACKAGE)/dist . > $(PACKAGE)/log 2>&1 || { tail -20 $(PACKAGE)/log >&2; exit 1; }
+	@$(PYTHON) -m venv $(PACKAGE)/venv
+	@$(PACKAGE)/venv/bin/python -m pip --disable-pip-version-check install --quiet --quiet $(PINNED) '$(TORCH)'
+	@$(PACKAGE)/venv/bin/python -m pip --disable-pip-version-check install --quiet --quiet $(PINNED) $(PACKAGE)/dist/*.whl
+	@$(BIN)/python -m tests.installed $(PACKAGE)/venv
+	@ls $(PACKAGE)/dist/*
+
+constraints: $(STAMP)
+	@$(BIN)/python -m pip --disable-pip-version-check freeze --exclude-editable | sed 's/+[a-z0-9.]*$$//' > .ci/constraints.txt
 
 check: $(STAMP)
 	@$(BIN)/manta check $(if $(MODEL),'$(MODEL)') $(if $(CONFIG),--config '$(CONFIG)') $(ARGS)

@@ -15,7 +15,7 @@ import yaml
 from cluster.cli.flags import add_flags, given_options
 from cluster.cli.parser import CommandParser, check_command
 from cluster.cli.refusal import Refusal
-from cluster.version import version
+from cluster.version import commit, version
 from workers.model_options import DEMO_MODEL
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -34,10 +34,19 @@ def run(argv: list[str]) -> int:
     return int(options.run(options))
 
 
+class _PrintVersion(argparse.Action):
+    """Prints the version and ends the program; only then is git asked for the commit."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        made_from = commit()
+        print(f"manta {version()}" + (f" ({made_from})" if made_from else ""))
+        parser.exit()
+
+
 def command_parser() -> tuple[argparse.ArgumentParser, list[str]]:
     """The parser, and the names of its subcommands."""
     parser = argparse.ArgumentParser(prog="manta", description="Serves language models on a Ray cluster.")
-    parser.add_argument("--version", action="version", version=f"manta {version()}")
+    parser.add_argument("--version", action=_PrintVersion, nargs=0, help="print the version, and the commit if known")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=CommandParser)
 
     serve = commands.add_parser("serve", help="serve a model over HTTP with OpenAI's API")

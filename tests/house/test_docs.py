@@ -430,8 +430,9 @@ def cleans(command: str, manual: Manual) -> None:
     """In a copy of the checkout."""
     copy = manual.package / "checkout"
     (copy / ".venv").mkdir(parents=True)
-    for name in ("Makefile", "pyproject.toml"):
-        shutil.copy(ROOT / name, copy)
+    (copy / ".ci").mkdir()
+    for name in ("Makefile", "pyproject.toml", ".ci/constraints.txt"):
+        shutil.copy(ROOT / name, copy / name)
     manual.shell(f"cd '{copy}' && {command}")
     assert not (copy / ".venv").exists()
 

@@ -18,7 +18,8 @@ from workers.models.families import FAMILIES
 from workers.models.model_config import ModelConfig, ModelError, RopeConfig
 from workers.models.raw_config import RawConfig, checkpoint_dtype
 
-_DEMO_FOLDER = pathlib.Path(__file__).resolve().parents[2] / "configs" / "demo" / "target"
+_DEMO_FOLDER = (pathlib.Path(__file__).parents[2] / "manta" / "configs" / "demo" / "target").resolve()
+"""The packages lie side by side, in a checkout as in an installation; in a checkout `manta/configs` is a link."""
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
@@ -32,7 +33,7 @@ def resolve_model_folder(name: str) -> pathlib.Path:
     if name == DEMO_MODEL or folder.is_dir():
         if name == DEMO_MODEL and not folder.is_dir():
             raise ModelError(
-                "this installation has no demo model, which comes with a checkout; give a folder or a hub id"
+                f"this installation lacks the demo model, which belongs into {folder}; give a folder or a hub id"
             )
         if not (folder / "config.json").is_file():
             raise ModelError(why_no_checkpoint(folder))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from workers.sampling.row_status import LATE, row_error
 from workers.sampling.sampling_state import SequenceState
@@ -60,7 +61,7 @@ def read_sample(
     return HostSample(tokens, errors, {})
 
 
-def report_logprobs(sample: HostSample, reported: list[tuple[int, int]], columns: Iterable[list]) -> None:
+def report_logprobs(sample: HostSample, reported: list[tuple[int, int]], columns: Iterable[list[Any]]) -> None:
     """Puts the log-probabilities of drawn tokens into `sample`.
 
     `reported` has (point index, number of alternatives); `columns` are the arrays of `token_logprobs` as lists, with an
@@ -74,7 +75,7 @@ def report_logprobs(sample: HostSample, reported: list[tuple[int, int]], columns
 
 
 def token_logprobs(
-    token_ids: Sequence[int | None], counts: Sequence[int], columns: Iterable[list]
+    token_ids: Sequence[int | None], counts: Sequence[int], columns: Iterable[list[Any]]
 ) -> list[TokenLogprobs]:
     """Returns an entry for each token. `columns`: log-probability, rank, the ids of the best tokens and their
     log-probabilities, of which entry `i` gets the first `counts[i]`.

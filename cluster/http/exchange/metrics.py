@@ -16,6 +16,7 @@ import operator
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
@@ -24,6 +25,8 @@ from prometheus_client.metrics_core import Metric
 from cluster.config import ServeConfig
 from cluster.engine.request import FinishStatus, Usage
 from cluster.engine.stats import EngineStats
+
+M = TypeVar("M", Counter, Gauge, Histogram)
 
 disable_created_metrics()
 
@@ -61,11 +64,11 @@ class Metrics:
         self._of_engines = CollectorRegistry()
         replica_label = [] if replica is None else ["replica"]
 
-        def own(kind, name: str, text: str, **options):
+        def own(kind: type[M], name: str, text: str, **options: Any) -> M:
             metric = kind(f"manta:{name}", text, ["model_name", *replica_label], registry=self._own, **options)
             return metric.labels(*self._labels(replica))
 
-        def labelled(kind, name: str, text: str):
+        def labelled(kind: type[M], name: str, text: str) -> M:
             return kind(f"manta:{name}", text, ["model_name"], registry=self._of_engines).labels(model_name)
 
         def total(name: str, text: str, *labels: str) -> Counter:
