@@ -25,99 +25,104 @@ Seconds = Annotated[float, Meta(gt=0)]
 
 
 class EngineConfig(ModelOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One model replica: beside what its ranks are told (`ModelOptions`), what it admits and how it schedules."""
+    """One model replica: what it loads, where it runs, what it admits and how it schedules."""
 
     tokenizer: str | None = None
-    """Folder or hub id of the tokenizer, as for `model`; None takes the model's own."""
+    """Folder or hub id of the tokenizer, as for `model`. None takes the model's own."""
     claims_cpus: bool = True
-    """Whether they are claimed. Standbys claim none, since they work while another engine does not."""
+    """Whether the engine claims its `num_threads` from Ray as CPUs. Standby replicas claim none, because they work only
+    while another engine does not.
+    """
     placement_strategy: Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] = "STRICT_PACK"
-    """Where the ranks run: all on one node, on as few as will do, on as many as there are, or each on one of its own.
-    The words are those of Ray's placement groups.
+    """Where Ray places the ranks of one engine: all on one node, on as few nodes as possible, spread over the nodes, or
+    each rank on a node of its own. The names are those of Ray's placement groups.
     """
     max_num_waiting: Annotated[int, Meta(ge=0)] = 2048
-    """Requests waiting beyond those running; one more is refused (HTTP 429). A client of which none waits is refused
-    only when an eighth more than that wait.
+    """Requests that may wait for a place in the batch. The engine refuses the next one (HTTP 429). A client with no
+    waiting request is refused only when the queue is an eighth longer.
     """
     enable_prefix_caching: bool = True
-    """Whether prompts read from the KV cache what an earlier prompt that begins alike has left there."""
+    """Whether a prompt reuses the KV blocks of an earlier prompt that begins with the same tokens."""
     constraints: ConstraintLimits = ConstraintLimits()
-    """What one constraint may cost."""
+    """Limits on what one constraint may cost."""
     grammar_pool: PoolConfig = PoolConfig()
-    """Where masks are filled, and for how long."""
+    """Where grammar workers fill masks, and how long they may take."""
     overlap: Literal["auto", "on", "off"] = "auto"
-    """Whether the engine does its own work while the device computes a step; the tokens stay the same. A step is then
-    launched before the tokens of the one before it are known to the host, with speculation as soon as they are known.
-    `auto` overlaps on a device that computes by itself (a GPU), `on` on CPUs too.
+    """Whether the engine does its own work while the device computes a step. The tokens stay the same. `auto` overlaps
+    on devices that compute by themselves (GPUs); `on` does so on CPUs too.
     """
     speculative: SpeculativeConfig | None = None
-    """Who proposes tokens that the model then verifies, several a step; None for one token a step."""
+    """Which proposers draft tokens that the model then verifies, several in one step. None generates one token a step.
+    """
 
 
 class ListenerLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the ingress's own listener takes of a connection before a request is read, each of several ingresses for
-    itself. If Serve's proxies take the connections (`http_server`), these bounds are for a proxy in front of them.
+    """Limits on connections and request heads, for each ingress that listens itself. Behind Serve's proxies
+    (`http_server`) a proxy in front has to set them.
     """
 
     max_connections: Count = 4096
-    """In all, and at most half of the files that the process may open. At the bound the connection closes that has
-    waited longest for a request; if none waits the new one is refused (HTTP 503).
+    """Open connections, and never more than half of the files that the process may open. At the limit the ingress
+    closes the connection that has waited longest for a request. If no connection waits, it refuses the new one (HTTP
+    503).
     """
     max_connections_per_address: Count = 1024
-    """Of one IPv4 address, or one IPv6 network of 64 bits. A proxy in front is one address."""
+    """Open connections of one IPv4 address, or of one IPv6 network of 64 bits. All clients behind one proxy share its
+    address.
+    """
     max_header_bytes: Bytes = 32 * 2**10
-    """Of a request's headers and trailers together; more are refused (HTTP 431)."""
+    """Size of a request's headers and trailers together. The ingress refuses longer ones (HTTP 431)."""
     header_timeout_s: Seconds = 20.0
-    """Within which the head of a request must have come whole, from its first byte or that of the connection; else the
-    connection closes (HTTP 408).
+    """Seconds in which a request's head must arrive, from its first byte or from the opening of the connection. Then
+    the ingress closes the connection (HTTP 408).
     """
 
 
 class BodyLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one request's body may ask for; more is refused (HTTP 400)."""
+    """Limits on one request's body. The ingress refuses a body beyond them (HTTP 400)."""
 
     max_values: Count = 2**20
-    """JSON values; its commas and opening brackets are counted, those in texts too."""
+    """JSON values in one body. The check counts commas and opening brackets, those inside strings too."""
     max_messages: Count = 4096
-    """Messages of a conversation, their parts and calls included."""
+    """Messages of one conversation, including their parts and tool calls."""
     max_token_ids: Count = 2**20
-    """Entries of `allowed_token_ids`, `logit_bias` or `stop_token_ids` times the prompts: each prompt is an engine
-    request of its own, which carries them.
+    """Entries of `allowed_token_ids`, `logit_bias` and `stop_token_ids`, multiplied by the number of prompts, because
+    each prompt becomes an engine request with its own copy.
     """
     max_logprobs: Count = 2**18
-    """Log-probabilities that one answer may hold, alternatives included, about 70 bytes each. A stream sends those of
-    its output as they come, and they do not count.
+    """Log-probabilities that one answer may hold, alternatives included, at about 70 bytes each. A stream sends those
+    of its output as they are drawn, and they do not count.
     """
 
 
 class AutoscalingOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How many engines there are: as many as keep every target below, and no fewer than would still keep it. Loads are
-    means over `look_back_s`.
-    """
+    """The number of engines follows the load: enough to keep every target, and no fewer than would still keep them."""
 
     min_replicas: Annotated[int, Meta(ge=0)] = 1
-    """0 stops the last engine when nothing was asked for `to_zero_delay_s`. The next request waits for one to start, at
-    most `request_timeout_s`. One engine starts with the application all the same: so a model that cannot be served is
-    found out then, and how long a start takes is known.
+    """Engines that always run. With 0 the last engine stops after `to_zero_delay_s` without requests. The next request
+    then waits for an engine to start, at most `request_timeout_s`. One engine starts with the application in any case,
+    so that a model that cannot be served is found at once.
     """
     max_replicas: Count = 4
+    """Engines that may run at a time."""
     target_ongoing_requests: Count | None = None
-    """Requests that run or wait, for each engine; None takes `engine.max_num_sequences`."""
+    """Running and waiting requests for each engine. None takes `engine.max_num_sequences`."""
     target_kv_usage: Annotated[float, Meta(gt=0, le=1)] = 0.8
     """Share of an engine's KV blocks that running sequences hold."""
     target_waiting_tokens: Count | None = None
-    """Prompt tokens of requests without a first token, for each engine; None takes 4 times
+    """Prompt tokens of requests without a first token, for each engine. None takes 4 times
     `engine.max_num_batched_tokens`.
     """
     target_ttft_s: Seconds = 2.0
-    """From a request's arrival at an engine to its first token; nine of ten requests should have it by then."""
+    """Time to first token at the engine, in seconds, that 90% of the requests should stay below."""
     look_back_s: Annotated[float, Meta(ge=2)] = 10.0
+    """Seconds over which loads are averaged."""
     upscale_delay_s: Annotated[float, Meta(ge=0)] = 10.0
-    """For so long more engines must be needed before they start. If there is none, one starts at once."""
+    """Seconds for which more engines must be needed before they start. If no engine runs, one starts at once."""
     downscale_delay_s: Annotated[float, Meta(ge=0)] = 300.0
-    """For so long fewer engines must do before one is stopped. What it runs goes on elsewhere."""
+    """Seconds for which fewer engines must suffice before one stops. Its requests continue on other engines."""
     to_zero_delay_s: Annotated[float, Meta(ge=0)] = 600.0
-    """The same for the last engine."""
+    """Seconds without requests after which the last engine stops."""
 
     def __post_init__(self) -> None:
         if self.max_replicas < self.min_replicas:
@@ -133,143 +138,152 @@ class AutoscalingOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
 
 class BatchLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What `/v1/files` and `/v1/batches` keep and run. A client is an API key; without keys all clients are one."""
+    """Limits on `/v1/files` and `/v1/batches`. A client is an API key; without keys all clients are one."""
 
     max_file_bytes: Bytes = 200 * 2**20
-    """Of one file; a longer one is refused (HTTP 413). It is never held in memory."""
+    """Size of one file. The ingress refuses a longer one (HTTP 413). Files are streamed to the storage and never held
+    in memory.
+    """
     max_files: Count = 1000
-    """Of one client, results of batches included; one more is refused (HTTP 400)."""
+    """Files of one client, results of batches included. The next upload is refused (HTTP 400)."""
     max_stored_bytes: Bytes = 10 * 2**30
-    """Of one client's files and results. Beyond them uploads and batches are refused (HTTP 400), and a batch that runs
-    ends as `failed` with the results that it has. An upload without a Content-Length counts as `max_file_bytes`.
+    """Size of one client's files and results together. Above it, uploads and new batches are refused (HTTP 400), and a
+    running batch ends as `failed` with the results that it has. An upload without a Content-Length counts as
+    `max_file_bytes`.
     """
     max_batches: Count = 10_000
-    """Of one client that are kept, ended ones included; one more is refused (HTTP 400)."""
+    """Batches of one client that are kept, ended ones included. The next one is refused (HTTP 400)."""
     max_open_batches: Count = 100
-    """Of one client that have not ended; one more is refused (HTTP 400)."""
+    """Batches of one client that have not ended. The next one is refused (HTTP 400)."""
     keep_s: Seconds = 30 * 86_400.0
-    """Files, and batches that have ended, are removed after so long."""
+    """Seconds after which files, and batches that have ended, are removed."""
     max_in_flight: Count | None = None
-    """Lines of all batches that run or wait in the engines at a time. None takes half of the places of all engines:
-    others' requests go before them, and the more run the longer each step takes.
+    """Lines of all batches that run or wait in the engines at a time. None takes half of the places of all engines.
+    Other requests go first, but every running line makes a step longer.
     """
 
 
 class KeyLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one API key may use in a minute; more is refused (HTTP 429). All ingresses together keep the limits."""
+    """Rates of one API key. A request beyond them is refused (HTTP 429). All ingresses count together."""
 
     requests_per_minute: Count | None = None
-    """Chat and completion requests; None is any number."""
+    """Chat and completion requests a minute. None sets no limit."""
     tokens_per_minute: Count | None = None
-    """Tokens of prompts and outputs; None is any number. An output counts when it has ended."""
+    """Tokens of prompts and outputs a minute. None sets no limit. An output counts when the request has ended."""
 
 
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The Ray Serve application: HTTP limits, names and replica counts."""
+    """The Ray Serve application: the HTTP server, its clients, and the number of replicas."""
 
     engine: EngineConfig = EngineConfig()
+    """The model replica: what it loads, where it runs, how it schedules."""
     listener: ListenerLimits = ListenerLimits()
+    """Limits on connections and headers."""
     body: BodyLimits = BodyLimits()
+    """Limits on one request's body."""
     batches: BatchLimits = BatchLimits()
+    """Limits on files and batches."""
     batch_storage: str | None = None
-    """Where `/v1/files` and `/v1/batches` keep files: a folder, or an object store's URL (`s3://bucket/folder`) whose
-    fsspec package is installed. On several nodes it must be the same place on all of them. None refuses both (HTTP
-    404).
+    """Where `/v1/files` and `/v1/batches` keep files: a folder, or the URL of an object store (`s3://bucket/folder`)
+    whose fsspec package is installed. All nodes must reach the same place. None refuses both endpoints (HTTP 404).
     """
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: Annotated[int, Meta(ge=1, le=65535)] = 8000
     """Port to listen on."""
     tls_certificate: str | None = None
-    """PEM file with the certificate chain of the listener, which then speaks HTTPS; None for plain HTTP. It is loaded
-    again when the file changes.
+    """PEM file with the certificate chain. The listener then speaks HTTPS, and loads the file again when it changes.
+    None serves plain HTTP.
     """
     tls_key: str | None = None
     """PEM file with the certificate's private key, without a password."""
     served_model_name: str | None = None
-    """Name in `/v1/models`; None takes the last part of `engine.model`."""
+    """Name in `/v1/models`. None takes the last part of `engine.model`."""
     num_engine_replicas: Count = 1
+    """Engines that run. Each loads the whole model."""
     autoscaling: AutoscalingOptions | None = None
-    """As many engines as the load needs; None for always `num_engine_replicas`."""
+    """Limits and targets between which the number of engines follows the load. None always runs `num_engine_replicas`.
+    """
     num_standby_replicas: Annotated[int, Meta(ge=0)] = 0
-    """Engines that are loaded and warm, and get requests only while none of the others can take any."""
+    """Engines that are loaded and warm, and get requests only while no other engine can take one."""
     http_server: Literal["auto", "listener", "proxy"] = "auto"
-    """Who takes the connections: each ingress replica itself, or Serve's proxies for them, through which tokens come
-    slower. `auto` is the listener under `manta serve`, and the proxy under Serve's own configuration files, where the
-    listener wants `proxy_location: Disabled`.
+    """What accepts the connections: each ingress replica itself (`listener`), or Serve's proxies (`proxy`), through
+    which tokens arrive later. `auto` is the listener under `manta serve` and the proxy under Serve's own configuration
+    files. There the listener needs `proxy_location: Disabled`.
     """
     num_ingress_replicas: Count | None = None
-    """Spread evenly over the nodes if they listen themselves; those of one node share its port. None is one for each
-    node that there is at the start if they listen, and one behind Serve's proxies. With `autoscaling`, None on several
-    nodes means that those that listen follow the engines: more come when engines run on more nodes.
+    """Ingress replicas, spread evenly over the nodes. Those of one node share its port. None starts one on each node
+    with the listener, and one in all behind Serve's proxies. With `autoscaling` on several nodes, None lets the
+    ingresses follow the engines to new nodes.
     """
     drain_notice_s: Seconds = 10.0
-    """An ingress that Serve told to go still takes requests for so long, while its readiness probe fails. Less if
-    another one listens on its node by then, or if all go.
+    """Seconds for which an ingress that Serve stops still accepts requests while its readiness probe fails. The time is
+    shorter if another ingress listens on the node, or if the whole application ends.
     """
     drain_timeout_s: Seconds = 120.0
-    """How long the streams of an ingress that takes no more requests may go on; then Serve ends it."""
+    """Grace period in seconds for the streams of an ingress that accepts no more requests. Then Serve ends it."""
     api_keys: tuple[str, ...] | None = None
-    """Accepted bearer tokens of at least 16 characters, as `KEY`, `NAME:KEY` or `NAME:sha256:DIGEST`; names go into log
-    and metrics. Those of `api_keys_file` and of the environment's `MANTA_API_KEYS` count too. None accepts every
-    request.
+    """Accepted bearer tokens of at least 16 characters, as `KEY`, `NAME:KEY` or `NAME:sha256:DIGEST`. The names appear
+    in logs and metrics. Keys of `api_keys_file` and of the environment variable `MANTA_API_KEYS` are added. None
+    without those accepts every request.
     """
     api_keys_file: str | None = None
-    """A file with such entries, one a line; what follows a # is a remark."""
+    """File with one such entry a line. Text after a # is a comment."""
     priority_clients: tuple[str, ...] = ()
-    """Names of API keys whose requests may go before others' (a `priority` below 0); `*` is everybody. A priority above
-    0 lets others go first, and anybody may ask for it.
+    """Names of API keys whose requests may have a `priority` below 0 and so go before others; `*` is everybody. Any
+    client may set a priority above 0, which lets others go first.
     """
     client_weights: dict[str, Annotated[float, Meta(gt=0, le=1000)]] = {}
-    """Shares of API keys in a full engine, by name: one with 3 has three turns where one with 1 has one. Those that are
-    not named have 1. The batches of a key are one client more, of the same weight.
+    """Shares of API keys in a full engine, by name. A key with weight 3 gets three turns for each turn of a key with
+    weight 1, which is the default. The batches of a key are one more client of the same weight.
     """
     key_limits: dict[str, KeyLimits] = {}
-    """Rates of API keys, by name; `*` is every key that is not named. Lines of batches do not count."""
+    """Rate limits of API keys, by name; `*` is every key that is not named. Lines of batches do not count."""
     share_prefix_cache: bool = False
-    """Whether clients with different API keys read one another's prompts from the prefix cache. That saves work if they
-    send one system prompt, and lets each of them find out whether another one has sent a text that it guesses.
+    """Whether clients with different API keys share the prefix cache. Sharing saves work when they send the same system
+    prompt, but it lets a client find out whether another one has sent a text that it guesses.
     """
     allowed_hosts: tuple[str, ...] = ()
-    """Names in a request's Host header that this server answers to; `*` is any. Names of loopback addresses and `host`
-    itself are always among them, and IP addresses if `host` is none of a loopback address. If this is empty, a server
-    without API keys answers to this machine's own name too, and one with keys that others reach answers to any name.
-    Under Serve's own configuration files empty is any.
+    """Names in a request's Host header that the server accepts; `*` is any. Names of loopback addresses and `host` are
+    always accepted, and IP addresses too unless `host` is a loopback address. If the list is empty, a server without
+    API keys also accepts this machine's own name, and a server with keys that listens beyond loopback accepts any name.
+    Under Serve's own configuration files an empty list accepts any name.
     """
     trusted_proxies: tuple[str, ...] = ()
-    """IP addresses and networks (`10.0.0.0/8`) of proxies in front. Only they may name the client's address, in
-    X-Forwarded-For, by which clients without API keys take turns.
+    """IP addresses and networks (`10.0.0.0/8`) of proxies in front of the server. Only these may name the client's
+    address in X-Forwarded-For. Clients without API keys take turns by address.
     """
     cors_origins: tuple[str, ...] = ()
-    """Origins (`https://chat.example`) of web pages that may use this server; `*` is any. Those of other pages are
+    """Origins (`https://chat.example`) of web pages that may use this server; `*` is any. Requests of other pages are
     refused (HTTP 403).
     """
     max_body_bytes: Bytes = 8 * 2**20
+    """Size of one request's body. The ingress refuses a longer one (HTTP 413)."""
     max_bodies_bytes: Bytes = 256 * 2**20
-    """Of all bodies that are being received; beyond them a request is refused (HTTP 503). Else slow senders could fill
-    the memory.
+    """Size of all bodies that are being received, so that slow senders cannot fill the memory. Above it a request is
+    refused (HTTP 503).
     """
     max_prompts_per_request: Count = 1024
     """Prompts in one `/v1/completions` body."""
     max_choices_per_request: Count = 2048
     """Answers that one body may ask for: its prompts times `n`. Each costs the ingress about 20 us before it runs."""
     request_timeout_s: Seconds = 600.0
-    """A request still running after this long is aborted."""
+    """Seconds after which a running request is aborted."""
     client_timeout_s: Seconds = 60.0
-    """Within which a client must send a request's body whole, and take more of what it is sent. If it does not, its
-    connection is closed and what it asked for is aborted.
+    """Seconds in which a client must send a request's whole body, and in which it must read more of its answer. Then
+    the ingress closes the connection and aborts the request.
     """
     min_body_bytes_per_s: Bytes = 1000
-    """Of a request's body must have come since its head, after 10 s in which it may be slower; else it is refused
-    (HTTP 408).
-    """
+    """Lowest mean rate of a body, from its head on, after the first 10 s. A slower one is refused (HTTP 408)."""
     client_buffer_bytes: Bytes = 4 * 2**20
-    """Of a stream that wait for a client who reads too slowly; beyond them its request is aborted."""
+    """Size of a stream's output that waits for a slow reader. Above it the request is aborted."""
     health_bound_s: Seconds = 30.0
-    """`/health` fails when work is pending and for this long no step brought a token, an end or a computed position."""
+    """Seconds without progress after which `/health` fails while requests are pending. Progress is a token, an end or a
+    computed position.
+    """
     log_requests: bool = True
-    """One structured log line a finished request, with its id, and one where it went on on another engine. Engines log
-    in any case what they aborted, preempted, continued or failed at.
+    """Whether each finished request, and each one that continued on another engine, gets a structured log line. Engines
+    always log what they abort, preempt, continue or fail at.
     """
 
     def __post_init__(self) -> None:

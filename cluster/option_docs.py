@@ -1,7 +1,7 @@
-"""Describes each option of the configuration as text: its docstring, default and bounds.
+"""Describes each option of the configuration as text: its docstring, type, default and bounds.
 
 The docstrings of fields are read from the source, because Python keeps none at run time. `cluster/cli/flags.py` makes
-the help of flags of them, so that help and configuration are one text.
+the help of flags from them, and `cluster/options_page.py` a page of the manual, so that there is one text.
 """
 
 from __future__ import annotations
@@ -17,17 +17,29 @@ from typing import Any
 import msgspec
 from msgspec import Meta
 
+_TYPE_NAMES = {bool: "true or false", int: "integer", float: "number", str: "text"}
+
 
 class OptionText(msgspec.Struct, frozen=True):
     """The description of one option."""
 
     name: str
     """The last part of its key."""
-    doc: str
-    """The first sentence of its docstring; empty if it has none."""
+    full_doc: str
+    """Its docstring in one line; empty if it has none."""
     default: Any
+    type_name: str
+    """The type of its values, as the manual names it."""
     values: str
     """The permitted choices, or the bounds of a number. Empty if every value of the type is permitted."""
+
+    @property
+    def doc(self) -> str:
+        """The first sentence of its docstring."""
+        text = self.full_doc
+        for end in (". ", "; "):
+            text = text.partition(end)[0]
+        return text.rstrip(".")
 
 
 def option_text(kind: type[msgspec.Struct], key: str) -> OptionText:
@@ -36,8 +48,37 @@ def option_text(kind: type[msgspec.Struct], key: str) -> OptionText:
     for section in sections:
         kind = _first_of(typing.get_type_hints(kind)[section])
     annotation = typing.get_type_hints(kind, include_extras=True)[name]
-    default = next(field.default for field in msgspec.structs.fields(kind) if field.name == name)
-    return OptionText(name, _docstrings(kind).get(name, ""), default, _values(annotation))
+    field = next(field for field in msgspec.structs.fields(kind) if field.name == name)
+    default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+    return OptionText(name, _docstrings(kind).get(name, ""), default, _type_name(annotation), _values(annotation))
+
+
+def group_of(kind: type[msgspec.Struct], name: str) -> type[msgspec.Struct] | None:
+    """Returns the struct of the options below the field `name`, which may be a mapping of names to such structs; None
+    if the field is an option itself.
+    """
+    found = _first_of(typing.get_type_hints(kind)[name])
+    if typing.get_origin(found) is dict:
+        found = typing.get_args(found)[1]
+    return found if isinstance(found, type) and issubclass(found, msgspec.Struct) else None
+
+
+def _type_name(annotation: Any) -> str:
+    """Returns the name of a type in words: `integer`, `list of text`, `integer or null`."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _type_name(arguments[0])
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join("null" if each is type(None) else _type_name(each) for each in arguments)
+    if origin is tuple:
+        return f"list of {_type_name(arguments[0])}"
+    if origin is dict:
+        return f"mapping of names to {_type_name(arguments[1])}"
+    if origin is typing.Literal:
+        return "text" if isinstance(arguments[0], str) else "integer"
+    if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct):
+        return "options"
+    return _TYPE_NAMES[annotation]
 
 
 def _first_of(annotation: Any) -> Any:
@@ -62,7 +103,7 @@ def _values(annotation: Any) -> str:
 
 @functools.cache
 def _docstrings(kind: type) -> dict[str, str]:
-    """The first sentences of the docstrings of a struct's fields, by name; those of the structs it extends too."""
+    """Returns the docstrings of a struct's fields, each in one line, by name; those of the structs it extends too."""
     found: dict[str, str] = {}
     for each in reversed(kind.__mro__):
         if each.__module__ in sys.modules and issubclass(each, msgspec.Struct) and each is not msgspec.Struct:
@@ -74,12 +115,9 @@ def _docstrings(kind: type) -> dict[str, str]:
                     and isinstance(field.target, ast.Name)
                     and isinstance(after, ast.Expr)
                 ):
-                    found[field.target.id] = _first_sentence(after.value)
+                    found[field.target.id] = _in_one_line(after.value)
     return found
 
 
-def _first_sentence(node: ast.expr) -> str:
-    text = " ".join(str(node.value).split()) if isinstance(node, ast.Constant) else ""
-    for end in (". ", "; "):
-        text = text.partition(end)[0]
-    return text.rstrip(".")
+def _in_one_line(node: ast.expr) -> str:
+    return " ".join(str(node.value).split()) if isinstance(node, ast.Constant) else ""

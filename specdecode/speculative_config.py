@@ -12,26 +12,29 @@ PROPOSERS: tuple[ProposerName, ...] = ("forced", "ngram", "draft")
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Changes the speed, never the output. Raises `ValueError` if options contradict each other."""
+    """Speculative decoding, which changes the speed and never the output.
+
+    Raises `ValueError` if options contradict each other.
+    """
 
     proposers: tuple[ProposerName, ...] = ("forced", "ngram")
-    """Names of proposers, in order: a sequence gets the drafts of the first one that has any for it. `forced`: tokens
-    that a constraint leaves no choice about; `ngram`: what followed an earlier occurrence of the last tokens, in prompt
-    or output; `draft`: what `draft_model` draws.
+    """Proposers in order: a sequence gets the drafts of the first one that has any. `forced` proposes tokens that a
+    constraint leaves no choice about. `ngram` proposes what followed an earlier occurrence of the last tokens. `draft`
+    proposes what `draft_model` draws.
     """
     draft_model: str | None = None
     """Folder or hub id of a small model with the same tokenizer, for the proposer `draft`. Its weights and its KV
-    cache, which has as many blocks as the model's, take memory in addition to the model's.
+    cache, with as many blocks as the model's, take additional memory.
     """
     max_draft_tokens: Annotated[int, Meta(ge=1, le=64)] = 8
-    """Most tokens proposed for one sequence in one step."""
+    """Drafts of one sequence in one step, at most."""
     ngram_min: Annotated[int, Meta(ge=1, le=16)] = 2
-    """`ngram` proposes only if this many last tokens have occurred together before."""
+    """Tokens that must have occurred before, in the same order, for `ngram` to propose."""
     ngram_max: Annotated[int, Meta(ge=1, le=64)] = 8
-    """If there are several occurrences, `ngram` takes the longest match; it compares at most this many tokens."""
+    """Tokens that `ngram` compares at most, to find the longest of several matches."""
     adaptive: bool = True
-    """Propose as many tokens as pay for themselves, judged by how many of the sequence's drafts were accepted and what
-    a step of the batch costs. If False, propose `max_draft_tokens` whenever possible.
+    """Whether the number of drafts follows their acceptance rate and the cost of a step. If False, every proposer
+    drafts `max_draft_tokens` whenever it can.
     """
 
     def __post_init__(self) -> None:

@@ -46,27 +46,26 @@ class ConstraintSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class ConstraintLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a constraint may cost. All bounds are checked before it is compiled; the two `compile_` budgets hold while
-    it is compiled.
+    """Limits on what one constraint may cost. They are checked before compilation; the two `compile_` budgets hold
+    during it.
     """
 
     max_bytes: int = 1_000_000
-    """Bytes of `ConstraintSpec.text` in UTF-8."""
+    """Length of the schema, expression or grammar, in bytes of UTF-8."""
     max_nesting: int = 128
-    """Levels of JSON objects and arrays, or of brackets in a regex or grammar."""
+    """Levels of JSON objects and arrays, or of brackets in an expression or grammar."""
     max_alternatives: int = 10_000
     """Entries of one `enum`, `anyOf`, `oneOf`, `allOf`, `properties`, or of a choice."""
     max_rules: int = 1000
-    """Rules of one Lark or EBNF grammar: a parser may recurse through all of them, and its stack is bounded."""
+    """Rules of one Lark or EBNF grammar. A parser may recurse through all of them, and its stack is bounded."""
     compile_seconds: float = 10.0
-    """Processor time of one compilation; by the clock it may take three times as long. When either time is over, the
-    process is killed.
+    """Processor seconds of one compilation. It may take three times as long by the clock. Then its process is killed.
     """
     compile_memory_bytes: int = 2**31
     """Address space that one compilation may add."""
     max_waiting: int = 128
-    """Constraints of HTTP requests that may wait to be compiled; of one client half as many. One more is refused (HTTP
-    429).
+    """Constraints of HTTP requests that may wait for compilation, at most half of them of one client. The next one is
+    refused (HTTP 429).
     """
 
 

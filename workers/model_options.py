@@ -22,50 +22,53 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The options of an engine that each of its ranks reads."""
 
     model: str = DEMO_MODEL
-    """Folder with `config.json` and safetensors, a Hugging Face hub id, or `demo`. `ID@REVISION` is a commit, tag or
-    branch of a hub id; only a commit is the same files for ever.
+    """Folder with `config.json` and safetensors, a Hugging Face hub id, or `demo`. `ID@REVISION` selects a commit, tag
+    or branch of a hub id. Only a commit always means the same files.
     """
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """`auto` takes the checkpoint's dtype (float16 becomes bfloat16). `float16` is for CUDA GPUs; in a model that was
-    trained in bfloat16 it may overflow, which ends the sequence with an error.
+    """Dtype of weights and activations. `auto` takes the checkpoint's, except that float16 becomes bfloat16. `float16`
+    needs a CUDA GPU, and in a model that was trained in bfloat16 it may overflow, which ends the sequence with an
+    error.
     """
     device: Literal["auto", "cpu", "cuda", "tpu"] = "auto"
-    """`auto` takes CUDA GPUs if the cluster has any when the application starts, else CPUs; without Ray, a GPU if this
-    process sees one. With `cuda` each engine, or each of its ranks, claims one GPU from Ray and sees no other one. With
-    `tpu` each engine has one process for each host, which claims all of the host's chips from Ray.
+    """Device of the model. `auto` takes CUDA GPUs if the cluster has any when the application starts, else CPUs. With
+    `cuda` each engine, or each of its ranks, claims one GPU from Ray. With `tpu` each engine has one process for each
+    host, which claims all chips of that host.
     """
     num_threads: Count | None = None
-    """CPU threads of the model, of each rank where there are several. They are claimed from Ray as CPUs. None takes
-    every core this process may use, shared with the other ranks and engines of its node.
+    """CPU threads of the model, for each rank. Ray counts them as claimed CPUs. None takes every core that the process
+    may use, shared with the other ranks and engines of its node.
     """
     tensor_parallel_size: Count = 1
-    """Ranks that share every matrix of the model, each a Ray actor; 1 runs the model in the engine's own process. With
-    device `tpu`, the chips that share it.
+    """Ranks that split every matrix of the model. Each is a Ray actor; 1 runs the model in the engine's own process.
+    With device `tpu`, chips that split it.
     """
     tpu_chips_per_host: Count = 8
-    """Chips of each TPU host. An engine with more chips has a Ray actor for each host; with fewer, the engine's own
-    process has them.
+    """Chips of each TPU host. An engine with more chips has one Ray actor for each host. With fewer, the engine's own
+    process holds them.
     """
     max_model_len: Count | None = None
-    """Longest prompt plus output, in tokens; None takes the checkpoint's, cut to what the KV cache holds."""
+    """Longest sequence, prompt and output together, in tokens. None takes the checkpoint's, cut to what the KV cache
+    holds.
+    """
     block_size: Literal[8, 16, 32, 64, 128] = 16
-    """Tokens a KV block."""
+    """Tokens of one KV block."""
     kv_cache_bytes: Bytes | None = None
-    """Memory of the KV cache, of each rank's share where there are several. It fills up with what may be asked again;
-    None leaves it to `kv_cache_fraction`.
+    """Memory of the KV cache, for each rank. It fills up with blocks that later prompts may reuse. None leaves the size
+    to `kv_cache_fraction`.
     """
     kv_cache_fraction: Annotated[float, Meta(gt=0, le=0.95)] | None = None
     """Share of the memory free after loading that the KV cache takes. None takes 4 times the weights, or room for 512
-    tokens of each of `max_num_sequences`, whichever is more; but at most room for all of them at full length 4 times
-    over, and at most 40% of what is free. Exactly: `workers/checkpoints/memory.py`.
+    tokens of each of `max_num_sequences`, whichever is more. It never takes more than 40% of the free memory, nor more
+    than all sequences at full length 4 times over. `workers/checkpoints/memory.py` has the exact rule.
     """
     max_num_batched_tokens: Annotated[int, Meta(ge=1, le=1_048_576)] = 2048
     """Token budget of one step, prefill and decode together."""
     max_num_sequences: Annotated[int, Meta(ge=1, le=4096)] = 256
-    """Sequences running at a time."""
+    """Sequences that run at a time."""
     logits_processors: dict[str, str | None] = {}
-    """Logits processors that HTTP requests may use: a name to the `module:attribute` of its factory, or to null for the
-    one that an installed package registers under this name.
+    """Logits processors that HTTP requests may use: a name and the `module:attribute` of its factory, or null for the
+    factory that an installed package registers under this name.
     """
 
     @property

@@ -25,7 +25,7 @@ def test_flags_say_what_the_configuration_says(capsys: pytest.CaptureFixture[str
             assert f"{flag} " in said
             assert text.doc in said
             assert text.values in said
-    assert "Longest prompt plus output, in tokens (default: the model's; at least 1)" in said
+    assert "Longest sequence, prompt and output together, in tokens (default: the model's; at least 1)" in said
     assert "auto, bfloat16, float16, float32" in said
 
 

@@ -1,0 +1,66 @@
+"""docs/options.md lists every option of the configuration as it is."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+import msgspec
+import pytest
+from msgspec import Meta
+
+from cluster.config import ServeConfig
+from cluster.option_docs import option_text
+from cluster.option_reader import read_options
+from cluster.options_page import page
+from tests.house.pages import ROOT
+from tests.house.test_options import options
+
+
+class Options(msgspec.Struct):
+    count: Annotated[int, Meta(ge=1, le=1000)] | None = None
+    """Things that there are. None is any number."""
+    choice: Literal["a", "b"] = "a"
+    names: tuple[str, ...] = ()
+    shares: dict[str, float] = {}
+
+
+ROWS = dict(re.findall(r"(?m)^\| `([\w.]+)` \| (.*) \|$", page()))
+
+
+def test_the_page_of_the_manual_is_up_to_date() -> None:
+    again = "python -m cluster.options_page > docs/options.md"
+    assert (ROOT / "docs" / "options.md").read_text() == page(), again
+
+
+def test_every_option_has_a_row_with_a_meaning() -> None:
+    assert {key.split(".")[-1] for key in ROWS} >= set(options(ServeConfig))
+    for key, row in ROWS.items():
+        values, default, meaning = row.split(" | ")
+        assert values, key
+        assert default, key
+        assert meaning.endswith((".", ":")), f"{key}: {meaning}"
+
+
+@pytest.mark.parametrize("key", [key for key in ROWS if "NAME" not in key])
+def test_a_key_of_the_page_is_an_option_with_that_default(key: str) -> None:
+    """The default is read as a user would give it, and changes nothing."""
+    shown = ROWS[key].split(" | ")[1].strip("`").replace(",", "" if "[" not in ROWS[key] else ",")
+    group, _, name = key.rpartition(".")
+    values: dict[str, object] = {name: msgspec.yaml.decode(shown)}
+    for part in reversed(group.split(".") if group else []):
+        values = {part: values}
+    plain = {"engine": {"speculative": {}}} if "speculative" in group else {}
+    plain = {"autoscaling": {}} if "autoscaling" in group else plain
+    assert read_options(values, ServeConfig) == read_options(plain, ServeConfig)
+
+
+def test_types_bounds_and_defaults_are_told_in_words() -> None:
+    told = {field.name: option_text(Options, field.name) for field in msgspec.structs.fields(Options)}
+    assert {name: (text.type_name, text.values) for name, text in told.items()} == {
+        "count": ("integer or null", "at least 1, at most 1,000"),
+        "choice": ("text", "a, b"),
+        "names": ("list of text", ""),
+        "shares": ("mapping of names to number", ""),
+    }
+    assert told["shares"].default == {}
