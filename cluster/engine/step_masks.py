@@ -66,8 +66,9 @@ class StepMasks:
         """(sequence, output, finish): the sequence has ended if this is its output after the step."""
         self._failed: dict[int, str] = {}
         self.num_late = 0
-        self.num_dead_ends = 0
         """Rows that sit the step out."""
+        self.num_dead_ends = 0
+        """Sequences that ended because their constraint left no token to draw."""
         self.seconds = 0.0
         """Time from `begin` to the end of `collect`; 0 without constraints."""
         self.asked_early: list[int] = []
