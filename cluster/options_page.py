@@ -19,6 +19,7 @@ from cluster.option_docs import OptionText, group_of, option_text
 HEAD = """# Options
 
 This page is generated from the configuration's source: `python -m cluster.options_page > docs/options.md`.
+[Serving](serve.md) explains the options that belong together.
 
 An option is a key of a YAML file, which `--config FILE` names, or of the command line:
 
