@@ -1,7 +1,7 @@
 """Describes each option of the configuration as text: its docstring, type, default and bounds.
 
 The docstrings of fields are read from the source, because Python keeps none at run time. `cluster/cli/flags.py` makes
-the help of flags from them, and `cluster/options_page.py` a page of the manual, so that there is one text.
+the help of flags from them, and `cluster/cli/options_page.py` a page of the manual, so that there is one text.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ class HttpApp:
                 )
                 return
             route, exchange.path_parameter = self._router.find(exchange.method, exchange.path, exchange.root_path)
-            exchange.route = route.path
+            exchange.route, exchange.error_body = route.path, route.error_body
             await self._handle(route, exchange)
         except (ApiError, ServingError) as error:
             await exchange.fail(api_error(error))
@@ -142,7 +142,9 @@ class HttpApp:
         if not self._config.api_keys:
             return
         scheme, _, given = exchange.headers.get("authorization", "").partition(" ")
-        name = self._keys.name_of(given) if scheme.lower() == "bearer" else None
+        if scheme.lower() != "bearer":
+            given = exchange.headers.get("x-api-key", "")  # where Anthropic's clients put it
+        name = self._keys.name_of(given) if given else None
         if name is None:
             raise ApiError(401, "a valid API key is required: Authorization: Bearer KEY", code="invalid_api_key")
         exchange.client, exchange.owner = name, self._keys.owner_of(name)

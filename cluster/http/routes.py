@@ -6,9 +6,10 @@ A new endpoint is a row here and a file in `cluster/http/endpoints/` with its ha
 from __future__ import annotations
 
 from cluster.batch.records import Batch, FileObject
-from cluster.http.endpoints import batches, files, generation, models, ollama, pages, status, tokens
+from cluster.http.endpoints import anthropic, batches, files, generation, models, ollama, pages, status, tokens
 from cluster.http.exchange.routing import Route
 from cluster.http.exchange.uploads import UploadForm
+from cluster.protocol.anthropic import CountTokensRequest, MessageAnswer, MessagesRequest, TokenCount
 from cluster.protocol.ollama import (
     OllamaChatAnswer,
     OllamaChatRequest,
@@ -49,6 +50,28 @@ ROUTES = (
         media_type=EVENTS,
         errors=GENERATION_ERRORS,
         logged=True,
+    ),
+    Route(
+        "POST",
+        "/v1/messages",
+        anthropic.messages,
+        "Chat in Anthropic's shape",
+        body=MessagesRequest,
+        answer=MessageAnswer,
+        media_type=EVENTS,
+        errors=GENERATION_ERRORS,
+        error_body=anthropic.error_body,
+        logged=True,
+    ),
+    Route(
+        "POST",
+        "/v1/messages/count_tokens",
+        anthropic.count_tokens,
+        "The prompt's tokens of such a chat",
+        body=CountTokensRequest,
+        answer=TokenCount,
+        errors=(404,),
+        error_body=anthropic.error_body,
     ),
     Route("GET", "/v1/models", models.list_models, "The models served", answer=models.ModelList),
     Route("GET", "/v1/models/{model}", models.one_model, "One model", answer=models.ModelCard, errors=(404,)),

@@ -36,9 +36,7 @@ def check_num_values(body: bytes, limits: BodyLimits) -> None:
 
 def check_lists(body: Any, limits: BodyLimits) -> None:
     """Checks every list of a decoded body. Raises `RequestRefused` naming its field."""
-    for field, what, size, limit in _sizes(body):
-        if size > limit:
-            refuse(field, f"{field} has {size} {what} and the limit is {limit}; leave some out")
+    check_sizes(body)
     num_parts, limit = _num_parts(getattr(body, "messages", None) or ()), limits.max_messages
     if num_parts > limit:
         message = f"messages has {num_parts} messages, parts and calls and the limit is {limit}"
@@ -50,6 +48,13 @@ def check_lists(body: Any, limits: BodyLimits) -> None:
             message = f"{field} has {count} entries for each of {num_prompts} prompts, and the limit is"
             remedy = "shorten it, send fewer prompts, or raise body.max_token_ids"
             refuse(field, f"{message} {limits.max_token_ids} in all; {remedy}")
+
+
+def check_sizes(body: Any) -> None:
+    """Checks the lists that have the same limit everywhere. Raises `RequestRefused` naming the field."""
+    for field, what, size, limit in _sizes(body):
+        if size > limit:
+            refuse(field, f"{field} has {size} {what} and the limit is {limit}; leave some out")
 
 
 def _sizes(body: Any) -> Iterator[tuple[str, str, int, int]]:
@@ -64,8 +69,10 @@ def _sizes(body: Any) -> Iterator[tuple[str, str, int, int]]:
 
 
 def _num_parts(messages: Sequence[Any]) -> int:
+    """Counts messages, their parts and their calls. Other APIs' messages have their calls among the parts."""
     parts = (message.content for message in messages if isinstance(message.content, list))
-    return len(messages) + sum(map(len, parts)) + sum(len(message.tool_calls or ()) for message in messages)
+    calls = (getattr(message, "tool_calls", None) or () for message in messages)
+    return len(messages) + sum(map(len, parts)) + sum(map(len, calls))
 
 
 def _num_prompts(prompt: Any) -> int:

@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
-from cluster.errors import RequestRefused, refuse
+from cluster.errors import refuse
 from cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
-from cluster.protocol.shape_errors import shape_error
+from cluster.protocol.translated import as_openai
 
 RENAMED = {
     "temperature": "temperature",
@@ -129,7 +129,7 @@ class OllamaChatRequest(_Body, kw_only=True):
         fields = self._chat_fields() | {"messages": _openai_messages(self.messages)}
         if self.tools:
             fields["tools"] = self.tools
-        return _checked(fields, ChatCompletionRequest, self)
+        return as_openai(fields, ChatCompletionRequest, self)
 
 
 class OllamaGenerateRequest(_Body, kw_only=True):
@@ -163,12 +163,12 @@ class OllamaGenerateRequest(_Body, kw_only=True):
         """A conversation of one message. Raises `RequestRefused` naming the field of this body."""
         messages = [{"role": "system", "content": self.system}] if self.system else []
         messages.append({"role": "user", "content": self.prompt})
-        return _checked(self._chat_fields() | {"messages": messages}, ChatCompletionRequest, self)
+        return as_openai(self._chat_fields() | {"messages": messages}, ChatCompletionRequest, self)
 
     def as_completion(self) -> CompletionRequest:
         """The prompt as it is. Raises `RequestRefused` naming the field of this body."""
         fields = self._common() | {"prompt": self.prompt, "add_special_tokens": not self.raw}
-        return _checked(fields, CompletionRequest, self)
+        return as_openai(fields, CompletionRequest, self)
 
 
 def _openai_messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
@@ -191,27 +191,6 @@ def _openai_messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
             num_answers += 1
         found.append(entry)
     return found
-
-
-def _checked(fields: dict[str, Any], kind: Any, body: _Body) -> Any:
-    try:
-        request = msgspec.convert(fields, kind)
-        request.check()
-        return request
-    except msgspec.ValidationError as error:
-        found = shape_error(str(error), kind)
-        raise renamed(found, body) from error
-    except RequestRefused as error:
-        raise renamed(error, body) from error
-
-
-def renamed(error: RequestRefused, body: _Body) -> RequestRefused:
-    """The refusal of an OpenAI body under the field's name in Ollama's."""
-    field = body.field_of(error.param)
-    message = error.message
-    if field != error.param and error.param is not None:
-        message = f"{field}{message.removeprefix(error.param)}"
-    return RequestRefused(message, field, error.code)
 
 
 # ---- answers -----------------------------------------------------------------------------------------------------

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 from msgspec import Meta
 
+from cluster.cli.options_page import page
 from cluster.config import ServeConfig
 from cluster.option_docs import option_text
 from cluster.option_reader import read_options
-from cluster.options_page import page
 from tests.house.pages import ROOT
 from tests.house.test_options import options
 
@@ -29,7 +29,7 @@ ROWS = dict(re.findall(r"(?m)^\| `([\w.]+)` \| (.*) \|$", page()))
 
 
 def test_the_page_of_the_manual_is_up_to_date() -> None:
-    again = "python -m cluster.options_page > docs/options.md"
+    again = "python -m cluster.cli.options_page > docs/options.md"
     assert (ROOT / "docs" / "options.md").read_text() == page(), again
 
 

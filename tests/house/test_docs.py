@@ -45,7 +45,7 @@ MAX_LINES = {"README.md": 150, "CONTRIBUTING.md": 70}
 PRINTS = {
     "README.md": [],
     "docs/first-five-minutes.md": [],
-    "docs/api.md": [],
+    "docs/api.md": ["Manta serves"],
     "docs/serve.md": ["0 ", "1 ", "2 ", "Manta serves"],
     "docs/batch.md": ["Manta serves"],
     "docs/deploy.md": [],

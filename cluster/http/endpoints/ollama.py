@@ -26,7 +26,6 @@ from cluster.http.exchange.engines import Event, Generation
 from cluster.http.exchange.exchange import Exchange
 from cluster.http.exchange.prompts import encode_all
 from cluster.http.exchange.state import AppState
-from cluster.protocol import ollama
 from cluster.protocol.ollama import (
     LATEST,
     OllamaAnswerMessage,
@@ -43,6 +42,7 @@ from cluster.protocol.ollama import (
     OllamaToolCall,
 )
 from cluster.protocol.responses import ChatResponseMessage
+from cluster.protocol.translated import renamed
 
 Write = Callable[..., msgspec.Struct]
 """Makes an answer, or a part of it, of an `OllamaAnswerMessage` and the other fields of the answer."""
@@ -74,7 +74,7 @@ async def _chat(state: AppState, exchange: Exchange, body: Any, request: Any, wr
     try:
         await generation.chat(state, exchange, request, answer_with)
     except RequestRefused as error:
-        raise ollama.renamed(error, body) from error
+        raise renamed(error, body) from error
 
 
 async def _complete(state: AppState, exchange: Exchange, body: OllamaGenerateRequest) -> None:
@@ -89,7 +89,7 @@ async def _complete(state: AppState, exchange: Exchange, body: OllamaGenerateReq
         answer = OllamaAnswer(body.model, ChatPlan(prompt=body.prompt, params=params), _generate_part)
         await generation.generate(state, exchange, prompts, params, request, answer)
     except RequestRefused as error:
-        raise ollama.renamed(error, body) from error
+        raise renamed(error, body) from error
 
 
 async def tags(state: AppState, exchange: Exchange, _: None) -> OllamaModels:

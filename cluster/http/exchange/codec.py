@@ -21,7 +21,7 @@ class StreamForm(NamedTuple):
 
     media_type: str
     before: bytes
-    """In front of each part."""
+    """In front of an error that becomes a part."""
     after: bytes
 
 

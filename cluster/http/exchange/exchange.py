@@ -201,6 +201,8 @@ class Exchange:
         """Counts of its generation."""
         self.route = ""
         """The path of its route, as the table of routes has it."""
+        self.error_body: Callable[[ApiError], bytes] = ApiError.body
+        """Writes errors in the shape of its route."""
         self.span: Span | None = None
         """Its own, if it is traced."""
         self.preparation: Preparation | None = None
@@ -356,7 +358,7 @@ class Exchange:
                 logging.getLogger(__name__).exception("request %s failed in its stream", self.request_id)
             failure = api_error(error)
             self.status = failure.status
-            event = form.before + failure.body() + form.after
+            event = form.before + self.error_body(failure) + form.after
             await self._send({"type": "http.response.body", "body": event, "more_body": True})
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -391,7 +393,7 @@ class Exchange:
         if error.code in ("client_too_slow", "too_many_bodies"):
             headers.append((b"connection", b"close"))  # nobody knows where the next request would begin
         with contextlib.suppress(Exception):  # the client may be gone
-            await self.send_body(error.body(), "application/json", error.status, headers)
+            await self.send_body(self.error_body(error), "application/json", error.status, headers)
 
     async def _start(self, status: int, content_type: str, headers: list[tuple[bytes, bytes]]) -> None:
         if self.preparation is not None:  # from now on the client's own pace is timed

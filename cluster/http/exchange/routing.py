@@ -40,6 +40,8 @@ class Route:
     """A content type of the answer that is not JSON."""
     errors: tuple[int, ...] = ()
     """Statuses that its handler answers, in addition to those of every route."""
+    error_body: Callable[[ApiError], bytes] = ApiError.body
+    """Writes its errors, in a stream too."""
     public: bool = False
     """Answered without an API key: probes and scrapers have none."""
     logged: bool = False

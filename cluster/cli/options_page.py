@@ -1,4 +1,4 @@
-"""Writes the page of the manual with every option: `python -m cluster.options_page > docs/options.md`.
+"""Writes the page of the manual with every option: `python -m cluster.cli.options_page > docs/options.md`.
 
 The page is made from the configuration's own structs (`cluster/config.py`), and a test holds that it is up to date.
 """
@@ -18,7 +18,7 @@ from cluster.option_docs import OptionText, group_of, option_text
 
 HEAD = """# Options
 
-This page is generated from the configuration's source: `python -m cluster.options_page > docs/options.md`.
+This page is generated from the configuration's source: `python -m cluster.cli.options_page > docs/options.md`.
 [Serving](serve.md) explains the options that belong together.
 
 An option is a key of a YAML file, which `--config FILE` names, or of the command line:

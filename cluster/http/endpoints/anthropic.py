@@ -1,0 +1,230 @@
+"""Anthropic's Messages API: each body becomes one of OpenAI's chats, and the answer is written as blocks.
+
+`cluster/protocol/anthropic.py` has the shapes. Refusals are those of the chat endpoint, under the names of this API's
+fields and in its shape of errors.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import msgspec
+
+from cluster.chat.plan import ChatPlan, plan_chat, render
+from cluster.chat.reader import ChatReader, MessageBuilder
+from cluster.errors import RequestRefused
+from cluster.http.endpoints import generation
+from cluster.http.exchange.codec import StreamForm, encode
+from cluster.http.exchange.engines import Event, Generation
+from cluster.http.exchange.exchange import Exchange
+from cluster.http.exchange.prompts import encode as encode_prompt
+from cluster.http.exchange.state import AppState
+from cluster.protocol.anthropic import (
+    Block,
+    BlockDelta,
+    BlockStart,
+    BlockStop,
+    CountTokensRequest,
+    InputDelta,
+    MessageAnswer,
+    MessageDelta,
+    MessageEnding,
+    MessagesError,
+    MessagesRequest,
+    MessageStart,
+    MessageStop,
+    MessagesUsage,
+    TextBlock,
+    TextDelta,
+    ThinkingBlock,
+    ThinkingDelta,
+    TokenCount,
+    ToolUseBlock,
+)
+from cluster.protocol.api_errors import ApiError
+from cluster.protocol.responses import ChatDelta
+from cluster.protocol.tools import template_tools
+from cluster.protocol.translated import renamed
+
+NAMED_EVENTS = StreamForm("text/event-stream; charset=utf-8", b"event: error\ndata: ", b"\n\n")
+"""Server-sent events with a name each; the answer writes the names of its own."""
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+"""Anthropic's reasons for an end, by OpenAI's."""
+_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+
+
+def error_body(error: ApiError) -> bytes:
+    """Returns an error in Anthropic's shape. `param` and `code` are additions."""
+    kind = _ERROR_TYPES.get(error.status, "invalid_request_error")
+    fields = {"type": kind, "message": error.message, "param": error.param, "code": error.code}
+    return encode(MessagesError(error=fields))
+
+
+async def messages(state: AppState, exchange: Exchange, body: MessagesRequest) -> None:
+    def answer_with(
+        request: Any, answer_id: str, model: str, tokenizer: Any, plan: ChatPlan, prompt: list[int]
+    ) -> MessagesAnswer:
+        return MessagesAnswer(model, plan, len(prompt))
+
+    try:
+        await generation.chat(state, exchange, body.as_openai(), answer_with)
+    except RequestRefused as error:
+        raise renamed(error, body) from error
+
+
+async def count_tokens(state: AppState, exchange: Exchange, body: CountTokensRequest) -> TokenCount:
+    """Counts the prompt's tokens as `messages` would use them."""
+    request = body.as_openai()
+    state.check_model(request.model)
+    try:
+        params = await generation.sampling_params(state, request)
+        conversation = render(state.tokenizer, request, template_tools(request.callable_tools()))
+        plan = plan_chat(request, params, state.tokenizer, conversation)
+        limit = (await state.model_info()).max_model_len
+        return TokenCount(len(await encode_prompt(state.tokenizer, plan.prompt, False, limit, "messages")))
+    except RequestRefused as error:
+        raise renamed(error, body) from error
+
+
+class MessagesAnswer:
+    """An answer of `/v1/messages`, whole or as a stream of named events."""
+
+    form = NAMED_EVENTS
+
+    def __init__(self, model: str, plan: ChatPlan, num_prompt_tokens: int) -> None:
+        self._id = f"msg_{secrets.token_hex(12)}"
+        self._model = model
+        self._reader = ChatReader(plan)
+        self._num_prompt_tokens = num_prompt_tokens
+
+    async def whole(self, generation: Generation) -> bytes:
+        builder = MessageBuilder()
+        async for event in generation:
+            builder.add(self._read(event))
+            last = event
+        message = builder.message()
+        content: list[Block] = []
+        if message.reasoning_content:
+            content.append(ThinkingBlock(message.reasoning_content))
+        if message.content:
+            content.append(TextBlock(message.content))
+        content += (
+            ToolUseBlock(_call_id(call.id), call.function.name or "", arguments)
+            for call in message.tool_calls or []
+            if (arguments := _arguments(call.function.arguments)) is not None
+        )
+        ending = self._ending(last)
+        return encode(self._message(content, ending.stop_reason, ending.stop_sequence, _usage(generation)))
+
+    async def stream(self, generation: Generation) -> AsyncIterator[bytes]:
+        blocks = BlockWriter()
+        begun = False
+        async for event in generation:
+            if not begun:
+                usage = MessagesUsage(input_tokens=self._num_prompt_tokens, output_tokens=0)
+                yield _event(MessageStart(self._message([], None, None, usage)))
+                begun = True
+            for delta in self._read(event):
+                for part in blocks.write(delta):
+                    yield _event(part)
+            last = event
+        for part in blocks.close():
+            yield _event(part)
+        yield _event(MessageDelta(self._ending(last), _usage(generation)))
+        yield _event(MessageStop())
+
+    def _read(self, event: Event) -> list[ChatDelta]:
+        return self._reader.feed(event.text, event.finish is not None)
+
+    def _ending(self, last: Event) -> MessageEnding:
+        assert last.finish is not None
+        if isinstance(last.stop_reason, str):
+            return MessageEnding("stop_sequence", last.stop_reason)
+        reason = self._reader.finish_reason(last.finish)
+        return MessageEnding(STOP_REASONS.get(reason, reason), None)
+
+    def _message(
+        self, content: list[Block], stop_reason: str | None, stop_sequence: str | None, usage: MessagesUsage
+    ) -> MessageAnswer:
+        return MessageAnswer(
+            id=self._id,
+            model=self._model,
+            content=content,
+            stop_reason=stop_reason,
+            stop_sequence=stop_sequence,
+            usage=usage,
+        )
+
+
+class BlockWriter:
+    """Writes deltas as blocks that follow each other: each begins, grows and stops before the next one begins."""
+
+    def __init__(self) -> None:
+        self._index = -1
+        self._open: type[Block] | None = None
+
+    def write(self, delta: ChatDelta) -> Iterator[msgspec.Struct]:
+        """Returns the events of one delta."""
+        if delta.reasoning_content:
+            yield from self._open_as(ThinkingBlock(""))
+            yield BlockDelta(self._index, ThinkingDelta(delta.reasoning_content))
+        if delta.content:
+            yield from self._open_as(TextBlock(""))
+            yield BlockDelta(self._index, TextDelta(delta.content))
+        for call in delta.tool_calls or []:
+            if call.id is not None:
+                yield from self.close()
+                yield from self._open_as(ToolUseBlock(_call_id(call.id), call.function.name or "", {}))
+            if call.function.arguments:
+                yield BlockDelta(self._index, InputDelta(call.function.arguments))
+
+    def close(self) -> Iterator[msgspec.Struct]:
+        """Returns the event that stops the open block, if there is one."""
+        if self._open is not None:
+            self._open = None
+            yield BlockStop(self._index)
+
+    def _open_as(self, block: Block) -> Iterator[msgspec.Struct]:
+        if self._open is not type(block):
+            yield from self.close()
+            self._index, self._open = self._index + 1, type(block)
+            yield BlockStart(self._index, block)
+
+
+def _event(part: msgspec.Struct) -> bytes:
+    name = str(part.__struct_config__.tag).encode()
+    return b"event: " + name + b"\ndata: " + encode(part) + b"\n\n"
+
+
+def _usage(generation: Generation) -> MessagesUsage:
+    (usage,) = generation.usages
+    return MessagesUsage(
+        input_tokens=usage.num_prompt_tokens - usage.num_cached_tokens,
+        cache_read_input_tokens=usage.num_cached_tokens,
+        output_tokens=usage.num_output_tokens,
+    )
+
+
+def _call_id(call_id: str | None) -> str:
+    return f"toolu_{(call_id or '').removeprefix('call_')}"
+
+
+def _arguments(text: str | None) -> dict[str, Any] | None:
+    """Returns the arguments of a call; None for a call that `max_tokens` has cut off, which is none."""
+    try:
+        arguments = json.loads(text or "{}")
+    except ValueError:
+        return None
+    return arguments if isinstance(arguments, dict) else None

@@ -1,0 +1,47 @@
+"""Bodies of other APIs that become one of OpenAI's: how they are converted, and how refusals name their fields.
+
+`cluster/protocol/ollama.py`, `anthropic.py` and `responses_api.py` describe such bodies.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import msgspec
+
+from cluster.errors import RequestRefused
+from cluster.protocol.body_limits import check_sizes
+from cluster.protocol.shape_errors import shape_error
+
+
+class Translated(Protocol):
+    """A body that has been turned into one of OpenAI's."""
+
+    def field_of(self, param: str | None) -> str | None:
+        """Returns this body's name of a field of OpenAI's body."""
+        ...
+
+
+def as_openai(fields: dict[str, Any], kind: Any, body: Translated) -> Any:
+    """Returns the OpenAI body of type `kind` with these fields, checked. Raises `RequestRefused` naming the field of
+    `body` that is at fault.
+    """
+    try:
+        request = msgspec.convert(fields, kind)
+        check_sizes(request)
+        request.check()
+        return request
+    except msgspec.ValidationError as error:
+        found = shape_error(str(error), kind)
+        raise renamed(found, body) from error
+    except RequestRefused as error:
+        raise renamed(error, body) from error
+
+
+def renamed(error: RequestRefused, body: Translated) -> RequestRefused:
+    """Returns the refusal of an OpenAI body under the field's name in `body`."""
+    field = body.field_of(error.param)
+    message = error.message
+    if field != error.param and error.param is not None:
+        message = f"{field}{message.removeprefix(error.param)}"
+    return RequestRefused(message, field, error.code)
