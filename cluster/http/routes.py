@@ -6,7 +6,18 @@ A new endpoint is a row here and a file in `cluster/http/endpoints/` with its ha
 from __future__ import annotations
 
 from cluster.batch.records import Batch, FileObject
-from cluster.http.endpoints import anthropic, batches, files, generation, models, ollama, pages, status, tokens
+from cluster.http.endpoints import (
+    anthropic,
+    batches,
+    files,
+    generation,
+    models,
+    ollama,
+    pages,
+    responses_api,
+    status,
+    tokens,
+)
 from cluster.http.exchange.routing import Route
 from cluster.http.exchange.uploads import UploadForm
 from cluster.protocol.anthropic import CountTokensRequest, MessageAnswer, MessagesRequest, TokenCount
@@ -21,6 +32,7 @@ from cluster.protocol.ollama import (
 )
 from cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
 from cluster.protocol.responses import ChatCompletion, Completion
+from cluster.protocol.responses_api import ResponseObject, ResponsesRequest
 
 EVENTS = "text/event-stream"
 LINES = "application/x-ndjson"
@@ -47,6 +59,17 @@ ROUTES = (
         "Completion",
         body=CompletionRequest,
         answer=Completion,
+        media_type=EVENTS,
+        errors=GENERATION_ERRORS,
+        logged=True,
+    ),
+    Route(
+        "POST",
+        "/v1/responses",
+        responses_api.create,
+        "Chat as items (OpenAI's Responses API)",
+        body=ResponsesRequest,
+        answer=ResponseObject,
         media_type=EVENTS,
         errors=GENERATION_ERRORS,
         logged=True,

@@ -220,7 +220,8 @@ def _openai_messages(system: str | list[TextBlock] | None, messages: list[Messag
     if any(texts):
         found.append({"role": "system", "content": "\n".join(texts)})
     for index, message in enumerate(messages):
-        content = [TextBlock(message.content)] if isinstance(message.content, str) else message.content
+        given = message.content
+        content: list[Block] = [TextBlock(given)] if isinstance(given, str) else given
         write = _assistant_messages if message.role == "assistant" else _user_messages
         found += write(content, f"messages[{index}].content", message.role)
     return found
@@ -275,7 +276,7 @@ def _assistant_messages(content: list[Block], path: str, role: str) -> list[dict
 
 
 def _openai_tool(tool: MessagesTool) -> dict[str, Any]:
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    function: dict[str, Any] = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
     if tool.strict is not None:
         function["strict"] = tool.strict
     return {"type": "function", "function": function}

@@ -17,7 +17,7 @@ from cluster.chat.plan import ChatPlan, plan_chat, render
 from cluster.chat.reader import ChatReader, MessageBuilder
 from cluster.errors import RequestRefused
 from cluster.http.endpoints import generation
-from cluster.http.exchange.codec import StreamForm, encode
+from cluster.http.exchange.codec import NAMED_EVENTS, encode
 from cluster.http.exchange.engines import Event, Generation
 from cluster.http.exchange.exchange import Exchange
 from cluster.http.exchange.prompts import encode as encode_prompt
@@ -49,8 +49,6 @@ from cluster.protocol.responses import ChatDelta
 from cluster.protocol.tools import template_tools
 from cluster.protocol.translated import renamed
 
-NAMED_EVENTS = StreamForm("text/event-stream; charset=utf-8", b"event: error\ndata: ", b"\n\n")
-"""Server-sent events with a name each; the answer writes the names of its own."""
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 """Anthropic's reasons for an end, by OpenAI's."""
 _ERROR_TYPES = {

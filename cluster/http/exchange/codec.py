@@ -27,6 +27,8 @@ class StreamForm(NamedTuple):
 
 EVENTS = StreamForm("text/event-stream; charset=utf-8", b"data: ", b"\n\n")
 """Server-sent events, OpenAI's form."""
+NAMED_EVENTS = StreamForm("text/event-stream; charset=utf-8", b"event: error\ndata: ", b"\n\n")
+"""Server-sent events with a name each, the form of OpenAI's Responses API and of Anthropic's."""
 LINES = StreamForm("application/x-ndjson", b"", b"\n")
 """A JSON object a line, Ollama's form."""
 

@@ -1,0 +1,329 @@
+"""The request and response bodies of OpenAI's Responses API, and the chat body that asks the same.
+
+Source: https://platform.openai.com/docs/api-reference/responses. A request carries its whole conversation, because
+nothing is kept between two requests. Items and tools that need more than text and functions are refused by name.
+`cluster/http/endpoints/responses_api.py` answers.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import msgspec
+
+from cluster.errors import refuse
+from cluster.protocol.requests import ChatCompletionRequest
+from cluster.protocol.translated import as_openai
+
+_NOT_KEPT = "nothing is kept between two requests; send the whole conversation as input"
+_REFUSED = {
+    "background": _NOT_KEPT,
+    "conversation": _NOT_KEPT,
+    "previous_response_id": _NOT_KEPT,
+    "store": "nothing is kept; leave it out or send false",
+    "prompt": "there are no stored prompts; send instructions and input",
+    "context_management": "leave it out",
+    "moderation": "leave it out",
+    "top_logprobs": "ask /v1/chat/completions for log-probabilities",
+}
+"""Fields that may be null, false or 0 only, and what to do instead."""
+_TEXT_PARTS = ("input_text", "output_text", "text")
+_RENAMED = {
+    "max_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
+    "response_format.json_schema.schema": "text.format.schema",
+}
+"""Fields of the chat body whose name here is another one."""
+
+
+class TextOptions(msgspec.Struct, kw_only=True):
+    format: dict[str, Any] | None = None
+    """`{"type": "text"}`, `{"type": "json_object"}` or `{"type": "json_schema", "name": ..., "schema": {...}}`."""
+    verbosity: str | None = None
+
+
+class Reasoning(msgspec.Struct, kw_only=True):
+    effort: str | None = None
+    """Given to chat templates that know `reasoning_effort`."""
+    summary: str | None = None
+    """Accepted; the reasoning itself is reported."""
+    generate_summary: str | None = None
+
+
+class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`POST /v1/responses`."""
+
+    fields_elsewhere: ClassVar[dict[str, str]] = {
+        "messages": "belong to /v1/chat/completions; here the conversation is the input",
+        "max_tokens": "belongs to /v1/chat/completions; here it is max_output_tokens",
+        "response_format": "belongs to /v1/chat/completions; here it is text.format",
+    }
+
+    model: str
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    max_tool_calls: int | None = None
+    """Accepted; it bounds tools that a server runs, and there are none."""
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    truncation: str | None = None
+    include: list[str] | None = None
+    """Accepted; what can be included is included, or does not occur."""
+    metadata: dict[str, Any] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: Any = None
+
+    background: Any = None
+    conversation: Any = None
+    previous_response_id: Any = None
+    store: Any = None
+    prompt: Any = None
+    context_management: Any = None
+    moderation: Any = None
+    top_logprobs: Any = None
+
+    def check(self) -> None:
+        """Raises `RequestRefused` naming the field of the first mistake."""
+        for name, remedy in _REFUSED.items():
+            if getattr(self, name):
+                refuse(name, f"{name} is not supported: {remedy}")
+        if self.truncation not in (None, "disabled"):
+            message = f"truncation {self.truncation!r} is not supported: the input is used whole"
+            refuse("truncation", f'{message}; send "disabled", or leave it out')
+        if not self.input:
+            refuse("input", "input is empty; give text or a list of items")
+        _messages(self)
+        _tools(self)
+
+    def as_openai(self) -> ChatCompletionRequest:
+        """Returns the chat body that asks the same. Raises `RequestRefused` naming the field of this one."""
+        given = {
+            "max_completion_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "stream": self.stream,
+            "user": self.user,
+            "tools": _tools(self) or None,
+            "tool_choice": _tool_choice(self),
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "reasoning_effort": self.reasoning and self.reasoning.effort,
+            "verbosity": self.text and self.text.verbosity,
+            "response_format": self.text and _response_format(self.text.format),
+        }
+        fields = {name: value for name, value in given.items() if value is not None}
+        fields |= {"model": self.model, "messages": _messages(self)}
+        found: ChatCompletionRequest = as_openai(fields, ChatCompletionRequest, self)
+        return found
+
+    def field_of(self, param: str | None) -> str | None:
+        """Returns this body's name of a field of the chat body."""
+        if param is None:
+            return None
+        if param.startswith("messages"):  # their numbers are others there
+            return "input"
+        if param == "max_completion_tokens":
+            return "max_output_tokens"
+        return _RENAMED.get(param, param.replace(".function", ""))
+
+
+# ---- the conversation --------------------------------------------------------------------------------------------
+
+
+def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:
+    """Returns the instructions and the input as chat messages."""
+    found: list[dict[str, Any]] = []
+    if body.instructions is not None:
+        found.append({"role": "system", "content": body.instructions})
+    if isinstance(body.input, str):
+        return [*found, {"role": "user", "content": body.input}]
+    turn: dict[str, Any] | None = None  # of the assistant, to which reasoning, text and calls belong
+    for index, item in enumerate(body.input):
+        path = f"input[{index}]"
+        kind = item.get("type", "message")
+        if kind == "message" and item.get("role") != "assistant":
+            turn = None
+            found.append({"role": item.get("role"), "content": _content(item, "content", path)})
+        elif kind == "function_call_output":
+            turn = None
+            call_id, output = _text(item, "call_id", path), _content(item, "output", path)
+            found.append({"role": "tool", "tool_call_id": call_id, "content": output})
+        elif kind in ("message", "function_call", "reasoning"):
+            if turn is None or (kind != "function_call" and ("tool_calls" in turn or turn["content"])):
+                found.append(turn := {"role": "assistant", "content": ""})
+            _add_to_turn(turn, kind, item, path)
+        else:
+            known = "message, reasoning, function_call and function_call_output"
+            refuse(f"{path}.type", f"{path}.type {kind!r} is not supported; send items of type {known}")
+    return found
+
+
+def _add_to_turn(turn: dict[str, Any], kind: str, item: dict[str, Any], path: str) -> None:
+    if kind == "message":
+        turn["content"] = _content(item, "content", path)
+    elif kind == "reasoning":
+        texts = [part.get("text") for part in item.get("content") or [] if isinstance(part, dict)]
+        turn["reasoning_content"] = "".join(text for text in texts if isinstance(text, str))
+    else:
+        function = {"name": _text(item, "name", path), "arguments": _text(item, "arguments", path)}
+        call = {"id": _text(item, "call_id", path), "type": "function", "function": function}
+        turn.setdefault("tool_calls", []).append(call)
+
+
+def _content(item: dict[str, Any], field: str, path: str) -> str:
+    """Returns the text of a message or of a call's output."""
+    content = item.get(field)
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        refuse(f"{path}.{field}", f"{path}.{field} is missing; give text or a list of parts")
+    texts = []
+    for index, part in enumerate(content):
+        place = f"{path}.{field}[{index}]"
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in _TEXT_PARTS:
+            refuse(f"{place}.type", f"{place}.type {kind!r} is not supported; only text is served ({_TEXT_PARTS[0]})")
+        texts.append(_text(part, "text", place))
+    return "\n".join(texts)
+
+
+def _text(item: dict[str, Any], field: str, path: str) -> str:
+    value = item.get(field)
+    if not isinstance(value, str):
+        refuse(f"{path}.{field}", f"{path}.{field} must be text")
+    return value
+
+
+# ---- tools and formats -------------------------------------------------------------------------------------------
+
+
+def _tools(body: ResponsesRequest) -> list[dict[str, Any]]:
+    """Returns the functions that may be called, as the chat body has them."""
+    found = []
+    for index, tool in enumerate(body.tools or []):
+        if tool.get("type") != "function":
+            message = f"tools[{index}].type {tool.get('type')!r} is not supported: the server runs no tools"
+            refuse(f"tools[{index}].type", f"{message}; give functions of your own")
+        found.append({name: tool[name] for name in ("name", "description", "parameters", "strict") if name in tool})
+    choice = body.tool_choice
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        allowed = [each.get("name") for each in choice.get("tools", []) if isinstance(each, dict)]
+        found = [function for function in found if function.get("name") in allowed]
+    return [{"type": "function", "function": function} for function in found]
+
+
+def _tool_choice(body: ResponsesRequest) -> str | dict[str, Any] | None:
+    choice = body.tool_choice
+    if not body.tools:
+        return None
+    if choice is None or isinstance(choice, str):
+        return choice
+    if choice.get("type") == "allowed_tools":
+        return str(choice.get("mode", "auto"))
+    if choice.get("type") != "function":
+        refuse("tool_choice", f"tool_choice {choice.get('type')!r} is not supported; name a function")
+    return {"type": "function", "function": {"name": choice.get("name")}}
+
+
+def _response_format(form: dict[str, Any] | None) -> dict[str, Any] | None:
+    if form is None or form.get("type") != "json_schema":
+        return form
+    schema = {name: value for name, value in form.items() if name in ("name", "description", "schema", "strict")}
+    return {"type": "json_schema", "json_schema": schema}
+
+
+# ---- answers -----------------------------------------------------------------------------------------------------
+
+
+class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
+    text: str
+    annotations: list[Any] = []
+    logprobs: list[Any] = []
+
+
+class ReasoningText(msgspec.Struct, tag_field="type", tag="reasoning_text"):
+    text: str
+
+
+class MessageItem(msgspec.Struct, tag_field="type", tag="message", kw_only=True):
+    id: str
+    status: str = "in_progress"
+    role: Literal["assistant"] = "assistant"
+    content: list[OutputText] = []
+
+
+class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning", kw_only=True):
+    id: str
+    status: str = "in_progress"
+    summary: list[Any] = []
+    content: list[ReasoningText] = []
+
+
+class FunctionCallItem(msgspec.Struct, tag_field="type", tag="function_call", kw_only=True):
+    id: str
+    status: str = "in_progress"
+    call_id: str
+    name: str
+    arguments: str = ""
+    """JSON text."""
+
+
+OutputItem = MessageItem | ReasoningItem | FunctionCallItem
+
+
+class ResponsesUsage(msgspec.Struct, kw_only=True):
+    input_tokens: int
+    input_tokens_details: dict[str, int]
+    output_tokens: int
+    output_tokens_details: dict[str, int]
+    total_tokens: int
+
+
+class ResponseObject(msgspec.Struct, kw_only=True):
+    """An answer, and in a stream what there is of it."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    completed_at: int | None = None
+    status: str = "in_progress"
+    """`in_progress`, `completed` or `incomplete`."""
+    incomplete_details: dict[str, str] | None = None
+    error: None = None
+    model: str
+    output: list[OutputItem] = []
+    usage: ResponsesUsage | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    metadata: dict[str, Any]
+    parallel_tool_calls: bool
+    previous_response_id: None = None
+    reasoning: Reasoning
+    background: bool = False
+    store: bool = False
+    service_tier: str = "default"
+    temperature: float
+    text: TextOptions
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int = 0
+    top_p: float
+    truncation: str = "disabled"
+    user: str | None
+    safety_identifier: str | None
+    prompt_cache_key: str | None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
