@@ -3,15 +3,15 @@
     imports       Python, and what the command imports and checks, until Ray's first process begins
     Ray           until the process of Serve's controller begins
     Serve         until the engine's process begins
-    process       until the command says that it is ready, less the model: that process's Python, Ray's worker and torch,
-                  and Serve's word that it is healthy
+    process       until the command says that it is ready, less the model: that process's Python, Ray's worker and
+                  torch, and Serve's word that it is healthy
     model         making the engine, loading the model and warming up
     first answer  one token of a completion
 
 Each start is a new process. The first start of each checkout warms the files and is not counted; after it, the two
 checkouts take turns. The moments are the system's start times of processes (in hundredths of a second), what the
-engine says of its own phases in `/status` but for the first, which older commits mistake by up to a second, and when the command's line arrives, so that an older commit is measured the
-same way.
+engine says of its own phases in `/status` but for the first, which older commits mistake by up to a second, and when
+the command's line arrives. So an older commit is measured the same way.
 """
 
 from __future__ import annotations
