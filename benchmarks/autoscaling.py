@@ -11,8 +11,9 @@ from __future__ import annotations
 import datetime
 import itertools
 import json
-import pathlib
+import os
 import statistics
+import sys
 import threading
 import time
 import urllib.request
@@ -44,9 +45,12 @@ OPTIONS: dict[str, Any] = {
         }
     ),
 }
+HOLD_S = 15.0
+"""For so long a load is held after the engines are as many as they should be."""
 LIMIT_S = 120.0
 """For the engines to become as many as they should."""
 SAMPLE_S = 0.25
+RESULTS = ROOT / "benchmarks" / "results"
 WIDTH, PANEL, MARGIN = 900, 130, 50
 ENGINES, STARTING, REQUESTS, LINE = "#1b6ca8", "#d68910", "#7f8c8d", "#c0392b"
 
@@ -335,19 +339,25 @@ def _step_load(clients: Clients, watch: Watch, hold_s: float) -> list[tuple[floa
         ("none", 0, 0),
     ):
         marks.append((time.monotonic() - clients.began, name))
+        _say(f"{marks[-1][0]:5.1f} s: {name}, {num_clients} clients, until {num_engines} engines run")
         clients.become(num_clients)
         watch.until(num_engines)
         time.sleep(hold_s)
     clients.join()
     marks.append((time.monotonic() - clients.began, "one"))
+    _say(f"{marks[-1][0]:5.1f} s: one request, which finds no engine")
     clients.ask(0)
     watch.until(0)
     return marks
 
 
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
 def autoscaling(_rounds: int, num_tokens: int) -> None:
     """Prints the table and draws the plot."""
-    found = trace(hold_s=15.0, num_tokens=num_tokens)
-    path = ROOT / "benchmarks" / "results" / f"autoscaling-{datetime.date.today()}.svg"
+    found = trace(HOLD_S, num_tokens)
+    path = RESULTS / f"autoscaling-{datetime.date.today()}.svg"
     path.write_text(found.svg())
-    print(found.markdown(), f"\nDrawn in {path.relative_to(pathlib.Path(ROOT))}", sep="\n")
+    print(found.markdown(), f"\nDrawn in {os.path.relpath(path, ROOT)}", sep="\n", flush=True)

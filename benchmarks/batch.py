@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from benchmarks.checkpoints import benchmark_checkpoint
-from benchmarks.report import bootstrap_interval
+from benchmarks.report import bootstrap_interval, turns
 from cluster.batch.journal import Journal
 from cluster.batch.running.batch_job import Answer, Job, run
 from cluster.cli.batch import answering_by, num_in_flight
@@ -87,7 +87,8 @@ async def _measure(model: str, num_rounds: int, num_lines: int) -> list[Round]:
             vocab_size = offline.submit(_vocab_size).result()
             async with answering_by(engine, host, config) as answer:
                 lines = _lines(config.model_name, num_lines, vocab_size)
-                rounds = [await _round(offline, answer, config, next(lines)) for _ in range(num_rounds + 1)]
+                which = turns(num_rounds + 1, pathlib.Path(model).name)
+                rounds = [await _round(offline, answer, config, next(lines)) for _ in which]
         return rounds[1:]  # the first one warms up
     finally:
         await asyncio.to_thread(app.stop)

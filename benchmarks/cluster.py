@@ -37,9 +37,9 @@ from benchmarks.checkpoints import benchmark_checkpoint
 from benchmarks.cluster_http import ALL_WAYS, STREAMS, http
 from benchmarks.overlap import llm_on
 from benchmarks.own_ray import own_ray_extras
-from benchmarks.report import machine
+from benchmarks.report import machine, turns
 from benchmarks.resume import resume
-from benchmarks.tensor_parallel import measure_steps, measure_sums, step_table, sum_table
+from benchmarks.tensor_parallel import print_tables
 from cluster import own_ray
 from cluster.config import EngineConfig
 from cluster.engine.executors.executor import SynchronousExecutor
@@ -56,6 +56,7 @@ from workers.step import StepInput, StepOutput
 RANKS = (1, 2)
 ROWS = (1, 8, 32)
 PROMPT, WARM_UP_STEPS = 16, 8
+TP_SHAPE = "qwen2.5-0.5b"
 
 
 class CalledRank(RankActor):
@@ -129,9 +130,7 @@ TRANSPORTS: dict[str, tuple[Callable[[EngineConfig], SynchronousExecutor], str]]
 
 def tensor_parallel(num_rounds: int, num_tokens: int) -> None:
     """Prints the tables of `benchmarks/tensor_parallel.py`, whose steps have a length of their own."""
-    model = str(benchmark_checkpoint("qwen2.5-0.5b"))
-    print(sum_table(measure_sums(num_rounds)), flush=True)
-    print(step_table(measure_steps(model, num_rounds)), flush=True)
+    print_tables(TP_SHAPE, num_rounds)
 
 
 def transport(num_rounds: int, num_tokens: int) -> None:
@@ -152,7 +151,7 @@ def transport(num_rounds: int, num_tokens: int) -> None:
 def _turns(engines: dict[str, LLM], num_rows: int, num_rounds: int, num_tokens: int) -> dict[str, str]:
     """The figures of each engine as cells."""
     seconds: dict[str, list[list[float]]] = {name: [] for name in engines}
-    for number in range(num_rounds + 1):
+    for number in turns(num_rounds + 1, f"{num_rows} rows"):
         for name, llm in engines.items():
             block = _block(llm, num_rows, num_tokens)
             if number > 0:  # the first one warms up

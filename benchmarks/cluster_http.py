@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import pathlib
 import shutil
 import ssl
@@ -87,6 +88,7 @@ class Figures(NamedTuple):
 
     events_per_s: float
     gap_p50_s: float
+    """Not a number if every reply came in one event."""
     ttft_p50_s: float
     client_cores: float
 
@@ -149,9 +151,8 @@ class Server(ServerProcess):
         time.sleep(SETTLE_S)
         load = run_load(self.port, self.model_name, prompts, num_tokens, len(prompts), self.tls)
         num_events = len(load.ttft) + len(load.gaps)
-        return Figures(
-            num_events / load.seconds, statistics.median(load.gaps), statistics.median(load.ttft), load.generator_cores
-        )
+        gap = statistics.median(load.gaps) if load.gaps else math.nan
+        return Figures(num_events / load.seconds, gap, statistics.median(load.ttft), load.generator_cores)
 
 
 def make_certificate(folder: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
@@ -195,8 +196,9 @@ def http(num_starts: int, num_rounds: int, num_tokens: int, streams: Sequence[in
                     print(f"{name}, start {start + 1} of {num_starts}, {count} streams:", file=sys.stderr, end=" ")
                     for way, rounds in _turns(children, prompts, count, num_rounds, num_tokens).items():
                         measured[count, way] += rounds
-        for (count, way), rounds in measured.items():
-            _print_row(name, count, way, rounds, measured[count, OWN])
+                    if start + 1 == num_starts:
+                        for way in ways:
+                            _print_row(name, count, way, measured[count, way], measured[count, OWN])
 
 
 def _children(model: str, ways: Sequence[str], stack: contextlib.ExitStack) -> list[Server | Offline]:

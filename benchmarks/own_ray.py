@@ -70,7 +70,10 @@ def own_ray_extras(num_rounds: int) -> None:
     rounds: dict[str, list[Figures]] = {kind: [] for kind in kinds}
     for number in range(num_rounds):
         for kind in sorted(kinds, reverse=bool(number % 2)):
-            rounds[kind].append(_measured(kinds[kind]))
+            figures = _measured(kinds[kind])
+            rounds[kind].append(figures)
+            said = f"round {number + 1} of {num_rounds}, {kind}: start {figures.start_s:.2f} s"
+            print(said, file=sys.stderr, flush=True)
     print("| a Ray of our own | start, s | ratio | memory, MiB | ratio | idle, cores | ratio |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     base = rounds["as Manta starts it"]

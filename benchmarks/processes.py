@@ -98,7 +98,8 @@ class Child:
 
     engine: str
 
-    def __init__(self, command: list[str], environment: dict[str, str]) -> None:
+    def __init__(self, command: list[str], environment: dict[str, str], folder: pathlib.Path = ROOT) -> None:
+        """Runs `command` in `folder`."""
         self._log = tempfile.NamedTemporaryFile(mode="w+", prefix="manta-bench-", suffix=".log")  # noqa: SIM115
         self.spins = False
         """Whether the child was busy when it had nothing to do, so that it is paused between its turns."""
@@ -113,7 +114,7 @@ class Child:
             stdout=subprocess.PIPE if self.uses_pipe else self._log,
             stderr=self._log,
             env={**os.environ, **environment},
-            cwd=pathlib.Path(__file__).parents[1],
+            cwd=folder,
             start_new_session=True,
             text=True,
         )

@@ -15,7 +15,7 @@ import asyncio
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from ray import serve
@@ -23,7 +23,7 @@ from ray import serve
 from benchmarks.checkpoints import benchmark_checkpoint
 from benchmarks.http_load import run_load
 from benchmarks.processes import free_port
-from benchmarks.report import bootstrap_interval
+from benchmarks.report import bootstrap_interval, turns
 from benchmarks.workloads import PromptSource
 from cluster.config import EngineConfig, ServeConfig
 from cluster.engine.request import EngineRequest, SequenceOutput
@@ -119,7 +119,8 @@ async def measure_turns(num_pairs: int, num_tokens: int) -> list[tuple[Turn, Tur
     finally:
         ingress.DeployedIngress, engine_deployment.DeployedEngine = replicas  # type: ignore[misc]
     try:
-        pairs = [await _pair(config, number % 2 == 0, num_tokens) for number in range(num_pairs + 1)]
+        which = turns(num_pairs + 1, "with and without")
+        pairs = [await _pair(config, number % 2 == 0, num_tokens) for number in which]
         return pairs[1:]
     finally:
         await asyncio.to_thread(app.stop)
@@ -163,7 +164,9 @@ def turns_table(pairs: list[tuple[Turn, Turn]]) -> list[str]:
 
 def resume(num_rounds: int, num_tokens: int) -> None:
     """Prints both tables."""
-    print(*table(STEP_S), "", sep="\n", flush=True)
+    for line in table(STEP_S):
+        print(line, flush=True)
+    print()
     num_pairs = PAIRS_A_ROUND * num_rounds
     turn = f"{NUM_STREAMS} x {REQUESTS} x {num_tokens} tokens"
     print(f"{num_pairs} pairs of turns, {turn} each", file=sys.stderr, flush=True)
@@ -192,7 +195,7 @@ class _Caller:
     def note_output(self, request_id: str) -> None: ...
 
 
-def measure() -> list[Cost]:
+def measure() -> Iterator[Cost]:
     """For `NUM_STREAMS` streams of one engine."""
     caller, connection = _Caller(), _Connection()
     runs = [PromptRun(caller, _request(index), lambda _: None) for index in range(NUM_STREAMS)]  # type: ignore[arg-type]
@@ -211,24 +214,22 @@ def measure() -> list[Cost]:
         _ = {replica for replica in owing if not replicas.is_good(replica)}
 
     beats = 1 / BEAT_S
-    return [
-        Cost("ingress: tokens kept, engine heard", _time(keep_tokens), is_by_step=True),
-        Cost("ingress: watch", beats * _time(watch), is_by_step=False),
-        Cost("engine and ingress: empty frames", beats * asyncio.run(_time_beat()), is_by_step=False),
-    ]
+    yield Cost("ingress: tokens kept, engine heard", _time(keep_tokens), is_by_step=True)
+    yield Cost("ingress: watch", beats * _time(watch), is_by_step=False)
+    yield Cost("engine and ingress: empty frames", beats * asyncio.run(_time_beat()), is_by_step=False)
 
 
-def table(step_s: float) -> list[str]:
+def table(step_s: float) -> Iterator[str]:
     """Markdown; a step with `NUM_STREAMS` streams takes `step_s`."""
-    head = f"| {NUM_STREAMS} streams, steps of {step_s * 1e3:g} ms | us | share of the time, % |"
-    lines = [head, "| --- | --- | --- |"]
+    yield f"| {NUM_STREAMS} streams, steps of {step_s * 1e3:g} ms | us | share of the time, % |"
+    yield "| --- | --- | --- |"
     total = 0.0
     for cost in measure():
         share = cost.seconds / step_s if cost.is_by_step else cost.seconds
         total += share
         unit = "a step" if cost.is_by_step else "a second"
-        lines.append(f"| {cost.what} | {cost.seconds * 1e6:.1f} {unit} | {share * 100:.3f} |")
-    return [*lines, f"| together | | {total * 100:.3f} |"]
+        yield f"| {cost.what} | {cost.seconds * 1e6:.1f} {unit} | {share * 100:.3f} |"
+    yield f"| together | | {total * 100:.3f} |"
 
 
 def _request(index: int) -> EngineRequest:

@@ -13,6 +13,7 @@ import contextlib
 import itertools
 import os
 import random
+import secrets
 import statistics
 import time
 import timeit
@@ -158,7 +159,7 @@ def running(router: RequestRouterConfig | None, num_engines: int, **options: Any
     engines = engine_deployment(engine, num_engines)
     if router is not None:
         engines = engines.options(request_router_config=router)
-    application = ingress_deployment(config, num_nodes=1).bind(config, engines.bind(engine))
+    application = ingress_deployment(config, num_nodes=1).bind(config, engines.bind(engine), secrets.token_bytes())
     serve.run(application, name="routing", route_prefix=None)
     try:
         yield config.port, config.model_name

@@ -14,11 +14,13 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+from benchmarks.report import turns
 
 HIDDEN = 896
 SUM_ROWS = (1, 32, 512)
@@ -50,24 +52,26 @@ class StepTimes(NamedTuple):
     """Median over the turns of one rank's time over two ranks': above 1, two are faster."""
 
 
-def measure_sums(num_turns: int = 30) -> list[SumTimes]:
+def measure_sums(num_turns: int = 30) -> Iterator[SumTimes]:
+    """Yields each number of rows as it is measured."""
     ranks = _Ranks(2)
     try:
         ranks.open(_open_group)
-        return [SumTimes(rows, *(1e6 * each for each in ranks.call(_time_sums, rows, num_turns))) for rows in SUM_ROWS]
+        for rows in SUM_ROWS:
+            yield SumTimes(rows, *(1e6 * each for each in ranks.call(_time_sums, rows, num_turns)))
     finally:
         ranks.close()
 
 
-def measure_steps(model: str, num_turns: int = 10) -> list[StepTimes]:
+def measure_steps(model: str, num_turns: int = 10) -> Iterator[StepTimes]:
+    """Yields each of `STEPS` as it is measured."""
     one, two = _Ranks(1), _Ranks(2)
     try:
         for ranks in (one, two):
             ranks.open(_open_worker, model)
-        found = []
         for name, (num_sequences, num_tokens) in STEPS.items():
             pairs = []
-            for turn in range(num_turns + 1):
+            for turn in turns(num_turns + 1, name):
                 seconds = {}
                 for ranks in (one, two) if turn % 2 else (two, one):
                     seconds[ranks] = ranks.call(_time_steps, num_sequences, num_tokens)
@@ -75,8 +79,7 @@ def measure_steps(model: str, num_turns: int = 10) -> list[StepTimes]:
             pairs = pairs[1:]  # the first warms up
             ratio = statistics.median(alone / together for alone, together in pairs)
             alone, together = (1e3 * statistics.median(column) for column in zip(*pairs, strict=True))
-            found.append(StepTimes(name, alone, together, ratio))
-        return found
+            yield StepTimes(name, alone, together, ratio)
     finally:
         one.close()
         two.close()
@@ -227,36 +230,50 @@ def _time_steps(state: _State, num_sequences: int, num_tokens: int) -> float:
     return statistics.median(seconds)
 
 
-def sum_table(sums: list[SumTimes]) -> str:
-    """In Markdown, as is `step_table`."""
-    lines = ["| sum over 2 ranks, bfloat16 | shared memory | gloo |", "| --- | --- | --- |"]
-    lines += [f"| {each.rows} x {HIDDEN} | {each.shared_memory:.1f} us | {each.gloo:.1f} us |" for each in sums]
-    return "\n".join(lines)
+def sum_table(sums: Iterable[SumTimes]) -> Iterator[str]:
+    """Lines of Markdown, as are `step_table`'s."""
+    yield "| sum over 2 ranks, bfloat16 | shared memory | gloo |"
+    yield "| --- | --- | --- |"
+    for each in sums:
+        yield f"| {each.rows} x {HIDDEN} | {each.shared_memory:.1f} us | {each.gloo:.1f} us |"
 
 
-def step_table(steps: list[StepTimes]) -> str:
-    lines = ["| step, one core a rank | 1 rank | 2 ranks | ratio |", "| --- | --- | --- | --- |"]
-    lines += [
-        f"| {each.name} | {each.one_rank:.2f} ms | {each.two_ranks:.2f} ms | {each.ratio:.2f} |" for each in steps
-    ]
-    return "\n".join(lines)
+def step_table(steps: Iterable[StepTimes]) -> Iterator[str]:
+    yield "| step, one core a rank | 1 rank | 2 ranks | ratio |"
+    yield "| --- | --- | --- | --- |"
+    for each in steps:
+        yield f"| {each.name} | {each.one_rank:.2f} ms | {each.two_ranks:.2f} ms | {each.ratio:.2f} |"
 
 
-def main() -> None:
+def print_tables(model: str, num_turns: int, parts: Sequence[str] = ("sums", "steps")) -> None:
+    """Prints the tables of some `parts` row by row; `model` is a folder, or one of the shapes."""
     from benchmarks.checkpoints import SHAPES, benchmark_checkpoint
+
+    if "steps" in parts and model in SHAPES:
+        model = str(benchmark_checkpoint(model))
+    tables = {
+        "sums": lambda: sum_table(measure_sums(num_turns)),
+        "steps": lambda: step_table(measure_steps(model, num_turns)),
+    }
+    for part in parts:
+        for line in tables[part]():
+            print(line, flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    from benchmarks.checkpoints import SHAPES
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default="sums,steps", help="sums, steps (default: both)")
     parser.add_argument("--model", default="qwen2.5-0.5b", help="a folder, or one of the shapes: " + ", ".join(SHAPES))
     parser.add_argument("--turns", type=int, default=10, help="of each part (default: 10)")
-    arguments = parser.parse_args()
-    parts = arguments.parts.split(",")
-    if "sums" in parts:
-        print(sum_table(measure_sums(arguments.turns)), flush=True)
-    if "steps" in parts:
-        model = str(benchmark_checkpoint(arguments.model)) if arguments.model in SHAPES else arguments.model
-        print(step_table(measure_steps(model, arguments.turns)), flush=True)
+    options = parser.parse_args(arguments)
+    parts = options.parts.split(",")
+    if not {"sums", "steps"}.issuperset(parts):
+        parser.error(f"--parts {options.parts}: use sums, steps or both")
+    print_tables(options.model, options.turns, parts)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

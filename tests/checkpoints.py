@@ -79,6 +79,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_bigcode": ("GPTBigCodeConfig", {"num_key_value_heads": None}),
     "starcoder2": ("Starcoder2Config", {}),
     "biogpt": ("BioGptConfig", {"num_key_value_heads": None}),
+    "falcon": ("FalconConfig", {"num_key_value_heads": None, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "bloom": ("BloomConfig", {"num_key_value_heads": None, "n_layer": 3, "n_head": 4}),
+    "mpt": ("MptConfig", {"num_key_value_heads": None, "d_model": 64, "n_layers": 3, "n_heads": 4, "max_seq_len": 512}),
+    "gpt_neo": (
+        "GPTNeoConfig",
+        {"num_key_value_heads": None, "window_size": 24, "attention_types": [[["global", "local", "local"], 1]]},
+    ),
+    "xglm": ("XGLMConfig", {"num_key_value_heads": None, "ffn_dim": 96}),
 }
 """Name to (transformers configuration class, what differs from the common sizes). The first six run natively."""
 
@@ -179,9 +187,12 @@ def checkpoint(family: str, **options: Any) -> pathlib.Path:
 
 @functools.lru_cache(maxsize=8)
 def reference_model(folder: pathlib.Path) -> Any:
-    """The transformers model of `folder` in float32, with the eager attention."""
+    """The transformers model of `folder` in float32, with the eager attention; Falcon's, which would add its ALiBi
+    twice, with the one that transformers chooses.
+    """
+    is_falcon = transformers.AutoConfig.from_pretrained(folder).model_type == "falcon"
     return transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
+        folder, dtype=torch.float32, attn_implementation=None if is_falcon else "eager"
     ).eval()
 
 

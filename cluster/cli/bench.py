@@ -17,6 +17,7 @@ SUITES = {
     "cluster": "what ranks, batches, and streams that outlive their engine, cost",
     "structured": "what constraints cost",
     "faults": "what others feel when a constraint goes wrong beside them",
+    "start": "what the seconds of `manta serve` go to, from the command to the first answer",
     "host": "what a step costs besides the model, by rows",
     "forms": "a lesser processor's kernels, and what the hardware allows",
     "prefix-attention": "decode attention that reads a shared prefix once",

@@ -70,9 +70,11 @@ def test_health_is_degraded_while_an_engine_cannot_compile(stats: EngineStats) -
 
 
 def test_health_fails_where_no_engine_steps(stats: EngineStats) -> None:
-    with pytest.raises(ApiError, match="no engine answers: one is starting, or is being replaced"):
+    with pytest.raises(ApiError, match=r"^no engine has answered this server yet: Serve starts one$"):
         health_of([], 60.0)
-    with pytest.raises(ApiError, match="every engine has failed"):
+    with pytest.raises(ApiError, match=r"^no engine answers any more: those that ran have ended, and Serve starts"):
+        health_of([], 60.0, knew_engines=True)
+    with pytest.raises(ApiError, match=r"^every engine that answers has failed, and Serve replaces it$"):
         health_of([msgspec.structs.replace(stats, alive=False)], 30.0)
     with pytest.raises(ApiError, match="no request made progress for 31 s; the bound is 30 s"):
         health_of([msgspec.structs.replace(stats, seconds_since_progress=31.0)], 30.0)

@@ -1,5 +1,5 @@
 """An endpoint is a row of the route table and its handler: one that only this test has is served in this process, with
-the real application and tokenizer, without Ray and without an engine.
+the real application and tokenizer, without Ray. No engine serves it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import msgspec
 import pytest
 
 from cluster.config import EngineConfig, ServeConfig
+from cluster.engine.engine import Engine
 from cluster.engine.request import FinishStatus, Usage
 from cluster.engine.stats import EngineStats
 from cluster.errors import Unavailable, refuse
@@ -30,6 +31,7 @@ from cluster.http.routes import ROUTES
 from cluster.protocol.api_errors import ApiError
 from cluster.text.tokenizer import Tokenizer
 from structured.constraint import ConstraintSpec
+from tests.checkpoints import checkpoint
 from workers.model_info import ModelInfo
 
 MODEL = ModelInfo(
@@ -80,9 +82,12 @@ class RepeatingEngines:
         return MODEL
 
     num_held = 0
+    answering: list[EngineStats] | None = None
 
     async def stats(self) -> list[EngineStats]:
-        raise Unavailable("no engine answers: there is none")
+        if self.answering is None:
+            raise Unavailable("no engine answers: there is none")
+        return self.answering
 
     async def check_reachable(self) -> None:
         pass
@@ -192,6 +197,24 @@ def test_it_asks_for_the_key_and_public_routes_do_not() -> None:
     assert app.ask("POST", "/v1/count/x", {"text": "a"}, **KEY).status_code == 200
     assert app.ask("GET", "/health").status_code == 503  # no engine answers
     assert app.ask("GET", "/openapi.json").status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/health", "/ping"])
+def test_health_says_what_the_engines_do(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the start of the first engine to its end."""
+    app = App()
+    fine = Engine(EngineConfig(model=str(checkpoint("llama")), kv_cache_bytes=2**20)).stats()
+    answers = []
+    for engines in ([], [fine], [], [msgspec.structs.replace(fine, alive=False)]):
+        monkeypatch.setattr(RepeatingEngines, "answering", engines)
+        answer = app.ask("GET", path)
+        answers.append(answer.json()["error"]["message"] if answer.status_code == 503 else answer.json()["status"])
+    assert answers == [
+        "no engine has answered this server yet: Serve starts one",
+        "ok",
+        "no engine answers any more: those that ran have ended, and Serve starts another one",
+        "every engine that answers has failed, and Serve replaces it",
+    ]
 
 
 def test_it_is_logged_and_routes_that_do_not_say_so_are_not() -> None:

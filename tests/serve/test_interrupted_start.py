@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import psutil
 import pytest
@@ -39,6 +40,7 @@ class Start:
         self.mark = secrets.token_hex(8)
         self.folder = folder
         self.begun = time.monotonic()
+        self.ended_by_itself = False
         self.process = subprocess.Popen(
             [sys.executable, "-m", "cluster.cli", *(command or ("serve", "--port", str(free_port())))],
             stdout=subprocess.PIPE,
@@ -58,9 +60,13 @@ class Start:
         pytest.fail("it did not start")
 
     def interrupt(self, number: signal.Signals, seconds: float, whole_group: bool) -> tuple[int, str]:
-        """Sends the signal after `seconds`, as a terminal does to the whole group, and returns what `end` does."""
+        """Sends the signal after `seconds`, as a terminal does to the whole group, and returns what `end` does. A start
+        that has ended before gets none.
+        """
         time.sleep(max(0.0, self.begun + seconds - time.monotonic()))
-        if whole_group:
+        if self.process.poll() is not None:
+            self.ended_by_itself = True
+        elif whole_group:
             os.killpg(self.process.pid, number)
         else:
             self.process.send_signal(number)
@@ -79,6 +85,18 @@ class Start:
                 if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return found
+
+    def story(self) -> str:
+        """The end of each log that Ray and its workers have left in the folder, if they say anything."""
+        found = []
+        for path in sorted(self.folder.rglob("*")):
+            if (
+                path.suffix in (".err", ".log", ".out")
+                and path.is_file()
+                and (text := path.read_text(errors="replace"))
+            ):
+                found.append(f"-- {path.name}\n{text[-2000:]}")
+        return "\n".join(found)
 
     def left_folders(self) -> list[str]:
         return sorted(path.name for path in self.folder.glob("manta-*"))
@@ -100,21 +118,39 @@ def test_a_start_that_is_interrupted_at_any_moment_leaves_nothing(short_folder: 
     wrong = []
     for number in range(1, NUM_MOMENTS + 1):
         at = seconds * number / (NUM_MOMENTS + 1)
-        code, printed, left, folders = _interrupted(short_folder / str(number), at, whole_group=number % 2 == 0)
+        end = _interrupted(short_folder / str(number), at, whole_group=number % 2 == 0)
+        code, printed, left, folders, by_itself, _ = end
         print(f"{at:5.1f} s  code {code:4}  processes left {len(left)}  folders left {len(folders)}")
         # Before Python has begun, the system ends it, which a shell reports as 130 too; ready is no start any more.
         is_whole = "Ctrl-C stops it." in printed
         codes = (0, 130) if is_whole else (130, -signal.SIGINT) if not printed else (130,)
         told = not printed or printed.startswith("Starting Ray")
-        if code not in codes or left or folders or not told or "Traceback" in printed or "***" in printed:
-            wrong.append(f"{at:.1f} s: code {code}, left {left} {folders}, printed: {printed}")
+        is_noisy = "Traceback" in printed or "***" in printed
+        if code not in codes or left or folders or not told or is_noisy or by_itself:
+            wrong.append(f"{at:.1f} s: {end}")
     assert not wrong, "\n".join(wrong)
 
 
-def _interrupted(folder: pathlib.Path, at: float, whole_group: bool) -> tuple[int, str, list[str], list[str]]:
-    """Interrupts a start after `at` seconds. Returns its code, what it printed, and what it left. Another program may
-    take the port in between; then it is tried again.
-    """
+class End(NamedTuple):
+    """How a start ended that was interrupted."""
+
+    code: int
+    printed: str
+    left: list[str]
+    """Processes that still ran."""
+    folders: list[str]
+    by_itself: bool
+    """Whether it ended before the signal came."""
+    story: str
+    """The logs of one that ended otherwise than by the signal."""
+
+    def __str__(self) -> str:
+        how = "ended by itself with" if self.by_itself else "ended with"
+        return f"{how} code {self.code}, left {self.left} {self.folders}, printed: {self.printed}\n{self.story}"
+
+
+def _interrupted(folder: pathlib.Path, at: float, whole_group: bool) -> End:
+    """Interrupts a start after `at` seconds. Another program may take the port in between; then it is tried again."""
     while True:
         folder.mkdir()
         start = Start(folder)
@@ -122,9 +158,10 @@ def _interrupted(folder: pathlib.Path, at: float, whole_group: bool) -> tuple[in
         left, folders = start.left(), start.left_folders()
         names = [" ".join(process.cmdline())[:60] for process in left]
         kill_all(left)
+        story = "" if code in (0, 128 + signal.SIGINT, -signal.SIGINT) else start.story()
         shutil.rmtree(folder)
         if "is in use by another program" not in " ".join(printed.split()):
-            return code, printed, names, folders
+            return End(code, printed, names, folders, start.ended_by_itself, story)
 
 
 @pytest.mark.skipif(build.find_compiler() is None, reason="there is no compiler")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import http.server
 import json
+import subprocess
 import threading
+import time
 from collections.abc import Iterator
 
 import msgspec
+import psutil
 import pytest
 from ray.serve._private.common import DeploymentStatus, DeploymentStatusTrigger
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, DeploymentStatusOverview
@@ -17,6 +20,7 @@ from cluster.cli.status import lines
 from cluster.http.endpoints.status import EngineState, Status
 from cluster.http.exchange.state import DeploymentState, NodeState
 from cluster.serve.scaling.cluster_state import deployment_state
+from cluster.serve.starting.replica_process import process_age_s
 from tests.server import Server, shared_server
 
 PHASES = {"process", "imports", "config", "weights", "kv_cache", "runner", "engine", "warm_up", "first_health"}
@@ -64,6 +68,22 @@ def test_a_live_server_says_what_runs_where(server: Server, capsys: pytest.Captu
     assert engine.replica in shown
     assert "1 running" in shown
     assert "process" in shown
+
+
+def test_the_age_of_a_process_is_right_to_a_hundredth_of_a_second() -> None:
+    """Linux says in whole seconds only when it booted; the start of an engine was told by up to that too long."""
+    before = time.monotonic()
+    process = subprocess.Popen(["sleep", "600"])
+    after = time.monotonic()
+    try:
+        asked = time.monotonic()
+        age = process_age_s(psutil.Process(process.pid))
+        answered = time.monotonic()
+    finally:
+        process.kill()
+        process.wait()
+    tick_s = 0.01
+    assert asked - after - tick_s <= age <= answered - before + tick_s
 
 
 def test_what_does_not_start_is_told_in_words() -> None:

@@ -29,6 +29,7 @@ from workers.torch_worker.loader import load_model
 BLOCK_SIZE = 16
 NUM_BLOCKS = 40
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64}
 
 NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
@@ -52,6 +53,16 @@ NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3 with biases, tied": ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
     "seed_oss": ("seed_oss", {}),
 }
+FALCON_ALIBI = {
+    "new_decoder_architecture": False,
+    "multi_query": False,
+    "num_kv_heads": None,
+    "alibi": True,
+    "parallel_attn": False,
+    "bias": True,
+    "num_attention_heads": 6,
+    "hidden_size": 96,
+}
 FALLBACK: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("gpt_neox", {}),
     "gpt2": ("gpt2", {}),
@@ -69,6 +80,15 @@ FALLBACK: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_dropout": 0.0,
         },
     ),
+    "falcon": ("falcon", {}),
+    "falcon, one KV head": ("falcon", {"new_decoder_architecture": False}),
+    "falcon, ALiBi": ("falcon", FALCON_ALIBI),
+    "bloom": ("bloom", {}),
+    "bloom, 6 heads": ("bloom", {"n_head": 6, "hidden_size": 96, "apply_residual_connection_post_layernorm": True}),
+    "mpt": ("mpt", {}),
+    "mpt, 6 heads": ("mpt", {"n_heads": 6, "d_model": 96, "attn_config": {"clip_qkv": 0.5, "softmax_scale": 0.3}}),
+    "gpt_neo, windows of 24": ("gpt_neo", {}),
+    "xglm": ("xglm", {}),
 }
 ALL = NATIVE | FALLBACK
 
@@ -133,7 +153,7 @@ def check_logits(family: str, options: dict[str, Any]) -> None:
     torch.testing.assert_close(logits, reference_logits(folder, tokens), atol=3e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral, window of 24", "qwen2, tied", "qwen3", "gpt_neox"])
+@pytest.mark.parametrize("name", ["llama", "mistral, window of 24", "qwen2, tied", "qwen3", "gpt_neox", "bloom"])
 def test_greedy_tokens_of_a_mixed_batch_equal_transformers(form: str, name: str) -> None:
     """A late sequence is prefilled in the steps in which the others decode."""
     family, options = ALL[name]
@@ -157,7 +177,7 @@ def test_greedy_tokens_of_a_mixed_batch_equal_transformers(form: str, name: str)
         assert output == reference_greedy(folder, prompt, len(output))
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2, tied", "qwen3", "olmo2"])
+@pytest.mark.parametrize("name", ["llama", "qwen2, tied", "qwen3", "olmo2", "falcon", "mpt"])
 def test_bfloat16_stays_near_the_float32_logits(form: str, name: str) -> None:
     family, options = ALL[name]
     folder = checkpoint(family, dtype="bfloat16", **options)
@@ -225,19 +245,16 @@ REFUSED = [
     ("GptOssConfig", {}, "sinks"),
     ("DeepseekV3Config", {}, "latent attention"),
     ("MambaConfig", {}, "cannot be replaced"),
-    ("FalconConfig", {}, "in code of its own, which cannot be replaced"),
-    ("MptConfig", {}, "in code of its own, which cannot be replaced"),
-    ("GPTNeoConfig", {}, "in code of its own, which cannot be replaced"),
-    ("BloomConfig", {}, "cannot be replaced"),
+    ("OpenAIGPTConfig", {}, "in code of its own, which cannot be replaced"),
+    ("FalconConfig", {"alibi": True}, "ALiBi over key heads that queries share"),
+    ("FalconConfig", {"rope_parameters": DYNAMIC_ROPE}, "rope type 'dynamic'"),
+    ("MptConfig", {"attn_config": {"qk_ln": True}}, "transformers does not compute its attn_config.qk_ln: True"),
+    ("MptConfig", {"attn_config": {"alibi": False}}, "transformers does not compute its attn_config.alibi: False"),
     ("Llama4TextConfig", {}, "chunked_attention"),
     ("T5Config", {"architectures": ["T5ForConditionalGeneration"]}, "encoder-decoder"),
     ("Gemma3Config", {}, "multimodal"),
     ("LlamaConfig", {"architectures": ["LlamaForSequenceClassification"]}, "no causal language model"),
-    (
-        "GPTNeoXConfig",
-        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
-        "rope type 'dynamic'",
-    ),
+    ("GPTNeoXConfig", {"rope_parameters": DYNAMIC_ROPE}, "rope type 'dynamic'"),
 ]
 
 
@@ -253,6 +270,11 @@ def test_what_cannot_run_is_refused_with_its_reason(
     with pytest.raises(ModelError, match=reason) as caught:
         load_model_config(tmp_path)
     assert config.architectures[0] in str(caught.value)
+
+
+def test_mpt_is_known_by_the_name_that_its_own_checkpoints_give_it(tmp_path: pathlib.Path) -> None:
+    transformers.MptConfig(architectures=["MPTForCausalLM"], max_seq_len=300).save_pretrained(tmp_path)
+    assert load_model_config(tmp_path).max_position_embeddings == 300
 
 
 def test_an_architecture_unknown_to_transformers_is_named(tmp_path: pathlib.Path) -> None:

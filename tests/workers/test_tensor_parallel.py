@@ -334,11 +334,11 @@ def test_sizes_that_cannot_be_split_are_refused_before_weights_are_read(
         make_worker(str(folder), num_ranks)
 
 
-def test_a_model_that_runs_through_transformers_is_refused() -> None:
-    with pytest.raises(
-        ModelError, match=r"GPTNeoXForCausalLM runs through transformers.*set tensor_parallel_size to 1"
-    ):
-        make_worker(str(checkpoint("gpt_neox")), 2)
+@pytest.mark.parametrize(("family", "name"), [("gpt_neox", "GPTNeoX"), ("falcon", "Falcon"), ("bloom", "Bloom")])
+def test_a_model_that_runs_through_transformers_is_refused(family: str, name: str) -> None:
+    words = rf"{name}ForCausalLM runs through transformers.*set tensor_parallel_size to 1"
+    with pytest.raises(ModelError, match=words):
+        make_worker(str(checkpoint(family)), 2)
 
 
 def make_worker(folder: str, num_ranks: int) -> TorchWorker:

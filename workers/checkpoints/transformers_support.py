@@ -18,6 +18,16 @@ _STATIC_ROPE_TYPES = {"default", "linear", "llama3", "yarn", "proportional", Non
 """Rope types whose angles depend on the position alone. Those of `dynamic` and `longrope` also depend on the longest
 sequence of the batch.
 """
+OWN_ATTENTION = {"falcon", "bloom", "mpt", "gpt_neo", "xglm"}
+"""Model types that attend in code of their own, and that `workers/decoders/own_attention.py` knows."""
+ALIBI_COLUMNS = 3
+"""Columns that ALiBi adds to a cached key: its bias, in three parts that bfloat16 holds exactly."""
+_HEAD_DIM_MULTIPLE = 16
+"""A widened key is widened on to a multiple of this, for which the attention kernels are made."""
+_BLOOM_POSITIONS = 2048
+"""Positions that Bloom was trained on. Its configuration may name them, as `seq_length`, and sets no other bound."""
+_MPT_COMPUTED = {"alibi": True, "alibi_bias_max": 8, "prefix_lm": False, "qk_ln": False}
+"""Options of MPT's attention, and the only values with which transformers computes what they say."""
 _WITH_SINKS = {"GptOssForCausalLM"}
 """Architectures with attention sinks that the configuration does not show. The probe finds others, but only after
 loading.
@@ -51,9 +61,10 @@ def why_unsupported(config: Any, architecture: str) -> str | None:
     if config.get_text_config() is not config:
         return "multimodal models are not served; use the text-only checkpoint if there is one"
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if model_class is None or model_class.__name__ != architecture:
+    # MPT's own checkpoints spell it MPTForCausalLM.
+    if model_class is None or model_class.__name__.lower() != architecture.lower():
         return "it is no causal language model of transformers"
-    if not _has_replaceable_attention(model_class):
+    if config.model_type not in OWN_ATTENTION and not _has_replaceable_attention(model_class):
         return "transformers computes its attention in code of its own, which cannot be replaced by a paged one"
     if getattr(model_class, "_is_stateful", False):
         return "it keeps a recurrent state, and only attention keys and values are cached"
@@ -66,14 +77,36 @@ def why_unsupported(config: Any, architecture: str) -> str | None:
     others = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
     if others:
         return f"layers of type {', '.join(sorted(others))} are not implemented"
-    return _unsupported_rope(getattr(config, "rope_parameters", None) or {})
+    return _unsupported_alibi(config) or _unsupported_rope(getattr(config, "rope_parameters", None) or {})
 
 
 def num_kv_heads(config: Any) -> int:
-    """KV heads of a layer: all heads share one with `multi_query`."""
+    """KV heads of a layer: all heads share one with `multi_query`, which Falcon's newer form overrides."""
+    if getattr(config, "new_decoder_architecture", False):
+        return config.num_kv_heads
     if getattr(config, "multi_query", False):
         return 1
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
+def uses_alibi(config: Any) -> bool:
+    """Whether the positions reach the model as a bias on its attention (ALiBi; Press et al., 2022)."""
+    return config.model_type in ("bloom", "mpt") or (config.model_type == "falcon" and config.alibi)
+
+
+def cached_head_dim(config: Any) -> int:
+    """Width of a cached key and value: that of a head, and with ALiBi the columns of its bias besides."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if not uses_alibi(config):
+        return head_dim
+    return -(-(head_dim + ALIBI_COLUMNS) // _HEAD_DIM_MULTIPLE) * _HEAD_DIM_MULTIPLE
+
+
+def longest_context(config: Any) -> int:
+    """Positions of the model."""
+    if config.model_type == "bloom":
+        return getattr(config, "seq_length", None) or _BLOOM_POSITIONS
+    return config.max_seq_len if config.model_type == "mpt" else config.max_position_embeddings
 
 
 def _has_replaceable_attention(model_class: Any) -> bool:
@@ -81,6 +114,16 @@ def _has_replaceable_attention(model_class: Any) -> bool:
     in `_supports_attention_backend`; that they compute the same is found out at load.
     """
     return "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(sys.modules[model_class.__module__])
+
+
+def _unsupported_alibi(config: Any) -> str | None:
+    if config.model_type == "mpt":
+        for name, value in _MPT_COMPUTED.items():
+            if (given := getattr(config.attn_config, name)) != value:
+                return f"transformers does not compute its attn_config.{name}: {given}"
+    if uses_alibi(config) and num_kv_heads(config) != config.num_attention_heads:
+        return "ALiBi over key heads that queries share is not implemented"
+    return None
 
 
 def _unsupported_rope(parameters: dict[str, Any]) -> str | None:

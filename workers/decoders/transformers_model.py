@@ -1,9 +1,10 @@
 """Architectures without a native form: transformers' own model code over Manta's paged attention and KV cache.
 
 Registers an attention function with transformers that writes keys and values to the paged cache and attends over it.
-Every model whose attention can be replaced then runs in Manta's flat batches. A model that cannot is refused, with its
-name and the reason: by its configuration (`workers/checkpoints/transformers_support.py`), or here by a probe at load.
-Imported only if such a model is asked for.
+Every model whose attention can be replaced then runs in Manta's flat batches; `workers/decoders/own_attention.py`
+replaces that of families with code of their own. A model that cannot run so is refused, with its name and the reason:
+by its configuration (`workers/checkpoints/transformers_support.py`), or here by a probe at load. Imported only if such
+a model is asked for.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ import transformers
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from workers.checkpoints.transformers_support import OWN_ATTENTION, uses_alibi
+from workers.decoders.alibi import Alibi
+from workers.decoders.own_attention import alibi_bias, is_linear, replace_attention
 from workers.kernels.attention_metadata import AttentionMetadata
 from workers.kernels.protocol import Forward, KVCaches
 from workers.kernels.query_tokens import QueryTokens
@@ -78,7 +82,12 @@ class TransformersModel:
         self._kv_caches: KVCaches = []
         self._num_attended = 0
         causal_model = self._load(folder, dtype, platform)
-        expected = _own_logits(causal_model, platform)
+        self._has_own_attention = causal_model.config.model_type in OWN_ATTENTION
+        self._alibi = None
+        if uses_alibi(causal_model.config):
+            bias = alibi_bias(causal_model, config.max_position_embeddings)
+            self._alibi = Alibi(bias, config.head_dim, dtype, platform.device)
+        expected = self._own_logits(causal_model)
         prefix = causal_model.base_model_prefix
         self._transformer = getattr(causal_model, prefix)
         self._final_hidden = _FinalHidden()
@@ -89,15 +98,15 @@ class TransformersModel:
     def _load(self, folder: str | pathlib.Path, dtype: torch.dtype, platform: Platform) -> Any:
         transformers.AttentionInterface.register(_ATTENTION_NAME, _attend)
         transformers.utils.logging.disable_progress_bar()
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             folder,
-            config=_first_layers(
-                transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False), self.config.num_layers
-            ),
+            config=_first_layers(config, self.config.num_layers),
             trust_remote_code=False,
             use_safetensors=True,  # a pickle runs what its author likes
             dtype=dtype,
-            attn_implementation=_ATTENTION_NAME,
+            # Falcon's own choice is not "eager", which adds its ALiBi twice.
+            attn_implementation=None if config.model_type in OWN_ATTENTION else _ATTENTION_NAME,
             output_loading_info=True,
         )
         model, report = loaded
@@ -108,9 +117,24 @@ class TransformersModel:
         for name, module in model.named_modules():
             if hasattr(module, "layer_idx"):
                 module.manta_model = self
-            if type(module) is nn.Linear:
+            if is_linear(module):
                 _pack(name, module, dtype, platform)
         return model
+
+    @torch.inference_mode()
+    def _own_logits(self, model: Any) -> list[torch.Tensor]:
+        """Logits of each sequence of `_PROBE`, run alone and with the model's own attention. Afterwards the model
+        attends over the paged cache.
+        """
+        if not self._has_own_attention:
+            model.set_attn_implementation("eager")
+        probes = [self._platform.place(np.array([tokens])) for tokens in _PROBE]
+        logits = [model(input_ids=token_ids, use_cache=False).logits[0] for token_ids in probes]
+        if self._has_own_attention:
+            replace_attention(model, self.attend)
+        else:
+            model.set_attn_implementation(_ATTENTION_NAME)
+        return logits
 
     def _check(self, expected: list[torch.Tensor], dtype: torch.dtype) -> None:
         """Compares the logits of a prefill and a decode step of two sequences with those that the model computes with
@@ -186,6 +210,10 @@ class TransformersModel:
         """One layer's attention: query [1, num_heads, num_tokens, head_dim] -> [1, num_tokens, num_heads, head_dim]."""
         metadata = self._metadata
         assert metadata is not None
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        value_dim = value.shape[-1]
+        if self._alibi is not None:
+            query, key, value = self._alibi.widen(query, key, value, metadata.positions, scale)
         _, num_heads, num_tokens, head_dim = query.shape
         expected = (1, self.config.num_kv_heads, num_tokens, self.config.head_dim)
         if key.shape != expected or value.shape != expected:
@@ -196,7 +224,7 @@ class TransformersModel:
         k_cache, v_cache = self._kv_caches[layer]
         for cache, new in ((k_cache, key), (v_cache, value)):
             cache.view(-1, *cache.shape[2:])[metadata.slot_mapping] = new[0].transpose(0, 1)
-        heads = HeadShape(num_heads, self.config.num_kv_heads, head_dim, head_dim**-0.5 if scale is None else scale)
+        heads = HeadShape(num_heads, self.config.num_kv_heads, head_dim, scale)
         attended = self._platform.kernels.paged_attention(
             query[0].transpose(0, 1).reshape(num_tokens, num_heads * head_dim).contiguous(),
             k_cache,
@@ -206,7 +234,7 @@ class TransformersModel:
             sliding_window,
         )
         self._num_attended += 1
-        return attended.view(1, num_tokens, num_heads, head_dim)
+        return attended.view(1, num_tokens, num_heads, head_dim)[..., :value_dim]
 
 
 def _attend(
@@ -237,14 +265,6 @@ def _first_layers(config: Any, num_layers: int) -> Any:
                 setattr(config, name, value[:num_layers])
         config.num_hidden_layers = num_layers
     return config
-
-
-def _own_logits(model: Any, platform: Platform) -> list[torch.Tensor]:
-    """Logits of each sequence of `_PROBE`, run alone and with the model's own attention."""
-    model.set_attn_implementation("eager")
-    logits = [model(input_ids=platform.place(np.array([tokens])), use_cache=False).logits[0] for tokens in _PROBE]
-    model.set_attn_implementation(_ATTENTION_NAME)
-    return logits
 
 
 def _pack(name: str, module: Any, dtype: torch.dtype, platform: Platform) -> None:

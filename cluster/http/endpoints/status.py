@@ -34,24 +34,28 @@ async def health(state: AppState, exchange: Exchange, _: None) -> Health:
     engines = await state.engines.stats()
     if not engines and may_stop_all(state.config):
         return Health(status="ok", reason="no engine runs; the next request starts one")
-    return health_of(engines, state.config.health_bound_s)
+    knew_engines, state.knows_engines = state.knows_engines, state.knows_engines or bool(engines)
+    return health_of(engines, state.config.health_bound_s, knew_engines)
 
 
 def may_stop_all(config: ServeConfig) -> bool:
     return config.autoscaling is not None and config.autoscaling.min_replicas == 0
 
 
-def health_of(engines: list[EngineStats], bound_s: float) -> Health:
-    """Raises `ApiError` 503 if no engine is healthy: Serve replaces those that say so themselves.
+def health_of(engines: list[EngineStats], bound_s: float, knew_engines: bool = False) -> Health:
+    """Raises `ApiError` 503 if no engine is healthy: Serve replaces those that say so themselves. `engines` are those
+    that answer, and `knew_engines` says whether any answered this ingress before.
 
     An engine that cannot compile constraints serves everything else, and tries again by itself: it stays in service, as
     "degraded".
     """
     if not engines:
-        raise ApiError(503, "no engine answers: one is starting, or is being replaced")
+        if knew_engines:
+            raise ApiError(503, "no engine answers any more: those that ran have ended, and Serve starts another one")
+        raise ApiError(503, "no engine has answered this server yet: Serve starts one")
     alive = [stats for stats in engines if stats.alive]
     if not alive:
-        raise ApiError(503, "every engine has failed, and is being replaced")
+        raise ApiError(503, "every engine that answers has failed, and Serve replaces it")
     seconds = min(stats.seconds_since_progress for stats in alive)
     if seconds > bound_s:
         raise ApiError(503, f"no request made progress for {seconds:.0f} s; the bound is {bound_s:.0f} s")

@@ -73,6 +73,8 @@ class AppState:
         self.metrics = metrics
         self.other_metrics = other_metrics
         self.cluster = cluster
+        self.knows_engines = False
+        """Whether an engine has answered a question about its health here."""
         self.document = document
         self.prefix_scope = PrefixScope(prefix_secret, config.share_prefix_cache)
         self.drains = False

@@ -1,0 +1,26 @@
+"""ALiBi as columns of keys and queries, against its definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from workers.decoders.alibi import Alibi
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_products_of_widened_heads_are_scaled_products_and_the_bias(dtype: torch.dtype) -> None:
+    """At the longest context of any published model with ALiBi, and with slopes that bfloat16 cannot hold."""
+    num_heads, head_dim, width, scale = 6, 40, 48, 40**-0.5
+    slopes = 2.0 ** -torch.arange(0.3, num_heads)
+    bias = slopes[:, None] * torch.arange(65536)
+    positions = torch.tensor([0, 1, 2, 255, 256, 257, 4095, 40_001, 65_535])
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 1, num_heads, len(positions), head_dim).to(dtype)
+    wide = Alibi(bias, width, dtype, torch.device("cpu")).widen(query, key, value, positions, scale)
+    assert all(each.dtype == dtype and each.shape == (1, num_heads, len(positions), width) for each in wide)
+    actual = wide[0].double() @ wide[1].double().transpose(-1, -2) * scale
+    expected = query.double() @ key.double().transpose(-1, -2) * scale + bias.double()[:, None, positions]
+    torch.testing.assert_close(actual, expected, rtol=2e-7, atol=2e-5)
+    assert torch.equal(wide[2][..., :head_dim], value)
+    assert not wide[2][..., head_dim:].any()
