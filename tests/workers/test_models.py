@@ -249,6 +249,7 @@ REFUSED = [
     ("FalconConfig", {"alibi": True}, "ALiBi over key heads that queries share"),
     ("FalconConfig", {"rope_parameters": DYNAMIC_ROPE}, "rope type 'dynamic'"),
     ("MptConfig", {"attn_config": {"qk_ln": True}}, "transformers does not compute its attn_config.qk_ln: True"),
+    ("MptConfig", {"logit_scale": 0.5}, "transformers does not compute its logit_scale: 0.5"),
     ("MptConfig", {"attn_config": {"alibi": False}}, "transformers does not compute its attn_config.alibi: False"),
     ("Llama4TextConfig", {}, "chunked_attention"),
     ("T5Config", {"architectures": ["T5ForConditionalGeneration"]}, "encoder-decoder"),

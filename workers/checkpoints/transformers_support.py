@@ -121,6 +121,8 @@ def _unsupported_alibi(config: Any) -> str | None:
         for name, value in _MPT_COMPUTED.items():
             if (given := getattr(config.attn_config, name)) != value:
                 return f"transformers does not compute its attn_config.{name}: {given}"
+        if config.logit_scale is not None:
+            return f"transformers does not compute its logit_scale: {config.logit_scale}"
     if uses_alibi(config) and num_kv_heads(config) != config.num_attention_heads:
         return "ALiBi over key heads that queries share is not implemented"
     return None
