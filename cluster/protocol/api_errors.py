@@ -25,7 +25,7 @@ class ErrorDetail(msgspec.Struct):
 
 
 class ErrorBody(msgspec.Struct):
-    """What every answer of 400 and above holds, and an event of a stream that fails after it began."""
+    """Body of every answer with status 400 or above, and event of a stream that fails after it began."""
 
     error: ErrorDetail
 

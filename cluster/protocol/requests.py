@@ -45,7 +45,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What chat and completion bodies share. Where OpenAI allows null, None means the default."""
+    """Fields that chat and completion bodies share. Where OpenAI allows null, None means the default."""
 
     model: str
     temperature: float | None = None
