@@ -396,7 +396,7 @@ class LLM:
     def stream_chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None, priority: int = 0, **options: Any
     ) -> AsyncIterator[RequestOutput]:
-        """`stream` for a conversation, with the `options` of `chat`. The last output of a choice has its `message`."""
+        """Streams the answer to a conversation, with the `options` of `chat`. Each choice ends with its `message`."""
         return self._stream(self._planned(messages, params or SamplingParams(), options), priority)
 
     async def _stream(self, asked: _Asked, priority: int) -> AsyncIterator[RequestOutput]:

@@ -1,25 +1,26 @@
 """Files and batches of `/v1/files` and `/v1/batches` as they are stored, in OpenAI's shapes.
 
-Ingresses and runners share no lock. Ingresses write files, batches as they were asked for, and marks to cancel; the
-runner that has a batch's lease writes how it goes. What is a client's (`OWNER`) lies in a folder of its own, and nobody
-else's ids are found there.
+Ingresses and runners share no lock. Ingresses write files, batches as they were created, and marks to cancel. The
+runner that holds a batch's lease writes the batch's progress. A client's (`OWNER`'s) objects are in a folder of its
+own, where ids of other clients are not found.
 
     files/OWNER/ID                  content
-    files/OWNER/ID.json             a `FileObject`; written last, and without it the file is not there
-    open/ID.OWNER                   the `Batch` as it was created; it is there until the batch has ended
-    open/ID.OWNER.cancel            claimed: when a client asked for its end
+    files/OWNER/ID.json             a `FileObject`; written last, and without it the file does not exist
+    open/ID.OWNER                   the `Batch` as it was created; exists until the batch has ended
+    open/ID.OWNER.cancel            claimed: the time at which a client cancelled it
     batches/OWNER/ID/asked          a copy of the `Batch` as it was created
     batches/OWNER/ID/state          the `Batch` in progress; rewritten, and only its counts may go back
-    batches/OWNER/ID/finalizing     claimed: how it ends (`Finalizing`)
+    batches/OWNER/ID/finalizing     claimed: the way it ends (`Finalizing`)
     batches/OWNER/ID/result         claimed: the `Batch` as it ended and its files (`BatchOutcome`)
     batches/OWNER/ID/ended          claimed: the `Batch` as it ended, after its files were published
     batches/OWNER/ID/parts/         results, until they become files
-    batches/OWNER/ID/lease/         which runner has it (`lease.py`)
+    batches/OWNER/ID/lease/         the leases of its runners (`lease.py`)
     reserved/OWNER/ID.BYTES         room that an upload has reserved (`quota.py`)
 
 A claimed object is created once and never rewritten, so a runner that comes back late cannot undo what another one has
-finished. A batch's status is that of the last of these objects that exists. An object that cannot be decoded (torn by a
-power failure, or by a store that writes in pieces) counts as the one before it, and affects no other batch or file.
+finished. A batch's status is that of the last of these objects that exists. An object may be torn by a
+power failure, or by a store that writes in pieces. One that cannot be decoded counts as the one before it, and affects
+no other batch or file.
 
 Source: https://platform.openai.com/docs/api-reference/files and .../batch.
 """

@@ -99,8 +99,8 @@ class Ingress:
         self._sharing_limits: asyncio.Task[None] | None = None
 
     async def check_health(self) -> None:
-        """Raises if the ingress cannot serve. Serve calls it first before the replica counts as ready, and replaces a
-        replica that raises.
+        """Raises if the ingress cannot serve. Serve calls it for the first time before the replica counts as
+        ready, and replaces a replica that raises.
         """
         with told_in_words():
             await self._client.check_reachable()

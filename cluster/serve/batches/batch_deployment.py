@@ -40,7 +40,9 @@ class BatchRunner:
         self._serving: asyncio.Task[None] | None = None
 
     async def check_health(self) -> None:
-        """Raises if the runner cannot work or has ended. Serve calls it first before the replica counts as ready."""
+        """Raises if the runner cannot work or has ended. Serve calls it for the first time before the replica counts as
+        ready.
+        """
         with told_in_words():
             await self._client.check_reachable()
         if self._serving is None:
