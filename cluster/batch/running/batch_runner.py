@@ -27,7 +27,9 @@ RETRY_S, MAX_RETRY_S = 10.0, 600.0
 CLEAN_S = 3600.0
 """Seconds between two removals of what has expired."""
 MAX_RUNNING = 16
-"""Batches that run at a time, each of another client. Each holds some megabytes of lines that were read ahead."""
+"""Batches that run at a time, each of another client; batches that are being given up run in addition. Each holds some
+megabytes of lines that were read ahead.
+"""
 
 
 class _Backoff(NamedTuple):

@@ -6,7 +6,7 @@ import functools
 import ipaddress
 
 MAX_NAME_CHARACTERS = 64
-"""Longest text, in characters, that stands for something that is no IP address; a proxy may report such a thing."""
+"""Length in characters at which a text that is no IP address is cut; a proxy may report such a text."""
 
 
 @functools.lru_cache(4096)

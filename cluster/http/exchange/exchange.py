@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
 DRAINED_BODIES = 16
-"""Multiple of its limit up to which a body that is too long is read before the connection is given up."""
+"""Multiple of `max_body_bytes` that is still read of a body that is too long, before the connection is given up."""
 SLOW_START_S = 10.0
 """Seconds for which a body may arrive more slowly than `min_body_bytes_per_s`."""
 SEND_BYTES = 65536
