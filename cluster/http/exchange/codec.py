@@ -21,7 +21,7 @@ class StreamForm(NamedTuple):
 
     media_type: str
     before: bytes
-    """Bytes in front of each part."""
+    """Bytes in front of an error that becomes a part."""
     after: bytes
 
 
