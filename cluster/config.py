@@ -317,12 +317,12 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def num_initial_engines(self) -> int:
-        """That start with the application, without standbys."""
+        """Engines that start with the application, without standbys."""
         return self.num_engine_replicas if self.autoscaling is None else self.autoscaling.num_initial
 
     @property
     def max_engines(self) -> int:
-        """That there may be at a time, without standbys."""
+        """Engines that may run at a time, without standbys."""
         return self.num_engine_replicas if self.autoscaling is None else self.autoscaling.max_replicas
 
     @property

@@ -1,7 +1,7 @@
-"""Why a request is not served, in words for its sender: each message names value, bound and remedy.
+"""Reasons why a request is not served, in words for its sender: each message names value, bound and remedy.
 
-Raised by whatever checks a request or runs it, and caught at the door: `cluster/protocol/api_errors.py` makes answers
-of these, `cluster.llm.LLM` lets its caller have them. Knows no HTTP.
+Whatever checks or runs a request raises these errors. `cluster/protocol/api_errors.py` turns them into answers, and
+`cluster.llm.LLM` lets its caller have them. Knows nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import NoReturn
 
 
 class ServingError(Exception):
-    """`param` is the field of the request that is at fault, and `code` OpenAI's short name of the error, if any.
+    """A request that is not served. `param` is the field at fault, and `code` OpenAI's short name of the error, if any.
 
-    `retry_after_s` says in how many seconds another try may do better; None is as soon as one likes.
+    `retry_after_s` is the number of seconds after which a retry may succeed; None means at any time.
     """
 
     def __init__(
@@ -30,15 +30,15 @@ class RequestRefused(ServingError, ValueError):
 
 
 class QueueFull(ServingError, RuntimeError):
-    """A queue is at its limit: a later try may do better."""
+    """A queue is at its limit; a later retry may succeed."""
 
 
 class Overdue(ServingError):
-    """A request's time is over."""
+    """A request's deadline has passed."""
 
 
 class Unavailable(ServingError):
-    """No engine serves now: a later try may do better."""
+    """No engine serves now; a later retry may succeed."""
 
 
 class GenerationFailed(ServingError):
@@ -46,5 +46,5 @@ class GenerationFailed(ServingError):
 
 
 def refuse(param: str | None, message: str, code: str | None = None) -> NoReturn:
-    """Raises `RequestRefused` about the field `param`."""
+    """Raises `RequestRefused` for the field `param`."""
     raise RequestRefused(message, param, code)

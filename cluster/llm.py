@@ -1,8 +1,8 @@
-"""The offline face: the same engine as the server's, without HTTP, and without Ray unless it has several ranks.
+"""The offline interface: the server's engine without HTTP, and without Ray unless it has several ranks.
 
-`LLM(model).chat(messages, params)` and `generate(prompts, params)` are what most callers need; `add_request` / `step` /
-`abort` drive the loop by hand, and `stream` and `stream_chat` serve an asyncio program. What these three show of a
-request under way is `SamplingParams.output_kind`.
+Most callers need only `LLM(model).chat(messages, params)` and `generate(prompts, params)`. `add_request`, `step` and
+`abort` drive the loop by hand; `stream` and `stream_chat` serve an asyncio program. `SamplingParams.output_kind`
+selects what these show of a running request.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ Prompt = str | Sequence[int]
 
 
 class CompletionOutput(msgspec.Struct, kw_only=True):
-    """One choice of a request: so far, or of `OutputKind.DELTA` the text, tokens and log-probabilities that are new."""
+    """One choice of a request: its output so far or, with `OutputKind.DELTA`, the new text, tokens and
+    log-probabilities.
+    """
 
     index: int = 0
     text: str = ""
@@ -58,32 +60,34 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishStatus | None = None
     stop_reason: str | int | None = None
-    """The stop string or stop token id that ended the text; None for end-of-sequence and length."""
+    """Stop string or stop token id that ended the text; None for end-of-sequence and length."""
     message: Message | None = None
-    """The answer of a chat, when it has ended, in OpenAI's form: `content`, `reasoning_content` and `tool_calls`. It
-    may be appended to the conversation.
+    """Answer of a chat that has ended, in OpenAI's form: `content`, `reasoning_content` and `tool_calls`. It may be
+    appended to the conversation.
     """
     error: str | None = None
-    """Why this choice ended with `FINISHED_INTERNAL_ERROR`; the others go on."""
+    """Reason why this choice ended with `FINISHED_INTERNAL_ERROR`; the others go on."""
 
 
 class RequestOutput(msgspec.Struct, kw_only=True):
-    """A request's output so far (of `OutputKind.DELTA` what is new); `finished` when every choice is."""
+    """A request's output so far, or with `OutputKind.DELTA` the new part. `finished` is set once every choice has
+    ended.
+    """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """If `prompt_logprobs` was asked for: one entry for each prompt token, the first of which is None."""
+    """One entry for each prompt token, the first of which is None; only if `prompt_logprobs` was asked for."""
     outputs: list[CompletionOutput]
     """The `n` choices in order of index."""
     finished: bool = False
     usage: Usage | None = None
-    """When `finished`: the prompt once, the output tokens of all choices."""
+    """The prompt counted once and the output tokens of all choices; set with `finished`."""
 
 
 class _Asked(NamedTuple):
-    """A request before it is submitted; of a chat with how its answer is read."""
+    """A request before it is submitted; `chat` tells how to read the answer of a chat."""
 
     prompt: Prompt
     params: SamplingParams
@@ -91,7 +95,7 @@ class _Asked(NamedTuple):
 
 
 class _Tracked:
-    """A request under way: its output so far, the text of each choice's tokens, and what its reader has seen."""
+    """A request under way: its output so far, the text of each choice, and how much its reader has seen."""
 
     def __init__(
         self,
@@ -115,9 +119,9 @@ class _Tracked:
             for _ in range(params.n)
         ]
         self.usages = [Usage(len(output.prompt_token_ids), 0, 0) for _ in range(params.n)]
-        """The latest of each choice."""
+        """Latest usage of each choice."""
         self._shown = [(0, 0) for _ in range(params.n)]
-        """Characters and tokens of each choice."""
+        """Characters and tokens that the reader has seen of each choice."""
         self._num_shown_prompt_logprobs = 0
 
     def finish_if_ended(self) -> None:
@@ -134,7 +138,7 @@ class _Tracked:
                     choice.message = self._chat.message(choice.text)
 
     def news(self) -> RequestOutput | None:
-        """What the reader is told now."""
+        """Returns what the reader gets now; None if that is nothing."""
         if self.kind is OutputKind.CUMULATIVE:
             return self.output
         if self.kind is OutputKind.FINAL_ONLY:
@@ -161,21 +165,22 @@ class _Tracked:
 
 
 class LLM:
-    """A model in this process, or with `tensor_parallel_size` above 1 in actors of Ray that this process starts.
+    """A model in this process or, with `tensor_parallel_size` above 1, in Ray actors that this process starts.
 
-    `options` are the fields of `cluster.config.EngineConfig`; an unknown or wrong one raises `ValueError` naming it.
+    `options` are the fields of `cluster.config.EngineConfig`. An unknown or wrong one raises `ValueError` naming it.
     """
 
     def __init__(self, model: str = DEMO_MODEL, **options: Any) -> None:
         self.config = read_options({"model": model, **options}, EngineConfig)
-        # Read when torch loads its OpenMP, whose threads, spinning for long, would keep the kernels' from the cores.
+        # torch reads it when it loads OpenMP. Its threads would spin for long and keep the kernels' threads from the
+        # cores.
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
         from cluster.engine.engine import Engine
 
         between_steps: collections.deque[tuple[asyncio.Future[None], Callable[[], object]]] = collections.deque()
         self._between_steps = between_steps
-        # Without a reference to this object: the model's memory is free as soon as nobody has it, not at the next
-        # collection of cycles.
+        # The lambda holds no reference to this object, so the model's memory is freed as soon as the object is, without
+        # a garbage collection.
         self.engine = Engine(self.config, has_messages=lambda: bool(between_steps))
         self.tokenizer = Tokenizer(self.config.tokenizer or self.engine.model.folder)
         self._tracked: dict[str, _Tracked] = {}
@@ -192,10 +197,11 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Completes every prompt (text or token ids), however many, and returns the whole outputs in their order.
+        """Completes every prompt (text or token ids), however many, and returns the whole outputs in the order of the
+        prompts.
 
-        `params` is one for all prompts or one for each. If a prompt can never fit, raises `RequestRefused` before
-        anything runs. If it raises, also on Ctrl-C, nothing of the call stays in the engine.
+        `params` holds one for all prompts or one for each. Raises `RequestRefused` before anything runs if a prompt can
+        never fit. After an exception, also Ctrl-C, no request of the call stays in the engine.
         """
         batch: list[Prompt] = _as_batch(prompts)
         each = _for_each(params, len(batch), "prompt")
@@ -212,9 +218,9 @@ class LLM:
 
         `messages` are OpenAI's. `options` are the fields of a chat body that are no sampling parameters: `tools`,
         `tool_choice`, `parallel_tool_calls`, `response_format`, `reasoning_effort`, `add_generation_prompt`,
-        `continue_final_message`, `chat_template_kwargs`. The answer is in `outputs[0].message`, and as the model wrote
-        it in `outputs[0].text`.
-        Raises `RequestRefused` naming the message or option at fault, else as `generate` does.
+        `continue_final_message`, `chat_template_kwargs`. The answer is `outputs[0].message`; `outputs[0].text` holds it
+        as the model wrote it. Raises `RequestRefused` naming the message or option at fault, and otherwise as
+        `generate` does.
         """
         batch = _as_conversations(messages)
         each = _for_each(params, len(batch), "conversation")
@@ -258,9 +264,10 @@ class LLM:
                             bar.update()
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[list[BeamSequence]]:
-        """The `beam_width` best continuations of each prompt by log-probability, best first: transformers' beams.
+        """Returns the `beam_width` best continuations of each prompt by log-probability, best first, as transformers'
+        beam search finds them.
 
-        Raises `RequestRefused` if a prompt can never fit, `ValueError` if the width is too large.
+        Raises `RequestRefused` if a prompt can never fit, and `ValueError` if the width is too large.
         """
         token_ids = [self._token_ids(prompt) for prompt in _as_batch(prompts)]
         found = beam_search(self.engine, token_ids, params, f"beams-{next(self._ids)}", self._take)
@@ -276,7 +283,7 @@ class LLM:
         self._submit(request_id, _Asked(prompt, params), priority, self._resolve(params))
 
     def step(self) -> list[RequestOutput]:
-        """Runs one step; returns the requests that it changed, each once and with what its `output_kind` shows."""
+        """Runs one step and returns the requests that it changed, each once and as its `output_kind` shows it."""
         with uninterrupted():
             return self._take(self.engine.step())
 
@@ -297,7 +304,7 @@ class LLM:
         return outputs
 
     def abort(self, request_id: str) -> None:
-        """Ends a request with all its choices; unknown or finished ones are no error."""
+        """Ends a request with all its choices; harmless if it is unknown or has ended."""
         with uninterrupted():
             self.engine.abort(request_id)
             self._tracked.pop(request_id, None)
@@ -322,7 +329,7 @@ class LLM:
         kind: OutputKind | None = None,
         queue_is_bounded: bool = True,
     ) -> None:
-        """`kind` stands for the parameters' own."""
+        """Adds a request to the engine; `kind` overrides the `output_kind` of its parameters."""
         if request_id in self._tracked:
             raise RequestRefused(f"request id {request_id!r} is already running; choose another", "request_id")
         prompt, chat = asked.prompt, asked.chat
@@ -339,8 +346,8 @@ class LLM:
             self._tracked[request_id] = tracked
 
     def _apply(self, delta: SequenceOutput, tracked: _Tracked) -> bool:
-        """Adds one step's tokens to a choice; ends it if its text reached a stop string. False if it had ended
-        before.
+        """Adds one step's tokens to a choice, and ends the choice if its text reached a stop string. Returns False if
+        it had ended before.
         """
         output, choice = tracked.output, tracked.output.outputs[delta.index]
         if choice.finish_reason is not None:
@@ -381,15 +388,15 @@ class LLM:
     ) -> AsyncIterator[RequestOutput]:
         """Yields what `output_kind` shows after each step that changed it; leaving the loop early aborts the request.
 
-        What is wrong with a request is raised in its own stream alone, an engine that died in all of them. Any number
-        of streams may run in one event loop; don't mix them with `generate` or `step` at the same time.
+        A request's own errors are raised in its stream alone; an engine failure is raised in all streams. Any number of
+        streams may run in one event loop; don't mix them with `generate` or `step` at the same time.
         """
         return self._stream(_Asked(prompt, params or SamplingParams()), priority)
 
     def stream_chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None, priority: int = 0, **options: Any
     ) -> AsyncIterator[RequestOutput]:
-        """`stream` for a conversation, with the `options` of `chat`. The last output of a choice has its `message`."""
+        """Streams the answer to a conversation, with the `options` of `chat`. Each choice ends with its `message`."""
         return self._stream(self._planned(messages, params or SamplingParams(), options), priority)
 
     async def _stream(self, asked: _Asked, priority: int) -> AsyncIterator[RequestOutput]:
@@ -414,7 +421,9 @@ class LLM:
                 await asyncio.shield(self._when_free(lambda: self.abort(request_id)))
 
     def _when_free(self, action: Callable[[], object]) -> asyncio.Future[None]:
-        """Runs `action` while no step runs; the future has what it raises. Cancelling the future withdraws it."""
+        """Runs `action` while no step runs. The future gets its exception, if any; cancelling the future withdraws the
+        action.
+        """
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._between_steps.append((future, action))
         if self._pump is None or self._pump.done():
@@ -422,7 +431,9 @@ class LLM:
         return future
 
     def _leave_other_loop(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Ends the streams of another event loop that was closed before its tasks ended: they can no longer be read."""
+        """Ends the streams of another event loop that was closed before they ended, because nobody can read them any
+        more.
+        """
         if self._pump is None or self._pump.done() or self._pump.get_loop() is loop:
             return
         if not self._pump.get_loop().is_closed():
@@ -464,18 +475,18 @@ class LLM:
         try:
             return await asyncio.wrap_future(step)
         except asyncio.CancelledError:
-            wait([step])  # it goes on in its thread, and nothing else may touch the engine meanwhile
+            wait([step])  # the step goes on in its thread, and nothing else may touch the engine meanwhile
             raise
 
     def _end_all(self, error: Exception) -> None:
-        """Every stream raises `error`, and aborts its own request."""
+        """Raises `error` in every stream; each stream aborts its own request."""
         self._act()
         for queue in self._streams.values():
             queue.put_nowait(error)
 
 
 def _snapshot(output: RequestOutput) -> RequestOutput:
-    """A copy that later steps leave alone."""
+    """Returns a copy that later steps do not change."""
     choices = [
         msgspec.structs.replace(
             choice, token_ids=list(choice.token_ids), logprobs=choice.logprobs and list(choice.logprobs)
@@ -486,7 +497,7 @@ def _snapshot(output: RequestOutput) -> RequestOutput:
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt, as text or as token ids, is a batch of one."""
+    """Returns the prompts as a list; a single prompt, as text or as token ids, is a batch of one."""
     if isinstance(prompts, str):
         return [prompts]
     if prompts and isinstance(prompts[0], int):
@@ -495,7 +506,7 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _as_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Sequence[Message]]:
-    """One conversation is a batch of one."""
+    """Returns the conversations as a list; a single conversation is a batch of one."""
     if not messages or isinstance(messages[0], dict):
         return [cast(Sequence[Message], messages)]
     return list(cast(Sequence[Sequence[Message]], messages))
@@ -504,7 +515,7 @@ def _as_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]])
 def _for_each(
     params: SamplingParams | Sequence[SamplingParams] | None, count: int, what: str
 ) -> Sequence[SamplingParams]:
-    """One for all, or one for each."""
+    """Returns one set of parameters for each of `count` prompts. Raises `ValueError` if a list has another length."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     if len(params) != count:

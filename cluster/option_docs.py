@@ -24,18 +24,18 @@ class OptionText(msgspec.Struct, frozen=True):
     """The description of one option."""
 
     name: str
-    """The last part of its key."""
+    """Last part of the option's key."""
     full_doc: str
-    """Its docstring in one line; empty if it has none."""
+    """The option's docstring in one line; empty if it has none."""
     default: Any
     type_name: str
-    """The type of its values, as the manual names it."""
+    """Type of the option's values, as the manual names it."""
     values: str
-    """The permitted choices, or the bounds of a number. Empty if every value of the type is permitted."""
+    """Permitted choices, or bounds of a number; empty if every value of the type is permitted."""
 
     @property
     def doc(self) -> str:
-        """The first sentence of its docstring."""
+        """First sentence of the option's docstring."""
         text = self.full_doc
         for end in (". ", "; "):
             text = text.partition(end)[0]
@@ -82,7 +82,7 @@ def _type_name(annotation: Any) -> str:
 
 
 def _first_of(annotation: Any) -> Any:
-    """The type of a union that is not None."""
+    """Returns the first type of a union that is not None; any other type as it is."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return next(each for each in typing.get_args(annotation) if each is not type(None))
     return annotation

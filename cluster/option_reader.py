@@ -1,7 +1,7 @@
-"""Options as people write them, read into configuration structs: sizes with units, what is left empty, and mistakes
-that are answered with what was probably meant.
+"""Reads options as people write them into configuration structs: sizes with units, options left empty, and mistakes,
+which it answers with the option that was probably meant.
 
-Knows no option by name but the endings of those in bytes; the structs stand in `cluster/config.py`, and msgspec checks
+It knows options by name only as far as the ending `_bytes`. The structs are in `cluster/config.py`; msgspec checks
 types and bounds.
 """
 
@@ -24,8 +24,8 @@ _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def read_options(data: Any, kind: type[AnyOptions]) -> AnyOptions:
-    """`data`, as YAML gives it, as a `kind`. What is left empty keeps its default, and an option whose name ends in
-    `_bytes` may be `512MiB` or `1GB`. Raises `ValueError` naming the option, the bound or the choices.
+    """Returns `data`, as YAML yields it, as a `kind`. An option left empty keeps its default, and one whose name ends
+    in `_bytes` may be `512MiB` or `1GB`. Raises `ValueError` naming the option and the bound or the choices.
     """
     try:
         return msgspec.convert(_prepared(data, kind, kind, ""), kind)
@@ -34,7 +34,7 @@ def read_options(data: Any, kind: type[AnyOptions]) -> AnyOptions:
 
 
 def _prepared(data: Any, kind: Any, root: type, path: str) -> Any:
-    """`data` with what msgspec would not take put in its form."""
+    """Returns `data` in the form that msgspec accepts."""
     kinds = [each for each in _alternatives(kind) if each is not type(None)]
     (first,) = kinds[:1]
     if _is_struct(first):
@@ -79,7 +79,9 @@ def _num_bytes(text: str, path: str) -> int:
 
 
 def _meant(key: str, kind: type, root: type, path: str) -> str:
-    """The same name in another section, else the nearest in this one or in another."""
+    """Returns a suggestion for an unknown `key`: the same name in another section, else the most similar name here or
+    elsewhere.
+    """
     everywhere = list(_places(root, ""))
     same = [place for place in everywhere if place.rpartition(".")[2] == key]
     here = [_dotted(path, name) for name in _fields(kind)]
@@ -95,7 +97,7 @@ def _near(key: str, places: list[str]) -> list[str]:
 
 
 def _places(kind: type, path: str) -> Iterator[str]:
-    """Every option, with its sections."""
+    """Yields the dotted key of every option."""
     for name, of_field in _fields(kind).items():
         yield _dotted(path, name)
         for each in _alternatives(of_field):
@@ -112,7 +114,7 @@ def _fields(kind: type) -> dict[str, Any]:
 
 
 def _alternatives(kind: Any) -> tuple[Any, ...]:
-    """What a union is of; any other type alone."""
+    """Returns the types of a union; any other type alone."""
     is_union = typing.get_origin(kind) in (typing.Union, types.UnionType)
     return typing.get_args(kind) if is_union else (kind,)
 

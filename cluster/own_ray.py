@@ -1,10 +1,9 @@
 """Starts a Ray for this application alone, on this machine: without the parts that only clusters need, and with fewer
 periodic checks.
 
-Each wake of one of Ray's processes holds up a step, whose threads wait for each other. Beside an idle server that was
-already told to report less often, an engine lost 9, 4 and 0% in three runs; its 1,060 wakes a second are 783 without
-what is left out here (benchmarks/results/2026-11-22.md). Other users of the machine have no part in it: its files are
-in a folder that they may not enter, and what it listens on is the loopback address.
+Each wake-up of one of Ray's processes delays a step, whose threads wait for each other. `manta bench cluster --parts
+own-ray` shows what the omitted parts cost. Other users of the machine cannot reach this Ray: its files are in a folder
+that they may not enter, and it listens on the loopback address only.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ from cluster.private_folder import PrivateFolder
 from workers.host import num_cores
 
 STOP_PATIENCE_S = 15.0
-"""Processes that were asked to end are killed after this time."""
+"""Seconds after which processes that were asked to end are killed."""
 START_PATIENCE_S = 300.0
 """Seconds within which Ray's node must register. Ray itself waits for 30, which a busy machine may exceed."""
 LOOPBACK = "127.0.0.1"
 _OBJECT_STORE_BYTES = 128 * 2**20
-"""Manta keeps nothing there: requests and outputs are small."""
+"""Size of Ray's object store. Manta keeps nothing there, because requests and outputs are small."""
 
 _ENVIRONMENT = {
-    # Ray would start its workers at nice 15, after whatever else runs on this machine, clients included.
+    # Ray would start its workers at nice 15, behind everything else on this machine, clients included.
     "RAY_worker_niceness": "0",
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
     "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "10000",
@@ -55,11 +54,11 @@ _ENVIRONMENT = {
     "REPORTER_UPDATE_INTERVAL_MS": "60000",
     "SCAN_EVENT_DIR_INTERVAL_SECONDS": "60",
 }
-"""The environment of Ray's own processes."""
+"""Environment of Ray's own processes."""
 
 
 def _no_api_server(node: Node, **_: Any) -> None:
-    # The node's agent asks once a second, and logs a traceback, until it is told where the dashboard is: nowhere.
+    # Until the node's agent is told where the dashboard is (nowhere), it asks once a second and logs a traceback.
     address = ray_constants.DASHBOARD_ADDRESS.encode()
     node.get_gcs_client().internal_kv_put(address, b"127.0.0.1:0", True, ray_constants.KV_NAMESPACE_DASHBOARD)
 
@@ -69,22 +68,22 @@ _INSTEAD: dict[str, Callable[..., None]] = {
     "start_log_monitor": lambda _: None,
     "start_api_server": _no_api_server,
 }
-"""Methods of Ray's `Node` and what stands there while it starts: the autoscaler's monitor, the forwarding of logs to a
-driver that wants none, and the dashboard's server, which starts without a dashboard too and is waited for. Ray has
-switches for the first two, which `ray.init` does not pass on, and none for the last. Each slows the start by more than
-a tenth and takes 40 to 60 MiB; `manta bench cluster --parts own-ray` shows it.
+"""Replacements for methods of Ray's `Node` while it starts. They leave out the autoscaler's monitor, the forwarding of
+logs to a driver that wants none, and the dashboard's server, which Ray starts and waits for even without a dashboard.
+Ray has switches for the first two, which `ray.init` does not pass on, and none for the last. Each slows the start by
+more than a tenth and takes 40 to 60 MiB (`manta bench cluster --parts own-ray`).
 """
 
 
 _folders: list[PrivateFolder] = []
-"""The folders of the Ray that runs."""
+"""Folders of the running Ray."""
 _roots: list[psutil.Process] = []
-"""The processes that it began with: this process may have other children."""
+"""Ray's first processes; this process may have other children."""
 
 
 def start(num_cpus: int = 0) -> None:
-    """Starts Ray with `num_cpus`, or with as many as there are cores if those are more, because actors that claim more
-    threads than cores start too. Raises what `ray.init` raises.
+    """Starts Ray with `num_cpus` CPUs, or with the number of cores if that is larger. `num_cpus` may exceed the cores,
+    so that actors which claim more threads than there are cores start too. Raises what `ray.init` raises.
     """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -96,7 +95,7 @@ def start(num_cpus: int = 0) -> None:
             _start(_folders[-1].path / "ray", max(num_cpus, num_cores()))
     except BaseException as error:
         if isinstance(error, Exception):
-            keep_logs()  # the error names files of Ray's there
+            keep_logs()  # the error names files in Ray's folder
         _close_folders()
         raise
     _roots[:] = set(psutil.Process().children()) - others
@@ -116,7 +115,7 @@ def _start(folder: pathlib.Path, num_cpus: int) -> None:
 
 
 def keep_logs() -> None:
-    """Keeps Ray's folder after its end, as one of the last few that are kept."""
+    """Marks Ray's folder to be kept after Ray's end, among the last few that are kept."""
     for folder in _folders:
         folder.is_kept = True
 
@@ -124,7 +123,7 @@ def keep_logs() -> None:
 def stop() -> None:
     """Ends Ray with all its processes, and removes its files except logs that are kept."""
     started = _processes()
-    # Ray ends its processes politely. One that does not listen would hold up the shutdown, so patience has an end.
+    # A process that ignores Ray's request to end would delay the shutdown, so a timer kills what is left.
     impatience = threading.Timer(STOP_PATIENCE_S, _kill, [started])
     impatience.daemon = True
     impatience.start()
@@ -140,14 +139,14 @@ def _close_folders() -> None:
 
 
 def _require_token() -> None:
-    """Makes this process and Ray's processes demand Ray's token, whatever RAY_AUTH_MODE says.
+    """Makes this process and Ray's processes require Ray's token, whatever RAY_AUTH_MODE says.
 
-    Who can talk to Ray can run code as this user. Ray would make a missing token file readable for everybody, and an
-    older one may be so; this function makes it this user's alone.
+    Whoever can talk to Ray can run code as this user. Ray would make a missing token file readable for everybody, and
+    an existing one may be so; this function restricts it to this user.
     """
     authentication_token_setup._enable_token_auth()
     path = pathlib.Path.home() / ".ray" / "auth_token"
-    with contextlib.suppress(OSError):  # there is none, or it is another user's
+    with contextlib.suppress(OSError):  # there is no such file, or it belongs to another user
         path.chmod(0o600)
     loader = AuthenticationTokenLoader.instance()
     if not loader.has_token(ignore_auth_mode=True):
@@ -177,7 +176,9 @@ def _processes() -> list[psutil.Process]:
 
 
 def _patient(get_node: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a form of Ray's `get_node` that waits for the node as long as its raylet lives."""
+    """Returns a version of Ray's `get_node` that waits for the node as long as its raylet lives, for up to
+    `START_PATIENCE_S`.
+    """
 
     def wait(*arguments: Any) -> Any:
         deadline = time.monotonic() + START_PATIENCE_S
@@ -206,7 +207,7 @@ def _without_extras() -> Iterator[None]:
     resolve, get_node = services.resolve_ip_for_localhost, services.get_node
     try:
         services.get_node = _patient(get_node)
-        services.resolve_ip_for_localhost = lambda host: host  # it would listen on every address for other machines
+        services.resolve_ip_for_localhost = lambda host: host  # for a host of its own Ray would listen on every address
         for name, replacement in _INSTEAD.items():
             setattr(Node, name, replacement)
         with _own_sigterm():
@@ -221,8 +222,8 @@ def _without_extras() -> Iterator[None]:
 def _own_sigterm() -> Iterator[None]:
     """Leaves SIGTERM to the handler that this process has, if any.
 
-    Ray puts a handler of its own in place, and below Python another one that prints a stack dump. Both come with the
-    driver's `CoreWorker`; SIGTERM waits while that is made.
+    Ray installs a handler of its own and, below Python, one that prints a stack dump. Both come with the driver's
+    `CoreWorker`; SIGTERM is blocked while it is created.
     """
     handler = signal.getsignal(signal.SIGTERM)
     if not callable(handler) or threading.current_thread() is not threading.main_thread():

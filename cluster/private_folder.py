@@ -1,8 +1,8 @@
 """A folder that only this user can enter, with a path short enough for sockets. It is removed with its process.
 
-A Ray of our own has its files in one, because Ray makes its session folders writable for everybody, and another user
+A Ray of our own keeps its files in one. Ray makes its session folders writable for everybody, so that another user
 could move the sockets away and read logs. The ranks of one machine find each other in another one. The folders of the
-last failed starts stay, because the user was told to read logs in them.
+last failed starts stay, because the error messages name logs in them.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ import tempfile
 
 PREFIX = "manta-"
 MAX_PATH_BYTES = 107 - 72
-"""Of a socket's path (104 on macOS, where the system's folder is long and is not taken), less what Ray puts after the
-folder: `/ray/session_2026-11-22_12-00-00_000000_1234567/sockets/plasma_store`.
+"""Longest path of a folder, in bytes: that of a socket (107; 104 on macOS, whose long temporary folder is not used)
+less what Ray appends, `/ray/session_2026-11-22_12-00-00_000000_1234567/sockets/plasma_store`.
 """
 _LOCK = "lock"
 _KEPT = "kept"
-"""The file that marks the folder of a failed start."""
+"""Name of the file that marks the folder of a failed start."""
 MAX_KEPT = 3
 """Folders of failed starts that stay. Each holds Ray's logs, less than a megabyte."""
 
 _own: set[pathlib.Path] = set()
-"""The folders of this process."""
+"""Folders of this process."""
 
 
 class PrivateFolder:
-    """A new folder. Making one also removes those of processes that were killed, and all but the newest `MAX_KEPT` of
-    those that are kept.
+    """A new folder. Its creation also removes the folders of killed processes, and all kept ones but the newest
+    `MAX_KEPT`.
     """
 
     is_kept = False
-    """Whether somebody was told what to read there."""
+    """Whether the folder stays because a message names a file in it."""
 
     def __init__(self) -> None:
         parent = pathlib.Path(tempfile.gettempdir())
@@ -45,12 +45,13 @@ class PrivateFolder:
         unlocked = pathlib.Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=parent))  # mode 0700
         self._lock = os.open(unlocked / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        # Under this name others would take one without a lock for one that was left
+        # Before the lock is taken, the name has a dot, because others remove an unlocked folder with this name as a
+        # leftover
         self.path = unlocked.rename(parent / unlocked.name.removeprefix("."))
         _own.add(self.path)
 
     def close(self) -> None:
-        """Removes the folder, or marks it as one that stays."""
+        """Removes the folder, or marks it as kept."""
         if self.is_kept:
             (self.path / _KEPT).touch()
         else:
@@ -66,10 +67,10 @@ def remove_own() -> None:
 
 
 def _remove_left(parent: pathlib.Path) -> None:
-    """Removes folders that no process holds. The system gives up a lock with the process that held it."""
+    """Removes the folders that no process has locked. The system releases a lock when its process ends."""
     kept = sorted(parent.glob(f"{PREFIX}*/{_KEPT}"), key=_made, reverse=True)[:MAX_KEPT]
     for path in set(parent.glob(f"{PREFIX}*")) - {mark.parent for mark in kept}:
-        with contextlib.suppress(OSError):  # somebody else's, or locked
+        with contextlib.suppress(OSError):  # another user's, or locked
             if path.is_symlink() or path.stat().st_uid != os.getuid():
                 continue
             lock = os.open(path / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
@@ -81,7 +82,7 @@ def _remove_left(parent: pathlib.Path) -> None:
 
 
 def _made(mark: pathlib.Path) -> float:
-    """The time at which a folder was marked; 0 for one that another process removes meanwhile."""
+    """Returns the time at which a folder was marked; 0 if another process removes it meanwhile."""
     try:
         return mark.stat().st_mtime
     except OSError:

@@ -1,9 +1,9 @@
-"""Finds and ends everything that this process started, also what its own parent has left behind.
+"""Finds and ends all processes below this one, including those whose own parent has ended.
 
 Ray's agents outlive the process that started them by seconds. A command calls `adopt_orphans` before it starts Ray;
-from then on the system gives such processes to the command, which finds them below itself. While it serves it adopts
-none, because it would have to collect each that ends. `manta serve` and `manta batch` use it. A library must not: it
-would end what its user started.
+from then on the system makes such orphans children of the command, which then finds them. While the command serves it
+adopts none, because it would have to collect each one that ends. `manta serve` and `manta batch` use this module. A
+library must not, because it would end processes of its user.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import time
 import psutil
 
 _PR_SET_CHILD_SUBREAPER = 36
-"""The option of Linux' `prctl` that makes a process the parent of its orphaned descendants."""
+"""Option of Linux's `prctl` that makes a process the parent of its orphaned descendants."""
 _END_WAIT_S = 10.0
 """Seconds to wait for the end of killed processes; one that waits for a disk may need longer, and ends by itself."""
 
 
 def adopt_orphans(adopts: bool = True) -> None:
-    """Makes this process the parent of descendants whose own parent ends, or no longer. Does nothing where the system
-    cannot.
+    """Makes this process the parent of descendants whose own parent ends, or with `adopts` false no longer. Does
+    nothing where the system cannot.
     """
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
@@ -31,9 +31,9 @@ def adopt_orphans(adopts: bool = True) -> None:
 
 
 def kill_below() -> None:
-    """Kills all descendants of this process and waits for their ends.
+    """Kills all descendants of this process and waits until they have ended.
 
-    They are stopped first, so that none starts another one between being found and being killed.
+    They are suspended first, so that none starts another process between being found and being killed.
     """
     known: set[psutil.Process] = set()
     while found := {each for each in _below() if each not in known}:
@@ -48,7 +48,7 @@ def kill_below() -> None:
 
 
 def end_below(patience_s: float) -> None:
-    """Waits up to `patience_s` until no descendant of this process runs, then kills those that do."""
+    """Waits up to `patience_s` seconds until no descendant of this process runs, then kills the rest."""
     deadline = time.monotonic() + patience_s
     while (left := _below()) and time.monotonic() < deadline:
         psutil.wait_procs(left, timeout=0.1)
@@ -57,7 +57,7 @@ def end_below(patience_s: float) -> None:
 
 
 def _below() -> list[psutil.Process]:
-    """The descendants of this process that run; zombies, which only wait to be collected, are none."""
+    """Returns the running descendants of this process, without zombies."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):

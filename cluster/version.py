@@ -1,4 +1,4 @@
-"""The version of Manta that is installed, and the commit that it was made from, where that is known."""
+"""The installed version of Manta, and the commit that it was made from, where that is known."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import subprocess
 from importlib import metadata
 
 DISTRIBUTION = "manta-serve"
-"""The name by which `pip` knows the packages `manta`, `cluster`, `specdecode`, `workers` and `structured`."""
+"""Name under which `pip` knows the packages `manta`, `cluster`, `specdecode`, `workers` and `structured`."""
 
 
 def version() -> str:
@@ -20,7 +20,7 @@ def version() -> str:
 
 
 def commit() -> str | None:
-    """Returns the first digits of the commit's hash: that of the checkout, with `-dirty` if files differ from it, or
+    """Returns the first 12 digits of the commit's hash: that of the checkout, with `-dirty` if files differ from it, or
     the one that `pip` fetched (PEP 610). None for a wheel that was built elsewhere.
     """
     root = pathlib.Path(__file__).resolve().parents[1]

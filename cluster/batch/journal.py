@@ -1,8 +1,8 @@
-"""The files of a batch: lines are read as they are needed, results appended as they come.
+"""The files of a batch: lines are read as they are needed, and results are appended as they come.
 
-The output is its own journal: each result names its line (`LineKey`), so that a batch that was killed goes on after
-what it has written, and neither repeats a line nor loses one. `cluster/batch/stored.py` keeps results in a storage that
-cannot append.
+The output is its own journal: each result names its line (`LineKey`). After a kill, a batch therefore continues behind
+the results that it has written, and neither repeats nor loses a line. `cluster/batch/stored.py` keeps results in a
+storage that cannot append.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ from cluster.batch.lines import BatchResult, LineKey, encode
 
 
 class BatchRefused(ValueError):
-    """The files do not go together, or cannot be used. The message names the file and the remedy."""
+    """The files do not belong together, or cannot be used. The message names the file and the remedy."""
 
 
 class Line(NamedTuple):
+    """A line of the input, with its key."""
+
     key: LineKey
     text: bytes | None
-    """None if the line is longer than the limit."""
+    """Text of the line; None if the line is longer than the limit."""
 
 
 def read_lines(source: BinaryIO, max_bytes: int) -> Iterator[Line]:
-    """The lines that are not blank. No more than `max_bytes` of one are held in memory."""
+    """Yields the lines that are not blank. Holds at most `max_bytes` of a line in memory."""
     number = 0
     while text := source.readline(max_bytes + 1):
         key = LineKey.of(number, text)
@@ -53,16 +55,18 @@ class _Id(msgspec.Struct):
 
 
 class DoneLines:
-    """Which lines of an input have a result. `where` is where the results are, for messages."""
+    """Lines of an input that have a result. `where` says where the results are, for messages."""
 
     def __init__(self, where: str) -> None:
         self.where = where
         self._checksums = array.array("I")
-        """By line of the input; 0 if it has no result yet. Four bytes a line, so that the input may be large."""
+        """Checksum of each line of the input, 0 without a result. Four bytes per line, because the input may be
+        large.
+        """
         self.num_done = 0
 
     def note(self, key: LineKey) -> bool:
-        """False if the line had a result before."""
+        """Records a result. Returns False if the line already had one."""
         missing = key.number + 1 - len(self._checksums)
         if missing > 0:
             self._checksums.frombytes(bytes(missing * self._checksums.itemsize))
@@ -72,7 +76,9 @@ class DoneLines:
         return is_new
 
     def has(self, key: LineKey) -> bool:
-        """Raises `BatchRefused` if the line has a result, but of another text."""
+        """Returns whether the line has a result. Raises `BatchRefused` if the result belongs to a line with another
+        text.
+        """
         known = self._checksums[key.number] if key.number < len(self._checksums) else 0
         if known not in (0, key.checksum):
             raise BatchRefused(
@@ -83,8 +89,8 @@ class DoneLines:
 
 
 def count_lines(source: BinaryIO, max_bytes: int, done: DoneLines) -> tuple[int, int]:
-    """How many lines there are to answer, and how many of them have a result; `source` is at its beginning afterwards.
-    Raises `BatchRefused` if the results belong to another input.
+    """Returns the number of lines to answer, and how many of them have a result. Rewinds `source`. Raises
+    `BatchRefused` if the results belong to another input.
     """
     num_lines = num_done = 0
     for line in read_lines(source, max_bytes):
@@ -100,9 +106,9 @@ def count_lines(source: BinaryIO, max_bytes: int, done: DoneLines) -> tuple[int,
 
 
 class Journal(DoneLines):
-    """The output file, locked. Raises `BatchRefused` if another batch writes it or it holds something else.
+    """The output file, locked. Raises `BatchRefused` if another batch writes the file, or if it holds something else.
 
-    A last line without its end is what a killed batch was writing; it is cut off and its request runs again.
+    A last line without a newline was cut off by a kill; the journal removes it, and its request runs again.
     """
 
     def __init__(self, path: pathlib.Path) -> None:
@@ -143,7 +149,9 @@ class Journal(DoneLines):
         self._file.truncate(end)
 
     def write(self, key: LineKey, result: BatchResult) -> None:
-        """Hands the line to the system at once: it survives the death of this process."""
+        """Writes a result and hands it to the operating system at once, so that it survives the death of this
+        process.
+        """
         self._file.write(encode(result))
         self._file.flush()
         self.note(key)
@@ -154,6 +162,6 @@ class Journal(DoneLines):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Waits until the disk has it."""
+        """Waits until the file is on disk, then closes it."""
         os.fsync(self._file.fileno())
         self._file.close()

@@ -1,18 +1,18 @@
-"""The lease on one batch: which runner works on it.
+"""The lease on one batch, which says which runner works on it.
 
-`EPOCH` objects in the batch's lease folder are the leases, numbered from 1. The greatest one counts. A runner takes a
-batch by claiming the next epoch once the last lease has expired, and renews the lease by rewriting its own object, so
-no object has two writers. A holder has lost its lease as soon as the next epoch exists, and looks for it before every
-save: this fences off a runner that was thought dead and comes back.
+`EPOCH` objects in the batch's lease folder are the leases, numbered from 1; the one with the greatest number counts. A
+runner takes a batch by claiming the next epoch after the last lease has expired. It renews the lease by rewriting its
+own object, so no object has two writers. A holder has lost its lease as soon as the next epoch exists, and checks for
+it before every save. This fences off a runner that was thought dead and comes back.
 
-What this guarantees:
+This guarantees:
 
 - Where `Storage.claim` has one winner (a folder, S3, GCS, Azure), each epoch has exactly one holder.
 - Elsewhere two overlapping claims may both seem to win. Each claimant waits `SETTLE_S` and reads the lease back, so two
   holders remain only if a write takes longer than that; the next check ends one of them.
-- No store lets a save depend on the lease atomically. A runner that stops between a check and a save, for longer than
-  the lease lasts, still saves. Therefore nothing that it can save undoes what its successor does: parts have names of
-  their own, what a batch came to is claimed and never rewritten, and only counts may go back (`records.py`).
+- No store lets a save depend on the lease atomically. A runner that stops between a check and a save for longer than
+  the lease lasts still saves. Therefore no save can undo the work of a successor: parts have names of their own, the
+  outcome of a batch is claimed and never rewritten, and only counts may go back (`records.py`).
 
 Expiry compares the clocks of two machines. A clock that is wrong by more than a lease costs repeated work, not results.
 """
@@ -29,11 +29,13 @@ import msgspec
 from cluster.batch.storage import Storage
 
 LEASE_S = 15.0
-"""Seconds from a renewal until others may take the batch: how long a batch stands still after its runner was killed."""
+"""Seconds from a renewal until others may take the batch. A batch stands still for that long after its runner was
+killed.
+"""
 RENEW_S = 5.0
 """Seconds between two renewals, so that two may fail before the lease ends."""
 SETTLE_S = 1.0
-"""Seconds after which a claim is read back, where claims may overlap: longer than a small write takes."""
+"""Seconds after which a claim is read back where claims may overlap; longer than a small write takes."""
 
 
 class LeaseLost(Exception):
@@ -50,7 +52,7 @@ _decoder = msgspec.json.Decoder(_Held)
 
 
 def new_holder() -> str:
-    """A name that no other runner has; it begins with host and process, for whoever reads the storage."""
+    """Returns a name that no other runner has. It begins with host and process id, for people who read the storage."""
     return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(8)}"
 
 
@@ -66,7 +68,7 @@ class Lease:
         self._is_released = False
 
     def check(self) -> None:
-        """Returns if the lease holds now; raises `LeaseLost` otherwise. Call it before every save."""
+        """Raises `LeaseLost` unless the lease holds now. Call it before every save."""
         if self._is_released:
             raise LeaseLost(f"lease {self._folder}/{self.epoch} was given back")
         if self._storage.has(_path(self._folder, self.epoch + 1)):
@@ -75,7 +77,7 @@ class Lease:
             self._write()
 
     def renew(self) -> None:
-        """Raises `LeaseLost`."""
+        """Renews the lease. Raises `LeaseLost`."""
         self.check()
         self._write()
 
@@ -91,9 +93,9 @@ class Lease:
 
 
 def acquire(storage: Storage, folder: str, holder: str) -> Lease | float:
-    """The lease, or in how many seconds the present one ends."""
+    """Returns the lease, or the seconds until the present lease ends. `LEASE_S` bounds them."""
     epoch = max((int(name) for name in storage.sizes(folder) if name.isdecimal()), default=0)
-    while storage.has(_path(folder, epoch + 1)):  # the listing was late
+    while storage.has(_path(folder, epoch + 1)):  # the listing was out of date
         epoch += 1
     held = _decoded(storage.read(_path(folder, epoch)))
     left_s = 0.0 if held is None else held.expires_at - time.time()
@@ -118,7 +120,9 @@ def _path(folder: str, epoch: int) -> str:
 
 
 def _decoded(content: bytes | None) -> _Held | None:
-    """None if there is no lease, or a torn one: its holder stops at its next check, and nothing is lost."""
+    """Returns the lease; None if there is none, or a torn one. The holder of a torn lease stops at its next check, and
+    nothing is lost.
+    """
     try:
         return None if content is None else _decoder.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError):

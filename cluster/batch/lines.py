@@ -1,4 +1,4 @@
-"""The lines of a batch: OpenAI's batch format, one request a line in and one answer a line out.
+"""The lines of a batch in OpenAI's batch format: one request per line in, one answer per line out.
 
 Source: https://platform.openai.com/docs/api-reference/batch (request input and output objects). Knows neither files nor
 engines.
@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 import msgspec
 
 URLS = ("/v1/chat/completions", "/v1/completions")
-"""What a line may ask."""
+"""URLs that a line may name."""
 SORTED_BYTES = 4096
-"""Of a body, by which lines are put beside others that begin alike."""
+"""Bytes at the beginning of a body by which lines are sorted, so that lines with a common prefix run together."""
 
 _ID = re.compile(r"batch_req_(\d+)_([0-9a-f]{8})")
 
 
 class BadLine(ValueError):
-    """A line that is no request. The message says what is wrong with it."""
+    """A line that is no batch request. The message says why."""
 
     def __init__(self, message: str, custom_id: str | None = None) -> None:
         super().__init__(message)
@@ -32,14 +32,14 @@ class BatchRequest(msgspec.Struct):
     """One line of the input."""
 
     custom_id: str
-    """The caller's name for the line; it comes back with the answer."""
+    """The caller's name for the line, which comes back with the answer."""
     url: str
     body: msgspec.Raw
     method: str = "POST"
 
     @property
     def sort_key(self) -> tuple[str, bytes]:
-        """Lines that begin alike stand together: their common prefix is computed once."""
+        """Sort key that puts lines with a common prefix together, so that the prefix is computed once."""
         return self.url, bytes(self.body)[:SORTED_BYTES]
 
 
@@ -55,7 +55,9 @@ class BatchError(msgspec.Struct):
 
 
 class BatchResult(msgspec.Struct):
-    """One line of the output: `response` is the endpoint's answer, be it an error; `error` says why there is none."""
+    """One line of the output. `response` is the endpoint's answer, which may be an error; `error` says why there is
+    none.
+    """
 
     id: str
     custom_id: str | None
@@ -64,12 +66,12 @@ class BatchResult(msgspec.Struct):
 
 
 class LineKey(NamedTuple):
-    """Which line of the input a result belongs to. It is written into the result's id, so that the output alone tells
-    what is done, and of which input.
+    """The line of the input that a result belongs to. The result's id contains it, so that the output alone tells which
+    lines of which input are done.
     """
 
     number: int
-    """From 0."""
+    """Index of the line, from 0."""
     checksum: int
     """CRC-32 of the line, never 0."""
 
@@ -79,7 +81,7 @@ class LineKey(NamedTuple):
 
     @classmethod
     def from_id(cls, name: str) -> LineKey | None:
-        """None for an id that is not ours."""
+        """Returns the key in a result's id; None if the id is not one of ours."""
         found = _ID.fullmatch(name)
         return None if found is None else cls(int(found[1]), int(found[2], 16))
 
@@ -97,7 +99,7 @@ class _Named(msgspec.Struct):
 
 
 def parse(line: bytes) -> BatchRequest:
-    """Raises `BadLine` for what is no request of a batch; whether the body is one is the endpoint's to say."""
+    """Returns the request on a line. Raises `BadLine` if it is no batch request. The endpoint checks the body."""
     try:
         request = _decoder.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -110,7 +112,7 @@ def parse(line: bytes) -> BatchRequest:
 
 
 def custom_id_of(line: bytes) -> str | None:
-    """Of a line that may be no request."""
+    """Returns the `custom_id` of a line that may be no request; None if it has none."""
     try:
         found = msgspec.json.decode(line, type=_Named).custom_id
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -119,7 +121,7 @@ def custom_id_of(line: bytes) -> str | None:
 
 
 def encode(result: BatchResult) -> bytes:
-    """With its newline."""
+    """Returns a result as a line of JSON, with its newline."""
     return _encoder.encode(result) + b"\n"
 
 

@@ -1,7 +1,7 @@
-"""Durable files in a folder: what `Storage` does if it is a folder and no object store.
+"""Durable files in a folder, for a `Storage` that is a folder and no object store.
 
-A file appears under its name complete and on disk, or not at all, whatever ends the process or the machine. Files that
-are being written lie in `PARTIAL_FOLDER`, which no listing of the storage sees, under names that no two writers share.
+A file appears under its name complete and on disk, or not at all, even if the process or the machine dies. Unfinished
+files are in `PARTIAL_FOLDER`, which no listing of the storage shows, under names that no two writers share.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 
 PARTIAL_FOLDER = ".partial"
-"""The folder of unfinished files, directly below the storage's root."""
+"""Folder of unfinished files, directly below the storage's root."""
 STALE_PARTIAL_S = 86_400.0
 """Age in seconds after which an unfinished file counts as left behind; writing one takes seconds."""
 
@@ -29,14 +29,14 @@ def write(root: str, path: str, content: bytes) -> None:
 
 
 def create_exclusively(root: str, path: str, content: bytes) -> None:
-    """Raises `FileExistsError` if there is a file already; of several writers exactly one succeeds."""
+    """Creates the file `path`. Raises `FileExistsError` if it exists; of several writers exactly one succeeds."""
     make_folder(os.path.dirname(path))
     with _partial(root, content) as partial:
         try:
             os.link(partial, path)
         except FileExistsError:
             raise
-        except OSError:  # the file system has no hard links: exclusive too, but a crash may leave the file torn
+        except OSError:  # no hard links here: still exclusive, but a crash may leave the file torn
             with open(path, "xb") as file:
                 file.write(content)
                 file.flush()
@@ -63,7 +63,7 @@ class DurableFile(io.BufferedWriter):
 
 
 def sizes(folder: str) -> dict[str, int]:
-    """Bytes of each entry by name; an entry that goes away meanwhile is left out. Folders have 0."""
+    """Returns the size in bytes of each entry by name; 0 for folders. Leaves out entries that disappear meanwhile."""
     found = {}
     try:
         with os.scandir(folder) as entries:
@@ -76,7 +76,7 @@ def sizes(folder: str) -> dict[str, int]:
 
 
 def remove(path: str) -> None:
-    """Removes a file, or a folder with all that is in it; several may do so at once."""
+    """Removes a file, or a folder with its contents; several callers may do so at once."""
     try:
         os.unlink(path)
     except FileNotFoundError:
@@ -88,7 +88,9 @@ def remove(path: str) -> None:
 
 
 def _remove_folder(path: str) -> None:
-    """Ignores what somebody else removes meanwhile; raises the first other failure, after removing all it can."""
+    """Removes a folder and ignores entries that disappear meanwhile. Raises the first other failure after removing all
+    it can.
+    """
     failures: list[BaseException] = []
 
     def note(_: object, __: str, failure: tuple[type[BaseException], BaseException, object]) -> None:
@@ -112,7 +114,7 @@ def remove_stale_partials(root: str) -> None:
 
 @contextlib.contextmanager
 def _partial(root: str, content: bytes) -> Iterator[str]:
-    """The path of a file of its own that holds `content`, on disk; it is gone afterwards."""
+    """Yields the path of a new file that holds `content` on disk, and removes the file afterwards."""
     folder = os.path.join(root, PARTIAL_FOLDER)
     make_folder(folder)
     path = os.path.join(folder, secrets.token_hex(16))
@@ -128,7 +130,7 @@ def _partial(root: str, content: bytes) -> Iterator[str]:
 
 
 def make_folder(path: str) -> None:
-    """Makes a folder and those above it, which only this user may enter, durably."""
+    """Makes a folder and its parents durably, accessible to this user only."""
     if os.path.isdir(path):
         return
     parent = os.path.dirname(path)
@@ -139,7 +141,7 @@ def make_folder(path: str) -> None:
 
 
 def sync_folder(path: str) -> None:
-    """Waits until the names in a folder are on disk, where the file system can say so."""
+    """Waits until the names in a folder are on disk, if the file system supports it."""
     with contextlib.suppress(OSError):
         folder = os.open(path, os.O_RDONLY)
         try:

@@ -23,11 +23,11 @@ _RESERVATION = re.compile(r"(file-[0-9a-f]+)\.(\d+)")
 
 
 class TooMuch(ValueError):
-    """A client has as much as it may have; the message names the bound and the remedy."""
+    """A client has reached a bound; the message names the bound and the remedy."""
 
 
 class Stored(NamedTuple):
-    """What a storage holds for one client."""
+    """The amount that a storage holds for one client."""
 
     num_files: int
     num_bytes: int
@@ -41,10 +41,10 @@ class Quota:
         self._storage = storage
         self._limits = limits
         self._locks: dict[str, threading.Lock] = {}
-        """By owner; owners are API keys, so there are few."""
+        """Locks by owner. Owners are API keys, so there are few."""
 
     def stored(self, owner: str) -> Stored:
-        """Counts what `owner` has now."""
+        """Returns what `owner` has stored now."""
         reserved = {match[1]: int(match[2]) for match in self._reservations(owner)}
         sizes = self._storage.sizes(f"files/{owner}")
         contents = {name: size for name, size in sizes.items() if name.removesuffix(".json") not in reserved}
@@ -56,7 +56,7 @@ class Quota:
         return Stored(num_files, num_bytes)
 
     def is_full(self, owner: str) -> bool:
-        """Whether `owner` has stored more bytes than it may."""
+        """Returns whether `owner` has stored more bytes than it may."""
         return self.stored(owner).num_bytes > self._limits.max_stored_bytes
 
     def reserve(self, owner: str, file_id: str, num_bytes: int) -> str:
@@ -95,11 +95,11 @@ class Quota:
             raise _too_many_bytes(num_bytes, limits, "and results have no room")
 
     def _lock(self, owner: str) -> threading.Lock:
-        """Held while an owner's room is checked and taken."""
+        """Returns the lock that is held while an owner's room is checked and taken."""
         return self._locks.setdefault(owner, threading.Lock())
 
     def _check(self, stored: Stored, num_bytes: int) -> None:
-        """Raises `TooMuch` if what is stored, a new file of `num_bytes` included, is more than it may be."""
+        """Raises `TooMuch` if `stored`, which includes a new file of `num_bytes`, exceeds a bound."""
         limits = self._limits
         if stored.num_files > limits.max_files:
             raise TooMuch(

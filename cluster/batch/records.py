@@ -1,25 +1,26 @@
 """Files and batches of `/v1/files` and `/v1/batches` as they are stored, in OpenAI's shapes.
 
-Ingresses and runners share no lock. Ingresses write files, batches as they were asked for, and marks to cancel; the
-runner that has a batch's lease writes how it goes. What is a client's (`OWNER`) lies in a folder of its own, and nobody
-else's ids are found there.
+Ingresses and runners share no lock. Ingresses write files, batches as they were created, and marks to cancel. The
+runner that holds a batch's lease writes the batch's progress. A client's (`OWNER`'s) objects are in a folder of its
+own, where ids of other clients are not found.
 
     files/OWNER/ID                  content
-    files/OWNER/ID.json             a `FileObject`; written last, and without it the file is not there
-    open/ID.OWNER                   the `Batch` as it was created; it is there until the batch has ended
-    open/ID.OWNER.cancel            claimed: when a client asked for its end
+    files/OWNER/ID.json             a `FileObject`; written last, and without it the file does not exist
+    open/ID.OWNER                   the `Batch` as it was created; exists until the batch has ended
+    open/ID.OWNER.cancel            claimed: the time at which a client cancelled it
     batches/OWNER/ID/asked          a copy of the `Batch` as it was created
     batches/OWNER/ID/state          the `Batch` in progress; rewritten, and only its counts may go back
-    batches/OWNER/ID/finalizing     claimed: how it ends (`Finalizing`)
+    batches/OWNER/ID/finalizing     claimed: the way it ends (`Finalizing`)
     batches/OWNER/ID/result         claimed: the `Batch` as it ended and its files (`BatchOutcome`)
     batches/OWNER/ID/ended          claimed: the `Batch` as it ended, after its files were published
     batches/OWNER/ID/parts/         results, until they become files
-    batches/OWNER/ID/lease/         which runner has it (`lease.py`)
+    batches/OWNER/ID/lease/         the leases of its runners (`lease.py`)
     reserved/OWNER/ID.BYTES         room that an upload has reserved (`quota.py`)
 
 A claimed object is created once and never rewritten, so a runner that comes back late cannot undo what another one has
-finished. A batch's status is that of the last of these objects that exists. An object that cannot be decoded (torn by a
-power failure, or by a store that writes in pieces) counts as the one before it, and affects no other batch or file.
+finished. A batch's status is that of the last of these objects that exists. An object may be torn by a
+power failure, or by a store that writes in pieces. One that cannot be decoded counts as the one before it, and affects
+no other batch or file.
 
 Source: https://platform.openai.com/docs/api-reference/files and .../batch.
 """
@@ -46,9 +47,11 @@ logger = logging.getLogger(__name__)
 Ending = Literal["completed", "failed", "expired", "cancelled"]
 ENDED: tuple[str, ...] = get_args(Ending)
 CANCEL = ".cancel"
-"""The suffix of a mark to cancel."""
+"""Suffix of a mark to cancel."""
 FILE_ID = re.compile(r"file-[0-9a-f]{30}(-[0-9a-f]{8})?(-output|-errors)?")
-"""An input's id is a time and a random number. An output's is that of its batch and of the attempt that wrote it."""
+"""Form of a file's id. An input's id is a time and a random number; an output's holds the ids of its batch and of the
+attempt that wrote it.
+"""
 _BATCH_ID = re.compile(r"batch_[0-9a-f]{30}")
 _OPEN_MARK = re.compile(r"(batch_[0-9a-f]{30})\.([^.]+)")
 
@@ -103,26 +106,26 @@ class Batch(msgspec.Struct, kw_only=True):
 
 
 class Finalizing(msgspec.Struct):
-    """The decision how a batch ends; a restart continues it."""
+    """The decision how a batch ends; after a restart the runner continues with it."""
 
     ending: Ending
     at: int
 
 
 class BatchOutcome(msgspec.Struct):
-    """A batch that has ended. It holds all that publishing needs, so that any runner can publish it."""
+    """A batch that has ended, with everything that publishing needs, so that any runner can publish it."""
 
     batch: Batch
     files: list[FileObject]
 
 
 class BatchProgress(NamedTuple):
-    """The state of a batch as the storage holds it."""
+    """The state of a batch in the storage."""
 
     batch: Batch
-    """With the status that its objects give it; marks to cancel are not seen here."""
+    """The batch, with the status that follows from its objects; marks to cancel are ignored."""
     ending: Ending | None
-    """How it ends, once that is decided."""
+    """The way it ends, once that is decided."""
     outcome: BatchOutcome | None
 
 
@@ -135,11 +138,11 @@ class OpenBatch(NamedTuple):
 
 
 class InputMissing(Exception):
-    """The input file of a batch is not there; nothing else raises this."""
+    """The input file of a batch does not exist; nothing else raises this."""
 
 
 class Upload:
-    """A file that is being written; it is there after `commit`. `commit` and `discard` may be called in two threads."""
+    """A file that is being written, and exists after `commit`. `commit` and `discard` may be called in two threads."""
 
     def __init__(
         self,
@@ -158,7 +161,7 @@ class Upload:
         self._ending = threading.Lock()
         self._is_discarded = False
         self._reservation = reservation
-        """The object that reserves room for it; None for results, which are counted where they are produced."""
+        """The object that reserves room for the file; None for results, which are counted where they are produced."""
         self._file: BinaryIO = records.storage.create(self._path)
 
     def write(self, content: bytes) -> None:
@@ -166,7 +169,7 @@ class Upload:
         self.num_bytes += len(content)
 
     def finish(self, filename: str, keep_s: float | None = None) -> FileObject:
-        """Completes the content; `Records.publish` makes it a file. `keep_s` is how long it is kept, at most as long as
+        """Completes the content; `Records.publish` makes it a file. The file is kept for `keep_s` seconds, at most
         `batches.keep_s`.
         """
         self._file.close()
@@ -184,7 +187,7 @@ class Upload:
         )
 
     def commit(self, filename: str, keep_s: float | None = None) -> FileObject:
-        """As `finish`, and publishes the file. Raises `ValueError` if it was discarded."""
+        """Calls `finish` and publishes the file. Raises `ValueError` if the upload was discarded."""
         with self._ending:
             if self._is_discarded:
                 raise ValueError(f"{self.id} was discarded")
@@ -194,10 +197,10 @@ class Upload:
             return file
 
     def discard(self) -> None:
-        """Removes the file, even one that `commit` published without being able to say so."""
+        """Removes the file, even one that `commit` published before it failed."""
         with self._ending:
             self._is_discarded = True
-            with contextlib.suppress(OSError):  # what could not be written is of no use
+            with contextlib.suppress(OSError):  # unwritten content is not needed
                 self._file.close()
             self._records.remove_file(self._owner, self.id)
             self._release()
@@ -209,7 +212,7 @@ class Upload:
 
 
 class Records:
-    """All that a storage holds. Everything may wait for a network."""
+    """Everything that a storage holds. Every method may wait for a network."""
 
     def __init__(self, storage: Storage, limits: BatchLimits) -> None:
         self.storage = storage
@@ -229,24 +232,26 @@ class Records:
             raise
 
     def begin_output(self, owner: str, batch_id: str, attempt: str, kind: Literal["output", "errors"]) -> Upload:
-        """A file of a batch's results. `attempt` is the `new_attempt` of who writes it: no two write the same file."""
+        """Begins a file of a batch's results. `attempt` is the writer's `new_attempt`, so that no two writers write the
+        same file.
+        """
         return Upload(self, owner, f"file-{batch_id.removeprefix('batch_')}-{attempt}-{kind}", "batch_output")
 
     def publish(self, owner: str, file: FileObject) -> None:
-        """Makes content that was written a file of its owner; harmless if it is one."""
+        """Makes written content a file of its owner; harmless if it already is."""
         self._claim(f"files/{owner}/{file.id}.json", file)
 
     def file(self, owner: str, file_id: str) -> FileObject | None:
-        """None if there is no such file, or if it has expired."""
+        """Returns a file; None if it does not exist or has expired."""
         found = self.stored_file(owner, file_id) if FILE_ID.fullmatch(file_id) else None
         return None if found is None or found.expires_at <= time.time() else found
 
     def stored_file(self, owner: str, file_id: str) -> FileObject | None:
-        """As `file`, for one that may have expired."""
+        """Returns a file, even if it has expired; None if it does not exist."""
         return _decoded(self.storage.read(f"files/{owner}/{file_id}.json"), FileObject)
 
     def files(self, owner: str) -> list[FileObject]:
-        """The latest first, without those that cannot be read."""
+        """Returns an owner's readable files, latest first."""
         folder, now = f"files/{owner}", time.time()
         names = [name for name in self.storage.sizes(folder) if name.endswith(".json")]
         decoded = (_decoded(content, FileObject) for content in self.storage.read_all(folder, names).values())
@@ -254,7 +259,7 @@ class Records:
         return sorted(found, key=lambda file: (file.created_at, file.id), reverse=True)
 
     def content(self, owner: str, file_id: str) -> BinaryIO:
-        """Raises `FileNotFoundError`."""
+        """Opens a file's content. Raises `FileNotFoundError`."""
         return self.storage.open(f"files/{owner}/{file_id}")
 
     def remove_file(self, owner: str, file_id: str) -> None:
@@ -264,7 +269,7 @@ class Records:
     # ---- batches, for clients ------------------------------------------------------------------------------------
 
     def create_batch(self, owner: str, **fields: Any) -> Batch:
-        """Raises `TooMuch` if the client may create no batch now."""
+        """Creates a batch. Raises `TooMuch` if the client may create none now."""
         batch = Batch(id=f"batch_{_new_id()}", created_at=int(time.time()), **fields)
         with self.quota.new_batch(owner):
             self.open_batch(owner, batch)
@@ -276,10 +281,10 @@ class Records:
         return batch
 
     def batch(self, owner: str, batch_id: str) -> Batch | None:
-        """As its client sees it. None if there is no such batch."""
+        """Returns a batch as its client sees it; None if it does not exist."""
         if not _BATCH_ID.fullmatch(batch_id):
             return None
-        asked = self.storage.read(f"open/{batch_id}.{owner}{CANCEL}")  # first: it goes when the batch has ended
+        asked = self.storage.read(f"open/{batch_id}.{owner}{CANCEL}")  # first: it goes at the batch's end
         progress = self.progress(owner, batch_id)
         if progress is None:
             return None
@@ -289,11 +294,11 @@ class Records:
         return batch
 
     def batch_ids(self, owner: str) -> list[str]:
-        """The latest first."""
+        """Returns the ids of an owner's batches, latest first."""
         return sorted(filter(_BATCH_ID.fullmatch, self.storage.sizes(f"batches/{owner}")), reverse=True)
 
     def cancel(self, owner: str, batch_id: str) -> None:
-        """Asks for a batch's end. The first of several calls counts."""
+        """Marks a batch to be cancelled. Only the first of several calls counts."""
         mark = f"open/{batch_id}.{owner}"
         self.storage.claim(f"{mark}{CANCEL}", str(int(time.time())).encode())
         if not self.storage.has(mark):  # it has ended meanwhile
@@ -302,13 +307,17 @@ class Records:
     # ---- batches, for runners ------------------------------------------------------------------------------------
 
     def open_batches(self) -> list[OpenBatch]:
-        """Those that have not ended, the oldest first. A late listing may show others, and miss some."""
+        """Returns the batches that have not ended, oldest first. An out-of-date listing may contain ended ones, and
+        miss some.
+        """
         names = self.storage.sizes("open")
         marks = filter(None, map(_OPEN_MARK.fullmatch, names))
         return [OpenBatch(mark[2], mark[1], f"{mark[0]}{CANCEL}" in names) for mark in marks]
 
     def progress(self, owner: str, batch_id: str) -> BatchProgress | None:
-        """None if there is no such batch. Raises what the storage raises, but nothing for what cannot be decoded."""
+        """Returns the state of a batch; None if it does not exist. Raises what the storage raises; objects that cannot
+        be decoded raise nothing.
+        """
         names = ("asked", "state", "finalizing", "result", "ended")
         found = self.storage.read_all(_folder(owner, batch_id), names)
         for content in found.values():
@@ -337,38 +346,42 @@ class Records:
         return BatchProgress(batch, ending, outcome)
 
     def input(self, owner: str, file_id: str) -> BinaryIO:
-        """The content of a batch's input. Raises `InputMissing`."""
+        """Opens a batch's input file. Raises `InputMissing`."""
         try:
             return self.content(owner, file_id)
         except FileNotFoundError as error:
             raise InputMissing(f"file {file_id} is not there") from error
 
     def open_batch(self, owner: str, batch: Batch) -> None:
-        """Lets runners find a batch; from now on it is there."""
+        """Makes a batch exist, so that runners find it."""
         self._claim(f"open/{batch.id}.{owner}", batch)
 
     def keep_asked(self, owner: str, batch: Batch) -> None:
-        """Keeps what was asked for beyond the batch's end, and lists the batch; harmless if that was done."""
+        """Stores a copy of the batch as it was created, which outlives its end and lists the batch; harmless if it is
+        stored.
+        """
         self._claim(f"{_folder(owner, batch.id)}/asked", batch)
 
     def save(self, owner: str, batch: Batch) -> None:
-        """Stores how a batch in progress goes."""
+        """Stores the state of a batch in progress."""
         self.storage.write(f"{_folder(owner, batch.id)}/state", msgspec.json.encode(batch))
 
     def decide(self, owner: str, batch_id: str, ending: Ending) -> Finalizing:
-        """Decides how a batch ends; returns what was decided first."""
+        """Decides how a batch ends; returns the decision that was made first."""
         return self._claim(f"{_folder(owner, batch_id)}/finalizing", Finalizing(ending, int(time.time())))
 
     def settle(self, owner: str, outcome: BatchOutcome) -> BatchOutcome:
-        """Decides what a batch came to; returns what was decided first, and removes this one's files if it is not."""
+        """Decides the outcome of a batch; returns the outcome that was decided first, and removes this one's files if
+        it is another.
+        """
         settled = self._claim(f"{_folder(owner, outcome.batch.id)}/result", outcome)
         self._remove_others(owner, outcome, settled.batch)
         return settled
 
     def end(self, owner: str, outcome: BatchOutcome) -> None:
-        """Publishes what a batch came to: its files, then its end. Whatever interrupts it, it may be done again."""
+        """Publishes the outcome of a batch: its files, then its end. After an interruption it may be called again."""
         folder = _folder(owner, outcome.batch.id)
-        if not self.storage.has(f"{folder}/ended"):  # afterwards its files may have been deleted by their owner
+        if not self.storage.has(f"{folder}/ended"):  # after that the owner may have deleted the files
             for file in outcome.files:
                 self.publish(owner, file)
         ended = self._claim(f"{folder}/ended", outcome.batch)
@@ -376,30 +389,32 @@ class Records:
         self.close_batch(owner, outcome.batch.id)
 
     def _remove_others(self, owner: str, outcome: BatchOutcome, batch: Batch) -> None:
-        """Removes the files of `outcome` that are not those of the batch as it ended."""
+        """Removes the files of `outcome` that do not belong to the batch as it ended."""
         for file in outcome.files:
             if file.id not in (batch.output_file_id, batch.error_file_id):
                 self.remove_file(owner, file.id)
 
     def close_batch(self, owner: str, batch_id: str) -> None:
-        """Removes what an ended batch needed until its end."""
+        """Removes the objects that only an open batch needs."""
         self.storage.remove(self.parts(owner, batch_id))
         self.storage.remove(f"open/{batch_id}.{owner}{CANCEL}")
         self.storage.remove(f"open/{batch_id}.{owner}")
 
     def parts(self, owner: str, batch_id: str) -> str:
-        """The folder of a batch's results."""
+        """Returns the folder of a batch's results."""
         return f"{_folder(owner, batch_id)}/parts"
 
     def leases(self, owner: str, batch_id: str) -> str:
-        """The folder of a batch's leases."""
+        """Returns the folder of a batch's leases."""
         return f"{_folder(owner, batch_id)}/lease"
 
     def remove_batch(self, owner: str, batch_id: str) -> None:
         self.storage.remove(_folder(owner, batch_id))
 
     def _claim(self, path: str, value: Stored) -> Stored:
-        """Stores `value` unless there is one; returns the one that is there. One that cannot be decoded is replaced."""
+        """Stores `value` unless the object exists, and returns the stored one. Replaces an object that cannot be
+        decoded.
+        """
         content = msgspec.json.encode(value)
         found = _decoded(self.storage.claim(path, content), type(value))
         if found is not None:
@@ -410,7 +425,7 @@ class Records:
 
 
 def unreadable_batch(batch_id: str) -> Batch:
-    """Returns a failed batch in place of one whose records cannot be decoded."""
+    """Returns a failed batch in place of one that cannot be decoded."""
     created_at = int(time.time() - age_s(batch_id))
     message = "what the server had stored of this batch cannot be read; create the batch again"
     return Batch(
@@ -425,12 +440,12 @@ def unreadable_batch(batch_id: str) -> Batch:
 
 
 def new_attempt() -> str:
-    """A name for one attempt to write a batch's files."""
+    """Returns a name for one attempt to write a batch's files."""
     return secrets.token_hex(4)
 
 
 def age_s(name: str) -> float:
-    """Seconds since a file or a batch got its id; 0 for a name that holds none."""
+    """Returns the seconds since a file or batch got its id; 0 for a name that holds no id."""
     digits = re.search(r"[0-9a-f]{30}", name)
     return 0.0 if digits is None else time.time() - int(digits[0][:14], 16) / 1e6
 
@@ -440,17 +455,17 @@ def _folder(owner: str, batch_id: str) -> str:
 
 
 def _new_id() -> str:
-    """30 hexadecimal digits; later ones are greater."""
+    """Returns 30 hexadecimal digits; later ids are greater."""
     return f"{time.time_ns() // 1000:014x}{secrets.token_hex(8)}"
 
 
 def _seconds(mark: bytes) -> int | None:
-    """The time in a mark to cancel; None if it cannot be decoded."""
+    """Returns the time in a mark to cancel; None if it cannot be decoded."""
     return int(mark) if mark.isdigit() else None
 
 
 def _decoded(content: bytes | Exception | None, kind: type[Stored]) -> Stored | None:
-    """None if there is nothing, or nothing that can be decoded."""
+    """Returns the decoded object; None if it does not exist or cannot be decoded."""
     if content is None or isinstance(content, Exception):
         return None
     try:

@@ -1,8 +1,8 @@
-"""Removes what a batch storage keeps no longer: expired files, interrupted uploads, old batches.
+"""Removes what a batch storage no longer keeps: expired files, interrupted uploads, old batches.
 
-Every runner does this now and then, beside other runners and ingresses that write. Nothing is removed because a listing
-does not show it, since listings may be late: each object that speaks against a removal is asked for by its name. An
-object that cannot be read costs its own removal only.
+Every runner does this now and then, beside other runners and ingresses that write. A listing may be out of date, so
+nothing is removed because a listing does not show it: each object that forbids a removal is looked up by name. An
+object that cannot be read prevents only its own removal.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from cluster.batch.records import CANCEL, ENDED, FILE_ID, Records, age_s
 logger = logging.getLogger(__name__)
 
 STALE_UPLOAD_S = 86_400.0
-"""Age in seconds after which an upload that was not completed never will be."""
+"""Age in seconds after which an incomplete upload counts as abandoned."""
 STALE_RESERVATION_S = 3600.0
-"""Age in seconds after which an upload's reservation was left behind; no upload takes as long."""
+"""Age in seconds after which an upload's reservation counts as left behind; no upload takes as long."""
 REOPEN_S = 3600.0
-"""Age in seconds after which a batch without its open mark has lost it, and is not just being created."""
+"""Age in seconds after which a batch without its open mark has lost the mark, instead of just being created."""
 
 
 def remove_expired(records: Records) -> None:
-    """Raises only what listing the storage raises."""
+    """Removes everything that has expired. Raises only what listing the storage raises."""
     _try("stale partial files", records.storage.remove_stale_partials)
     for owner in records.storage.sizes("files"):
         names = records.storage.sizes(f"files/{owner}")
@@ -62,7 +62,7 @@ def _check_file(records: Records, owner: str, file_id: str) -> None:
 
 
 def _is_left_over(records: Records, owner: str, file_id: str) -> bool:
-    """Whether an output that was not published never will be. Its batch's id is part of its own."""
+    """Returns whether an unpublished output will never be published. Its id contains that of its batch."""
     progress = records.progress(owner, f"batch_{file_id.split('-')[1]}")
     if progress is not None and progress.batch.status not in ENDED:
         return False
@@ -82,6 +82,6 @@ def _check_batch(records: Records, owner: str, batch_id: str) -> None:
 
 
 def _check_cancel(records: Records, name: str) -> None:
-    """Removes a mark to cancel that came after its batch had ended."""
+    """Removes a mark to cancel that was written after its batch had ended."""
     if not records.storage.has(f"open/{name.removesuffix(CANCEL)}"):
         records.storage.remove(f"open/{name}")

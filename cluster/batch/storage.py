@@ -1,9 +1,9 @@
-"""Where `/v1/files` and `/v1/batches` keep things: a folder, or an object store by fsspec.
+"""The storage of `/v1/files` and `/v1/batches`: a folder, or an object store through fsspec.
 
-`Storage` uses only what every store can do: objects are written as a whole, read, listed and removed, and none is ever
-appended to. Every method may wait for a network; callers on an event loop use a thread.
+`Storage` uses only operations that every store has: it writes objects as a whole, reads, lists and removes them, and
+never appends. Every method may wait for a network; callers on an event loop use a thread.
 
-What a crash or a second writer can do to an object depends on the store:
+A crash or a second writer affects an object as the store determines:
 
 | | folder | S3, GCS, Azure | other fsspec stores |
 | --- | --- | --- | --- |
@@ -32,9 +32,9 @@ MAX_CLAIMS = 5
 
 
 def with_storage(config: ServeConfig) -> ServeConfig:
-    """`config` with an absolute `batch_storage`, since replicas run in folders of their own.
+    """Returns `config` with an absolute `batch_storage`, because replicas run in folders of their own.
 
-    Raises `ValueError` for one that cannot be used.
+    Raises `ValueError` if the storage cannot be used.
     """
     url = config.batch_storage
     if url is None:
@@ -47,13 +47,13 @@ def with_storage(config: ServeConfig) -> ServeConfig:
 
 
 def check_storage(url: str) -> None:
-    """Writes an object, reads it and removes it. Raises `ValueError` where that fails."""
+    """Writes, reads and removes an object. Raises `ValueError` if that fails."""
     storage, name = Storage(url), f"trial-{secrets.token_hex(8)}"
     try:
         storage.write(name, b"manta")
         found = storage.read(name)
         storage.remove(name)
-    except Exception as error:  # stores name their failures differently
+    except Exception as error:  # stores raise different types
         raise ValueError(
             f"batch_storage {url} cannot be written to ({type(error).__name__}: {error}); name a folder or an object "
             "store that this user may write to"
@@ -63,7 +63,7 @@ def check_storage(url: str) -> None:
 
 
 class Storage:
-    """What is below `url`: a folder, or a URL such as `s3://bucket/folder`. Paths are relative to it.
+    """The objects below `url`: a folder, or a URL such as `s3://bucket/folder`. Paths are relative to it.
 
     Raises `ValueError` if the URL's protocol is unknown or its package is not installed.
     """
@@ -78,7 +78,9 @@ class Storage:
         self.is_local = "file" in self._fs.protocol
         self.is_of_one_process = "memory" in self._fs.protocol
         self.has_atomic_claims = self.is_local or self.is_of_one_process
-        """Whether `claim` is known to have one winner. Object stores may have it, but fsspec does not say which."""
+        """Whether `claim` is known to have one winner. Some object stores guarantee it too, but fsspec does not say
+        which.
+        """
 
     def write(self, path: str, content: bytes) -> None:
         """Creates or replaces an object."""
@@ -88,15 +90,15 @@ class Storage:
             self._fs.pipe_file(self._absolute(path), content)
 
     def claim(self, path: str, content: bytes) -> bytes:
-        """Creates an object unless there is one, and returns the content of the one that is there then.
+        """Creates an object unless it exists, and returns the content of the existing one.
 
-        A caller that gets its own `content` back has won; contents of different claimants must therefore differ.
+        A caller that gets its own `content` back has won, so contents of different claimants must differ.
         """
         for _ in range(MAX_CLAIMS):
             try:
                 self.create_exclusively(path, content)
                 return content
-            except Exception as error:  # stores name a refusal differently, and a lost answer may hide a success
+            except Exception as error:  # a refusal has many types, and a lost answer may hide a success
                 found = self.read(path)
                 if found is not None:
                     return found
@@ -105,22 +107,22 @@ class Storage:
         raise OSError(f"{path} was created and removed by others {MAX_CLAIMS} times")
 
     def create_exclusively(self, path: str, content: bytes) -> None:
-        """Creates an object; raises what the store raises if there is one."""
+        """Creates an object; raises what the store raises if it exists."""
         if self.is_local:
             local_files.create_exclusively(self._root, self._absolute(path), content)
         else:
             self._fs.pipe_file(self._absolute(path), content, mode="create")
 
     def read(self, path: str) -> bytes | None:
-        """None if there is nothing."""
+        """Returns the content of an object; None if it does not exist."""
         try:
             return cast(bytes, self._fs.cat_file(self._absolute(path)))
         except FileNotFoundError:
             return None
 
     def read_all(self, folder: str, names: Iterable[str]) -> dict[str, bytes | Exception]:
-        """The objects of a folder that are there, by name, read concurrently where the store can; an exception stands
-        for one that cannot be read.
+        """Returns the existing objects of a folder by name, or the exception for an object that cannot be read. Reads
+        them concurrently where the store can.
         """
         paths = {self._absolute(f"{folder}/{name}"): name for name in names}
         if not paths:
@@ -129,19 +131,19 @@ class Storage:
         return {paths[path]: each for path, each in found.items() if not isinstance(each, FileNotFoundError)}
 
     def create(self, path: str) -> BinaryIO:
-        """A new object for large content: pieces are written one after another, and it is durable once closed. Others
-        may see it before it is whole.
+        """Returns a new object for large content. It is written in pieces, and durable once closed. Others may see it
+        before it is complete.
         """
         if self.is_local:
             return cast(BinaryIO, local_files.DurableFile(self._absolute(path)))
         return cast(BinaryIO, self._fs.open(self._absolute(path), "wb"))
 
     def open(self, path: str) -> BinaryIO:
-        """Raises `FileNotFoundError`."""
+        """Opens an object for reading. Raises `FileNotFoundError`."""
         return cast(BinaryIO, self._fs.open(self._absolute(path), "rb"))
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """Bytes of each object of a folder by its name, in the names' order; folders have 0."""
+        """Returns the size in bytes of each object of a folder, in the order of names; 0 for folders."""
         if self.is_local:
             return dict(sorted(local_files.sizes(self._absolute(folder)).items()))
         try:
@@ -155,7 +157,7 @@ class Storage:
         return bool(self._fs.exists(self._absolute(path)))
 
     def remove(self, path: str) -> None:
-        """An object, or a folder with all that is in it; harmless if there is none."""
+        """Removes an object, or a folder with its contents; harmless if it does not exist."""
         if self.is_local:
             local_files.remove(self._absolute(path))
             return
@@ -163,7 +165,7 @@ class Storage:
             self._fs.rm(self._absolute(path), recursive=True)
 
     def remove_stale_partials(self) -> None:
-        """Removes what interrupted writes left behind; object stores keep nothing of them."""
+        """Removes the leftovers of interrupted writes; object stores have none."""
         if self.is_local:
             local_files.remove_stale_partials(self._root)
 

@@ -1,8 +1,8 @@
-"""The results of a batch in a storage: parts that are written whole, until they are joined to files at its end.
+"""The results of a batch in a storage: parts that are written whole, and joined to files at the batch's end.
 
 Parts of different runners have different names, so a line that two runners answered may be stored twice; `stored`
-returns it once. A torn or undecodable line of a part counts as not answered. What was not flushed when a runner was
-killed is asked again.
+returns it once. A torn or undecodable line of a part counts as not answered. Results that were not flushed when a
+runner was killed are computed again.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from cluster.batch.storage import Storage
 logger = logging.getLogger(__name__)
 
 FLUSH_S = 2.0
-"""Seconds between two parts at first. 100 parts later it is twice as long, because a restart reads all parts."""
+"""Seconds between two flushes at first. After 100 parts it has doubled, because a restart reads all parts."""
 FLUSH_BYTES = 1 << 20
-"""Bytes of unflushed results that are flushed at once."""
+"""Bytes of unflushed results that make a flush due."""
 
 
 class _Status(msgspec.Struct):
@@ -42,20 +42,20 @@ class _Result(msgspec.Struct):
 
 
 class StoredLine(msgspec.Struct, frozen=True):
-    """One result as it is in a part."""
+    """One result as a part holds it."""
 
     key: LineKey
     is_good: bool
     """Whether the endpoint answered with status 200."""
     text: bytes
-    """The line, with its newline."""
+    """The line with its newline."""
 
 
 _decoder = msgspec.json.Decoder(_Result)
 
 
 class StoredResults(DoneLines):
-    """The results in `folder`, which are read at once, and those that are written from now on."""
+    """The results in `folder`, which the constructor reads, and those that are written from now on."""
 
     def __init__(self, storage: Storage, folder: str) -> None:
         super().__init__(folder)
@@ -63,12 +63,12 @@ class StoredResults(DoneLines):
         self._storage = storage
         self._folder = folder
         self._name = f"{time.time_ns():020}-{secrets.token_hex(8)}"
-        """The beginning of this writer's part names; later writers have later ones."""
+        """Prefix of this writer's part names; a later writer has a greater one."""
         self._num_parts = 0
         self._waiting: collections.deque[bytes] = collections.deque()
-        """Lines to be flushed. One thread appends to it while another one removes what it has stored."""
+        """Lines to be flushed. One thread appends while another one removes what it has stored."""
         self._num_bytes_written = self._num_bytes_flushed = 0
-        """Each is changed by one thread at a time; the difference is what waits."""
+        """Bytes written and flushed. Each is changed by one thread at a time; the difference is unflushed."""
         self._last_flush = time.monotonic()
         self._flushing = threading.Lock()
         for line in self._stored():
@@ -80,35 +80,35 @@ class StoredResults(DoneLines):
 
     @property
     def is_due(self) -> bool:
-        """Whether it is time to flush."""
+        """Whether a flush is due."""
         if self._num_bytes_written - self._num_bytes_flushed >= FLUSH_BYTES:
             return True
         pause_s = FLUSH_S * (1 + self._num_parts / 100)
         return bool(self._waiting) and time.monotonic() - self._last_flush >= pause_s
 
     def write(self, key: LineKey, result: BatchResult) -> None:
-        """The result is stored with the next flush."""
+        """Takes a result, which the next flush stores."""
         line = encode(result)
         self._waiting.append(line)
         self._num_bytes_written += len(line)
         self._count(key, result.response is not None and result.response.status_code == 200)
 
     def flush(self) -> None:
-        """Stores what waits; what cannot be stored goes on waiting. May be called in any thread."""
+        """Stores the unflushed results; after a failure they stay unflushed. May be called in any thread."""
         with self._flushing:
             self._last_flush = time.monotonic()
             lines = list(self._waiting)
             if not lines:
                 return
             name = f"{self._name}-{self._num_parts:08}"
-            self._num_parts += 1  # another try gets another name: the store may yet execute a write that failed
+            self._num_parts += 1  # a retry gets another name, because the store may yet execute the failed write
             self._storage.write(f"{self._folder}/{name}", b"".join(lines))
             for line in lines:
                 self._waiting.popleft()
                 self._num_bytes_flushed += len(line)
 
     def stored(self) -> Iterator[StoredLine]:
-        """All stored results, each line of the input once."""
+        """Yields all stored results, one for each line of the input."""
         seen = DoneLines(self._folder)
         for line in self._stored():
             if seen.note(line.key):
@@ -128,7 +128,7 @@ class StoredResults(DoneLines):
 
 
 def _stored_line(text: bytes) -> StoredLine | None:
-    """None for a line that is torn or empty."""
+    """Returns the result on a line; None if it is torn or empty."""
     try:
         result = _decoder.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError):

@@ -1,7 +1,13 @@
-"""The command `manta`: exit codes, and how errors and Ctrl-C end it. `cluster/cli/commands.py` has the subcommands.
+"""The command `manta`: its exit codes, and how errors and Ctrl-C end it. `cluster/cli/commands.py` has the subcommands.
 
-Exit codes: 0 done, 1 the answer is no (`check`) or the start failed (`serve`, `batch`), 2 something that the user can
-mend, 128 plus a signal's number if the signal ended it. Everything is imported where Ctrl-C is caught.
+Exit codes:
+
+- 0: done,
+- 1: the answer is no (`check`), or the start failed (`serve`, `batch`),
+- 2: something that the user can fix,
+- 128 plus a signal's number: the signal ended the command.
+
+Everything is imported where Ctrl-C is caught.
 """
 
 from __future__ import annotations
@@ -14,8 +20,8 @@ _RAY_USERS = ("serve", "batch")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs `manta` with `arguments` and returns the exit code. Without them it runs with those of the process, as the
-    installed command does, and may end the process.
+    """Runs `manta` with `arguments` and returns the exit code. Without `arguments` it takes those of the process, as
+    the installed command does, and may end the process.
     """
     argv = list(sys.argv[1:] if arguments is None else arguments)
     code = _guarded(argv)

@@ -1,7 +1,7 @@
-"""`manta batch`: answers the requests of a JSONL file, by engines that it starts here or on the cluster that it joins.
+"""`manta batch`: answers the requests of a JSONL file with engines that it starts here or on the cluster that it joins.
 
-The work is `cluster/batch/running/batch_job.py`'s; here files are opened, engines started and stopped, and the progress
-is shown.
+`cluster/batch/running/batch_job.py` runs the batch. This module opens files, starts and stops engines, and shows
+progress.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ from cluster.serve.starting.replica_process import REPLICA_ENVIRONMENT, collect_
 from workers.models.model_config import ModelError
 
 IN_FLIGHT_PER_PLACE = 2
-"""Requests under way for each sequence that may run: what waits in the engine keeps it full."""
+"""Open requests for each sequence that may run; the ones that wait in the engine keep it full."""
 SHOWN_EVERY_S = (0.5, 10.0)
-"""On a terminal, and elsewhere (a log)."""
+"""Seconds between two updates of the progress, on a terminal and elsewhere (a log)."""
 
 
 def run_batch(source: str, target: str, config_path: str | None, overrides: dict[str, Any]) -> int:
-    """Returns 0 when every line has its result, be it an error. Raises `Refusal` for what the user can mend."""
+    """Runs a batch. Returns 0 when every line has its result, which may be an error. Raises `Refusal` for errors that
+    the user can fix.
+    """
     try:
         config = load_config(config_path, overrides)
     except ValueError as error:
@@ -48,13 +50,13 @@ def run_batch(source: str, target: str, config_path: str | None, overrides: dict
         raise Refusal(f"{config.engine.model} cannot be served: {error}") from error
     except BatchRefused as error:
         raise Refusal(str(error)) from error
-    except OSError as error:  # a full disk, a storage that went away
+    except OSError as error:  # a full disk, or a storage that went away
         message = f"{source} or {target} failed: {error.strerror or error}"
         raise Refusal(f"{message}; the same command goes on where it was") from error
 
 
 def _opened(source: str) -> BinaryIO:
-    """Raises `Refusal` for what cannot be read twice."""
+    """Opens the input. Raises `Refusal` if it cannot be read twice."""
     try:
         lines = open(source, "rb")  # noqa: SIM115
         lines.seek(0)
@@ -72,7 +74,7 @@ def _run(source: BinaryIO, journal: Journal, config: ServeConfig) -> int:
     os.environ.update(REPLICA_ENVIRONMENT)  # this process calls the engines as an ingress does
     from cluster.serve import app  # imports Ray, which takes seconds and reads it
 
-    # The same batch, started again on a cluster, finds the engines that it left there when it was killed.
+    # A batch that is started again on a cluster finds the engines that it left there when it was killed.
     journal_digest = hashlib.blake2b(str(journal.path.resolve()).encode(), digest_size=4).hexdigest()
     name = app.engines_name(f"batch-{journal_digest}", config)
     try:
@@ -90,7 +92,7 @@ def _run(source: BinaryIO, journal: Journal, config: ServeConfig) -> int:
 def _start_engines(config: ServeConfig, name: str) -> tuple[Any, str]:
     from cluster.serve import app
 
-    if ray_address() is not None:  # what is deployed on a cluster must be deleted there
+    if ray_address() is not None:  # engines on a cluster must be deleted there
         return app.start_engines(config, name)
     with abandoned_when_interrupted():
         note_start()
@@ -111,10 +113,12 @@ def num_in_flight(config: ServeConfig) -> int:
 
 @contextlib.asynccontextmanager
 async def answering_by(engine: Any, host: str, config: ServeConfig) -> AsyncIterator[Answer]:
-    """Answers lines by the engines that `app.start_engines` returned, to which this process yields from then on."""
+    """Yields the function that answers lines with the engines that `app.start_engines` returned. From then on this
+    process yields to them.
+    """
     from cluster.serve.batches.batch_application import batch_endpoints  # imports Ray, which takes seconds
 
-    # Nobody else asks these engines, so its lines may go before each other as they like.
+    # These engines have no other clients, so lines may have any priority.
     endpoints, client = batch_endpoints(config, engine, host, priority_clients=("*",))
     yield_to_engines()
     collect_rarely()
@@ -126,7 +130,7 @@ async def answering_by(engine: Any, host: str, config: ServeConfig) -> AsyncIter
 
 
 class Counter:
-    """A progress bar with tokens a second and the time left, and a sentence at the end."""
+    """A progress bar with tokens per second and the time left, and a sentence at the end."""
 
     def __init__(self, num_lines: int, num_done: int) -> None:
         self._num_failed = 0

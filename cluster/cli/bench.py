@@ -1,6 +1,6 @@
-"""`manta bench`: finds the benchmarks, which stand next to this package in a checkout, and runs them.
+"""`manta bench`: finds the benchmarks, which are next to this package in a checkout, and runs them.
 
-The benchmarks are no part of the installed package: they start whole engines and, if asked, another engine's Python.
+The benchmarks are not part of the installed package: they start whole engines and, if asked, another engine's Python.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ SUITES = {
     "speculative": "what drafts save",
     "same-tokens": "whether another commit gives the same tokens, bit for bit",
 }
-"""Parts with a command line of their own, and what each measures."""
+"""Benchmarks with a command line of their own, and what each measures."""
 
 
 def run_bench(arguments: Sequence[str]) -> int:
-    """Runs `benchmarks/bench.py`, or with a first word of `SUITES` that module, with its own command line. Returns its
-    exit code; Ctrl-C and SIGTERM stop everything that it started and give 130.
+    """Runs `benchmarks/bench.py`, or the module in `SUITES` that the first word names, with its own command line.
+    Returns its exit code. Ctrl-C and SIGTERM stop everything that it started and give 130.
     """
     root = pathlib.Path(__file__).resolve().parents[2]
     if not (root / "benchmarks" / "bench.py").exists():

@@ -1,7 +1,7 @@
-"""`manta chat`: a terminal conversation over the HTTP API, streamed, with the history kept on this side.
+"""`manta chat`: a terminal conversation over the HTTP API, streamed, with the history kept by the client.
 
-It knows nothing of the engine: any server with OpenAI's chat completions will do. Ctrl-C closes the connection in the
-middle of a reply, which makes the server abort it. What the user types is read in `cluster/cli/chat_input.py`.
+It works with any server that has OpenAI's chat completions. Ctrl-C closes the connection during a reply, which makes
+the server abort it. `cluster/cli/chat_input.py` reads the user's input.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ContextFull(Refusal):
 
 
 class Conversation:
-    """The messages so far, and how the next reply is fetched."""
+    """The messages so far. It fetches the replies."""
 
     def __init__(self, client: httpx.Client, model: str) -> None:
         self.client = client
@@ -44,14 +44,14 @@ class Conversation:
         self.system: str | None = None
         self.messages: list[dict[str, str]] = []
         self.is_cut = False
-        """Whether the last reply ended because there was no room for more."""
+        """Whether the last reply was cut because it reached a length limit."""
 
     def reset(self) -> None:
         self.messages.clear()
 
     def reply(self, text: str) -> Generator[Piece, None, None]:
-        """Yields the pieces of the reply to `text`; both become part of the history, a cut reply as far as it came,
-        and no reasoning.
+        """Yields the pieces of the reply to `text`. Both become part of the history; of a cut reply the received part
+        does, without reasoning.
 
         Raises `Refusal` with the server's own words if it refuses; the message is then taken back.
         """
@@ -91,11 +91,12 @@ class Conversation:
 
 
 def run_chat(url: str, model: str | None, api_key: str | None, message: str | None = None) -> int:
-    """Answers `message`, or talks until /exit or end of input. Without a terminal standard output has the answers only.
+    """Answers `message`, or talks until /exit or the end of input. Without a terminal, standard output has only the
+    answers.
 
-    Returns 1 if a message got no answer. Raises `Refusal` if no server answers or it does not know the model.
+    Returns 1 if a message got no answer. Raises `Refusal` if no server answers or it does not serve the model.
     """
-    client, base = connect(url, api_key)  # without a limit: a reply may wait in the server's queue for long
+    client, base = connect(url, api_key)  # no limit, because a reply may wait long in the server's queue
     with client:
         conversation = Conversation(client, _choose_model(client, base, model))
         if message is not None:
@@ -125,12 +126,12 @@ def _talk(conversation: Conversation, base: str) -> int:
 
 
 def _note(text: str) -> None:
-    """Prints a remark, which is no answer: without a terminal to standard error."""
+    """Prints a remark that is no answer; without a terminal it goes to standard error."""
     print(text, file=sys.stdout if is_interactive() else sys.stderr)
 
 
 def _handle(conversation: Conversation, message: str, base: str) -> bool:
-    """Returns False for a message that got no answer."""
+    """Handles a command or a message. Returns False if a message got no answer."""
     command, _, rest = message.partition(" ")
     if command == "/help":
         _note(HELP)
@@ -148,7 +149,7 @@ def _handle(conversation: Conversation, message: str, base: str) -> bool:
 
 
 def _print_reply(conversation: Conversation, message: str, base: str) -> bool:
-    """Returns whether an answer came."""
+    """Prints the reply to a message. Returns whether an answer came."""
     reply = conversation.reply(message)
     try:
         _print_pieces(reply)
@@ -169,7 +170,7 @@ def _print_reply(conversation: Conversation, message: str, base: str) -> bool:
 
 
 def _print_pieces(reply: Generator[Piece, None, None]) -> None:
-    """Reasoning is dim where there are colours, and ends with an empty line."""
+    """Prints the pieces of a reply. Reasoning is dim on a terminal, and an empty line follows it."""
     dim, plain = (_DIM, _PLAIN) if sys.stdout.isatty() else ("", "")
     was_reasoning = False
     try:
@@ -203,7 +204,7 @@ def _choose_model(client: httpx.Client, base: str, model: str | None) -> str:
 
 
 def _refusal(response: httpx.Response) -> Refusal:
-    """In the server's own words."""
+    """Returns the server's refusal in its own words."""
     try:
         error = response.json()["error"]
         message = error["message"]

@@ -1,4 +1,4 @@
-"""One message of `manta chat` as it is typed or pasted, over several lines if need be."""
+"""Reads one message of `manta chat` as it is typed or pasted, over several lines if need be."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ import select
 import sys
 
 PASTE_S = 0.05
-"""Lines that come within so long of each other were pasted: nobody types so fast."""
+"""Seconds within which the next line counts as pasted, because nobody types so fast."""
 QUOTES = '"""'
 
 
 def read_message() -> str:
-    """A line; with a `\\` at its end also the next one; several between two lines of `\"\"\"`; or all that were pasted
-    into a terminal together. A terminal shows a prompt. Raises `EOFError` at the end of input.
+    """Returns a message. It is one line, or several that
+
+    - follow a `\\` at a line's end,
+    - are between two lines of `\"\"\"`, or
+    - were pasted into a terminal together.
+
+    A terminal shows a prompt. Raises `EOFError` at the end of input.
     """
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - gives input() line editing and history
@@ -35,12 +40,12 @@ def _line(prompt: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Up to the quotes that end it."""
+    """Returns the text up to the closing quotes."""
     while not text.rstrip().endswith(QUOTES):
         text = f"{text}\n{_line('. ')}"
     return text.rstrip().removesuffix(QUOTES).strip("\n")
 
 
 def _is_pasted() -> bool:
-    """Whether more is there already. Of a pipe each line is a message, however fast it comes."""
+    """Returns whether more input was pasted. In a pipe each line is a message, however fast it comes."""
     return sys.stdin.isatty() and bool(select.select([sys.stdin], [], [], PASTE_S)[0])

@@ -1,7 +1,7 @@
 """`manta check`: says whether a model folder and a configuration can be served here, without loading all weights.
 
-The arithmetic is the worker's own (`workers/checkpoints/memory.py`), and a step of the first layer runs on the device
-(`workers/torch_worker/trial.py`), so that what is said here is what serving does. `manta serve` calls `check_quickly`
+It plans memory with the worker's own code (`workers/checkpoints/memory.py`) and runs a step of the first layer on the
+device (`workers/torch_worker/trial.py`), so its answer matches what serving does. `manta serve` calls `check_quickly`
 before it starts anything.
 """
 
@@ -34,7 +34,7 @@ from workers.torch_worker.trial import Trial, TrialResult, try_one_layer
 
 
 class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What this model would need to be served here."""
+    """The resources that this model needs to be served here."""
 
     folder: str
     architecture: str
@@ -53,13 +53,13 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
     model_positions: int
     free_bytes: int
     step_seconds: float
-    """Of one layer, the head and the sampler, for two sequences."""
+    """Seconds of a step of one layer, the head and the sampler, for two sequences."""
     kernels: str
     advice: str | None
 
 
 def run_check(config_path: str | None, overrides: dict[str, Any]) -> int:
-    """Prints the report; 0 if the model can be served, else 1 with the reason."""
+    """Prints the report. Returns 0 if the model can be served, else 1 after printing the reason."""
     try:
         config = load_config(config_path, overrides)
     except ValueError as error:
@@ -77,7 +77,7 @@ def run_check(config_path: str | None, overrides: dict[str, Any]) -> int:
 
 @contextlib.contextmanager
 def in_one_sentence() -> Iterator[None]:
-    """Whatever is raised inside becomes a `ModelError` that says what it is and where."""
+    """Turns every exception inside into a `ModelError` of one sentence, with its type and place."""
     try:
         yield
     except ModelError:
@@ -89,7 +89,7 @@ def in_one_sentence() -> Iterator[None]:
 
 
 def check_quickly(engine: EngineConfig) -> None:
-    """What can be said of a model in no time and without torch: its configuration, its files, its length.
+    """Checks what takes no time and no torch: the model's configuration, its files and its length.
 
     Raises `ModelError`.
     """
@@ -101,7 +101,7 @@ def _check_quickly(engine: EngineConfig) -> None:
     folder = resolve_model_folder(engine.model)
     model = load_model_config(folder)
     _check_ranks(engine, model)
-    num_parameters(folder)  # every file is there and whole
+    num_parameters(folder)  # raises unless every file is there and complete
     _check_templates(folder if engine.tokenizer is None else resolve_folder(engine.tokenizer))
     if engine.max_model_len is not None:
         plan_max_model_len(model, engine.max_model_len, capacity=engine.max_model_len)
@@ -110,8 +110,8 @@ def _check_quickly(engine: EngineConfig) -> None:
 
 
 def check_machine(engine: EngineConfig) -> None:
-    """Raises `ModelError` if this machine has no such device or too little memory. Imports torch only for a device or
-    a dtype of GPUs.
+    """Raises `ModelError` if this machine has no such device or too little memory. Imports torch only for `device`
+    "cuda" or `dtype` "float16".
     """
     with in_one_sentence():
         if engine.device == "tpu":
@@ -144,7 +144,7 @@ def _check_gpu(engine: EngineConfig) -> None:
 
 
 def _runs_on_cpu(engine: EngineConfig) -> bool:
-    """Whether the model runs in this machine's memory; false if a GPU may be there that nobody has looked at."""
+    """Returns whether the model runs in this machine's memory; False if there may be a GPU that was not examined."""
     has_gpu = any(pathlib.Path("/dev").glob("nvidia[0-9]*"))
     return engine.device == "cpu" or (engine.device == "auto" and not has_gpu)
 
@@ -188,7 +188,9 @@ def _check_tokenizer(engine: EngineConfig, folder: pathlib.Path) -> Tokenizer:
 
 
 def _check_vocabulary(tokenizer: Tokenizer, model: ModelConfig) -> None:
-    """Tokens that were added to a tokenizer may lie beyond; a prompt that has one is refused when it comes."""
+    """Raises `ModelError` if the tokenizer has more tokens than the model's vocabulary. Added tokens may lie beyond it;
+    a prompt with such a token is refused later.
+    """
     if tokenizer.base_vocab_size > model.vocab_size:
         raise ModelError(
             f"the tokenizer of {tokenizer.folder} has {tokenizer.base_vocab_size} tokens and the model's vocabulary "
@@ -197,7 +199,8 @@ def _check_vocabulary(tokenizer: Tokenizer, model: ModelConfig) -> None:
 
 
 def check_model(engine: EngineConfig) -> CheckReport:
-    """Plans memory as the worker does, with the weights taken from what is free now, and runs a step of one layer.
+    """Plans memory as the worker does, deducting the weights from the memory that is free now, and runs a step of one
+    layer.
 
     Raises `ModelError`.
     """
@@ -299,7 +302,9 @@ def _check_on_tpu(engine: EngineConfig) -> CheckReport:
 
 
 def _try_step(engine: EngineConfig, folder: pathlib.Path, dtype: str) -> TrialResult:
-    """Of the model's first layer; the draft model's runs too."""
+    """Runs a step of the first layer of the draft model, if there is one, and of the model. Returns the model's
+    result.
+    """
     folders = [folder]
     if engine.speculative is not None and engine.speculative.draft_model is not None:
         folders.insert(0, resolve_model_folder(engine.speculative.draft_model))
@@ -316,7 +321,7 @@ def _try_step(engine: EngineConfig, folder: pathlib.Path, dtype: str) -> TrialRe
 
 
 def _draft(engine: EngineConfig) -> tuple[ModelConfig | None, int]:
-    """The draft model's configuration and parameters; (None, 0) without one."""
+    """Returns the draft model's configuration and number of parameters; (None, 0) without one."""
     if engine.speculative is None or engine.speculative.draft_model is None:
         return None, 0
     folder = resolve_model_folder(engine.speculative.draft_model)

@@ -1,7 +1,6 @@
-"""The subcommands of `manta` and their flags: each is read here and handed to one module of `cluster/cli/`.
+"""The subcommands of `manta` and their flags. Each is parsed here and passed to one module of `cluster/cli/`.
 
-Imports nothing heavy: torch and Ray are loaded by the subcommand that needs them. `cluster/cli/__main__.py` is the only
-caller.
+Imports nothing heavy: the subcommand that needs torch or Ray loads it. `cluster/cli/__main__.py` is the only caller.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ MODEL_HELP = f"folder or hub id (default: the configuration's, else {DEMO_MODEL}
 
 
 def run(argv: list[str]) -> int:
-    """Runs the subcommand of a command line, and returns its exit code. Raises `Refusal`."""
+    """Runs the subcommand of a command line and returns its exit code. Raises `Refusal`."""
     if argv[:1] == ["bench"]:  # the benchmarks have a command line of their own
         from cluster.cli.bench import run_bench
 
@@ -35,7 +34,7 @@ def run(argv: list[str]) -> int:
 
 
 class _PrintVersion(argparse.Action):
-    """Prints the version and ends the program; only then is git asked for the commit."""
+    """Prints the version and ends the program. Only this asks git for the commit."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         made_from = commit()
@@ -44,7 +43,7 @@ class _PrintVersion(argparse.Action):
 
 
 def command_parser() -> tuple[argparse.ArgumentParser, list[str]]:
-    """The parser, and the names of its subcommands."""
+    """Returns the parser and the names of its subcommands."""
     parser = argparse.ArgumentParser(prog="manta", description="Serves language models on a Ray cluster.")
     parser.add_argument("--version", action=_PrintVersion, nargs=0, help="print the version, and the commit if known")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=CommandParser)
@@ -98,13 +97,13 @@ def _url(options: argparse.Namespace) -> str:
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    """Adds the model, which may be given with its flag or without."""
+    """Adds the model as an argument and as a flag."""
     parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--model", dest="model_flag", metavar="MODEL", help="the same")
 
 
 def _model(options: argparse.Namespace) -> None:
-    """Makes one option of the two. Raises `Refusal` if they differ."""
+    """Merges the argument and the flag of the model. Raises `Refusal` if they differ."""
     if options.model is not None and options.model_flag not in (None, options.model):
         raise Refusal(f"there are two models, {options.model} and --model {options.model_flag}; give one")
     options.model = options.model or options.model_flag
@@ -123,7 +122,7 @@ def _add_config_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _overrides(options: argparse.Namespace, flags: dict[str, str]) -> dict[str, Any]:
-    """Dotted configuration keys from `--set` and, above them, from the flags that name a key of their own."""
+    """Returns dotted configuration keys from `--set`, and from `flags`, which take precedence."""
     overrides: dict[str, Any] = {}
     for item in options.overrides:
         key, separator, text = item.partition("=")

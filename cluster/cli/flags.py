@@ -1,7 +1,7 @@
-"""Flags of `manta serve` and `manta check` that set an option of the configuration, under the names that users of vLLM
-type. Help, default and bounds are the configuration's own (`cluster/config.py`).
+"""Flags of `manta serve` and `manta check` that set an option of the configuration, with the names that users of vLLM
+know. Help, default and bounds come from the configuration (`cluster/config.py`).
 
-Flags of other servers that there are not here are answered with the option that serves instead.
+A flag of another server that does not exist here is answered with the option that replaces it.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ ANSWERS = {
     "--ctx-size": "write --max-model-len",
     "--n-gpu-layers": "a model runs on one device; --device chooses it",
 }
-"""Flags of other servers, and what serves here."""
+"""Flags of other servers, each with its replacement or the reason why there is none."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds `FLAGS` with the configuration's own help."""
+    """Adds `FLAGS` with help from the configuration."""
     for flag, key in FLAGS.items():
         text = option_text(ServeConfig, key)
         default = "the model's" if text.default is None else text.default
@@ -82,7 +82,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def given_options(options: argparse.Namespace) -> dict[str, Any]:
-    """The options that `FLAGS` set on a command line, by their dotted keys."""
+    """Returns the options that `FLAGS` set on a command line, by their dotted keys."""
     found = {key: getattr(options, _destination(key)) for key in FLAGS.values()}
     return {key: _read(key, value) for key, value in found.items() if value is not None}
 
@@ -92,7 +92,7 @@ def _destination(key: str) -> str:
 
 
 def _read(key: str, value: Any) -> Any:
-    """Texts stay texts where the option is one: a model may be called 7."""
+    """Parses a value as YAML unless the option takes any text: a model may be called 7."""
     if isinstance(value, bool) or not option_text(ServeConfig, key).values:
         return value
     try:

@@ -1,8 +1,8 @@
-"""Ctrl-C and SIGTERM while a command starts Ray: the command ends at once, and so does everything that it started.
+"""Ctrl-C and SIGTERM while a command starts Ray: the command and everything that it started end at once.
 
-Nothing is served yet, so nothing has to end in order. Raising `KeyboardInterrupt` would not do: Ray's own code may
-swallow it, or be left between starting a process and remembering it. `manta serve` and `manta batch` use it around
-their starts.
+Nothing is served yet, so nothing has to end in order. Raising `KeyboardInterrupt` would not work, because Ray's own
+code may swallow it, or be interrupted between starting a process and recording it. `manta serve` and `manta batch` use
+this module around their starts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupted(KeyboardInterrupt):
-    """One of `SIGNALS` has come."""
+    """Raised after one of `SIGNALS`."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ _has_started = False
 
 @contextlib.contextmanager
 def abandoned_when_interrupted() -> Iterator[None]:
-    """A context in which a signal of `SIGNALS` ends this process with 128 plus the signal's number."""
+    """Makes a signal of `SIGNALS` end this process with 128 plus the signal's number, inside the context."""
     with _handlers_put_back():
         handle_signals(_abandon)
         yield
@@ -42,7 +42,7 @@ def abandoned_when_interrupted() -> Iterator[None]:
 
 @contextlib.contextmanager
 def stopped_by_sigterm() -> Iterator[None]:
-    """A context in which SIGTERM raises `KeyboardInterrupt`, as Ctrl-C does."""
+    """Makes SIGTERM raise `KeyboardInterrupt`, as Ctrl-C does, inside the context."""
     with _handlers_put_back():
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         yield
@@ -59,28 +59,28 @@ def _handlers_put_back() -> Iterator[None]:
 
 
 def handle_signals(handler: Any) -> None:
-    """Makes `handler` that of both signals."""
+    """Sets `handler` for both signals."""
     for number in SIGNALS:
         signal.signal(number, handler)
 
 
 def raise_interrupted(number: int, _: FrameType | None) -> None:
-    """A signal handler. Raises `Interrupted`."""
+    """Raises `Interrupted`; it is a signal handler."""
     raise Interrupted(number)
 
 
 def note_start() -> None:
-    """Says that processes are started from now on: the user is told when they are ended."""
+    """Records that processes are started from now on, so that the user is told when they are ended."""
     global _has_started
     _has_started = True
     process_tree.adopt_orphans()
 
 
 def leave(code: int) -> None:
-    """Ends this process with `code` at once. Ray's threads go on until the interpreter has taken down what they use,
-    and then crash it.
+    """Ends this process with `code` at once. Otherwise Ray's threads would go on while the interpreter tears down what
+    they use, and crash it.
     """
-    with contextlib.suppress(OSError, ValueError):  # nobody reads any more
+    with contextlib.suppress(OSError, ValueError):  # the reader may be gone
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)

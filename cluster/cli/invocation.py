@@ -1,4 +1,4 @@
-"""How this user calls Manta: what is printed to be pasted must work in the shell that it is pasted into."""
+"""The way this user calls Manta: printed commands must work in the shell that they are pasted into."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 
 
 def program() -> str:
-    """`manta` if the shell finds it, else its path, as short as it works from here."""
+    """Returns `manta` if the shell finds it, else the shortest path to it that works from here."""
     if shutil.which("manta"):
         return "manta"
     script = pathlib.Path(sys.executable).parent / "manta"
@@ -24,12 +24,12 @@ def program() -> str:
 
 
 def under_make() -> bool:
-    """Whether `make serve` or `make check` runs this command; the Makefile says so."""
+    """Returns whether `make serve` or `make check` runs this command; the Makefile sets a variable."""
     return "MANTA_UNDER_MAKE" in os.environ
 
 
 def serve_command(model: str, config: str | None) -> str:
-    """What serves this model."""
+    """Returns the command that serves this model."""
     if under_make():
         return f"make serve MODEL={shlex.quote(model)}" + (f" CONFIG={shlex.quote(config)}" if config else "")
     return f"{program()} serve {shlex.quote(model)}" + (f" --config {shlex.quote(config)}" if config else "")

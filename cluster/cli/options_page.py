@@ -1,6 +1,6 @@
 """Writes the page of the manual with every option: `python -m cluster.cli.options_page > docs/options.md`.
 
-The page is made from the configuration's own structs (`cluster/config.py`), and a test holds that it is up to date.
+The page is made from the configuration's own structs (`cluster/config.py`), and a test checks that it is up to date.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How the command line answers what it does not know: with the usage of the subcommand, and the nearest name."""
+"""Answers to unknown commands and flags: the usage of the subcommand, and the nearest known name."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from cluster.cli.flags import ANSWERS, KEYS_ARE_SEEN
 from cluster.cli.refusal import Refusal
 
 ANSWERED = ("serve", "check", "batch")
-"""Subcommands whose users type flags of other servers."""
+"""Subcommands whose users may type flags of other servers."""
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Of one subcommand. argparse leaves what it does not know to the parser above, whose usage has no flags."""
+    """The parser of one subcommand. argparse itself leaves unknown flags to the parser above, whose usage shows no
+    flags.
+    """
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         options, unknown = super().parse_known_args(args, namespace)
@@ -39,6 +41,6 @@ def check_command(argv: Sequence[str], commands: Sequence[str]) -> None:
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """` (did you mean ...?)`, if something known is near."""
+    """Returns ` (did you mean ...?)` if a known name is similar; else empty."""
     found = difflib.get_close_matches(name, known, n=1)
     return f" (did you mean {found[0]}?)" if found else ""

@@ -1,7 +1,7 @@
 """Prints a line for each request while `manta serve` serves, from the log that its ingresses write.
 
-An ingress is a process of Ray's, whose output goes to a file; reading that file costs the ingress nothing. The folder
-with all of Ray's logs is printed when the server is ready. `cluster/cli/serve.py` is the only caller.
+An ingress is a process of Ray's, whose output goes to a file; reading that file costs the ingress nothing.
+`cluster/cli/serve.py` prints the folder of Ray's logs when the server is ready, and is the only caller.
 """
 
 from __future__ import annotations
@@ -15,41 +15,41 @@ from datetime import datetime
 from typing import Any
 
 POLL_S = 0.5
-"""A line may wait for up to this long: each look wakes this process, and engines that share its cores feel that."""
+"""Seconds between two checks for new lines. Each check wakes this process, which slows engines on the same cores."""
 _HEAD_BYTES = 512
-"""Ray writes the name of the actor into the first bytes of its worker's file."""
+"""Bytes at the beginning of a worker's file in which Ray writes the actor's name."""
 _NOT_READ = 2**63
-"""The number of bytes read of a file that is of no interest: more than any file has."""
+"""Number of bytes read that marks a file to ignore; larger than any file."""
 
 
 class RequestLog:
-    """The request logs of all ingresses of one application in a folder of Ray's logs, later ingresses included.
+    """The request logs of all ingresses of one application, in a folder of Ray's logs. Later ingresses are included.
 
-    An ingress that wrote there before this object was made belongs to an earlier server, whose requests are left out.
+    Files that existed with an actor's name before this object was made belong to an earlier server, and are ignored.
     """
 
     def __init__(self, logs: pathlib.Path, application: str) -> None:
         self._logs = logs
         self._title = f":actor_name:ServeReplica:{application}:ingress\n".encode()
         self._read: dict[pathlib.Path, int] = {}
-        """Bytes of each file that were read; whole lines only."""
+        """Bytes of each file that were read; complete lines only."""
         for path in self._files():
             with path.open("rb") as file:
                 if b":actor_name:" in file.read(_HEAD_BYTES):
                     self._read[path] = _NOT_READ
 
     def follow(self) -> Iterator[str]:
-        """Lines for people, one for each request, as requests end; the caller stops asking when it has enough."""
+        """Yields a readable line for each request as it ends, until the caller stops."""
         while True:
             yield from self.news()
             time.sleep(POLL_S)
 
     def news(self) -> list[str]:
-        """Lines for people, one for each request that was logged since the last call."""
+        """Returns a readable line for each request that was logged since the last call."""
         found = []
         for path in self._files():
             for line in self._new_lines(path):
-                with contextlib.suppress(ValueError, KeyError, TypeError):  # not all that is printed there is a request
+                with contextlib.suppress(ValueError, KeyError, TypeError):  # other output there is no request
                     found.append(request_line(json.loads(line)))
         return found
 
@@ -73,7 +73,7 @@ class RequestLog:
 
 
 def request_line(entry: dict[str, Any]) -> str:
-    """An entry of the request log as a line: time, status, path, tokens, seconds and tokens a second."""
+    """Returns an entry of the request log as a line: time, status, path, tokens, seconds and tokens per second."""
     seconds, output = float(entry["seconds"]), entry.get("output_tokens")
     took = f"{seconds:.2f} s"
     if output is not None:

@@ -1,7 +1,7 @@
-"""`manta serve`: checks what can be checked at once, starts the Serve application, says so in plain words and waits.
+"""`manta serve`: checks what can be checked at once, starts the Serve application, reports it in plain words and waits.
 
-When the command ends, by Ctrl-C, SIGTERM or a failure, it stops everything that it started and nothing else. The
-application itself is `cluster/serve/app.py`.
+When the command ends, by Ctrl-C, SIGTERM or a failure, it stops everything that it started and nothing else.
+`cluster/serve/app.py` builds the application itself.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from workers.model_info import ModelInfo
 from workers.models.model_config import ModelError
 
 ORPHANS_S = 5.0
-"""Ray's agents notice within seconds that Ray has ended; after this time they are killed."""
+"""Seconds after which Ray's agents are killed. They usually notice within seconds that Ray has ended."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-"""Names that Serve's actors, log files and metrics can carry."""
+"""Form of names that Serve's actors, log files and metrics can carry."""
 
 
 def run_serve(
@@ -53,11 +53,11 @@ def run_serve(
     name: str | None = None,
     replace: bool = False,
 ) -> int:
-    """Serves until Ctrl-C or SIGTERM, with a line for each request unless it is `quiet`, and returns 0. If one of them
-    comes while it starts, the process ends with 128 plus the signal's number.
+    """Serves until Ctrl-C or SIGTERM and returns 0. Prints a line for each request unless `quiet`. A signal during the
+    start ends the process with 128 plus the signal's number.
 
-    The application is called `name`, by default `manta`. If it runs already on the cluster that `RAY_ADDRESS` names,
-    `replace` says that it is to be updated. Raises `Refusal` for what the user can mend, before Ray is started.
+    The application is called `name`, by default `manta`. With `replace` it is updated if it already runs on the cluster
+    that `RAY_ADDRESS` names. Raises `Refusal` before Ray is started for errors that the user can fix.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     with abandoned_when_interrupted():
@@ -80,7 +80,7 @@ def _checked_config(config_path: str | None, overrides: dict[str, Any], name: st
         config = with_storage(with_api_keys(load_config(config_path, overrides)))
     except ValueError as error:
         raise Refusal(str(error)) from error
-    if ray_address() is None:  # a cluster's Serve may hold the port already, and takes this application too
+    if ray_address() is None:  # a cluster's Serve may hold the port already, and accepts this application too
         _check_port(config.host, config.port)
         _check_storage(config.batch_storage)
     if (warning := openness(config)) is not None:
@@ -108,12 +108,12 @@ def _serve_until_signal(config: ServeConfig, quiet: bool, name: str | None, repl
     serving = False
     if ray_address() is None:
         note_start()
-    else:  # what is deployed on a cluster must be deleted there
+    else:  # an application on a cluster must be deleted there
         handle_signals(raise_interrupted)
 
     def begin_log() -> None:
         if ray_address() is not None:
-            handle_signals(raise_interrupted)  # Ray has put others in place
+            handle_signals(raise_interrupted)  # Ray has replaced them
         logs = start_failure.logs_folder()
         if logs is not None:
             requests.append(RequestLog(logs, name))
@@ -123,7 +123,7 @@ def _serve_until_signal(config: ServeConfig, quiet: bool, name: str | None, repl
         handle_signals(raise_interrupted)
         logs = start_failure.logs_folder()
         print(model_message(model), f"Logs: {logs or 'on the nodes of the cluster'}", sep="\n\n")
-        serving = True  # who reads the next lines may send a signal at once
+        serving = True  # the reader of the next lines may send a signal at once
         print(ready_message(config, has_chat=_has_chat(config)), flush=True)
         process_tree.adopt_orphans(False)
         if requests and not quiet:
@@ -140,7 +140,7 @@ def _serve_until_signal(config: ServeConfig, quiet: bool, name: str | None, repl
         handle_signals(signal.SIG_IGN)
         print("Stopping ...", flush=True)
         process_tree.adopt_orphans(ray_address() is None)
-        # Ray's threads print what they miss of each other while they end.
+        # Ray's threads complain about each other while they end.
         with contextlib.redirect_stdout(io.StringIO()):
             app.stop()
         if ray_address() is None:
@@ -149,23 +149,23 @@ def _serve_until_signal(config: ServeConfig, quiet: bool, name: str | None, repl
 
 
 def _has_kernels() -> bool:
-    """Whether an earlier start has left compiled kernels, or none can be compiled."""
+    """Returns whether an earlier start has left compiled kernels, or none can be compiled."""
     if any((cache_folder() / "kernels").glob("*.so")):
         return True
-    from workers.kernels.build import find_compiler  # imports torch, at a first start alone
+    from workers.kernels.build import find_compiler  # imports torch, only at a first start
 
     return find_compiler() is None
 
 
 def _print_requests(requests: RequestLog) -> None:
-    """Returns when nobody reads standard output any more."""
+    """Prints request lines until nobody reads standard output any more."""
     with contextlib.suppress(BrokenPipeError):
         for line in requests.follow():
             print(line, flush=True)
 
 
 def _check_storage(url: str | None) -> None:
-    """On a Ray of this machine; a cluster's nodes may reach what this one does not."""
+    """Checks the storage, for a Ray of this machine only; a cluster's nodes may reach what this machine cannot."""
     try:
         if url is not None:
             check_storage(url)
@@ -191,7 +191,7 @@ def _has_chat(config: ServeConfig) -> bool:
 
 
 def model_message(model: ModelInfo) -> str:
-    """A paragraph: what was loaded, how much it holds at a time, and what would make it faster."""
+    """Returns a paragraph: what was loaded, how much the KV cache holds, and what would make it faster."""
     text = (
         f"Loaded in {model.load_seconds:.1f} s as {model.dtype} on {model.platform} (kernels: {model.kernels}). The KV "
         f"cache takes up to {model.kv_cache_bytes / 2**30:.2f} GiB ({model.num_blocks * model.block_size:,} tokens) as "
@@ -202,8 +202,8 @@ def model_message(model: ModelInfo) -> str:
 
 
 def ready_message(config: ServeConfig, has_chat: bool = True) -> str:
-    """The text that a newcomer reads when the server is up: things to paste, and how to stop it. Its requests ask a
-    model that does not chat to complete.
+    """Returns the text for a newcomer when the server is up: commands to paste, and how to stop it. Without a chat
+    template, the commands ask for completions.
     """
     host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
     url = f"{config.scheme}://{f'[{host}]' if ':' in host else host}:{config.port}"

@@ -1,4 +1,4 @@
-"""A running server as the commands that ask one see it: where it is, and what to say if nobody answers there."""
+"""A running server as other commands reach it: its address, and the message if nobody answers there."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from cluster.cli.refusal import Refusal
 def connect(url: str, api_key: str | None = None, read_timeout_s: float | None = None) -> tuple[httpx.Client, str]:
     """Returns a client of the server at `url`, with or without its scheme and `/v1`, and its address.
 
-    Nothing is asked yet. A certificate is checked against the system's authorities and those of SSL_CERT_FILE. Raises
-    `Refusal` if `url` is none.
+    Sends no request. Certificates are checked against the system's authorities and those of SSL_CERT_FILE. Raises
+    `Refusal` if `url` is no URL.
     """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     base = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
@@ -27,7 +27,7 @@ def connect(url: str, api_key: str | None = None, read_timeout_s: float | None =
 
 
 def no_server(base: str, error: Exception) -> Refusal:
-    """Returns the refusal of a command whose server does not answer, or shows a certificate that is not trusted."""
+    """Returns the refusal of a command whose server does not answer, or shows an untrusted certificate."""
     if "CERTIFICATE_VERIFY_FAILED" in str(error):
         reason = str(error).rpartition("certificate verify failed: ")[2].partition(" (_ssl")[0]
         return Refusal(

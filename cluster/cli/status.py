@@ -1,6 +1,6 @@
-"""`manta status`: what a running server says of its engines, of what Serve starts or stops, and of its nodes.
+"""`manta status`: what a running server reports of its engines, its deployments and its nodes.
 
-It asks `GET /status` of the endpoint, which needs no key; `--json` prints the answer as it is.
+It calls `GET /status` of the endpoint, which needs no key; `--json` prints the answer as it is.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from cluster.http.endpoints.status import EngineState, Status
 from cluster.http.exchange.state import DeploymentState, NodeState
 
 ANSWER_S = 30.0
-"""The server waits 3 s for its engines."""
+"""Seconds to wait for the answer; the server itself waits 3 s for its engines."""
 ENGINES = ("engine", "node", "state", "running", "waiting", "KV", "cache hits", "first token", "requests/s", "start")
 NUM_PHASES = 3
-"""Of a start, the longest ones are shown."""
+"""Number of phases of a start that are shown, longest first."""
 
 
 def run_status(url: str, as_json: bool) -> int:
-    """Prints it. Raises `Refusal` if no server answers, or what answers is no Manta."""
+    """Prints the status. Raises `Refusal` if no server answers, or if the answer is not from Manta."""
     client, base = connect(url, read_timeout_s=ANSWER_S)
     with client:
         try:
@@ -42,7 +42,7 @@ def run_status(url: str, as_json: bool) -> int:
 
 
 def lines(status: Status, base: str) -> Iterator[str]:
-    """For people."""
+    """Yields the status as readable lines."""
     yield f"Manta {status.version} at {base}, for {_duration(status.uptime_s)}"
     if status.num_held:
         yield f"{status.num_held} requests wait here for an engine to start"

@@ -1,8 +1,7 @@
-"""The HTTP endpoint as a plain ASGI application that speaks OpenAI's API; it imports neither torch nor Ray.
+"""The HTTP endpoint as a plain ASGI application with OpenAI's API; it imports neither torch nor Ray.
 
-It checks where a request comes from, finds its route, checks the key, decodes the body, calls the handler and sends
-what that returns. Whatever a client sends, it gets an answer in OpenAI's shape; a client that leaves ends the work for
-it.
+It checks where a request comes from, finds its route, checks the key, decodes the body, calls the handler and sends the
+result. Every failed request gets an answer in OpenAI's format. When a client leaves, the work for it ends.
 """
 
 from __future__ import annotations
@@ -38,19 +37,22 @@ if TYPE_CHECKING:
 
 
 async def no_other_metrics() -> list[list[Metric]]:
-    """The metrics of the others, for the only replica of the endpoint: none."""
+    """Returns no metrics, for the only replica of the endpoint."""
     return []
 
 
 async def no_cluster() -> tuple[list[DeploymentState], list[NodeState]]:
-    """The deployments and nodes of an application that Serve does not run: none."""
+    """Returns no deployments and no nodes, for an application that Serve does not run."""
     return [], []
 
 
 class HttpApp:
-    """`returns_request_id` says whether answers have an x-request-id; without it a proxy in front sets one. Each POST
-    request gets one of `spans`, if there are any. Applications with the same engines have the same `prefix_secret`, or
-    they find nothing of one another in the prefix cache; None draws one.
+    """The ASGI application.
+
+    - `returns_request_id` says whether answers have an x-request-id; otherwise a proxy in front sets one.
+    - `spans` makes a span for each POST request; None for no spans.
+    - `prefix_secret` must be the same for all applications with the same engines, or they share no cached prefixes.
+      None draws one.
     """
 
     def __init__(
@@ -83,7 +85,7 @@ class HttpApp:
         self._log = open_request_log() if config.log_requests else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises `asyncio.CancelledError` if the client left before its answer was complete."""
+        """Answers a request. Raises `asyncio.CancelledError` if the client left before its answer was complete."""
         if scope["type"] == "lifespan":
             await _lifespan(receive, send)
         elif scope["type"] == "http":
@@ -95,7 +97,7 @@ class HttpApp:
                     await self._answer(exchange)
 
     def begin_drain(self) -> None:
-        """Makes probes fail from now on, and ends each connection after its answer."""
+        """Makes readiness probes fail from now on, and closes each connection after its answer."""
         self._state.drains = True
 
     async def _answer(self, exchange: Exchange) -> None:
@@ -129,7 +131,7 @@ class HttpApp:
     async def _handle(self, route: Route, exchange: Exchange) -> None:
         if not route.public:
             self._check_key(exchange)
-        if route.form is not None:  # its handler reads the body, which has a bound and a deadline of its own
+        if route.form is not None:  # its handler reads the body, with a bound and a deadline of its own
             answer = await route.handler(self._state, exchange, None)
         else:
             body = None if route.body is None else decode(route.body, await exchange.body(), self._config.body)

@@ -24,13 +24,13 @@ _ERRORS = {
     500: "An internal error, which the server has logged",
     503: "No engine answers, none makes progress, or too many bodies are being received",
 }
-"""Every status above 399 that the application answers."""
+"""Every error status that the application returns, with its description."""
 
 _RETRY_AFTER = {"retry-after": {"description": "Seconds", "schema": {"type": "integer"}}}
 
 
 def openapi_document(routes: Iterable[Route]) -> dict[str, Any]:
-    """OpenAPI 3.1."""
+    """Returns the OpenAPI 3.1 document of the routes."""
     routes = list(routes)
     types: list[Any] = [ErrorBody]
     types += [kind for route in routes for kind in (route.body, route.form, route.answer) if kind is not None]
@@ -74,7 +74,7 @@ def _parameters(route: Route) -> Iterator[dict[str, Any]]:
 
 
 def _error_statuses(route: Route) -> list[int]:
-    """The errors of its handler, and those that the application finds before it calls the handler."""
+    """Returns the error statuses of the handler, and those that the application returns before it calls the handler."""
     found = {403, 405, 408, 500, *route.errors}
     if not route.public:
         found |= {401, 429, 503}

@@ -1,6 +1,6 @@
-"""The span of an HTTP request, as OpenTelemetry's conventions for HTTP servers and for generative AI name things.
+"""The span of an HTTP request, named by OpenTelemetry's conventions for HTTP servers and for generative AI.
 
-Its parent is the client's, if the request brings W3C's `traceparent`; engines take it for the parent of theirs.
+Its parent is the client's span, if the request brings W3C's `traceparent`. The engines' spans are its children.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ServerSpans:
 
     @contextlib.contextmanager
     def span(self, exchange: Exchange) -> Iterator[None]:
-        """The exchange has it while it is answered."""
+        """Gives the exchange a span while it is answered."""
         begun = {
             "http.request.method": exchange.method,
             "url.path": exchange.url_path,
@@ -65,6 +65,6 @@ class ServerSpans:
 
 
 def open_server_spans() -> ServerSpans | None:
-    """None if the environment asks for no traces."""
+    """Returns None if the environment asks for no traces."""
     tracer = open_tracer()
     return None if tracer is None else ServerSpans(tracer)

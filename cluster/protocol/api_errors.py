@@ -1,7 +1,8 @@
-"""Errors that users of the HTTP endpoint see: one exception in OpenAI's shape, and how others become it.
+"""Errors that users of the HTTP endpoint see: one exception in OpenAI's format, and the conversion of others to it.
 
-Whatever checks or runs a request raises the errors of `cluster/errors.py`; what only HTTP knows, such as URLs, keys and
-sizes of bodies, is an `ApiError`. Where an exchange ends, `api_error` makes one of the other, and its `body` is sent.
+Whatever checks or runs a request raises the errors of `cluster/errors.py`. Errors that only HTTP knows, such as those
+about URLs, keys and body sizes, are `ApiError`s. Where an exchange ends, `api_error` converts an error, and its `body`
+is sent.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from cluster.errors import GenerationFailed, Overdue, QueueFull, RequestRefused,
 _ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 RETRIED_STATUSES = (429, 503)
-"""Their answers say when to try again."""
+"""Statuses with a `retry-after` header."""
 
 
 class ErrorDetail(msgspec.Struct):
@@ -24,14 +25,16 @@ class ErrorDetail(msgspec.Struct):
 
 
 class ErrorBody(msgspec.Struct):
-    """What every answer of 400 and above holds, and an event of a stream that fails after it began."""
+    """Body of every answer with status 400 or above, and event of a stream that fails after it began."""
 
     error: ErrorDetail
 
 
 class ApiError(Exception):
-    """An answer other than 200, in OpenAI's shape. `param` is the field at fault, `code` OpenAI's short name.
-    `retry_after_s` says when to try again if the status is one of `RETRIED_STATUSES`; None is as soon as one likes.
+    """An answer other than 200, in OpenAI's format.
+
+    `param` is the field at fault, `code` OpenAI's short name. `retry_after_s` is the number of seconds after which to
+    retry, for `RETRIED_STATUSES`; None means at any time.
     """
 
     def __init__(
@@ -52,7 +55,7 @@ class ApiError(Exception):
         self.retry_after_s = retry_after_s
 
     def body(self) -> bytes:
-        """An `ErrorBody`."""
+        """Returns an `ErrorBody` as JSON."""
         return msgspec.json.encode(ErrorBody(ErrorDetail(self.message, self.type, self.param, self.code)))
 
 
@@ -60,7 +63,7 @@ _STATUSES = {RequestRefused: 400, Overdue: 408, QueueFull: 429, GenerationFailed
 
 
 def api_error(error: Exception) -> ApiError:
-    """Returns the answer to a request that ended by `error`: by a bug of ours, if nothing that is known."""
+    """Returns the answer to a request that ended with `error`. An unknown error counts as a bug, with status 500."""
     if isinstance(error, ApiError):
         return error
     if not isinstance(error, ServingError):

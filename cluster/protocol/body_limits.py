@@ -1,7 +1,8 @@
-"""How much one request body may ask for, checked before any work that grows with it.
+"""Bounds on one request body, checked before any work that grows with it.
 
-Without these bounds a body of a few kilobytes could stop the ingress for seconds, and every stream with it. Called when
-a body is decoded and by the endpoints; each refusal is a `RequestRefused` that names value, bound and remedy.
+Without these bounds a body of a few kilobytes could block the ingress for seconds, and every stream with it. The
+decoder of bodies and the endpoints call this module; each refusal is a `RequestRefused` that names value, bound and
+remedy.
 """
 
 from __future__ import annotations
@@ -14,20 +15,24 @@ from cluster.errors import refuse
 from workers.sampling_params import SamplingParams
 
 MAX_TOOLS = 128
-"""OpenAI's bound. If their grammar is refused, each tool is compiled by itself to find the one at fault."""
+"""Most tools of one body, as in OpenAI's API. If their grammar is refused, each tool is compiled by itself to find the
+one at fault.
+"""
 MAX_STOP_CHARACTERS = 4096
-"""The most characters of all stop strings together, which are looked for at every token."""
+"""Most characters of all stop strings together, because each token is searched for them."""
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_CHARACTERS = 20_000
-"""The most characters of all `bad_words` together, which are tokenised, and looked for at every token."""
+"""Most characters of all `bad_words` together. They are tokenised, and each token is searched for them."""
 MAX_CHOICES = 128
-"""OpenAI's bound of `n`; an engine that runs fewer sequences at a time refuses earlier."""
+"""Largest `n`, as in OpenAI's API. An engine with a smaller `max_num_sequences` refuses earlier."""
 
 _TOKEN_ID_LISTS = ("logit_bias", "allowed_token_ids", "stop_token_ids")
 
 
 def check_num_values(body: bytes, limits: BodyLimits) -> None:
-    """Checks JSON before it is decoded: each value of a list or an object follows a comma or an opening bracket."""
+    """Checks the number of JSON values before decoding. Each value of a list or an object follows a comma or an opening
+    bracket, so these are counted.
+    """
     num_values = body.count(b",") + body.count(b"[") + body.count(b"{")
     if num_values > limits.max_values:
         message = f"the body holds up to {num_values} values and the limit is {limits.max_values}"
@@ -58,7 +63,7 @@ def check_sizes(body: Any) -> None:
 
 
 def _sizes(body: Any) -> Iterator[tuple[str, str, int, int]]:
-    """Yields a field, what is counted of it, how many there are, and how many there may be."""
+    """Yields a field, what is counted in it, how many there are, and how many are allowed."""
     if tools := getattr(body, "tools", None):
         yield "tools", "entries", len(tools), MAX_TOOLS
     if stop := getattr(body, "stop", None):
@@ -85,7 +90,7 @@ def check_n(n: int) -> None:
 
 
 def check_counts(config: ServeConfig, num_prompts: int, n: int) -> None:
-    """The operator's limits."""
+    """Checks the operator's limits on prompts and choices of one request."""
     limit = config.max_prompts_per_request
     if num_prompts > limit:
         message = f"prompt: {num_prompts} prompts exceed the {limit} of one request"
@@ -98,7 +103,7 @@ def check_counts(config: ServeConfig, num_prompts: int, n: int) -> None:
 
 
 def check_echo(config: ServeConfig, given: Sequence[str | list[int]], n: int) -> None:
-    """Every choice repeats its prompt. Token ids count as many characters as they may stand for, on the whole."""
+    """Checks the length of echoed prompts, which every choice repeats. A token id counts as 8 characters."""
     num_characters = n * sum(len(prompt) if isinstance(prompt, str) else 8 * len(prompt) for prompt in given)
     if num_characters > config.max_body_bytes:
         message = f"echo repeats {num_characters} characters of prompts, and the limit is {config.max_body_bytes}"
@@ -108,7 +113,9 @@ def check_echo(config: ServeConfig, given: Sequence[str | list[int]], n: int) ->
 def check_num_logprobs(
     limits: BodyLimits, params: SamplingParams, prompts: Sequence[Collection[int]], max_model_len: int, stream: bool
 ) -> None:
-    """What an answer holds until it is whole: of each choice's prompt, and of its output unless that is streamed."""
+    """Checks how many log-probabilities an answer may hold until it is complete: those of each choice's prompt, and
+    those of its output unless that is streamed.
+    """
     num_prompt = num_output = 0
     for prompt in prompts:
         room = max(0, max_model_len - len(prompt))

@@ -1,4 +1,4 @@
-"""Finds in the type of a body which values a field may have, for the error about another value."""
+"""Finds the values that a field may have in the type of a body, for the error about another value."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import msgspec
 
 
 def choices_at(kind: Any, path: str) -> list[str]:
-    """Returns the values that the field at `path`, such as `tools[0].type`, may have; none if they are not listed."""
+    """Returns the values that the field at `path`, such as `tools[0].type`, may have; none if the type does not list
+    them.
+    """
     kinds = [kind]
     for name in re.sub(r"\[[^\]]*\]", "", path).split("."):
         kinds = [found for each in kinds for found in _field(each, name)]
@@ -20,7 +22,7 @@ def choices_at(kind: Any, path: str) -> list[str]:
 
 
 def _field(kind: Any, name: str) -> Iterator[Any]:
-    """The types that a field of a struct may have; of the field that names a tagged struct, the tag."""
+    """Yields the types that a field of a struct may have. For the field that names a tagged struct, yields the tag."""
     for struct in _structs(kind):
         config = struct.__struct_config__
         if config.tag_field == name:
@@ -30,7 +32,7 @@ def _field(kind: Any, name: str) -> Iterator[Any]:
 
 
 def _structs(kind: Any) -> Iterator[Any]:
-    """The structs in a type, those of unions and lists too."""
+    """Yields the structs in a type, including those in unions and lists."""
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         yield kind
     for each in typing.get_args(kind):

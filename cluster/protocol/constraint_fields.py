@@ -1,6 +1,7 @@
 """`response_format` and `structured_outputs` of a request body, and the `ConstraintSpec` that they ask for.
 
-Fields of the bodies in `cluster/protocol/requests.py`. Whether a constraint can be enforced the engine says.
+They are fields of the bodies in `cluster/protocol/requests.py`. The engine decides whether a constraint can be
+enforced.
 """
 
 from __future__ import annotations
@@ -46,14 +47,14 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
-    """Lark; with `::=` in it EBNF in GBNF's dialect."""
+    """A Lark grammar. A text that contains `::=` is EBNF in GBNF's dialect."""
     structural_tag: dict[str, Any] | str | None = None
     json_object: bool | None = None
 
     backend: str = "auto"
     disable_any_whitespace: bool = False
     loose: bool = False
-    """Accept a constraint that is enforced in part; the header `x-manta-not-enforced` lists what is left out."""
+    """Whether a constraint that is enforced in part is accepted; the header `x-manta-not-enforced` lists the rest."""
 
 
 _KINDS = ("json", "regex", "choice", "grammar", "structural_tag", "json_object")
@@ -73,7 +74,9 @@ def chosen_kind(given: StructuredOutputs) -> str:
 def requested_constraint(
     response_format: ResponseFormat | None, structured_outputs: StructuredOutputs | None
 ) -> tuple[ConstraintSpec | None, str]:
-    """Returns the constraint and its field. Raises `RequestRefused` for both at once, and for what has no meaning."""
+    """Returns the constraint and its field; None and an empty field without one. Raises `RequestRefused` for both
+    fields at once, and for a constraint without meaning.
+    """
     if structured_outputs is not None:
         if response_format is not None and not isinstance(response_format, ResponseText):
             refuse("structured_outputs", "structured_outputs and response_format exclude each other; leave one out")
@@ -119,7 +122,7 @@ def _from_structured_outputs(given: StructuredOutputs) -> tuple[ConstraintSpec, 
 
 
 def _as_json_text(value: Any, field: str) -> str:
-    """`value` as JSON; a string is JSON already, and checked."""
+    """Returns `value` as JSON. A string is JSON already; it is checked."""
     if not isinstance(value, str):
         return json_text(value)
     try:
@@ -130,7 +133,7 @@ def _as_json_text(value: Any, field: str) -> str:
 
 
 def json_text(value: Any) -> str:
-    """Plain JSON, in the order given."""
+    """Returns `value` as JSON, with keys in the given order."""
     try:
         return msgspec.json.encode(value).decode()
     except RecursionError as error:

@@ -1,6 +1,6 @@
 """The messages of a chat body, as clients send them and as chat templates read them.
 
-Part of the bodies in `cluster/protocol/requests.py` and of `/tokenize`'s.
+They are part of the bodies in `cluster/protocol/requests.py` and of `/tokenize`'s.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from cluster.errors import refuse
 class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
     name: str
     arguments: str
-    """JSON text."""
+    """Arguments as JSON text."""
 
 
 class MessageToolCall(msgspec.Struct, forbid_unknown_fields=True):
@@ -60,8 +60,8 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def template_message(message: ChatMessage, path: str) -> dict[str, Any]:
-    """One message with plain text, and calls with parsed arguments; refuses what would be lost on the way to the
-    model.
+    """Returns a message for the chat template, with its content as plain text and the arguments of its calls parsed.
+    Raises `RequestRefused` for content that the model would not see.
     """
     _check_role(message, path)
     if message.audio is not None:
@@ -102,7 +102,7 @@ def _check_role(message: ChatMessage, path: str) -> None:
 
 
 def _template_call(call: MessageToolCall, path: str) -> dict[str, Any]:
-    """Templates write the arguments themselves, so they get the object and not its text."""
+    """Returns a call for the chat template, which writes the arguments itself and so gets them as an object."""
     if call.type != "function":
         refuse(f"{path}.type", f"{path}.type {call.type!r} is not supported; only 'function' is")
     try:
@@ -128,7 +128,7 @@ _RESERVED_TEMPLATE_KWARGS = frozenset({"self", "messages", "tools", "documents",
 
 
 def check_template_kwargs(given: dict[str, Any] | None) -> None:
-    """Refuses `chat_template_kwargs` that would replace what the body's own fields say."""
+    """Refuses `chat_template_kwargs` that would replace the body's own fields."""
     reserved = _RESERVED_TEMPLATE_KWARGS & set(given or ())
     if reserved:
         name = min(reserved)

@@ -1,7 +1,7 @@
 """Ollama's request and response bodies, and the OpenAI bodies that ask the same.
 
-Source: https://github.com/ollama/ollama/blob/main/docs/api.md. Options that say how Ollama runs a model, not what it
-answers, are accepted and have no effect. `cluster/http/endpoints/ollama.py` answers.
+Source: https://github.com/ollama/ollama/blob/main/docs/api.md. Options that determine how Ollama runs a model, and not
+its answer, are accepted and have no effect. `cluster/http/endpoints/ollama.py` answers.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ RENAMED = {
     "frequency_penalty": "frequency_penalty",
     "repeat_penalty": "repetition_penalty",
 }
-"""Options by their names in OpenAI's bodies."""
+"""Ollama's options with their names in OpenAI's bodies."""
 _WITHOUT_EFFECT = (
     *("num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "f16_kv"),
     *("logits_all", "vocab_only", "use_mmap", "use_mlock", "embedding_only", "repeat_last_n", "penalize_newline"),
 )
-"""Options that are accepted and change nothing: `--max-model-len` and the like are the operator's."""
+"""Options that are accepted without effect, because the operator sets them (`--max-model-len` and the like)."""
 _NOT_SERVED = ("tfs_z", "typical_p", "mirostat", "mirostat_tau", "mirostat_eta")
 LATEST = ":latest"
-"""The tag that clients add to a name that has none."""
+"""Tag that clients append to a name without one."""
 
 
 class _Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -44,9 +44,9 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """`json`, or a JSON schema."""
     options: dict[str, Any] | None = None
     keep_alive: float | str | None = None
-    """Accepted; the model stays loaded."""
+    """Accepted without effect; the model stays loaded."""
     think: bool | str | None = None
-    """Given to chat templates that know `enable_thinking`."""
+    """Passed to chat templates that know `enable_thinking`."""
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
@@ -64,10 +64,13 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
                 refuse(f"options.{name}", f"options.{name} is unknown; those with an effect are {known}")
 
     def _common(self) -> dict[str, Any]:
-        """Fields of an OpenAI body."""
+        """Returns the fields of an OpenAI body that chat and completion share."""
         given = self.options or {}
         fields = {RENAMED[name]: value for name, value in given.items() if name in RENAMED and value is not None}
-        if (limit := given.get("num_predict")) is not None and limit not in (-1, -2):  # as far as the context goes
+        if (limit := given.get("num_predict")) is not None and limit not in (
+            -1,
+            -2,
+        ):  # both mean no limit
             fields["max_tokens"] = limit
         if self.format == "json":
             fields["response_format"] = {"type": "json_object"}
@@ -83,7 +86,7 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         return self._common() | thinks
 
     def field_of(self, param: str | None) -> str | None:
-        """This body's name of a field of the OpenAI body."""
+        """Returns this body's name for a field of the OpenAI body."""
         if param == "max_tokens":
             return "options.num_predict"
         if param is not None and param.startswith("response_format"):
@@ -93,7 +96,7 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def has_limit(self) -> bool:
-        """Whether the request says how many tokens the answer may have at most."""
+        """Whether the request bounds the tokens of the answer."""
         return "max_tokens" in self._common()
 
 
@@ -121,11 +124,11 @@ class OllamaChatRequest(_Body, kw_only=True):
     """`POST /api/chat`."""
 
     messages: list[OllamaMessage] = []
-    """None of them only asks whether the model is there."""
+    """Messages of the conversation; an empty list only asks whether the model is loaded."""
     tools: list[dict[str, Any]] | None = None
 
     def as_openai(self) -> ChatCompletionRequest:
-        """The same as OpenAI's body. Raises `RequestRefused` naming the field of this one."""
+        """Returns the equivalent OpenAI body. Raises `RequestRefused` naming the field of this body."""
         fields = self._chat_fields() | {"messages": _openai_messages(self.messages)}
         if self.tools:
             fields["tools"] = self.tools
@@ -136,10 +139,10 @@ class OllamaGenerateRequest(_Body, kw_only=True):
     """`POST /api/generate`."""
 
     prompt: str = ""
-    """An empty one only asks whether the model is there."""
+    """Text of the prompt; an empty one only asks whether the model is loaded."""
     system: str | None = None
     raw: bool | None = None
-    """The prompt goes to the model as it is, without a chat template."""
+    """Whether the prompt goes to the model as it is, without a chat template."""
     suffix: str | None = None
     template: str | None = None
     context: list[int] | None = None
@@ -160,19 +163,21 @@ class OllamaGenerateRequest(_Body, kw_only=True):
         return "prompt" if param == "messages" else super().field_of(param)
 
     def as_chat(self) -> ChatCompletionRequest:
-        """A conversation of one message. Raises `RequestRefused` naming the field of this body."""
+        """Returns the prompt as a conversation. Raises `RequestRefused` naming the field of this body."""
         messages = [{"role": "system", "content": self.system}] if self.system else []
         messages.append({"role": "user", "content": self.prompt})
         return as_openai(self._chat_fields() | {"messages": messages}, ChatCompletionRequest, self)
 
     def as_completion(self) -> CompletionRequest:
-        """The prompt as it is. Raises `RequestRefused` naming the field of this body."""
+        """Returns the prompt as it is. Raises `RequestRefused` naming the field of this body."""
         fields = self._common() | {"prompt": self.prompt, "add_special_tokens": not self.raw}
         return as_openai(fields, CompletionRequest, self)
 
 
 def _openai_messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
-    """OpenAI's messages. Its calls have ids, which Ollama's lack: they are numbered in order, and so are answers."""
+    """Returns OpenAI's messages. OpenAI's calls have ids, which Ollama's may lack: calls, and likewise their results,
+    are then numbered in order.
+    """
     found, num_calls, num_answers = [], 0, 0
     for index, message in enumerate(messages):
         if message.images:
@@ -238,7 +243,7 @@ class OllamaDetails(msgspec.Struct, kw_only=True):
     families: list[str] = []
     parameter_size: str = ""
     quantization_level: str
-    """The dtype."""
+    """Dtype of the weights."""
 
 
 class OllamaModel(msgspec.Struct, kw_only=True):
@@ -261,7 +266,7 @@ class OllamaShowRequest(msgspec.Struct, kw_only=True):
     verbose: bool | None = None
 
     def check(self) -> None:
-        """Every one is well-formed."""
+        """Does nothing, because every value is valid."""
 
 
 class OllamaShow(msgspec.Struct, kw_only=True):

@@ -1,7 +1,7 @@
 """OpenAI's request bodies for chat and completions as msgspec structs, with vLLM's extensions.
 
-`check` validates everything that needs no model and raises a `RequestRefused` that names the field of the first
-mistake; what a body asks for becomes one `SamplingParams`. Knows neither the tokenizer nor the engine.
+`check` validates everything that needs no model, and raises a `RequestRefused` that names the field of the first
+mistake. `sampling_params` turns a body into one `SamplingParams`. Knows neither the tokenizer nor the engine.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from structured.logits_processors import LogitsProcessorSpec
 from workers.sampling_params import SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16
-"""OpenAI's default `max_tokens` of `/v1/completions`; chat goes on to the context length."""
+"""Default `max_tokens` of `/v1/completions`, as in OpenAI's API; a chat may use the whole context length."""
 
 MAX_SALT_CHARACTERS = 1024
-"""Of `cache_salt`."""
+"""Most characters of `cache_salt`."""
 
 OLDER_NAMES: dict[str, str] = {
     f"guided_{name}": f'is an older name of vLLM\'s; send structured_outputs: {{"{name}": ...}}'
@@ -35,17 +35,17 @@ OLDER_NAMES: dict[str, str] = {
         'is an older name of vLLM\'s; send structured_outputs: {"disable_any_whitespace": true} for no free whitespace'
     ),
 }
-"""Fields that older clients of vLLM send, and what serves instead."""
+"""Fields that older clients of vLLM send, each with its replacement."""
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
-    """Accepted; nothing is obfuscated."""
+    """Accepted without effect; nothing is obfuscated."""
 
 
 class _SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What chat and completion bodies share. Where OpenAI allows null, None means the default."""
+    """Fields that chat and completion bodies share. Where OpenAI allows null, None means the default."""
 
     model: str
     temperature: float | None = None
@@ -62,7 +62,7 @@ class _SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Choices for each prompt; choice `i` of prompt `p` has index `p * n + i`."""
     use_beam_search: bool | None = None
     priority: int = 0
-    """Lower runs first (vLLM's extension)."""
+    """Priority of the request; lower runs first (vLLM's extension)."""
 
     top_k: int | None = None
     min_p: float | None = None
@@ -76,16 +76,16 @@ class _SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     include_stop_str_in_output: bool | None = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
-    """Only this many tokens at the prompt's end are used; -1 uses as many as leave room for the output (vLLM's
+    """Number of tokens at the prompt's end that are used; -1 uses as many as leave room for the output (vLLM's
     extension).
     """
     return_token_ids: bool | None = None
-    """Report the ids of prompt and output (vLLM's extension)."""
+    """Whether the answer has the token ids of prompt and output (vLLM's extension)."""
     logits_processors: tuple[LogitsProcessorSpec, ...] | None = None
-    """Run in this order; only those that the operator registered."""
+    """Logits processors, which run in this order; only those that the operator registered."""
 
     cache_salt: str | None = None
-    """Only requests of this client with the same salt read one another's prompts from the prefix cache (vLLM's
+    """Salt of the prefix cache: only requests of this client with the same salt share cached prompts (vLLM's
     extension).
     """
     user: str | None = None
@@ -100,7 +100,7 @@ class _SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def num_choices(self) -> int:
-        """For each prompt."""
+        """Choices for each prompt."""
         return 1 if self.n is None else self.n
 
     def _check_common(self) -> None:
@@ -123,7 +123,9 @@ class _SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             refuse("priority", f"priority {self.priority} does not fit in 32 signed bits")
 
     def _sampling_params(self, names: dict[str, str] | None = None, **more: Any) -> SamplingParams:
-        """The fields of the same name, and `more`. `names` maps a parameter to the body's field it came from."""
+        """Returns the parameters from the fields of the same name and from `more`. `names` maps a parameter to the
+        field of the body that it came from.
+        """
         values = {name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
         values |= {name: value for name, value in more.items() if value is not None}
         values["constraint"], _ = requested_constraint(self.response_format, self.structured_outputs)
@@ -135,13 +137,13 @@ class _SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             raise bound_error(str(error), names or {}) from error
 
     def field_of(self, param: str) -> str:
-        """The field of this body that an engine's refusal of `param` is about."""
+        """Returns the field of this body that an engine's refusal of `param` is about."""
         if param != "constraint":
             return param
         return requested_constraint(self.response_format, self.structured_outputs)[1]
 
     def tool_constraints(self) -> list[tuple[str, ConstraintSpec]]:
-        """Field and schema of what a call's arguments must fit, tool by tool."""
+        """Returns, for each tool, its field and the constraint on the arguments of its calls."""
         return []
 
 
@@ -178,24 +180,24 @@ class ChatCompletionRequest(_SamplingFields, kw_only=True):
 
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
-    """Newer name of `max_tokens`; it wins if both are given."""
+    """Newer name of `max_tokens`, which wins if both are given."""
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
-    """Whether the prompt ends with the beginning of an answer; None is true unless the last message is continued."""
+    """Whether the prompt ends with the beginning of an answer. None means true unless the last message is continued."""
     continue_final_message: bool = False
-    """The answer goes on where the last message ends, instead of being a new one (vLLM's extension)."""
+    """Whether the answer continues the last message instead of being a new one (vLLM's extension)."""
     chat_template_kwargs: dict[str, Any] | None = None
     include_reasoning: bool = True
-    """False keeps `reasoning_content` out of the answer (vLLM's extension); the model thinks all the same."""
+    """Whether the answer has `reasoning_content` (vLLM's extension). The model thinks in any case."""
     reasoning_effort: str | None = None
-    """Given to chat templates that know it."""
+    """Passed to chat templates that know it."""
 
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
-    """None is "auto" if there are tools."""
+    """Tools that the answer may or must call; None means "auto" if there are tools."""
     parallel_tool_calls: bool | None = None
-    """False allows one call at most; None is True."""
+    """Whether the answer may have several calls; None means true."""
 
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -242,7 +244,7 @@ class ChatCompletionRequest(_SamplingFields, kw_only=True):
         self.template_messages()
 
     def callable_tools(self) -> list[Tool]:
-        """The tools that the answer may call."""
+        """Returns the tools that the answer may call."""
         return [] if self.tool_choice == "none" else self.tools or []
 
     def tool_constraints(self) -> list[tuple[str, ConstraintSpec]]:
@@ -259,16 +261,16 @@ class ChatCompletionRequest(_SamplingFields, kw_only=True):
         return "messages" if param == "prompt" else super().field_of(param)
 
     def template_messages(self) -> list[dict[str, Any]]:
-        """The messages as chat templates read them: plain text contents, `developer` as `system`."""
+        """Returns the messages as chat templates read them: with plain text contents, and `developer` as `system`."""
         return [template_message(message, f"messages[{index}]") for index, message in enumerate(self.messages)]
 
     def template_kwargs(self) -> dict[str, Any]:
-        """What the chat template gets in addition to messages and tools."""
+        """Returns the values that the chat template gets in addition to messages and tools."""
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return effort | (self.chat_template_kwargs or {})
 
     def sampling_params(self) -> SamplingParams:
-        """Raises `RequestRefused` naming the field that is out of bounds."""
+        """Returns the sampling parameters. Raises `RequestRefused` naming the field that is out of bounds."""
         names = {"logprobs": "top_logprobs"}
         if self.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"
@@ -290,7 +292,7 @@ class CompletionRequest(_SamplingFields, kw_only=True):
     echo: bool | None = None
     logprobs: int | None = None
     add_special_tokens: bool = True
-    """Text prompts get the tokenizer's own special tokens, such as a beginning-of-sequence token."""
+    """Whether text prompts get the tokenizer's own special tokens, such as a beginning-of-sequence token."""
     best_of: int | None = None
     suffix: str | None = None
 
@@ -309,11 +311,11 @@ class CompletionRequest(_SamplingFields, kw_only=True):
 
     @property
     def scores_only(self) -> bool:
-        """Whether the prompt's log-probabilities are all that is wanted."""
+        """Whether only the prompt's log-probabilities are wanted."""
         return self.max_tokens == 0
 
     def prompts(self) -> list[str | list[int]]:
-        """Every prompt, as text or as token ids."""
+        """Returns every prompt, as text or as token ids."""
         prompt = self.prompt
         if isinstance(prompt, str):
             prompt = [prompt]
@@ -332,14 +334,15 @@ class CompletionRequest(_SamplingFields, kw_only=True):
         return found
 
     def sampling_params(self) -> SamplingParams:
-        """Raises `RequestRefused` naming the field that is out of bounds."""
+        """Returns the sampling parameters. Raises `RequestRefused` naming the field that is out of bounds."""
         prompt_logprobs = self.logprobs if self.echo else None
         if prompt_logprobs is not None and self.prompt_logprobs is not None:
             prompt_logprobs = max(prompt_logprobs, self.prompt_logprobs)
         return self._sampling_params(
             logprobs=self.logprobs,
             prompt_logprobs=prompt_logprobs,
-            # An engine computes a prompt to draw a token; of a prompt that is only scored nobody is told it.
+            # An engine computes a prompt in order to draw a token; if the prompt is only scored, nobody gets that
+            # token.
             max_tokens={None: DEFAULT_COMPLETION_TOKENS, 0: 1}.get(self.max_tokens),
         )
 

@@ -57,7 +57,7 @@ PromptLogprobs = list[dict[str, PromptTokenLogprob] | None]
 class FunctionDelta(msgspec.Struct, omit_defaults=True):
     name: str | None = None
     arguments: str | None = None
-    """JSON text; in a stream the next piece of it."""
+    """Arguments as JSON text; in a stream, the next piece of it."""
 
 
 class ToolCallDelta(msgspec.Struct, omit_defaults=True):
@@ -82,11 +82,11 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     message: ChatResponseMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: str
-    """OpenAI's, or "error" if this choice failed and others of the answer did not."""
+    """OpenAI's reason, or "error" if this choice failed and others of the answer did not."""
     stop_reason: str | int | None = None
-    """The stop string or stop token id that ended the text (vLLM's extension)."""
+    """Stop string or stop token id that ended the text (vLLM's extension)."""
     token_ids: list[int] | UnsetType = UNSET
-    """The output's, if the request asks for them."""
+    """Token ids of the output, if the request asks for them."""
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
@@ -128,7 +128,7 @@ class ChatCompletionChunk(msgspec.Struct, kw_only=True):
     usage: UsageInfo | UnsetType | None = UNSET
     system_fingerprint: str | None = None
     prompt_token_ids: list[int] | UnsetType = UNSET
-    """With the first chunk, if the request asks for them."""
+    """Token ids of the prompt, in the first chunk, if the request asks for them."""
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
@@ -143,7 +143,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     stop_reason: str | int | None = None
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
-    """In a stream with the choice's first chunk only."""
+    """Token ids of the prompt; in a stream, in the choice's first chunk only."""
     token_ids: list[int] | UnsetType = UNSET
 
 

@@ -1,4 +1,4 @@
-"""Turns what msgspec and `SamplingParams` find wrong with a body into refusals that name its field."""
+"""Turns errors that msgspec and `SamplingParams` find in a body into refusals that name its field."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _MISSING_FIELD = re.compile(r"Object missing required field `(.*)`", re.DOTALL)
 
 
 def shape_error(message: str, kind: Any = None) -> RequestRefused:
-    """msgspec's `Expected ..., got ... - at `$.path`` as an error that names the field.
+    """Returns msgspec's `Expected ..., got ... - at `$.path`` as an error that names the field.
 
-    `kind` is the struct of the body. Its `fields_elsewhere`, if any, says what to do about fields of other bodies.
+    `kind` is the struct of the body. Its `fields_elsewhere`, if any, holds advice about fields of other bodies.
     """
     known, elsewhere = getattr(kind, "__struct_fields__", ()), getattr(kind, "fields_elsewhere", None)
     text, _, place = message.partition(" - at ")
@@ -46,7 +46,9 @@ def _meant(name: str, known: Sequence[str]) -> str | None:
 
 
 def bound_error(message: str, names: dict[str, str]) -> RequestRefused:
-    """An error of `SamplingParams`, whose messages begin with the field, under the body's name for that field."""
+    """Returns an error of `SamplingParams`, whose messages begin with the field, under the body's name for that
+    field.
+    """
     name = re.match(r"\w*", message)[0]  # type: ignore[index]
     param = names.get(name, name)
     if param == "top_logprobs":

@@ -1,4 +1,4 @@
-"""Token counts as OpenAI reports them. Called by `cluster/http/exchange/answers.py`."""
+"""Token counts as OpenAI reports them, for `cluster/http/exchange/answers.py`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class UsageInfo(msgspec.Struct):
 
 
 def usage_info(parts: Iterable[Usage]) -> UsageInfo:
-    """The usage of a response: the sum of `parts`, which holds one usage for each prompt."""
+    """Returns the usage of a response: the sum of `parts`, which holds one usage for each prompt."""
     prompt = output = cached = accepted = rejected = 0
     for usage in parts:
         prompt += usage.num_prompt_tokens

@@ -1,7 +1,8 @@
-"""Builds the Ray Serve application: ingresses before engines. `start` deploys it, `build` is Serve's import path.
+"""Builds the Ray Serve application, ingresses in front of engines. `start` deploys it; Serve's own files import
+`build`.
 
-`serve run cluster.serve.app:build` and the files in `configs/serve/` take the same options as `manta serve`, and both
-end in `application`.
+`serve run cluster.serve.app:build` and the files in `configs/serve/` take the same options as `manta serve`. Both ways
+lead to `application`.
 """
 
 from __future__ import annotations
@@ -52,18 +53,21 @@ from workers.model_info import ModelInfo
 from workers.model_options import DEMO_MODEL
 
 APP_NAME = "manta"
-"""The name of the application unless its user gives another one."""
+"""Name of the application, unless its user gives another one."""
 MODEL_ANSWER_S = 60.0
-"""An engine that has not said within this time what it loaded is asked again, or another one is."""
+"""Seconds within which an engine must answer what it loaded; after that the question is sent again, perhaps to another
+engine.
+"""
 _LOGGING = LoggingConfig(enable_access_log=False)
 
 
 def application(config: ServeConfig, nodes: list[int], shares_port: bool = True) -> serve.Application:
-    """Binds the application. Raises `ValueError` for keys that are too weak, a certificate or a storage of no use.
+    """Binds the application. Raises `ValueError` for API keys that are too weak, and for a certificate or a batch
+    storage that cannot be used.
 
-    `nodes` are the cores of each node: they give the threads of an engine if the configuration does not. The ingresses
-    take the connections if `http_server` is `listener`; else Serve's proxies do. Without `shares_port` nothing else may
-    listen at the port, which suits an ingress that is alone and never updated.
+    `nodes` holds the number of cores of each node; it determines `num_threads` if the configuration does not. The
+    ingresses accept connections themselves if `http_server` is `listener`; otherwise Serve's proxies do. Without
+    `shares_port` no other process may listen at the port, which suits a single ingress that is never updated.
     """
     num_nodes = joined_ray.num_nodes() if ray.is_initialized() else 1
     config = with_storage(with_api_keys(_for_nodes(config, nodes, num_nodes)))
@@ -87,8 +91,8 @@ def _engines(config: ServeConfig) -> serve.Application:
 
 
 def _for_nodes(config: ServeConfig, nodes: list[int], num_nodes: int = 1) -> ServeConfig:
-    """Fills in the threads of an engine, the number of ingresses unless they follow the engines, and absolute paths,
-    because replicas run in folders of their own. The model's name in the API stays.
+    """Fills in the threads of an engine and the number of ingresses, unless ingresses follow the engines. Makes paths
+    absolute, because each replica runs in a folder of its own. The model keeps its name in the API.
     """
     engine = msgspec.structs.replace(
         with_device(config.engine, *((cluster_gpus(), cluster_tpus()) if ray.is_initialized() else (0, 0))),
@@ -111,13 +115,15 @@ def _for_nodes(config: ServeConfig, nodes: list[int], num_nodes: int = 1) -> Ser
 
 
 def build(options: dict[str, Any]) -> serve.Application:
-    """Builds for Serve's configuration files: `import_path: cluster.serve.app:build`, with the options under `args`."""
+    """Builds the application for Serve's configuration files: `import_path: cluster.serve.app:build`, options under
+    `args`.
+    """
     config = read_options(options, ServeConfig)
     nodes = node_cpus() if ray.is_initialized() else [num_cores()]
     if config.http_server != "listener":
         if config.tls_certificate is not None:
             raise ValueError("tls_certificate is for the listener: set http_server: listener, or give it to the proxy")
-        # Where Serve listens its own options say, and `host` here says nothing of it.
+        # Serve's own options set the address that it listens at; `host` here has no effect on it.
         config = msgspec.structs.replace(config, allowed_hosts=config.allowed_hosts or ("*",))
     return application(config, nodes)
 
@@ -129,25 +135,28 @@ def start(
     replace: bool = False,
     on_connected: Callable[[], None] = lambda: None,
 ) -> ModelInfo:
-    """Starts Ray and Serve in this process, deploys the application `name`, and returns what its engine loaded once
+    """Starts Ray and Serve in this process, deploys the application `name`, and returns its engine's `ModelInfo` once
     the application runs.
 
-    If `RAY_ADDRESS` names a cluster (as in a Ray job) the application runs there; else on a Ray of its own, never on
-    one that happens to run on this machine. `on_connected` is called when Ray is joined and nothing is deployed yet.
-    Raises `StartFailed` if Ray cannot be joined, if an application `name` runs there and `replace` is false, or if a
-    replica cannot start.
+    If `RAY_ADDRESS` names a cluster (as in a Ray job), the application runs there. Otherwise it runs on a Ray of its
+    own, never on one that happens to run on this machine. `on_connected` is called after Ray is joined and before
+    anything is deployed. Raises `StartFailed` if
+
+    - Ray cannot be joined,
+    - an application `name` runs there and `replace` is false, or
+    - a replica cannot start.
     """
     with _told_on_failure():
         return _start(config, name, replace, on_connected)
 
 
 def start_engines(config: ServeConfig, name: str) -> tuple[Any, str]:
-    """Starts Ray, Serve and the engines alone, with no endpoint before them. Returns what an `EngineClient` needs: the
-    handle of their deployment and the address at which they reach this machine.
+    """Starts Ray, Serve and the engines, without an endpoint in front of them. Returns what an `EngineClient` needs:
+    the handle of the engine deployment, and the address at which engines reach this machine.
 
-    A command that was killed may have left the application `name` on a joined cluster; then its engines are taken.
-    Engines of the same family with other options are ended, because they hold the room. Raises as `start` does, and if
-    the command that started these engines still runs.
+    A killed command may have left the application `name` on a joined cluster; its engines are then adopted. Engines of
+    the same family with other options are ended, because they hold the resources. Raises `StartFailed` as `start` does,
+    and if the command that started these engines still runs.
     """
     with _told_on_failure():
         nodes = _connect(config)
@@ -167,25 +176,26 @@ def start_engines(config: ServeConfig, name: str) -> tuple[Any, str]:
 
 
 def engines_name(family: str, config: ServeConfig) -> str:
-    """The name for `start_engines` of the application of these engines. Serve would start all of them anew if it were
-    told of the same ones again, so applications that differ have names that differ.
+    """Returns the application name that `start_engines` takes for these options: `family` and a hash of version and
+    options. Different options need different names, because Serve restarts all engines of a name that is deployed
+    again.
     """
     options = msgspec.json.encode((version(), config))
     return f"{family}-{hashlib.blake2b(options, digest_size=4).hexdigest()}"
 
 
 def _left_engines(name: str) -> set[str]:
-    """The applications of `name`'s family that a killed command left."""
+    """Returns the applications of `name`'s family that a killed command left."""
     family = name.rpartition("-")[0]
     return {other for other in deployed.applications() if other.rpartition("-")[0] == family}
 
 
 @contextlib.contextmanager
 def _told_on_failure() -> Iterator[None]:
-    """Turns whatever ends the start into a `StartFailed`, and keeps the logs that it names."""
+    """Turns any exception of a start into a `StartFailed`, and keeps the logs that its message names."""
     try:
         yield
-    except Exception as error:  # of Ray and Serve, which raise what they like
+    except Exception as error:  # Ray and Serve raise many types
         own_ray.keep_logs()
         if isinstance(error, StartFailed):
             raise
@@ -211,7 +221,7 @@ def _start(config: ServeConfig, name: str, replace: bool, on_connected: Callable
         serve.start(ProxyLocation.Disabled if listens else None, http, logging_config=_LOGGING)
     except Exception:
         if runs_already is None:
-            serve.shutdown()  # a Serve that cannot listen would be what the next start finds
+            serve.shutdown()  # else the next start would find a Serve that cannot listen
         raise
     what = f"{config.model_name} on port {config.port}"
     _run(application(config, nodes, shares_port=not is_alone), name, None if listens else "/", what)
@@ -222,9 +232,9 @@ def _start(config: ServeConfig, name: str, replace: bool, on_connected: Callable
 
 
 async def _loaded_model(name: str) -> ModelInfo:
-    """Returns the `ModelInfo` of an engine. If the engine dies Serve replaces it, and the next one is asked.
+    """Returns the `ModelInfo` of an engine. If that engine dies, Serve replaces it and another one is asked.
 
-    It is asked in an event loop, as a handle must be if `RAY_SERVE_THROUGHPUT_OPTIMIZED` is set.
+    The call is made in an event loop because a handle requires one if `RAY_SERVE_THROUGHPUT_OPTIMIZED` is set.
     """
     engine = serve.get_deployment_handle("engine", name)
     try:
@@ -233,19 +243,19 @@ async def _loaded_model(name: str) -> ModelInfo:
                 return await asyncio.wait_for(engine.model.remote(), MODEL_ANSWER_S)
             await asyncio.sleep(deployed.POLL_S)
     finally:
-        await engine.shutdown_async()  # it would look around ten times a second for the next question
+        await engine.shutdown_async()  # an open handle wakes up ten times a second
 
 
 def _connect(config: ServeConfig) -> list[int]:
-    """Joins the cluster that `RAY_ADDRESS` names, or starts a Ray of our own. Returns each node's cores. Raises
-    `CannotPlace` if the cluster is too small.
+    """Joins the cluster that `RAY_ADDRESS` names, or starts a Ray of our own, and returns each node's number of cores.
+    Raises `CannotPlace` if the cluster is too small.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     address = ray_address()
     if address is None:
         nodes = [num_cores()]
-        # uvicorn in Serve's proxies would otherwise believe X-Forwarded-For of every client on this machine.
+        # Otherwise uvicorn in Serve's proxies would trust X-Forwarded-For from every client on this machine.
         os.environ["FORWARDED_ALLOW_IPS"] = ",".join(config.trusted_proxies)
         own_ray.start(num_claimed(config.engine, config.max_engines, nodes))
     else:
@@ -256,15 +266,15 @@ def _connect(config: ServeConfig) -> list[int]:
 
 
 def _run(app: serve.Application, name: str, prefix: str | None, what: str) -> None:
-    # Waiting in Serve would be waiting for all of its tries.
+    # Serve's own blocking deployment would return only after all its attempts to start a replica.
     updates = deployed.deploy(app, name, prefix, _LOGGING, what)
     wait_until_running(name, updates)
     deployed.note_running(name)
 
 
 def _check_proxies(actual: int, port: int) -> None:
-    """Raises `StartFailed` if a Serve that runs already does not listen at `port`: it keeps the port that it was
-    started with, whatever it is asked for, and only logs that.
+    """Raises `StartFailed` if a running Serve has no proxies or listens at another port. Serve keeps the port that it
+    was started with, and only logs that another one was asked for.
     """
     if not serve.status().proxies:
         raise StartFailed(
@@ -276,8 +286,8 @@ def _check_proxies(actual: int, port: int) -> None:
 
 
 def stop() -> None:
-    """Ends what `start` or `start_engines` began, and nothing else; harmless if nothing runs. No process of a Ray of
-    our own outlives it.
+    """Ends what `start` or `start_engines` started, and nothing else; harmless if nothing runs. No process of a Ray of
+    our own survives.
     """
     if not ray.is_initialized():
         return
@@ -295,7 +305,7 @@ def _absolute_file(path: str | None) -> str | None:
 
 
 def _absolute(name: str | None) -> Any:
-    """The absolute path of a folder; `demo` and hub ids stay as they are."""
+    """Returns the absolute path of a folder; `demo` and hub ids stay as they are."""
     if name is None or name == DEMO_MODEL or not pathlib.Path(name).is_dir():
         return name
     return str(pathlib.Path(name).resolve())

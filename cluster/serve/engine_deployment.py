@@ -1,9 +1,9 @@
-"""The engine as a Serve deployment: asyncio methods for remote calls, and a thread in which the engine alone steps.
+"""The engine as a Serve deployment: asyncio methods answer remote calls, and one thread runs the engine's steps.
 
-The event loop and the step loop share nothing but an inbox: requests, stop strings and aborts go in between two steps;
-deltas come out once a step and ingress over `cluster/serve/streams/token_channel.py`. One `generate` call stays open as
-long as its request runs, to the end of the last of its choices, so that Serve's counts, routing, draining and
-cancellation mean what they say.
+The event loop and the step thread share one inbox. Requests, stop strings and aborts enter it and are taken between two
+steps. After each step, every ingress with new output gets one frame over `cluster/serve/streams/token_channel.py`. A
+`generate` call stays open until the last choice of its request ends, so that Serve's request counts, routing, draining
+and cancellation are right.
 """
 
 from __future__ import annotations
@@ -48,57 +48,65 @@ logger = logging.getLogger(__name__)
 
 
 HOLD_S = 0.1
-"""News of requests that nobody reads before their end wait so long for others like them, while more requests wait for a
-place: each time an ingress is woken costs it more than what a step has for it.
+"""Longest time, in seconds, for which outputs of requests that are read whole are held back while other requests wait
+for admission. Waking an ingress for each output costs it more than a step spends on that output.
 """
 
 IMPORTS, ENGINE, WARM_UP, FIRST_HEALTH = "imports", "engine", "warm_up", "first_health"
-"""Phases of a start, after `process` (Python and Ray's worker) and beside those of `ModelInfo`: torch; of the engine
-what loading the model is not, such as the start of ranks; compilers; until Serve knows.
+"""Phases of a start, in this order:
+
+- importing torch and the engine,
+- building the engine (such as starting ranks), apart from loading the model, whose phases `ModelInfo` names,
+- the warm-up, which compiles,
+- the wait for Serve's first health check.
+
+The phase `process` (Python and Ray's worker) precedes them.
 """
 
 
 class _Call:
-    """One of `generate_group`, which ends with the last of its requests. Only the event loop changes it."""
+    """One `generate_group` call, which ends with the last of its requests. Only the event loop changes it."""
 
     def __init__(self, requests: list[EngineRequest], address: Address) -> None:
         self.address = address
         self.open = dict(enumerate(requests))
-        """Requests without a result, by their place."""
+        """Requests without a result, by their index in the call."""
         self.results = [RequestResult()] * len(requests)
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.arrived = time.monotonic()
         self.arrived_ns = time.time_ns()
-        """Since 1970."""
+        """Time of arrival, in nanoseconds since 1970."""
 
 
 class _Running(msgspec.Struct):
+    """A request that the engine has, and the call that waits for its result."""
+
     request: EngineRequest
     call: _Call
     place: int
-    """In the call."""
+    """Index in the call."""
     num_open: int
     """Choices that have not ended."""
     usages: list[Usage] = []
-    """Of the choices that have ended."""
+    """Usage of each choice that has ended."""
     gathering: Gathering | None = None
-    """Of a request whose output nobody reads before its end."""
+    """Holds back the output of a request that is read whole; None for a stream."""
 
 
 class _News(msgspec.Struct):
-    """What steps brought, until the event loop is told."""
+    """Outputs and results of steps that the event loop has not been told of."""
 
     frames: dict[Address, list[SequenceOutput]] = {}
     results: list[tuple[_Running, RequestResult]] = []
-    """Of requests that have ended or never ran."""
+    """Results of requests that have ended or were refused."""
     since: float | None = None
-    """When the first of it came; None if there is nothing."""
+    """Time of the oldest output here, on `time.monotonic`'s clock; None if there is none."""
 
 
 class EngineReplica:
-    """One model replica. Its constructor loads the model, so that Serve calls it ready when it is.
+    """One model replica. Its constructor loads the model, so Serve counts the replica as ready only when it can serve.
 
-    If `is_alone`, ingresses have no other one to choose, and are not told which blocks its prefix cache has.
+    With `is_alone` there is no other replica to choose, so ingresses are not told which blocks the prefix cache holds.
     """
 
     def __init__(self, config: EngineConfig, is_alone: bool = False) -> None:
@@ -107,12 +115,12 @@ class EngineReplica:
 
     @staticmethod
     def seconds_before() -> float:
-        """Returns how long the process has been there for this replica alone: not at all, if it shares it."""
+        """Returns the seconds that this replica's process ran before the constructor; 0 if the process is shared."""
         return 0.0
 
     def _start(self, config: EngineConfig, is_alone: bool) -> None:
         self._phases = Phases(process=self.seconds_before())
-        from cluster.engine.engine import Engine  # whoever only deploys this class needs none of what it imports
+        from cluster.engine.engine import Engine  # a process that only deploys this class needs none of these imports
 
         self._phases.end(IMPORTS)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -121,9 +129,9 @@ class EngineReplica:
         self._phases.split(ENGINE, self.engine.model.load_phases)
         self._meter = LoadMeter()
         self._running: dict[str, _Running] = {}
-        """Read and changed by the step thread only."""
+        """Running requests by id. Only the step thread reads and changes it."""
         self._held = _News()
-        """Of requests that are read whole."""
+        """Outputs and results of requests that are read whole, held back for up to `HOLD_S`."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._node = ray.util.get_node_ip_address()
         blocks = self.engine.scheduler.blocks
@@ -138,11 +146,11 @@ class EngineReplica:
             is_away=lambda: self.engine.is_rebuilding,
         )
         self._calls: set[_Call] = set()
-        """Calls of `generate` and `generate_group` that have not returned. Used in the event loop only."""
+        """Calls of `generate` and `generate_group` that have not returned. Only the event loop uses it."""
         self._beating: asyncio.Task[None] | None = None
         self._failure: str | None = None
         self._step_seconds = 0.0
-        """What the last step with work took."""
+        """Seconds that the last step with work took."""
         self._burst = Burst()
         self._watch = EngineWatch(own_name())
         self._is_open = True
@@ -155,7 +163,9 @@ class EngineReplica:
         self._phases.end(WARM_UP)
 
     def close(self) -> None:
-        """Ends the step loop, whatever runs, and the grammar service's processes. Serve ends the process instead."""
+        """Ends the step loop, even while requests run, and the grammar service's processes. Serve ends the process
+        instead.
+        """
 
         def end() -> None:
             self._is_open = False
@@ -167,15 +177,16 @@ class EngineReplica:
     # ---- remote calls --------------------------------------------------------------------------------------------
 
     async def generate(self, request: EngineRequest, address: Address) -> RequestResult:
-        """Runs a request to its end; its deltas go to `address`, the first of them, which holds nothing, at once.
-        Cancelling the call aborts the request. Raises `EngineFailed` where the engine has ended, or ends over it.
+        """Runs a request to its end and returns its result; its outputs go to `address`. An empty first output
+        acknowledges the request at once. Cancelling the call aborts the request. Raises `EngineFailed` if the engine
+        has failed or fails meanwhile.
         """
         (result,) = await self.generate_group([request], address)
         return result
 
     async def generate_group(self, requests: list[EngineRequest], address: Address) -> list[RequestResult]:
-        """As `generate`, to the end of the last one: also what is refused is known then. For whoever has many requests,
-        for a call costs more than all else that is done for one.
+        """Runs several requests as `generate` does, and returns when the last one has ended or was refused. One call
+        for many requests is cheaper, because a call costs more than everything else that is done for a request.
         """
         self._loop = asyncio.get_running_loop()
         if self._failure is not None:
@@ -192,7 +203,7 @@ class EngineReplica:
             self._calls.discard(call)
 
     async def _beat(self) -> None:
-        """Signs of life while something runs, and until it is told that ranks which were lost are back."""
+        """Sends heartbeats while a call is open, and until the ingresses know that the engine has rebuilt its ranks."""
         is_away = False
         while self._calls or is_away:
             await asyncio.sleep(BEAT_S)
@@ -201,7 +212,9 @@ class EngineReplica:
         self._beating = None
 
     async def _results_of(self, call: _Call) -> list[RequestResult]:
-        """Only requests with a constraint, which may have to be compiled, have a task."""
+        """Adds a call's requests to the engine and returns their results. Requests with a constraint each get a task,
+        because the constraint may have to be compiled.
+        """
         plain: list[_Running] = []
         constrained: list[_Running] = []
         for place, request in call.open.items():
@@ -250,8 +263,8 @@ class EngineReplica:
         self._sender.send(address, [])
 
     async def resolve(self, spec: ConstraintSpec, client: str = "") -> tuple[ConstraintSpec, list[str]]:
-        """The constraint with its backend, and the keywords that it does not enforce. Raises `RequestRefused` and
-        `QueueFull`.
+        """Returns the constraint with its backend, and the keywords that the backend does not enforce. Raises
+        `RequestRefused` and `QueueFull`.
         """
         resolved = await asyncio.wrap_future(self.engine.resolve(spec, client))
         return resolved.spec, resolved.not_enforced
@@ -272,11 +285,11 @@ class EngineReplica:
         return stats if self._failure is None else msgspec.structs.replace(stats, alive=False)
 
     async def start_seconds(self) -> float:
-        """That its start took, from its process's first moment."""
+        """Returns the seconds from the start of the process to the first health check."""
         return sum(self._phases.seconds.values())
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Called by Serve; read by `cluster/serve/scaling/decision.py`."""
+        """Returns the load that `cluster/serve/scaling/decision.py` reads. Serve calls it."""
         stats = self.engine.stats()
         return {
             "num_sequences": stats.num_running + stats.num_waiting,
@@ -286,7 +299,7 @@ class EngineReplica:
         }
 
     async def check_health(self) -> None:
-        """Called by Serve, which replaces a replica that raises here."""
+        """Raises `RuntimeError` if the engine has failed; Serve calls it, and then replaces the replica."""
         if self._failure is not None:
             raise RuntimeError(self._failure)
         if FIRST_HEALTH not in self._phases.seconds:
@@ -304,8 +317,8 @@ class EngineReplica:
     def _on_lost_ingress(self, address: Address) -> None:
         """Fails the calls of an ingress whose connection broke, which aborts their requests.
 
-        An ingress that lives calls again at once. One whose request came just before the break would wait in vain for
-        frames that were sent into the broken connection.
+        A living ingress calls again at once. Without the failure, a request that arrived just before the break would
+        wait in vain for frames that were sent into the broken connection.
         """
         self._reporter.forget(address)
         for call in self._calls:
@@ -322,16 +335,16 @@ class EngineReplica:
                     return
                 idle = not self.engine.has_unfinished
                 started, begun_ns = time.monotonic(), time.time_ns()
-                outputs = self.engine.step()  # without work it checks that no block is lost
+                outputs = self.engine.step()  # without work it checks that no block has leaked
                 self._watch.stepped(begun_ns, outputs, self.engine.scheduler)
                 self._deliver(outputs)
                 if idle:
-                    self._inbox.get()()  # sleeps until something comes
+                    self._inbox.get()()  # blocks until a message arrives
                     self._burst.gather(self._inbox, self._step_seconds)
                 else:
                     self._step_seconds = time.monotonic() - started
                     self._burst.learn(self._inbox.qsize())
-        except Exception as error:  # an engine that failed twice, or a bug: nothing may go on half alive
+        except Exception as error:  # the engine failed twice, or has a bug: a half-working engine must not go on
             logger.exception("the step loop ended")
             self._die(f"the step loop ended: {type(error).__name__}: {error}")
 
@@ -352,7 +365,7 @@ class EngineReplica:
             return
         request = _with_time_left(running.request, running.call.arrived)
         try:
-            # One that was admitted once is not refused for a full queue.
+            # A request that an engine admitted before is not refused for a full queue.
             self.engine.add_request(request, constraint, queue_is_bounded=request.continued is None)
         except RequestRefused as error:
             self._tell(_News(results=[(running, RequestResult(refused=str(error), param=error.param))]))
@@ -381,7 +394,7 @@ class EngineReplica:
         self._tell_held()
 
     def _deliver(self, outputs: list[SequenceOutput]) -> None:
-        """One frame for each ingress with news, then the results of what ended."""
+        """Sends one frame to each ingress with new output, then the results of the requests that ended."""
         now, news = time.monotonic(), _News()
         for output in outputs:
             running = self._running[output.request_id]
@@ -400,7 +413,9 @@ class EngineReplica:
             self._tell_held()
 
     def _note_end(self, output: SequenceOutput, news: _News) -> None:
-        """Of one choice; with the last one the request has a result, for `news` or for what is held."""
+        """Records the end of one choice. With the last choice the request gets its result, in `news` or, if it is read
+        whole, in `_held`.
+        """
         running = self._running.get(output.request_id)
         if running is None:
             return
@@ -422,7 +437,9 @@ class EngineReplica:
         self._held = _News()
 
     def _tell(self, news: _News) -> None:
-        """In one turn of the event loop, since to wake it costs a system call."""
+        """Hands outputs and results to the event loop in one call, because each wake-up of the loop costs a system
+        call.
+        """
         if news.frames or news.results:
             assert self._loop is not None
             self._loop.call_soon_threadsafe(self._send, news)
@@ -445,28 +462,28 @@ class EngineReplica:
             self._loop.call_soon_threadsafe(set_exceptions)
 
     def _die(self, reason: str) -> None:
-        """Makes every open call raise, later ones too; then Serve's health check replaces this replica."""
+        """Fails every open and later call with `reason`. Serve's health check then replaces this replica."""
         self._failure = reason
         self._tell_held()
         self._fail(list(self._running.values()))
         self._running.clear()
         while self._is_open:
-            with contextlib.suppress(Exception):  # the engine's own state may be what broke
+            with contextlib.suppress(Exception):  # the engine's own state may be broken
                 self._inbox.get()()
 
 
 class DeployedEngine(ReplicaProcess, EngineReplica):
-    """The class that Serve runs."""
+    """The class that Serve deploys."""
 
 
 def start_line(seconds: dict[str, float]) -> str:
-    """How long a start took, and which part of it what."""
+    """Returns a line for the log: how long the start and each of its phases took."""
     parts = ", ".join(f"{name} {each:.2f}" for name, each in seconds.items())
     return f"the engine started in {sum(seconds.values()):.2f} s: {parts}"
 
 
 def _with_time_left(request: EngineRequest, arrived: float) -> EngineRequest:
-    """Its deadline counts from its arrival: what its constraint and the step under way took is gone."""
+    """Returns the request with the time that is left of its deadline, which counts from the arrival of its call."""
     if request.deadline_s is None:
         return request
     left_s = max(0.0, request.deadline_s - (time.monotonic() - arrived))
@@ -480,18 +497,19 @@ def engine_deployment(
     autoscaling: AutoscalingOptions | None = None,
     is_alone: bool = False,
 ) -> Any:
-    """The Serve deployment; bind it with the configuration, which says how many threads the model has, and with
-    `is_alone`: there is never more than one replica. With `autoscaling` there are as many replicas as that says.
+    """Returns the Serve deployment of the engines; bind it with the configuration, which must hold `num_threads`, and
+    with `is_alone`. `is_alone` says that there is never more than one replica. With `autoscaling` the number of
+    replicas follows the load.
     """
     return serve.deployment(
         DeployedEngine,
         name=name,
         num_replicas=num_replicas if autoscaling is None else None,
         autoscaling_config=None if autoscaling is None else autoscaling_config(autoscaling, config),
-        # The engine's own queue limit refuses (429): Serve must not hold requests back before it sees them.
+        # The engine's own queue limit refuses requests (429), so Serve must not hold any back before.
         max_ongoing_requests=config.max_num_sequences + config.max_num_waiting + 1024,
-        health_check_period_s=1,  # Serve learns so of a death, and starts another replica
-        health_check_timeout_s=5,  # three times in a row: one that hangs is replaced after 18 s
+        health_check_period_s=1,  # Serve notices a dead replica within this time and starts another one
+        health_check_timeout_s=5,  # a hung replica fails three checks in a row and is replaced after 18 s
         request_router_config=RequestRouterConfig(
             request_router_class=EngineRouter,  # type: ignore[arg-type]
             request_router_kwargs={
@@ -507,9 +525,10 @@ def engine_deployment(
                 "env_vars": {
                     **REPLICA_ENVIRONMENT,
                     **gpu_environment(config),
-                    # Both are read when torch loads its OpenMP. Ray gives an actor one thread unless told otherwise.
+                    # torch reads both variables when it loads OpenMP. Ray gives an actor one thread unless told
+                    # otherwise.
                     "OMP_NUM_THREADS": str(config.num_threads),
-                    # torch's threads, which spin for long after each operation, would keep the kernels' from the cores.
+                    # torch's threads would spin long after each operation and keep the kernels' threads from the cores.
                     "GOMP_SPINCOUNT": "1000",
                 }
             },

@@ -1,6 +1,6 @@
 """The HTTP application as a Serve deployment: each replica has a tokenizer, metrics and a channel from the engines.
 
-What it answers is `cluster/http/`'s; here it is made, told apart from its peers and watched by Serve.
+`cluster/http/` answers the requests. This module builds that application, names the replica and drains it.
 """
 
 from __future__ import annotations
@@ -33,25 +33,29 @@ from cluster.text.tokenizer import Tokenizer
 from workers.checkpoints.model_folder import resolve_model_folder
 
 DRAIN_POLL_S = 0.5
-"""How often a replica that was told to go asks whether another one has taken its place."""
+"""Seconds between two checks of a draining replica whether another one has taken its place."""
 RATES_S = 1.0
-"""Seconds between two questions to the other ingresses what their clients have used."""
+"""Seconds between two queries to the other ingresses for their clients' use of rate limits."""
 REMOVED_S = 25.0
-"""So long streams may go on whose application was deleted: who stops it waits for them. Serve gives engines 20 s; what
-still runs then is told that it has failed.
+"""Seconds that running streams get to end after their application was deleted, because whoever stops the application
+waits for them. Serve gives the engines 20 s; streams that still run then end with an error.
 """
 
 
 class Ingress:
     """One replica of the endpoint, behind Serve's proxy.
 
-    `engine` is the handle of the engines, `standby` that of their standby. All ingresses of an application have the
-    same `prefix_secret`. `shares_port` is for ingresses that listen. `batches` is the handle of the runner of batches;
-    nobody calls it, but Serve starts the deployments whose handles it passes on.
+    - `engine` and `standby` are the handles of the engines and of the standby engines.
+    - `prefix_secret` is the same for all ingresses of an application.
+    - `shares_port` applies only to ingresses that listen themselves.
+    - `batches` is the handle of the batch runner. Nothing calls it, but Serve starts a deployment whose handle is
+      passed on.
     """
 
     returns_request_id = False
-    """Serve's proxy gives every request an x-request-id if the client sent none, and returns it."""
+    """Whether the application returns the x-request-id. Behind Serve's proxy it does not: the proxy adds an id if the
+    client sent none, and returns it.
+    """
 
     def __init__(
         self,
@@ -95,7 +99,9 @@ class Ingress:
         self._sharing_limits: asyncio.Task[None] | None = None
 
     async def check_health(self) -> None:
-        """Called by Serve, the first time before the replica counts as ready; Serve replaces one that raises here."""
+        """Raises if the ingress cannot serve. Serve calls it for the first time before the replica counts as
+        ready, and replaces a replica that raises.
+        """
         with told_in_words():
             await self._client.check_reachable()
         if self._sharing_limits is None and self._app.rate_limits and self._metrics.replica is not None:
@@ -105,13 +111,15 @@ class Ingress:
         return self._app
 
     async def own_rates(self) -> tuple[str, dict[str, tuple[float, float]]]:
-        """Returns this replica's name and what it has taken of rate limits; called by the other ingresses."""
+        """Returns this replica's name and the requests and tokens counted against each rate limit. The other ingresses
+        call it.
+        """
         return _replica_id(), {
             name: (taken.requests, taken.tokens) for name, taken in self._app.rate_limits.taken().items()
         }
 
     async def _share_rate_limits(self) -> None:
-        """Asks the other ingresses every `RATES_S` what they have taken."""
+        """Asks the other ingresses every `RATES_S` what they have counted against rate limits."""
         while True:
             await asyncio.sleep(RATES_S)
             for peer, taken in await self._of_peers("own_rates"):
@@ -119,18 +127,18 @@ class Ingress:
                     self._app.rate_limits.note_peer(peer, taken)
 
     async def own_metrics(self) -> tuple[str | None, list[Metric]]:
-        """The name and the metrics of this ingress; called by the ingress that answers `/metrics`."""
+        """Returns this ingress's name and metrics. The ingress that answers `/metrics` calls it."""
         return self._metrics.replica, self._metrics.own()
 
     async def _other_metrics(self) -> list[list[Metric]]:
-        """The metrics of the other ingresses that answer."""
+        """Returns the metrics of the other ingresses that answer."""
         if self._metrics.replica is None:
             return []
         found = await self._of_peers("own_metrics")
         return [counted for replica, counted in found if replica != self._metrics.replica]
 
     async def _of_peers(self, method: str) -> list[tuple[Any, Any]]:
-        """The results of a method of each replica that is to stay and answers."""
+        """Calls a method of every replica that is not draining, and returns the results of those that answer."""
         try:
             answers = self._peers.broadcast(method)
             found = await answers.results_async(timeout_s=ANSWER_TIMEOUT_S, return_exceptions=True)
@@ -148,8 +156,8 @@ class Ingress:
 
 
 class ListeningIngress(Ingress):
-    """Takes the connections itself: Serve calls it ready when it listens, and replaces it when it no longer does. With
-    `shares_port` the application's other replicas may listen on the same node.
+    """An ingress that accepts connections itself. Serve counts it as ready when it listens, and replaces it when it no
+    longer does. With `shares_port` the application's other replicas may listen on the same node.
     """
 
     returns_request_id = True
@@ -175,18 +183,19 @@ class ListeningIngress(Ingress):
             await self._listener.ensure_listening()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Called by Serve; read by `cluster/serve/scaling/decision.py`."""
+        """Returns the number of nodes with engines, which `cluster/serve/scaling/decision.py` reads. Serve calls it."""
         return {"engine_nodes": self._client.num_engine_nodes}
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with contextlib.suppress(asyncio.CancelledError):  # that a client left is news for Serve's counts only
+        with contextlib.suppress(asyncio.CancelledError):  # a client that left matters to Serve's counts only
             await self._app(scope, receive, send)
 
     # ---- going -------------------------------------------------------------------------------------------------------
 
     async def drain(self) -> None:
-        """Returns when nothing needs this replica any more. While its readiness fails it still takes requests, for
-        `drain_notice_s`: whoever sends them learns of it in that time. Then only what runs goes on to its end.
+        """Returns when this replica may end. For `drain_notice_s` it fails its readiness check but still accepts
+        requests, so that load balancers notice. It ends the notice early if another replica has taken its place or the
+        application was deleted. Then it only finishes running requests.
         """
         deadline = time.monotonic() + self._notice_s
         while time.monotonic() < deadline and not (await self._is_replaced() or await is_removed()):
@@ -197,24 +206,24 @@ class ListeningIngress(Ingress):
         await asyncio.wait([asyncio.ensure_future(self._listener.close())], timeout=patience_s)
 
     async def own_place(self) -> tuple[str, tuple[str, int]]:
-        """Name, and node and port; called by a replica that was told to go."""
+        """Returns the replica's name, and its node and port. A draining replica calls it."""
         return _replica_id(), (ray.get_runtime_context().get_node_id(), self._port)
 
     async def _is_replaced(self) -> bool:
-        """Whether a replica that is to stay listens here too."""
+        """Returns whether a replica that is not draining listens at the same node and port."""
         own_name, own_place = await self.own_place()
         return any(name != own_name and place == own_place for name, place in await self._of_peers("own_place"))
 
 
 class DeployedIngress(ReplicaProcess, ListeningIngress):
-    """The class that Serve runs: it calls `__del__` of a replica that it tells to go, and then ends the process."""
+    """The class that Serve deploys. Serve calls `__del__` of a replica that has to go, and then ends the process."""
 
     async def __del__(self) -> None:
         await self.drain()
 
 
 class ProxiedIngress(ReplicaProcess, Ingress):
-    """The class that Serve runs where its proxies take the connections."""
+    """The class that Serve deploys when its proxies accept the connections."""
 
 
 def _replica_id() -> str:
@@ -226,12 +235,16 @@ def _app_name() -> str:
 
 
 def _follow_engines(config: ServeConfig) -> bool:
-    """Whether ingresses follow the engines to nodes that come with the load: if their number is left open."""
+    """Returns whether the number of ingresses follows the nodes that have engines: with autoscaling and no fixed
+    number.
+    """
     return config.autoscaling is not None and config.num_ingress_replicas is None
 
 
 def ingress_deployment(config: ServeConfig, num_nodes: int) -> Any:
-    """The Serve deployment; bind it with the configuration and the engines. Replicas that listen need no proxy."""
+    """Returns the Serve deployment of the ingresses; bind it with the configuration and the engines. Replicas that
+    listen need no proxy.
+    """
     listens, num_replicas = config.http_server == "listener", config.num_ingress_replicas or 1
     places: dict[str, Any] = {}
     if _follow_engines(config):
@@ -241,13 +254,13 @@ def ingress_deployment(config: ServeConfig, num_nodes: int) -> Any:
     elif listens and num_nodes > 1:
         places = {"max_replicas_per_node": -(-num_replicas // num_nodes)}
     elif listens:
-        places = {"max_surge_percent": 100}  # a new version listens before the last one goes: there is no other node
+        places = {"max_surge_percent": 100}  # there is no other node, so a new version listens before the old one ends
     return serve.deployment(
         DeployedIngress if listens else serve.ingress()(ProxiedIngress),
         name="ingress",
         num_replicas=None if "autoscaling_config" in places else num_replicas,
-        health_check_period_s=1,  # its port answers nobody meanwhile; a check takes 10 us
-        max_ongoing_requests=100_000,  # the engine's queue limit refuses, and says so in OpenAI's shape
+        health_check_period_s=1,  # a lost port answers nobody until the next check; a check takes 10 us
+        max_ongoing_requests=100_000,  # the engine's queue limit refuses requests, with an error in OpenAI's format
         graceful_shutdown_timeout_s=config.drain_notice_s + config.drain_timeout_s,
         graceful_shutdown_wait_loop_s=DRAIN_POLL_S,
         ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": REPLICA_ENVIRONMENT}},

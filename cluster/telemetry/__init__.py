@@ -1,1 +1,1 @@
-"""Request logs, spans, and what engines report."""
+"""Request logs, spans, and the reports of engines."""

@@ -1,4 +1,6 @@
-"""What a request asks for, as OpenTelemetry's conventions for generative AI name it; texts are left out."""
+"""The options of a request as attributes of a span, named by OpenTelemetry's conventions for generative AI; texts are
+left out.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from workers.sampling_params import SamplingParams
 
 
 def generation_attributes(model: str, params: SamplingParams, *, chat: bool, stream: bool) -> dict[str, Any]:
-    """Options that are left at what they are by default are left out."""
+    """Returns the attributes; most options with their default value are left out."""
     asked = {
         "gen_ai.request.max_tokens": params.max_tokens,
         "gen_ai.request.choice.count": params.n if params.n > 1 else None,

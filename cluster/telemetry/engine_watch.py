@@ -1,7 +1,7 @@
-"""What befalls the requests of one engine, told to the request log and, if traces are wanted, as spans.
+"""Events of one engine's requests, written to the request log and, if traces are wanted, as spans.
 
-Used by the engine's thread between two steps (`cluster/serve/engine_deployment.py`). Without traces a step costs one
-look at whether anybody was preempted.
+The engine's thread calls it between two steps (`cluster/serve/engine_deployment.py`). Without traces a step costs one
+check for preempted sequences.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class EngineWatch:
-    """`replica` is the engine's name. Times are in nanoseconds since 1970."""
+    """The watch over one engine's requests. `replica` is the engine's name. Times are in nanoseconds since 1970."""
 
     def __init__(self, replica: str) -> None:
         open_request_log()
@@ -31,7 +31,9 @@ class EngineWatch:
         self.spans = None if tracer is None else EngineSpans(tracer, replica)
 
     def added(self, request: EngineRequest, called_ns: int) -> None:
-        """The engine has queued a request, for which it was called at `called_ns`; then its constraint was compiled."""
+        """Records that the engine has queued a request. Its call arrived at `called_ns`, and its constraint has been
+        compiled since.
+        """
         if request.continued is not None:
             num_tokens = sum(len(choice.token_ids) for choice in request.continued)
             log_event("continued", request.request_id, output_tokens=num_tokens)
@@ -39,7 +41,7 @@ class EngineWatch:
             self.spans.added(request, called_ns)
 
     def stepped(self, begun_ns: int, outputs: list[SequenceOutput], scheduler: Scheduler) -> None:
-        """A step that began at `begun_ns` has brought `outputs`."""
+        """Records a step that began at `begun_ns` and produced `outputs`."""
         for sequence in scheduler.preempted:
             output_tokens = sequence.num_output_tokens
             log_event("preempted", sequence.request_id, choice=sequence.index, output_tokens=output_tokens)
@@ -48,14 +50,16 @@ class EngineWatch:
             self.spans.stepped(begun_ns, outputs, scheduler.running)
 
     def choice_ended(self, output: SequenceOutput) -> None:
-        """`output` has a finish and a usage."""
+        """Records the end of a choice; `output` has a finish and a usage."""
         if output.finish is FinishStatus.FINISHED_INTERNAL_ERROR:
             assert output.usage is not None
             tokens = output.usage.num_output_tokens
             log_event("failed", output.request_id, choice=output.index, output_tokens=tokens, reason=output.error)
 
     def ended(self, request_id: str, last: SequenceOutput, usage: Usage) -> None:
-        """With the choice that ended last; `usage` is that of all."""
+        """Records the end of a request. `last` is the output of the choice that ended last, `usage` the usage of all
+        choices.
+        """
         if last.finish is FinishStatus.FINISHED_ABORTED:
             log_event("aborted", request_id, output_tokens=usage.num_output_tokens, reason=last.error)
         if self.spans is not None:
@@ -63,24 +67,24 @@ class EngineWatch:
 
 
 class _Stages(msgspec.Struct):
-    """Of one request; 0 stands for a time that has not come."""
+    """Times of one request's stages, in nanoseconds since 1970; 0 for a stage that has not begun."""
 
     parent: Any
     called: int
     added: int
     is_constrained: bool
     scheduled: int = 0
-    """The step began in which it was first computed."""
+    """Start of the step in which the request was first computed."""
     first_token: int = 0
     num_late_steps: int = 0
-    """Steps that one of its sequences sat out."""
+    """Steps that one of its sequences sat out because its mask was late."""
     late_ns: int = 0
-    """What these took."""
+    """Duration of these steps in nanoseconds."""
 
 
 class EngineSpans:
-    """Spans of each request that is sampled, made when it ends: `queue`, `prefill` and `decode`, one after the other.
-    One with a constraint has `compile` before them and `masks` beside the last two.
+    """Spans of each sampled request, made when it ends: `queue`, `prefill` and `decode`, one after the other. A request
+    with a constraint has `compile` before them, and `masks` beside the last two.
     """
 
     def __init__(self, tracer: Tracer, replica: str) -> None:
@@ -132,7 +136,7 @@ class EngineSpans:
 def _spans(
     stages: _Stages, now: int, finish: FinishStatus | None, usage: Usage
 ) -> list[tuple[str, int, int, dict[str, Any]]]:
-    """Name, begin, end and attributes of each; the last is the one in which the request ended."""
+    """Returns name, begin, end and attributes of each span; the last span is the one in which the request ended."""
     spans: list[tuple[str, int, int, dict[str, Any]]] = []
     if stages.is_constrained:
         spans.append(("compile", stages.called, stages.added, {}))

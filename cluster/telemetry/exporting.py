@@ -1,7 +1,7 @@
-"""A tracer as OpenTelemetry's environment variables ask for it; where they ask for nothing, nothing is imported.
+"""A tracer configured by OpenTelemetry's environment variables. Without them nothing is imported.
 
 Ingress and engines have one each, with the same service name. Exporters are found as OpenTelemetry's own tools find
-them, by the entry points of installed packages, and spans are exported from a thread of the SDK's.
+them, by the entry points of installed packages. A thread of the SDK exports the spans.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ _GROUP = "opentelemetry_traces_exporter"
 
 
 def wanted() -> list[str]:
-    """Entry points of the exporters that are asked for: those of `OTEL_TRACES_EXPORTER`, or OTLP's if only an endpoint
-    is set. None without either, unlike OpenTelemetry, which then sends to localhost; none with `OTEL_SDK_DISABLED`.
+    """Returns the entry points of the exporters that the environment asks for: those in `OTEL_TRACES_EXPORTER`, or
+    OTLP's if only an endpoint is set. Without either, or with `OTEL_SDK_DISABLED`, returns none; OpenTelemetry itself
+    would send to localhost.
     """
     if os.environ.get(SDK_DISABLED, "").strip().lower() == "true":
         return []
@@ -40,12 +41,16 @@ def _first(variables: tuple[str, ...]) -> str:
 
 
 def _otlp() -> str:
-    """By its protocol: `grpc`, or `http/protobuf`, which is OpenTelemetry's default."""
+    """Returns the entry point of OTLP's exporter for its protocol: `grpc`, or `http/protobuf`, which is OpenTelemetry's
+    default.
+    """
     return f"otlp_proto_{(_first(PROTOCOLS) or 'http/protobuf').partition('/')[0]}"
 
 
 def missing() -> str | None:
-    """Why there are no traces although the environment asks for them, and the remedy; None if nothing is missing."""
+    """Returns why there are no traces although the environment asks for them, and the remedy; None if nothing is
+    missing.
+    """
     installed = {entry.name for entry in metadata.entry_points(group=_GROUP)}
     names = [name for name in wanted() if name not in installed]
     if not names:
@@ -58,8 +63,8 @@ def missing() -> str | None:
 
 
 def open_provider() -> TracerProvider | None:
-    """None if no traces are wanted, or an exporter is missing, which is logged. Sampling, batches, limits and resource
-    attributes are read from their variables by the SDK.
+    """Returns None if no traces are wanted, or if an exporter is missing, which is logged. The SDK reads sampling,
+    batches, limits and resource attributes from their variables.
     """
     names = wanted()
     if not names:
@@ -71,7 +76,7 @@ def open_provider() -> TracerProvider | None:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    resource = Resource.create()  # of OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES
+    resource = Resource.create()  # from OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES
     if str(resource.attributes["service.name"]).startswith("unknown_service"):
         resource = resource.merge(Resource({"service.name": "manta"}))
     provider = TracerProvider(resource=resource)
@@ -82,12 +87,16 @@ def open_provider() -> TracerProvider | None:
 
 
 def open_tracer() -> Tracer | None:
-    """Of a provider of our own: the process may have another one, for its own calls."""
+    """Returns a tracer of a provider of our own, because the process may have another one for its own calls; None
+    without traces.
+    """
     provider = open_provider()
     return None if provider is None else provider.get_tracer("manta", version())
 
 
 def traceparent_of(span: Span) -> str:
-    """For those who continue the trace elsewhere (W3C Trace Context, level 1); empty if the span is not recorded."""
+    """Returns the header that continues the trace elsewhere (W3C Trace Context, level 1); empty if the span is not
+    recorded.
+    """
     context = span.get_span_context()
     return f"00-{context.trace_id:032x}-{context.span_id:016x}-01" if context.trace_flags.sampled else ""

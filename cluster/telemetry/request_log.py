@@ -1,7 +1,7 @@
-"""The request log: one JSON object a line on stdout, which Ray keeps with the logs of the replica.
+"""The request log: one JSON object per line on stdout, which Ray keeps with the logs of the replica.
 
-The ingress writes a line for each request that ended; ingress and engines write one for what befell a request on its
-way: `continued`, `preempted`, `aborted`, `failed`. All carry the `request_id` that the client reads as x-request-id.
+The ingress writes a line for each ended request. Ingress and engines write one for each event on its way: `continued`,
+`preempted`, `aborted`, `failed`. Each line has the `request_id` that the client reads as x-request-id.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import time
 from typing import Any
 
 _ENGINE_NAME = re.compile(r"(?P<id>.*)-[0-9a-f]{8}-\d+(/\d+)?", re.DOTALL)
-"""What `endpoints/generation.py`, `serve/submission.py` and `serve/prompt_run.py` make of a request's id: a body's own
-letters, the number of its prompt, and how often it went on.
+"""Form of the ids that `cluster/http/endpoints/generation.py` and `cluster/serve/streams/` make from a request's id.
+They append random digits for the body, the number of the prompt, and the number of continuations.
 """
 
 
@@ -23,7 +23,7 @@ _logger = logging.getLogger("manta.requests")
 
 
 def open_request_log() -> logging.Logger:
-    """Before it is called in a process, nothing is written there."""
+    """Returns the log; before the first call in a process, nothing is written there."""
     if not _logger.handlers:
         handler = logging.StreamHandler(sys.stdout)
         handler.setFormatter(logging.Formatter("%(message)s"))
@@ -34,7 +34,7 @@ def open_request_log() -> logging.Logger:
 
 
 def log_event(event: str, engine_request: str, **fields: Any) -> None:
-    """Writes what befell a request, which engines know as `engine_request`. Fields that are None are left out."""
+    """Writes an event of a request, which engines know as `engine_request`. Leaves out fields that are None."""
     if not _logger.isEnabledFor(logging.INFO):
         return
     entry = {
@@ -48,6 +48,6 @@ def log_event(event: str, engine_request: str, **fields: Any) -> None:
 
 
 def request_id_of(engine_request: str) -> str:
-    """The id that the client knows. A name that no HTTP request has, as a batch's, is its own."""
+    """Returns the id that the client knows. An id in another form, such as a batch line's, is returned as it is."""
     named = _ENGINE_NAME.fullmatch(engine_request)
     return engine_request if named is None else named["id"]

@@ -1,6 +1,6 @@
 """A model's chat templates, which write a conversation as text: Jinja in a sandbox, as transformers renders it.
 
-A template comes with a model and is not trusted. Called by `cluster/text/tokenizer.py`.
+A template comes with a model and is not trusted. `cluster/text/tokenizer.py` calls this module.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ class ChatTemplates:
         return bool(self._templates)
 
     def source(self, tools: bool) -> str:
-        """The source of the template; with `tools`, of the one for tools if there is one. Empty without a template."""
+        """Returns the source of the template; with `tools`, that of the template for tools if there is one. Empty
+        without a template.
+        """
         source = self._sources.get("tool_use") if tools else None
         return source or self._sources.get("default") or ""
 
     def check(self, special_tokens: dict[str, str]) -> None:
-        """Raises `TemplateError` if the template refuses a conversation of one message, in either form of its content.
+        """Raises `TemplateError` if the template refuses a conversation of one message with both forms of its content.
         Does nothing without a template.
         """
         if "default" not in self._templates:
@@ -57,8 +59,8 @@ class ChatTemplates:
         )
 
     def render(self, tools: list[dict[str, Any]] | None, values: dict[str, Any]) -> str:
-        """The text that the template makes of `values`. Raises `TemplateError` if there is no template, or whatever the
-        template raises.
+        """Returns the text that the template makes of `values`. Raises `TemplateError` if there is no template, or if
+        the template raises anything.
         """
         template = self._templates.get("tool_use") if tools else None
         template = template or self._templates.get("default")
@@ -73,7 +75,7 @@ class ChatTemplates:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks an assistant's text for training; here its body is plain content."""
+    """The tag `{% generation %}`, which marks an assistant's text for training; here its body is plain content."""
 
     tags = {"generation"}
 
@@ -103,7 +105,7 @@ def _refuse_private(name: Any) -> None:
 
 
 def _sandbox() -> jinja2.Environment:
-    """transformers' environment, with its filter, functions and extensions."""
+    """Returns transformers' environment, with its filter, functions and extensions."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
     )
@@ -122,7 +124,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Replaces Jinja's own filter, which escapes HTML; no chat template wants that."""
+    """Returns a value as JSON. Replaces Jinja's own filter, which escapes HTML; no chat template wants that."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

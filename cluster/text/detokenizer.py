@@ -1,8 +1,8 @@
-"""What users read: text out of token deltas, cut at the stop string found in it.
+"""The text that users read: tokens turned into text, which ends at the first stop string.
 
-One `SequenceText` per sequence holds back what is not certain yet: the bytes of an unfinished character, and anything
-that may be the beginning of a stop string. The HTTP endpoint and the offline `LLM` use it alike; it never talks to the
-engine.
+One `SequenceText` per sequence holds back text that is not certain yet: the bytes of an unfinished character, and
+anything that may be the beginning of a stop string. The HTTP endpoint and the offline `LLM` both use it; it never talks
+to the engine.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from workers.sampling_params import SamplingParams
 
 
 class TextDelta(msgspec.Struct, array_like=True, gc=False):
-    """What one delta of tokens added to the text."""
+    """The text that one delta of tokens added."""
 
     text: str
     stop_string: str | None = None
-    """The stop string that ended the text; nothing may be appended afterwards."""
+    """Stop string that ended the text; nothing may be appended afterwards."""
     num_kept_tokens: int = 0
-    """With `stop_string`: the output tokens that make the kept text. Else all tokens so far."""
+    """With `stop_string`, the number of output tokens that make the kept text; otherwise that of all tokens so far."""
 
 
 class SequenceText:
     """The text of one sequence, piece by piece.
 
-    `final_only` skips decoding until the end if no stop string needs the text earlier. `continues_prompt=False`
+    `final_only` skips decoding until the end, unless a stop string needs the text earlier. `continues_prompt=False`
     drops the space that SentencePiece models put in front of an answer's first word (see `Tokenizer.text_decoder`).
-    Special tokens of `shown_ids` stay in the text, for whoever reads their marks.
+    Special tokens in `shown_ids` stay in the text, for a reader that parses them.
     """
 
     def __init__(
@@ -60,13 +60,13 @@ class SequenceText:
         self._held = ""
         """Text that may be the beginning of a stop string."""
         self._num_emitted = 0
-        """Characters given out."""
+        """Number of characters that were returned."""
         self._searchable_from = 0
-        """Stop strings ending at or before this character came before `min_tokens` and do not count."""
+        """Character before which stop strings do not count, because they end within the first `min_tokens` tokens."""
         self._certain = _TokenCounter(self._new_decoder()) if params.stop else None
 
     def append(self, delta: SequenceOutput) -> TextDelta:
-        """Adds a delta and returns the text that is certain now; with `delta.finish` everything left is."""
+        """Adds a delta and returns the text that is certain now; with `delta.finish`, all the rest."""
         token_ids = delta.token_ids
         final = delta.finish is not None
         self._num_tokens += len(token_ids)
@@ -81,14 +81,14 @@ class SequenceText:
         return self._search(self._decode_counting(token_ids, final), final)
 
     def num_certain_tokens(self) -> int:
-        """Output tokens that no stop string can take back any more, while the sequence goes on."""
+        """Returns the number of output tokens that no stop string can take back while the sequence goes on."""
         return self._num_tokens if self._certain is None else self._certain.count(self._token_ids, self._num_emitted)
 
     def _new_decoder(self) -> TextDecoder:
         return self._tokenizer.text_decoder(self._skip_special_tokens, self._continues_prompt, self._shown_ids)
 
     def _decode_counting(self, token_ids: list[int], final: bool) -> str:
-        """Decodes, and notes which characters belong to the first `min_tokens` tokens."""
+        """Returns the decoded text, and records which characters belong to the first `min_tokens` tokens."""
         num_exempt = self._min_tokens - len(self._token_ids)
         self._token_ids += token_ids
         if num_exempt <= 0:
@@ -99,7 +99,7 @@ class SequenceText:
 
     def _search(self, new_text: str, final: bool) -> TextDelta:
         text = self._held + new_text
-        if self._find_start is not None and self._find_start(text) is None:  # most text: saves 2/3 of the time
+        if self._find_start is not None and self._find_start(text) is None:  # true for most text; saves 2/3 of the time
             self._held = ""
             self._num_emitted += len(text)
             return TextDelta(text, None, self._num_tokens)
@@ -114,9 +114,9 @@ class SequenceText:
         return TextDelta(text[:num_certain], None, self._num_tokens)
 
     def _find_stop(self, text: str) -> tuple[int, str] | None:
-        """(start, string) of the stop string that is complete first; of several at once the longest.
+        """Returns (start, string) of the stop string that is complete first, and of several at once the longest.
 
-        So the result does not depend on how many tokens a delta brings.
+        The result therefore does not depend on how many tokens a delta holds.
         """
         best: tuple[int, int, str] | None = None
         exempt = self._searchable_from - self._num_emitted
@@ -129,7 +129,7 @@ class SequenceText:
         return None if best is None else best[1:]
 
     def _certain_length(self, text: str) -> int:
-        """Where the longest suffix of `text` begins that is the beginning of a stop string."""
+        """Returns the start of the longest suffix of `text` that is the beginning of a stop string."""
         certain = len(text)
         for stop in self._stops:
             start = text.find(stop[0], max(0, len(text) - len(stop) + 1), certain)
@@ -141,12 +141,12 @@ class SequenceText:
         return certain
 
     def _count_tokens(self, num_characters: int) -> int:
-        """The fewest output tokens whose text has `num_characters` characters."""
+        """Returns the least number of output tokens whose text has `num_characters` characters."""
         return _TokenCounter(self._new_decoder()).count(self._token_ids, num_characters)
 
 
 class _TokenCounter:
-    """Counts the tokens of a growing list that make the beginning of its text."""
+    """Counts the leading tokens of a growing list that make the beginning of its text."""
 
     def __init__(self, decoder: TextDecoder) -> None:
         self._decoder = decoder
@@ -154,7 +154,9 @@ class _TokenCounter:
         self._num_characters = 0
 
     def count(self, token_ids: list[int], num_characters: int) -> int:
-        """The fewest tokens whose text has `num_characters` characters; asked for in growing order."""
+        """Returns the least number of tokens whose text has `num_characters` characters, which must not decrease
+        between calls.
+        """
         while self._num_tokens < len(token_ids) and self._num_characters < num_characters:
             self._num_characters += len(self._decoder.decode((token_ids[self._num_tokens],), False))
             self._num_tokens += 1

@@ -1,4 +1,4 @@
-"""From token ids to text, piece by piece: by a table of each token's bytes, or else by decoding a moving window.
+"""Turns token ids into text, piece by piece: by a table of each token's bytes, or else by decoding a moving window.
 
 `cluster/text/tokenizer.py` makes a decoder for each sequence, `cluster/text/detokenizer.py` feeds it.
 """
@@ -23,26 +23,28 @@ class TextDecoder(Protocol):
     """Turns a growing sequence of token ids into text, piece by piece."""
 
     def decode(self, token_ids: Sequence[int], final: bool) -> str:
-        """The text that `token_ids` complete. Bytes of an unfinished character are kept for the next call; with `final`
-        they become U+FFFD.
+        """Returns the text that `token_ids` complete. Keeps the bytes of an unfinished character for the next call;
+        with `final` they become U+FFFD.
         """
         ...
 
 
 class Decoding(msgspec.Struct, frozen=True):
-    """How a tokenizer's decoder makes text of tokens."""
+    """The way in which a tokenizer's decoder turns tokens into text."""
 
     kind: str
-    """`bytelevel` or `metaspace`, which a table of bytes expresses; or `window`, which needs the library's decoder."""
+    """Kind of decoder: `bytelevel` or `metaspace`, which a table of bytes expresses, or `window`, which needs the
+    library's decoder.
+    """
     first: str = "none"
-    """What is removed from the beginning of a text: `none`, one `space`, or every space of the first `token`."""
+    """Part that is removed from the beginning of a text: `none`, one `space`, or every space of the first `token`."""
     space: str = "\u2581"
     byte_tokens: bool = False
     """Whether tokens such as `<0x0A>` stand for a byte."""
 
 
 def decoding_of(decoder: dict[str, Any] | None) -> Decoding:
-    """Reads the `decoder` of `tokenizer.json`; a combination of steps that no table expresses decodes by window."""
+    """Reads the `decoder` of `tokenizer.json`. A combination of steps that no table expresses is decoded by window."""
     steps = [] if decoder is None else decoder.get("decoders", [decoder])
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
@@ -59,7 +61,7 @@ def decoding_of(decoder: dict[str, Any] | None) -> Decoding:
 
 
 class PieceTable(dict[int, bytes]):
-    """Token id to the bytes that it adds to a text, computed at first use. Skipped and unknown ids add none."""
+    """Table of the bytes that each token id adds to a text, computed at first use. Skipped and unknown ids add none."""
 
     def __init__(self, fast: FastTokenizer, decoding: Decoding, skipped: frozenset[int]) -> None:
         super().__init__()
@@ -87,7 +89,7 @@ class PieceTable(dict[int, bytes]):
 
 
 class PieceDecoder:
-    """Joins bytes from a table and decodes UTF-8 incrementally: about 0.2 µs a token.
+    """Joins bytes from a table and decodes UTF-8 incrementally, at about 0.2 µs a token.
 
     Gives the same text as the library, except for the number of U+FFFD if a SentencePiece model emits invalid bytes.
     """
@@ -114,8 +116,8 @@ class PieceDecoder:
 
 
 class WindowDecoder:
-    """For decoders in which a token's text depends on its neighbours: decodes the last tokens twice, with and without
-    the new ones.
+    """Decodes the last tokens twice, with and without the new ones, for decoders in which a token's text depends on its
+    neighbours.
     """
 
     def __init__(self, fast: FastTokenizer, skip_special_tokens: bool, skipped: frozenset[int]) -> None:
@@ -123,7 +125,7 @@ class WindowDecoder:
         self._skipped = skipped if skip_special_tokens else frozenset()
         self._window: list[int] = []
         self._num_read = 0
-        """Leading tokens of the window whose text was returned already."""
+        """Leading tokens of the window whose text has been returned."""
 
     def decode(self, token_ids: Sequence[int], final: bool) -> str:
         self._window += [token_id for token_id in token_ids if token_id not in self._skipped]

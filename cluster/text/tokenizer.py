@@ -1,8 +1,8 @@
 """Text to token ids and back for one model, its chat template, and the bytes of every token.
 
-Only the `tokenizers` library reads `tokenizer.json`, so an HTTP process imports neither torch nor transformers; if a
-model lacks that file, transformers converts its files. Called by the ingress, by `LLM` and by
-`cluster/text/detokenizer.py`. Keeps no state of requests; a caller holds one `TextDecoder` for each sequence.
+The `tokenizers` library alone reads `tokenizer.json`, so an HTTP process imports neither torch nor transformers. If a
+model lacks that file, transformers converts its files. The ingress, `LLM` and `cluster/text/detokenizer.py` call this
+module. It keeps no state of requests; a caller holds one `TextDecoder` for each sequence.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from cluster.text.tokenizer_files import TokenizerError, read_chat_templates, re
 from workers.sampling_params import SamplingParams
 
 _CONVERTIBLE = ("*.model", "vocab.*", "*.tiktoken", "*.tekken", "tekken.json")
-"""Files of tokenizers that transformers converts."""
+"""Patterns of tokenizer files that transformers converts."""
 _OTHER_TOKENIZER = "give the tokenizer's folder in the option `tokenizer`"
 LONG_TEXT = 20_000
-"""Texts of at least this many characters are tokenised in a thread: a megabyte would hold up every stream."""
+"""Characters from which a text is tokenised in a thread, because a megabyte would delay every stream."""
 
 
 class TextError(ValueError):
@@ -49,7 +49,7 @@ class Tokenizer:
         added = self._fast.get_added_tokens_decoder()
         self.special_ids: frozenset[int] = frozenset(token_id for token_id, token in added.items() if token.special)
         self.vocab_size: int = self._fast.get_vocab_size(with_added_tokens=True)
-        """Number of tokens, added ones included; the model's own vocabulary may be padded beyond it."""
+        """Number of tokens, including added ones; the model's own vocabulary may be padded beyond it."""
         self.base_vocab_size: int = 1 + max(self._fast.get_vocab(with_added_tokens=False).values(), default=-1)
         """The largest id of a token that was not added, plus 1."""
         self._decoding = decoding_of(json.loads(self._fast.to_str()).get("decoder"))
@@ -57,7 +57,7 @@ class Tokenizer:
         self._tables: dict[frozenset[int], PieceTable] = {}
         """Piece tables for `skip_special_tokens`, by the special tokens that are shown all the same."""
         self._texts: dict[int, str] = {}
-        """What `token_text` has returned, by token id."""
+        """Texts that `token_text` has returned, by token id."""
         self._templates = self._load_templates()
 
     # ---- loading -----------------------------------------------------------------------------------------------
@@ -72,14 +72,14 @@ class Tokenizer:
             raise TokenizerError(f"{path} cannot be read as a tokenizer: {error}") from error
 
     def _convert(self) -> FastTokenizer:
-        """transformers' conversion of SentencePiece or tiktoken files, for a model that has no others."""
+        """Returns transformers' conversion of SentencePiece or tiktoken files, for a model without `tokenizer.json`."""
         if not any(path for pattern in _CONVERTIBLE for path in self.folder.glob(pattern)):
             raise TokenizerError(f"{self.folder} holds no tokenizer.json; {_OTHER_TOKENIZER}")
         import transformers
 
         from workers.checkpoints.transformers_support import first_sentence
 
-        transformers.utils.logging.set_verbosity_error()  # it logs at length what the error says
+        transformers.utils.logging.set_verbosity_error()  # otherwise it logs at length what the error says
         try:
             loaded = transformers.AutoTokenizer.from_pretrained(self.folder, use_fast=True, trust_remote_code=False)
             fast = loaded.backend_tokenizer
@@ -122,13 +122,13 @@ class Tokenizer:
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        """A role, such as `eos_token`, to the token's text."""
+        """Texts of the special tokens by role, such as `eos_token`."""
         return special_tokens(self._config)
 
     # ---- text and tokens ---------------------------------------------------------------------------------------
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The text's token ids. Raises `TextError` if `text` holds half of a surrogate pair, which is no character."""
+        """Returns the text's token ids. Raises `TextError` if `text` holds a lone surrogate."""
         try:
             return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError as error:
@@ -136,7 +136,7 @@ class Tokenizer:
             raise error
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """`encode` of each text; other Python threads run meanwhile."""
+        """Returns the token ids of each text, as `encode` does; other Python threads run meanwhile."""
         try:
             return [each.ids for each in self._fast.encode_batch_fast(texts, add_special_tokens=add_special_tokens)]
         except TypeError as error:
@@ -145,7 +145,7 @@ class Tokenizer:
             raise error
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of a whole sequence, exactly as transformers decodes it. Ids without a token add no text."""
+        """Returns the text of a whole sequence, exactly as transformers decodes it. Ids without a token add no text."""
         return self._fast.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def text_decoder(
@@ -154,7 +154,7 @@ class Tokenizer:
         continues_prompt: bool = True,
         shown_ids: frozenset[int] = frozenset(),
     ) -> TextDecoder:
-        """A decoder for one sequence. Special tokens of `shown_ids` are not skipped.
+        """Returns a decoder for one sequence. Special tokens in `shown_ids` are not skipped.
 
         SentencePiece tokenizers drop the space in front of a text's first word. Output that continues a prompt keeps
         it, so that prompt and output concatenate; `continues_prompt=False` drops it, as for the answer in a chat.
@@ -170,22 +170,22 @@ class Tokenizer:
         return PieceDecoder(table, "none" if continues_prompt else self._decoding.first)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for, special tokens included; an unknown id has none."""
+        """Returns the bytes that a token stands for, including special tokens; none for an unknown id."""
         return self._pieces[token_id]
 
     def token_text(self, token_id: int) -> str:
-        """A token's bytes as text; bytes that are no whole character become U+FFFD."""
+        """Returns a token's bytes as text; bytes that form no complete character become U+FFFD."""
         text = self._texts.get(token_id)
         if text is None:
             text = self._texts[token_id] = self.token_bytes(token_id).decode("utf-8", "replace")
         return text
 
     def token_to_id(self, token: str) -> int | None:
-        """The id of the token whose name is `token`; None if there is none."""
+        """Returns the id of the token whose name is `token`; None if there is none."""
         return self._fast.token_to_id(token)
 
     def resolve_bad_words(self, params: SamplingParams) -> SamplingParams:
-        """`params` with the token sequences of its `bad_words`, each with and without a space in front."""
+        """Returns `params` with the token sequences of its `bad_words`, each with and without a leading space."""
         if not params.bad_words:
             return params
         sequences = dict.fromkeys(params.bad_words_token_ids)
@@ -203,8 +203,8 @@ class Tokenizer:
         return bool(self._templates)
 
     def chat_template_source(self, tools: bool = False) -> str:
-        """The source of the chat template; with `tools`, of the template for tools if there is one. Empty without a
-        template.
+        """Returns the source of the chat template; with `tools`, that of the template for tools if there is one. Empty
+        without a template.
         """
         return self._templates.source(tools)
 
@@ -215,7 +215,9 @@ class Tokenizer:
         tools: list[dict[str, Any]] | None = None,
         **kwargs: Any,
     ) -> list[int]:
-        """Token ids of a conversation. Raises `TemplateError` if there is no template or it refuses the messages."""
+        """Returns the token ids of a conversation. Raises `TemplateError` if there is no template or it refuses the
+        messages.
+        """
         text = self.render_chat_template(messages, add_generation_prompt, tools, **kwargs)
         return self.encode(text, add_special_tokens=False)
 
@@ -226,7 +228,9 @@ class Tokenizer:
         tools: list[dict[str, Any]] | None = None,
         **kwargs: Any,
     ) -> str:
-        """The text of a conversation. Raises `TemplateError` if there is no template or it refuses the messages."""
+        """Returns the text of a conversation. Raises `TemplateError` if there is no template or it refuses the
+        messages.
+        """
         values = {
             **self.special_tokens,
             **kwargs,

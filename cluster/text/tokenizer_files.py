@@ -1,4 +1,4 @@
-"""The files of a tokenizer other than `tokenizer.json`: where they are, its configuration and its chat templates."""
+"""The files of a tokenizer other than `tokenizer.json`: their places, its configuration and its chat templates."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class TokenizerError(ValueError):
 
 
 def resolve_folder(folder: str | pathlib.Path) -> pathlib.Path:
-    """The folder itself if it exists; else the one that the model loader finds for the name. Raises `TokenizerError` if
-    it finds none.
+    """Returns the folder itself if it exists, else the one that the model loader finds for the name. Raises
+    `TokenizerError` if it finds none.
     """
     path = pathlib.Path(folder).expanduser()
     if path.is_dir():
@@ -38,7 +38,9 @@ def resolve_folder(folder: str | pathlib.Path) -> pathlib.Path:
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
-    """The object in a JSON file; empty if there is no such file. Raises `TokenizerError` if it holds anything else."""
+    """Returns the object in a JSON file; empty if there is no such file. Raises `TokenizerError` if it holds anything
+    else.
+    """
     if not path.is_file():
         return {}
     try:
@@ -51,7 +53,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 
 
 def special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Maps the roles, such as `eos_token`, that a `tokenizer_config.json` gives to the texts of their tokens."""
+    """Returns the texts of the special tokens in a `tokenizer_config.json`, by role, such as `eos_token`."""
     found = {}
     for role in _SPECIAL_ROLES:
         value = config.get(role)
@@ -63,13 +65,13 @@ def special_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 
 def has_chat_template(folder: pathlib.Path) -> bool:
-    """Whether the model of a folder chats; reads nothing large."""
+    """Returns whether the model in a folder has a chat template; reads no large file."""
     return bool(read_chat_templates(folder, read_json(folder / "tokenizer_config.json")))
 
 
 def read_chat_templates(folder: pathlib.Path, config: dict[str, Any]) -> dict[str, str]:
-    """The sources of a model's chat templates by name, from the first that has any of `chat_template.jinja`,
-    `chat_template.json` and `config`, which is that of `tokenizer_config.json`.
+    """Returns the sources of a model's chat templates by name. They come from the first of `chat_template.jinja`,
+    `chat_template.json` and `config` (that of `tokenizer_config.json`) that holds any.
     """
     sources: dict[str, str] = {}
     file = folder / "chat_template.jinja"

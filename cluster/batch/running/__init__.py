@@ -1,1 +1,1 @@
-"""The runner of batches: it answers each line once, whatever dies."""
+"""The runner of batches, which answers each line once even if processes die."""

@@ -1,11 +1,11 @@
-"""Runs a batch: every line of a file through the endpoint that it names, and every answer into another file.
+"""Runs a batch: sends every line of a file to the endpoint that it names, and writes every answer to another file.
 
-A line means what the same body means at its URL (`cluster/batch/running/line_endpoints.py`); a line that fails is a
-result like any other. `cluster/cli/batch.py` starts the engines and calls `run`; for `/v1/batches`
+A line means the same as its body does at its URL (`cluster/batch/running/line_endpoints.py`); a failed line is a result
+like any other. `cluster/cli/batch.py` starts the engines and calls `run`; for `/v1/batches`,
 `cluster/batch/running/batch_runner.py` does.
 
-Why not Ray Data: it splits the input into blocks, runs a block after a failure again, and fills each engine with one
-block at a time; here lines are what is repeated or not, and all engines are kept full from one queue.
+Ray Data does not fit: it splits the input into blocks, repeats a whole block after a failure, and fills each engine
+with one block at a time. Here single lines are repeated, and one queue keeps all engines full.
 """
 
 from __future__ import annotations
@@ -22,23 +22,27 @@ from cluster.batch.lines import BadLine, BatchRequest, BatchResponse, BatchResul
 from cluster.protocol.api_errors import RETRIED_STATUSES
 
 WINDOW_LINES = 4096
-"""So many lines are read ahead and sorted, so that those with a common prefix run together."""
+"""Most lines that are read ahead and sorted, so that lines with a common prefix run together."""
 WINDOW_BYTES = 16 << 20
-"""Or as many as this."""
+"""Most bytes of lines that are read ahead."""
 MAX_TRIES = 5
-"""Of a line at which the engines fail."""
+"""Most tries of a line at which the engines fail."""
 PATIENCE_S = 1800.0
-"""For so long a line is tried that the engines refuse for now: others go first, or an engine is being replaced."""
+"""Seconds for which a line is retried that the engines refuse for now, because others go first or an engine is being
+replaced.
+"""
 RETRY_S, MAX_RETRY_S = 1.0, 10.0
-"""Before the second try; each later one waits for as much longer, up to the second value."""
+"""Seconds before the second try, and the most before later ones. Each try waits `RETRY_S` longer than the one
+before.
+"""
 
 Answer = Callable[[BatchRequest, str, str], Coroutine[Any, Any, BatchResponse]]
-"""Answers a request. The second argument is the request's id, the third one the batch's owner."""
+"""Function that answers a request. The second argument is the request's id, the third one the batch's owner."""
 Request = tuple[LineKey, BatchRequest | BadLine]
 
 
 class Progress(NamedTuple):
-    """What one line added."""
+    """The counts that one line added."""
 
     has_failed: bool
     num_prompt_tokens: int
@@ -46,7 +50,7 @@ class Progress(NamedTuple):
 
 
 class Results(Protocol):
-    """Where results go, and which lines have one."""
+    """The store of results, which knows the lines that have one."""
 
     def has(self, key: LineKey) -> bool: ...
 
@@ -54,22 +58,24 @@ class Results(Protocol):
 
 
 class Job(NamedTuple):
-    """One batch: what it asks of whom, and how."""
+    """One batch to run, and how to run it."""
 
     answer: Answer
     results: Results
     places: asyncio.Semaphore
-    """As many requests are under way; batches that share it take turns."""
+    """Limit of concurrent requests; batches that share it take turns."""
     max_line_bytes: int
     report: Callable[[Progress], None]
     endpoint: str | None = None
-    """The only URL of its lines; None if each may have its own."""
+    """The only URL that its lines may name; None if each may name its own."""
     owner: str = ""
-    """The API key's, whose batches take turns with other clients in the engines; empty for a command's batch."""
+    """Owner of the batch, which is that of its API key. The batches of one owner take turns with other clients in the
+    engines. Empty for a command's batch.
+    """
 
 
 async def run(job: Job, source: BinaryIO) -> None:
-    """Answers every line of `source` that has no result; they end in any order.
+    """Answers every line of `source` that has no result, in any order.
 
     Raises `BatchRefused` if the results belong to another input.
     """
@@ -88,7 +94,9 @@ async def run(job: Job, source: BinaryIO) -> None:
 
 
 async def _requests(source: BinaryIO, job: Job) -> AsyncIterator[Request]:
-    """What is still to be done, window by window. Each is read in a thread: the storage may be slow."""
+    """Yields the lines without a result, window by window. Each window is read in a thread, because the storage may be
+    slow.
+    """
     undone = (line for line in read_lines(source, job.max_line_bytes) if not job.results.has(line.key))
     windows = _windows(undone, job)
     while (window := await asyncio.to_thread(next, windows, None)) is not None:
@@ -97,7 +105,7 @@ async def _requests(source: BinaryIO, job: Job) -> AsyncIterator[Request]:
 
 
 def _windows(lines: Iterator[Line], job: Job) -> Iterator[list[Request]]:
-    """Bad lines first, then those with a common prefix together."""
+    """Yields windows of lines: bad lines first, then lines with a common prefix together."""
     window: list[Request] = []
     num_bytes = 0
     for line in lines:
@@ -136,7 +144,7 @@ def _streams(body: msgspec.Raw) -> bool:
     try:
         return bool(msgspec.json.decode(body, type=_Streamed).stream)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return False  # the endpoint says what is wrong with it
+        return False  # the endpoint reports the error
 
 
 async def _answer(job: Job, key: LineKey, request: BatchRequest) -> None:
@@ -146,7 +154,7 @@ async def _answer(job: Job, key: LineKey, request: BatchRequest) -> None:
 
 
 async def _tried(job: Job, key: LineKey, request: BatchRequest) -> BatchResponse:
-    """The first answer that another try would not change, or the last one."""
+    """Returns the first answer that another try would not change, or the last one."""
     num_failures, begun, pause_s = 0, time.monotonic(), RETRY_S
     while True:
         response = await job.answer(request, key.id, job.owner)

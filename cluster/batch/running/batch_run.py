@@ -1,11 +1,10 @@
-"""One batch on its way to its end: its lease, its lines, its result files. `cluster/batch/running/batch_runner.py`
-starts it.
+"""One batch until its end: its lease, its lines, its result files. `cluster/batch/running/batch_runner.py` starts it.
 
     acquire the lease ─▶ answer the lines ─▶ decide the ending ─▶ write the files ─▶ settle ─▶ publish, close
                          (lease is checked before each save)
 
-Every step may be interrupted and done again, by this runner or by another one. The three decisions (`Records.decide`,
-`settle` and `end`) are claims: whoever comes second continues what the first one decided.
+Every step may be interrupted and repeated, by this runner or another one. The three decisions (`Records.decide`,
+`settle` and `end`) are claims: a runner that comes second continues with what the first one decided.
 """
 
 from __future__ import annotations
@@ -43,14 +42,16 @@ from cluster.batch.stored import StoredResults
 logger = logging.getLogger(__name__)
 
 FLUSH_CHECK_S = 0.25
-"""Seconds between two looks whether results are due to be flushed."""
+"""Seconds between two checks whether results are due to be flushed."""
 MAX_FLUSH_FAILURES = 5
-"""Flushes that may fail in a row before the batch is left to a later try; until then its results stay in memory."""
+"""Flushes that may fail in a row before the batch is left for a later run; until then its results stay in memory."""
 UNREADABLE_GRACE_S = 60.0
-"""Age in seconds from which a batch that cannot be decoded fails; a store may show a younger one before it is whole."""
+"""Age in seconds from which a batch that cannot be decoded fails. A store may show a younger one before it is
+complete.
+"""
 
 GivenUp = Literal["expired", "cancelled", "failed"]
-"""Endings that leave lines without an answer. A batch fails so if its results have no room."""
+"""Endings that leave lines without an answer. A batch ends as `failed` if its results have no room."""
 _REASONS: dict[Ending, BatchError] = {
     "expired": BatchError("batch_expired", "the completion window ended before this request was answered"),
     "cancelled": BatchError("batch_cancelled", "the batch was cancelled before this request was answered"),
@@ -63,7 +64,7 @@ _Result = TypeVar("_Result")
 
 
 class LeaseHeld(Exception):
-    """Another runner has the batch; `left_s` is in how many seconds its lease ends."""
+    """Another runner has the batch; its lease ends in `left_s` seconds."""
 
     def __init__(self, left_s: float) -> None:
         super().__init__(f"its lease ends in {left_s:.1f} s")
@@ -71,11 +72,11 @@ class LeaseHeld(Exception):
 
 
 class LinesMissing(Exception):
-    """Lines that were answered are not stored, or not listed yet. The next run asks them again."""
+    """Answered lines are not stored, or not listed yet. The next run asks them again."""
 
 
 class Answering(NamedTuple):
-    """How the runner answers lines; its batches share this."""
+    """The function and the limits with which a runner answers the lines of all its batches."""
 
     answer: Answer
     places: asyncio.Semaphore
@@ -83,7 +84,7 @@ class Answering(NamedTuple):
 
 
 class BatchRun:
-    """One batch that runs here. `holder` names the runner in the lease."""
+    """One batch that runs here. `holder` is the runner's name in the lease."""
 
     def __init__(self, records: Records, answering: Answering, holder: str, owner: str, batch_id: str) -> None:
         self.owner = owner
@@ -94,17 +95,19 @@ class BatchRun:
         self._lease: Lease | None = None
         self._giving_up: GivenUp | None = None
         self._lines: asyncio.Task[None] | None = None
-        """Answers the lines."""
+        """Task that answers the lines."""
 
     def give_up(self, ending: GivenUp) -> None:
-        """Ends the batch with the answers that it has. The first call counts."""
+        """Ends the batch with the answers that it has. Only the first call counts."""
         if self._giving_up is None:
             self._giving_up = ending
             if self._lines is not None:
                 self._lines.cancel()
 
     async def run(self) -> None:
-        """Returns when the batch has ended. Raises `LeaseHeld`, `LeaseLost`, or why it must be tried again."""
+        """Returns when the batch has ended. Raises `LeaseHeld`, `LeaseLost`, or the error after which it must be tried
+        again.
+        """
         acquired = await asyncio.to_thread(
             acquire, self._records.storage, self._records.leases(self.owner, self.id), self._holder
         )
@@ -120,7 +123,7 @@ class BatchRun:
             raise group.exceptions[0] from group
 
     def release(self) -> None:
-        """Lets another runner go on at once. Waits for the storage."""
+        """Lets another runner continue at once. Waits for the storage."""
         if self._lease is not None:
             self._lease.release()
 
@@ -143,9 +146,9 @@ class BatchRun:
         await asyncio.to_thread(self._end, outcome)
 
     async def _outcome(self, progress: BatchProgress) -> BatchOutcome:
-        """Answers what there is to answer, and settles what the batch came to."""
+        """Answers the lines that have no result, and settles the outcome of the batch."""
         batch = progress.batch
-        if not batch.input_file_id:  # it stands for one that cannot be decoded
+        if not batch.input_file_id:  # it replaces one that cannot be decoded
             if age_s(batch.id) < UNREADABLE_GRACE_S:
                 raise LinesMissing(f"batch {batch.id} cannot be decoded yet")
             return await asyncio.to_thread(self._failed, batch, batch.errors)
@@ -170,14 +173,14 @@ class BatchRun:
             await self._lines
         except asyncio.CancelledError:
             this = asyncio.current_task()
-            if self._giving_up is None or (this is not None and this.cancelling()):  # not its lines alone
+            if self._giving_up is None or (this is not None and this.cancelling()):  # not only its lines were cancelled
                 raise
         except InputMissing:
             if progress.ending is None:
-                raise  # otherwise its lines were answered, and its owner has no need of it any more
+                raise  # otherwise all lines were answered, and the owner may have removed the input
 
     async def _answer(self, batch: Batch, results: StoredResults) -> None:
-        """Raises `BatchRefused` if there is nothing to do, and `InputMissing`."""
+        """Answers the lines. Raises `BatchRefused` if the input has none, and `InputMissing`."""
         if not batch.request_counts.total:
             await asyncio.to_thread(self._count, batch, results)
         job = Job(
@@ -224,7 +227,7 @@ class BatchRun:
         return self._records.parts(self.owner, self.id)
 
     def _fenced(self, save: Callable[..., _Result], *arguments: object) -> _Result:
-        """Saves, if this runner has the batch. Raises `LeaseLost`."""
+        """Saves if this runner still has the batch. Raises `LeaseLost` otherwise."""
         assert self._lease is not None
         self._lease.check()
         return save(*arguments)
@@ -235,7 +238,7 @@ class BatchRun:
         self._fenced(self._records.save, self.owner, batch)
 
     def _count(self, batch: Batch, results: StoredResults) -> None:
-        """Begins the batch. Raises `BatchRefused` if there is nothing to do."""
+        """Counts the lines and starts the batch. Raises `BatchRefused` if the input has none."""
         with self._records.input(self.owner, batch.input_file_id) as source:
             batch.request_counts.total, _ = count_lines(source, self._answering.max_line_bytes, results)
         if not batch.request_counts.total:
@@ -245,12 +248,12 @@ class BatchRun:
         self._fenced(self._records.save, self.owner, batch)
 
     def _failed(self, batch: Batch, errors: BatchErrors | None) -> BatchOutcome:
-        """Nothing of it can be answered."""
+        """Settles a batch of which nothing can be answered as failed."""
         batch.status, batch.failed_at, batch.errors = "failed", int(time.time()), errors
         return self._fenced(self._records.settle, self.owner, BatchOutcome(batch, []))
 
     def _finish(self, batch: Batch, results: StoredResults, ending: Ending) -> BatchOutcome:
-        """Makes files of the results. Raises `LinesMissing`."""
+        """Writes the results to files and settles the outcome. Raises `LinesMissing`."""
         self._fenced(results.flush)
         if ending in _REASONS and self._has_all(batch, results):
             ending = "completed"
@@ -266,15 +269,15 @@ class BatchRun:
         return self._fenced(self._records.settle, self.owner, BatchOutcome(_ended(batch, decided, outputs), files))
 
     def _has_all(self, batch: Batch, results: StoredResults) -> bool:
-        """Whether every line has a result; False if the input is gone."""
+        """Returns whether every line has a result; False if the input is gone."""
         with contextlib.suppress(InputMissing), self._records.input(self.owner, batch.input_file_id) as source:
             num_lines, num_done = count_lines(source, self._answering.max_line_bytes, results)
             return num_lines == num_done
         return False
 
     def _write_lines(self, outputs: _Outputs, batch: Batch, results: StoredResults, reason: BatchError | None) -> None:
-        """Every stored result, then `reason` for each line of the input without one. Raises `LinesMissing` if there is
-        such a line and no reason.
+        """Writes every stored result, then `reason` for each line of the input without one. Raises `LinesMissing` if
+        there is such a line and no reason.
         """
         seen = DoneLines(self._parts)
         for line in results.stored():
@@ -287,7 +290,9 @@ class BatchRun:
             outputs.write(False, encode(BatchResult(key.id, custom_id, error=reason)))
 
     def _lines_without_result(self, batch: Batch, seen: DoneLines) -> Iterator[Line]:
-        """None if the input is gone: its owner may delete it at any time."""
+        """Yields the lines of the input that have no result. Yields nothing if the input is gone, because its owner may
+        delete it at any time.
+        """
         with contextlib.suppress(InputMissing), self._records.input(self.owner, batch.input_file_id) as source:
             yield from (line for line in read_lines(source, self._answering.max_line_bytes) if not seen.has(line.key))
 
@@ -296,7 +301,7 @@ class BatchRun:
 
 
 class _Outputs:
-    """The files of a batch's results that one attempt writes. A file without a line is not made."""
+    """Result files of a batch that one attempt writes. A file without lines is not created."""
 
     def __init__(self, records: Records, owner: str, batch_id: str) -> None:
         self._records = records
@@ -320,18 +325,18 @@ class _Outputs:
         return None if upload is None else upload.id
 
     def finish(self) -> list[FileObject]:
-        """Completes the contents; they are not published yet."""
+        """Completes the contents without publishing them."""
         return [upload.finish(f"{self._batch_id}_{kind}.jsonl") for kind, upload in self._uploads.items()]
 
     def discard(self) -> None:
-        """Removes what was written, as far as the storage allows; what stays is removed as left over later."""
+        """Removes what was written, as far as the storage allows. The rest is removed later as left over."""
         for upload in self._uploads.values():
             with contextlib.suppress(Exception):
                 upload.discard()
 
 
 def _ended(batch: Batch, decided: Finalizing, outputs: _Outputs) -> Batch:
-    """The batch as it ends now."""
+    """Returns the batch as it ends now."""
     now = int(time.time())
     batch.status, batch.finalizing_at, batch.request_counts = decided.ending, decided.at, outputs.counts
     batch.output_file_id, batch.error_file_id = outputs.id_of("output"), outputs.id_of("errors")

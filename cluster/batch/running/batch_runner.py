@@ -1,7 +1,7 @@
-"""Runs the batches of `/v1/batches`: looks into the storage for those that have not ended, and brings each to its end.
+"""Runs the batches of `/v1/batches`: finds the ones in the storage that have not ended, and brings each to its end.
 
-The storage is all that it goes by, so that a new runner goes on where a killed one was. Runners may share a storage:
-each batch has a lease, and runs where the lease is. In one runner clients take turns: one batch of each runs at a time,
+Its only state is the storage, so a new runner continues where a killed one stopped. Runners may share a storage: each
+batch has a lease, and runs where its lease is held. In one runner clients take turns: one batch of each runs at a time,
 and their lines share the places. Serve keeps one runner for each server (`cluster/serve/batches/batch_deployment.py`).
 """
 
@@ -21,25 +21,27 @@ from cluster.batch.running.batch_run import Answering, BatchRun, GivenUp, LeaseH
 logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-"""Seconds between two looks into the storage."""
+"""Seconds between two listings of the storage."""
 RETRY_S, MAX_RETRY_S = 10.0, 600.0
-"""Backoff in seconds after a batch's first failure; each later one doubles it, up to the second value."""
+"""Backoff in seconds after a batch's first failure, and its maximum; each further failure doubles it."""
 CLEAN_S = 3600.0
 """Seconds between two removals of what has expired."""
 MAX_RUNNING = 16
-"""Batches that run at a time, each of another client. Each holds some megabytes of lines that were read ahead."""
+"""Batches that run at a time, each of another client; batches that are being given up run in addition. Each holds some
+megabytes of lines that were read ahead.
+"""
 
 
 class _Backoff(NamedTuple):
-    """When a batch may be tried again."""
+    """The pause before a batch may be tried again."""
 
     num_failures: int
     not_before: float
-    """On the monotonic clock, in seconds."""
+    """Time of the next try in seconds, on the monotonic clock."""
 
 
 class Runner:
-    """`answer` answers the lines, `max_in_flight` of them at a time."""
+    """Runs batches of a storage. `answer` answers lines, `max_in_flight` of them at a time."""
 
     def __init__(self, records: Records, answer: Answer, max_in_flight: int, max_line_bytes: int) -> None:
         self._records = records
@@ -48,13 +50,13 @@ class Runner:
         self._holder = new_holder()
         self._runs: dict[BatchRun, asyncio.Task[None]] = {}
         self._expires: dict[str, int] = {}
-        """Unix time at which the window of an open batch ends, by id."""
+        """Unix time at which the window of an open batch ends, by batch id."""
         self._backoffs: dict[str, _Backoff] = {}
         self._next_cleaning = 0.0
         self._cleaning: asyncio.Task[None] | None = None
 
     async def serve(self) -> None:
-        """Runs until it is cancelled. It stops what runs then, and gives its leases back."""
+        """Runs until it is cancelled, then stops the running batches and releases their leases."""
         try:
             while True:
                 try:
@@ -110,7 +112,7 @@ class Runner:
         return "expired" if self._expires[each.id] <= time.time() else None
 
     def _forget(self, still_open: set[str]) -> None:
-        """Forgets batches that have ended. Runs go by their lease, since a listing may be late."""
+        """Forgets batches that have ended. Running batches are kept, because a listing may be out of date."""
         for batch_id in self._expires.keys() - still_open:
             del self._expires[batch_id]
         for batch_id in self._backoffs.keys() - still_open:

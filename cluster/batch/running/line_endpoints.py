@@ -1,7 +1,8 @@
-"""The endpoints as batches ask them: the handlers of HTTP requests, without HTTP.
+"""The endpoints as batches call them: the handlers of HTTP requests, without HTTP.
 
-A line means what the same body means at its URL, since the same functions decode it, turn it into prompts and write its
-answer. An exchange with a client, which may be slow and may leave, costs more than they do.
+A line means the same as its body does at its URL, because the same functions decode it, turn it into prompts and write
+its answer. They run without an HTTP exchange, which costs more than they do because it provides for slow and leaving
+clients.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ if TYPE_CHECKING:
 
 
 def sharer_of(owner: str) -> str:
-    """Returns the name under which the batches of one API key, or of everybody, take turns with other clients."""
+    """Returns the name under which the batches of an owner take turns with other clients."""
     return f"batches of {owner}"
 
 
 class Endpoints:
-    """Those that `cluster.batch.lines.URLS` names."""
+    """The endpoints that `cluster.batch.lines.URLS` names."""
 
     def __init__(
         self,
@@ -77,10 +78,10 @@ def _failed(request_id: str, error: ApiError) -> BatchResponse:
 
 
 class LineExchange:
-    """A `GenerationExchange` without headers, and without a client who may leave: it keeps the answer."""
+    """A `GenerationExchange` that keeps the answer. It has no headers, and no client that may leave."""
 
     client = ""
-    """It brought no API key: whoever may make a batch was asked for one then."""
+    """Empty, because a line brings no API key; the server checked the key when the batch was created."""
     traceparent = ""
     span: Span | None = None
 
@@ -103,7 +104,7 @@ class LineExchange:
         raise AssertionError("a batch has no streams")
 
     def admit(self, num_prompt_tokens: int) -> None:
-        """Lines of batches have no rate: they run after all other requests."""
+        """Admits every line: batches have no rate limit, because they run after all other requests."""
 
     def note(self, generation: Generation) -> None:
         pass

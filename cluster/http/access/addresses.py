@@ -6,15 +6,15 @@ import functools
 import ipaddress
 
 MAX_NAME_CHARACTERS = 64
-"""A proxy may report something that is no IP address; a longer name is cut."""
+"""Length in characters at which a text that is no IP address is cut; a proxy may report such a text."""
 
 
 @functools.lru_cache(4096)
 def network_of(address: str) -> str:
     """Returns the part of an address that a client cannot choose.
 
-    A client that has one IPv6 address has the 2**64 beside it, so those are one client. An IPv4 address that reached an
-    IPv6 socket is itself. Text that is no address stands for itself.
+    A client that has one IPv6 address also has the 2**64 addresses of its network, so these count as one client. An
+    IPv4 address that reached an IPv6 socket counts as IPv4. Text that is no address stands for itself.
     """
     try:
         found = ipaddress.ip_address(address.partition("%")[0])

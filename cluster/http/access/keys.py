@@ -1,8 +1,8 @@
 """API keys: reads them, refuses weak ones, and finds the name of the key that a request brings.
 
-A key has a name, which goes into the request log and the metrics; the key itself goes nowhere. An entry may hold the
-SHA-256 digest of a key instead, so that whoever reads the file or the configuration has no key. The digest needs no
-salt: a key is long and random, so nobody finds it by trying.
+A key has a name, which appears in the request log and the metrics; the key itself appears nowhere. An entry may hold
+the SHA-256 digest of a key instead, so that a reader of the file or the configuration learns no key. The digest needs
+no salt, because a key is long and random and cannot be found by trying.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ from cluster.config import ServeConfig
 from cluster.http.access.origins import is_loopback
 
 VARIABLE = "MANTA_API_KEYS"
-"""The environment variable that holds entries as in `api_keys`, between commas or line breaks."""
+"""Environment variable that holds entries as in `api_keys`, separated by commas or line breaks."""
 MIN_CHARACTERS = 16
-"""The least length of a key. So many random letters and digits are 95 bits, which nobody guesses; a word is shorter."""
+"""Fewest characters of a key. That many random letters and digits have 95 bits, which nobody guesses; words are
+shorter.
+"""
 _UNNAMED = re.compile(r"key-\d+")
 _ENTRY = re.compile(r"(?:(?P<name>[A-Za-z0-9_.-]{1,64}):)?(?P<key>(sha256:)?[!-9;-~]*)")
 _HASHED = re.compile(r"sha256:([0-9a-fA-F]{64})")
 
 
 class ApiKeys:
-    """Keys, or their digests, by name. Raises `ValueError` for entries that are none; the message never holds one."""
+    """Keys, or their digests, by name. Raises `ValueError` for malformed entries; the message never contains a key."""
 
     def __init__(self, entries: Sequence[str]) -> None:
         self.by_name: dict[str, str] = {}
@@ -49,29 +51,32 @@ class ApiKeys:
 
     @property
     def entries(self) -> tuple[str, ...]:
-        """The entries that make the same keys again."""
+        """Entries that yield the same keys again."""
         return tuple(f"{name}:{key}" for name, key in self.by_name.items())
 
     def owner_of(self, name: str) -> str:
-        """Returns the owner of files, batches and cached prefixes of the key of this name, in 32 hexadecimal digits.
+        """Returns the owner of files, batches and cached prefixes for the key of this name, as 32 hexadecimal digits.
 
-        It depends on the name, whatever key it has later. A key without a name is known by itself, because its number
-        goes to another key when keys before it go.
+        The owner depends on the name, so it survives a change of the key. For a key without a name it depends on the
+        key, because the key's number changes when keys before it are removed.
         """
         return self._owners[name]
 
     def name_of(self, given: str) -> str | None:
-        """Returns the name of a key, None for one that is not known. It takes as long for every key."""
+        """Returns the name of a key; None if the key is unknown. Takes equally long for every key."""
         digest = _digest(given)
         found = [name for name, known in self._digests if hmac.compare_digest(known, digest)]
         return found[0] if found else None
 
 
 def with_api_keys(config: ServeConfig) -> ServeConfig:
-    """Returns `config` with the keys of `api_keys_file` and of the environment in `api_keys`, each with its name.
+    """Returns `config` with the keys of `api_keys_file` and of the environment added to `api_keys`, each with its name.
 
-    Raises `ValueError` for a source without keys, for it was meant to hold some, for a key that is too weak, and for
-    an option about the key of a name that no key has.
+    Raises `ValueError` for
+
+    - a source that is given and holds no key,
+    - a key that is too weak,
+    - an option about a key name that no key has.
     """
     sources = {
         "api_keys": config.api_keys,
@@ -98,7 +103,7 @@ def _check_names(option: str, names: Iterable[str], keys: ApiKeys) -> None:
 
 
 def openness(config: ServeConfig) -> str | None:
-    """A warning if others than this machine's users may use the server without a key."""
+    """Returns a warning if others than this machine's users can use the server without a key."""
     if config.api_keys or is_loopback(config.host):
         return None
     return (
@@ -117,7 +122,7 @@ def _of_file(path: str | None) -> list[str] | None:
 
 
 def _of_text(text: str | None) -> list[str] | None:
-    """Entries between commas or line breaks; what follows a # is a remark."""
+    """Returns the entries, which are separated by commas or line breaks; a # starts a remark."""
     if text is None:
         return None
     lines = (line.partition("#")[0] for line in text.splitlines())
@@ -142,7 +147,7 @@ def _parsed(entry: str, number: int) -> tuple[str | None, str]:
 
 
 def _digest_of(entry: str) -> bytes:
-    """Returns the digest of the key that an entry holds, or holds the digest of."""
+    """Returns the SHA-256 digest of an entry's key, or the digest that the entry holds."""
     hashed = _HASHED.fullmatch(entry)
     return _digest(entry) if hashed is None else bytes.fromhex(hashed[1])
 

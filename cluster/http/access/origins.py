@@ -1,10 +1,10 @@
-"""Which names and web pages may reach the server: the checks of Host, Origin and Sec-Fetch-Site, and CORS.
+"""Names and web pages that may reach the server: the checks of Host, Origin and Sec-Fetch-Site, and CORS.
 
-A browser sends requests for any page, to loopback addresses and into the local network too. The author of a page can
-point the page's own name at such an address (DNS rebinding), and then the page counts as one of this server. So where
-no API key protects the server it answers only to names that nobody else can point somewhere: IP addresses, loopback
-names, this machine's own name and `allowed_hosts`. Pages of other origins need `cors_origins`. Clients that are no
-browsers send none of these headers but Host. `cluster/http/app.py` makes these checks before it looks for a route.
+A browser sends requests for any page, also to loopback addresses and into the local network. The author of a page can
+point the page's own name at such an address (DNS rebinding), and then the browser takes the page for one of this
+server. Without an API key the server therefore answers only to names that nobody else can redirect: IP addresses,
+loopback names, this machine's own name and `allowed_hosts`. Pages of other origins need `cors_origins`. Other clients
+than browsers send only the Host header. `cluster/http/app.py` makes these checks before it looks for a route.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from cluster.protocol.api_errors import ApiError
 
 ANY = "*"
 PREFLIGHT_SECONDS = 600
-"""How long a browser may remember the answer to a preflight."""
+"""Seconds for which a browser may remember the answer to a preflight."""
 _EXPOSED = b"x-request-id, x-manta-not-enforced, retry-after"
 """Headers of answers that a page's program may read."""
 
 Headers = dict[str, str]
-"""A request's, by name in lower case."""
+"""Headers of a request, by name in lower case."""
 
 
 class Origins:
@@ -42,7 +42,7 @@ class Origins:
         self._origins = frozenset(origin.rstrip("/").lower() for origin in config.cors_origins)
 
     def check(self, headers: Headers) -> None:
-        """Raises `ApiError` 403 for a Host that is not this server's, and for a page that may not use it."""
+        """Raises `ApiError` 403 for a Host that is not this server's, and for a page that may not use the server."""
         host = headers.get("host", "")
         if host and not self._answers_to(hostname(host)):
             raise _forbidden(f"this server does not answer to the Host {host[:100]!a}; name it in allowed_hosts")
@@ -54,7 +54,7 @@ class Origins:
             raise _forbidden(f"a page of {origin[:100]!a} may not use this server; name its origin in cors_origins")
 
     def headers(self, headers: Headers) -> list[tuple[bytes, bytes]]:
-        """What every answer says about who may read it."""
+        """Returns the CORS headers that every answer gets."""
         if not self._origins:
             return []
         origin = headers.get("origin", "")
@@ -65,7 +65,7 @@ class Origins:
         return found
 
     def preflight(self, headers: Headers, methods: list[str]) -> list[tuple[bytes, bytes]]:
-        """The answer's headers if a browser asks what a page's program may send: `methods` are the path's."""
+        """Returns the headers of the answer to a preflight; `methods` are those of the path."""
         listed = ", ".join(methods).encode()
         found = [(b"allow", listed)]
         if "access-control-request-method" not in headers or not self._allows(headers.get("origin", "")):
@@ -90,7 +90,7 @@ class Origins:
 
 
 def hostname(host: str) -> str:
-    """A Host header without its port, in lower case."""
+    """Returns the name in a Host header, without the port and in lower case."""
     host = host.strip().lower()
     if host.startswith("["):
         return host[1:].partition("]")[0]
@@ -98,7 +98,7 @@ def hostname(host: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or an address is that of this machine, for itself only."""
+    """Returns whether a name or an address reaches only this machine from itself."""
     if host == "localhost" or host.endswith(".localhost"):
         return True
     try:

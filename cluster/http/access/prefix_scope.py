@@ -1,7 +1,7 @@
-"""Which requests may read one another's prompts from the prefix cache.
+"""The scope of the prefix cache: which requests may reuse one another's prompts.
 
-`usage.prompt_tokens_details.cached_tokens` and the time to the first token tell a client how much of its prompt was in
-the cache. If clients shared it, a client could guess another client's prompt token by token (Song et al., 2024,
+`usage.prompt_tokens_details.cached_tokens` and the time to first token tell a client how much of its prompt was cached.
+If clients shared the cache, one client could guess another one's prompt token by token (Song et al., 2024,
 https://arxiv.org/abs/2409.20002). So each API key has prefixes of its own: the hash chain of a prompt's blocks
 (`cluster.engine.kv_blocks.hash_blocks`) begins with a root that depends on the key's owner.
 """
@@ -22,7 +22,7 @@ def new_secret() -> bytes:
 
 
 class PrefixScope:
-    """Makes the roots of hash chains. `is_shared` lets all owners read one another's prefixes."""
+    """Makes the roots of hash chains. `is_shared` lets all owners reuse one another's prefixes."""
 
     def __init__(self, secret: bytes, is_shared: bool) -> None:
         self._secret = secret
@@ -31,8 +31,9 @@ class PrefixScope:
     def root(self, owner: str, salt: str | None) -> bytes:
         """Returns the root for a request, `HASH_BYTES` bytes.
 
-        Requests share prefixes if they have one root: the same owner (any, if prefixes are shared) and the same `salt`.
-        The root is keyed with the secret, so that no client can compute a block's hash and search for collisions.
+        Requests share prefixes if they have the same root: the same owner (any owner if `is_shared`) and the same
+        `salt`. The root is keyed with the secret, so that no client can compute a block's hash and search for
+        collisions.
         """
         scope = "" if self._is_shared else owner
         return hashlib.blake2b(f"{scope}\0{salt or ''}".encode(), digest_size=HASH_BYTES, key=self._secret).digest()

@@ -1,11 +1,12 @@
-"""Limits the requests and tokens that an API key may use in a minute, as OpenAI's API does.
+"""Limits the requests and tokens that an API key may use per minute, as OpenAI's API does.
 
-Each limit is a token bucket: it holds at most a minute's worth and refills evenly. A request takes one from the bucket
-of requests and its prompt's tokens from that of tokens; its output's tokens are taken when it has ended, and may leave
-the bucket in debt. So a client never waits for tokens that a model might have generated.
+Each limit is a token bucket, which holds at most a minute's worth and refills evenly. A request takes one from the
+bucket of requests and its prompt's tokens from the bucket of tokens. Its output tokens are taken when it has ended, and
+may leave the bucket in debt. A client therefore never waits for tokens that the model might have generated.
 
-Several ingresses share the limits: each tells the others what it has taken (`RateLimits.taken`), and takes what they
-tell it (`RateLimits.note_peer`). Between two exchanges, a key may use up to what the other ingresses gave it meanwhile.
+Several ingresses share the limits. Each tells the others what it has taken (`RateLimits.taken`) and takes what they
+report (`RateLimits.note_peer`). Between two exchanges, a key may exceed its limit by what the other ingresses admitted
+meanwhile.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from cluster.protocol.api_errors import ApiError
 
 MINUTE_S = 60.0
 FORGET_S = 600.0
-"""An ingress that has told nothing for so many seconds is gone."""
+"""Seconds without a report after which another ingress counts as gone."""
 EVERY_KEY = "*"
-"""The name in `key_limits` for keys that are not named there."""
+"""Name in `key_limits` for all keys that are not named there."""
 
 
 class Taken(NamedTuple):
-    """What one ingress has taken for a key since it started."""
+    """Requests and tokens that one ingress has taken for a key since it started."""
 
     requests: float
     tokens: float
 
 
 class _Bucket:
-    """A token bucket of `limit` a minute."""
+    """A token bucket that holds and refills `limit` per minute."""
 
     def __init__(self, limit: float, now: float) -> None:
         self.limit = limit
@@ -40,7 +41,7 @@ class _Bucket:
         self._at = now
 
     def level(self, now: float) -> float:
-        """Returns what is left; it is below 0 in debt."""
+        """Returns what is left; negative in debt."""
         self._level = min(self.limit, self._level + (now - self._at) * self.limit / MINUTE_S)
         self._at = now
         return self._level
@@ -49,7 +50,7 @@ class _Bucket:
         self._level = self.level(now) - amount
 
     def seconds_until(self, amount: float, now: float) -> float:
-        """Returns the time until `amount` is left, or until the bucket is full if it never holds as much."""
+        """Returns the seconds until `amount` is left, or until the bucket is full if it never holds as much."""
         return max(0.0, (min(amount, self.limit) - self.level(now)) * MINUTE_S / self.limit)
 
 
@@ -64,7 +65,9 @@ class KeyUse:
         self._buckets = {what: _Bucket(limit, clock()) for what, limit in given.items() if limit is not None}
 
     def admit(self, num_prompt_tokens: int) -> None:
-        """Takes a request and the tokens of its prompts. Raises `ApiError` 429, and 400 for prompts that never fit."""
+        """Takes one request and the tokens of its prompts. Raises `ApiError` 429 if too little is left, and 400 for
+        prompts that exceed the limit itself.
+        """
         now = self._clock()
         for what, amount in (("requests", 1), ("tokens", num_prompt_tokens)):
             bucket = self._buckets.get(what)
@@ -93,7 +96,7 @@ class KeyUse:
         self.taken = Taken(self.taken.requests, self.taken.tokens + num_tokens)
 
     def note_peer(self, taken: Taken) -> None:
-        """Takes what another ingress has taken since it was last asked."""
+        """Takes what another ingress has taken since its last report."""
         self._take(taken)
 
     def headers(self) -> list[tuple[bytes, bytes]]:
@@ -115,14 +118,14 @@ class KeyUse:
 
 
 class RateLimits:
-    """The limits of all keys in this ingress, by the key's name."""
+    """The limits of all keys in this ingress."""
 
     def __init__(self, limits: Mapping[str, KeyLimits], clock: Callable[[], float] = time.monotonic) -> None:
         self._limits = limits
         self._clock = clock
         self._keys: dict[str, KeyUse] = {}
         self._peers: dict[str, _Peer] = {}
-        """The other ingresses, by name."""
+        """Other ingresses, by name."""
 
     def __bool__(self) -> bool:
         return bool(self._limits)
@@ -137,13 +140,13 @@ class RateLimits:
         return self._keys[name]
 
     def taken(self) -> dict[str, Taken]:
-        """Returns what this ingress has taken since it started, by the key's name."""
+        """Returns what this ingress has taken since it started, by key name."""
         return {name: use.taken for name, use in self._keys.items()}
 
     def note_peer(self, peer: str, taken: Mapping[str, tuple[float, float]]) -> None:
-        """Takes what another ingress has taken since the last call. `taken` is its own `taken`.
+        """Takes what another ingress has taken since its last report. `taken` is the result of its `taken`.
 
-        What it had taken before the first call counts as of an earlier minute.
+        What it had taken before its first report counts as used in an earlier minute.
         """
         now = {name: Taken(*each) for name, each in taken.items()}
         heard = self._peers.get(peer)
@@ -157,7 +160,7 @@ class RateLimits:
 
 
 class _Peer(NamedTuple):
-    """What another ingress had taken when it last told, at the time `at`."""
+    """Total that another ingress last reported, at the time `at`."""
 
     at: float
     taken: dict[str, Taken]

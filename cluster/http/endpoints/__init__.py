@@ -1,1 +1,1 @@
-"""A module for each kind of endpoint."""
+"""Handlers, one module for each kind of endpoint."""

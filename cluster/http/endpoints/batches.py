@@ -1,5 +1,5 @@
-"""`/v1/batches`: files of requests, answered when the engines have room. These handlers store what clients ask for and
-show how it goes; `cluster/batch/running/batch_runner.py` runs the batches.
+"""`/v1/batches`: files of requests that are answered when the engines have room. These handlers store batches and
+report their state; `cluster/batch/running/batch_runner.py` runs them.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from cluster.protocol.api_errors import ApiError
 logger = logging.getLogger(__name__)
 
 MAX_METADATA = 16
-"""Pairs of metadata of a batch, as OpenAI bounds them."""
+"""Most metadata pairs of a batch, as in OpenAI's API."""
 MAX_METADATA_KEY = 64
-"""Characters of a key of metadata, as OpenAI bounds them."""
+"""Most characters of a metadata key, as in OpenAI's API."""
 MAX_METADATA_VALUE = 512
-"""Characters of a value of metadata, as OpenAI bounds them."""
+"""Most characters of a metadata value, as in OpenAI's API."""
 MAX_WINDOW_S = 7 * 86_400
-"""The longest completion window in seconds."""
+"""Longest completion window, in seconds."""
 _WINDOW = re.compile(r"([1-9]\d{0,5})([mhd])", re.ASCII)
 _UNIT_S = {"m": 60, "h": 3600, "d": 86_400}
 
@@ -43,10 +43,10 @@ class CreateBatchRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=Tru
     input_file_id: str
     endpoint: str
     completion_window: str
-    """Any number of minutes (m), hours (h) or days (d) up to a week; OpenAI takes `24h` only."""
+    """Number of minutes (m), hours (h) or days (d), up to a week. OpenAI accepts `24h` only."""
     metadata: dict[str, str] | None = None
     output_expires_after: dict[str, Any] | None = None
-    """Accepted for OpenAI's clients; results are kept for `batches.keep_s`."""
+    """Accepted for OpenAI's clients and ignored; results are kept for `batches.keep_s`."""
 
     def check(self) -> None:
         if self.endpoint not in URLS:
@@ -64,7 +64,7 @@ class CreateBatchRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=Tru
 
     @property
     def window_s(self) -> int:
-        """Seconds of the window; 0 if it cannot be parsed."""
+        """Length of the window in seconds; 0 if it cannot be parsed."""
         found = _WINDOW.fullmatch(self.completion_window)
         return 0 if found is None else int(found[1]) * _UNIT_S[found[2]]
 
@@ -115,7 +115,7 @@ async def list_batches(state: AppState, exchange: Exchange, _: None) -> BatchLis
 
 
 def _listed(records: Records, owner: str, batch_id: str) -> Batch | None:
-    """None for a batch that cannot be read now: the list shows the others."""
+    """Returns a batch, or None if it cannot be read now, so that the list shows the others."""
     try:
         return records.batch(owner, batch_id)
     except Exception:
@@ -129,7 +129,7 @@ async def one_batch(state: AppState, exchange: Exchange, _: None) -> Batch:
 
 
 async def cancel(state: AppState, exchange: Exchange, _: None) -> Batch:
-    """The runner gives up the lines that are not answered, and makes files of the answers that there are."""
+    """Cancels a batch. The runner gives up its unanswered lines, and makes files of the answers that exist."""
     batch = await one_batch(state, exchange, None)
     if batch.status in ENDED:
         raise ApiError(409, f"batch {batch.id} has ended: it is {batch.status}", code="batch_has_ended")

@@ -1,4 +1,4 @@
-"""`/v1/files`: the inputs and the results of batches, each client's own.
+"""`/v1/files`: the inputs and results of batches, each client's own.
 
 The handlers move contents between connection and storage in pieces; no file is ever in memory as a whole.
 """
@@ -24,11 +24,11 @@ from cluster.protocol.api_errors import ApiError
 PIECE_BYTES = 1 << 20
 """Bytes of a file that a thread writes or reads at a time."""
 PARSED_BYTES = 16 * 2**10
-"""Bytes of all uploads together that are parsed in one turn of the event loop. Content that looks like boundaries costs
-the parser 0.1 us a byte, and every other client waits meanwhile.
+"""Bytes of all uploads together that are parsed in one turn of the event loop. Content that resembles boundaries costs
+the parser 0.1 us per byte, and every other client waits meanwhile.
 """
 MIN_KEEP_S = 3600
-"""The least `expires_after` in seconds, as OpenAI bounds it."""
+"""Least `expires_after`, in seconds, as in OpenAI's API."""
 
 Result = TypeVar("Result")
 
@@ -57,7 +57,7 @@ class FileQuery(msgspec.Struct):
 
 
 def records_of(state: AppState) -> Records:
-    """Raises `ApiError` 404 if this server keeps no files."""
+    """Returns the server's files and batches. Raises `ApiError` 404 if it keeps none."""
     if state.records is None:
         raise ApiError(
             404,
@@ -88,14 +88,14 @@ async def upload(state: AppState, exchange: Exchange, _: None) -> FileObject:
 
 
 def _max_bytes(state: AppState, exchange: Exchange) -> int:
-    """Returns how many bytes the uploaded file has at most."""
+    """Returns the most bytes that the uploaded file can have."""
     limit = state.config.batches.max_file_bytes + MAX_FORM_BYTES
     length = exchange.headers.get("content-length", "")
     return min(int(length), limit) if length.isascii() and length.isdigit() else limit
 
 
 async def _in_storage(state: AppState, function: Callable[..., Result], *arguments: Any) -> Result:
-    """Calls `function` in a thread. Raises `ApiError` 503 if the storage takes longer than a request may."""
+    """Calls `function` in a thread. Raises `ApiError` 503 if the storage takes longer than `request_timeout_s`."""
     limit = state.config.request_timeout_s
     try:
         async with asyncio.timeout(limit) as timeout:
@@ -122,9 +122,9 @@ async def _receive(state: AppState, exchange: Exchange, parser: UploadParser, be
 
 
 def _checked_fields(fields: dict[str, str]) -> float | None:
-    """Returns the seconds that the form asks to keep the file, if it does.
+    """Returns the seconds for which the form asks to keep the file; None if it does not.
 
-    Raises `RequestRefused` beyond the bounds.
+    Raises `RequestRefused` for a value out of bounds.
     """
     purpose = fields.get("purpose")
     if purpose != "batch":
@@ -148,9 +148,9 @@ async def list_files(state: AppState, exchange: Exchange, _: None) -> FileList:
 
 
 def page_of(found: list[Any], after: str | None, limit: int) -> tuple[list[Any], bool]:
-    """Returns the objects after `after`, and whether there are more.
+    """Returns the objects that follow `after`, at most `limit`, and whether there are more.
 
-    Raises `RequestRefused` if it is not among them.
+    Raises `RequestRefused` if `after` is not among the ids.
     """
     if after is not None:
         ids = [each.id for each in found]

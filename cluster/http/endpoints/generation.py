@@ -1,7 +1,6 @@
-"""`POST /v1/chat/completions` and `POST /v1/completions`: a body becomes prompts, which go to the engines.
+"""`POST /v1/chat/completions` and `POST /v1/completions`: turns a body into prompts, which go to the engines.
 
-`cluster/http/exchange/answers.py` writes what comes back. Whatever refuses a request, the client reads the name of its
-own body's field.
+`cluster/http/exchange/answers.py` writes the answer. A refusal always names the field of the client's own body.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from cluster.telemetry.attributes import generation_attributes
 from workers.sampling_params import SamplingParams
 
 MAX_HEADER_CHARACTERS = 4000
-"""Of one header's value: many clients refuse 8 KiB of all headers."""
+"""Most characters of one header's value; many clients refuse more than 8 KiB of headers."""
 SESSION_HEADER = "x-session-id"
-"""Names a conversation, whose requests go to one engine where they can; other routers know it by this name too."""
+"""Header that names a conversation. Its requests go to one engine where possible. Other routers use the same name."""
 MAX_SESSION_CHARACTERS = 256
 
 
@@ -39,7 +38,9 @@ async def chat(
     request: ChatCompletionRequest,
     answer_with: Callable[..., Answer] = ChatAnswer,
 ) -> None:
-    """Answers a conversation. `answer_with` makes what writes the answer, as `ChatAnswer` does."""
+    """Answers a conversation. `answer_with` makes the object that writes the answer; its parameters are those of
+    `ChatAnswer`.
+    """
     state.check_model(request.model)
     _check_priority(state, exchange, request.priority)
     check_counts(state.config, 1, request.num_choices)
@@ -73,7 +74,7 @@ async def completions(state: AppState, exchange: GenerationExchange, request: Co
 
 
 def _check_priority(state: AppState, exchange: GenerationExchange, priority: int) -> None:
-    """Raises `RequestRefused` if the client asks to go before others and may not."""
+    """Raises `RequestRefused` if the client asks for a negative priority and may not."""
     allowed = state.config.priority_clients
     if priority < 0 and "*" not in allowed and not (exchange.client and exchange.client in allowed):
         message = f"priority {priority} goes before others' requests, which the operator did not allow"
@@ -101,7 +102,9 @@ async def generate(
     answer: Answer,
     shown_ids: frozenset[int] = frozenset(),
 ) -> None:
-    """Sends the answer. Raises `ServingError` naming the field of `request` if the engine refuses one of `params`."""
+    """Runs the prompts and sends the answer. Raises `ServingError` naming the field of `request` if the engine refuses
+    one of `params`.
+    """
     try:
         params = await _enforceable(state, exchange, params)
         chats = isinstance(request, ChatCompletionRequest)
@@ -153,7 +156,9 @@ async def _field_at_fault(
     request: ChatCompletionRequest | CompletionRequest,
     error: ServingError,
 ) -> tuple[str, ServingError]:
-    """The body's field that a refusal is about; of several tools the one whose schema alone is refused too."""
+    """Returns the field of the body that a refusal is about, and the refusal. Among several tools it is the first one
+    whose schema is refused on its own.
+    """
     assert error.param is not None
     for field, spec in request.tool_constraints() if error.param == "constraint" else []:
         try:
@@ -167,7 +172,7 @@ async def _field_at_fault(
 
 
 async def _enforceable(state: AppState, exchange: GenerationExchange, params: SamplingParams) -> SamplingParams:
-    """`params` with a loose constraint resolved; a header of the answer says what is not enforced."""
+    """Returns `params` with a loose constraint resolved. A header of the answer lists what is not enforced."""
     if params.constraint is None or not params.constraint.loose:
         return params
     spec, not_enforced = await state.engines.resolve(params.constraint, exchange.sharer)
@@ -177,7 +182,9 @@ async def _enforceable(state: AppState, exchange: GenerationExchange, params: Sa
 
 
 def _session(exchange: GenerationExchange) -> str:
-    """Returns the client's name of its conversation, empty for none. Raises `RequestRefused` if it is too long."""
+    """Returns the client's name of its conversation; empty if there is none. Raises `RequestRefused` if it is too
+    long.
+    """
     session = exchange.headers.get(SESSION_HEADER, "")
     if len(session) > MAX_SESSION_CHARACTERS:
         message = f"{SESSION_HEADER} has {len(session)} characters and the limit is {MAX_SESSION_CHARACTERS}"
@@ -186,7 +193,7 @@ def _session(exchange: GenerationExchange) -> str:
 
 
 def _header_value(names: list[str]) -> bytes:
-    """A list as a header may carry it: ASCII without control characters, and no longer than clients take."""
+    """Returns a list as a header value: ASCII without control characters, cut at `MAX_HEADER_CHARACTERS`."""
     value = ", ".join(name.encode("unicode_escape").decode() for name in names)
     return (value if len(value) <= MAX_HEADER_CHARACTERS else f"{value[:MAX_HEADER_CHARACTERS]} ...").encode()
 

@@ -1,4 +1,4 @@
-"""`GET /v1/models` and `GET /v1/models/{model}`: the model that is served."""
+"""`GET /v1/models` and `GET /v1/models/{model}`: the served model."""
 
 from __future__ import annotations
 

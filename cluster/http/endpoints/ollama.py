@@ -1,6 +1,6 @@
-"""Ollama's endpoints, for its clients: each body becomes one of OpenAI's, and the answer is written in Ollama's shape.
+"""Ollama's endpoints, for its clients: each body becomes one of OpenAI's, and the answer is written in Ollama's format.
 
-`cluster/protocol/ollama.py` has the shapes. Refusals are those of the OpenAI endpoints, under Ollama's names of fields.
+`cluster/protocol/ollama.py` has the structs. Refusals are those of the OpenAI endpoints, with Ollama's field names.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from cluster.protocol.responses import ChatResponseMessage
 from cluster.protocol.translated import renamed
 
 Write = Callable[..., msgspec.Struct]
-"""Makes an answer, or a part of it, of an `OllamaAnswerMessage` and the other fields of the answer."""
+"""Function that makes an answer, or a part of one, from an `OllamaAnswerMessage` and the other fields."""
 
 
 async def chat(state: AppState, exchange: Exchange, body: OllamaChatRequest) -> OllamaChatAnswer | None:
@@ -135,7 +135,7 @@ class OllamaAnswer:
         self._write = write
         self._begun = time.perf_counter_ns()
         self._first: int | None = None
-        """When the first token came."""
+        """Time of the first token, in ns of `perf_counter_ns`."""
 
     async def whole(self, generation: Generation) -> bytes:
         builder = MessageBuilder()
@@ -145,7 +145,7 @@ class OllamaAnswer:
         return encode(self._part(_message(builder.message()), **self._ending(finish, generation)))
 
     async def stream(self, generation: Generation) -> AsyncIterator[bytes]:
-        """Texts as they come; calls, which Ollama's clients expect whole, before the last line."""
+        """Yields text as it comes, and tool calls, which Ollama's clients expect whole, before the last line."""
         calls = MessageBuilder()
         async for event in generation:
             for delta in self._read(event):
@@ -210,7 +210,9 @@ def _message(message: ChatResponseMessage) -> OllamaAnswerMessage:
 
 
 def _arguments(text: str | None) -> dict[str, Any]:
-    """Raises `GenerationFailed` for what is cut off, because Ollama's calls hold an object and no text."""
+    """Returns a call's arguments as an object. Raises `GenerationFailed` if the text is cut off, because Ollama's calls
+    hold an object and no text.
+    """
     try:
         arguments = json.loads(text or "{}")
     except ValueError as error:
@@ -220,10 +222,10 @@ def _arguments(text: str | None) -> dict[str, Any]:
 
 
 def _loaded(model: str) -> dict[str, Any]:
-    """The fields of the answer to a request that only asks whether the model is there."""
+    """Returns the fields of the answer to a request that only asks whether the model is loaded."""
     return {"model": model, "created_at": _time(time.time()), "done": True, "done_reason": "load"}
 
 
 def _time(seconds: float) -> str:
-    """RFC 3339, in UTC."""
+    """Returns a time in RFC 3339, in UTC."""
     return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat().replace("+00:00", "Z")

@@ -1,7 +1,7 @@
-"""`GET /` and `GET /docs`: the first pages that a browser shows, or a client of the bare address gets.
+"""`GET /` and `GET /docs`: the pages that a browser, or a client of the bare address, sees first.
 
-Both are derived from the route table and the OpenAPI document, and load nothing from elsewhere. Their links and paths
-are those below the application's prefix, if a proxy in front serves it below one.
+Both are derived from the route table and the OpenAPI document, and load nothing from elsewhere. Links and paths include
+the application's prefix if a proxy in front serves it below one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Home(msgspec.Struct, kw_only=True):
     name: str = "Manta"
     version: str
     model: str | None
-    """None if keys are asked for, because this page asks for none."""
+    """Name of the served model; None if the server requires keys, because this page requires none."""
     endpoints: list[str]
     example: str
     docs: str
@@ -34,7 +34,7 @@ class Home(msgspec.Struct, kw_only=True):
 
 
 async def home(state: AppState, exchange: Exchange, _: None) -> Home | None:
-    """JSON, or a page for whoever accepts HTML."""
+    """Returns JSON, or sends a page to a client that accepts HTML."""
     page, root = _home(state, exchange), html.escape(exchange.root_path)
     if "text/html" not in exchange.headers.get("accept", ""):
         return page
@@ -72,7 +72,7 @@ def _home(state: AppState, exchange: Exchange) -> Home:
 
 
 def _operations(document: dict[str, Any], root: str) -> Iterator[str]:
-    """A heading for each endpoint, and the fields of its body."""
+    """Yields a heading for each endpoint, and the fields of its body."""
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
             yield f"<h3>{method.upper()} {html.escape(root + path)}</h3><p>{html.escape(operation['summary'])}</p>"
@@ -83,7 +83,7 @@ def _operations(document: dict[str, Any], root: str) -> Iterator[str]:
 
 
 def _fields(schema: dict[str, Any], components: dict[str, Any]) -> str:
-    """A line for each field: its name, its type, and whether it must be there."""
+    """Returns a line for each field: its name, its type, and whether it is required."""
     body = components[schema["$ref"].rpartition("/")[2]]
     required = set(body.get("required", ()))
     lines = (

@@ -1,5 +1,5 @@
-"""`GET /health`, `/ping`, `/-/healthz`, `/status`, `/version`, `/metrics` and `/openapi.json`: how the server is, what
-runs where, what it counted and what it offers.
+"""`GET /health`, `/ping`, `/-/healthz`, `/status`, `/version`, `/metrics` and `/openapi.json`: the state of the server,
+what runs where, its metrics and its endpoints.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from cluster.version import version
 class Health(msgspec.Struct, omit_defaults=True, kw_only=True):
     status: Literal["ok", "degraded"]
     reason: str | None = None
-    """Why it is degraded, or ok with no engine."""
+    """Reason why it is degraded, or ok without an engine."""
 
 
 async def health(state: AppState, exchange: Exchange, _: None) -> Health:
-    """200 while this replica is to stay and an engine is healthy and can send tokens here, or while all engines are
-    stopped for want of work.
+    """Returns 200 if this replica is not draining and a healthy engine can send it tokens. Also returns 200 while all
+    engines are stopped because there are no requests.
     """
     if state.drains:
         raise ApiError(503, "this replica was told to go; ask another one")
@@ -43,11 +43,11 @@ def may_stop_all(config: ServeConfig) -> bool:
 
 
 def health_of(engines: list[EngineStats], bound_s: float, knew_engines: bool = False) -> Health:
-    """Raises `ApiError` 503 if no engine is healthy: Serve replaces those that say so themselves. `engines` are those
-    that answer, and `knew_engines` says whether any answered this ingress before.
+    """Returns the health of the engines. Raises `ApiError` 503 if none is healthy; Serve replaces engines that have
+    failed. `engines` are those that answer. `knew_engines` says whether any answered this ingress before.
 
-    An engine that cannot compile constraints serves everything else, and tries again by itself: it stays in service, as
-    "degraded".
+    An engine that cannot compile constraints serves all other requests, and retries by itself. It stays in service and
+    counts as "degraded".
     """
     if not engines:
         if knew_engines:
@@ -66,7 +66,7 @@ def health_of(engines: list[EngineStats], bound_s: float, knew_engines: bool = F
 
 
 async def ready(state: AppState, exchange: Exchange, _: None) -> None:
-    """Answers as Serve's proxies do, for load balancers that were set up for those."""
+    """Answers as Serve's proxies do, for load balancers that were set up for them."""
     status, text = (503, b"This node is being drained.") if state.drains else (200, b"success")
     await exchange.send_body(text, "text/plain; charset=utf-8", status)
 
@@ -83,22 +83,22 @@ class EngineState(msgspec.Struct, kw_only=True):
     """One engine that answers."""
 
     replica: str
-    """The last part of its name in Serve."""
+    """Last part of the engine's name in Serve."""
     node: str
     state: Literal["idle", "running", "stands still", "failed"]
     num_running: int
-    """Sequences in its batch."""
+    """Sequences in the engine's batch."""
     num_waiting: int
     waiting_tokens: int
     """Prompt tokens of requests without a first token."""
     kv_usage: float
-    """Share of its KV blocks that running sequences hold."""
+    """Share of the engine's KV blocks that running sequences hold."""
     cache_hit_rate: float | None
-    """Share of all prompt tokens so far that the prefix cache had; None before the first."""
+    """Share of all prompt tokens so far that the prefix cache held; None before the first."""
     ttft_s: float
     requests_per_s: float
     start_seconds: dict[str, float]
-    """The seconds of each phase of its start, in order."""
+    """Seconds of each phase of the engine's start, in order."""
 
 
 class Status(msgspec.Struct, kw_only=True):
@@ -106,18 +106,18 @@ class Status(msgspec.Struct, kw_only=True):
 
     version: str
     uptime_s: float
-    """The uptime of the ingress that answers."""
+    """Seconds since the answering ingress started."""
     num_held: int
     """Requests that wait at this ingress for an engine to start."""
     engines: list[EngineState]
     deployments: list[DeploymentState]
     nodes: list[NodeState]
     problem: str | None = None
-    """Why the engines do not answer."""
+    """Reason why the engines do not answer."""
 
 
 async def status(state: AppState, exchange: Exchange, _: None) -> Status:
-    """Answered whatever the engines do."""
+    """Returns the status, whatever state the engines are in."""
     problem, stats = None, []
     try:
         stats = await state.engines.stats()

@@ -22,9 +22,9 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
     add_special_tokens: bool = True
-    """For `prompt`; a chat template writes its own."""
+    """Whether special tokens are added to `prompt`. A chat template writes its own."""
     add_generation_prompt: bool | None = None
-    """None is true unless the last message is continued."""
+    """None means true unless the last message is continued."""
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None

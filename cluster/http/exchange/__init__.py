@@ -1,1 +1,1 @@
-"""One request and its answer, and what all endpoints share."""
+"""One request and its answer, and the state that all endpoints share."""

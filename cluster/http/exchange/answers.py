@@ -1,7 +1,7 @@
 """Turns the events of a generation into OpenAI's response bodies, whole or chunk by chunk.
 
-An answer knows one body's options (echo, logprobs, usage) and nothing of sockets: `cluster/http/exchange/exchange.py`
-sends it.
+An answer knows the options of one body (echo, logprobs, usage) and nothing of sockets;
+`cluster/http/exchange/exchange.py` sends it.
 """
 
 from __future__ import annotations
@@ -30,22 +30,24 @@ class Answer(Protocol):
     form: StreamForm
 
     async def whole(self, generation: Generation) -> bytes:
-        """The body of an answer that is not streamed."""
+        """Returns the body of an answer that is not streamed."""
         ...
 
     def stream(self, generation: Generation) -> AsyncIterator[bytes]:
-        """The parts of a streamed answer, each in `form`."""
+        """Yields the parts of a streamed answer, each in `form`."""
         ...
 
 
 MANY_LOGPROBS = 2000
-"""So many are written in another thread: each takes about a microsecond, in which no stream goes on."""
+"""Number of log-probabilities from which they are written in another thread. Each takes about a microsecond, during
+which no stream advances.
+"""
 
 Result = TypeVar("Result")
 
 
 def _num_logprobs(event: Event) -> int:
-    """Alternatives included."""
+    """Returns the number of log-probabilities in an event, alternatives included."""
     return sum(len(each.top_token_ids) + 1 for each in (*(event.prompt_logprobs or ()), *(event.logprobs or ())))
 
 
@@ -54,7 +56,7 @@ async def _perhaps_aside(num_logprobs: int, function: Callable[..., Result], *ar
 
 
 class ChatAnswer:
-    """`POST /v1/chat/completions`."""
+    """An answer of `POST /v1/chat/completions`."""
 
     form = EVENTS
 
@@ -127,8 +129,8 @@ class ChatAnswer:
         async for event in generation:
             index = event.index
             if not begun:
-                # All choices begin at once, in order of index: the `openai` client's stream helper takes a choice for
-                # the next of its list, whatever index it says.
+                # All choices begin at once, in order of index, because the `openai` client's stream helper appends each
+                # new choice to its list, whatever its index.
                 for choice in range(len(self._readers)):
                     yield self._chunk(choice, responses.ChatDelta(role="assistant", content=""))
                 begun = True
@@ -188,7 +190,7 @@ class ChatAnswer:
 
 
 class CompletionAnswer:
-    """`POST /v1/completions`: `n` choices for each prompt, the first prompt's first."""
+    """An answer of `POST /v1/completions`: `n` choices for each prompt, grouped by prompt."""
 
     form = EVENTS
 
@@ -209,7 +211,9 @@ class CompletionAnswer:
         self._prompts = prompts
         self._echoes = [self._echo(prompt) for prompt in given] if request.echo else [""] * len(given)
         self._prompt_entries: list[list[TokenLogprobs]] = [[] for _ in prompts]
-        """Reported with a prompt's first choice, before anything else of the prompt; shown with each."""
+        """Log-probabilities of each prompt. They arrive with a prompt's first choice, before its other events, and are
+        shown with each of its choices.
+        """
         num_choices = len(prompts) * request.num_choices
         skip_special = request.skip_special_tokens is not False
         num_texts = 0 if request.logprobs is None else num_choices
@@ -285,7 +289,7 @@ class CompletionAnswer:
         )
 
     def _text(self, event: Event) -> str:
-        """New text; an echoed prompt goes before the first."""
+        """Returns the new text of an event; an echoed prompt precedes the first."""
         if self._begun[event.index]:
             return event.text
         if not (event.text or event.token_ids or event.finish):

@@ -1,6 +1,6 @@
 """JSON bodies to structs and back, and structs as server-sent events.
 
-Decoding raises a `RequestRefused` that names the field of a mistake, whatever the body's type is.
+Decoding raises a `RequestRefused` that names the field of a mistake, for every type of body.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from cluster.protocol.shape_errors import shape_error
 
 
 class StreamForm(NamedTuple):
-    """How the parts of a streamed answer are written."""
+    """The form in which the parts of a streamed answer are written."""
 
     media_type: str
     before: bytes
-    """In front of an error that becomes a part."""
+    """Bytes in front of an error that becomes a part."""
     after: bytes
 
 
 EVENTS = StreamForm("text/event-stream; charset=utf-8", b"data: ", b"\n\n")
-"""Server-sent events, OpenAI's form."""
+"""Server-sent events, as in OpenAI's API."""
 NAMED_EVENTS = StreamForm("text/event-stream; charset=utf-8", b"event: error\ndata: ", b"\n\n")
-"""Server-sent events with a name each, the form of OpenAI's Responses API and of Anthropic's."""
+"""Server-sent events with names, as in OpenAI's Responses API and in Anthropic's API."""
 LINES = StreamForm("application/x-ndjson", b"", b"\n")
-"""A JSON object a line, Ollama's form."""
+"""One JSON object per line, as in Ollama's API."""
 
 SSE_DONE = b"data: [DONE]\n\n"
 
@@ -39,12 +39,12 @@ _encoder = msgspec.json.Encoder()
 
 
 class Body(Protocol):
-    """What a request's body is decoded to: a msgspec struct with a check of its own. It may have `fields_elsewhere`:
-    names that belong to other bodies, and what to do about each.
+    """A decoded request body: a msgspec struct with a check of its own. It may have `fields_elsewhere`: names of fields
+    that belong to other bodies, each with advice.
     """
 
     def check(self) -> None:
-        """Checks what the types of the fields do not say. Raises `RequestRefused` naming the field."""
+        """Checks what the types of the fields do not express. Raises `RequestRefused` naming the field."""
         ...
 
 
@@ -90,10 +90,10 @@ def _decoder(kind: type[Any]) -> msgspec.json.Decoder[Any]:
 
 
 def encode(response: Any) -> bytes:
-    """A response body: a struct, or anything else that msgspec writes as JSON."""
+    """Returns a response body as JSON: a struct, or anything else that msgspec encodes."""
     return _encoder.encode(response)
 
 
 def sse_event(chunk: msgspec.Struct) -> bytes:
-    """A chunk as one server-sent event."""
+    """Returns a chunk as one server-sent event."""
     return b"data: " + _encoder.encode(chunk) + b"\n\n"

@@ -1,5 +1,5 @@
-"""The engines as the HTTP application sees them. `cluster/serve/streams/submission.py` implements this protocol with
-calls over Ray.
+"""The engines as the HTTP application sees them. `cluster/serve/streams/` implements these protocols with calls over
+Ray.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from workers.step import TokenLogprobs
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The prompts of one body of any endpoint, and how engines are to answer them: each with `params.n` choices."""
+    """The prompts of one body of any endpoint and how engines answer them, each with `params.n` choices."""
 
     request_id: str
     prompts: list[list[int]]
@@ -26,22 +26,22 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float
     """Seconds that each prompt may take."""
     chat: bool = False
-    """Drops the space that some tokenizers put in front of an answer's first word."""
+    """Whether the space that some tokenizers put in front of an answer's first word is dropped."""
     shown_ids: frozenset[int] = frozenset()
     """Special tokens that stay in the text."""
     priority: int = 0
     client: str = ""
-    """The client that sent the body: clients take turns. Empty shares with nobody."""
+    """Client that sent the body; clients take turns. Empty shares with nobody."""
     weight: float = 1.0
-    """The client has so many turns where others have one."""
+    """Turns that the client gets for each turn of a client of weight 1."""
     session: str = ""
-    """Prompts of one session of a client go where the last one went; empty is none."""
+    """Name of the client's conversation, whose prompts go where the last one went; empty if there is none."""
     traceparent: str = ""
-    """The parent of the engines' spans, in W3C's form; empty if nobody traces the request."""
+    """Parent of the engines' spans, in W3C's format; empty if the request is not traced."""
     cache_root: bytes = b""
-    """Requests with different roots read nothing of one another from the prefix cache."""
+    """Root of the prompts' block hashes; requests with different roots share no cached prefixes."""
     reads_whole: bool = False
-    """Nobody reads an answer before its end."""
+    """Whether nobody reads an answer before its end."""
 
     def of_prompt(self, number: int) -> EngineRequest:
         """Returns the request to an engine for one of the prompts."""
@@ -61,39 +61,39 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Event(msgspec.Struct, kw_only=True):
-    """What one step added to one choice."""
+    """The output that one step, or several merged steps, added to one choice."""
 
     index: int
-    """Among all choices of the body: choice `i` of prompt `p` is `p * n + i`."""
+    """Index among all choices of the body: choice `i` of prompt `p` is `p * n + i`."""
     text: str = ""
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
-    """With a prompt's first choice only."""
+    """Log-probabilities of prompt tokens; with a prompt's first choice only."""
     finish: FinishStatus | None = None
     stop_reason: str | int | None = None
 
 
 class Generation(Protocol):
-    """The answers to one body, as they grow.
+    """The answers to one body while they are generated.
 
-    Async iteration yields `Event`s until every choice has ended; it raises `ServingError` if one cannot be served.
+    Async iteration yields `Event`s until every choice has ended; it raises `ServingError` if the body cannot be served.
     """
 
     @property
     def num_choices(self) -> int:
-        """Of all prompts."""
+        """Choices of all prompts."""
         ...
 
     @property
     def usages(self) -> list[Usage]:
-        """One for each prompt that has output."""
+        """Usage of each prompt that has output."""
         ...
 
     def __aiter__(self) -> AsyncIterator[Event]: ...
 
     def close(self) -> None:
-        """Aborts what still runs. Called when the reader is done or gone, perhaps twice."""
+        """Aborts everything that still runs. Called when the reader has finished or left, perhaps twice."""
         ...
 
 
@@ -106,16 +106,16 @@ class Engines(Protocol):
 
     async def resolve(self, spec: ConstraintSpec, client: str = "") -> tuple[ConstraintSpec, list[str]]:
         """Returns the constraint with its backend, and the keywords that the backend does not enforce. Raises
-        `RequestRefused` if none can enforce it, `QueueFull` if too many wait.
+        `RequestRefused` if no backend can enforce it, and `QueueFull` if too many constraints wait.
         """
         ...
 
     async def model(self) -> ModelInfo: ...
 
     async def stats(self) -> list[EngineStats]:
-        """Returns the figures of every replica that answers; none if none runs.
+        """Returns the statistics of every replica that answers; an empty list if none runs.
 
-        Raises `Unavailable` if none answers.
+        Raises `Unavailable` if replicas run and none answers.
         """
         ...
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def curl(url: str, model: str, *, chats: bool, needs_key: bool) -> str:
-    """Two lines. A model that does not chat is asked to complete."""
+    """Returns a curl command of two lines, which asks a model that does not chat for a completion."""
     if chats:
         path, field = "chat/completions", '"messages": [{"role": "user", "content": "What is Manta?"}]'
     else:

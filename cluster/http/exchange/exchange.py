@@ -1,8 +1,8 @@
-"""One HTTP request and its answer, over ASGI's messages; the application makes one for each request.
+"""One HTTP request and its answer, over ASGI's messages. The application makes one exchange for each request.
 
-A client may be slow, stop reading or leave: its body has a limit in bytes and time, its stream a buffer of limited
-size, and a client that left ends the work for it. What is sent and not taken is timed by
-`cluster/serve/listening/listener.py`.
+A client may be slow, stop reading or leave. A body therefore has limits in bytes and time, a stream has a buffer of
+limited size, and the work for a client ends when it leaves. `cluster/serve/listening/listener.py` times out clients
+that do not take what was sent.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
 DRAINED_BODIES = 16
-"""A body that is too long is read up to this many times the limit before the connection is given up."""
+"""Multiple of `max_body_bytes` that is still read of a body that is too long, before the connection is given up."""
 SLOW_START_S = 10.0
-"""A body may come more slowly than `min_body_bytes_per_s` for this long."""
+"""Seconds for which a body may arrive more slowly than `min_body_bytes_per_s`."""
 SEND_BYTES = 65536
-"""An answer goes to its connection in pieces of this size, each after most of the last was taken."""
+"""Bytes of the pieces in which an answer is sent, each after most of the previous one was taken."""
 
 EVERYBODY = "everybody"
 
@@ -51,7 +51,7 @@ class ClientGone(Exception):
 
 
 class StreamBuffer:
-    """The bytes that a stream wrote and its connection has not taken yet. One task fills it, another one empties it."""
+    """Bytes of a stream that its connection has not taken yet. One task fills the buffer, another one empties it."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -61,9 +61,11 @@ class StreamBuffer:
         self._error: Exception | None = None
 
     async def put(self, event: bytes) -> None:
-        """Raises `ApiError` if more than the limit waits already, so that a single event always fits."""
+        """Appends an event. Raises `ApiError` if more than the limit waits already, so that a single event always
+        fits.
+        """
         if len(self._bytes) > self._limit:
-            await asyncio.sleep(0)  # many events may have come at once, before anybody could send the first
+            await asyncio.sleep(0)  # many events may have come in one turn, before the first could be sent
         if len(self._bytes) > self._limit:
             raise ApiError(
                 408,
@@ -76,12 +78,12 @@ class StreamBuffer:
         self._changed.set()
 
     def end(self, error: Exception | None = None) -> None:
-        """Nothing follows; `take` raises `error` after the last bytes."""
+        """Ends the stream; `take` raises `error` after the last bytes."""
         self._ended, self._error = True, error
         self._changed.set()
 
     async def take(self) -> bytes:
-        """The next bytes, as many as there are and `SEND_BYTES` at most; none at the end."""
+        """Returns the next bytes, at most `SEND_BYTES`; empty at the end."""
         while not self._bytes and not self._ended:
             self._changed.clear()
             await self._changed.wait()
@@ -93,14 +95,14 @@ class StreamBuffer:
 
 
 class BodyRoom:
-    """Memory for bodies that are being received, of all requests together."""
+    """Memory for bodies that are being received, for all requests together."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self.num_bytes = 0
 
     def take(self, num_bytes: int) -> None:
-        """Raises `ApiError` 503 if there is no room; it counts all the same, and is given back as well."""
+        """Takes room. Raises `ApiError` 503 if it exceeds the limit; even then it counts, and has to be given back."""
         self.num_bytes += num_bytes
         if self.num_bytes > self._max_bytes:
             raise ApiError(
@@ -115,7 +117,7 @@ class BodyRoom:
 
 
 class GenerationExchange(Protocol):
-    """The part of an exchange that a generation needs. Lines of batches have another
+    """The part of an exchange that a generation needs. Lines of batches have another implementation
     (`cluster/batch/running/line_endpoints.py`).
     """
 
@@ -144,7 +146,7 @@ class GenerationExchange(Protocol):
         ...
 
     def hand_over(self) -> None:
-        """The engines have the request and its deadline from now on."""
+        """Hands the request and its deadline over to the engines."""
         ...
 
     async def send_json(self, body: bytes) -> None: ...
@@ -152,45 +154,49 @@ class GenerationExchange(Protocol):
     async def stream(self, events: AsyncIterator[bytes], generation: Generation, form: StreamForm = EVENTS) -> None: ...
 
     def admit(self, num_prompt_tokens: int) -> None:
-        """Raises `ApiError` 429 if the client's key has used its requests or tokens of a minute."""
+        """Raises `ApiError` 429 if the client's key has used up its requests or tokens per minute."""
         ...
 
     def note(self, generation: Generation) -> None: ...
 
 
 class Exchange:
-    """`returns_id` says whether the answer has an x-request-id; if not, Serve's proxy sets it."""
+    """One HTTP request and its answer. `returns_id` says whether the answer has an x-request-id; otherwise Serve's
+    proxy sets it.
+    """
 
     def __init__(
         self, scope: Scope, receive: Receive, send: Send, config: ServeConfig, room: BodyRoom, returns_id: bool
     ) -> None:
         self.method: str = scope["method"]
         self.root_path: str = scope.get("root_path", "").rstrip("/")
-        """The prefix below which a proxy in front serves this application, as Serve's `route_prefix`; mostly empty."""
+        """Prefix below which a proxy in front serves this application, such as Serve's `route_prefix`; usually
+        empty.
+        """
         self.path = _below(self.root_path, scope["path"])
-        """The path that a route may have: without `root_path`, and without a slash at its end."""
+        """Path as routes have it: without `root_path` and without a trailing slash."""
         self.headers = {key.decode("latin-1").lower(): value.decode("latin-1") for key, value in scope["headers"]}
         given = self.headers.get("x-request-id", "")
         self.request_id = given if 0 < len(given) <= 128 and given.isprintable() else f"req-{secrets.token_hex(8)}"
         self.query = dict(urllib.parse.parse_qsl(scope.get("query_string", b"").decode("latin-1")))
-        """The fields after the ? of the URL; of a name that stands there twice, the last value."""
+        """Fields of the URL's query; of a repeated name, the last value."""
         self.path_parameter = ""
-        """The value of the parameter in the path of its route, if that has one."""
+        """Value of the parameter in the route's path, if the route has one."""
         self.client = ""
-        """The name of the API key that the request brought."""
+        """Name of the API key that the request brought; empty without keys."""
         self.owner = EVERYBODY
-        """The owner of the files, batches and cached prefixes that the request may use: that of its API key, or
-        `EVERYBODY` if the server has no keys.
+        """Owner of the files, batches and cached prefixes that the request may use: that of its API key, or `EVERYBODY`
+        if the server has no keys.
         """
         self.address = network_of((scope.get("client") or ("",))[0])
-        """The address of the client, or of a proxy in front; of an IPv6 address its network."""
+        """Address of the client, or of a proxy in front; for IPv6, the network of the address."""
         self.use: KeyUse | None = None
-        """The rate limits of its API key; None if it has none."""
+        """Rate limits of the API key; None if it has none."""
         self.status = 0
         self.headers_always: list[tuple[bytes, bytes]] = []
-        """Sent with every answer."""
+        """Headers of every answer."""
         self.headers_out: list[tuple[bytes, bytes]] = []
-        """Headers that a good answer gets in addition to its own."""
+        """Further headers of an answer without an error."""
         self._id_header = [(b"x-request-id", self.request_id.encode("latin-1"))] if returns_id else []
         self._config = config
         self._room = room
@@ -198,15 +204,15 @@ class Exchange:
         self._send = send
         self._begun = time.perf_counter()
         self.notes: dict[str, Any] = {}
-        """Counts of its generation."""
+        """Token counts of the generation, for the log."""
         self.route = ""
-        """The path of its route, as the table of routes has it."""
+        """Path of the route, as in the table of routes."""
         self.error_body: Callable[[ApiError], bytes] = ApiError.body
-        """Writes errors in the shape of its route."""
+        """Function that writes an error in the shape of the route."""
         self.span: Span | None = None
-        """Its own, if it is traced."""
+        """Span of the request; None if it is not traced."""
         self.preparation: Preparation | None = None
-        """Its place among the requests that are prepared; set before its handler is called."""
+        """Place among the requests that are prepared; set before the handler is called."""
 
     @property
     def remaining_s(self) -> float:
@@ -219,25 +225,27 @@ class Exchange:
 
     @property
     def url_path(self) -> str:
-        """The path as its client knows it."""
+        """Path as the client knows it."""
         return f"{self.root_path}{self.path}"
 
     @property
     def traceparent(self) -> str:
-        """W3C's `traceparent` of the request's span; empty if nobody records it."""
+        """W3C's `traceparent` of the request's span; empty if it is not traced."""
         return "" if self.span is None else traceparent_of(self.span)
 
     @property
     def sharer(self) -> str:
-        """The name under which the client takes turns with others: that of its key, else its address."""
+        """Name under which the client takes turns with others: the name of its key, else its address."""
         return self.client or self.address
 
     # ---- the request ---------------------------------------------------------------------------------------------
 
     async def body(self) -> bytes:
-        """The whole body. Raises `ApiError` 413 if it exceeds `max_body_bytes` (no more bytes than those are kept) and
-        408 if it takes longer than `client_timeout_s`, or comes more slowly than `min_body_bytes_per_s`, and 503 if
-        too much is being received.
+        """Returns the whole body. Raises `ApiError`
+
+        - 413 if it exceeds `max_body_bytes`; no more bytes than that are kept,
+        - 408 if it takes longer than `client_timeout_s` or arrives more slowly than `min_body_bytes_per_s`,
+        - 503 if too much is being received.
         """
         received, begun = bytearray(), asyncio.get_running_loop().time()
         try:
@@ -252,7 +260,8 @@ class Exchange:
     async def _read_body(self, received: bytearray, deadline: asyncio.Timeout, begun: float) -> None:
         limit = self._config.max_body_bytes
         num_bytes, more = 0, True
-        # A body that is too long is read and dropped for a while: a client that is still sending would miss the answer.
+        # A body that is too long is read and dropped for a while, because a client that is still sending would miss the
+        # answer.
         while more and num_bytes <= DRAINED_BODIES * limit:
             paid_s = SLOW_START_S + num_bytes / self._config.min_body_bytes_per_s
             deadline.reschedule(begun + min(paid_s, self._config.client_timeout_s))
@@ -269,7 +278,7 @@ class Exchange:
 
     @contextlib.contextmanager
     def room(self, num_bytes: int) -> Iterator[None]:
-        """Memory for what is sent or received in pieces. Raises `ApiError` 503 if there is none."""
+        """Reserves memory for content that is sent or received in pieces. Raises `ApiError` 503 if there is none."""
         try:
             self._room.take(num_bytes)
             yield
@@ -277,10 +286,10 @@ class Exchange:
             self._room.give_back(num_bytes)
 
     async def pieces(self, limit: int) -> AsyncIterator[bytes]:
-        """The body as it comes, for whoever keeps no more than a piece of it in memory.
+        """Yields the body as it arrives, for a caller that keeps only a piece of it in memory.
 
-        Raises as `body` does, but `limit` is its bound in bytes, and it has `client_timeout_s` for each
-        `max_body_bytes` of it.
+        Raises as `body` does, except that `limit` bounds the bytes and each `max_body_bytes` of the body may take
+        `client_timeout_s`.
         """
         num_bytes, more, begun = 0, True, asyncio.get_running_loop().time()
         while more:
@@ -316,7 +325,9 @@ class Exchange:
         )
 
     async def unless_gone(self, work: Awaitable[Result]) -> Result:
-        """The result of `work`, which is cancelled when the client closes the connection. Raises `ClientGone` then."""
+        """Returns the result of `work`. If the client closes the connection first, cancels `work` and raises
+        `ClientGone`.
+        """
         task, gone = asyncio.ensure_future(work), asyncio.ensure_future(self._gone())
         try:
             await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -334,7 +345,7 @@ class Exchange:
     # ---- the answer ----------------------------------------------------------------------------------------------
 
     async def stream(self, events: AsyncIterator[bytes], generation: Generation, form: StreamForm = EVENTS) -> None:
-        """Sends parts in their `form`; an error after the first becomes a part of its own.
+        """Sends the parts of a stream in their `form`; an error after the first part becomes a part of its own.
 
         Events are taken from the engine as they come, whether or not the client reads.
         """
@@ -373,14 +384,14 @@ class Exchange:
             await self._send(message)
 
     async def send_pieces(self, pieces: AsyncIterator[bytes], num_bytes: int, content_type: str) -> None:
-        """Sends what need not be in memory as a whole, `num_bytes` in all."""
+        """Sends content that is never in memory as a whole, `num_bytes` in all."""
         await self._start(200, content_type, [(b"content-length", str(num_bytes).encode())])
         async for piece in pieces:
             await self._send({"type": "http.response.body", "body": piece, "more_body": True})
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def send_empty(self, headers: list[tuple[bytes, bytes]]) -> None:
-        """An answer without a body."""
+        """Sends an answer without a body, with status 204."""
         self.status = 204
         headers = [*self._id_header, *self.headers_always, *headers]
         await self._send({"type": "http.response.start", "status": 204, "headers": headers})
@@ -391,7 +402,7 @@ class Exchange:
         if error.status in RETRIED_STATUSES:
             headers.append((b"retry-after", str(max(1, math.ceil(error.retry_after_s or 0))).encode()))
         if error.code in ("client_too_slow", "too_many_bodies"):
-            headers.append((b"connection", b"close"))  # nobody knows where the next request would begin
+            headers.append((b"connection", b"close"))  # the start of the next request is unknown
         with contextlib.suppress(Exception):  # the client may be gone
             await self.send_body(self.error_body(error), "application/json", error.status, headers)
 
@@ -413,7 +424,7 @@ class Exchange:
                 self.headers_always += self.use.headers()
 
     def note(self, generation: Generation) -> None:
-        """Adds the token counts of a generation to the log line, and those of its output to the key's use."""
+        """Adds the token counts of a generation to the log line, and its output tokens to the key's rate limit."""
         usages = generation.usages
         if self.use is not None:
             self.use.charge_output(sum(usage.num_output_tokens for usage in usages))
@@ -438,7 +449,9 @@ class Exchange:
 
 
 def _below(root_path: str, path: str) -> str:
-    """`path` without `root_path`, which ASGI leaves in it; a server that takes it away itself may leave it out."""
+    """Returns `path` without `root_path`. ASGI leaves the prefix in the path, but a server may already have removed
+    it.
+    """
     if path == root_path or path.startswith(f"{root_path}/"):
         path = path[len(root_path) :]
     return path.rstrip("/") or "/"
@@ -462,4 +475,4 @@ async def _fill(buffer: StreamBuffer, events: AsyncIterator[bytes], generation: 
     else:
         buffer.end()
     finally:
-        generation.close()  # at once, however long the client takes to read why
+        generation.close()  # at once, because the client may take long to read the error

@@ -1,6 +1,5 @@
-"""Log-probabilities in the shapes of OpenAI and vLLM, each with its token's text.
-
-Called by `cluster/http/exchange/answers.py`.
+"""Log-probabilities in the formats of OpenAI and vLLM, each with its token's text, for
+`cluster/http/exchange/answers.py`.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from cluster.text.tokenizer import Tokenizer
 from workers.step import TokenLogprobs
 
 MIN_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON cannot write (vLLM's convention)."""
+"""Value for minus infinity, which JSON cannot express (vLLM's convention)."""
 
 
 def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> ChatLogprobs:
-    """The `logprobs` of a chat choice: per token its text, bytes and alternatives, most probable first."""
+    """Returns the `logprobs` of a chat choice: for each token its text, bytes and alternatives, most probable first."""
     content = []
     for entry in entries:
         top = [
@@ -37,10 +36,10 @@ def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> Cha
 
 
 class CompletionLogprobText:
-    """The `logprobs` of a completion choice, over as many deltas as it has.
+    """The `logprobs` of a completion choice, built from its deltas.
 
-    `text_offset` counts characters of the choice's text from its beginning: an echoed prompt counts. A token that ends
-    in the middle of a character shows as `bytes:\\xNN`, as OpenAI's does, so that alternatives keep distinct keys.
+    `text_offset` counts characters of the choice's text from its beginning, including an echoed prompt. A token that
+    ends inside a character is shown as `bytes:\\xNN`, as in OpenAI's API, so that alternatives keep distinct keys.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, text_offset: int = 0) -> None:
@@ -50,7 +49,7 @@ class CompletionLogprobText:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def first(self, token_id: int) -> CompletionLogprobs:
-        """An echoed prompt's first token, which has no log-probability."""
+        """Returns the entry of an echoed prompt's first token, which has no log-probability."""
         return CompletionLogprobs([self._advance(token_id)], [self._name(token_id)], [None], [None])
 
     def append(self, entries: Sequence[TokenLogprobs]) -> CompletionLogprobs:
@@ -83,7 +82,9 @@ class CompletionLogprobText:
 
 
 def prompt_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> PromptLogprobs:
-    """vLLM's `prompt_logprobs`: None for the first token, then per token a map of token id to its log-probability."""
+    """Returns vLLM's `prompt_logprobs`: None for the first token, then for each token a map of token ids to
+    log-probabilities.
+    """
     result: PromptLogprobs = [None]
     for entry in entries:
         tokens = {

@@ -1,13 +1,13 @@
 """Prometheus metrics with vLLM's meanings under `manta:` names.
 
-An ingress observes what its readers see (latencies, tokens, endings) as it happens. What only an engine knows (running,
-waiting, KV usage, prefix cache, preemptions) is read from the engine's stats when `/metrics` is asked for. A request is
-one prompt with all its choices, a sequence is one choice.
+An ingress observes latencies, tokens and endings as its clients see them. It reads from the engines' statistics, when
+`/metrics` is requested, what only an engine knows: running and waiting requests, KV usage, prefix cache, preemptions. A
+request is one prompt with all its choices; a sequence is one choice.
 
-A counter may fall only when its process restarts: Prometheus takes any fall for a restart and counts the rest again.
-A single ingress adds up what engines count, and remembers those that are gone. Of several ingresses any may be asked,
-and none knows all that the others saw: then the counters of each engine and of each ingress are series of their own,
-labelled `replica`, and the ingress that is asked shows them all; sum their `rate()`s.
+A counter may fall only when its process restarts, because Prometheus takes any fall for a restart. A single ingress
+therefore adds up what engines count, and remembers the counts of engines that are gone. With several ingresses, each
+may be asked and none knows everything. Then the counters of each engine and ingress are series of their own, labelled
+`replica`, and the ingress that is asked shows them all; sum their `rate()`s.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ _CONSTRAINTS = (
 
 
 class Metrics:
-    """What one ingress counted, and what it knows of the engines. Every series carries the model's name; `replica` is
-    the ingress's name if there are several.
+    """The counts of one ingress, and the statistics of the engines. Every series carries the model's name. `replica` is
+    the name of the ingress if there are several.
     """
 
     def __init__(self, model_name: str, replica: str | None = None) -> None:
@@ -118,7 +118,7 @@ class Metrics:
                 *((f"constraints.{field}", f"constraint_{field}", text) for field, text in _CONSTRAINTS),
             )
         }
-        """Field of `EngineStats` to what shows the sum of all engines."""
+        """Gauges that show the sum over all engines, by field of `EngineStats`."""
         self._engine_totals = {
             "prefix_cache_queries": total("prefix_cache_queries", "Prompt tokens looked up."),
             "prefix_cache_hits": total("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
@@ -149,13 +149,13 @@ class Metrics:
             registry=self._of_engines,
         )
         self._counted: dict[str, dict[tuple[Counter, tuple[str, ...]], int]] = defaultdict(dict)
-        """By engine: what each counter was seen at, with the labels that follow the engine's."""
+        """Highest value seen of each counter, with the labels after the engine's, by engine."""
         self._options = Gauge(
             "manta:option", "Numbers of the configuration.", ["model_name", "option"], registry=self._of_engines
         )
 
     def show_options(self, config: ServeConfig) -> None:
-        """Every limit and size that the operator may set, under its name."""
+        """Shows every number of the configuration under its dotted name."""
         for name, value in numbers(config):
             self._options.labels(self._model, name).set(value)
 
@@ -163,7 +163,7 @@ class Metrics:
         return (self._model,) if replica is None else (self._model, replica)
 
     def request_of(self, client: str) -> None:
-        """Of whom a request is: one of the names of the configured keys."""
+        """Counts a request under the name of the client's API key."""
         self._by_client.labels(*self._labels(self.replica), client).inc()
 
     def request_ended(self, reason: FinishStatus) -> None:
@@ -173,11 +173,11 @@ class Metrics:
         self._sequences.labels(*self._labels(self.replica), reason.value).inc()
 
     def own(self) -> list[Metric]:
-        """What this ingress counted, for the ingress that answers `/metrics`."""
+        """Returns the metrics of this ingress, for the ingress that answers `/metrics`."""
         return list(self._own.collect())
 
     def render(self, engines: Sequence[EngineStats], others: Iterable[list[Metric]] = ()) -> bytes:
-        """The text format of Prometheus: what the engines say, what this ingress counted and what `others` did."""
+        """Returns Prometheus' text format: the engines' statistics, and the metrics of this ingress and of `others`."""
         num_blocks = sum(stats.num_blocks for stats in engines)
         self._kv_usage.set(sum(stats.kv_usage * stats.num_blocks for stats in engines) / max(1, num_blocks))
         self._standstill.set(max((stats.seconds_since_progress for stats in engines), default=0.0))
@@ -188,18 +188,18 @@ class Metrics:
         return generate_latest(_Merged([self.own(), *others, self._of_engines.collect()]))
 
     def _show_starts(self, engines: Sequence[EngineStats]) -> None:
-        """Of those that run."""
+        """Shows the start phases of the running engines."""
         self._start_seconds.clear()
         for stats in engines:
             for phase, seconds in stats.service.start_seconds.items() if stats.service is not None else ():
                 self._start_seconds.labels(self._model, stats.engine_id, phase).set(seconds)
 
     def _add_up(self, engines: Sequence[EngineStats]) -> None:
-        """Sets the engines' counters. A restarted engine has another id and begins at 0."""
+        """Sets the engines' counters. A restarted engine has a new id and begins at 0."""
         for stats in engines:
             counted = self._counted[stats.engine_id]
             for counter, labels, count in self._counts(stats):
-                # If two answers to `/metrics` overlap, the later one may have asked the engine earlier.
+                # Two answers to `/metrics` may overlap, and the later one may have asked the engine earlier.
                 counted[counter, labels] = max(count, counted.get((counter, labels), 0))
         for counter in (*self._engine_totals.values(), *self._drafts.values()):
             counter.clear()
@@ -219,7 +219,7 @@ class Metrics:
 
 
 class _Merged:
-    """The metric families of several registries: each family once, with the samples of all."""
+    """The metric families of several registries, each family once with the samples of all."""
 
     def __init__(self, registries: Iterable[Iterable[Metric]]) -> None:
         self._families: dict[str, Metric] = {}
@@ -232,7 +232,7 @@ class _Merged:
 
 
 def numbers(options: msgspec.Struct, prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Every option that is a number, by its dotted name. Options that are None are left out."""
+    """Yields every option that is a number, with its dotted name. Options that are None are left out."""
     for name in options.__struct_fields__:
         value = getattr(options, name)
         if isinstance(value, msgspec.Struct):
@@ -242,7 +242,7 @@ def numbers(options: msgspec.Struct, prefix: str = "") -> Iterator[tuple[str, fl
 
 
 class RequestMetrics:
-    """Measures one prompt of an HTTP body and its choices, from arrival to the last end."""
+    """Measures one prompt of an HTTP body and its choices, from its arrival to the last end."""
 
     def __init__(self, metrics: Metrics, num_choices: int) -> None:
         self._metrics = metrics
@@ -253,7 +253,7 @@ class RequestMetrics:
         self._num_prompt_tokens = 0
 
     def tokens(self, index: int, count: int) -> None:
-        """`count` tokens of a choice arrived together."""
+        """Records that `count` tokens of a choice arrived together."""
         if count == 0:
             return
         now, last = time.perf_counter(), self._last_token[index]
@@ -267,7 +267,9 @@ class RequestMetrics:
         self._metrics.generation_tokens.inc(count)
 
     def ended(self, reason: FinishStatus, usage: Usage | None) -> None:
-        """One choice ended; with the last the request ends. `usage` is that choice's, None if it is not known."""
+        """Records the end of one choice, and with the last choice that of the request. `usage` is None if it is
+        unknown.
+        """
         self._metrics.sequence_ended(reason)
         self._num_open -= 1
         if usage is not None:
@@ -280,7 +282,7 @@ class RequestMetrics:
 
 
 class Unmeasured(RequestMetrics):
-    """Of all prompts whose measures nobody asks for."""
+    """Measures nothing; for prompts outside the metrics."""
 
     def __init__(self) -> None:
         pass

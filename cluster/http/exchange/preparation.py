@@ -1,8 +1,8 @@
-"""Requests that an ingress prepares: read and checked here, not yet with an engine, not yet answered.
+"""Requests that an ingress prepares: it reads and checks them; no engine has them yet, and no answer has begun.
 
-Whatever the ingress awaits for such a request has the request's deadline, ends when its client leaves
-(`Exchange.unless_gone`) and counts in one bound. `cluster/http/app.py` prepares every request; the endpoints await what
-they need without a thought for either.
+Everything that the ingress awaits for such a request is bounded by the request's deadline, and is cancelled when its
+client leaves (`Exchange.unless_gone`). The requests share one limit. `cluster/http/app.py` applies all this, so that
+endpoints need not.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cluster.errors import Overdue, QueueFull
 
 
 class Preparation:
-    """One request. It has a deadline here and a place in the bound until `end`."""
+    """One request under preparation. Until `end`, it has a deadline here and counts against the limit."""
 
     def __init__(self, preparing: Preparing, timeout: asyncio.Timeout, is_counted: bool) -> None:
         self._preparing = preparing
@@ -31,7 +31,9 @@ class Preparation:
         return max(0.0, self._deadline - time.monotonic())
 
     def end(self) -> None:
-        """An engine has the request and its deadline from now on, or its answer begins. Later calls do nothing."""
+        """Ends the preparation, because an engine has the request and its deadline, or its answer begins. Later calls
+        do nothing.
+        """
         if self._timeout is None:
             return
         if not self._timeout.expired():
@@ -48,13 +50,13 @@ class Preparing:
         self.max_requests = config.max_engines * (engine.max_num_sequences + engine.max_num_waiting)
         self.timeout_s = config.request_timeout_s
         self.num_requests = 0
-        """Requests that are counted now."""
+        """Requests that count against the limit now."""
 
     @contextlib.asynccontextmanager
     async def one(self, is_counted: bool) -> AsyncIterator[Preparation]:
-        """Prepares one request in the body of the `async with`; what says how the server is need not count.
+        """Prepares one request in the body of the `async with`. Endpoints about the server's own state need not count.
 
-        Raises `QueueFull` if as many as may be are prepared, and `Overdue` if `request_timeout_s` is over before
+        Raises `QueueFull` if the limit is reached, and `Overdue` if `request_timeout_s` passes before
         `Preparation.end`.
         """
         if is_counted and self.num_requests >= self.max_requests:

@@ -1,4 +1,4 @@
-"""Prompts out of request bodies: conversations through the chat template, and texts through the tokenizer."""
+"""Prompts from request bodies: conversations through the chat template, texts through the tokenizer."""
 
 from __future__ import annotations
 
@@ -14,15 +14,19 @@ from cluster.text.tokenizer import LONG_TEXT, TextError, Tokenizer
 from workers.sampling_params import SamplingParams
 
 CHARACTERS_A_TOKEN = 8
-"""A text with more than so many for each token that fits is looked at in pieces first; English has four or five."""
+"""Characters per token of the longest sequence above which a text is first tokenised in pieces to check its length.
+English has four or five characters per token.
+"""
 NICENESS = 10
-"""Of the thread that tokenises long texts, beyond that of its process."""
+"""Niceness of the thread that tokenises long texts, added to that of its process."""
 
 Result = TypeVar("Result")
 
 
 def num_kept_tokens(truncate_prompt_tokens: int | None, params: SamplingParams, max_model_len: int) -> int | None:
-    """Returns how many tokens at a prompt's end are used; None is all. -1 leaves room for `max_tokens`, at least 1."""
+    """Returns how many tokens at a prompt's end are used; None means all. -1 leaves room for `max_tokens`, at least
+    1.
+    """
     if truncate_prompt_tokens != -1:
         return truncate_prompt_tokens
     return max(1, max_model_len - (params.max_tokens or 1))
@@ -36,7 +40,7 @@ async def encode(
     param: str,
     num_kept: int | None = None,
 ) -> list[int]:
-    """As `encode_all`, of one text."""
+    """Returns the token ids of one text; see `encode_all`."""
     (token_ids,) = await encode_all(tokenizer, [text], add_special_tokens, max_tokens, param, num_kept)
     return token_ids
 
@@ -49,10 +53,10 @@ async def encode_all(
     param: str,
     num_kept: int | None = None,
 ) -> list[list[int]]:
-    """Returns the token ids of each prompt, of which `num_kept` at its end if that is given. Then a text may have any
-    length. Many texts are tokenised in a thread, so that streams go on meanwhile.
+    """Returns the token ids of each prompt. With `num_kept`, a text may have any length and only the last `num_kept`
+    tokens are returned. Long texts are tokenised in a thread, so that streams go on meanwhile.
 
-    Raises `RequestRefused` about the field `param` if a text has far more than `max_tokens`, before all of it is
+    Raises `RequestRefused` for the field `param` if a text has far more than `max_tokens`, before all of it is
     tokenised.
     """
     if num_kept is not None:
@@ -73,25 +77,25 @@ async def encode_all(
             else:
                 found += texts
         return found
-    except TextError as error:  # JSON is Unicode, but the JSON inside a call's arguments may escape what is not
+    except TextError as error:  # the JSON inside a call's arguments may contain escaped lone surrogates
         raise RequestRefused(f"{param}: {error}", param) from error
 
 
 async def aside(function: Callable[..., Result], *arguments: Any) -> Result:
-    """Calls it in another thread, one at a time. Whoever asks again and again gets a turn with the others."""
+    """Calls `function` in another thread, one call at a time, in the order of the calls."""
     return await asyncio.get_running_loop().run_in_executor(_aside, function, *arguments)
 
 
 async def _tokenised(tokenizer: Tokenizer, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
-    """As `aside`, in a thread that yields to the engine and the event loop. It holds no lock that they wait for."""
+    """Tokenises texts in a thread of low priority, which holds no lock that the engine or the event loop waits for."""
     loop = asyncio.get_running_loop()
     return await loop.run_in_executor(_tokenising, tokenizer.encode_batch, texts, add_special_tokens)
 
 
 def _yield_to_others() -> None:
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads would have our priority, not this one's
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads would not have this priority
     if sys.platform == "linux":  # elsewhere a thread has no priority of its own
-        os.nice(NICENESS)  # not to a value: below what Ray gives its workers, nobody but root may set one
+        os.nice(NICENESS)  # relative, because only root may set a value below what Ray gives its workers
 
 
 _aside = ThreadPoolExecutor(1, "aside")
@@ -99,7 +103,9 @@ _tokenising = ThreadPoolExecutor(1, "tokenising", _yield_to_others)
 
 
 def _batches(prompts: Sequence[Any]) -> Iterator[list[Any]]:
-    """Prompts in their order: of one type, and of `LONG_TEXT` characters or a single one."""
+    """Yields the prompts in order, in batches of one type and of up to `LONG_TEXT` characters; a longer prompt is a
+    batch of its own.
+    """
     batch: list[Any] = []
     length = 0
     for prompt in prompts:
@@ -113,7 +119,10 @@ def _batches(prompts: Sequence[Any]) -> Iterator[list[Any]]:
 
 
 async def _check_length(tokenizer: Tokenizer, text: str, max_tokens: int, param: str) -> None:
-    """Tokenises pieces until they come to twice `max_tokens`: a cut through a word adds a few."""
+    """Raises `RequestRefused` if pieces of a text have more than twice `max_tokens` tokens.
+
+    Each cut through a word adds a few tokens, but not as many as would double them.
+    """
     num_tokens = 0
     for begin in range(0, len(text), LONG_TEXT):
         (token_ids,) = await _tokenised(tokenizer, [text[begin : begin + LONG_TEXT]], False)

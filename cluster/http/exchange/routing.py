@@ -1,4 +1,4 @@
-"""Defines a route, and finds the route of a request. The routes themselves stand in `cluster/http/routes.py`."""
+"""Defines a route, and finds the route of a request. `cluster/http/routes.py` holds the routes themselves."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from cluster.http.exchange.state import AppState
 from cluster.protocol.api_errors import ApiError
 
 Handler = Callable[[AppState, Exchange, Any], Awaitable[Any]]
-"""Gets the decoded body, None if the route takes none. What it returns is sent as JSON; it returns None if it has sent
-the answer itself.
+"""Function that gets the decoded body (None if the route takes none). Its result is sent as JSON; it returns None if it
+has sent the answer itself.
 """
 
 
@@ -24,32 +24,34 @@ class Route:
 
     method: str
     path: str
-    """It may have a parameter, `{name}`, which takes the rest of a request's path less what follows the parameter."""
+    """Path of the endpoint. A parameter `{name}` matches the rest of a request's path, except for the text that follows
+    the parameter.
+    """
     handler: Handler
     summary: str
     _: dataclasses.KW_ONLY
     body: type[Body] | None = None
-    """Decoded and checked before the handler is called."""
+    """Type to which the body is decoded and checked before the handler is called."""
     answer: Any = None
-    """The type of what is sent as JSON, if any is."""
+    """Type of the JSON answer, if there is one."""
     form: type | None = None
-    """The fields of a `multipart/form-data` body, which the handler reads itself as it comes."""
+    """Fields of a `multipart/form-data` body, which the handler itself reads as it arrives."""
     query: type | None = None
-    """The fields that may follow the ? of the URL; the handler gets what it asks `decode_query` for."""
+    """Fields of the URL's query; the handler reads them with `decode_query`."""
     media_type: str | None = None
-    """A content type of the answer that is not JSON."""
+    """Content type of an answer that is not JSON."""
     errors: tuple[int, ...] = ()
-    """Statuses that its handler answers, in addition to those of every route."""
+    """Statuses that the handler returns, in addition to those of every route."""
     error_body: Callable[[ApiError], bytes] = ApiError.body
-    """Writes its errors, in a stream too."""
+    """Function that writes an error, in a stream too."""
     public: bool = False
-    """Answered without an API key: probes and scrapers have none."""
+    """Whether it is answered without an API key, because probes and scrapers have none."""
     logged: bool = False
-    """A line in the request log for each request."""
+    """Whether each request writes a line to the request log."""
 
     @property
     def parameter(self) -> str | None:
-        """The name of the path's parameter."""
+        """Name of the path's parameter; None if it has none."""
         found = re.search(r"/\{(\w+)\}", self.path)
         return None if found is None else found[1]
 
@@ -60,7 +62,7 @@ class Router:
     def __init__(self, routes: Iterable[Route]) -> None:
         self._exact: dict[str, dict[str, Route]] = {}
         self._with_parameter: dict[tuple[str, str], dict[str, Route]] = {}
-        """The routes by the text before the parameter and after it, the longest text after it first."""
+        """Routes by the text before and after the parameter, longest text after it first."""
         routes = tuple(routes)
         self._served = [(route.method, route.path) for route in routes]
         for route in routes:
@@ -72,9 +74,9 @@ class Router:
         self._with_parameter = dict(sorted(self._with_parameter.items(), key=lambda each: -len(each[0][1])))
 
     def find(self, method: str, path: str, root_path: str = "") -> tuple[Route, str]:
-        """The route of `path`, and the value of its parameter; HEAD is GET without a body in the answer.
+        """Returns the route of `path` and the value of its parameter. HEAD is GET without a body in the answer.
 
-        Raises `ApiError` 404 or 405 if there is none, whose message has paths as clients know them: below `root_path`.
+        Raises `ApiError` 404 or 405 if there is none. Its message has paths as clients know them, below `root_path`.
         """
         methods, value = self._methods(path, root_path)
         wanted = "GET" if method == "HEAD" else method
@@ -84,7 +86,7 @@ class Router:
         return methods[wanted], value
 
     def methods(self, path: str, root_path: str = "") -> list[str]:
-        """The methods that a path takes. Raises `ApiError` 404."""
+        """Returns the methods that a path takes. Raises `ApiError` 404 if there is no such path."""
         methods, _ = self._methods(path, root_path)
         return [*methods, *(["HEAD"] if "GET" in methods else []), "OPTIONS"]
 

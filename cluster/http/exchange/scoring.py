@@ -1,6 +1,6 @@
-"""A generation of which only the prompts' log-probabilities are wanted (`max_tokens: 0`).
+"""A generation for requests that want only the log-probabilities of their prompts (`max_tokens: 0`).
 
-An engine computes a prompt in order to draw a token. Here that token is left out of everything that the client reads.
+An engine computes a prompt in order to draw a token. This module hides that token from the client.
 """
 
 from __future__ import annotations

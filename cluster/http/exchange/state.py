@@ -21,7 +21,7 @@ from cluster.text.tokenizer import Tokenizer
 from workers.model_info import ModelInfo
 
 OtherMetrics = Callable[[], Awaitable[list[list[Metric]]]]
-"""Asks the other replicas of the endpoint for their metrics and returns those of the replicas that answer."""
+"""Function that returns the metrics of the other replicas of the endpoint, as far as they answer."""
 
 
 class DeploymentState(msgspec.Struct, kw_only=True):
@@ -31,9 +31,9 @@ class DeploymentState(msgspec.Struct, kw_only=True):
     status: str
     """Ray Serve's status, such as HEALTHY or UPSCALING."""
     replicas: dict[str, int]
-    """The number of replicas in each state, such as RUNNING or STARTING."""
+    """Number of replicas in each state, such as RUNNING or STARTING."""
     note: str | None = None
-    """Why the deployment waits or does not start. None if Serve reports no reason."""
+    """Reason why the deployment waits or does not start; None if Serve reports none."""
 
 
 class NodeState(msgspec.Struct, kw_only=True):
@@ -46,7 +46,7 @@ class NodeState(msgspec.Struct, kw_only=True):
 
 
 ClusterState = Callable[[], Awaitable[tuple[list[DeploymentState], list[NodeState]]]]
-"""Asks Ray for the deployments and the nodes, which includes those that answer no request."""
+"""Function that returns the deployments and nodes as Ray reports them, including those that answer no request."""
 
 
 class AppState:
@@ -67,7 +67,7 @@ class AppState:
     ) -> None:
         self.config = config
         self.model_name = config.model_name
-        """The model's name in the API."""
+        """Name of the model in the API."""
         self.tokenizer = tokenizer
         self.engines = engines
         self.metrics = metrics
@@ -78,16 +78,16 @@ class AppState:
         self.document = document
         self.prefix_scope = PrefixScope(prefix_secret, config.share_prefix_cache)
         self.drains = False
-        """Whether Serve has told this replica to stop. The replica still answers the requests that reach it."""
+        """Whether Serve has told this replica to stop. It still answers the requests that reach it."""
         self.records = None if config.batch_storage is None else Records(Storage(config.batch_storage), config.batches)
-        """Files and batches. None if the server has no `batch_storage`."""
+        """Files and batches; None if the server has no `batch_storage`."""
         self.parsing = asyncio.Lock()
-        """Held while a piece of an upload is parsed: one piece for each turn of the event loop."""
+        """Lock for parsing a piece of an upload, which allows one piece per turn of the event loop."""
         self.created = int(time.time())
-        """When this replica started, in seconds since 1970."""
+        """Start of this replica, in seconds since 1970."""
         self._model: ModelInfo | None = None
         self._asking: asyncio.Future[ModelInfo] | None = None
-        """The one question to the engines that all waiting requests share. None if none is under way."""
+        """Query to the engines that all waiting requests share; None if none is under way."""
 
     def check_model(self, name: str) -> None:
         """Raises `ApiError` 404 if `name` is not the served model."""

@@ -1,6 +1,6 @@
-"""Reads `multipart/form-data` (RFC 7578) as it comes: file content is passed on piece by piece, fields are kept.
+"""Reads `multipart/form-data` (RFC 7578) as it arrives: passes file content on piece by piece, and keeps fields.
 
-The grammar is python-multipart's. This module sets the bounds and tells the file from the fields.
+python-multipart parses the grammar. This module sets the bounds and tells the file from the fields.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from cluster.errors import refuse
 
 MAX_PARTS = 16
-"""Parts of one form, the file included. OpenAI's upload has four."""
+"""Most parts of one form, including the file. OpenAI's upload has four."""
 MAX_HEADER_BYTES = 4096
-"""Names and values of one part's headers together."""
+"""Most bytes of one part's headers together, names and values."""
 MAX_FIELD_BYTES = 1024
-"""The value of one field."""
+"""Most bytes of one field's value."""
 MAX_FORM_BYTES = 64 * 2**10
-"""Bytes of a body that are not the content of its file: boundaries, headers, fields and what precedes them."""
+"""Most bytes of a body that are not the content of its file: boundaries, headers, fields and any preamble."""
 MAX_FILENAME_CHARACTERS = 255
-"""A longer file name is cut."""
+"""Length in characters at which a file name is cut."""
 
 
 class UploadForm(msgspec.Struct, kw_only=True):
@@ -36,8 +36,8 @@ class UploadForm(msgspec.Struct, kw_only=True):
 
 
 class UploadParser:
-    """Takes the body with `feed` and its end with `finish`. Both raise `RequestRefused` for a body that is no such form
-    or exceeds a bound.
+    """Parses a body that is passed to `feed`, and ended by `finish`. Both raise `RequestRefused` for a malformed body
+    or one that exceeds a bound.
     """
 
     def __init__(self, content_type: str) -> None:
@@ -46,16 +46,16 @@ class UploadParser:
             refuse("file", "the body is no multipart/form-data with a boundary; send the file as a form's field `file`")
         self.fields: dict[str, str] = {}
         self.filename: str | None = None
-        """The file's name; None until its content begins."""
+        """Name of the file; None until its content begins."""
         self._num_parts = 0
         self._num_form_bytes = 0
-        """The bytes so far that are not the content of the file."""
+        """Bytes so far that are not the content of the file."""
         self._headers: dict[str, bytes] = {}
         self._header_name = bytearray()
         self._header_value = bytearray()
         self._num_header_bytes = 0
         self._field: tuple[str, bytearray] | None = None
-        """Name and value of the field that is being read; None while the file's content is."""
+        """Name and value of the field that is being read; None while the file's content is read."""
         self._content = bytearray()
         self._has_ended = False
         self._parser = MultipartParser(

@@ -1,4 +1,4 @@
-"""The endpoints of a batch with the engines behind them."""
+"""The batch endpoints and the engines behind them."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def batch_endpoints(
     priority_clients: tuple[str, ...] = (),
     prefix_secret: bytes | None = None,
 ) -> tuple[Endpoints, BatchEngineClient]:
-    """Returns the endpoints and the client by which they reach the engines. The caller closes the client.
+    """Returns the endpoints and the client through which they reach the engines. The caller closes the client.
 
-    `engine`, `host` and `standby` are passed on to the client. `prefix_secret` is that of the application whose engines
-    these are; None draws one.
+    `engine`, `host` and `standby` are passed to the client. `prefix_secret` is the one of the application whose engines
+    these are; None draws a new one.
     """
     tokenizer = Tokenizer(config.engine.tokenizer or str(resolve_model_folder(config.engine.model)))
     metrics = Metrics(config.model_name)

@@ -1,8 +1,8 @@
-"""The engines as a batch calls them: after everybody else, many lines in one call, and with nobody who reads an answer
-before its end.
+"""The engines as a batch calls them: at the lowest priority, many lines in one call, and with answers that are read
+whole.
 
-A call through Serve costs more than all else that is done for a line. So lines wait for each other, a group for each
-call; the engine has others to run meanwhile. A group has one task, and its lines have none.
+A call through Serve costs more than everything else that is done for a line. Lines therefore wait for each other and
+share a call as a group; the engine runs other groups meanwhile. A group has one task, its lines have none.
 """
 
 from __future__ import annotations
@@ -23,24 +23,26 @@ from cluster.serve.streams.submission import Submission
 from cluster.serve.streams.token_channel import RequestResult
 
 PRIORITY = 1000
-"""Added to that of each line: below what interactive requests ask for."""
+"""Added to each line's priority, which puts it behind interactive requests."""
 MAX_GROUP, GROUP_SHARE = 64, 8
-"""Requests of one call: no more than so many. It waits for no more than the eighth part of all that are under way: the
-rest keeps the engines busy.
+"""Size of a group. A call carries at most `MAX_GROUP` requests. A group waits for no more than one `GROUP_SHARE`th of
+all open requests, so that the rest keeps the engines busy.
 """
 LINGER_S = 0.25
-"""A group waits no longer for its last one."""
+"""Longest time, in seconds, that a group waits for more requests."""
 
 UNMEASURED = Unmeasured()
 
 
 class BatchEngineClient(EngineClient):
-    """A line that is refused learns so when the last one of its group has ended."""
+    """Sends lines to the engines in groups. A refused line is told so only when the last request of its group has
+    ended.
+    """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._open: _Group | None = None
-        """Waits for more."""
+        """The group that waits for more requests."""
 
     def submit(self, request: GenerationRequest) -> Submission:
         priority = request.priority + PRIORITY
@@ -50,7 +52,7 @@ class BatchEngineClient(EngineClient):
         return UNMEASURED
 
     def call(self, run: PromptRun, request: EngineRequest, pause_s: float) -> Call:
-        if request.continued is not None:  # its engine is gone, and others may wait for what becomes of it
+        if request.continued is not None:  # its engine is gone, and others may wait for the result
             return super().call(run, request, pause_s)
         group = self._open
         if group is None or not group.requests:  # all of them were given up
@@ -60,7 +62,7 @@ class BatchEngineClient(EngineClient):
         if len(group.requests) == MAX_GROUP:
             self._close(group)
         elif len(group.requests) >= len(self.runs) / GROUP_SHARE:
-            asyncio.get_running_loop().call_soon(self._close, group)  # what comes with it comes along
+            asyncio.get_running_loop().call_soon(self._close, group)  # requests of the same turn join the group
         return _Place(group, run)
 
     def cancel_later(self, call: Any) -> None:
@@ -70,7 +72,7 @@ class BatchEngineClient(EngineClient):
             super().cancel_later(call.group.task)
 
     async def _run(self, group: _Group) -> None:
-        """From its first line to the end of its last one."""
+        """Runs a group from its first request to the end of its last one."""
         asyncio.get_running_loop().call_later(LINGER_S, self._close, group)
         await group.is_closed.wait()
         sent = dict(group.requests)
@@ -88,14 +90,14 @@ class BatchEngineClient(EngineClient):
         await self._see_last_frames(group)
 
     async def _generate(self, requests: list[EngineRequest]) -> list[RequestResult]:
-        """As `EngineClient.generate`."""
+        """Runs a group's requests in one call; see `EngineClient.generate`."""
         address, left_s = await self._ready(requests[0])
         if left_s != requests[0].deadline_s:
             requests = [msgspec.structs.replace(each, deadline_s=left_s) for each in requests]
         return await answer_of(self._engine.generate_group.remote(Packed(EngineRequest, requests), address))
 
     async def _see_last_frames(self, group: _Group) -> None:
-        """A result may overtake them."""
+        """Waits for the last frames of the group's requests, because a result may arrive before them."""
         try:
             async with asyncio.timeout(LAST_FRAME_TIMEOUT_S):
                 for run in list(group.requests):
@@ -105,35 +107,35 @@ class BatchEngineClient(EngineClient):
                 run.has_returned(error)
 
     def _close(self, group: _Group) -> None:
-        """It waits for no more."""
+        """Closes a group to further requests."""
         group.is_closed.set()
         if self._open is group:
             self._open = None
 
 
 class _Group:
-    """Requests of one call, which lasts as long as the longest of them, unless nobody waits for any."""
+    """Requests of one call. The call lasts until its longest request ends, or until all were given up."""
 
     task: asyncio.Task[None]
 
     def __init__(self) -> None:
         self.requests: dict[PromptRun, EngineRequest] = {}
-        """Those for which somebody waits."""
+        """Requests that have not been given up."""
         self.is_closed = asyncio.Event()
 
     def leave(self, run: PromptRun) -> bool:
-        """Nothing is told to `run` any more. False if it had left before."""
+        """Removes `run`, so that it is told nothing more. Returns False if it had left before."""
         return self.requests.pop(run, None) is not None
 
     def leave_open(self) -> list[PromptRun]:
-        """All leave; returns those that have not ended."""
+        """Removes all runs, and returns those that have not ended."""
         runs = [run for run in self.requests if not run.has_all_frames.is_set()]
         self.requests.clear()
         return runs
 
 
 class _Place(NamedTuple):
-    """Of one request in a group; what `PromptRun` has for its call."""
+    """A request's place in a group; `PromptRun` uses it as the request's call."""
 
     group: _Group
     run: PromptRun

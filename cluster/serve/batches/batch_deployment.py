@@ -1,6 +1,6 @@
-"""The runner of batches as a Serve deployment: one replica, beside the ingresses, which Serve starts again if it dies.
+"""The batch runner as a Serve deployment: one replica beside the ingresses, which Serve restarts if it dies.
 
-A process of its own, so that no batch holds up a stream. Its requests go to the engines after everybody else's.
+It has a process of its own, so that no batch delays a stream. The engines admit its requests after all others.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from cluster.serve.starting.start_failure import told_in_words
 
 
 class BatchRunner:
-    """`engine` is the handle of the engines, `standby` that of their standby; `prefix_secret` is the application's."""
+    """Runs batches. `engine` and `standby` are the handles of the engines and of the standby engines; `prefix_secret`
+    is the application's.
+    """
 
     def __init__(self, config: ServeConfig, engine: Any, standby: Any, prefix_secret: bytes) -> None:
         assert config.batch_storage is not None
@@ -38,7 +40,9 @@ class BatchRunner:
         self._serving: asyncio.Task[None] | None = None
 
     async def check_health(self) -> None:
-        """Called by Serve, the first time before the replica counts as ready."""
+        """Raises if the runner cannot work or has ended. Serve calls it for the first time before the replica counts as
+        ready.
+        """
         with told_in_words():
             await self._client.check_reachable()
         if self._serving is None:
@@ -48,7 +52,7 @@ class BatchRunner:
 
 
 class DeployedBatchRunner(ReplicaProcess, BatchRunner):
-    """The class that Serve runs, in a process that yields to the engines."""
+    """The class that Serve deploys, in a process that yields to the engines."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -56,7 +60,9 @@ class DeployedBatchRunner(ReplicaProcess, BatchRunner):
 
 
 def batch_deployment(config: ServeConfig) -> Any:
-    """The Serve deployment; bind it with the configuration, which names a storage, and the engine."""
+    """Returns the Serve deployment of the batch runner; bind it with the configuration, which names a storage, and the
+    engines.
+    """
     return serve.deployment(
         DeployedBatchRunner,
         name="batches",

@@ -1,1 +1,1 @@
-"""The sockets that clients connect to."""
+"""The sockets that accept clients' connections."""

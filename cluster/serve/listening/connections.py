@@ -1,8 +1,8 @@
-"""Bounds the connections, in all and from one address, and chooses which of them gives way to a new one.
+"""Bounds the number of connections, overall and per address, and chooses which one gives way to a new one.
 
-Half-sent requests cost their sender nothing and the ingress a file descriptor each. So at a bound the connection that
-has rested longest goes: one that waits for the head of a request, or for the next request. If none rests the new one is
-refused. Kept by `cluster/serve/listening/listener.py`; knows no HTTP.
+Half-sent requests cost their sender nothing and the ingress a file descriptor each. At a bound, the connection that has
+rested longest is closed: one that waits for the head of a request or for the next request. If none rests, the new one
+is refused. `cluster/serve/listening/listener.py` uses it. It knows nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -16,28 +16,30 @@ from cluster.http.access.addresses import network_of
 
 
 class Guest(Protocol):
-    """A connection."""
+    """A connection, as this module needs it."""
 
     address: str
-    """The address of the client."""
+    """IP address of the client."""
 
     def give_way(self) -> bool:
-        """Closes the connection; False if its client has not taken all of the last answer; then it stays."""
+        """Closes the connection and returns True. Returns False, and keeps it, if the client has not taken all of the
+        last answer.
+        """
         ...
 
 
 class _Room:
-    """The connections under one bound."""
+    """Connections under one bound."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.guests: set[Guest] = set()
         self.resting: OrderedDict[Guest, None] = OrderedDict()
-        """The connections without a request, the longest first."""
+        """Connections without a request, longest-resting first."""
 
 
 class Connections:
-    """The connections of a listener: at most `max_all`, and `max_per_address` of one address."""
+    """The connections of a listener: at most `max_all`, and at most `max_per_address` per address."""
 
     def __init__(self, max_all: int, max_per_address: int) -> None:
         self._max_per_address = max_per_address
@@ -48,9 +50,7 @@ class Connections:
         return len(self._all.guests)
 
     def enter(self, guest: Guest, instead_of: Guest | None = None) -> bool:
-        """Adds a connection, which rests at first, in another one's place if one is named. Returns False if there is no
-        room for it.
-        """
+        """Adds a connection, which rests at first, and removes `instead_of`. Returns False if there is no room."""
         if instead_of is not None:
             self.leave(instead_of)
         address = network_of(guest.address)
@@ -64,7 +64,7 @@ class Connections:
         return True
 
     def leave(self, guest: Guest) -> None:
-        """Removes a connection; one that is not here is no error."""
+        """Removes a connection; harmless if it is unknown."""
         self.work(guest)
         for room in self._rooms(guest):
             room.guests.discard(guest)
@@ -73,13 +73,13 @@ class Connections:
             del self._by_address[address]
 
     def rest(self, guest: Guest) -> None:
-        """Notes that its request is answered, and that none has come whole since."""
+        """Records that the connection rests: its last request is answered, and no complete new head has arrived."""
         for room in self._rooms(guest):
             if guest in room.guests:
                 room.resting[guest] = None
 
     def work(self, guest: Guest) -> None:
-        """Notes that the head of a request has come whole."""
+        """Records that the complete head of a request has arrived."""
         for room in self._rooms(guest):
             room.resting.pop(guest, None)
 
@@ -98,7 +98,9 @@ class Connections:
 
 
 def within_file_limit(max_connections: int) -> int:
-    """`max_connections`, but at most half of the files that this process may open: the others are not connections."""
+    """Returns `max_connections`, but at most half of the files that this process may open, because it needs the rest
+    otherwise.
+    """
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files == resource.RLIM_INFINITY or max_connections <= files // 2:
         return max_connections

@@ -1,11 +1,11 @@
-"""Takes HTTP connections in the ingress replica itself, without Serve's proxy in between.
+"""Accepts HTTP connections in the ingress replica itself, without Serve's proxy in between.
 
-The proxy pulls every streamed event over as a Ray object of its own: at 20 steps a second that costs 0.8 ms of CPU an
-event in the two processes, half a core at 32 streams, against 0.1 ms without it; and it is a process that wakes 160
-times a second when there is nothing to do. `cluster/serve/app.py` decides when.
+The proxy fetches every streamed event as a Ray object of its own. At 20 steps a second that costs 0.8 ms of CPU per
+event in the two processes, half a core at 32 streams, against 0.1 ms without the proxy. The proxy also wakes 160 times
+a second when idle. `cluster/serve/app.py` decides which of the two accepts connections.
 
-What a client may send before its request is known is bounded here (`ListenerLimits`): connections, the bytes of a head
-and the time for it. A refusal is an answer in OpenAI's shape.
+This module bounds what a client may send before its request is known (`ListenerLimits`): connections, the bytes of a
+head and the time for it. A refusal is an answer in OpenAI's format.
 """
 
 from __future__ import annotations
@@ -29,46 +29,45 @@ from cluster.serve.listening.port import Port
 from cluster.serve.listening.tls import Certificate, Handshake, TlsServer
 
 KEEP_ALIVE_S = 90
-"""An idle connection is kept for this long, as by Serve's proxy."""
+"""Seconds for which an idle connection is kept, as Serve's proxy does."""
 PATIENCE_S = 2.0
-"""A port that is taken is tried again for this long."""
+"""Seconds for which binding a taken port is retried."""
 TICK_S = 1.0
-"""Seconds between two looks for slow clients and for the end; the date of the answers is set as often."""
+"""Seconds between two checks for slow clients and for the shutdown; the date header is updated as often."""
 MAX_URL_BYTES = 8192
-"""The most bytes of a URL; nginx takes as many by default."""
+"""Longest URL, in bytes; nginx has the same default."""
 MAX_HEADERS = 100
-"""The most headers and trailers of a request; Apache takes as many by default."""
+"""Most headers and trailers of a request; Apache has the same default."""
 MAX_SENT_AHEAD = 32
-"""Requests that a client may send before the first of them is answered: each costs some kilobytes."""
+"""Requests that a client may pipeline before the first is answered; each costs some kilobytes."""
 BACKLOG = 256
-"""Connections that wait to be accepted. As many are accepted in one turn of the event loop, at 0.1 ms each, and no
-stream goes on meanwhile.
+"""Connections that may wait to be accepted. Up to as many are accepted in one turn of the event loop, at 0.1 ms each,
+during which no stream advances.
 """
 ARRIVAL_S = 0.5
-"""The request of a client that was accepted last, when the port closes, may take this long to come."""
+"""Seconds that the request of a client may take to arrive when the client was accepted just before the port closed."""
 LINGER_S = 1.0
-"""The bytes that a refused client still sends are read and dropped for this long, because a reset would take the answer
-from it."""
+"""Seconds for which a refused client's further bytes are read and dropped, because a reset would destroy the answer."""
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's connection with `limits`; it also ends if its client holds it up."""
+    """uvicorn's connection with `limits`. It also ends if its client stalls it."""
 
     _num_unsent = 0
-    """The bytes that the client had not taken at the last look."""
+    """Bytes that the client had not taken at the last check."""
     _answered: RequestResponseCycle | None = None
-    """The request whose turn it is."""
+    """Request that is being answered."""
     _num_headers = 0
-    """The number of headers of the request that is read, trailers included."""
+    """Headers of the request that is being read, including trailers."""
     _num_header_bytes = 0
     _num_unread = 0
-    """The bytes that came since the parser last found the end of a head, a piece of a body or the end of one. The
-    parser keeps an unfinished line without a bound of its own.
+    """Bytes since the parser last completed a head or a message or found a piece of a body. The parser itself keeps an
+    unfinished line without a bound.
     """
     _found = False
-    """Whether it found one of them in the bytes that came last."""
+    """Whether the latest bytes completed such a part."""
     _in_head = True
-    """Whether headers are read, and not the trailers after a body."""
+    """Whether headers are being read, as opposed to the trailers after a body."""
     _refused = False
 
     def __init__(
@@ -89,7 +88,9 @@ class Connection(HttpToolsProtocol):
             self._refuse(503, f"{len(self._others)} connections are open and all are at work; retry later")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """uvicorn tells the request that was read last, and others may have been sent before the first was answered."""
+        """Notifies the request that is being answered as well. uvicorn notifies only the request that was read last,
+        which differs if the client pipelines.
+        """
         self._others.leave(self)
         if self._answered is not None:
             self._answered.disconnected = True
@@ -103,8 +104,8 @@ class Connection(HttpToolsProtocol):
         return True
 
     def _refuse(self, status: int, message: str) -> None:
-        """Ends the connection. If another answer is under way it ends at once: the client would take this one for the
-        rest of that.
+        """Ends the connection with an error answer. If another answer is under way, it aborts instead, because the
+        client would read the error as part of that answer.
         """
         self._refused = True
         self._others.work(self)
@@ -114,7 +115,7 @@ class Connection(HttpToolsProtocol):
         body = ApiError(status, message).body()
         head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
         self.transport.write(STATUS_LINE[status] + head + body)
-        if status == 503:  # there are too many already
+        if status == 503:  # there are too many connections already
             self.transport.close()
             return
         if self.transport.can_write_eof():
@@ -150,7 +151,7 @@ class Connection(HttpToolsProtocol):
             self._stop(431, self._too_much(f"{self._num_headers} headers"))
         if self._num_header_bytes > self._limits.max_header_bytes:
             self._stop(431, self._too_much(f"{self._num_header_bytes} bytes of headers"))
-        if self._in_head:  # nobody reads trailers
+        if self._in_head:  # trailers are not used
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -173,12 +174,12 @@ class Connection(HttpToolsProtocol):
         return f"{what}: the limits are {bounds}"
 
     def _stop(self, status: int, message: str) -> NoReturn:
-        """Refuses the request from one of the parser's callbacks: an exception there ends the parsing."""
+        """Refuses the request from a parser callback, and raises to end the parsing."""
         self._refuse(status, message)
         raise _Stopped
 
     def send_400_response(self, msg: str) -> None:
-        """uvicorn calls it for whatever ended the parsing."""
+        """Refuses the request with 400. uvicorn calls it whenever parsing ends with an error."""
         if not self._refused:
             self._refuse(400, msg)
 
@@ -194,14 +195,15 @@ class Connection(HttpToolsProtocol):
             self._others.rest(self)
 
     def resume_writing(self) -> None:
-        """Notes that the client has taken bytes, however many were written since."""
+        """Records that the client has taken bytes, however many were written since."""
         super().resume_writing()
         self._moved = time.monotonic()
 
     def look(self, timeout_s: float) -> None:
-        """Aborts if the client has taken nothing for `timeout_s`, and refuses a head that is not whole in its own time.
+        """Aborts if the client has taken nothing for `timeout_s`, and refuses a head that is incomplete after
+        `header_timeout_s`.
 
-        It is called every `TICK_S`. uvicorn bounds how long a connection rests between two requests.
+        It is called every `TICK_S`. uvicorn itself bounds how long a connection rests between two requests.
         """
         num_unsent = self.transport.get_write_buffer_size()
         answers = self.cycle is not None and not self.cycle.response_complete
@@ -219,7 +221,7 @@ class Connection(HttpToolsProtocol):
             self._end_head()
 
     def _end_head(self) -> None:
-        if not self._num_unread:  # a client that connected ahead of time
+        if not self._num_unread:  # a client that connected ahead of its request
             self.transport.close()
             return
         bound = f"{self._limits.header_timeout_s:g} s (listener.header_timeout_s)"
@@ -227,11 +229,13 @@ class Connection(HttpToolsProtocol):
 
 
 class _Stopped(Exception):
-    """The connection is refused."""
+    """Ends the parsing of a refused request."""
 
 
 class Listener(uvicorn.Server):
-    """Serves an ASGI application in the running event loop, at a port that it shares with `peers` if they are named."""
+    """Serves an ASGI application in the running event loop. With `peers` it shares the port with the ingresses of that
+    name.
+    """
 
     def __init__(self, app: Any, config: ServeConfig, peers: str | None = None) -> None:
         limits = config.listener
@@ -264,9 +268,11 @@ class Listener(uvicorn.Server):
         self._serving: asyncio.Task[None] | None = None
 
     async def ensure_listening(self) -> None:
-        """Begins at the first call; raises `OSError` if the port is taken, `RuntimeError` if it has ended."""
+        """Starts listening at the first call. Raises `OSError` if the port is taken, and `RuntimeError` if the server
+        has ended.
+        """
         if self._serving is None:
-            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # what clients send wrongly is no news here
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # clients' errors need no log line
             self._listening = await self._bound()
             self._serving = asyncio.ensure_future(self.serve([self._listening]))
         while not self.started and not self._serving.done():
@@ -275,7 +281,7 @@ class Listener(uvicorn.Server):
             raise RuntimeError(f"nothing listens on {self.config.host} port {self.config.port} any more")
 
     async def close(self) -> None:
-        """Accepts nothing more, closes connections that rest, and returns when what runs has ended."""
+        """Stops accepting, closes resting connections, and returns when running requests have ended."""
         if self.started:
             await self._stop_accepting()
         self.should_exit = True
@@ -304,18 +310,18 @@ class Listener(uvicorn.Server):
         )
 
     def _accept_all(self) -> list[socket.socket]:
-        """Accepts the clients that have connected and wait: the system would cut them off with the port."""
+        """Accepts the clients that wait in the backlog, because closing the port would reset their connections."""
         assert self._listening is not None
         found: list[socket.socket] = []
-        with contextlib.suppress(OSError):  # nobody waits any more
+        with contextlib.suppress(OSError):  # the backlog is empty
             while True:
                 found.append(self._listening.accept()[0])
                 found[-1].setblocking(False)
         return found
 
     async def _bound(self) -> socket.socket:
-        """Binds the port, after some tries if need be: an outgoing connection may have it for a moment, or a fork until
-        its exec.
+        """Binds the port, with retries: for a moment an outgoing connection may hold it, or a forked process before its
+        exec.
         """
         deadline = time.monotonic() + PATIENCE_S
         while True:
@@ -327,7 +333,7 @@ class Listener(uvicorn.Server):
                 await asyncio.sleep(0.1)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Replaces uvicorn's server with one that shakes hands where there is a certificate."""
+        """Replaces uvicorn's server with a TLS server if there is a certificate."""
         if self._certificate is None:
             await super().startup(sockets)
             return

@@ -1,10 +1,10 @@
-"""Takes the port at which an ingress listens: its own alone, or one that it shares with its peers on the node.
+"""The port at which an ingress listens: exclusively, or shared with its peers on the node.
 
-Several sockets may listen at one port if each of them allows it (SO_REUSEPORT); the kernel then spreads the connections
-over them. So replicas listen side by side, and a new version's beside the last one's while that drains. But the kernel
-asks only whether it is the same user who listens: Serve's proxies and other clusters of this user allow it too, and
-would get half of the clients. So the first replica takes a port only if nobody listens there, and each keeps a lock, by
-which the next one knows that those who listen are its peers.
+Several sockets may listen at one port if each sets SO_REUSEPORT; the kernel then distributes connections over them. So
+replicas listen side by side, and a new version listens beside the old one while that drains. The kernel checks only
+that the sockets belong to the same user. Serve's proxies and other clusters of this user set the option too, and would
+get a share of the clients. The first replica therefore takes a port only if nobody listens there. Each replica holds a
+lock, which tells the next one that the listeners are its peers.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import stat
 import tempfile
 
 OTHER_PLACES = ("/dev/shm", "/var/tmp")
-"""Folders on a machine's own disk or memory where every user may make one."""
+"""Further folders on the machine's own disk or memory in which every user may create a folder."""
 
 
 class Port:
-    """A port. `peers` is the name that all ingresses that share it give; with None nobody shares it."""
+    """A port. `peers` is a name that all ingresses which share the port give; None keeps it exclusive."""
 
     def __init__(self, host: str, number: int, peers: str | None = None) -> None:
         self._host = host
@@ -33,8 +33,8 @@ class Port:
         self._lock: int | None = None
 
     def take(self) -> socket.socket:
-        """Returns a socket bound to the port. Raises `OSError` with a message for the person who chose the port, with
-        EADDRINUSE also for a moment while a peer takes it.
+        """Returns a socket bound to the port. Raises `OSError` with a message for whoever chose the port; its errno is
+        EADDRINUSE also while a peer is taking the port.
         """
         if self._peers is None:
             return bound(self._host, self._number)
@@ -45,7 +45,7 @@ class Port:
             elif not _locks(lock, fcntl.LOCK_SH):
                 raise OSError(errno.EADDRINUSE, "another ingress takes the port")
             listening = bound(self._host, self._number, shared=True)
-            listening.listen()  # before others look
+            listening.listen()  # must precede the other replicas' check
             fcntl.flock(lock, fcntl.LOCK_SH)
         except BaseException:
             os.close(lock)
@@ -54,16 +54,17 @@ class Port:
         return listening
 
     def give_back(self) -> None:
-        """Notes that the socket is closed."""
+        """Releases the lock after the socket was closed."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
 
 def bound(host: str, port: int, shared: bool = False) -> socket.socket:
-    """The address is reused, so that a server can start again at once while connections to the last one linger.
+    """Returns a bound socket. The address is reused, so that a server can restart while connections to the last one
+    linger.
 
-    Raises `OSError` with a message for the person who chose the port.
+    Raises `OSError` with a message for whoever chose the port.
     """
     listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
@@ -82,7 +83,9 @@ def bound(host: str, port: int, shared: bool = False) -> socket.socket:
 
 
 def _locks(file: int, kind: int) -> bool:
-    """Whether the lock was free; the system gives it up with the process that held it."""
+    """Takes a file lock and returns True; False if another process holds it. The system releases it when the process
+    ends.
+    """
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -93,8 +96,8 @@ def _locks(file: int, kind: int) -> bool:
 def _locks_folder() -> pathlib.Path:
     """Returns the folder of the locks, which only this user can enter. Raises `OSError` if none can be made.
 
-    It is on this machine's own disk, because locks say nothing about other nodes. Another user can make a folder of the
-    same name first, in folders where everybody may; then the next place is taken, by all ingresses of this node alike.
+    It is on this machine's own disk, because locks do not concern other nodes. In a folder that everybody may write,
+    another user can create a folder of this name first. Then all ingresses of the node take the next place.
     """
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     places = [tempfile.gettempdir(), *([runtime] if runtime else []), *OTHER_PLACES]

@@ -1,7 +1,7 @@
-"""TLS in the listener: the certificate, which may be renewed under load, and a server that shakes hands.
+"""TLS in the listener: the certificate, which may be renewed under load, and a server that performs the handshakes.
 
-A connection counts in the listener's bounds from the moment it is accepted. asyncio's own TLS servers tell of a
-connection only after its handshake: a client that opens connections and says nothing would hold a file descriptor each.
+A connection counts against the listener's bounds from the moment it is accepted. asyncio's own TLS servers report a
+connection only after its handshake, so clients that open connections and stay silent would hold a file descriptor each.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from cluster.serve.listening.connections import Connections
 logger = logging.getLogger(__name__)
 
 NO_FILES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
-"""What accepting raises while the system has no room for another connection."""
+"""Errors that accepting raises while the system has no room for another connection."""
 NO_FILES_PAUSE_S = 1.0
-"""Seconds until accepting is tried again then, as asyncio does it."""
+"""Seconds until accepting is retried after such an error, as in asyncio."""
 
 
 class Certificate:
@@ -32,7 +32,7 @@ class Certificate:
         self._paths = pathlib.Path(certificate).expanduser(), pathlib.Path(key).expanduser()
         self._seen = self._stamps()
         self.context = self._load()
-        """The context of connections that begin now; established ones keep theirs."""
+        """TLS context for new connections; established ones keep theirs."""
 
     @classmethod
     def of(cls, config: ServeConfig) -> Certificate | None:
@@ -44,7 +44,7 @@ class Certificate:
     def refresh(self) -> None:
         """Loads the files again if they have changed.
 
-        Whoever renews them writes one after the other; until both fit, new connections get the earlier certificate.
+        The two files are renewed one after the other. Until both match, new connections get the earlier certificate.
         """
         stamps = self._stamps()
         if stamps == self._seen:
@@ -98,17 +98,18 @@ class Handshake:
         self.task: asyncio.Task[None] | None = None
 
     def give_way(self) -> bool:
-        """Ends the connection without a word: before the handshake there is no way to tell the client why."""
+        """Ends the connection silently, because before the handshake the client cannot be told why."""
         if self.task is not None:
             self.task.cancel()
         return True
 
 
 class TlsServer:
-    """Accepts connections, at most `backlog` in one turn of the event loop, and shakes hands within `timeout_s`.
+    """Accepts connections, at most `backlog` per turn of the event loop, and performs their handshakes within
+    `timeout_s`.
 
-    `make` returns the protocol of a secured connection, which takes the place of the given handshake in `others`. For
-    uvicorn it is what `asyncio.Server` is for connections without TLS.
+    `make` returns the protocol of a secured connection, which replaces its handshake in `others`. uvicorn uses this
+    server in place of `asyncio.Server`.
     """
 
     def __init__(
@@ -133,19 +134,19 @@ class TlsServer:
         self._loop.add_reader(listening, self._accept_all)
 
     def close(self) -> None:
-        """Accepts nothing more. Handshakes go on."""
+        """Stops accepting. Handshakes go on."""
         if self._listening.fileno() >= 0:
             self._loop.remove_reader(self._listening)
             self._listening.close()
 
     async def wait_closed(self) -> None:
-        """Ends the handshakes that are still under way."""
+        """Cancels the handshakes that are still under way."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def secure(self, accepted: socket.socket) -> None:
-        """Begins the handshake of a connection, or closes it if there is no room for it."""
+        """Starts the handshake of a connection, or closes the connection if there is no room for it."""
         accepted.setblocking(False)
         try:
             handshake = Handshake(str(accepted.getpeername()[0]))
@@ -164,7 +165,7 @@ class TlsServer:
             for _ in range(self._backlog):
                 self.secure(self._listening.accept()[0])
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-            pass  # nobody waits any more
+            pass  # the backlog is empty
         except OSError as error:
             if error.errno not in NO_FILES:
                 raise
@@ -183,7 +184,7 @@ class TlsServer:
                 ssl=self._certificate.context,
                 ssl_handshake_timeout=self._timeout_s,
             )
-        except (OSError, TimeoutError):  # the client's fault: it left, or speaks no TLS that is taken
+        except (OSError, TimeoutError):  # the client left, or offers no acceptable TLS
             pass
         finally:
             self._others.leave(handshake)

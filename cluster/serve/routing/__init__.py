@@ -1,1 +1,1 @@
-"""The request router: it chooses an engine by its load and its cached prefixes."""
+"""The request router: it chooses an engine by load and cached prefixes."""

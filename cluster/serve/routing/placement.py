@@ -1,12 +1,12 @@
-"""Which replica gets a prompt: the one where it costs least, cached blocks weighed against load.
+"""Which replica gets a prompt: the one where it costs least, with cached blocks weighed against load.
 
-The whole decision, and all that one ingress knows to make it: who holds which blocks and has how much to do, as engines
-report it (`reports.py`), what the ingress itself has under way, and where sessions were last. Serve's router asks it
+`Placement` makes the whole decision and holds everything that one ingress knows for it: the cached blocks and load that
+engines report (`reports.py`), the ingress's own requests, and the last replica of each session. Serve's router calls it
 (`request_router.py`), and so does the simulation of a thousand replicas (`benchmarks/routing.py`). Imports neither
-torch nor ray. Everything may be called from several threads.
+torch nor ray. All of it may be called from several threads.
 
-Costs are counted in prompt tokens to compute, as in the routers of Dynamo and llm-d. Of replicas that hold equally much
-of a prompt the least busy one is best, so only that one is looked at.
+Costs are prompt tokens to compute, as in the routers of Dynamo and llm-d. Among replicas that hold equally much of a
+prompt the least busy one is best, so only that one is compared.
 """
 
 from __future__ import annotations
@@ -24,44 +24,49 @@ from cluster.serve.routing.prefix_index import PrefixIndex, bit_of, slots_of
 from cluster.serve.routing.reports import Report, unpacked
 
 SEQUENCE_TOKENS = 192
-"""A choice that runs or waits slows a replica's steps as long as it lasts: it counts as so many prompt tokens."""
+"""Cost of a running or waiting choice, in prompt tokens: it slows a replica's steps as long as it lasts."""
 EVEN_SHARE, OVER_TOKENS, MAX_MEAN = 1.1, 384, 8
-"""A choice beyond so much of the mean of all replicas counts as so many tokens in addition for each choice of the mean,
-of which no more than so many count: in an idle cluster one or two more are not uneven.
+"""Penalty for imbalance. A replica may have `EVEN_SHARE` times the mean number of sequences. Each sequence beyond that
+costs `OVER_TOKENS` prompt tokens times the mean, of which at most `MAX_MEAN` counts. In a nearly idle cluster the mean
+is small, and one or two sequences more cost little.
 """
 COPY_WEIGHT = 2
-"""A token that one replica has cached and that is computed elsewhere costs so much more; if two have it a quarter of
-that, if three a ninth: what many have is asked for by many, and one more copy of it pays.
+"""Extra cost, in tokens, of each token that a replica would compute although another one has it cached. It is divided
+by the square of the number of replicas that hold the token: a block that many hold is in demand, so one more copy pays.
 """
 NO_ROOM_WEIGHT = 8
-"""A token for which the KV cache has no room waits until another sequence ends: it counts as so many."""
+"""Extra cost of a token for which the KV cache has no room, because it waits until another sequence ends."""
 SESSION_TOKENS = 4096
-"""A session stays where it was last until so much more waits there than elsewhere."""
+"""A session stays at its last replica until that one costs this many prompt tokens more than another."""
 MAX_SESSIONS = 65_536
-"""That an ingress remembers, about 300 bytes each; beyond them it forgets those that were silent for longest."""
+"""Sessions that an ingress remembers, at about 300 bytes each. Beyond that it forgets those that were silent for
+longest.
+"""
 NUM_LENGTHS = 2
-"""So many lengths of cached prefix are compared, the longest ones, and all that hold less as one."""
+"""Number of cached prefix lengths that are compared, longest first; all replicas that hold less are compared as one
+group.
+"""
 CLASSES_PER_DOUBLING = 8
-"""Loads in one class differ by less than a tenth."""
+"""Load classes per doubling of the load, so that loads within one class differ by less than a tenth."""
 
 
 class Prompt(msgspec.Struct, kw_only=True, gc=False):
-    """What is to be placed."""
+    """A prompt to be placed."""
 
     request_id: str
     keys: Sequence[int]
-    """Of its blocks, without the last token; see `block_keys`."""
+    """Keys of its blocks without the last token; see `block_keys`."""
     num_tokens: int
     block_size: int
     num_sequences: int = 1
-    """Its choices."""
+    """Choices of the prompt."""
     client: str = ""
-    """Whose it is: in an engine clients take turns (`cluster/engine/turns.py`)."""
+    """Client of the prompt; in an engine clients take turns (`cluster/engine/turns.py`)."""
     session: str = ""
-    """Names the conversation of a client; empty is none."""
+    """Name of a conversation of the client; empty if there is none."""
 
     def num_new_tokens(self, num_blocks: int) -> int:
-        """To be computed where so many of its blocks are."""
+        """Returns the number of tokens to compute on a replica that holds `num_blocks` leading blocks; at least 1."""
         return max(1, self.num_tokens - num_blocks * self.block_size)
 
 
@@ -86,17 +91,17 @@ class _Replica:
         self.own_sequences = 0
         """Choices that this ingress has there."""
         self.own_tokens: dict[str, int] = {}
-        """By client: prompt tokens of this ingress's requests that have no output yet."""
+        """Prompt tokens of this ingress's requests without output, by client."""
         self.num_own_tokens = 0
-        """Of all clients."""
+        """Sum of `own_tokens` over all clients."""
         self.other_tokens = self.other_sequences = 0
-        """Of other ingresses, as reported last."""
+        """Load from other ingresses, as last reported."""
         self.free_tokens: int | None = None
         self.load_class = 0
-        """Where `_LoadOrder` has it."""
+        """Class in which `_LoadOrder` holds it."""
 
     def wait_for(self, client: str, new_tokens: int) -> None:
-        """A prompt waits, or with less than 0 tokens no longer waits."""
+        """Adds a client's waiting prompt tokens; a negative number removes them."""
         self.num_own_tokens += new_tokens
         tokens = self.own_tokens.get(client, 0) + new_tokens
         if tokens:
@@ -110,15 +115,16 @@ class _Replica:
 
     @property
     def load(self) -> int:
-        """In prompt tokens."""
+        """Load in prompt tokens."""
         return self.num_own_tokens + self.other_tokens + SEQUENCE_TOKENS * self.num_sequences
 
     def cost(self, new_tokens: int, client: str, mean: float) -> float:
-        """Prompt tokens that are computed before the first one of a prompt is drawn, of which `new_tokens` are its own,
-        and what else makes it wait, in the same unit. `mean` is the number of sequences at a replica.
+        """Returns the cost of a prompt here, in prompt tokens: everything that is computed before its first output
+        token, and what else makes it wait. `new_tokens` are the prompt's own; `mean` is the mean number of sequences
+        per replica.
 
-        Clients take turns, so of each other client no more counts than of its own: one that has filled a replica's
-        queue keeps no other one's conversation away from there.
+        Clients take turns in an engine, so another client's tokens count at most as much as this client's own. A client
+        that has filled a replica's queue therefore keeps no other client's conversation away.
         """
         own, sequences = self.own_tokens.get(client, 0), self.num_sequences
         before, mine = self.num_own_tokens - own, own + new_tokens
@@ -134,13 +140,15 @@ class _Replica:
 
 
 class _LoadOrder:
-    """Replicas in classes by load, each a set of bits: the least busy one of any set is found with one `&` a class."""
+    """Replicas in classes by load. Each class is a set of bits, so that one `&` per class finds the least busy of any
+    set.
+    """
 
     def __init__(self) -> None:
         self._classes = [0]
 
     def put(self, replica: _Replica) -> None:
-        """Called when its load has changed, and at first."""
+        """Puts a new replica in its class, or moves one whose load has changed."""
         load_class = int(CLASSES_PER_DOUBLING * math.log2(1 + replica.load / SEQUENCE_TOKENS))
         if load_class >= len(self._classes):
             self._classes += [0] * (load_class + 1 - len(self._classes))
@@ -153,7 +161,7 @@ class _LoadOrder:
         self._classes[replica.load_class] &= ~bit_of(replica.slot)
 
     def least(self, bits: int) -> int:
-        """Those of a set that are in its lowest class."""
+        """Returns the members of the set that are in its lowest class; 0 for an empty set."""
         return next(filter(None, map(bits.__and__, self._classes)), 0)
 
 
@@ -169,7 +177,9 @@ class _Placed(msgspec.Struct, gc=False):
 
 
 class Placement:
-    """Of one ingress over all replicas. A replica's name is the one of its actor; a group is those of a deployment."""
+    """The placement of one ingress's prompts on all replicas. A replica is named after its actor; a group holds the
+    replicas of one deployment.
+    """
 
     def __init__(self, random_seed: int | None = None) -> None:
         self.index = PrefixIndex()
@@ -179,16 +189,16 @@ class Placement:
         self._by_slot: list[_Replica | None] = []
         self._by_load = _LoadOrder()
         self._groups: dict[str, int] = {}
-        """Name to bits of its replicas."""
+        """Bits of the replicas of each group."""
         self._placed: dict[str, _Placed] = {}
         self._num_sequences = 0
-        """At all replicas."""
+        """Sequences at all replicas."""
         self._sessions: collections.OrderedDict[tuple[str, str], str] = collections.OrderedDict()
 
     # ---- who is there --------------------------------------------------------------------------------------------
 
     def set_running(self, group: str, names: Iterable[str]) -> None:
-        """The replicas of a group; whoever else was there before is gone."""
+        """Sets the replicas of a group; replicas that the group no longer has are lost."""
         with self._lock:
             before, now = self._groups.get(group, 0), 0
             for name in names:
@@ -212,8 +222,8 @@ class Placement:
         return replica
 
     def lose(self, name: str) -> None:
-        """Nothing that is known of a replica's cache and of other ingresses' work holds any more, and one that is in no
-        group is forgotten.
+        """Forgets a replica's cache and its load from other ingresses. A replica that is in no group is forgotten
+        altogether.
         """
         with self._lock:
             replica = self._replicas.get(name)
@@ -231,7 +241,7 @@ class Placement:
                 self._by_load.remove(replica)
 
     def report(self, name: str, report: Report) -> None:
-        """Raises `struct.error` for one that makes no sense."""
+        """Takes a report of a replica. Raises `struct.error` if the report is malformed."""
         added, removed = unpacked(report.added), unpacked(report.removed)
         with self._lock:
             replica = self._replica(name)
@@ -248,15 +258,16 @@ class Placement:
         self._put_in_order(replica)
 
     def _put_in_order(self, replica: _Replica) -> None:
-        """Its load has changed."""
-        if self._by_slot[replica.slot] is replica:  # else it is gone, and its slot may be another one's
+        """Reorders a replica whose load has changed."""
+        if self._by_slot[replica.slot] is replica:  # else it is gone, and its slot may belong to another replica
             self._by_load.put(replica)
 
     # ---- the decision --------------------------------------------------------------------------------------------
 
     def place(self, prompt: Prompt, group: str, avoided: Iterable[str] = ()) -> tuple[str, int]:
-        """The replica that gets a prompt, none of the `avoided` if there are others, and how many of its tokens are to
-        be computed there. Until `end` they count as under way. Raises `LookupError` if the group has no replica.
+        """Chooses a replica for a prompt, none of the `avoided` if the group has others. Returns its name and the
+        number of prompt tokens that it has to compute. The prompt counts as under way until `end`. Raises `LookupError`
+        if the group has no replica.
         """
         with self._lock:
             self._forget(prompt)
@@ -264,18 +275,22 @@ class Placement:
             return replica.name, self._put(prompt, replica, num_blocks)
 
     def follow(self, prompt: Prompt, name: str) -> int:
-        """As `place`, of a prompt that goes to the replica of another one, which `place` has just chosen."""
+        """Places a prompt on the replica that `place` has just chosen for another prompt. Returns the number of tokens
+        to compute.
+        """
         with self._lock:
             self._forget(prompt)
             replica = self._replica(name)
             return self._put(prompt, replica, self._num_leading(prompt.keys, replica))
 
     def _forget(self, prompt: Prompt) -> None:
-        if prompt.request_id in self._placed:  # by an attempt that reached no replica
+        if prompt.request_id in self._placed:  # an earlier attempt reached no replica
             self.end(prompt.request_id)
 
     def _put(self, prompt: Prompt, replica: _Replica, num_blocks: int) -> int:
-        """Where it holds so many leading blocks; returns how many tokens are to be computed."""
+        """Records a prompt on a replica that holds `num_blocks` of its leading blocks. Returns the number of tokens to
+        compute.
+        """
         placed = _Placed(prompt, replica, prompt.keys[num_blocks:], prompt.num_new_tokens(num_blocks))
         self._placed[prompt.request_id] = placed
         self.index.expect(replica.slot, placed.expected)
@@ -286,7 +301,9 @@ class Placement:
         return placed.new_tokens
 
     def pick(self, group: str, avoided: Iterable[str] = ()) -> str:
-        """One of the least busy replicas, for what is no prompt. Raises `LookupError` if the group has none."""
+        """Returns one of the least busy replicas, for a call without a prompt. Raises `LookupError` if the group has
+        none.
+        """
         with self._lock:
             return self._least_busy(self._among(group, avoided)).name
 
@@ -301,7 +318,7 @@ class Placement:
         return among or running
 
     def _choose(self, prompt: Prompt, among: int) -> tuple[_Replica, int]:
-        """A replica, and how many leading blocks it holds or will hold."""
+        """Returns the cheapest replica, and how many leading blocks it holds or is expected to hold."""
         mean = self._num_sequences / among.bit_count()
         last = self._replicas.get(self._sessions.get((prompt.client, prompt.session), "")) if prompt.session else None
         least, chosen, chosen_blocks = math.inf, None, 0
@@ -318,8 +335,9 @@ class Placement:
     def _candidates(
         self, keys: Sequence[int], among: int, last: _Replica | None
     ) -> Iterator[tuple[_Replica, int, float]]:
-        """Each with its number of leading blocks, and with those that others have and it would have to copy, divided by
-        the square of how many have them. Those with most blocks come first: they win ties.
+        """Yields candidates as (replica, leading blocks it holds, copied). `copied` is the number of blocks that it
+        lacks and others hold, each divided by the square of its number of holders. Candidates with most blocks come
+        first and win ties.
         """
         rest, longer, copied, num_holders = among, 0, 0.0, 0
         for num_blocks, bits in itertools.islice(self.index.find(keys, among), NUM_LENGTHS):
@@ -339,10 +357,10 @@ class Placement:
         return num_blocks
 
     def _least_busy(self, bits: int) -> _Replica:
-        """One of them that has no more to do than the others, or hardly more."""
+        """Returns one of the least busy of these replicas, chosen at random within their load class."""
         some = self._by_load.least(bits)
         start = int(self._random.random() * len(self._by_slot))
-        some = some >> start << start or some  # the first at or after a random place, else the first of all
+        some = some >> start << start or some  # the first at or after a random slot, else all of them
         return self._at((some & -some).bit_length() - 1)
 
     def _remember(self, prompt: Prompt, replica: _Replica) -> None:
@@ -355,7 +373,7 @@ class Placement:
     # ---- what is under way ---------------------------------------------------------------------------------------
 
     def has_output(self, request_id: str) -> None:
-        """Its prompt is computed: what its replica now holds was reported."""
+        """Records that a prompt is computed. Its replica has by now reported the blocks that it holds."""
         with self._lock:
             placed = self._placed.get(request_id)
             if placed is None or placed.has_output:
@@ -366,7 +384,7 @@ class Placement:
             self._put_in_order(placed.replica)
 
     def end(self, request_id: str) -> None:
-        """It is no longer under way; harmless if it was not."""
+        """Records that a request is no longer under way; harmless if it was not."""
         with self._lock:
             self.has_output(request_id)
             placed = self._placed.pop(request_id, None)

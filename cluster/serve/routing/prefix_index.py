@@ -1,7 +1,7 @@
-"""Which replicas hold which blocks of prompts: one index from a block's key to the set of replicas that hold it.
+"""Which replicas hold which blocks of prompts: an index from a block's key to the set of replicas that hold it.
 
-A replica is a small number here, its slot, and a set of replicas an int with one bit for each, so that one look-up
-tells of a thousand replicas as of one. `placement.py` gives out the slots; imports neither torch nor ray.
+A replica is a small number here, its slot. A set of replicas is an int with one bit per slot, so one look-up answers
+for a thousand replicas at once. `placement.py` assigns the slots. Imports neither torch nor ray.
 """
 
 from __future__ import annotations
@@ -12,28 +12,30 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 
 KEY_BYTES = 8
-"""A block's key is the beginning of its hash, as a little-endian number. Two blocks with one key, of 10^6 blocks about
-once in 10^7 times, send a request to the wrong replica and do no other harm.
+"""Bytes of a block's key, which are the beginning of its hash as a little-endian number. Among 10^6 blocks, the
+probability that two share a key is below 10^-7; then a request may go to the wrong replica, and nothing else is harmed.
 """
 NUM_SHARDS = 256
-"""Dicts that the index is made of: to make one larger, or to drop one, takes a few milliseconds at most."""
+"""Number of dicts that make up the index, so that growing or dropping one takes a few milliseconds at most."""
 MAX_BLOCKS = 2**21
-"""Blocks that the index knows of, about 150 bytes each."""
+"""Blocks that the index holds, at about 150 bytes each."""
 
 
 def block_keys(hashes: Sequence[bytes]) -> tuple[int, ...]:
-    """Of block hashes (`cluster.engine.kv_blocks.hash_blocks`), which have twice the length of a key."""
+    """Returns the keys of block hashes (`cluster.engine.kv_blocks.hash_blocks`), each of which is twice as long as a
+    key.
+    """
     return struct.unpack(f"<{2 * len(hashes)}Q", b"".join(hashes))[::2]
 
 
 @functools.cache
 def bit_of(slot: int) -> int:
-    """The set of one replica. One object for all blocks that this replica alone holds, and most are such."""
+    """Returns the set of one replica. The cache shares one int among the many blocks that only this replica holds."""
     return 1 << slot
 
 
 def slots_of(bits: int) -> Iterator[int]:
-    """The replicas of a set."""
+    """Yields the slots of the replicas in a set."""
     while bits:
         slot = bits.bit_length() - 1
         yield slot
@@ -41,24 +43,24 @@ def slots_of(bits: int) -> Iterator[int]:
 
 
 class PrefixIndex:
-    """A block's shard is named by the lowest bits of its key. If the index knows of too many blocks it drops a shard
-    and looks at no block of it any more: with half of the shards left, the length of a prefix is told to two blocks, on
-    average, and no prefix is lost.
+    """The index. The lowest bits of a block's key name its shard. When the index holds too many blocks, it drops a
+    shard and ignores that shard's blocks from then on. With half of the shards left, a prefix length is known to within
+    two blocks on average, and no prefix is lost.
     """
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
         self._max_blocks = max_blocks
         self._shards: list[dict[int, int]] = [{} for _ in range(NUM_SHARDS)]
-        """By key: a bit for each slot."""
+        """Key to the set of replicas that hold or will hold the block, for each shard."""
         self._held: dict[int, set[int]] = {}
-        """By slot: the keys that it has, without those that it is expected to have."""
+        """Keys that each slot holds, without those that it is expected to hold."""
         self._num_blocks = 0
 
     def __len__(self) -> int:
         return self._num_blocks
 
     def keeps(self, key: int) -> bool:
-        """Whether its shard is left."""
+        """Returns whether the key's shard has not been dropped."""
         return key % NUM_SHARDS < len(self._shards)
 
     def num_held(self, slot: int) -> int:
@@ -67,22 +69,24 @@ class PrefixIndex:
     # ---- who has what --------------------------------------------------------------------------------------------
 
     def add(self, slot: int, keys: Sequence[int]) -> None:
-        """A replica has blocks that others may read."""
+        """Records that a replica holds blocks."""
         self.expect(slot, keys)
         self._held.setdefault(slot, set()).update(filter(self.keeps, keys))
 
     def discard(self, slot: int, keys: Sequence[int]) -> None:
-        """A replica lost blocks."""
+        """Records that a replica lost blocks."""
         if slot in self._held:
             self._held[slot].difference_update(keys)
         self._clear(slot, keys)
 
     def remove(self, slot: int) -> None:
-        """A replica lost all its blocks, or is gone."""
+        """Records that a replica lost all its blocks, or is gone."""
         self._clear(slot, self._held.pop(slot, ()))
 
     def expect(self, slot: int, keys: Iterable[int]) -> None:
-        """A replica will have blocks. It counts as having them: who asks for them there waits for them anyway."""
+        """Records that a replica will hold blocks. They count as held, because a request that needs them there waits
+        for them anyway.
+        """
         shards, num_shards, bit = self._shards, len(self._shards), bit_of(slot)
         for key in keys:
             number = key % NUM_SHARDS
@@ -98,7 +102,7 @@ class PrefixIndex:
             self._drop_shard()
 
     def expect_no_more(self, slot: int, keys: Iterable[int]) -> None:
-        """What became of expected blocks was reported, or they will never be."""
+        """Ends the expectation of blocks, because the replica has reported them or will never hold them."""
         self._clear(slot, set(keys).difference(self._held.get(slot, ())))
 
     def _clear(self, slot: int, keys: Iterable[int]) -> None:
@@ -123,11 +127,11 @@ class PrefixIndex:
     # ---- who has most --------------------------------------------------------------------------------------------
 
     def find(self, keys: Sequence[int], among: int) -> Iterator[tuple[int, int]]:
-        """Who of the replicas `among` has how much of a prompt, as (leading blocks, bits of the replicas that have so
-        many and no more), the most first, those that have none last.
+        """Yields (number of leading blocks, bits of the replicas `among` that hold exactly so many), longest first;
+        replicas that hold none come last.
 
-        Each length is found by bisection: a cache evicts the end of a chain before its beginning, so who has a block
-        has those before it.
+        Bisection finds each length: a cache evicts the end of a chain before its beginning, so a replica that holds a
+        block holds the blocks before it.
         """
         shards = self._shards
         places: Sequence[int] = range(len(keys))

@@ -1,9 +1,9 @@
-"""The engine replicas as one ingress knows them: which Serve runs, which live, and which got a request last.
+"""The engine replicas as one ingress knows them: which ones Serve runs, which are alive, and which got a request last.
 
-Serve's router (`request_router.py`) tells which replicas run and asks which of them gets a request; the channel tells
-who was heard, and what engines report. One `Replicas` stands between both in each process: Serve makes the router where
-the ingress cannot pass it anything. Everything here may be asked from another thread, since Serve's router may run in
-one.
+Serve's router (`request_router.py`) reports the running replicas and asks which one gets a request. The channel reports
+which replicas were heard, and what they report. Each process has one `Replicas` between the two, because Serve creates
+the router where the ingress cannot pass it anything. Everything here may be called from another thread, because Serve's
+router may run in one.
 """
 
 from __future__ import annotations
@@ -22,39 +22,39 @@ from cluster.serve.routing.placement import Placement, Prompt
 from cluster.serve.routing.prefix_index import block_keys
 
 SERVE_NAMESPACE = "serve"
-"""Where Serve's actors have their names."""
+"""Ray namespace of Serve's actors."""
 SILENT_BEATS = 4
-"""So many signs of life must be missing (0.6 s) before requests go on elsewhere. A step holds up an engine's event loop
-for a few ms, and what held up the ingress itself does not count.
+"""Missed heartbeats (0.6 s) after which requests continue on another replica. A step holds up an engine's event loop
+for a few ms. A delay of the ingress's own does not count, because it counts beats and not time.
 """
 HUNG_BEATS = 20
-"""After so many (3 s) a replica is killed if no other one can take its requests."""
+"""Missed heartbeats (3 s) after which a replica is killed, if no other one can take its requests."""
 AVOID_S = 20.0
-"""A replica that was silent or away, or whose connection broke, gets nothing for so long while another one runs, unless
-it is heard again. Meanwhile Serve replaces it if it is dead.
+"""Seconds for which a replica that was silent or away, or lost its connection, gets no requests while another one can.
+Hearing it again ends this. Serve replaces a dead replica within that time.
 """
 
 
 class Replicas:
-    """Of all deployments of engines. A replica's name is the one of its actor."""
+    """The replicas of all engine deployments. A replica is named after its actor."""
 
     def __init__(self) -> None:
         self.running: dict[str, frozenset[str]] = {}
-        """By deployment, those that Serve runs, less those that it told to go. Deployments of which it has said."""
+        """Replicas that Serve runs and has not told to end, by deployment; only deployments that Serve has reported."""
         self.nodes: dict[str, frozenset[str]] = {}
-        """By deployment, where they run, as Ray names nodes."""
+        """Ray node ids of the replicas, by deployment."""
         self.routed: dict[str, str] = {}
-        """Request to the replica that it was sent to, until this has taken it."""
+        """Replica to which each request was sent, until the replica has taken it."""
         self.placement = Placement()
         self._num_missed: dict[str, int] = {}
-        """Signs of life, in a row, of replicas that owe some."""
+        """Missed heartbeats in a row, of replicas that owe heartbeats."""
         self._avoided: dict[str, float] = {}
-        """Until when, on `time.monotonic`'s clock."""
+        """Time until which each replica is avoided, on `time.monotonic`'s clock."""
 
     # ---- who lives -----------------------------------------------------------------------------------------------
 
     def hear(self, replica: str, is_away: bool = False) -> None:
-        """It lives. One that is away starts its ranks anew, which takes seconds."""
+        """Notes a heartbeat. A replica that `is_away` rebuilds its ranks for some seconds and is avoided."""
         if self._num_missed:
             self._num_missed.pop(replica, None)
         if is_away:
@@ -63,7 +63,9 @@ class Replicas:
             self._avoided.pop(replica, None)
 
     def beat(self, owing: set[str]) -> None:
-        """Called every `BEAT_S` with the replicas that run requests, and so should be heard until the next call."""
+        """Counts a beat for the replicas `owing` a heartbeat, which are those that run requests. Called every
+        `BEAT_S`.
+        """
         self._num_missed = {replica: self._num_missed.get(replica, 0) + 1 for replica in owing}
         for replica, count in self._num_missed.items():
             if count > SILENT_BEATS:
@@ -73,29 +75,29 @@ class Replicas:
         self._avoided[replica] = time.monotonic() + AVOID_S
 
     def set_running(self, deployment: str, replicas: Iterable[str]) -> None:
-        """Those that Serve runs now."""
+        """Sets the replicas that Serve runs now."""
         self.running[deployment] = frozenset(replicas)
         self.placement.set_running(deployment, self.running[deployment])
 
     def is_good(self, replica: str) -> bool:
-        """Whether requests should stay with it: it runs, and nothing speaks against it."""
+        """Returns whether requests should stay with the replica: it runs and is not avoided."""
         if self._avoided.get(replica, 0.0) > time.monotonic():
             return False
         return not self.running or any(replica in names for names in self.running.values())
 
     def is_hung(self, replica: str) -> bool:
-        """True in the one beat in which its patience is over."""
+        """Returns True only at the beat at which the replica counts as hung."""
         return self._num_missed.get(replica) == HUNG_BEATS
 
     def is_any_good(self, deployment: str) -> bool:
-        """Whether some replica of a deployment can take requests."""
+        """Returns whether some replica of a deployment can take requests."""
         return any(map(self.is_good, self.running.get(deployment, ())))
 
     # ---- who gets what -------------------------------------------------------------------------------------------
 
     def place(self, requests: list[EngineRequest], deployment: str, block_size: int) -> str:
-        """The replica of a deployment that gets some requests, all where the first one should go. Each learns how much
-        of its prompt is to be computed.
+        """Chooses a replica for requests of one call; all go where the first one should go. Sets `num_new_tokens` of
+        each request.
         """
         first, *others = requests
         replica, first.num_new_tokens = self.placement.place(
@@ -107,7 +109,7 @@ class Replicas:
         return replica
 
     def pick(self, deployment: str) -> str:
-        """The replica that answers a question which any of them can answer."""
+        """Returns the replica that gets a call which any replica can answer."""
         return self.placement.pick(deployment, self._now_avoided())
 
     def _now_avoided(self) -> list[str]:
@@ -119,11 +121,11 @@ class Replicas:
 
 
 def _prompt(request: EngineRequest, block_size: int) -> Prompt:
-    """What is computed first. Of a continued choice that is its output too."""
+    """Returns the prompt to place. For a continued choice it includes the output so far, which is computed again."""
     token_ids = request.prompt_token_ids
     if request.continued:
         token_ids = token_ids + request.continued[0].token_ids
-    # The last token is computed in any case, and prompts that are reported are not read from the cache.
+    # The last token is always computed, and prompts with log-probabilities are not read from the cache.
     is_cached = block_size > 0 and request.params.prompt_logprobs is None
     num_blocks = (len(token_ids) - 1) // block_size if is_cached else 0
     return Prompt(
@@ -139,14 +141,14 @@ def _prompt(request: EngineRequest, block_size: int) -> Prompt:
 
 @functools.cache
 def known_replicas() -> Replicas:
-    """Of the engines that this process calls. A function, since Serve copies the router's class with all that it refers
-    to but functions of modules.
+    """Returns the replicas that this process calls. It is a function because Serve copies the router's class with
+    everything that it refers to, except functions of modules.
     """
     return Replicas()
 
 
 def own_name() -> str:
-    """The name of the replica that this process is; empty outside Serve."""
+    """Returns the name of the replica that runs in this process; empty outside Serve."""
     try:
         return serve.get_replica_context().replica_id.to_full_id_str()
     except RayServeException:
@@ -154,5 +156,5 @@ def own_name() -> str:
 
 
 def kill(replica: str) -> None:
-    """Ends a replica that hangs; Serve starts another one. Raises `ValueError` if it is gone."""
+    """Kills a hung replica, so that Serve starts another one. Raises `ValueError` if it is gone."""
     ray.kill(ray.get_actor(replica, SERVE_NAMESPACE))

@@ -1,8 +1,8 @@
-"""What an engine reports to each ingress: the blocks that came and went in its prefix cache, and its load.
+"""Reports of an engine to each ingress: changes of its prefix cache, and its load.
 
-Reports travel with the frames of `cluster/serve/streams/token_channel.py`, each with what has changed since the last
-one to the same ingress; the first holds all. While an engine runs anything, an ingress knows of a change after `BEAT_S`
-(0.15 s) and the network's delay at most; an idle engine's cache does not change. Imports neither torch nor ray.
+Reports travel in the frames of `cluster/serve/streams/token_channel.py`. Each holds the changes since the last report
+to the same ingress; the first holds the whole cache. While an engine runs anything, an ingress learns of a change
+within `BEAT_S` (0.15 s) and the network's delay; an idle engine's cache does not change. Imports neither torch nor ray.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from cluster.engine.request import EngineRequest, SequenceOutput
 from cluster.serve.routing.prefix_index import KEY_BYTES
 
 REPORT_S = 0.05
-"""Between two reports to an ingress that gets frames more often. With the first tokens and the last ones of a request
-one comes at once: who asked may go on from there.
+"""Least seconds between two reports to an ingress. The first and the last tokens of a request bring a report at once,
+because the client may continue from there.
 """
 
 
 class Report(msgspec.Struct, array_like=True):
-    """Keys of blocks stand one after another, `KEY_BYTES` each."""
+    """A report. Block keys are concatenated, `KEY_BYTES` each."""
 
     added: bytes
     removed: bytes
     is_whole: bool
-    """What was known before is void."""
+    """Whether `added` is the whole cache, which voids all earlier reports."""
     other_tokens: int
-    """Prompt tokens that requests of other ingresses wait for, as these estimate it."""
+    """Prompt tokens of other ingresses' requests that wait for output, as those ingresses estimate them."""
     other_sequences: int
-    """Choices of such requests, running or waiting."""
+    """Running and waiting choices of other ingresses' requests."""
     free_tokens: int
-    """For which the KV cache has room that no running sequence holds."""
+    """Tokens for which the KV cache has room that no running sequence holds."""
 
 
 def unpacked(keys: bytes) -> tuple[int, ...]:
-    """The keys in a report. Raises `struct.error` if the last one is cut."""
+    """Returns the keys in a report. Raises `struct.error` if the last key is cut off."""
     return struct.unpack(f"<{len(keys) // KEY_BYTES}Q", keys)
 
 
@@ -48,24 +48,24 @@ class _Reader:
 
     def __init__(self) -> None:
         self.num_told = 0
-        """Of the changes."""
+        """Number of the last change that the ingress was told."""
         self.last: Report | None = None
         self.last_time = 0.0
         self.is_due = False
-        """Whatever the time is."""
+        """Whether the next report is due before `REPORT_S` has passed."""
 
 
 class _Work:
-    """What one ingress has under way."""
+    """The load that one ingress causes."""
 
     num_tokens = 0
     num_sequences = 0
 
 
 class CacheReporter:
-    """Of one engine. The step thread calls `note`, the event loop everything else.
+    """Reports of one engine. The step thread calls `note`, the event loop everything else.
 
-    `num_free_tokens` says for how many tokens the KV cache has room, `clock` how many seconds have passed.
+    `num_free_tokens` returns for how many tokens the KV cache has room; `clock` returns seconds.
     """
 
     def __init__(self, num_free_tokens: Callable[[], int], clock: Callable[[], float] = time.monotonic) -> None:
@@ -73,15 +73,15 @@ class CacheReporter:
         self._clock = clock
         self._lock = threading.Lock()
         self._changes: dict[bytes, int] = {}
-        """By key, in the order of their last changes: the number of that change; less than 0 if the block was lost."""
+        """Number of each key's last change, negative if the block was lost, in the order of the changes."""
         self._num_changes = self._num_lost = 0
         self._readers: dict[Hashable, _Reader] = {}
         self._work: dict[Hashable, _Work] = {}
         self._waiting: dict[str, tuple[_Work, int]] = {}
-        """By request without output yet: among whose work it counts, and its tokens that are still to be computed."""
+        """Requests without output: the work in which each counts, and its tokens still to compute."""
 
     def note(self, block_hash: bytes, is_cached: bool) -> None:
-        """For `KVBlocks.on_change`."""
+        """Notes a change of the prefix cache; it is the callback `KVBlocks.on_change`."""
         key = block_hash[:KEY_BYTES]
         with self._lock:
             self._num_changes += 1
@@ -99,14 +99,14 @@ class CacheReporter:
         self._waiting[request.request_id] = work, num_tokens
 
     def note_outputs(self, ingress: Hashable, outputs: Sequence[SequenceOutput]) -> None:
-        """Called before they are sent: requests with output wait no more."""
+        """Notes outputs before they are sent, because a request with output waits no more."""
         for output in outputs:
             is_first = output.token_ids and self._stop_waiting(output.request_id)
             if (is_first or output.finish is not None) and (reader := self._readers.get(ingress)) is not None:
                 reader.is_due = True
 
     def _stop_waiting(self, request_id: str) -> bool:
-        """Whether it waited."""
+        """Returns whether the request was waiting."""
         work, num_tokens = self._waiting.pop(request_id, (None, 0))
         if work is not None:
             work.num_tokens -= num_tokens
@@ -120,12 +120,12 @@ class CacheReporter:
             del self._work[ingress]
 
     def forget(self, ingress: Hashable) -> None:
-        """Its connection ended; if it comes back it is told everything anew."""
+        """Forgets an ingress whose connection ended; if it comes back, its first report is whole again."""
         with self._lock:
             self._readers.pop(ingress, None)
 
     def take(self, ingress: Hashable) -> Report | None:
-        """What is to be told to an ingress now; None if nothing is, or if it was told something just before."""
+        """Returns the report that is due to an ingress; None if nothing changed or the last report was too recent."""
         now = self._clock()
         with self._lock:
             reader = self._readers.setdefault(ingress, _Reader())
@@ -149,7 +149,9 @@ class CacheReporter:
         return report
 
     def _take_changes(self, reader: _Reader) -> tuple[bytes, bytes]:
-        """Keys of blocks that came and of those that went, as far as the reader was not told."""
+        """Returns the keys that were added and those that were removed since the reader's last report, and marks them
+        as told.
+        """
         added: list[bytes] = []
         removed: list[bytes] = []
         for key, number in reversed(self._changes.items()):
@@ -162,7 +164,7 @@ class CacheReporter:
         return b"".join(added), b"".join(removed)
 
     def _forget_lost(self) -> None:
-        """All were told of most of them."""
+        """Forgets lost blocks that every ingress was told of."""
         told = min(reader.num_told for reader in self._readers.values())
         self._changes = {key: number for key, number in self._changes.items() if number > 0 or -number > told}
         self._num_lost = sum(number < 0 for number in self._changes.values())

@@ -1,7 +1,7 @@
-"""Which engine replica gets a request: Serve asks here, in each process that has a handle of the engines.
+"""The engine replica that gets a request: Serve asks here, in each process with a handle of the engines.
 
-`placement.py` decides among those that can be trusted (`replicas.py`). Serve's own router takes the better of two at
-random and knows neither what they have cached, nor a replica that hangs, nor one whose connection broke a moment ago.
+`placement.py` decides among the replicas that are trusted (`replicas.py`). Serve's own router takes the better of two
+random replicas. It knows nothing of their caches, of hung replicas or of broken connections.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 
 
 class EngineRouter(RequestRouter):
-    """Made by Serve; `deployment` is the name of the engines' deployment, `block_size` that of their prefix caches, or
-    0 if there are none, or only one of them.
+    """The router that Serve creates. `deployment` is the name of the engine deployment. `block_size` is the block size
+    of its prefix caches; 0 without prefix caching or with only one replica.
     """
 
     def initialize_state(self, deployment: str, block_size: int) -> None:  # type: ignore[override]
@@ -43,14 +43,14 @@ class EngineRouter(RequestRouter):
     ) -> list[list[RunningReplica]]:
         try:
             return [[self._chosen(candidate_replicas, pending_request)]]
-        except Exception:  # Serve would drop the request without a word, and its caller would wait until its deadline
+        except Exception:  # Serve would drop the request silently, and its caller would wait until its deadline
             logger.exception("no engine could be chosen; Serve takes any")
             return [candidate_replicas]
 
     def _chosen(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None
     ) -> RunningReplica:
-        if candidate_replicas is not self._listed:  # Serve makes another list if one comes or goes
+        if candidate_replicas is not self._listed:  # Serve makes a new list whenever a replica comes or goes
             self._list(candidate_replicas)
         requests = _requests(pending_request)
         chosen = self._by_name.get(self._choose(requests))
@@ -66,7 +66,7 @@ class EngineRouter(RequestRouter):
 
 
 def _requests(pending: PendingRequest | None) -> list[EngineRequest]:
-    """What is to be placed, if its caller still waits and it is no mere question."""
+    """Returns the requests to place; none if the caller no longer waits or the call carries no requests."""
     if pending is None or pending.future.done() or not pending.args:
         return []
     asked = pending.args[0] if isinstance(pending.args[0], list) else [pending.args[0]]

@@ -1,1 +1,1 @@
-"""Autoscaling: engines are started and stopped with the load."""
+"""Autoscaling: starts and stops engines with the load."""

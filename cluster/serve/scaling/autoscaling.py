@@ -1,4 +1,4 @@
-"""Serve's configuration of autoscaling, for engines and ingresses, from the options in `cluster/config.py`."""
+"""Serve's autoscaling configuration for engines and ingresses, made from the options in `cluster/config.py`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ from cluster.config import AutoscalingOptions, EngineConfig
 from cluster.serve.scaling.decision import EnginePolicy, Targets, desired_ingresses
 
 REPORT_S = 1.0
-"""Between two reports of replicas and ingresses to Serve's controller. A request that finds no engine waits for one."""
+"""Seconds between two reports of a replica or ingress to Serve's controller. A request that finds no engine waits for
+one.
+"""
 WAITING_STEPS = 4
-"""Steps full of prompt tokens that may wait at each replica if the options do not say how many tokens may."""
+"""Full steps of prompt tokens that may wait at each replica, if the options set no `target_waiting_tokens`."""
 
 
 def autoscaling_config(options: AutoscalingOptions, engine: EngineConfig) -> AutoscalingConfig:
-    """Serve asks `EnginePolicy` several times a second, and does what it says when it has said so for the delay."""
+    """Returns the configuration for engines. Serve asks `EnginePolicy` several times a second, and follows its answer
+    once the answer has stood for the delay.
+    """
     targets = Targets(
         ongoing_requests=options.target_ongoing_requests or engine.max_num_sequences,
         kv_usage=options.target_kv_usage,
@@ -37,7 +41,9 @@ def autoscaling_config(options: AutoscalingOptions, engine: EngineConfig) -> Aut
 
 
 def ingress_autoscaling_config(options: AutoscalingOptions, num_nodes: int) -> AutoscalingConfig:
-    """At least one for each of the nodes that there are at the start. They follow the engines, whose delays suffice."""
+    """Returns the configuration for ingresses: at least one per node at the start, and no delays, because the engines
+    that they follow have delays.
+    """
     return _config(
         options,
         min_replicas=num_nodes,
@@ -50,6 +56,6 @@ def ingress_autoscaling_config(options: AutoscalingOptions, num_nodes: int) -> A
 
 def _config(options: AutoscalingOptions, **fields: Any) -> AutoscalingConfig:
     with warnings.catch_warnings():
-        # Serve names environment variables that are to replace the interval, and does not read them yet (2.60).
+        # Serve 2.60 warns of environment variables that will replace the interval, but does not read them yet.
         warnings.simplefilter("ignore", DeprecationWarning)
         return AutoscalingConfig(metrics_interval_s=REPORT_S, look_back_period_s=options.look_back_s, **fields)

@@ -1,5 +1,5 @@
-"""What Serve and Ray say of this application: its deployments, what of them is starting and why something is not, the
-nodes, and whether all of it goes. Read by `/status`; Serve's messages are put in words.
+"""State of this application as Serve and Ray tell it: its deployments, what is starting, why something is not, the
+nodes, and whether the application is being deleted. `/status` reads it; Serve's messages are reworded.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _SLOW_START = re.compile(r"has (\d+) replicas that have taken more than (\d+)s t
 
 
 KEEP_S = 0.25
-"""Serve's controller is asked no more often: whoever may ask `/status` may do so without a key."""
+"""Least seconds between two queries to Serve's controller, because anybody may ask `/status` without a key."""
 
 
 class ClusterWatch:
-    """Of the application to which this process belongs; call it in its event loop."""
+    """The state of the application that this process belongs to; call it in its event loop."""
 
     def __init__(self) -> None:
         self._asking = asyncio.Lock()
@@ -41,7 +41,7 @@ class ClusterWatch:
 
 
 async def is_removed() -> bool:
-    """Whether Serve ends the application to which this replica belongs, its engines too."""
+    """Returns whether Serve is deleting this replica's application, including its engines, or has done so."""
     name = serve.get_replica_context().app_name
     applications = (await asyncio.to_thread(serve.status)).applications
     return name not in applications or applications[name].status == ApplicationStatus.DELETING
@@ -50,11 +50,11 @@ async def is_removed() -> bool:
 def _deployments() -> list[DeploymentState]:
     try:
         name = serve.get_replica_context().app_name
-    except RayServeException:  # no replica: a batch job, or a test
+    except RayServeException:  # no replica: a batch job or a test
         return []
     try:
         application = serve.status().applications.get(name)
-    except Exception as error:  # the controller may be gone, and whatever Ray raises then has many names
+    except Exception as error:  # the controller may be gone, and Ray raises many types then
         note = f"Serve's controller does not answer: {in_words(error)}"
         return [DeploymentState(name="Serve", status="UNKNOWN", replicas={}, note=note)]
     if application is None:
@@ -73,7 +73,7 @@ def deployment_state(application: ApplicationStatusOverview, name: str) -> Deplo
 
 
 def _note(overview: DeploymentStatusOverview) -> str | None:
-    """Serve's message in one line; of a failed start what the replica said."""
+    """Returns Serve's message in one line; after a failed start, the replica's own message."""
     message = overview.message.strip()
     if not message:
         return None

@@ -1,8 +1,8 @@
-"""How many engines and ingresses there should be: pure functions of what they tell, as Serve asks them.
+"""How many engines and ingresses there should be: pure functions of what these report, called by Serve.
 
-Serve copies this module to its controller, which may run where Manta is not installed: only the standard library is
-imported here. Serve applies the delays, the bounds and the first step from zero (`ray.serve.config.AutoscalingConfig`,
-made in `autoscaling.py`); what an engine reports is `EngineReplica.record_autoscaling_stats`.
+Serve copies this module to its controller, which may run where Manta is not installed, so it imports only the standard
+library. Serve itself applies the delays, the bounds and the first step from zero (`ray.serve.config.AutoscalingConfig`,
+made in `autoscaling.py`). Engines report through `EngineReplica.record_autoscaling_stats`.
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ import math
 from typing import Any, NamedTuple
 
 HEADROOM = 0.8
-"""So full may the replicas be that are left when one is stopped: else it would soon be started again."""
+"""Largest fill of the replicas that are left when one is stopped, as a share of the targets. At a higher fill the
+stopped replica would soon be started again.
+"""
 FORGET_S = 3600.0
-"""Requests change: what was learnt of a replica's limit is tried anew after so long."""
+"""Seconds after which a learned limit of a replica is tried again, because requests change."""
 ROUNDING = 1e-6
-"""Means over time are not exact: so much above a whole number of replicas is none more."""
+"""Share of a replica that rounding ignores, because means over time are not exact."""
 
 
 class Targets(NamedTuple):
-    """What one replica should have, at most; `cluster.config.AutoscalingOptions` says more of each."""
+    """Upper targets for one replica; `cluster.config.AutoscalingOptions` explains each."""
 
     ongoing_requests: float
     kv_usage: float
@@ -28,40 +30,42 @@ class Targets(NamedTuple):
 
 
 class Load(NamedTuple):
-    """Of all replicas together, as means over the look-back period."""
+    """Load of all replicas together, averaged over the look-back period."""
 
     num_running: int
     """Replicas that serve."""
     num_target: int
-    """Replicas that there will be when those that start have started."""
+    """Replicas that will serve once those that are starting have started."""
     ongoing_requests: float
     """Sequences that run or wait in engines, and requests that wait for an engine."""
     kv_usage: float
-    """The sum of the shares of KV blocks that the replicas' running sequences hold, each in [0, 1]."""
+    """Sum over replicas of the share of KV blocks that running sequences hold, each in [0, 1]."""
     waiting_tokens: float
     """Prompt tokens of requests that have no first token yet."""
     ttft_s: float
-    """Seconds to the first token at the replica where they are longest; 0 if nobody waited."""
+    """Seconds to the first token at the replica where they are longest; 0 if nothing waited."""
 
 
 class Lesson(NamedTuple):
-    """That replicas with so many requests each let them wait too long."""
+    """A load at which replicas were overloaded."""
 
     ongoing_requests: float
-    """Of each replica; the fewest since `learnt_at`."""
+    """Fewest requests per replica at which the replicas were overloaded."""
     learnt_at: float
-    """Seconds, of the clock by which `learn` is called."""
+    """Time of the last overload in seconds, on the clock of `learn`'s caller."""
 
 
 def is_overloaded(load: Load, targets: Targets) -> bool:
-    """Whether requests wait longer than they should."""
+    """Returns whether requests wait longer than the targets allow."""
     return load.num_running > 0 and (
         load.ttft_s > targets.ttft_s or load.waiting_tokens > targets.waiting_tokens * load.num_running
     )
 
 
 def learn(load: Load, targets: Targets, known: Lesson | None, now: float) -> Lesson | None:
-    """Delays tell when replicas are too few, and not when fewer would do: so the load at which they were is kept."""
+    """Returns the lesson after this load. Delays show that replicas are too few, but not that fewer would do, so the
+    load at which they were too few is remembered. A lesson is forgotten `FORGET_S` after the last overload.
+    """
     if known is not None and now - known.learnt_at > FORGET_S:
         known = None
     if not is_overloaded(load, targets):
@@ -71,18 +75,19 @@ def learn(load: Load, targets: Targets, known: Lesson | None, now: float) -> Les
 
 
 def desired_replicas(load: Load, targets: Targets, lesson: Lesson | None = None) -> int:
-    """More as soon as the load asks for them; fewer only if they would have `HEADROOM`. Bounds are Serve's business.
+    """Returns the number of replicas for a load: more as soon as the load needs them, fewer only if the rest keeps
+    `HEADROOM`. Serve applies the bounds.
 
-    Grows with each number of the load, and comes to rest under a constant one. Requests, and the KV blocks that they
-    hold, are spread over the replicas, so their sums say how many are needed. By how much another replica shortens the
-    wait for a first token is not known beforehand: then it is one more at a time, once those that start have started.
+    The number grows with each figure of the load and settles under a constant load. Requests and their KV blocks spread
+    over the replicas, so their sums give the number needed. Nobody knows beforehand how much another replica shortens
+    the time to first token; on overload, one replica is added at a time, after the previous one has started.
     """
     full = max(load.ongoing_requests / targets.ongoing_requests, load.kv_usage / targets.kv_usage)
     needed = _whole(full)
     if is_overloaded(load, targets):
         needed = max(needed, load.num_target + (load.num_running >= load.num_target))
     if load.num_running == 0:
-        needed = max(needed, min(1, load.num_target))  # one that was asked for starts, though whoever asked may be gone
+        needed = max(needed, min(1, load.num_target))  # one that was asked for starts, even if its request has left
     if needed >= load.num_target:
         return needed
     left = full / HEADROOM
@@ -96,8 +101,8 @@ def _whole(replicas: float) -> int:
 
 
 class EnginePolicy:
-    """Serve makes one from its `policy_kwargs`, which are `Targets`, and calls it several times a second with an
-    `AutoscalingContext`. It keeps nothing: Serve keeps the state that it returns.
+    """The policy that Serve creates with `Targets` as `policy_kwargs`, and calls several times a second with an
+    `AutoscalingContext`. It is stateless: Serve keeps the state that it returns.
     """
 
     def __init__(self, **targets: float) -> None:
@@ -112,9 +117,11 @@ class EnginePolicy:
 
 
 def load_of(context: Any) -> Load:
-    """Of an `AutoscalingContext`: what Serve counted of calls, and what the engines told of themselves."""
+    """Returns the load in an `AutoscalingContext`: the requests that Serve counts and the figures that engines
+    report.
+    """
     sequences = _told(context, "num_sequences")
-    # Serve counts questions for statistics as requests too, so that a scraper would keep the last engine awake.
+    # Serve counts queries for statistics as requests too, so a scraper would keep the last engine awake.
     ongoing = sum(sequences) + (context.total_queued_requests or 0.0) if sequences else context.total_num_requests
     return Load(
         num_running=context.current_num_replicas,
@@ -127,14 +134,15 @@ def load_of(context: Any) -> Load:
 
 
 def desired_ingresses(context: Any) -> tuple[int, dict[str, Any]]:
-    """As many as nodes on which engines run, as ingresses tell (`ListeningIngress.record_autoscaling_stats`); Serve
-    keeps to the bounds. What an ingress has to carry grows with the engines, and so with these nodes.
+    """Returns the number of ingresses: one per node with engines, as ingresses report
+    (`ListeningIngress.record_autoscaling_stats`). An ingress's load grows with the engines, and so with their nodes.
+    Serve applies the bounds.
     """
     nodes = _told(context, "engine_nodes")
     return _whole(max(nodes, default=context.target_num_replicas)), {}
 
 
 def _told(context: Any, name: str) -> list[float]:
-    """One number of all replicas that told it."""
+    """Returns one figure of each replica that reported it."""
     metrics = context.aggregated_metrics or {}
     return [value for value in metrics.get(name, {}).values() if value is not None]

@@ -1,7 +1,7 @@
-"""What an engine measures of its requests for those who scale it and for clients that must wait: how long first tokens
-take, how much waits for one, and how many requests end in a second.
+"""Measurements of one engine's requests, for autoscaling and for clients that are asked to retry: time to first token,
+prompt tokens that wait, and requests that end per second.
 
-The step thread tells it what happens; other threads ask. Imports neither torch nor ray.
+The step thread records events; other threads read. Imports neither torch nor ray.
 """
 
 from __future__ import annotations
@@ -12,34 +12,34 @@ import time
 from collections.abc import Callable
 
 TTFT_WINDOW_S = 10.0
-"""First tokens that came longer ago say nothing of now."""
+"""Seconds over which times to first token are considered."""
 TTFT_SHARE = 0.9
-"""Of the first tokens in the window, so many came at least as fast as is told."""
+"""Quantile of the times to first token in the window that `ttft_s` reports."""
 RATE_WINDOW_S = 60.0
-"""Over which ended requests are counted."""
+"""Seconds over which ended requests are counted."""
 MAX_RETRY_S = 60.0
-"""No client is sent away for longer."""
+"""Longest time, in seconds, after which a client is told to retry."""
 
 
 class LoadMeter:
-    """Of one engine. `now` is its clock, in seconds."""
+    """The measurements of one engine. `now` is its clock, in seconds."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._lock = threading.Lock()
         self._waiting: dict[str, tuple[float, int]] = {}
-        """Requests without a first token, oldest first: when they came, and their prompt's tokens."""
+        """Requests without a first token, oldest first, each with its arrival time and number of prompt tokens."""
         self._first_tokens: collections.deque[tuple[float, float]] = collections.deque(maxlen=1024)
-        """When they came, and after how long."""
+        """Arrival time of each first token, and its time to first token in seconds."""
         self._ended: collections.deque[float] = collections.deque(maxlen=4096)
-        """When requests ended."""
+        """Times at which requests ended."""
 
     def arrived(self, request_id: str, num_tokens: int) -> None:
         with self._lock:
             self._waiting[request_id] = self._now(), num_tokens
 
     def has_first_token(self, request_id: str) -> None:
-        """May be said again."""
+        """Records a request's first token; later calls for the same request do nothing."""
         if request_id not in self._waiting:
             return
         with self._lock:
@@ -59,7 +59,9 @@ class LoadMeter:
 
     @property
     def ttft_s(self) -> float:
-        """Lately, or what the oldest request has waited if that is longer; 0 if there was none."""
+        """Recent time to first token (`TTFT_SHARE` quantile), or the wait of the oldest request if that is longer; 0
+        without requests.
+        """
         with self._lock:
             now = self._now()
             lately = sorted(seconds for at, seconds in self._first_tokens if now - at <= TTFT_WINDOW_S)
@@ -69,15 +71,16 @@ class LoadMeter:
 
     @property
     def requests_per_s(self) -> float:
-        """Requests that ended, over the last minute or since the first of them; 0 if none did."""
+        """Requests that ended per second, over the last minute or since the first of them; 0 if none did."""
         with self._lock:
             now = self._now()
             recent = [at for at in self._ended if now - at <= RATE_WINDOW_S]
         return len(recent) / max(1.0, now - recent[0]) if recent else 0.0
 
     def retry_after_s(self, num_waiting: int) -> float | None:
-        """When half of those that wait will have been served at the present rate, at most `MAX_RETRY_S`: then there is
-        room, and work is left. None if nothing was measured.
+        """Returns the seconds until half of the waiting requests will have been served at the present rate, at most
+        `MAX_RETRY_S`. At that point there is room in the queue and still work. Returns None if no request has ended
+        recently.
         """
         rate = self.requests_per_s
         return min(MAX_RETRY_S, num_waiting / 2 / rate) if rate else None

@@ -1,8 +1,8 @@
-"""Requests that find no engine: held within their deadline while one starts, or told when to come again.
+"""Requests that find no engine: they wait within their deadline while one starts, or are told when to retry.
 
-With `autoscaling.min_replicas` 0 the last engine stops when nobody asks; a fixed number of engines may be gone for the
-moment too. One call through Serve, which waits there, makes Serve start one; requests wait here, for here their
-deadlines are known.
+With `autoscaling.min_replicas` 0 the last engine stops when there are no requests, and a fixed number of engines may
+all be down for a moment. One call through Serve, which waits in Serve, makes it start an engine. The requests wait
+here, because only here their deadlines are known.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from cluster.serve.starting.start_failure import in_words
 logger = logging.getLogger(__name__)
 
 UNMEASURED_START_S = 60.0
-"""What a start is thought to take before one was measured."""
+"""Assumed duration of a start, in seconds, before one was measured."""
 RETRY_PAUSE_S = 1.0
-"""Between two calls that were to wake an engine, if the first one failed."""
+"""Seconds between two wake-up calls, if the first one failed."""
 
 
 class Waker:
-    """Of one ingress. `is_asleep` says whether there is no engine; `call` reaches one when there is one again, and
+    """Wakes engines for one ingress. `is_asleep` returns whether there is no engine. `call` waits for an engine and
     returns the seconds that its start took.
     """
 
@@ -36,14 +36,14 @@ class Waker:
         self.num_held = 0
         """Requests that wait for an engine."""
         self._told_s: float | None = None
-        """What engines said of their start."""
+        """Seconds that the slowest engine start took, as the engines report it."""
         self._waking_s = 0.0
-        """How long the last one was waited for here, Serve's share included."""
+        """Seconds that the last wake-up took here, including Serve's share."""
         self._waking: asyncio.Task[None] | None = None
         self._began = 0.0
 
     def measured(self, start_s: float) -> None:
-        """What an engine said of its start."""
+        """Takes the duration of a start, in seconds, as an engine reports it."""
         self._told_s = start_s
 
     @property
@@ -52,17 +52,17 @@ class Waker:
 
     @property
     def remaining_s(self) -> float:
-        """Until an engine serves, by what the last start took; the whole of it if none is starting."""
+        """Seconds until an engine serves, estimated from the last start; the full duration if none is starting."""
         whole = UNMEASURED_START_S if self._told_s is None else max(self._told_s, self._waking_s)
         if self._waking is None:
             return whole
         return max(0.0, whole - (time.monotonic() - self._began))
 
     async def wait(self, deadline_s: float, is_new: bool = True) -> float:
-        """Returns when there is an engine: the seconds that are left of `deadline_s`.
+        """Waits for an engine and returns the seconds that are left of `deadline_s`.
 
-        Raises `Unavailable` if that is too late; of a request that `is_new` also if it will be, and `QueueFull` if too
-        many are held.
+        Raises `Unavailable` if none starts in time. For a request that `is_new` it raises at once: `Unavailable` if the
+        estimated start takes too long, `QueueFull` if too many requests wait.
         """
         if not self._is_asleep():
             return deadline_s
@@ -99,12 +99,12 @@ class Waker:
         return Unavailable(message, retry_after_s=self.remaining_s)
 
     async def _wake(self) -> None:
-        """Until an engine has answered."""
+        """Calls until an engine has answered."""
         try:
             while self._is_asleep():
                 try:
                     self.measured(await self._call())
-                except Exception as error:  # the one that came may have died at once
+                except Exception as error:  # the engine that came may have died at once
                     logger.warning("no engine woke: %s", in_words(error))
                     await asyncio.sleep(RETRY_PAUSE_S)
             self._waking_s = time.monotonic() - self._began

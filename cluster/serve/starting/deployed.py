@@ -1,8 +1,8 @@
 """The applications that this process has deployed on Serve: it refuses to overwrite others, and deletes only its own.
 
-Serve knows an application by its name alone, and would replace or delete the running application of another command
-without a word. So whoever deploys one notes in Ray's key-value store that it is theirs, and deletes it only while the
-note stands. `cluster/serve/app.py` is the only caller.
+Serve identifies an application by name alone, and would silently replace or delete another command's application. So
+each command that deploys one writes a note to Ray's key-value store. It deletes the application only while that note is
+there. `cluster/serve/app.py` is the only caller.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, Loggi
 from cluster.serve.starting.start_failure import StartFailed, in_words
 
 POLL_S = 0.5
-"""Seconds between two looks at an application that another command is deleting, or at that command."""
+"""Seconds between two checks of an application that another command is deleting, or of that command."""
 OWNER_PATIENCE_S = 60.0
-"""A command that was killed may count as running for up to this long: Ray notices a dead node after about 20 s."""
+"""Seconds for which a killed command may still count as running. Ray notices a dead node after about 20 s."""
 
 _NAMESPACE = b"manta-applications"
-"""The part of Ray's key-value store that holds the notes, by the applications' names."""
+"""Namespace of the notes in Ray's key-value store, where an application's name is the key."""
 
 logger = logging.getLogger(__name__)
 
 
 class _Note(msgspec.Struct):
-    """The description of an application by the command that deployed it."""
+    """A note: how the command that deployed an application describes it."""
 
     token: str
-    """Drawn anew for each deployment."""
+    """Random text, new for each deployment."""
     what: str
-    """The model and the port, for people."""
+    """Model and port, for messages."""
     process: int
-    """The process id of the command."""
+    """Process id of the command."""
     job: str
-    """The Ray job of the command, which ends with it."""
+    """Ray job of the command, which ends with the command."""
 
 
 class _Own(msgspec.Struct):
@@ -63,7 +63,7 @@ _own: dict[str, _Own] = {}
 
 
 def applications() -> dict[str, ApplicationStatusOverview]:
-    """The applications on the cluster by name, without those that Serve is deleting."""
+    """Returns the applications on the cluster by name, without those that Serve is deleting."""
     if get_client(raise_if_no_controller_running=False) is None:
         return {}
     found = serve.status().applications
@@ -71,8 +71,8 @@ def applications() -> dict[str, ApplicationStatusOverview]:
 
 
 def check_name(name: str, replace: bool) -> None:
-    """Raises `StartFailed` if an application of this name runs and is not to be replaced. If Serve is deleting one,
-    returns when it is gone.
+    """Raises `StartFailed` if an application of this name runs and `replace` is false. If Serve is deleting one, waits
+    until it is gone.
     """
     running = applications().get(name)
     if running is not None and not replace:
@@ -100,8 +100,8 @@ def check_prefix(name: str, prefix: str) -> None:
 
 
 def deploy(app: serve.Application, name: str, prefix: str | None, log: LoggingConfig, what: str) -> bool:
-    """Deploys without waiting until the application runs. Returns whether it updates one that runs. `what` says for
-    people what is deployed.
+    """Deploys an application without waiting until it runs. Returns whether it updates a running one. `what` describes
+    it in messages.
     """
     updates = name in applications()
     _note(name, what, updates)
@@ -110,13 +110,13 @@ def deploy(app: serve.Application, name: str, prefix: str | None, log: LoggingCo
 
 
 def adopt(name: str, what: str) -> None:
-    """Makes the running application `name`, which a command left that was killed, this process's own."""
+    """Makes the running application `name`, which a killed command left, this process's own."""
     _note(name, what, updates=False)
 
 
 def wait_until_left(name: str) -> None:
-    """Returns when no command that runs has deployed or adopted the application `name`. Raises `StartFailed` if one
-    still does after `OWNER_PATIENCE_S`.
+    """Returns when no running command has deployed or adopted the application `name`. Raises `StartFailed` if one still
+    has after `OWNER_PATIENCE_S`.
     """
     deadline = time.monotonic() + OWNER_PATIENCE_S
     while (note := _note_of(name)) is not None and _runs(note):
@@ -129,12 +129,12 @@ def wait_until_left(name: str) -> None:
 
 
 def note_running(name: str) -> None:
-    """Says that the application runs, so that nothing is left of what it replaced."""
+    """Records that the application runs, so nothing is left of the version that it replaced."""
     _own[name].runs = True
 
 
 def delete_own() -> None:
-    """Deletes what this process has deployed, and waits until it is gone."""
+    """Deletes the applications that this process has deployed, and waits until they are gone."""
     while _own:
         name, own = _own.popitem()
         try:
@@ -151,7 +151,7 @@ def delete_own() -> None:
                 )
             else:
                 serve.delete(name)
-        except Exception as error:  # the cluster may have ended before, and every end of it looks different
+        except Exception as error:  # the cluster may have ended already, in one of many ways
             logger.warning("the application %r may still run on the cluster: %s", name, in_words(error))
 
 
@@ -167,18 +167,18 @@ def _note_of(name: str) -> _Note | None:
 
 
 def _runs(note: _Note) -> bool:
-    """Whether the command that wrote the note still runs."""
+    """Returns whether the command that wrote the note still runs."""
     return any(job["JobID"] == note.job and not job["IsDead"] for job in jobs())
 
 
 def _is_still_own(name: str, own: _Own) -> bool:
-    """Whether nobody has deployed another application under this name since: `serve deploy` leaves no note."""
+    """Returns whether nobody has since deployed another application under this name. `serve deploy` leaves no note."""
     note, details = _note_of(name), _details().get(name, {})
     return note is not None and note.token == own.token and details.get("source") != "declarative"
 
 
 def _details() -> dict[str, Any]:
-    """Serve's details of each application, by name."""
+    """Returns Serve's details of each application, by name."""
     client = get_client(raise_if_no_controller_running=False)
     return {} if client is None else client.get_serve_details()["applications"]
 

@@ -1,7 +1,7 @@
-"""Joins the Ray cluster that `RAY_ADDRESS` names, after its head has answered a question.
+"""Joins the Ray cluster that `RAY_ADDRESS` names, after its head has answered a query.
 
-`ray.init` waits a minute at an address where nothing answers, and at a given address it sends the cluster's token only
-if `RAY_AUTH_MODE=token` is set, even if the token lies where Ray put it. The question finds out both within seconds.
+`ray.init` waits a minute at an address where nothing answers. It also sends the cluster's token only if
+`RAY_AUTH_MODE=token` is set, even if the token lies where Ray put it. The query finds out both within seconds.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ray.exceptions import AuthenticationError
 from cluster.serve.starting.start_failure import StartFailed, in_words
 
 ANSWER_S = 5.0
-"""The cluster's head may take this many seconds to answer."""
+"""Seconds that the cluster's head may take to answer."""
 _TOKEN_PLACES = "RAY_AUTH_TOKEN, the file that RAY_AUTH_TOKEN_PATH names, or ~/.ray/auth_token"
 
 
 def start(given: str) -> None:
     """Joins the cluster at `given`, the value of `RAY_ADDRESS`.
 
-    Raises `StartFailed` if no cluster answers, if it wants another token, or if it runs another Ray.
+    Raises `StartFailed` if no cluster answers, if it requires another token, or if it runs another version of Ray.
     """
     if "://" not in given:
         _ask(given)
@@ -41,12 +41,14 @@ def start(given: str) -> None:
 
 
 def num_nodes() -> int:
-    """Nodes of the cluster that live, those without CPUs too."""
+    """Returns the number of living nodes of the cluster, including those without CPUs."""
     return sum(node["Alive"] for node in ray.nodes())
 
 
 def _ask(given: str) -> None:
-    """Asks the head for a sign of life, without a token first: whether it wants one is what `ray.init` must be told."""
+    """Asks the head for a sign of life, first without a token, because `ray.init` must be told whether the cluster
+    requires one.
+    """
     try:
         address = services.canonicalize_bootstrap_address(given)
     except Exception as error:
@@ -74,7 +76,7 @@ def _ask(given: str) -> None:
 
 
 def _sign_of_life(given: str, address: str, token: str | None) -> str | None:
-    """The version of the cluster's Ray; None if the token was refused."""
+    """Returns the version of the cluster's Ray; None if the head refused the token."""
     request: Any = gcs_service_pb2.CheckAliveRequest  # type: ignore[attr-defined]
     metadata = [] if token is None else [("authorization", f"Bearer {token}")]
     with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:

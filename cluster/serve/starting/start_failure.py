@@ -1,4 +1,5 @@
-"""Says in one sentence why a replica did not start: the replica writes it, and the driver finds it in Serve's report.
+"""The reason why a replica did not start, in one sentence: the replica writes it, and the driver finds it in Serve's
+report.
 
 Serve reports a failed constructor as text only: tracebacks of Ray and Serve around the replica's own, whose last line
 names the exception. `told_in_words` makes that line a sentence. `cluster/serve/starting/start_watch.py` decides which
@@ -24,12 +25,12 @@ logger = logging.getLogger(__name__)
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _EXCEPTION = re.compile(r"(?:[A-Za-z_]\w*\.)*([A-Z]\w*)(?:: (.*))?")
-"""The line of a traceback that names the exception: the only line that is not indented."""
+"""Line of a traceback that names the exception: the only line that is not indented."""
 _DIED = re.compile(r"ActorDiedError|ActorUnavailableError|RayActorError|WorkerCrashedError|OutOfMemoryError")
 _CRASHED = re.compile(r"\*\*\* (SIG[A-Z]+) received|Fatal Python error: (.+)")
 _NO_MEMORY = re.compile(r"MemoryError|can't allocate memory|Cannot allocate memory|bad_alloc|running low on memory")
 _NO_PORT = re.compile(r"Failed to bind to address")
-"""Serve's proxy says this if its port is taken."""
+"""Text of Serve's proxy if its port is taken."""
 _NO_MODULE = re.compile(r"No module named '(?:cluster|specdecode|structured|workers)\b")
 _NO_ROOM = re.compile(r"Resources required for each replica: (.*), total resources available: (.*?)\. Use")
 """Serve's status message of a deployment that has waited for half a minute, perhaps for nodes that start."""
@@ -48,7 +49,7 @@ class InWords(Exception):
 
 @contextlib.contextmanager
 def told_in_words() -> Iterator[None]:
-    """A context for the code that starts a replica: an exception in it is logged in full and raised as `InWords`."""
+    """Logs an exception of the code that starts a replica in full, and raises it as `InWords`."""
     try:
         yield
     except (Exception, SystemExit) as error:  # Ray would take a SystemExit for an intended end
@@ -57,7 +58,9 @@ def told_in_words() -> Iterator[None]:
 
 
 def in_words(error: BaseException) -> str:
-    """One line: the exception's name unless it is a `ValueError` or `OSError`, its message, and the remedy if known."""
+    """Returns an exception as one line: its name unless it is a `ValueError` or `OSError`, its message, and a remedy if
+    known.
+    """
     text = " ".join(str(error).split())
     if isinstance(error, OSError):
         text = re.sub(r"^\[Errno \d+\] ", "", text)
@@ -67,8 +70,8 @@ def in_words(error: BaseException) -> str:
 
 
 def unexpected(error: Exception) -> StartFailed:
-    """The `StartFailed` for an exception that Ray or Serve raised in this process. Its traceback goes to a file, which
-    the message names.
+    """Returns the `StartFailed` for an exception that Ray or Serve raised in this process. Writes the traceback to a
+    file, which the message names.
     """
     with tempfile.NamedTemporaryFile("w", prefix="manta-serve-", suffix=".log", delete=False) as log:
         traceback.print_exception(error, file=log)
@@ -79,7 +82,8 @@ def unexpected(error: Exception) -> StartFailed:
 def waiting_for_room(application: ApplicationStatusOverview, which: str | None = None) -> str | None:
     """Returns a sentence with the remedy if a replica claims more than the cluster has free now, else None.
 
-    It looks at the deployment `which` alone, or at all. A replica whose claim is free waits for its process only.
+    It considers only the deployment `which`, or all if that is None. A replica whose claim is free only waits for its
+    process.
     """
     for name, deployment in application.deployments.items():
         match = _NO_ROOM.search(deployment.message)
@@ -98,9 +102,9 @@ def _has_room(claimed: str, free: str) -> bool:
 
 
 def cause_and_log(application: str, deployment: str, message: str, begun: float) -> str:
-    """Why a replica of the deployment did not start, and where its log is.
+    """Returns why a replica of the deployment did not start, and where its log is.
 
-    `message` is Serve's status message, and the start began at `begun`, in seconds since the epoch.
+    `message` is Serve's status message. `begun` is the start's time in seconds since the epoch.
     """
     log = log_file(application, deployment, begun)
     cause = _cause_of_death(message, log) if _DIED.search(message) else last_exception(message)
@@ -109,7 +113,7 @@ def cause_and_log(application: str, deployment: str, message: str, begun: float)
 
 
 def last_exception(message: str) -> str:
-    """The exception at the end of the tracebacks in `message`, with its name unless it is an `InWords`."""
+    """Returns the exception at the end of the tracebacks in `message`, with its name unless it is an `InWords`."""
     lines = _COLOUR.sub("", message).strip().splitlines()
     for index in range(len(lines) - 1, -1, -1):
         match = _EXCEPTION.fullmatch(lines[index])
@@ -122,7 +126,7 @@ def last_exception(message: str) -> str:
 
 
 def _cause_of_death(message: str, log: pathlib.Path | None) -> str:
-    """The reason why a process ended without an exception."""
+    """Returns the reason why a process ended without an exception."""
     crash = _CRASHED.search(log.read_text(errors="replace")) if log is not None else None
     if crash is not None:
         return f"its process crashed ({crash[1] or crash[2]})"
@@ -142,8 +146,8 @@ def _with_remedy(text: str) -> str:
 
 
 def log_file(application: str, deployment: str, begun: float) -> pathlib.Path | None:
-    """The log of the deployment's replica if one has written to it on this machine since `begun`, in seconds since the
-    epoch; else the log of Serve's controller.
+    """Returns the log of the deployment's replica, if one has written to it on this machine since `begun` (seconds
+    since the epoch); else the log of Serve's controller.
     """
     folder = logs_folder()
     if folder is None:
@@ -161,7 +165,7 @@ def log_file(application: str, deployment: str, begun: float) -> pathlib.Path | 
 
 
 def logs_folder() -> pathlib.Path | None:
-    """The folder of logs of the Ray that this process is connected to; None if it has none on this machine."""
+    """Returns the log folder of the Ray that this process is connected to; None if it has none on this machine."""
     node = worker._global_node  # Ray has no public way to ask
     if node is None:
         return None

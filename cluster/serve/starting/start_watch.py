@@ -1,8 +1,8 @@
 """Waits until an application runs, and decides which failure of a replica ends its start.
 
 Until the application has served, the first replica that cannot start ends the start, although Serve would try twice
-more. Once an engine and an ingress have been ready clients may be at work, so nothing that dies or fails ends the start
-any more: Serve replaces it, and the driver logs a warning. `cluster/serve/app.py` is the only caller.
+more. Once an engine and an ingress have been ready, clients may be at work, so no failure ends the start any more.
+Serve then replaces failed replicas, and the driver logs a warning. `cluster/serve/app.py` is the only caller.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from cluster.serve.starting.start_failure import (
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.25
-"""Seconds between two looks at Serve's status; Serve itself checks its replicas every 0.1 to 0.5 s."""
+"""Seconds between two checks of Serve's status. Serve itself checks its replicas every 0.1 to 0.5 s."""
 _SERVING = ("engine", "ingress")
-"""The deployments that answer requests. An application of `start_engines` has no ingress."""
+"""Deployments that answer requests. An application of `start_engines` has no ingress."""
 _CANNOT_START = ("A replica failed to start", "The deployment failed to start")
-"""Serve's status message of a deployment begins so once one of its replicas has failed to start."""
+"""Beginnings of Serve's status message of a deployment once one of its replicas has failed to start."""
 _TRIED_FOR_EVER = "A replica failed to start with exception. Retrying. "
-"""That message begins so if a replica of the deployment's version was ready before."""
+"""Beginning of that message if a replica of the deployment's version was ready before."""
 _GIVEN_UP = "rolling update"
-"""That message has these words if Serve has stopped an update because the new version failed."""
+"""Words in that message if Serve has stopped an update because the new version failed."""
 
 
 class Outcome(enum.Enum):
-    """The state of a start after one look at Serve's status."""
+    """State of a start after one check of Serve's status."""
 
     WAITS = enum.auto()
     RUNS = enum.auto()
@@ -57,10 +57,10 @@ class Outcome(enum.Enum):
 
 
 class Start:
-    """The record of a start: which deployments have had a ready replica.
+    """Record of a start: which deployments have had a ready replica.
 
     `updates` says that an earlier version of the application may run. Its ready replicas prove nothing about the new
-    version; Serve's status then does.
+    version; only Serve's status does.
     """
 
     def __init__(self, updates: bool = False) -> None:
@@ -69,7 +69,7 @@ class Start:
         self._has_served = False
 
     def look(self, application: ApplicationStatusOverview) -> tuple[Outcome, dict[str, str]]:
-        """The outcome, and Serve's messages of replicas that cannot start, by deployment."""
+        """Returns the outcome, and Serve's messages about replicas that cannot start, by deployment."""
         deployments = application.deployments
         self._has_been_ready |= {name for name, each in deployments.items() if self._is_or_was_ready(each)}
         serving = [name for name in _SERVING if name in deployments]
@@ -86,7 +86,7 @@ class Start:
         return (Outcome.RUNS if answers and failures else Outcome.WAITS), failures
 
     def ends_the_start(self, deployment: str) -> bool:
-        """Whether a replica of the deployment that cannot start ends the start."""
+        """Returns whether a replica of the deployment that cannot start ends the start."""
         return not self._has_served and deployment not in self._has_been_ready
 
     def _is_or_was_ready(self, deployment: DeploymentStatusOverview) -> bool:
@@ -96,7 +96,7 @@ class Start:
 
 
 def _has_died(deployment: DeploymentStatusOverview) -> bool:
-    """Whether a ready replica died: Serve checks the health of ready replicas only."""
+    """Returns whether a ready replica died; Serve checks the health of ready replicas only."""
     return deployment.status_trigger == "HEALTH_CHECK_FAILED"
 
 
@@ -112,14 +112,14 @@ def _num_ready(deployment: DeploymentStatusOverview) -> int:
 def wait_until_running(name: str, updates: bool = False) -> None:
     """Returns when the application `name` runs. Raises `StartFailed` if its start has failed.
 
-    A thread asks Serve, because the answer may never come: if memory runs out Ray may end Serve's controller too, and
+    A thread asks Serve, because the answer may never come. If memory runs out, Ray may end Serve's controller too, and
     only a new controller would answer. Meanwhile this thread reads the raylet's log.
     """
     start = Start(updates)
     outcome: queue.SimpleQueue[StartFailed | None] = queue.SimpleQueue()
     raylet = _Raylet(name)
     shown = worker.print_to_stdstream
-    # Ray would print at length how a process ended; here one sentence says it.
+    # Ray would print at length how a process ended; one sentence here says it.
     worker.print_to_stdstream = lambda *_, **__: None
     threading.Thread(target=_watch, args=(name, start, outcome), name="start", daemon=True).start()
     running = False
@@ -135,7 +135,7 @@ def wait_until_running(name: str, updates: bool = False) -> None:
 
 
 def _watch(name: str, start: Start, outcome: queue.SimpleQueue[StartFailed | None]) -> None:
-    """Puts None into `outcome` once the application runs, or the reason if it does not start."""
+    """Puts None into `outcome` once the application runs, or the failure if it does not start."""
     begun = time.time()
     told: set[str] = set()
     try:
@@ -171,8 +171,8 @@ def _watch(name: str, start: Start, outcome: queue.SimpleQueue[StartFailed | Non
 
 
 class _Raylet:
-    """Reads what this machine's raylet logs from now on: if memory runs out the raylet ends processes, and only its log
-    says so.
+    """Reads the log of this machine's raylet from now on. If memory runs out the raylet ends processes, and only its
+    log says so.
     """
 
     def __init__(self, application: str) -> None:
@@ -182,7 +182,7 @@ class _Raylet:
         self._killed = re.compile(rf"Selected to kill: .*SERVE_REPLICA::{re.escape(application)}#(\w+)#")
 
     def killed(self, start: Start) -> StartFailed | None:
-        """The failure if the raylet has ended a replica whose end ends the start; else None."""
+        """Returns the failure if the raylet has killed a replica whose death ends the start, else None."""
         if self._log is None or not self._log.is_file():
             return None
         found = self._killed.findall(self._log.read_bytes()[self._begin :].decode(errors="replace"))

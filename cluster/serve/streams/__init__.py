@@ -1,1 +1,1 @@
-"""Tokens from an engine to an ingress, and runs that outlive their engine."""
+"""Streams of tokens from engines to ingresses, and runs that survive the loss of their engine."""

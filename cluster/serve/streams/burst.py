@@ -1,8 +1,7 @@
-"""How long an idle engine waits for the rest of a burst before it begins with the first request.
+"""How long an idle engine waits for the rest of a burst of requests before it prefills the first one.
 
-The first of 16 requests would be prefilled alone while the others wait (118 ms of 901:
-benchmarks/results/2026-11-21.md); but a lone request should not wait in vain. So the wait is learned. Used by the
-engine's thread alone.
+Without a wait, the first request of a burst is prefilled alone while the others queue. A lone request should not wait
+in vain, so the wait is learned. Only the engine's thread uses this module.
 """
 
 from __future__ import annotations
@@ -13,15 +12,16 @@ import time
 from collections.abc import Callable
 
 LIMIT_S = 0.05
-"""A burst is waited for no longer than this, nor than a step takes, ..."""
+"""Longest wait for a burst, in seconds. A burst is also waited for no longer than a step takes."""
 LEAST_QUIET_S, MOST_QUIET_S = 0.001, 0.008
+"""Bounds, in seconds, of the learned quiet time: the wait ends once no message has arrived for that long."""
 QUIET_SHARE = 0.2
-"""... and no longer than what is learned between these, nor than this share of a step, once nothing more comes."""
+"""Largest share of a step that the quiet time may take."""
 
 
 class Burst:
-    """One for each engine. A wait in which no other request comes halves the wait; a burst that comes apart doubles
-    it.
+    """Waits for bursts of one engine, and learns how long. A wait in which nothing else arrives halves the quiet time;
+    a burst of which a part arrives after the wait doubles it.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Burst:
         self._has_gathered = False
 
     def gather(self, inbox: queue.SimpleQueue[Callable[[], None]], step_seconds: float) -> None:
-        """Takes what comes. `step_seconds` is what the last step took: the wait is worth a part of it at most."""
+        """Takes messages from the inbox until none comes. `step_seconds`, the last step's duration, bounds the wait."""
         deadline = time.monotonic() + min(LIMIT_S, step_seconds)
         quiet = min(self.quiet_seconds, QUIET_SHARE * step_seconds)
         self._num_gathered, self._has_gathered = 0, True
@@ -40,7 +40,7 @@ class Burst:
                 self._num_gathered += 1
 
     def learn(self, num_missed: int) -> None:
-        """Called after each step with the number of messages that came meanwhile; the first after `gather` counts."""
+        """Adapts the quiet time to `num_missed`, the messages that arrived during the first step after `gather`."""
         if not self._has_gathered:
             return
         self._has_gathered = False

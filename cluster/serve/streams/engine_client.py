@@ -1,7 +1,7 @@
-"""The engines as one ingress calls them: their handle, the channel that their tokens come by, and a watch over both.
+"""The engines as one ingress calls them: their handle, the channel that carries their tokens, and a watch over both.
 
-It finds out who is lost: a connection that breaks, a replica that is silent, one that Serve told to go. What ran there
-then goes on elsewhere (`prompt_run.py`). Implements `cluster.http.exchange.engines.Engines`.
+The watch detects lost engines: a connection that breaks, a silent replica, a replica that Serve ends. Their requests
+continue on another engine (`prompt_run.py`). Implements `cluster.http.exchange.engines.Engines`.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from structured.constraint import ConstraintSpec
 from workers.model_info import ModelInfo
 
 ENGINE, STANDBY = "engine", "standby"
-"""Names of deployments."""
+"""Names of the two engine deployments."""
 
 logger = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 3.0
-"""How long replicas may take to say their statistics; all are asked at once."""
+"""Longest time, in seconds, that replicas get to answer with their statistics; all are asked at once."""
 REMOVAL_POLL_S = 0.5
-"""How often Serve is asked whether an engine will ever come, while there is none and requests wait for one."""
+"""Seconds between two queries whether Serve has removed the application, while requests wait and no engine runs."""
 
 
 async def _never() -> bool:
-    """For engines that end after their client."""
+    """Returns False, for engines that outlive their client."""
     return False
 
 
 async def answer_of(call: Any) -> Any:
-    """Of a call through a handle, which ends with whoever waits for it."""
+    """Returns the result of a call through a handle, and cancels the call when the caller is cancelled."""
     try:
         return await call
     except asyncio.CancelledError:
@@ -59,11 +59,11 @@ async def answer_of(call: Any) -> Any:
 
 
 class EngineClient:
-    """Owns the output channel of one ingress and knows who waits for which request.
+    """Owns the output channel of one ingress, and knows which run waits for which request.
 
-    `engine` is the handle of the engine deployment, `host` the address of this machine at which engines reach it.
-    `standby` is the handle of engines that serve while no other one can. Of requests that find no engine, `max_held`
-    wait for one to start, unless the engines are gone for good, as `is_removed` finds out.
+    `engine` is the handle of the engine deployment, `host` the address at which engines reach this machine. `standby`
+    is the handle of engines that serve while no other engine can. Up to `max_held` requests wait for an engine to start
+    if none runs. `is_removed` finds out whether the engines are gone for good; then no request waits.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class EngineClient:
         self._handles = {ENGINE: engine} if standby is None else {ENGINE: engine, STANDBY: standby}
         self._greeting: asyncio.Task[None] | None = None
         self._greeted: dict[str, frozenset[str]] = {}
-        """By deployment, the replicas that were told of this ingress."""
+        """Replicas that were told of this ingress, by deployment."""
         self.tokenizer = tokenizer
         self.metrics = metrics
         self.runs: dict[str, PromptRun] = {}
@@ -87,7 +87,7 @@ class EngineClient:
         self._receiver = OutputReceiver(host, self._on_outputs, self._on_lost, self._on_report)
         self._ending: set[asyncio.Task[None]] = set()
         self._call_locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
-        """Of clients with calls that begin."""
+        """Locks of clients whose calls are being started."""
         self.suspects = asyncio.Lock()
         self._watching: asyncio.Task[None] | None = None
         self._is_removed = is_removed
@@ -107,15 +107,17 @@ class EngineClient:
             self._greeting = asyncio.ensure_future(self._greet(address))
 
     async def close(self) -> None:
-        """Ends the connections with the engines, after the calls of what has ended; for a process that goes on."""
+        """Closes the connections to the engines, after the calls of ended requests have returned. For a process that
+        goes on.
+        """
         if self._ending:
             await asyncio.wait(self._ending)
         await self._waker.close()
         await self._receiver.close()
 
     async def _greet(self, address: Address) -> None:
-        """Lets every replica connect, and so tell what it has cached, and how long its start took. Serve tells of a
-        deployment's replicas once they were called.
+        """Makes every replica connect, so that it reports its cache and how long its start took. Serve names a
+        deployment's replicas only after a call to the deployment.
         """
         greeted = dict(self._replicas.running)
         for name, handle in self._handles.items():
@@ -123,22 +125,22 @@ class EngineClient:
                 await handle.broadcast("connect", address).results_async(timeout_s=ANSWER_TIMEOUT_S)
             except Exception as error:  # whatever it is, their first request meets it again
                 logger.info("not every %s answers: %s", name, in_words(error))
-        with contextlib.suppress(ServingError):  # none runs yet
+        with contextlib.suppress(ServingError):  # no engine runs yet
             await self.stats()
         self._greeted = greeted
 
     @property
     def num_engine_nodes(self) -> int:
-        """On which engines run, as far as Serve has told."""
+        """Number of nodes that run engines, as far as Serve has told."""
         return len(frozenset().union(*self._replicas.nodes.values()))
 
     def _is_asleep(self) -> bool:
-        """Whether no engine runs, as far as Serve has told."""
+        """Returns whether Serve has said that no engine runs."""
         return ENGINE in self._replicas.running and not any(self._replicas.running.values())
 
     @property
     def _engine(self) -> Any:
-        """The handle of those that serve now."""
+        """The handle of the deployment that serves now."""
         known = self._replicas
         needs_standby = ENGINE in known.running and not known.is_any_good(ENGINE) and known.is_any_good(STANDBY)
         return self._handles[STANDBY if needs_standby else ENGINE]
@@ -154,20 +156,20 @@ class EngineClient:
             raise Unavailable(f"the ingress cannot listen for engines: {in_words(error)}; retry") from error
 
     def call(self, run: PromptRun, request: EngineRequest, pause_s: float) -> Call:
-        # In a context of its own: Serve takes calls of one HTTP request, which it knows by the context, for one call
-        # that it tries again, and forgets all but one of those that wait for a replica.
+        # Each call runs in a context of its own. Serve identifies an HTTP request by its context: it would treat calls
+        # of one request as retries of one call, and forget all but one of those that wait for a replica.
         return asyncio.get_running_loop().create_task(run.call(request, pause_s), context=contextvars.Context())
 
     async def generate(self, request: EngineRequest) -> RequestResult:
-        """One Serve call that stays open as long as the request runs; Serve asks `EngineRouter` for the replica.
+        """Runs a request by one Serve call that stays open until it ends. Serve asks `EngineRouter` for the replica.
 
-        Raises `Unavailable` if no engine is there in time.
+        Raises `Unavailable` if no engine is available in time.
         """
         address, left_s = await self._ready(request)
         return await self._call(msgspec.structs.replace(request, deadline_s=left_s), address)
 
     async def _ready(self, request: EngineRequest) -> tuple[Address, float]:
-        """Once there is an engine for a request: where to send its tokens, and the seconds that are left."""
+        """Waits for an engine. Returns the address for the request's tokens and the seconds left of its deadline."""
         address = await self._listen()
         assert request.deadline_s is not None
         if self._watching is None:
@@ -175,29 +177,29 @@ class EngineClient:
         return address, await self._waker.wait(request.deadline_s, is_new=request.continued is None)
 
     async def _call(self, request: EngineRequest, address: Address) -> RequestResult:
-        # One of each client a turn of the event loop: 1,000 at once would hold it for half a second
+        # Each client starts one call per turn of the event loop: 1,000 started at once would block it for half a second
         async with self._call_locks.setdefault(request.client, asyncio.Lock()):
             await asyncio.sleep(0)
         return await answer_of(self._engine.generate.remote(request, address))
 
     async def resolve(self, spec: ConstraintSpec, client: str = "") -> tuple[ConstraintSpec, list[str]]:
-        """Returns the constraint with its backend, and the keywords that this one does not enforce.
+        """Returns the constraint with its backend, and the keywords that the backend does not enforce.
 
-        Raises `RequestRefused` if no backend can enforce it, and `QueueFull` if too many wait.
+        Raises `RequestRefused` if no backend can enforce the constraint, and `QueueFull` if too many constraints wait.
         """
         try:
             return await self._answer(self._engine.resolve.remote(spec, client))
         except QueueFull as error:
             raise QueueFull(str(getattr(error, "cause", error))) from error
         except RequestRefused as error:
-            refusal = getattr(error, "cause", error)  # what Ray raises is a copy whose text is a whole traceback
+            refusal = getattr(error, "cause", error)  # Ray raises a copy whose text is a whole traceback
             raise RequestRefused(str(refusal), refusal.param) from error
 
     async def model(self) -> ModelInfo:
         return await self._answer(self._engine.model.remote())
 
     async def _answer(self, response: Any) -> Any:
-        """Returns an engine's answer to a call. Raises `Unavailable` if none ever will."""
+        """Returns an engine's answer to a call. Raises `Unavailable` if the engines are gone for good."""
         call = asyncio.ensure_future(answer_of(response))
         try:
             while not (await asyncio.wait([call], timeout=REMOVAL_POLL_S))[0]:
@@ -208,9 +210,9 @@ class EngineClient:
             call.cancel()
 
     async def stats(self) -> list[EngineStats]:
-        """Returns the figures of every replica that answers; none if Serve runs none.
+        """Returns the statistics of every replica that answers; an empty list if Serve runs none.
 
-        Raises `Unavailable` if none answers.
+        Raises `Unavailable` if replicas run and none answers.
         """
         if self._is_asleep():
             return []
@@ -227,7 +229,7 @@ class EngineClient:
 
     async def _stats_of(self, handle: Any) -> list[Any]:
         answers = handle.broadcast("stats")
-        try:  # in a thread: awaited, one replica that does not answer would be an error of all
+        try:  # in a thread, because awaiting would turn one silent replica into an error of all
             return await asyncio.to_thread(answers.results, timeout_s=ANSWER_TIMEOUT_S, return_exceptions=True)
         except Exception as error:
             return [error]
@@ -263,7 +265,7 @@ class EngineClient:
             run = self.runs.get(output.request_id)
             if run is not None:
                 run.receive(output, connection)
-            elif output.finish is None:  # it was left before an engine had it, with others in one call
+            elif output.finish is None:  # it was given up before an engine had it, in a call of several
                 connection.send(Control(output.request_id))
 
     def _on_report(self, report: Report, connection: Connection) -> None:
@@ -277,8 +279,8 @@ class EngineClient:
                 run.lose()
 
     async def _watch(self) -> None:
-        """While anything runs: what runs on a replica that is silent, away or told to go, goes on on another one if
-        there is one.
+        """Checks the replicas every `BEAT_S` while anything runs. Requests on a replica that is silent, away or ending
+        continue on another one, if one is available. Otherwise a hung replica is killed.
         """
         while self.runs:
             await asyncio.sleep(BEAT_S)
@@ -288,7 +290,7 @@ class EngineClient:
             bad = {replica for replica in owing if not self._replicas.is_good(replica)}
             if bad and any(map(self._replicas.is_any_good, self._handles)):
                 for run in (run for run, replica in runs if replica in bad):
-                    if run.connection is not None and run.connection.is_away:  # it lost ranks, perhaps over this
+                    if run.connection is not None and run.connection.is_away:  # it lost ranks, perhaps over this run
                         run.lose()
                     else:
                         run.go_on()
@@ -299,7 +301,7 @@ class EngineClient:
         self._watching = None
 
     async def _refuse_if_gone(self) -> None:
-        """What an engine still runs goes on."""
+        """Refuses the requests that no engine has taken, if the engines are gone for good. The others go on."""
         await asyncio.sleep(REMOVAL_POLL_S)
         if await self._are_gone():
             for run in list(self.runs.values()):
@@ -307,22 +309,24 @@ class EngineClient:
                     run.refuse(_gone())
 
     async def _are_gone(self) -> bool:
-        """Whether there are no engines and will be none. Serve would let calls wait for those that it has ended."""
+        """Returns whether no engine runs and none will. Serve itself would let calls wait for the engines that it has
+        ended.
+        """
         if not self._is_asleep():
             return False
         try:
             return await self._is_removed()
-        except Exception as error:  # Serve's controller may be starting anew, and what Ray raises has many names
+        except Exception as error:  # the controller may be restarting, and Ray raises many types
             logger.info("Serve does not say whether the application is to end: %s", in_words(error))
             return False
 
     async def _kill(self, hung: Iterable[str]) -> None:
-        """Serve would take half a minute to find out."""
+        """Kills hung replicas, because Serve would take half a minute to notice."""
         for replica in hung:
             logger.error("replica %s says nothing and there is no other one; it is killed", replica)
             try:
                 await asyncio.to_thread(replicas.kill, replica)
-            except Exception as error:  # it may have ended, and what Ray raises then has many names
+            except Exception as error:  # it may have ended, and Ray raises many types then
                 logger.warning("replica %s was not killed: %s", replica, in_words(error))
 
 

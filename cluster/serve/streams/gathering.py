@@ -1,7 +1,8 @@
-"""Outputs of one choice that are handed on together, for their reader is behind or reads nothing before the end.
+"""Merges outputs of one choice when its reader is behind, or reads nothing before the end.
 
-An ingress spends more on an output than on its tokens. So what has come of a choice since its reader last looked is one
-output (`Submission`), and for a line of a batch the engine sends no more than the first and the last (`Gathering`).
+An ingress spends more on an output than on the output's tokens. `Submission` therefore merges whatever arrives of a
+choice before its reader looks again. For a request that is read whole, such as a line of a batch, the engine sends only
+the first output and the merged rest (`Gathering`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ T = TypeVar("T")
 
 
 def joined(first: SequenceOutput | None, second: SequenceOutput) -> SequenceOutput:
-    """Both as one, which is `second`; `first` is used up."""
+    """Returns both outputs merged into `second`; `first` must not be used afterwards."""
     if first is not None:
         second.token_ids = _both(first.token_ids, second.token_ids) or []
         second.logprobs = _both(first.logprobs, second.logprobs)
@@ -26,7 +27,7 @@ def joined(first: SequenceOutput | None, second: SequenceOutput) -> SequenceOutp
 
 
 def _both(first: list[T] | None, second: list[T] | None) -> list[T] | None:
-    """In place, since a long answer has many."""
+    """Extends `first` in place, because a long answer has many items."""
     if first is None or second is None:
         return second if first is None else first
     first += second
@@ -34,7 +35,9 @@ def _both(first: list[T] | None, second: list[T] | None) -> list[T] | None:
 
 
 def failure_apart(output: SequenceOutput) -> list[SequenceOutput]:
-    """What a choice gained before it failed comes first: a failure may end the answer, and would take it along."""
+    """Splits a failed output in two: the tokens that came before the failure, then the failure. A failure may end the
+    whole answer, and would otherwise take the tokens along.
+    """
     if output.error is None or not output.token_ids:
         return [output]
     gained = msgspec.structs.replace(output, finish=None, error=None)
@@ -42,15 +45,15 @@ def failure_apart(output: SequenceOutput) -> list[SequenceOutput]:
 
 
 class Gathering:
-    """Of one request that nobody reads before its end. Used by the engine's thread alone."""
+    """Merges the outputs of one request that is read whole. Only the engine's thread uses it."""
 
     def __init__(self) -> None:
         self._kept: dict[int, SequenceOutput | None] = {}
-        """By choice, once its first output was sent: what came since then."""
+        """Unsent output of each choice whose first output was sent."""
 
     def add(self, output: SequenceOutput) -> bool:
-        """Whether `output` is to be sent now. The first of a choice is, so that everybody knows that its prompt is
-        computed; the last one is with all that was kept.
+        """Returns whether `output` has to be sent now. A choice's first output has to be, because it tells that the
+        prompt is computed. Its last output has to be, merged with everything that was kept.
         """
         joined(self._kept.get(output.index), output)
         is_sent = output.finish is not None or output.index not in self._kept

@@ -1,8 +1,8 @@
-"""The certificates by which the nodes of a Ray cluster know each other, for connections beside Ray's own.
+"""The certificates by which nodes of a Ray cluster authenticate each other, for connections beside Ray's own.
 
 A cluster whose nodes were started with `RAY_USE_TLS=1` names three PEM files in `RAY_TLS_SERVER_CERT`,
-`RAY_TLS_SERVER_KEY` and `RAY_TLS_CA_CERT` (Ray's manual, "TLS authentication"). Both ends show a certificate, and each
-must be of that authority; the listening end's must name the address.
+`RAY_TLS_SERVER_KEY` and `RAY_TLS_CA_CERT` (Ray's manual, "TLS authentication"). Both ends present a certificate signed
+by that authority; the certificate of the listening end must name its address.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ import ssl
 
 
 def server_context() -> ssl.SSLContext | None:
-    """Returns the context of the listening end; None if Ray runs without TLS. Raises `OSError` as `client_context`."""
+    """Returns the context of the listening end; None if Ray runs without TLS. Raises `OSError` as `client_context`
+    does.
+    """
     return _context(ssl.Purpose.CLIENT_AUTH)
 
 
 def client_context() -> ssl.SSLContext | None:
     """Returns the context of the connecting end; None if Ray runs without TLS.
 
-    Raises `OSError`, which `ssl.SSLError` is too, if a file cannot be read or is no certificate or key.
+    Raises `OSError` (of which `ssl.SSLError` is a subclass) if a file cannot be read or holds no certificate or key.
     """
     return _context(ssl.Purpose.SERVER_AUTH)
 

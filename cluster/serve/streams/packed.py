@@ -1,7 +1,7 @@
-"""Lists of structs that Ray carries as one piece of msgpack.
+"""Lists of structs that Ray transfers as one msgpack message.
 
-Pickled one by one, as Ray would, they cost both processes several times as much, while the engine's own thread waits
-for the interpreter (benchmarks/results/2026-11-23.md).
+Pickling the structs one by one costs both processes several times as much, and makes the engine's own thread wait for
+the interpreter lock.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class Packed(list[Item]):
-    """Of `kind`. It arrives as a plain list."""
+    """A list of structs of type `kind`. It arrives as a plain list."""
 
     def __init__(self, kind: type[Item], items: Iterable[Item]) -> None:
         super().__init__(items)
@@ -26,7 +26,7 @@ class Packed(list[Item]):
     def __reduce__(self) -> tuple[Any, ...]:
         try:
             return _unpacked, (self._kind, _encoder.encode(list(self)))
-        except (OverflowError, ValueError):  # a number of more than 64 bits, or half a character: the engine refuses it
+        except (OverflowError, ValueError):  # an int beyond 64 bits or a lone surrogate: the engine refuses the request
             return list, (list(self),)
 
 

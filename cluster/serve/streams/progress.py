@@ -1,7 +1,7 @@
-"""What has come back of a request, and the request that goes on from there on another engine.
+"""The outputs of a request so far, and the request that continues from there on another engine.
 
-All that an engine knows of a request is a function of its parameters, its seed and its tokens. Kept by whoever sends
-requests to engines (`cluster/serve/streams/prompt_run.py`); imports neither torch nor ray.
+An engine's state for a request is a function of its parameters, seed and tokens. `cluster/serve/streams/prompt_run.py`
+keeps one `Progress` for each prompt. Imports neither torch nor ray.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from cluster.engine.request import ContinuedChoice, EngineRequest, SequenceOutpu
 
 
 class Progress:
-    """Of `request`, whose params hold the seed."""
+    """The progress of `request`, whose params must hold the seed."""
 
     def __init__(self, request: EngineRequest) -> None:
         self._request = request
@@ -21,7 +21,7 @@ class Progress:
         self._open = set(range(request.params.n))
         """Choices that have not ended."""
         self._usages: dict[int, Usage] = {}
-        """Of choices, as last reported."""
+        """Usage of each choice, as last reported."""
         self._num_prompt_logprobs = 0
 
     @property
@@ -30,15 +30,15 @@ class Progress:
 
     @property
     def num_tokens(self) -> int:
-        """Of all choices."""
+        """Output tokens of all choices."""
         return sum(map(len, self._outputs))
 
     def is_open(self, index: int) -> bool:
-        """Whether more may come of a choice."""
+        """Returns whether the choice has not ended."""
         return index in self._open
 
     def add(self, output: SequenceOutput) -> bool:
-        """Returns whether there was anything in it."""
+        """Adds an output, and returns whether it held tokens, prompt log-probabilities or an end."""
         if output.token_ids:
             self._outputs[output.index] += output.token_ids
         elif output.finish is None and not output.prompt_logprobs:
@@ -52,11 +52,11 @@ class Progress:
         return True
 
     def end(self, index: int) -> None:
-        """Nothing that comes of this choice matters any more."""
+        """Marks a choice as ended, so that later outputs do not count."""
         self._open.discard(index)
 
     def continuation(self, request_id: str, deadline_s: float | None) -> EngineRequest:
-        """The rest of the request, under another name. Where no choice has begun it is the whole request again."""
+        """Returns the rest of the request under another id; the whole request if no choice has begun."""
         has_begun = any(self._outputs) or len(self._open) < len(self._outputs)
         choices = [
             ContinuedChoice(index, self._outputs[index], self._usages.get(index, self._usage_of_prompt))
@@ -72,6 +72,6 @@ class Progress:
 
     @property
     def _usage_of_prompt(self) -> Usage:
-        """Of a choice without output."""
+        """Usage of a choice without output."""
         known = next(iter(self._usages.values()), None)
         return Usage(len(self._request.prompt_token_ids), 0, 0 if known is None else known.num_cached_tokens)

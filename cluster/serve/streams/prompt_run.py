@@ -1,8 +1,7 @@
-"""One prompt on its way through the engines: sent, sent on where an engine is lost or told to go, aborted.
+"""One prompt's run on the engines: it sends the prompt, continues it on another engine after a loss, and aborts it.
 
-The ingress draws the seed and keeps the tokens, so any other engine can go on where the last one was. What becomes of
-the tokens is the business of `submission.py`; who is lost is found out by `engine_client.py`, which calls `lose` and
-`go_on`.
+The ingress draws the seed and keeps the tokens, so any engine can continue where another one stopped. `submission.py`
+reads the outputs. `engine_client.py` detects lost engines and calls `lose` and `go_on`.
 """
 
 from __future__ import annotations
@@ -25,82 +24,85 @@ from cluster.telemetry.request_log import log_event
 from cluster.text.tokenizer import Tokenizer
 
 SUSPECT_DEATHS = 2
-"""A request over which so many engines died may be why. Such suspects go on one after the other, each once the one
-before it has gained something; if an engine dies over that, the one suspect fails.
+"""Engine deaths after which a request is a suspect, because it may be their cause. Suspects continue one at a time,
+each after the previous one has made progress. If another engine dies over a suspect, it fails.
 """
 MAX_DEATHS = 6
-"""At most, whatever it gained in between."""
+"""Engine deaths after which a request fails, whatever progress it made in between."""
 RETRY_PAUSE_S = 0.1
-"""Pause before a call that reached no engine is repeated; it doubles with each further call in a row."""
+"""Pause in seconds before a call that reached no engine is repeated; it doubles with each further call in a row."""
 MAX_RETRY_PAUSE_S = 2.0
-"""Longest such pause. Serve's router learns within about a second which replicas are dead."""
+"""Longest such pause, in seconds. Serve's router learns within about a second which replicas are dead."""
 GRACE_S = 1.0
-"""How long after its deadline a request is given up that no engine has taken. Whoever else watches the deadline and
-knows more about the cause answers within it.
+"""Seconds after its deadline at which a request that no engine has taken is given up. Others who watch the deadline and
+know more about the cause answer before that.
 """
 LAST_FRAME_TIMEOUT_S = 30.0
-"""The result of a request may overtake its last frames; if one comes later than this, the request goes on elsewhere."""
+"""Seconds that a request's last frames may arrive after its result. If they take longer, the request continues on
+another engine.
+"""
 OVERDUE_S = 30.0
-"""The engine ends a request at its deadline. If it says nothing for so long after the deadline, it is given up."""
+"""Seconds after the deadline at which a silent request is given up. Normally the engine ends a request at its deadline.
+"""
 
 Tell = Callable[[SequenceOutput | RequestResult | Exception], None]
 
 
 class Call(Protocol):
-    """In which a request travels to an engine: an `asyncio.Task`, or a place in one."""
+    """A call that carries a request to an engine: an `asyncio.Task`, or one request's share of a task."""
 
     def cancel(self) -> object:
-        """The request is given up."""
+        """Gives the request up."""
         ...
 
 
 class Caller(Protocol):
-    """What runs and submissions need of the ingress that they belong to; `EngineClient` is it."""
+    """The interface that runs and submissions need from their ingress. `EngineClient` implements it."""
 
     tokenizer: Tokenizer
     metrics: Metrics
     runs: dict[str, PromptRun]
-    """By the name under which an engine runs each now."""
+    """Runs by the request id that their engine uses now."""
 
     def measure(self, num_choices: int) -> RequestMetrics:
-        """What is to be told of one prompt's output."""
+        """Returns the metrics of one prompt with `num_choices` choices."""
         ...
 
     def call(self, run: PromptRun, request: EngineRequest, pause_s: float) -> Call:
-        """Begins the call of a request: `run.call`, or another one that tells `run.has_returned` what it came to."""
+        """Starts the call of a request: `run.call`, or another call that reports its result to `run.has_returned`."""
         ...
 
     async def generate(self, request: EngineRequest) -> RequestResult:
-        """One call that stays open as long as the request runs."""
+        """Runs a request by one call that stays open until it ends."""
         ...
 
     def replica_sent_to(self, request_id: str) -> str | None:
-        """The replica that was chosen for a request; None before that, and after `forget_sent`."""
+        """Returns the replica that was chosen for a request; None before the choice and after `forget_sent`."""
         ...
 
     def forget_sent(self, request_id: str) -> None: ...
 
     def note_output(self, request_id: str) -> None:
-        """Its prompt is computed."""
+        """Records that the prompt of a request is computed."""
         ...
 
     def note_end(self, request_id: str) -> None:
-        """It is no longer under way to, or on, the replica that was chosen for it."""
+        """Records that a request has left the replica that was chosen for it."""
         ...
 
     suspects: asyncio.Lock
-    """Held by the one suspect that goes on, until it has gained something."""
+    """Lock that the one suspect that may run holds until it makes progress."""
 
     def cancel_later(self, call: Any) -> None:
-        """Cancels the call of a request that has ended, after it had a second to return by itself. It is one of those
-        that `call` returned.
+        """Cancels the call of an ended request if it does not return within a second. `call` is a result of
+        `Caller.call`.
         """
         ...
 
 
 class PromptRun:
-    """Sends `request`, whose seed it draws if it has none, and tells `tell` what comes back, until `has_all_frames`. A
-    `RequestResult` or an exception is the last that it tells.
+    """Sends `request` to an engine and passes each output to `tell`, until `has_all_frames` is set. Draws a seed if the
+    request has none. If the run fails, the last item that it tells is a `RequestResult` or an exception.
     """
 
     def __init__(self, client: Caller, request: EngineRequest, tell: Tell) -> None:
@@ -109,33 +111,35 @@ class PromptRun:
             request = msgspec.structs.replace(request, params=params)
         assert request.deadline_s is not None
         self.request_id = request.request_id
-        """Of the engine that runs it now; frames under another one are late."""
+        """Id that the present engine uses; frames under an earlier id are ignored."""
         self.connection: Connection | None = None
-        """To the engine that has taken it; None until it says so."""
+        """Connection to the engine that has taken the request; None until it acknowledges it."""
         self.has_all_frames = asyncio.Event()
-        """Set when no choice gets more frames, whether or not somebody has read those that came."""
+        """Set once every choice has ended, whether or not its frames have been read."""
         self._client = client
         self._request = request
         self._tell = tell
         self._deadline = time.monotonic() + request.deadline_s
         self._call: Call | None = None
         self._overdue: asyncio.TimerHandle | None = None
-        """Ends the request after its deadline if no engine has taken it by then."""
+        """Timer that ends the request after its deadline, if no engine has taken it by then."""
         self._num_calls_in_vain = 0
-        """Calls in a row that reached no engine."""
+        """Consecutive calls that reached no engine."""
         self._progress = Progress(request)
-        """All that came, read or not."""
+        """All outputs that arrived, read or not."""
         self._untold: list[Control] = []
-        """Stops for an engine that has not taken the request yet."""
+        """Stops that are sent when an engine takes the request."""
         self._num_attempts = 0
         self._num_deaths = 0
         self._holds_suspects = False
         self._has_output = False
-        """Of the engine that runs it now."""
+        """Whether the present engine has sent output."""
 
     @property
     def replica(self) -> str | None:
-        """Of the engine that should be heard: it has the request, or was sent it; None where no frame is due."""
+        """Name of the replica that should send frames, because it has the request or was sent it; None if no frame is
+        due.
+        """
         if self.has_all_frames.is_set():
             return None
         if self.connection is not None:
@@ -152,12 +156,12 @@ class PromptRun:
         self._call = self._client.call(self, request, min(pause_s, remaining_s))
 
     def _on_overdue(self) -> None:
-        """The deadline is over. An engine that has taken the request ends it itself."""
+        """Refuses the request if no engine has taken it. An engine that has taken it ends it itself."""
         if self.connection is None and not self.has_all_frames.is_set():
             self.refuse(overdue_error())
 
     async def call(self, request: EngineRequest, pause_s: float) -> None:
-        """One call, which stays open as long as the request runs."""
+        """Makes one call to an engine after `pause_s` seconds; it stays open as long as the request runs there."""
         assert request.deadline_s is not None
         overdue = asyncio.timeout(request.deadline_s + OVERDUE_S)
         try:
@@ -178,7 +182,7 @@ class PromptRun:
             self._client.forget_sent(request.request_id)
 
     def has_returned(self, result: RequestResult | Exception) -> None:
-        """The call is over, and not all frames are here: the engine refused, or something failed."""
+        """Handles the end of a call before all frames arrived: the engine refused the request, or something failed."""
         if isinstance(result, Exception):
             self._on_error(result)
         elif result.queue_full is not None and self._num_attempts:  # it was admitted once
@@ -187,19 +191,19 @@ class PromptRun:
             self._fail(result)
 
     def _on_error(self, error: Exception) -> None:
-        cause = getattr(error, "cause", None) or error  # Ray raises a copy of what the engine raised
+        cause = getattr(error, "cause", None) or error  # Ray raises a copy of the engine's exception
         if isinstance(cause, RayActorError | EngineFailed):
             if self.connection is None:
                 self._try_again()
             else:
                 self.lose()
-        elif isinstance(cause, OSError):  # engine and ingress do not reach each other just now
+        elif isinstance(cause, OSError):  # engine and ingress cannot reach each other just now
             self._try_again()
         else:
             self._fail(error)
 
     def _try_again(self) -> None:
-        """Calls an engine again after a pause, or gives the request up if its deadline is over."""
+        """Calls an engine again after a pause, or refuses the request if its deadline has passed."""
         if time.monotonic() >= self._deadline:
             self.refuse(overdue_error())
             return
@@ -218,7 +222,7 @@ class PromptRun:
         if self.connection is None:
             self._take(connection)
         if not self._progress.add(output):
-            return  # the engine's word that it has the request
+            return  # the engine acknowledged the request
         self._num_calls_in_vain = 0
         if not self._has_output and output.token_ids:
             self._has_output = True
@@ -239,7 +243,7 @@ class PromptRun:
         self._untold.clear()
 
     def stop(self, index: int, num_kept_tokens: int) -> None:
-        """Ends a choice, of whose output so many tokens count."""
+        """Ends a choice and tells the engine how many of its output tokens count."""
         if not self._progress.is_open(index):
             return
         self._progress.end(index)
@@ -253,7 +257,7 @@ class PromptRun:
     # ---- going on elsewhere --------------------------------------------------------------------------------------
 
     def lose(self) -> None:
-        """The engine that had the request died."""
+        """Handles the death of the engine that had the request: continues on another one, or refuses a suspect."""
         if self.has_all_frames.is_set():
             return
         self._num_deaths += 1
@@ -267,18 +271,18 @@ class PromptRun:
         self.refuse(GenerationFailed(message, code="internal_error"))
 
     def refuse(self, reason: ServingError) -> None:
-        """No engine runs it from now on."""
+        """Aborts the request and tells its reader why."""
         self.leave()
         self._fail(reason)
 
     def _clear_of_suspicion(self) -> None:
-        """It gained something, or is over: the next suspect may go on."""
+        """Lets the next suspect run, because this request made progress or has ended."""
         if self._holds_suspects:
             self._holds_suspects = False
             self._client.suspects.release()
 
     def go_on(self, pause_s: float = 0.0) -> None:
-        """Leaves the engine, if it lives, and sends the request to another one with the tokens so far."""
+        """Leaves the present engine and sends the request, with its tokens so far, to another one."""
         self.leave()
         self._num_attempts += 1
         self.request_id = f"{self._request.request_id}/{self._num_attempts}"
@@ -290,7 +294,7 @@ class PromptRun:
     # ---- the end -------------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """Aborts what runs."""
+        """Aborts the request on its engine."""
         self._clear_of_suspicion()
         self._forget()
         self._untold.clear()
@@ -299,19 +303,19 @@ class PromptRun:
             self.connection.send(Control(self.request_id))
             self.connection = None
         if self._call is not None:
-            self._call.cancel()  # Serve cancels the remote call, and the engine aborts it
+            self._call.cancel()  # Serve cancels the remote call, and the engine then aborts the request
             self._call = None
 
     def _forget(self) -> None:
         self._client.runs.pop(self.request_id, None)
         self._client.note_end(self.request_id)
-        self._client.forget_sent(self.request_id)  # a refusal may have overtaken the word that it was taken
+        self._client.forget_sent(self.request_id)  # a refusal may arrive before the engine's acknowledgement
         if self._overdue is not None:
             self._overdue.cancel()
             self._overdue = None
 
     def release(self) -> None:
-        """Every choice has ended: the call may run out, which keeps Serve's counts right."""
+        """Lets the call return by itself after every choice has ended, which keeps Serve's request counts right."""
         self._forget()
         if self._call is not None:
             self._client.cancel_later(self._call)
@@ -319,5 +323,5 @@ class PromptRun:
 
 
 def overdue_error() -> Overdue:
-    """The error of a request about which no engine says anything."""
+    """Returns the error of a request that no engine took or ended by its deadline."""
     return Overdue("no engine took or ended the request by its deadline; the limit is request_timeout_s")

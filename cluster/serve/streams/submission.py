@@ -1,8 +1,8 @@
-"""Requests under way in an ingress: their token deltas turned into text, aborted when their reader leaves.
+"""Requests under way in an ingress: turns outputs into text, and aborts the requests when their reader leaves.
 
-A `Submission` is one HTTP body: one engine request per prompt (`prompt_run.py`), each with `n` choices, whose events
-come in one queue. It knows no HTTP: the application in `cluster/http/` reads its events and writes the answers. It
-implements `cluster.http.exchange.engines.Generation`.
+A `Submission` is one HTTP body: one engine request per prompt (`prompt_run.py`), each with `n` choices. All events
+arrive in one queue. It knows nothing of HTTP: `cluster/http/` reads its events and writes the answers. It implements
+`cluster.http.exchange.engines.Generation`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from cluster.text.detokenizer import SequenceText
 
 
 class Choice:
-    """One answer to a prompt, so far."""
+    """One answer to a prompt, as far as it is generated."""
 
     def __init__(self, index: int, text: SequenceText) -> None:
         self.index = index
@@ -35,11 +35,11 @@ class Choice:
         self.usage: Usage | None = None
         self.num_tokens = 0
         self.unread: SequenceOutput | None = None
-        """What has come since its last event was read: one output, however far behind the reader is."""
+        """The merged output since the reader read the last event; None if the reader has seen everything."""
 
 
 class Prompt:
-    """One prompt, its choices and what is measured of them. `run` is set when it is sent."""
+    """One prompt with its choices and metrics. `run` is set when the prompt is sent."""
 
     run: PromptRun
 
@@ -54,7 +54,7 @@ class Prompt:
 
     @property
     def usage(self) -> Usage | None:
-        """The prompt once and the output of all choices; None until the first tokens."""
+        """Usage with the prompt counted once and the output of all choices; None until the first tokens."""
         usages = [choice.usage for choice in self.choices if choice.usage is not None]
         if not usages:
             return None
@@ -62,18 +62,19 @@ class Prompt:
 
 
 class Submission:
-    """Async iteration yields `Event`s until every choice has ended; raises `ServingError` if one cannot be served.
+    """The answers to one HTTP body. Async iteration yields `Event`s until every choice has ended, and raises
+    `ServingError` if the body cannot be served.
 
     With n > 1 a choice that fails ends alone, with `FINISHED_INTERNAL_ERROR`, unless all of them fail.
     """
 
     def __init__(self, client: Caller, request: GenerationRequest) -> None:
         self._client = client
-        # A stop string must be found when it comes.
+        # A stop string must be found as soon as it is generated.
         reads_whole = request.reads_whole and not request.params.stop
         self._request = request = msgspec.structs.replace(request, reads_whole=reads_whole)
         self._news: asyncio.Queue[tuple[Prompt, Choice | RequestResult | Exception]] = asyncio.Queue()
-        """Choices with something unread, each once, and what ends everything."""
+        """Choices with unread output, each at most once, and results or exceptions that end the submission."""
         params, prompts = request.params, request.prompts
         text = functools.partial(
             SequenceText, client.tokenizer, params, continues_prompt=not request.chat, shown_ids=request.shown_ids
@@ -92,12 +93,12 @@ class Submission:
 
     @property
     def num_choices(self) -> int:
-        """Of all prompts."""
+        """Choices of all prompts."""
         return len(self.choices)
 
     @property
     def usages(self) -> list[Usage]:
-        """One for each prompt that has output."""
+        """Usage of each prompt that has output."""
         return [usage for prompt in self._prompts if (usage := prompt.usage) is not None]
 
     def start(self) -> None:
@@ -119,7 +120,8 @@ class Submission:
 
     async def __aiter__(self) -> AsyncIterator[Event]:
         remaining = len(self.choices)
-        # Failed choices are held back until another one has news: until then a failure of all can be an HTTP status.
+        # Failed choices are held back until another choice has output, so that a failure of all can become an HTTP
+        # status.
         failed: list[Event] | None = []
         while remaining:
             for event in self._events(*await self._news.get()):
@@ -133,9 +135,9 @@ class Submission:
                 yield event
 
     def _events(self, prompt: Prompt, item: Choice | RequestResult | Exception) -> Iterator[Event]:
-        """Yields what is unread of a choice; nothing if it has ended at a stop string before.
+        """Yields the unread output of a choice; nothing if the choice has ended at a stop string.
 
-        Raises `ServingError` for what ends everything.
+        Raises `ServingError` for an item that ends the submission.
         """
         if isinstance(item, ServingError):
             raise item
@@ -158,7 +160,7 @@ class Submission:
             logprobs=output.logprobs,
             prompt_logprobs=output.prompt_logprobs,
             finish=output.finish,
-            # An end-of-sequence token of the model is no reason that the client knows of.
+            # The model's own end-of-sequence token is no stop reason that the client asked for.
             stop_reason=output.stop_token_id if output.stop_token_id in self._request.params.stop_token_ids else None,
         )
         if output.usage is not None:
@@ -166,7 +168,7 @@ class Submission:
         if delta.stop_string is not None:
             choice.usage = self._stop(output, prompt, choice, event, delta.num_kept_tokens)
             event.stop_reason = delta.stop_string
-        if not self._request.reads_whole:  # it says nothing of when the tokens came
+        if not self._request.reads_whole:  # otherwise the times of the tokens are unknown
             prompt.metrics.tokens(output.index, len(event.token_ids))
         if event.finish is not None:
             choice.finished = True
@@ -177,7 +179,7 @@ class Submission:
         return event
 
     def _raise_for(self, finish: FinishStatus, choice: Choice, output: SequenceOutput) -> None:
-        """Raises `ServingError` if the ending of one choice ends the whole answer."""
+        """Raises `ServingError` if the end of one choice ends the whole answer."""
         error = output.error
         if finish is FinishStatus.FINISHED_ABORTED and error is not None:
             raise Overdue(f"{error}; the limit is request_timeout_s")
@@ -193,7 +195,9 @@ class Submission:
     def _stop(
         self, output: SequenceOutput, prompt: Prompt, choice: Choice, event: Event, num_kept_tokens: int
     ) -> Usage:
-        """Ends a choice at its stop string: the engine learns how many tokens count, the event loses the rest."""
+        """Ends a choice at its stop string and returns its usage. Cuts the event after the tokens that count, and tells
+        the engine their number.
+        """
         num_new = max(0, len(output.token_ids) - (choice.num_tokens - num_kept_tokens))
         event.token_ids = output.token_ids[:num_new]
         event.logprobs = None if output.logprobs is None else output.logprobs[:num_new]
@@ -204,7 +208,7 @@ class Submission:
         return msgspec.structs.replace(usage, num_output_tokens=num_kept_tokens)
 
     def close(self) -> None:
-        """Aborts what still runs. Called when the reader is done or gone, perhaps twice."""
+        """Aborts everything that still runs. Called when the reader has finished or left, perhaps twice."""
         if self._closed:
             return
         self._closed = True
@@ -214,7 +218,7 @@ class Submission:
             for choice in prompt.choices:
                 if not choice.finished:
                     prompt.metrics.ended(FinishStatus.FINISHED_ABORTED, None)
-            del prompt.run  # it refers to this submission: a cycle, which would wait for the collector
+            del prompt.run  # the run refers to this submission, and the cycle would wait for the garbage collector
 
 
 def _refusal(result: RequestResult) -> ServingError:

@@ -1,11 +1,11 @@
-"""The per-step channel between engines and ingresses: one frame a step and ingress, over a TCP connection of their own.
+"""The per-step channel between engines and ingresses: one frame per step and ingress, over a TCP connection of its own.
 
-The ingress listens; an engine connects back to the address that comes with a request. Deltas travel one way, stop
-strings and aborts the other. It is no Serve request: a Ray message between two actors costs about 0.5 ms and a frame
-here about 0.05 ms, so a step for 32 streams costs one of these, not 32 of those. A connection that breaks says so to
-both sides. While an engine runs anything it sends a frame at least every `BEAT_S`, if need be an empty one.
+The ingress listens, and an engine connects to the address that comes with a request. Outputs travel from engine to
+ingress, stop strings and aborts back. The channel bypasses Serve: a Ray message between two actors costs about 0.5 ms
+and a frame about 0.05 ms, and one frame serves all streams of a step. Both ends notice a broken connection. While an
+engine runs anything, it sends a frame at least every `BEAT_S`, possibly an empty one.
 
-If Ray's own connections are encrypted (`RAY_USE_TLS`), this one is too, by the same certificates.
+If Ray's own connections are encrypted (`RAY_USE_TLS`), this one is too, with the same certificates.
 """
 
 from __future__ import annotations
@@ -28,25 +28,26 @@ from structured.frames import frame, receive_frame
 logger = logging.getLogger(__name__)
 
 GO_AHEAD = b"\n"
-"""With TLS the ingress sends it first, and the engine waits for it before it shakes hands: otherwise the ingress might
-take the first bytes of the handshake for a frame.
+"""Byte that the ingress sends first under TLS, and that the engine awaits before its handshake. Otherwise the ingress
+might read the start of the handshake as a frame.
 """
 MAX_FRAME_BYTES = 1 << 30
 MAX_HELLO_BYTES = 1024
-"""Nothing longer is read from a connection that has not shown the secret."""
+"""Longest first frame, in bytes, that is read from a connection before it has shown the secret."""
 CONNECT_TIMEOUT_S = 10.0
-"""For a connection to be made, and for its secret to be shown."""
+"""Seconds that a connection gets to be made and to show the secret."""
 MAX_UNPROVEN = 64
-"""Connections that have not shown the secret at a time."""
+"""Connections that may be open without having shown the secret."""
 LINK_TIMEOUT_S = 60.0
-"""A link may stand still for so long. Then an engine gives up an ingress whose machine is gone, and what it ran for it.
+"""Seconds that sent bytes may stay unacknowledged (`TCP_USER_TIMEOUT`). Then an engine gives up an ingress whose
+machine is gone, and aborts its requests.
 """
 BEAT_S = 0.15
-"""Between two signs of life of an engine that runs requests."""
+"""Seconds between two heartbeats of an engine that runs requests."""
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True):
-    """Where an ingress listens. `secret` must open every connection, so that nobody else can push tokens."""
+    """The address of a listening ingress. Every connection must show `secret`, so that nobody else can send tokens."""
 
     host: str
     port: int
@@ -58,20 +59,20 @@ class Hello(msgspec.Struct, array_like=True):
 
     secret: str
     replica: str
-    """The engine's, as Serve names its actor."""
+    """Name of the engine replica, as Serve names its actor."""
 
 
 class Frame(msgspec.Struct, array_like=True):
-    """From engine to ingress: one step's deltas, or none."""
+    """A message from engine to ingress: the outputs of one step, possibly none."""
 
     outputs: list[SequenceOutput]
     report: Report | None = None
     is_away: bool = False
-    """The engine starts its ranks anew: what it runs had better go on on another one if there is one."""
+    """Whether the engine is rebuilding its ranks. Its requests should continue on another engine, if there is one."""
 
 
 class Control(msgspec.Struct, array_like=True):
-    """From ingress to engine: end a choice at a stop string, or, with `index` None, abort the request."""
+    """A message from ingress to engine: end a choice at a stop string or, with `index` None, abort the request."""
 
     request_id: str
     index: int | None = None
@@ -79,23 +80,24 @@ class Control(msgspec.Struct, array_like=True):
 
 
 class RequestResult(msgspec.Struct, kw_only=True):
-    """How a request ended: what the Serve call that ran it returns. Its tokens came by the channel."""
+    """The end of a request, as the Serve call returns it. The tokens travel over the channel."""
 
     finish: FinishStatus | None = None
-    """Of the choice that ended last."""
+    """Finish status of the choice that ended last."""
     usage: Usage | None = None
-    """The prompt once, the output tokens of all choices."""
+    """The prompt counted once, and the output tokens of all choices."""
     refused: str | None = None
-    """Why it can never be served (HTTP 400), and the field at fault."""
+    """Reason why the request can never be served (HTTP 400)."""
     param: str | None = None
+    """Field at fault, with `refused`."""
     queue_full: str | None = None
-    """Why it cannot be served now (HTTP 429)."""
+    """Reason why the request cannot be served now (HTTP 429)."""
     retry_after_s: float | None = None
-    """With `queue_full`: when to try again, as far as the engine can tell."""
+    """Seconds after which to retry, with `queue_full`; None if the engine cannot tell."""
 
 
 class EngineFailed(RuntimeError):
-    """The engine of this replica has ended, and with it all that it ran; another replica takes its place."""
+    """The engine of this replica has failed, and its requests with it. Serve starts another replica."""
 
 
 _hello_decoder = msgspec.msgpack.Decoder(Hello)
@@ -109,11 +111,11 @@ class Connection:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.replica = ""
-        """Of the engine at the other end."""
+        """Name of the engine replica at the other end."""
         self.is_away = False
-        """As the engine at the other end last said."""
+        """Whether the engine at the other end last said that it is rebuilding its ranks."""
         self.has_sent = False
-        """Since `OutputSender.beat`."""
+        """Whether a frame was sent since the last `OutputSender.beat`."""
         self._reader = reader
         self._writer = writer
         connection = writer.get_extra_info("socket")
@@ -123,7 +125,7 @@ class Connection:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(LINK_TIMEOUT_S * 1000))
 
     async def secure(self, context: ssl.SSLContext, server: str | None = None) -> None:
-        """Encrypts what follows. `server` is the host that was connected to; None at the listening end.
+        """Encrypts the connection. `server` is the host that was connected to; None at the listening end.
 
         Raises `OSError` if one end does not accept the certificate of the other.
         """
@@ -134,14 +136,18 @@ class Connection:
         await self._writer.start_tls(context, server_hostname=server)
 
     def send(self, message: object) -> None:
-        """Queues a frame; it leaves at once if the socket takes it. Only the reader notices a broken connection."""
+        """Queues a frame, which leaves at once if the socket takes it. A broken connection raises nothing here; the
+        reader notices it.
+        """
         if self._writer.is_closing():
             return
         self._writer.write(frame(_encoder.encode(message)))
         self.has_sent = True
 
     async def receive(self, limit: int = MAX_FRAME_BYTES) -> bytes:
-        """The next frame, of at most `limit` bytes. Raises `asyncio.IncompleteReadError` or `OSError` at the end."""
+        """Returns the next frame, of at most `limit` bytes. Raises `asyncio.IncompleteReadError` or `OSError` when the
+        connection ends.
+        """
         return await receive_frame(self._reader, limit)
 
     def close(self) -> None:
@@ -149,8 +155,8 @@ class Connection:
 
 
 class OutputReceiver:
-    """The ingress's end: hands every delta to `on_outputs` and every report before it to `on_report`, with the
-    connection that they came by.
+    """The ingress's end. It passes each frame's report to `on_report`, then its outputs to `on_outputs`, both with the
+    connection.
     """
 
     def __init__(
@@ -170,13 +176,15 @@ class OutputReceiver:
         self._connections: set[Connection] = set()
         self._tls: ssl.SSLContext | None = None
         self._unproven: dict[Connection, None] = {}
-        """Those that have not shown the secret, the oldest first."""
+        """Connections that have not shown the secret, oldest first."""
 
     async def start(self) -> Address:
-        """Listens on a free port, unless it does. Raises `OSError` if it cannot; the next call tries again."""
+        """Listens on a free port, unless it already does, and returns the address. Raises `OSError` on failure; the
+        next call tries again.
+        """
         async with self._starting:
             if self._server is None:
-                # asyncio's own way to a socket raises nothing if none is to be had.
+                # asyncio's own way to create the socket raises nothing on failure.
                 family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
                 self._tls = server_context()
                 listening = socket.create_server((self._host, 0), family=family)
@@ -197,7 +205,7 @@ class OutputReceiver:
                 self._on_outputs(message.outputs, connection)
         except (asyncio.IncompleteReadError, OSError):
             pass
-        except ValueError:  # msgspec's are too
+        except ValueError:  # msgspec's errors are ValueErrors too
             logger.warning("a connection to the output channel did not show its secret", exc_info=True)
         finally:
             self._connections.discard(connection)
@@ -207,7 +215,7 @@ class OutputReceiver:
     async def _replica_of(self, connection: Connection) -> str:
         """Returns the name of the engine at the other end. Raises `ValueError` if it does not show the secret.
 
-        Of more than `MAX_UNPROVEN` connections that have not shown it the oldest is closed.
+        If more than `MAX_UNPROVEN` connections have not shown the secret, the oldest of them is closed.
         """
         self._unproven[connection] = None
         if len(self._unproven) > MAX_UNPROVEN:
@@ -224,7 +232,7 @@ class OutputReceiver:
         return hello.replica
 
     async def close(self) -> None:
-        """Listens no more, and ends what is connected."""
+        """Stops listening and closes all connections."""
         if self._server is None:
             return
         self._server.close()
@@ -235,9 +243,10 @@ class OutputReceiver:
 
 
 class OutputSender:
-    """The engine's end: one connection an ingress, made at its first request or before. `replica` is the engine's name;
-    `take_report` gives what an ingress is to be told beside its deltas, and `is_away` whether the engine starts its
-    ranks anew.
+    """The engine's end, with one connection per ingress, opened at the ingress's first request or before.
+
+    `replica` is the engine's name. `take_report` returns the report that an ingress gets beside its outputs. `is_away`
+    says whether the engine is rebuilding its ranks.
     """
 
     def __init__(
@@ -257,7 +266,7 @@ class OutputSender:
         self._readers: set[asyncio.Task[None]] = set()
 
     async def connect(self, address: Address) -> None:
-        """Makes sure that there is a connection. Raises `OSError` if the ingress cannot be reached; the next call
+        """Opens a connection unless there is one. Raises `OSError` if the ingress cannot be reached; the next call
         tries again.
         """
         task = self._connections.get(address)
@@ -298,13 +307,13 @@ class OutputSender:
             self._on_lost(address)
 
     def send(self, address: Address, outputs: list[SequenceOutput]) -> None:
-        """Sends one step's deltas; those for an ingress that is gone are dropped."""
+        """Sends one step's outputs, or drops them if the ingress is gone."""
         task = self._connections.get(address)
         if task is not None and _is_open(task):
             task.result().send(Frame(outputs, self._take_report(address), self._is_away()))
 
     def beat(self) -> None:
-        """A frame without deltas on each connection that had none since the last call, or that a report is due on."""
+        """Sends an empty frame on each connection that had no frame since the last call or has a report due."""
         for address, task in self._connections.items():
             if _is_open(task):
                 connection, report = task.result(), self._take_report(address)
