@@ -1,1 +1,2 @@
-"""What runs the steps that an engine plans: the contract, the worker in this process, and a thread around another."""
+"""Executors run the steps that an engine plans: the contract, the one in this process, and a thread around another one.
+"""
