@@ -60,7 +60,7 @@ class StepCost:
     def learn(self, num_tokens: int, seconds: float, num_steps: int = 1) -> None:
         """Adjusts to the time of a real call. Attention over the context and the driver's work add to the table."""
         predicted = num_steps * self._of_table_once(num_tokens)
-        beyond = min(max(seconds - predicted, 0.0), predicted + 2 * self._beyond)  # outliers are pauses
+        beyond = min(max(seconds - predicted, 0.0), predicted + 2 * self._beyond)  # an outlier is a pause
         self._beyond += 0.05 * (beyond - self._beyond)
 
 

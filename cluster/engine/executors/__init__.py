@@ -1,2 +1,3 @@
-"""Executors run the steps that an engine plans: the contract, the one in this process, and a thread around another one.
+"""Executors run the steps that an engine plans: the contract, an executor in this process, and a
+thread around another.
 """
