@@ -78,7 +78,7 @@ def shown(value: float) -> str:
 
 
 class OutputKind(enum.StrEnum):
-    """How much of its output a running request returns to a caller of `cluster.llm.LLM`."""
+    """The output that a running request returns to a caller of `cluster.llm.LLM`."""
 
     CUMULATIVE = "cumulative"
     """Each result holds the whole output so far."""
@@ -157,7 +157,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     """Token sequences that are never generated: if the output ends with all tokens but the last, the last is masked."""
     allowed_token_ids: tuple[int, ...] | None = None
-    """If given, only these tokens are ever sampled."""
+    """The only tokens that may be drawn; None allows all."""
     logits_processors: tuple[LogitsProcessorSpec, ...] = ()
     """Registered processors by name. They run in this order, after the penalties; each sequence has its own
     instances.

@@ -156,7 +156,8 @@ class StepOutput(msgspec.Struct, array_like=True):
     errors: dict[int, RowError] = {}
     """Sequence ids with the failure of their row."""
     digest: int = 0
-    """With several ranks, a checksum of the step's tokens and blocks and of the hidden states at its sample points.
+    """A checksum of the step's tokens and blocks, and on torch of the hidden states at its sample points, with several
+    ranks.
 
     Ranks whose digests differ have diverged. 0 if there is no checksum.
     """

@@ -5,8 +5,8 @@
 - With an executor of depth 0, `step` returns the tokens of the step that it planned.
 - With depth 1, `step` returns while its step is under way, and the caller delivers the tokens of the previous step
   while the device computes. The engine plans and launches a step before it knows the tokens of the previous one.
-- With depth 1 and speculation, the engine waits for those tokens before it plans the next step, because they decide how
-  many drafts were accepted and which drafts come next. The caller still delivers them while the device computes.
+- With depth 1 and speculation, the engine waits for those tokens before it plans the next step. They decide how many
+  drafts were accepted and which drafts come next. The caller still delivers them while the device computes.
 
 A sequence that ends while a step is under way still has a row in that step. The engine ignores what the row draws.
 Later steps overwrite the keys and values that it writes, because the device runs steps in order.

@@ -21,7 +21,7 @@ class DraftCounts(msgspec.Struct, array_like=True):
 
 
 class GrammarPoolStats(msgspec.Struct, array_like=True):
-    """How full the grammar pool is; all 0 until the first constraint starts it."""
+    """The load of the grammar pool; all counts are 0 until the first constraint starts it."""
 
     num_sessions: int = 0
     """Number of open sessions: one for each running sequence with a constraint, at most `max_num_sequences`."""
@@ -61,7 +61,7 @@ class ConstraintStats(msgspec.Struct, array_like=True, kw_only=True):
 
 
 class ServiceStats(msgspec.Struct, array_like=True, kw_only=True):
-    """What a replica of the endpoint reports about its engine."""
+    """The statistics of the replica of the endpoint around an engine."""
 
     replica: str
     """The replica's name in Ray Serve."""

@@ -36,9 +36,9 @@ _ITEM_BYTES = {name: dtype.itemsize for name, dtype in _STORED.items()}
 
 class Linear(NamedTuple):
     weight: jax.Array
-    """[out_features, in_features]"""
+    """The weight [out_features, in_features]."""
     bias: jax.Array | None
-    """[out_features]"""
+    """The bias [out_features], or None."""
 
 
 class Layer(NamedTuple):
@@ -61,11 +61,11 @@ class Parameters(NamedTuple):
     """The weights of a model, a pytree."""
 
     embedding: jax.Array
-    """[padded vocabulary, hidden]"""
+    """The lookup table [padded vocabulary, hidden]."""
     layers: tuple[Layer, ...]
     final_norm: jax.Array
     head: Linear
-    """hidden -> logits of the padded vocabulary."""
+    """The linear from hidden states to logits of the padded vocabulary."""
     cos_sin: jax.Array
     """Rotary cosines then sines, float32 [max_model_len, head_dim]."""
 

@@ -26,11 +26,11 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
     original_max_position_embeddings: int = 0
     """Positions of the unscaled model; llama3 and yarn only."""
     attention_factor: float | None = None
-    """yarn: factor on cosines and sines; None takes the paper's `0.1 ln(factor) + 1`."""
+    """Factor on cosines and sines of yarn; None takes the paper's `0.1 ln(factor) + 1`."""
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
-    """yarn: round the bounds of the blended range to whole dimensions."""
+    """Whether yarn rounds the bounds of the blended range to whole dimensions."""
 
 
 class HeadShape(NamedTuple):

@@ -99,7 +99,10 @@ def read_rope(raw: RawConfig) -> RopeConfig:
 
 
 def _longest_context(positions: int, rope: RopeConfig) -> int:
-    """Published llama3 configurations count the scaled positions, linear ones the unscaled, yarn ones either."""
+    """Returns the longest context in tokens, rope scaling included.
+
+    Published llama3 configurations give the scaled number of positions, linear ones the unscaled, and yarn ones either.
+    """
     if rope.rope_type == "linear":
         return int(positions * rope.factor)
     if rope.rope_type == "yarn":

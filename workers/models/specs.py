@@ -65,7 +65,7 @@ class AttentionSpec(NamedTuple):
     """Grouped-query attention (Ainslie et al., 2023) with rotary positions."""
 
     qkv: LinearSpec
-    """hidden -> queries, keys and values of all heads."""
+    """The linear from hidden states to queries, keys and values of all heads."""
     output: LinearSpec
     q_norm: NormSpec | None = None
     """Norm of each query head over its dimension, before the rotation; `k_norm` is that of key heads."""
@@ -96,7 +96,7 @@ class DecoderSpec(NamedTuple):
     layers: list[LayerSpec]
     final_norm: NormSpec
     head: LinearSpec
-    """hidden -> logits. If the head is tied, it has the embedding's name."""
+    """The linear from hidden states to logits. A tied head has the embedding's name."""
 
     def linears(self) -> Iterator[LinearSpec]:
         """Yields every linear of the model."""

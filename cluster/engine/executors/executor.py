@@ -21,7 +21,7 @@ Collect = Callable[[Callable[[], bool]], MaskBatch | None]
 
 
 def no_masks(is_computing: Callable[[], bool]) -> None:
-    """A `Collect` for a step without constraints."""
+    """Serves as the `Collect` of a step without constraints: returns None."""
 
 
 class StepCall(Protocol):

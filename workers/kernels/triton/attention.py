@@ -1,10 +1,9 @@
 """Paged attention in Triton: one kernel for prefill chunks, decodes and mixes of both, cut into items of similar length
 (`work.py`). A shared prefix is read once for its group, and the results are merged by log-sum-exp.
 
-`reference.paged_attention` defines the result. The softmax is that of FlashAttention-2 (Dao, 2023) in powers of two,
-splits and their merge are those of Flash-Decoding (Dao et al., 2023), and the shared prefix is that of Hydragen
-(Juravsky et al., 2024). The query heads of one KV head are rows of one tile (packed GQA), so that its keys are read
-once for all of them.
+`reference.paged_attention` defines the result. The softmax is that of FlashAttention-2 (Dao, 2023) in powers of two.
+Splits and their merge follow Flash-Decoding (Dao et al., 2023), and shared prefixes follow Hydragen (Juravsky et al.,
+2024). The query heads of one KV head are rows of one tile (packed GQA), so that its keys are read once for all of them.
 """
 
 from __future__ import annotations

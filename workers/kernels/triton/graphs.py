@@ -117,7 +117,7 @@ class GraphedLayers:
 
     def __init__(self, run_layers: Forward) -> None:
         self.capture: GraphCapture | None = None
-        """While set, each call captures a graph of its metadata's layout."""
+        """The capture under way, or None. With it, each call captures a graph of its metadata's layout."""
         self._run_layers = run_layers
         self._kv_caches: KVCaches | None = None
         self._graphs: dict[tuple[Layout, bool], _Graph] = {}
