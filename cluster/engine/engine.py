@@ -54,10 +54,12 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 IDLE_WAIT_S = 0.01
-"""Longest wait of a step that can compute nothing until a mask arrives. After it the next step checks the deadlines."""
+"""Longest wait in seconds of a step that can compute nothing until a mask arrives. The next step then
+checks deadlines.
+"""
 
 IDLE_SLICE_S = 0.0002
-"""Sleep of such a step between two checks for a mask or a message."""
+"""Seconds that such a step sleeps between two checks for a mask or a message."""
 
 
 class EngineDead(RuntimeError):

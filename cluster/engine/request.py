@@ -89,7 +89,7 @@ class EngineRequest(msgspec.Struct, kw_only=True, array_like=True):
     traceparent: str = ""
     """The parent of the engine's spans, in W3C's `traceparent` format; empty without tracing."""
     reads_whole: bool = False
-    """Whether the caller reads the output only at the end: output after the first of a choice is then sent with the
+    """Whether the caller reads the output only at the end. After a choice's first output, the rest is sent with its
     last.
     """
     cache_root: bytes = b""

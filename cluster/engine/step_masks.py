@@ -72,7 +72,7 @@ class StepMasks:
         """(sequence, output, finish): the sequence ends with `finish` if the step leaves it with this output."""
         self._failed: dict[int, str] = {}
         self.num_late = 0
-        """Rows that draw nothing in this step because their masks are late."""
+        """Sequences that draw nothing in this step because their masks are late."""
         self.num_dead_ends = 0
         """Sequences that ended because their constraint left no token to draw."""
         self.seconds = 0.0
@@ -234,7 +234,7 @@ class Masks:
 
     @property
     def num_late(self) -> int:
-        """Rows that drew nothing because their mask was late, over the engine's life."""
+        """Sequences that drew nothing in a step because their masks were late, summed over the engine's life."""
         return self._num_late_before + self._last.num_late
 
     @property

@@ -66,10 +66,11 @@ class Turns:
         self._reached = max(self._reached, sequence.turn)
 
     def first(self, running: SequenceQueue, waiting: SequenceQueue) -> Sequence | None:
-        """Returns the next sequence to admit: the first of `waiting`, or None.
+        """Returns the next sequence to admit, or None: the first of `waiting` that is not paused.
 
-        A client's only request goes first among equal priorities, if no sequence of that client runs; it is moved to
-        the front of `waiting`.
+        If the client of that sequence runs already, another client's only request goes before it and moves to the front
+        of `waiting`. It must have the same priority, its client must run nothing, and it must not have lost its place
+        before.
         """
         first = next((sequence for sequence in waiting if not sequence.is_paused), None)
         if first is None:
@@ -93,8 +94,9 @@ class Turns:
         """Returns the running sequence to preempt if `first` finds no place, or None.
 
         - The last running sequence, if its priority is less urgent than that of `first`.
-        - Otherwise, if the client of `first` has nothing running: the last sequence of the client with the most places
-          for its weight, among those with at least two places.
+        - Otherwise, if the client of `first` runs nothing and `first` never lost its place: the last sequence of the
+          client with the most places for its weight. Only clients with two places or more, at the priority of `first`,
+          count.
         """
         if not running or first.priority < running[-1].priority:
             return running[-1] if running else None

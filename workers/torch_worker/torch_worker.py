@@ -75,7 +75,7 @@ class TorchWorker:
         if draft_folder is not None and draft_config is not None:
             draft_model = load_model(draft_folder, draft_config, dtype, platform)
             draft = LoadedModel(draft_config, draft_model, platform.torch_dtype(dtype))
-        self.group.least(0)  # a barrier: free memory is for the KV cache once all weights are loaded
+        self.group.least(0)  # a barrier: every rank loads its weights before any measures free memory
         phases.end("weights")
         loaded = LoadedModel(share, model, platform.torch_dtype(dtype))
         largest_steps = functools.partial(
