@@ -60,7 +60,7 @@ class _Comparison:
     num_gains: float = 0.0
     """Sequences summed over the trial's steps."""
     loss: float = 0.0
-    """Time that the trial lost, in predicted times of a plain step."""
+    """Time that the trial lost, measured in plain steps."""
     drafted_since_plain: int = 0
     has_rested: bool = True
     """Whether the next step with drafts is the first after plain ones, in which proposers catch up."""
