@@ -1,6 +1,6 @@
-"""How many drafts are accepted: counted and remembered for each sequence, and for all sequences of a proposer.
+"""The acceptance rate of drafts, counted and remembered for each sequence and for each proposer.
 
-Plain arithmetic: imports no torch. Called by the proposers, and by the driver when it counts drafts.
+Plain arithmetic without torch. The proposers call it, and the driver when it counts drafts.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 MEMORY = 0.95
-"""Factor on the weight of past trials with each new one: about the last twenty decide."""
+"""Factor on the weight of past trials with each new trial: about the last twenty trials count."""
 FADING = 0.96
-"""Factor on the weight of past trials with each step without drafts, because text that is hard to guess does not go on
-for ever.
+"""Factor on the weight of past trials with each step without drafts, because text that is hard to predict does not
+last.
 """
 OVERALL_MEMORY = 0.995
-"""As `MEMORY`, for all sequences together."""
+"""The same factor as `MEMORY`, for all sequences together."""
 PRIOR_WEIGHT = 2.0
-"""The prior counts as much as this many trials."""
+"""Weight of the prior, in trials."""
 
 
 def num_accepted(drafts: Sequence[int], drawn: Sequence[int]) -> int:
-    """How many drafts come before the first one that the model did not draw. `drawn` are the tokens drawn in the
-    drafts' places; there may be more or fewer of them than drafts.
+    """Returns the number of leading drafts that the model drew itself. `drawn` are the tokens at the drafts' positions;
+    their number may differ from that of the drafts.
     """
     count = 0
     for draft, token_id in zip(drafts, drawn, strict=False):
@@ -36,7 +36,7 @@ def num_accepted(drafts: Sequence[int], drawn: Sequence[int]) -> int:
 
 @dataclasses.dataclass(slots=True)
 class Acceptance:
-    """The chance that a draft is accepted if all drafts before it are. The latest trials count most."""
+    """The probability that a draft is accepted given that all drafts before it are. Recent trials count most."""
 
     prior: float
     successes: float = 0.0
@@ -48,8 +48,8 @@ class Acceptance:
         return (self.successes + PRIOR_WEIGHT * self.prior) / (self.trials + PRIOR_WEIGHT)
 
     def learn(self, num_accepted: int, num_drafted: int) -> None:
-        """Of `num_drafted` drafts in a row the first `num_accepted` were accepted. Drafts after a refused one are not
-        trials.
+        """Counts a row of `num_drafted` drafts, the first `num_accepted` of which were accepted. Drafts after a
+        rejected one are not trials.
         """
         num_trials = min(num_accepted + 1, num_drafted)
         forgotten = self.memory**num_trials
@@ -62,8 +62,10 @@ class Acceptance:
 
 
 class AcceptanceRecord:
-    """The acceptance of one proposer's drafts, by sequence. The prior of a new sequence is the mean of all sequences so
-    far; it is always `prior` if `is_alike` is False, because then one sequence says nothing about another.
+    """The acceptance of one proposer's drafts, by sequence.
+
+    The prior of a new sequence is the mean over all sequences so far. If `is_alike` is False, one sequence says nothing
+    about another, and the prior is always `prior`.
     """
 
     def __init__(self, prior: float, is_alike: bool = True) -> None:
@@ -72,8 +74,8 @@ class AcceptanceRecord:
         self._sequences: dict[int, Acceptance] = {}
 
     def learn(self, sequence_id: int, drafts: Sequence[int], drawn: Sequence[int]) -> None:
-        """Learns from the tokens drawn in the drafts' places; if there are fewer than drafts, the last drafts were not
-        judged.
+        """Counts the drafts of a step. `drawn` are the tokens at their positions; drafts after the last of these were
+        not verified.
         """
         num_judged = min(len(drafts), len(drawn))
         if not num_judged:
@@ -87,14 +89,14 @@ class AcceptanceRecord:
             self._overall.learn(count, num_judged)
 
     def fade(self, sequence_ids: Iterable[int]) -> None:
-        """Called for sequences that had no drafts in a step."""
+        """Reduces the weight of past trials of sequences that had no drafts in a step."""
         for sequence_id in sequence_ids:
             own = self._sequences.get(sequence_id)
             if own is not None:
                 own.fade()
 
     def means(self, sequence_ids: Iterable[int]) -> np.ndarray:
-        """float [n]: the mean of each sequence; that of all together for a sequence without drafts so far."""
+        """Returns the mean of each sequence, float64 [n]. A sequence without trials has the mean of all sequences."""
         overall = self._overall.mean
         records = (self._sequences.get(sequence_id) for sequence_id in sequence_ids)
         return np.array([overall if record is None else record.mean for record in records])
@@ -104,5 +106,5 @@ class AcceptanceRecord:
             self._sequences.pop(sequence_id, None)
 
     def clear(self) -> None:
-        """Forgets every sequence; the mean of all together stays."""
+        """Forgets every sequence; the mean over all of them stays."""
         self._sequences.clear()

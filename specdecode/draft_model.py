@@ -1,9 +1,9 @@
-"""The proposer `draft`: a small model with the same tokenizer drafts what the model may draw next.
+"""The proposer `draft`: a small model with the same tokenizer drafts the model's next tokens.
 
-Its keys and values lie in a tensor of its own, but in blocks with the same ids and block tables as the model's, so the
-scheduler allocates blocks for both at once. It computes missing keys and values from a sequence's tokens only when it
-is asked for drafts. This module knows which of them are valid; `DraftRunner` of `workers/ranks/rank_worker.py` computes
-and draws. Called by `specdecode/proposers.py`; imports no framework.
+Its keys and values are in a separate tensor, but its blocks have the ids and block tables of the model's, so the
+scheduler allocates both at once. It computes missing keys and values from a sequence's tokens when it is asked for
+drafts. This module tracks which of them are valid; `DraftRunner` of `workers/ranks/rank_worker.py` computes and draws.
+Called by `specdecode/proposers.py`; imports no framework.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from workers.step import StepInput
 
 @dataclasses.dataclass(slots=True)
 class Progress:
-    """How much of one sequence the draft model's cache holds."""
+    """The part of one sequence that the draft model's cache holds."""
 
     num_draft_computed: int
     """Leading tokens whose keys and values are in the draft model's cache."""
     num_marked_blocks: int
-    """Leading full blocks that are in `DraftModel._written`, so that other sequences may use them."""
+    """Leading full blocks that are in `DraftModel._written` and may serve other sequences."""
     proposed_at: int = 0
-    """Number of the sequence's tokens when `proposed` was drafted."""
+    """Length of the sequence when `proposed` was drafted."""
     proposed: list[int] = dataclasses.field(default_factory=list)
 
     def settle(self, tokens: np.ndarray) -> None:
-        """Counts the drafts that the sequence has accepted: their keys and values are valid. Those of the last draft do
-        not exist, because it was drawn but not computed.
+        """Counts the accepted drafts as computed. The last draft was drawn but not computed, so it has no keys and
+        values.
         """
         drafts, self.proposed = self.proposed, []
         if drafts:
@@ -59,9 +59,9 @@ class _Drafting:
 
 
 class DraftModel:
-    """The proposer `draft`. Reads the tokens, parameters and block tables of `sequences`, the model's.
+    """The proposer `draft`. Reads tokens, parameters and block tables from `sequences`, the target model's.
 
-    In one step it computes at most `max_catch_up_tokens` that it lacks; sequences that lack more get drafts later.
+    In one step it computes at most `max_catch_up_tokens` missing tokens; sequences that lack more get drafts later.
     """
 
     name = "draft"
@@ -71,18 +71,18 @@ class DraftModel:
         self._sequences = sequences
         self._max_catch_up_tokens = max_catch_up_tokens
         self._written: set[int] = set()
-        """Ids of full blocks whose keys and values here are those of the tokens in the model's cache, so that they are
-        valid if the prefix cache hands the block to another sequence.
+        """Ids of full blocks whose draft keys and values match the tokens in the model's cache. They stay valid if the
+        prefix cache gives the block to another sequence.
         """
         self._progress: dict[int, Progress] = {}
 
     def measure(self) -> StepCost:
-        """Measures what drafting one token costs, by the number of sequences. Call it before anything is cached."""
+        """Measures the cost of drafting one token by the number of sequences. Call it before anything is cached."""
         return StepCost(self._runner.measure())
 
     def begin(self, step: StepInput) -> None:
-        """Learns which blocks are new and which were found in the prefix cache. Of the latter, the leading ones that
-        the draft model has written count as computed.
+        """Updates valid blocks for a step's new blocks. Of blocks from the prefix cache, the leading ones that the
+        draft model has written count as computed.
         """
         for sequence_id in step.finished:
             self._progress.pop(sequence_id, None)
@@ -98,8 +98,8 @@ class DraftModel:
                 self._written.difference_update(item.new_block_ids[num_found:])
 
     def propose(self, requests: Sequence[DraftRequest]) -> dict[int, list[int]]:
-        """Drafts for the sequences whose blocks have room for them. Sequences with logits processors get none, because
-        their processors would have to be made anew after every draft.
+        """Returns drafts by sequence id, for sequences whose blocks have room for them. Sequences with logits
+        processors get none, because the processors would have to be rebuilt after every draft.
         """
         batch = self._batch(requests)
         if not batch:
@@ -149,8 +149,8 @@ class DraftModel:
                 drawn = self._runner.compute(newest, [1] * len(rows), tokens, tables[rows], drawing)
 
     def _catch_up(self, batch: list[_Drafting], tables: np.ndarray) -> tuple[list[int], list[int | None]]:
-        """Computes missing keys and values, as many as one step may. Returns the rows in `batch` of the sequences that
-        lack nothing any more, and the next token of each.
+        """Computes missing keys and values within the budget of one step. Returns the rows in `batch` of the sequences
+        that are complete, and the next token of each.
         """
         budget = self._max_catch_up_tokens
         chosen: list[int] = []
@@ -180,14 +180,14 @@ class DraftModel:
         progress.num_marked_blocks = max(progress.num_marked_blocks, full)
 
     def reset(self) -> None:
-        """Called if the model's cache was lost: block ids begin anew."""
+        """Forgets everything; called when the model's cache is lost and block ids start again."""
         self._progress.clear()
         self._written.clear()
 
 
 def check_same_tokenizer(target: str, draft: str, vocab_size: int) -> None:
-    """Raises `ModelError` if an id means different tokens to the tokenizers of the two folders, or one of them cannot
-    be read.
+    """Raises `ModelError` if an id means different tokens in the tokenizers of the two folders, or one
+    cannot be read.
     """
     try:
         ours, theirs = (Vocabulary.load(folder, vocab_size, ()) for folder in (target, draft))

@@ -1,7 +1,7 @@
-"""The proposer `forced`: tokens that a constraint leaves no choice about, as drafts. Imports no torch.
+"""The proposer `forced`: drafts of the tokens that a constraint forces. Imports no torch.
 
-Forced tokens come with the masks, so this one runs on the driver. It is not a `Proposer` in the ranks' `ProposerChain`;
-`SpeculativeConfig.prefers` says whether its drafts replace theirs. Called by `cluster/engine/step_masks.py`.
+Forced tokens come with the masks, so this proposer runs on the driver and not in the ranks' `ProposerChain`.
+`SpeculativeConfig.prefers` decides whether its drafts replace theirs. Called by `cluster/engine/step_masks.py`.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from specdecode.lengths import Load, StepCost, choose_lengths
 from specdecode.speculative_config import ProposerName, SpeculativeConfig
 
 PRIOR = 1.0
-"""Assumed chance that a forced token is accepted, before any was verified. It may be lower: the text is forced, but a
-grammar may allow several ways to split it into tokens.
+"""Prior acceptance probability of a forced token. The real one may be lower: the text is forced, but the model may
+split it into other tokens.
 """
 
 PROBE_INTERVAL = 16
-"""If no forced token of a sequence pays for itself, one is tried in every so many steps."""
+"""Steps between two trials of one forced token, while no forced token of the sequence pays off."""
 
 
 class ForcedProposer:
-    """`step_cost` is what a draft's gain is weighed against; with None as many tokens as possible are proposed."""
+    """Proposes forced tokens whose expected gain exceeds their `step_cost`; with None, as many as possible."""
 
     name: ProposerName = "forced"
 
     def __init__(self, config: SpeculativeConfig, step_cost: StepCost | None) -> None:
         self.step_cost = step_cost
         self._config = config
-        # How one grammar's text is split into tokens says nothing about another's.
+        # Acceptance depends on how the model splits a grammar's text into tokens, which differs between grammars.
         self._record = AcceptanceRecord(PRIOR, is_alike=False)
         self._num_withheld: dict[int, int] = {}
-        """Sequence id to the number of steps in which its forced tokens did not pay."""
+        """Sequence ids with the number of steps in which their forced tokens did not pay off."""
 
     def may_replace(self, proposer: str) -> bool:
-        """Whether forced tokens replace a sequence's drafts from the proposer of this name."""
+        """Returns whether forced tokens replace a sequence's drafts from `proposer`."""
         return self._config.prefers(self.name, proposer)
 
     def propose(self, forced: Mapping[int, Sequence[int]], load: Load) -> dict[int, list[int]]:
-        """Sequence id to its drafts: as many of its forced tokens as pay for themselves in a step of this load."""
+        """Returns drafts by sequence id: as many of its forced tokens as pay off in a step of this load."""
         limits = [min(len(tokens), self._config.max_draft_tokens) for tokens in forced.values()]
         lengths = self._lengths(list(forced), limits, load)
         pairs = zip(forced.items(), lengths, strict=True)
@@ -59,7 +59,7 @@ class ForcedProposer:
         return lengths
 
     def learn(self, sequence_id: int, drafts: Sequence[int], drawn: Sequence[int]) -> None:
-        """`drawn` are the tokens that the sequence gained in the drafts' places."""
+        """Counts drafts of a sequence. `drawn` are the tokens that it gained at their positions."""
         self._record.learn(sequence_id, drafts, drawn)
 
     def forget(self, sequence_ids: Iterable[int]) -> None:

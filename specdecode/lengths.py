@@ -1,9 +1,8 @@
-"""How many drafts pay for themselves: weighs each sequence's acceptance against what a step of the batch costs.
+"""The number of drafts that pays off: weighs each sequence's acceptance against the cost of a step.
 
-A draft is worth the chance that it and all drafts before it are accepted. It costs the time that one more token adds to
-the step. In a small batch a step is bound by reading weights, so drafts are nearly free. In a full batch they are not,
-and none are proposed. Plain arithmetic: imports no torch. Called by the proposers (`specdecode/proposers.py`,
-`specdecode/forced.py`).
+A draft gains the probability that it and all drafts before it are accepted. It costs the time that one more token adds
+to the step. A small batch is bound by reading weights, so drafts are nearly free. A full batch is bound by computation,
+so none are proposed. Plain arithmetic without torch. Called by `specdecode/proposers.py` and `specdecode/forced.py`.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ import numpy as np
 from specdecode.acceptance import AcceptanceRecord
 
 MARGIN = 1.02
-"""Drafts are proposed only if they promise this many times the tokens per second, because estimates err."""
+"""Expected speed-up, in tokens per second, from which drafts are proposed. It is above 1 because estimates err."""
 PROBE_SHARE = 0.01
-"""Share of the time that may be spent on drafts that do not promise to pay, to see whether they do."""
+"""Share of the time for trials of drafts that are not expected to pay off."""
 
 
 class StepCost:
-    """Seconds of a call of one or more steps, by the tokens that a step computes: a measured table, plus the mean time
-    that real calls took beyond it.
+    """The time of a call by the number of tokens that each of its steps computes, in seconds: a measured table, plus
+    the mean time that real calls take in addition.
     """
 
     def __init__(self, table: Sequence[tuple[int, float]]) -> None:
-        """`table` holds (tokens, seconds), tokens ascending. Beyond its end it is extended by its last slope."""
+        """Takes a table of (tokens, seconds) with ascending tokens. Its last slope extends it."""
         self.table = tuple(table)
         self._tokens = np.array([tokens for tokens, _ in table], dtype=float)
         self._seconds = np.maximum.accumulate([seconds for _, seconds in table])
@@ -38,7 +37,7 @@ class StepCost:
         """Cached values of the table: every step asks for the same few numbers of tokens."""
 
     def of(self, num_tokens: int, num_steps: int = 1) -> float:
-        """Seconds of one call of `num_steps` steps that compute `num_tokens` each."""
+        """Returns the seconds of one call of `num_steps` steps with `num_tokens` each."""
         return num_steps * self._of_table_once(num_tokens) + self._beyond
 
     def _of_table_once(self, num_tokens: int) -> float:
@@ -48,7 +47,7 @@ class StepCost:
         return known
 
     def seconds(self, num_tokens: np.ndarray) -> np.ndarray:
-        """Seconds of a call of one step, for each number of tokens."""
+        """Returns the seconds of a call of one step for each number of tokens, float [n]."""
         return np.asarray(self._of_table(num_tokens) + self._beyond)
 
     def _of_table(self, num_tokens: np.ndarray | float) -> np.ndarray:
@@ -59,31 +58,31 @@ class StepCost:
         return np.asarray(values)
 
     def learn(self, num_tokens: int, seconds: float, num_steps: int = 1) -> None:
-        """Learns what a real call took: attention over the context and the driver's work come on top of the table."""
+        """Adjusts to the time of a real call. Attention over the context and the driver's work add to the table."""
         predicted = num_steps * self._of_table_once(num_tokens)
         beyond = min(max(seconds - predicted, 0.0), predicted + 2 * self._beyond)  # an outlier is a pause
         self._beyond += 0.05 * (beyond - self._beyond)
 
 
 class Costs(NamedTuple):
-    """What the numbers of drafts are chosen by."""
+    """The costs that decide the number of drafts."""
 
     step: StepCost
-    """Of the model's steps."""
+    """The cost of the target model's steps."""
     drafts: dict[str, StepCost]
-    """By name, of the proposers that are not free. A step drafts one token for each of some sequences; a call of
-    several steps drafts several tokens.
+    """The cost of each proposer that is not free, by name. One of its steps drafts one token for each sequence, and a
+    call of several steps drafts as many tokens.
     """
 
 
 @dataclasses.dataclass(slots=True)
 class Load:
-    """The next step as it is planned so far."""
+    """The next step as planned so far."""
 
     num_tokens: int
-    """Tokens that it computes."""
+    """Tokens that the step computes."""
     num_expected: float
-    """Tokens that it is expected to yield."""
+    """Tokens that the step is expected to yield."""
 
     def add(self, proposals: dict[int, list[int]], record: AcceptanceRecord) -> None:
         lengths = np.array([len(proposed) for proposed in proposals.values()])
@@ -97,11 +96,11 @@ class Load:
 def choose_lengths(
     acceptance: np.ndarray, limits: np.ndarray, load: Load, cost: StepCost, draft_cost: StepCost | None = None
 ) -> np.ndarray:
-    """The number of drafts for each sequence, int [n], at most `limits` int [n], that yields the most tokens per
+    """Returns the number of drafts for each sequence, int [n], at most `limits` int [n], with the most tokens per
     second.
 
-    `acceptance` is float [n]: the chance that a draft is accepted. `load` is the step without these drafts.
-    `draft_cost` is what the proposer costs; None if it is free.
+    `acceptance` float [n] is the probability that a draft is accepted. `load` is the step without these drafts.
+    `draft_cost` is the proposer's cost, or None if it is free.
     """
     steps = np.arange(1, limits.max() + 1)
     gains = np.where(steps <= limits[:, None], acceptance[:, None] ** steps, 0.0)
@@ -122,8 +121,8 @@ def choose_lengths(
 
 
 def probe_interval(num_sequences: int, load: Load, cost: StepCost, draft_cost: StepCost) -> int:
-    """Steps from one try of a proposer that does not promise to pay to the next, so that tries take `PROBE_SHARE` of
-    the time.
+    """Returns the steps between two trials of a proposer that is not expected to pay off, so that trials take
+    `PROBE_SHARE` of the time.
     """
     plain = cost.of(load.num_tokens)
     verified = cost.of(load.num_tokens + num_sequences)

@@ -1,8 +1,9 @@
 """Prompt lookup: proposes the tokens that followed an earlier occurrence of the sequence's last tokens.
 
-Each token adds one entry to its sequence's index, and a look-up compares a few occurrences, so neither costs more as
-the sequence grows. Imports no torch. Called by `specdecode/proposers.py`. After A. Saxena, "Prompt Lookup Decoding"
-(2023). A proposal that reaches the end of the text goes on with its own beginning, as LZ77 encodes repetitions.
+The method is A. Saxena's "Prompt Lookup Decoding" (2023). Each token adds one entry to its sequence's index, and a
+look-up compares at most `MAX_PLACES` occurrences, so the cost does not grow with the sequence. A proposal that reaches
+the end of the text continues from its own beginning, as LZ77 encodes repetitions. Called by `specdecode/proposers.py`;
+imports no torch.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ MAX_PLACES = 8
 
 
 class NgramIndex:
-    """For each run of `ngram_min` tokens of one sequence: where it occurred."""
+    """An index of where each run of `ngram_min` tokens occurred in one sequence."""
 
     def __init__(self, ngram_min: int, ngram_max: int) -> None:
         self._min = ngram_min
         self._max = ngram_max
         self._tokens: list[int] = []
         self._last: dict[tuple[int, ...], int] = {}
-        """A run of tokens to the index of the token that followed its latest occurrence."""
+        """Runs of tokens, each with the index of the token after its latest occurrence."""
         self._previous: list[int] = []
         """Entry `i`: the index of the token that followed the previous occurrence of the run that ends before token
         `i`; -1 for none.
@@ -34,7 +35,7 @@ class NgramIndex:
         """Appends tokens."""
         tokens, last, previous, size = self._tokens, self._last, self._previous, self._min
         for token_id in token_ids:
-            # Indexes the run before this token. The run at the end of the text is left out, or a look-up would find it.
+            # Index the run before this token. The run at the end is not indexed, or a look-up would find itself.
             index = len(tokens)
             if index < size:
                 previous.append(-1)
@@ -45,7 +46,7 @@ class NgramIndex:
             tokens.append(token_id)
 
     def propose(self, count: int) -> list[int]:
-        """`count` tokens, or none if the last tokens have not occurred before."""
+        """Returns `count` tokens, or none if the last tokens have not occurred before."""
         tokens = self._tokens
         place = self._last.get(tuple(tokens[-self._min :]), -1)
         if place < 0 or count < 1:
@@ -54,7 +55,7 @@ class NgramIndex:
         return [period[index % len(period)] for index in range(count)]
 
     def _longest(self, place: int) -> int:
-        """The occurrence with the longest match; the latest one if several match equally far."""
+        """Returns the occurrence with the longest match, the latest of equal ones."""
         tokens, limit = self._tokens, self._max
         best, best_length = place, 0
         for _ in range(MAX_PLACES):

@@ -1,8 +1,8 @@
-"""Whether drafting pays, by the clock: compares steps with drafts and steps without, at the same load.
+"""Measures whether drafting pays off: compares the times of steps with and without drafts at the same load.
 
-The number of drafts is chosen by estimates (`specdecode/lengths.py`), which leave out the driver's work for each draft,
-a cache that another process uses, and pauses. Here steps with drafts and steps without are timed in turn, and drafting
-rests while it is slower. Plain arithmetic: imports no torch. Called by `specdecode/proposers.py`.
+The estimates of `specdecode/lengths.py` choose the number of drafts. They leave out the driver's work for each draft,
+caches shared with other processes, and pauses. This module times steps with and without drafts in turns, and drafting
+rests while it is slower. Plain arithmetic without torch. Called by `specdecode/proposers.py`.
 """
 
 from __future__ import annotations
@@ -11,57 +11,59 @@ import dataclasses
 import math
 
 GAIN_DEVIATION = 0.7
-"""Assumed standard deviation of the tokens that a sequence gains in a step. It is not taken from the steps of a trial:
-drafts pay off in bursts, and between two bursts all steps look alike.
+"""Assumed standard deviation of the tokens that a sequence gains in a step. A trial's own steps would mislead: drafts
+are accepted in bursts, and between bursts all steps look alike.
 """
 TIME_DEVIATION = 0.2
-"""Assumed standard deviation of a step's time, as a share of it."""
+"""Assumed standard deviation of a step's time, relative to it."""
 CERTAIN = 2.0
-"""A verdict is certain if the means differ by more than this many standard errors."""
+"""Standard errors by which two means must differ for a certain verdict."""
 LEAST_ERROR = 0.045
-"""If no verdict was certain before, the means alone decide once the standard error is below this."""
+"""Relative standard error below which the means decide even without certainty."""
 LEAST_STEPS = 8
-"""Steps that a trial takes at least."""
+"""Fewest steps of a trial."""
 REMEMBERED = 0.85
-"""Weight of a trial's steps in the next trial, which then needs fewer steps."""
+"""Weight of a trial's steps in the next trial, which then needs fewer steps of its own."""
 TOLERANCE = 0.01
-"""Drafting goes on if it is slower by no more than this share, which timing cannot tell from equal."""
+"""Relative slowdown at which drafting goes on, because timing cannot tell it from equal speed."""
 LOSS_SHARE = 0.01
-"""After a failed trial, drafting rests until the time that the trial lost is this share of the rest's time."""
+"""Share of the time that failed trials may cost: drafting rests until the trial's loss is this share of the rest."""
 LONGEST_REST = 4096
-"""Most steps of a rest."""
+"""Longest rest in steps."""
 PLAIN_STEPS = 16
-"""Steps without drafts that are timed before the first verdict. Their mean is over up to four times as many."""
+"""Steps without drafts before the first verdict. Their mean covers up to four times as many."""
 PLAIN_EVERY = 512
-"""After this many steps with drafts, `PLAIN_STEPS` without refresh the comparison, ..."""
+"""Steps with drafts after which `PLAIN_STEPS` steps without drafts refresh the comparison, unless the gain is clear."""
 CLEAR_GAIN = 1.2
-"""... unless steps with drafts are this many times as fast."""
+"""Speed-up by drafts above which the comparison is not refreshed."""
 PAUSE = 4.0
-"""A step counts in a mean as at most this many times as long as the plain steps with its gain should take."""
+"""Cap on a step's time in a mean, as a multiple of the time that plain steps with the same gain should take."""
 LONG_PAUSE = 16.0
-"""The same in a trial's loss. It is larger because the time in which proposers catch up must count there."""
+"""Cap on a step's time in a trial's loss, as above. It is larger, because the time in which proposers catch up counts
+there.
+"""
 
 
 @dataclasses.dataclass(slots=True)
 class _Comparison:
-    """Steps without drafts (plain) and with drafts at one load. A rate is the tokens that a sequence gains in the time
-    that a plain step is predicted to take.
+    """The comparison of steps with drafts and without ("plain") at one load. Rates are tokens that a sequence gains in
+    the predicted time of a plain step.
     """
 
     plain: float = 1.0
     """Mean rate of plain steps."""
     num_plain: int = 0
     drafted: float = 0.0
-    """Mean rate of the steps of the present trial."""
+    """Mean rate of the current trial."""
     num_drafted: float = 0.0
-    """Steps of the trial."""
+    """Steps of the trial, with remembered ones at reduced weight."""
     num_gains: float = 0.0
-    """Sum over the trial's steps of the number of sequences."""
+    """Sequences summed over the trial's steps."""
     loss: float = 0.0
-    """Time that the trial lost, in plain steps."""
+    """Time that the trial lost, measured in plain steps."""
     drafted_since_plain: int = 0
     has_rested: bool = True
-    """Whether the next step with drafts is the first after plain ones."""
+    """Whether the next step with drafts is the first after plain ones, in which proposers catch up."""
 
     def learn_plain(self, duration: float) -> None:
         self.has_rested = True
@@ -70,7 +72,7 @@ class _Comparison:
 
     def learn_drafted(self, gained: float, duration: float, num_sequences: int) -> None:
         self.loss += min(duration, LONG_PAUSE * gained) * self.plain - gained
-        if self.has_rested:  # proposers catch up with tokens that they missed: a loss, but only in this step
+        if self.has_rested:  # proposers catch up with missed tokens, which costs time in this step only
             self.has_rested = False
             return
         self.num_drafted += 1
@@ -84,7 +86,7 @@ class _Comparison:
         self.num_gains *= REMEMBERED
 
     def verdict(self) -> bool | None:
-        """Whether drafting pays; None while the trial goes on."""
+        """Returns whether drafting pays off; None while the trial goes on."""
         if self.num_drafted < LEAST_STEPS:
             return None
         bound = (1 - TOLERANCE) * self.plain
@@ -94,16 +96,17 @@ class _Comparison:
 
 
 class Pace:
-    """Keeps a comparison for each load: the number of sequences, rounded to a power of two."""
+    """Keeps a comparison for each load, the number of sequences rounded to a power of two."""
 
     def __init__(self) -> None:
         self._comparisons: dict[int, _Comparison] = {}
 
     def learn(self, num_sequences: int, num_tokens: int, predicted: float, seconds: float, drafted: bool) -> None:
-        """A step yielded `num_tokens` for `num_sequences` in `seconds`, which include the search for its drafts.
+        """Counts a step that yielded `num_tokens` for `num_sequences` in `seconds`, including the time of its
+        proposers.
 
-        `predicted` is the time in seconds that one token for each sequence would take. `drafted` is True if drafts were
-        looked for, even if there were none: looking takes time too.
+        `predicted` is the time in seconds of a step with one token for each sequence. `drafted` says whether proposers
+        were asked, which takes time even if they propose nothing.
         """
         comparison, duration = self._of(num_sequences), seconds / predicted
         if drafted:
@@ -112,13 +115,13 @@ class Pace:
             comparison.learn_plain(duration)
 
     def steps_to_rest(self, num_sequences: int) -> int:
-        """How many of the next steps should have no drafts."""
+        """Returns the number of next steps that should have no drafts."""
         comparison = self._of(num_sequences)
         pays = comparison.verdict()
         if pays is None:
             return 0
         if comparison.num_plain < PLAIN_STEPS:
-            return PLAIN_STEPS - comparison.num_plain  # after them the verdict is taken again
+            return PLAIN_STEPS - comparison.num_plain  # then the verdict is computed again
         is_clear = comparison.drafted > CLEAR_GAIN * comparison.plain
         rest = math.ceil(comparison.loss / LOSS_SHARE)
         comparison.begin_trial()

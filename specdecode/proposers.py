@@ -1,7 +1,7 @@
 """Proposes drafts for the next step: the proposers of a rank, and the chain that asks them after each step.
 
-The chain asks the proposers in order; a sequence gets the drafts of the first one that has any for it. If a proposer
-raises, it is not asked again about those sequences; they go on without it. Called by
+The chain asks the proposers in order, and a sequence gets the drafts of the first one that has any. If a proposer
+raises, the chain stops asking it about those sequences, which go on without it. Called by
 `specdecode/speculative_worker.py`.
 """
 
@@ -25,16 +25,16 @@ from workers.step import StepInput, StepOutput
 logger = logging.getLogger(__name__)
 
 PRIORS = {"ngram": 0.5, "draft": 0.7}
-"""Assumed chance that a proposer's draft is accepted, before any of its drafts was verified; by proposer name."""
+"""Prior acceptance probability of a draft, by proposer name."""
 
 
 OBSERVED_STEPS = 64
-"""While drafting rests, only this many steps before the end of the rest are observed."""
+"""The last steps of a rest that are observed; earlier steps of a rest are not timed."""
 
 
 @dataclasses.dataclass(slots=True)
 class DraftRequest:
-    """Asks for drafts of one sequence: at most `count` tokens."""
+    """A request for at most `count` drafts of one sequence."""
 
     sequence_id: int
     state: SequenceState
@@ -42,17 +42,17 @@ class DraftRequest:
 
 
 class Proposer(Protocol):
-    """Proposes drafts on a rank: `NgramProposer` and `specdecode.draft_model.DraftModel`."""
+    """A proposer on a rank: `NgramProposer` or `specdecode.draft_model.DraftModel`."""
 
     name: str
-    """A name of `specdecode.speculative_config.PROPOSERS`; what it proposed is marked with it."""
+    """One of `specdecode.speculative_config.PROPOSERS`; it marks the proposer's drafts."""
 
     def begin(self, step: StepInput) -> None:
-        """Called with each step before its forward pass."""
+        """Prepares for a step; called before its forward pass."""
         ...
 
     def propose(self, requests: Sequence[DraftRequest]) -> dict[int, list[int]]:
-        """Sequence id to its drafts, at most `count` tokens of each request; sequences without drafts are left out."""
+        """Returns drafts by sequence id, at most `count` for each request; sequences without drafts are left out."""
         ...
 
     def reset(self) -> None:
@@ -61,7 +61,7 @@ class Proposer(Protocol):
 
 
 class NgramProposer:
-    """Keeps an index of each sequence's tokens, made when the sequence is first asked about."""
+    """Proposes by prompt lookup. The index of a sequence is made when drafts are first requested for it."""
 
     name = "ngram"
 
@@ -90,9 +90,9 @@ class NgramProposer:
 
 
 class ProposerChain:
-    """After each step, asks the proposers in order about the sequences that gained tokens and have not ended.
+    """Asks the proposers in order, after each step, about the sequences that gained tokens and have not ended.
 
-    With `costs` the number of drafts is adaptive; without, every proposer may always propose `max_draft_tokens`.
+    With `costs` the number of drafts is adaptive; otherwise each proposer may always propose `max_draft_tokens`.
     """
 
     def __init__(
@@ -110,23 +110,23 @@ class ProposerChain:
         self._costs = costs
         self._records = {proposer.name: AcceptanceRecord(PRIORS[proposer.name]) for proposer in proposers}
         self._failed: dict[str, set[int]] = {proposer.name: set() for proposer in proposers}
-        """Proposer name to the sequences for which it raised."""
+        """Sequences for which each proposer raised, by its name."""
         self._plain: set[int] = set()
-        """Sequences whose drafts could not be used (`SequenceStart.speculates` is False)."""
+        """Sequences that take no drafts (`SequenceStart.speculates` is False)."""
         self._untried: dict[int, tuple[str, int]] = {}
-        """Sequence id to (proposer name, token) of a draft that was not worth a try. The next step shows whether it was
-        right, which is learned from too.
+        """Sequence ids with (proposer name, token) of a draft that was not worth verifying. The next step shows whether
+        it was right, and the acceptance record counts it.
         """
         self._steps_unasked: dict[str, int] = dict.fromkeys(self._records, 0)
         self._asked: dict[str, set[int]] = {name: set() for name in self._records}
-        """Proposer name to the sequences that it was asked about after the last step."""
+        """Sequences that each proposer was asked about after the last step, by its name."""
         self._pace = Pace()
         self._steps_to_rest = 0
         self._looked = False
         """Whether proposers were asked after the last step."""
         self._looking_seconds = 0.0
-        """Time that proposers took since the last observed step. It may span several steps: a prefill is not observed,
-        but proposers read its prompts after it.
+        """Seconds that proposers took since the last observed step. It may span several steps: a prefill is not
+        observed, but proposers read its prompts afterwards.
         """
 
     def begin(self, step: StepInput) -> None:
@@ -147,20 +147,20 @@ class ProposerChain:
 
     @property
     def observes(self) -> bool:
-        """Whether `observe` should be called. In a long rest only the last steps are observed, because that costs
+        """Whether `observe` should be called. In a long rest only the last steps are observed, because observing costs
         time.
         """
         return bool(self._proposers) and self._steps_to_rest <= OBSERVED_STEPS
 
     def observe(self, step: StepInput, output: StepOutput, seconds: float) -> None:
-        """Learns how long a step took, from the end of the last `propose` on. Called if every token of it was
-        sampled.
+        """Counts the time of a step since the end of the last `propose`. Called only for steps that draw a token in
+        every row.
         """
         if self._costs is None or not output.token_ids:
             return
         for item in step.scheduled:
             if item.draft_token_ids and item.draft_proposer not in self._records:
-                return  # drafts that no proposer of this chain made: forced tokens
+                return  # forced tokens, which no proposer of this chain made
         num_sequences = len(output.token_ids)
         num_tokens = sum(map(len, output.token_ids.values()))
         predicted = self._costs.step.of(num_sequences)
@@ -190,7 +190,7 @@ class ProposerChain:
         for name in self._steps_unasked:
             self._steps_unasked[name] += 1
             self._asked[name].clear()
-        if self._untried:  # only in the first step of a rest
+        if self._untried:  # possible only in the first step of a rest
             self._learn(step, output)
 
     def _propose(self, step: StepInput, output: StepOutput) -> None:
@@ -235,7 +235,7 @@ class ProposerChain:
         self._steps_unasked[proposer.name] = 0
         started = time.perf_counter()
         proposals = proposer.propose(chosen)
-        if self._asked[proposer.name] <= before:  # with new sequences it also catches up, which is paid only once
+        if self._asked[proposer.name] <= before:  # with new sequences it also catches up, a cost that comes once
             draft_cost.learn(len(chosen), time.perf_counter() - started, max(each.count for each in chosen))
         load.add(proposals, record)
         return proposals
@@ -243,7 +243,9 @@ class ProposerChain:
     def _trimmed(
         self, proposer: Proposer, asked: list[DraftRequest], load: Load, cost: StepCost
     ) -> dict[int, list[int]]:
-        """The drafts of a proposer that costs nothing: it is asked about all, and drafts that do not pay are cut."""
+        """Returns the drafts of a free proposer: asks it about all sequences, and cuts the drafts that do not
+        pay off.
+        """
         found = proposer.propose(asked)
         if not found:
             return {}
@@ -260,8 +262,10 @@ class ProposerChain:
         return proposals
 
     def _probe(self, name: str, limits: np.ndarray, load: Load, cost: StepCost, draft_cost: StepCost) -> np.ndarray:
-        """Counts for a try of a proposer that does not promise to pay: one draft for each sequence in every
-        `probe_interval` steps, unless even drafts that are certain to be accepted would not pay; else zeros.
+        """Returns the number of drafts for a trial of a proposer that is not expected to pay off, int [n].
+
+        It is one draft for each sequence once in `probe_interval` steps, and 0 in others. It is always 0 if even drafts
+        that are certainly accepted would not pay off.
         """
         self._steps_unasked[name] += 1
         counts = np.zeros(len(limits), dtype=int)

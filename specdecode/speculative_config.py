@@ -49,15 +49,15 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             raise ValueError(f"ngram_min {self.ngram_min} exceeds ngram_max {self.ngram_max}; lower it")
 
     def prefers(self, proposer: ProposerName, other: str) -> bool:
-        """Whether drafts of `proposer` replace those that a sequence already has from `other`."""
+        """Returns whether drafts of `proposer` replace those that a sequence already has from `other`."""
         return other not in self.proposers[: self.proposers.index(proposer)]
 
     @property
     def rank_proposers(self) -> tuple[ProposerName, ...]:
-        """Names of the proposers that run on the ranks. Forced tokens come with the masks, on the driver."""
+        """Names of the proposers that run on the ranks; forced tokens come with the masks, on the driver."""
         return tuple(name for name in self.proposers if name != "forced")
 
     @property
     def num_lookahead_tokens(self) -> int:
-        """How many tokens after a sequence's last one proposers write into the KV cache."""
+        """Number of tokens after a sequence's last one for which proposers write to the KV cache."""
         return self.max_draft_tokens if "draft" in self.proposers else 0

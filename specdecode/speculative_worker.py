@@ -1,8 +1,8 @@
-"""A rank that speculates: the worker of the model, and proposers that say after each step what may come next.
+"""A rank that speculates: the model's worker, and proposers that draft its next tokens after each step.
 
-It is a `RankWorker` around another one; the executor has the one or the other made. Drafts travel to the driver with
-the step's output and come back in the next step, where the model's own worker verifies them. Imports no framework: of
-the target it sees a `SpeculationTarget`.
+`SpeculativeWorker` is a `RankWorker` around another one. Drafts travel to the driver with the step's output and come
+back in the next step, where the model's worker verifies them. Imports no framework, because it uses the target only as
+a `SpeculationTarget`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from workers.step import StepInput, StepOutput
 
 
 class SpeculativeWorker:
-    """Rank 0 of an engine that speculates; `target` holds the draft model beside its share of the model, if the
-    configuration names one. A step computes at most `max_num_batched_tokens`.
+    """Rank 0 of an engine that speculates. `target` also holds the draft model, if one is configured. A step computes
+    at most `max_num_batched_tokens`.
     """
 
     def __init__(self, target: SpeculationTarget, speculative: SpeculativeConfig, max_num_batched_tokens: int) -> None:
         self.target = target
         self.runs_ahead = False
-        """Drafts are proposed from tokens that the host knows."""
+        """False, because proposers need the drawn tokens on the host."""
         sequences = target.sequences
         self._cost: StepCost | None = None
         proposers: list[Proposer] = []
@@ -57,7 +57,7 @@ class SpeculativeWorker:
         return info if self._cost is None else msgspec.structs.replace(info, step_costs=self._cost.table)
 
     def register_logits_processor(self, name: str, factory: LogitsProcessorFactory) -> None:
-        """Raises `LogitsProcessorError` where the name is taken."""
+        """Registers a factory. Raises `LogitsProcessorError` if the name is taken."""
         self.target.register_logits_processor(name, factory)
 
     def adopt(self, token_ids: Mapping[int, list[int]]) -> None:
@@ -70,7 +70,7 @@ class SpeculativeWorker:
         self._step = step
         self._seconds = time.perf_counter() - started
         waited = started - self._last_end
-        if waited < self._seconds:  # the driver's work between two steps; longer ones are pauses
+        if waited < self._seconds:  # count the driver's work between two steps; a longer wait is a pause
             self._seconds += waited
 
     def is_computing(self) -> bool:

@@ -1,4 +1,4 @@
-"""Where compiled kernels and programs are kept between starts."""
+"""The folder that keeps compiled kernels and programs between starts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""How many cores and how much memory of its machine this process may use, within its container's limits.
+"""The cores and the memory of the machine that this process may use, within its container's limits.
 
-The CPU platform, the deployment of engines and `manta check` all ask here, so that they plan with the same figures. A
-limit that the system does not tell (Linux tells most) counts as none.
+The CPU platform, the deployment of engines and `manta check` all plan with these figures. A limit that the system does
+not report counts as none; Linux reports most.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ GROUPS = pathlib.Path("/sys/fs/cgroup")
 
 
 def num_cores() -> int:
-    """Cores that threads of this process may run on at a time: at least 1.
+    """Returns the number of cores on which threads of this process may run at a time, at least 1.
 
-    A container's quota is rounded down: half a core gets no thread. The threads of a step wait for each other, so all
-    would wait for the one whose quota is used up. The half core serves the processes other than the engine.
+    A container's quota is rounded down, so half a core gets no thread: the threads of a step wait for each other, and
+    all would wait for the one whose quota is exhausted. The half core serves the processes other than the engine.
     """
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
@@ -37,20 +37,24 @@ def num_cores() -> int:
 
 
 def free_memory() -> int:
-    """Bytes that this process may still take without swapping and without exceeding its container's limit."""
+    """Returns the bytes that this process may still allocate without swapping or exceeding its container's limit."""
     left = [rest for group in _groups("memory") if (rest := _memory_left(group)) is not None]
     return max(0, min([psutil.virtual_memory().available, *left]))
 
 
 def identity() -> int:
-    """A number of 63 bits that is the same for all processes of one machine or container, and differs from others'."""
+    """Returns a 63-bit number that all processes of one machine or container share, and that differs
+    between machines.
+    """
     boot = _read(pathlib.Path("/proc/sys/kernel/random/boot_id")) or str(psutil.boot_time())
     digest = hashlib.sha256(f"{boot} {socket.gethostname()}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
 def _performance_cores() -> int | None:
-    """The performance cores of Apple silicon; its other cores are so slow that every step would wait for them."""
+    """Returns the number of performance cores on Apple silicon, else None. Its other cores would slow
+    every step down.
+    """
     if sys.platform != "darwin":
         return None
     command = ["sysctl", "-n", "hw.perflevel0.physicalcpu"]
@@ -62,9 +66,10 @@ def _performance_cores() -> int | None:
 
 
 def _groups(controller: str) -> Iterator[pathlib.Path]:
-    """Folders of this process's control group and of those above it, each of which may set a limit; versions 1 and 2.
+    """Yields the folders of this process's control group and its ancestors, each of which may set a limit (cgroups v1
+    and v2).
 
-    Inside a container the path may be the host's, and its folders do not exist; the topmost folder is then the
+    Inside a container the path may be the host's, whose folders do not exist there; the topmost folder is then the
     container's own.
     """
     for line in (_read(PROCESS_GROUPS) or "").splitlines():
@@ -78,7 +83,7 @@ def _groups(controller: str) -> Iterator[pathlib.Path]:
 
 
 def _quota(group: pathlib.Path) -> float | None:
-    """Cores; None without a limit, which is written "max" or -1."""
+    """Returns the group's quota in cores; None without a limit, which the file states as "max" or -1."""
     if (both := _read(group / "cpu.max")) is not None:
         quota, _, period = both.partition(" ")
     else:
@@ -87,7 +92,7 @@ def _quota(group: pathlib.Path) -> float | None:
 
 
 def _memory_left(group: pathlib.Path) -> int | None:
-    """Bytes left under the group's limit. Pages of files not used lately count as free, as they do for the machine."""
+    """Returns the bytes left under the group's limit, or None without one. Inactive file pages count as free."""
     limit = _read(group / "memory.max") or _read(group / "memory.limit_in_bytes") or ""
     used = _read(group / "memory.current") or _read(group / "memory.usage_in_bytes") or ""
     if not (limit.isdigit() and used.isdigit()):

@@ -1,4 +1,4 @@
-"""What a rank tells the driver about the model that it loaded. Plain data, so that readers need no torch."""
+"""The description of a loaded model that a rank sends to the driver. Plain data, so that readers need no torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What the driver must know of the loaded model."""
+    """The facts about the loaded model that the driver needs."""
 
     folder: str
     vocab_size: int
@@ -18,13 +18,13 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     platform: str
     kernels: str
-    """The form of the CPU kernels (`workers/kernels/processor.py`), or `torch` without a compiler."""
+    """The form of the CPU kernels (`workers/kernels/processor.py`), or `torch` if they could not be compiled."""
     load_seconds: float
     load_phases: dict[str, float] = {}
     """Seconds of each part of `load_seconds`, in order."""
     advice: str | None = None
-    """One line: what keeps the device from its full speed, and the remedy."""
+    """One line that says what slows the device down, and the remedy; None if nothing does."""
     is_asynchronous: bool = False
-    """Whether the device computes by itself, on none of the host's cores."""
+    """Whether the device computes asynchronously, without the host's cores."""
     step_costs: tuple[tuple[int, float], ...] = ()
-    """(tokens, seconds) of steps, tokens ascending; measured only if the number of drafts is adaptive."""
+    """(tokens, seconds) of steps with ascending tokens. Empty unless the number of drafts is adaptive."""

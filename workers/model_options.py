@@ -1,6 +1,6 @@
-"""The options of a model replica that each of its ranks reads: what it loads, on what, and how large its tables are.
+"""The options of a model replica that each of its ranks reads: the model, the device and the sizes of tables.
 
-Part of `cluster.config.EngineConfig`, which travels to the ranks whole. Imports neither torch nor ray.
+They are part of `cluster.config.EngineConfig`, which is sent to the ranks whole. Imports neither torch nor ray.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A stopwatch for the parts of a start, such as weights and KV cache, which come one after the other."""
+"""A stopwatch for the consecutive phases of a start, such as weights and KV cache."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import time
 
 
 class Phases:
-    """The first phase begins when this is made. `seconds` has the time of each phase that has ended, in order, after
-    those in `before`, which somebody else measured.
+    """Measures phases, the first of which begins at construction. `seconds` has the time of each ended phase, in order,
+    after the phases in `before`, which another process measured.
     """
 
     def __init__(self, **before: float) -> None:
@@ -21,6 +21,6 @@ class Phases:
         self._last = now
 
     def split(self, name: str, parts: dict[str, float]) -> None:
-        """Splits a phase into `parts`; the time that they do not account for stays under `name`."""
+        """Splits a phase into `parts`, in seconds. The time that the parts leave over stays under `name`."""
         self.seconds[name] = max(0.0, self.seconds[name] - sum(parts.values()))
         self.seconds |= parts

@@ -1,7 +1,7 @@
 """Sampling parameters of one request: plain, immutable data that every room may read.
 
-The ingress or the caller of `cluster.llm.LLM` fills them in, and the sampler of a rank reads them. They never hold
-state or code. Imports no torch. Field names follow the OpenAI API and, beyond that, vLLM's extensions.
+The ingress or the caller of `cluster.llm.LLM` fills them in, and the sampler of a rank reads them. They hold neither
+state nor code. Imports no torch. Field names follow the OpenAI API, and vLLM's extensions where it has none.
 """
 
 from __future__ import annotations
@@ -71,26 +71,28 @@ _TOKEN_ID = Bound(0, INT32_MAX)
 
 
 def shown(value: float) -> str:
-    """`value` as an error message shows it: a client may send an integer of any length."""
+    """Returns `value` as an error message shows it; a long integer from a client is described by its size."""
     if isinstance(value, int) and value.bit_length() > 64:
         return f"(an integer of {value.bit_length()} bits)"
     return str(value)
 
 
 class OutputKind(enum.StrEnum):
-    """How much of its output a running request returns to a caller of `cluster.llm.LLM`."""
+    """The output that a running request returns to a caller of `cluster.llm.LLM`."""
 
     CUMULATIVE = "cumulative"
-    """Each time the whole output so far."""
+    """Each result holds the whole output so far."""
     DELTA = "delta"
-    """Each time what is new since the last time."""
+    """Each result holds the output since the previous one."""
     FINAL_ONLY = "final_only"
-    """Nothing until every choice has ended."""
+    """One result when every choice has ended."""
 
 
 def child_seed(seed: int, index: int) -> int:
-    """The noise seed of choice `index` of a request with n > 1, in [-2^63, 2^63): `seed` and `index` as signed 64-bit
-    little-endian integers through BLAKE2b with 8 bytes of digest. A request with n = 1 uses its seed itself.
+    """Returns the noise seed of choice `index` of a request with n > 1, in [-2^63, 2^63).
+
+    It is the 8-byte BLAKE2b digest of `seed` and `index` as signed 64-bit little-endian integers. A request with n = 1
+    uses its seed itself.
     """
     data = seed.to_bytes(8, "little", signed=True) + index.to_bytes(8, "little", signed=True)
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
@@ -133,17 +135,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     prompt, which the scheduler checks.
     """
     stop: tuple[str, ...] = ()
-    """Strings that end the output. They are matched on text, so only the side that detokenises knows of them."""
+    """Strings that end the output. They are matched on text, so only the detokenizing side reads them."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end the output; the ending token is not part of the text."""
     include_stop_str_in_output: bool = False
     """Whether the text keeps the stop string that ended it."""
     ignore_eos: bool = False
-    """Continue after the model's end-of-sequence tokens, which may be sampled; `stop_token_ids` still end the
+    """Whether to go on after the model's end-of-sequence tokens, which may be drawn; `stop_token_ids` still end the
     output.
     """
     skip_special_tokens: bool = True
-    """Leave special tokens out of the text."""
+    """Whether the text leaves out special tokens."""
     logprobs: int | None = None
     """Alternatives reported with each output token (0: only the token's own); None reports nothing."""
     prompt_logprobs: int | None = None
@@ -151,22 +153,22 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logit_bias: dict[int, float] = {}
     """Token id to value in [-100, 100] added to its logit."""
     bad_words: tuple[str, ...] = ()
-    """Texts that are never generated. The side that tokenises turns them into `bad_words_token_ids`."""
+    """Texts that are never generated. The tokenizing side turns them into `bad_words_token_ids`."""
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     """Token sequences that are never generated: if the output ends with all tokens but the last, the last is masked."""
     allowed_token_ids: tuple[int, ...] | None = None
-    """If given, only these tokens are ever sampled."""
+    """The only tokens that may be drawn; None allows all."""
     logits_processors: tuple[LogitsProcessorSpec, ...] = ()
     """Registered processors by name. They run in this order, after the penalties; each sequence has its own
     instances.
     """
     constraint: ConstraintSpec | None = None
-    """What the output must look like. When its grammar is finished the sequence ends, whatever `min_tokens` and
-    `ignore_eos` say; `stop_token_ids` may be sampled only if the grammar lets the text end.
+    """The constraint on the output. When its grammar is finished the sequence ends, regardless of `min_tokens` and
+    `ignore_eos`; `stop_token_ids` may be drawn only where the grammar lets the text end.
     """
 
     output_kind: OutputKind = OutputKind.CUMULATIVE
-    """What `LLM.step` and `LLM.stream` return."""
+    """The form of the results of `LLM.step` and `LLM.stream`."""
 
     def __post_init__(self) -> None:
         for value, (low, high, _) in zip(_bounded_values(self), _BOUNDS, strict=True):
@@ -208,15 +210,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 _TOKEN_ID.check(f"{name}: token id", max(ids))
 
     def without_text(self) -> SamplingParams:
-        """Returns the same parameters with defaults for those that only the side that makes text reads, so that they do
-        not travel to the ranks.
+        """Returns the same parameters without those that only the text side reads, so that they are not sent to the
+        ranks.
         """
         if _text_values(self) == _TEXT_DEFAULTS:
             return self
         return msgspec.structs.replace(self, **_TEXT_FIELDS)
 
     def token_ids(self) -> dict[str, Collection[int]]:
-        """All token ids, by the name of their field."""
+        """Returns all token ids by field name."""
         return {
             "logit_bias": self.logit_bias,
             "stop_token_ids": self.stop_token_ids,
@@ -236,6 +238,6 @@ _TEXT_FIELDS: dict[str, Any] = {
     name: getattr(SamplingParams(), name)
     for name in ("stop", "include_stop_str_in_output", "skip_special_tokens", "bad_words", "output_kind")
 }
-"""Fields that no rank reads, with their defaults. Of `bad_words` the ranks read the token ids."""
+"""Fields that no rank reads, with their defaults. Ranks read `bad_words_token_ids` instead of `bad_words`."""
 _text_values = operator.attrgetter(*_TEXT_FIELDS)
 _TEXT_DEFAULTS = tuple(_TEXT_FIELDS.values())

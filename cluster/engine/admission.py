@@ -1,7 +1,7 @@
-"""Admission checks: whether an engine can ever serve a request. Nothing has been allocated for it by then.
+"""Admission checks: whether an engine can ever serve a request. They run before anything is allocated for it.
 
-The engine checks each request as it comes (`check_request`), the scheduler the room that its sequences need
-(`check_room`). What passes both cannot make a rank fail by its numbers. Imports neither torch nor ray.
+The engine checks each request on arrival (`check_request`), and the scheduler checks the room that its sequences need
+(`check_room`). A request that passes both cannot make a rank fail by its size. Imports neither torch nor ray.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ def check_request(
 ) -> None:
     """Raises `RequestRefused` naming the field if the request does not fit the model.
 
-    Token ids must be in `[0, vocab_size)`; a continued choice must have fewer than `max_num_tokens` tokens, which is
-    the longest sequence of this engine; `processors` must know the logits processors.
+    - Token ids must be in `[0, vocab_size)`.
+    - A continued choice must have fewer than `max_num_tokens` tokens, the longest sequence of this engine.
+    - `processors` must know the logits processors that the request names.
     """
     if not request.prompt_token_ids:
         raise RequestRefused("the prompt is empty; it needs at least one token", "prompt")
@@ -42,7 +43,9 @@ def check_request(
 
 
 def _check_continued(choice: ContinuedChoice, num_prompt_tokens: int, vocab_size: int, max_num_tokens: int) -> None:
-    """An engine of another configuration or version may have brought the choice where this one cannot follow."""
+    """Raises `RequestRefused` if this engine cannot continue the choice. It may come from an engine of another
+    configuration.
+    """
     num_tokens = num_prompt_tokens + len(choice.token_ids)
     if num_tokens >= max_num_tokens:
         raise RequestRefused(
@@ -57,7 +60,9 @@ def _check_continued(choice: ContinuedChoice, num_prompt_tokens: int, vocab_size
 
 
 def _check_encodable(params: SamplingParams) -> None:
-    """Refuses parameters that cannot travel to the ranks as msgpack, whether or not this engine's ranks are remote."""
+    """Raises `RequestRefused` for parameters that msgpack cannot encode for the ranks, even if this engine has no
+    remote ranks.
+    """
     try:
         _encoder.encode(params)
     except (OverflowError, ValueError, TypeError, RecursionError):

@@ -1,8 +1,8 @@
-"""Beam search over the engine: the best continuations by total log-probability, for `LLM.beam_search`.
+"""Beam search over the engine, for `LLM.beam_search`: the best continuations by total log-probability.
 
-The rules are those of transformers' `generate(num_beams=...)`, so that both give the same sequences. The engine
-computes one token of every beam a step and pauses; `Engine.branch` then replaces the beams by their continuations,
-which share the blocks of their past as other forks do.
+The rules are those of transformers' `generate(num_beams=...)`, and both give the same sequences. In each step the
+engine computes the next log-probabilities of every beam and pauses it. `Engine.branch` then replaces the beams by their
+continuations, which share blocks as forks do.
 """
 
 from __future__ import annotations
@@ -23,29 +23,34 @@ if TYPE_CHECKING:
 
 
 class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Raises `ValueError` naming value, bound and remedy if `beam_width` needs more than `MAX_LOGPROBS`
-    alternatives.
+    """The parameters of a beam search. `Beams` raises `ValueError` if `beam_width` needs more than `MAX_LOGPROBS`
+    candidates.
     """
 
     beam_width: Annotated[int, Meta(ge=1)] = 4
-    """Beams that go on after each token, and sequences returned."""
+    """Number of beams that are kept after each token, and of sequences returned."""
     max_tokens: Annotated[int, Meta(ge=1)] = 64
     length_penalty: float = 1.0
-    """A finished sequence's score is its log-probability over its number of tokens to this power."""
+    """Exponent of the length: a finished sequence scores its log-probability divided by its number of tokens to this
+    power.
+    """
     early_stopping: bool | Literal["never"] = False
-    """True: stop at `beam_width` finished sequences. False: when the best beam could not beat the worst of them at its
-    length. "never": when it could not at any length.
+    """The rule by which the search ends once `beam_width` sequences are finished.
+
+    - True: at once.
+    - False: when the best beam cannot beat the worst finished sequence at its present length.
+    - "never": when it cannot at any length.
     """
     ignore_eos: bool = False
 
 
 class BeamSequence(msgspec.Struct, kw_only=True):
-    """One sequence found, the end-of-sequence token included."""
+    """One sequence that was found, including its end-of-sequence token."""
 
     token_ids: list[int]
     text: str = ""
     score: float
-    """Log-probability over length to the power of `length_penalty`."""
+    """Log-probability divided by length to the power of `length_penalty`."""
 
 
 class _Beam(NamedTuple):
@@ -54,25 +59,27 @@ class _Beam(NamedTuple):
 
 
 class Beams:
-    """The beams of one prompt; knows no engine."""
+    """The beams of one prompt, without an engine."""
 
     def __init__(self, params: BeamSearchParams, eos_token_ids: Sequence[int], max_tokens: int) -> None:
         self._params = params
         self._eos_token_ids = frozenset(() if params.ignore_eos else eos_token_ids)
         self._max_tokens = max_tokens
-        # Enough candidates that beam_width go on even if each of the best ends.
+        # Enough candidates to keep beam_width beams even if every beam's best candidates end it.
         self.num_candidates = max(2, 1 + len(self._eos_token_ids)) * params.beam_width
         if self.num_candidates > MAX_LOGPROBS:
             most = MAX_LOGPROBS // (self.num_candidates // params.beam_width)
             raise ValueError(f"beam_width {params.beam_width} exceeds {most} for this model; lower it")
         self._running = [_Beam([], 0.0)]
         self.finished: list[BeamSequence] = []
-        """Best first."""
+        """Finished sequences, best first, at most `beam_width`."""
         self._improvable = True
 
     def advance(self, tops: Sequence[TokenLogprobs]) -> list[Branch]:
-        """Takes the `num_candidates` most probable next tokens of each running beam; returns how to go on, or [] at
-        the end.
+        """Advances every beam by one token. `tops` has the `num_candidates` most probable next tokens of each running
+        beam.
+
+        Returns the continuations, or [] at the end of the search.
         """
         width = self._params.beam_width
         found = [
@@ -99,7 +106,7 @@ class Beams:
         return branches if beams and self._can_improve(length) else []
 
     def _can_improve(self, length: int) -> bool:
-        """transformers' heuristic: against the worst finished sequence, or any while there are too few of them."""
+        """Returns whether a running beam may still beat the worst finished sequence, by transformers' heuristic."""
         params = self._params
         if len(self.finished) < params.beam_width:
             return True
@@ -119,9 +126,10 @@ def beam_search(
     name: str,
     others: Callable[[list[SequenceOutput]], object],
 ) -> list[list[BeamSequence]]:
-    """The `beam_width` best continuations of each prompt, best first. `others` gets what other requests gained.
+    """Returns the `beam_width` best continuations of each prompt, best first.
 
-    Raises `RequestRefused` if a prompt can never fit, `RuntimeError` if a beam failed.
+    `others` receives the outputs of other requests. Raises `RequestRefused` if a prompt can never fit, and
+    `RuntimeError` if a beam fails.
     """
     request_ids = [f"{name}-{index}" for index in range(len(prompts))]
     groups: dict[str, _Group] = {}
@@ -172,11 +180,13 @@ class _Group:
     def take(self, output: SequenceOutput) -> None:
         if output.error is not None:
             raise RuntimeError(f"a beam failed: {output.error}")
-        if output.logprobs:  # a preempted beam may report them twice
+        if output.logprobs:  # a preempted beam may report its log-probabilities twice
             self._tops[output.index] = output.logprobs[0]
 
     def go_on(self) -> None:
-        """Branches once every beam has reported the log-probabilities of its next token."""
+        """Replaces the beams by their continuations once every beam has reported the log-probabilities of its next
+        token.
+        """
         if not self.is_open or len(self._tops) < self._num_beams:
             return
         branches = self.beams.advance([self._tops[index] for index in range(self._num_beams)])

@@ -1,7 +1,7 @@
-"""One engine's constraints before they have masks: the compiler, and the pool that will fill the masks.
+"""The constraint compiler of one engine, and the pool that fills its masks.
 
-Both start with the first constraint or with `start`. Everything here may be called from any thread; in a step the
-engine's own thread uses the pool through `cluster/engine/step_masks.py`.
+Both start with the first constraint or with `start`. Every method may be called from any thread. During a step the
+engine's thread uses the pool through `cluster/engine/step_masks.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from workers.model_info import ModelInfo
 
 
 class ConstraintService:
-    """Compiler and grammar pool of one engine."""
+    """The compiler and the grammar pool of one engine."""
 
     def __init__(self, config: EngineConfig, model: ModelInfo) -> None:
         self._config = config
@@ -32,12 +32,14 @@ class ConstraintService:
         self._lock = threading.Lock()
         self._compiler: Compiler | None = None
         self.pool: GrammarPool | None = None
-        """None until the first constraint, or `start`."""
+        """The grammar pool; None until the first constraint or `start`."""
         self._ends: list[Callable[[], object]] = []
 
     def resolve(self, spec: ConstraintSpec, client: str = "") -> Future[Resolved]:
-        """Compiles a constraint for a client. The future raises `RequestRefused` if it cannot be served, `QueueFull` if
-        too many wait. If it is cancelled, and nobody else waits for the same constraint, nothing is compiled.
+        """Compiles a constraint for a client.
+
+        The future raises `RequestRefused` if the constraint cannot be served, and `QueueFull` if too many wait. A
+        cancelled future cancels the compilation, unless another caller waits for the same constraint.
         """
         future: Future[Resolved] = Future()
         try:
@@ -65,9 +67,9 @@ class ConstraintService:
         return future
 
     def start(self) -> Compiler:
-        """Starts compiler and pool if they are not; they become ready in the background.
+        """Starts the compiler and the pool if they do not run yet; they become ready in the background.
 
-        Raises `RequestRefused` if the model has no tokenizer to read a vocabulary from.
+        Raises `RequestRefused` if the model has no tokenizer whose vocabulary can be read.
         """
         with self._lock:
             if self._compiler is None:
@@ -84,7 +86,7 @@ class ConstraintService:
             return self._compiler
 
     def close(self) -> None:
-        """Ends the processes and threads of compiler and pool, which otherwise end with this object."""
+        """Ends the processes and threads of the compiler and the pool. Without it, they end with this object."""
         for end in self._ends:
             end()
 
@@ -94,7 +96,7 @@ class ConstraintService:
         if speculative is not None:
             num_drafts = speculative.max_draft_tokens
             if "forced" in speculative.proposers:
-                # One for the token that is drawn after the drafts, the rest for the next step.
+                # One forced token is drawn after the drafts; the others become drafts of the next step.
                 num_forced = min(num_drafts + 1, MAX_FORCED)
         return GrammarPool(
             config.grammar_pool,
@@ -109,12 +111,12 @@ class ConstraintService:
 
     @property
     def num_compiled(self) -> int:
-        """Constraints compiled, over the engine's life."""
+        """Number of constraints compiled over the engine's life."""
         return 0 if self._compiler is None else self._compiler.num_compiled
 
     @property
     def num_replaced(self) -> int:
-        """Grammar workers that were replaced, over the engine's life."""
+        """Number of grammar workers replaced over the engine's life."""
         return 0 if self.pool is None else self.pool.num_replaced
 
     def stats(self) -> ConstraintStats:

@@ -1,18 +1,19 @@
 """One model replica: the step loop that turns requests into tokens. Start reading here.
 
-`Engine.step` is the whole of it: *schedule, execute, prepare masks, update*. One loop serves every device:
+`Engine.step` does four things: *schedule, execute, prepare masks, update*. One loop serves every device:
 
-- With an executor of depth 0, a call of `step` returns the tokens of the step that it planned.
-- With depth 1, a call returns while its step is under way, so the caller delivers the tokens of the step before it
-  while the device computes. The step is planned and launched before those tokens are known here.
-- With depth 1 and speculation, the step is planned when those tokens are known, because they decide how many drafts
-  were accepted and which come next. The caller still delivers them while the device computes.
+- With an executor of depth 0, `step` returns the tokens of the step that it planned.
+- With depth 1, `step` returns while its step is under way, and the caller delivers the tokens of the previous step
+  while the device computes. The engine plans and launches a step before it knows the tokens of the previous one.
+- With depth 1 and speculation, the engine waits for those tokens before it plans the next step. They decide how many
+  drafts were accepted and which drafts come next. The caller still delivers them while the device computes.
 
-A sequence that ends meanwhile still has a row in the step under way: nobody reads what it draws, and later steps
-overwrite what it computes, since the device keeps their order.
+A sequence that ends while a step is under way still has a row in that step. The engine ignores what the row draws.
+Later steps overwrite the keys and values that it writes, because the device runs steps in order.
 
-The engine deals in token ids only, holds no tokenizer and no HTTP, and is used by one thread at a time:
-`cluster/llm.py` calls it directly, `cluster/serve/engine_deployment.py` gives it a thread of its own behind Ray Serve.
+The engine deals in token ids only and has neither a tokenizer nor HTTP. One thread at a time may use it:
+`cluster/llm.py` calls it directly, `cluster/serve/engine_deployment.py` runs it on a thread of its own behind Ray
+Serve.
 """
 
 from __future__ import annotations
@@ -53,18 +54,20 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 IDLE_WAIT_S = 0.01
-"""Where nothing can be computed before a mask comes, a step ends after this long; the next one sees to deadlines."""
+"""Longest wait in seconds of a step that can compute nothing until a mask arrives. The next step then
+checks deadlines.
+"""
 
 IDLE_SLICE_S = 0.0002
-"""So long such a step sleeps before it looks again whether a mask or a message is there."""
+"""Seconds that such a step sleeps between two checks for a mask or a message."""
 
 
 class EngineDead(RuntimeError):
-    """The engine failed, was rebuilt and failed again, or could not be rebuilt; it serves nothing any more."""
+    """The engine cannot serve any more: two steps in a row failed, or the ranks could not be rebuilt."""
 
 
 class _StepFailed(Exception):
-    """The executor raised over a step."""
+    """The executor raised an error while it ran a step."""
 
     def __init__(self, step: StepInput, error: Exception) -> None:
         super().__init__(str(error))
@@ -73,7 +76,7 @@ class _StepFailed(Exception):
 
 
 class _StepUnderWay(NamedTuple):
-    """A step whose tokens are on their way."""
+    """A step that was submitted and whose tokens the engine has not read yet."""
 
     step: StepInput
     call: StepCall
@@ -83,9 +86,9 @@ class _StepUnderWay(NamedTuple):
 class Engine:
     """Serves requests on one model replica. Not thread-safe.
 
-    `has_messages` says whether the caller has something to tell between two steps: a step that has nothing to compute
-    returns then. `executor` is made from the configuration if none is given. Raises `ModelError` or `ValueError` when
-    the model or the configuration cannot be served.
+    `has_messages` returns whether the caller has messages to handle between two steps; a step that waits for a mask
+    then returns. Without an `executor`, the engine makes one from the configuration. Raises `ModelError` or
+    `ValueError` when the model or the configuration cannot be served.
     """
 
     def __init__(
@@ -112,9 +115,9 @@ class Engine:
         self.processors = LogitsProcessorRegistry(config.logits_processors)
         self.alive = True
         self.is_rebuilding = False
-        """Ranks are being started anew: no step comes before they are there."""
+        """Whether `Executor.rebuild` is running; no step completes until it returns."""
         self._under_way: deque[_StepUnderWay] = deque()
-        """The oldest first."""
+        """Submitted steps whose tokens the engine has not read yet, oldest first."""
         self._plans_ahead = self.executor.depth > 0 and config.speculative is None
         """Whether a step is planned before the tokens of the step under way are known."""
         self._step_budget = StepBudget(config.max_num_batched_tokens)
@@ -137,16 +140,16 @@ class Engine:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for a place in the batch."""
+        """The number of sequences in the queue. A sequence stands for all choices of its prompt until they fork."""
         return self.scheduler.num_waiting
 
     # ---- the step loop -------------------------------------------------------------------------------------------
 
     def step(self) -> list[SequenceOutput]:
-        """Plans and starts one step; returns what the steps that are done added to each sequence that gained tokens or
-        ended: this step's tokens with depth 0, those of the step before it with depth 1.
+        """Plans and starts one step; returns what finished steps added to each sequence that gained tokens or ended.
 
-        Raises `EngineDead` where the executor failed twice in a row, or could not be rebuilt.
+        These are the tokens of this step with depth 0, and those of the previous step with depth 1. Raises `EngineDead`
+        if the executor fails twice in a row or cannot be rebuilt.
         """
         changes = self.scheduler.expire(time.monotonic())
         if not self.scheduler.has_unfinished:
@@ -157,22 +160,22 @@ class Engine:
                 changes += self._update(most_under_way=0)
                 if any(change.logprobs and not change.token_ids for change in changes):
                     return changes  # the caller chooses these sequences' tokens before the next step is planned
-            # 1. Schedule: who computes what, by what is known of masks and drafts, as if the steps under way were done.
+            # 1. Schedule: choose the tokens of each sequence by the masks and drafts known now.
             changes += self.masks.before_step()
             step = self.scheduler.schedule()
             if not (step.scheduled or self._computes) and self.scheduler.has_unfinished:
                 self._wait_for_news()
-            # 2. Execute: the forward pass starts behind the step under way, whose tokens come meanwhile.
+            # 2. Execute: queue the forward pass behind the step under way, then read that step's tokens.
             call = self._ask(step, self.executor.submit, step)
             if self._under_way:
                 changes += self._update(most_under_way=self.executor.depth - 1)
-            # 3. Prepare masks: grammar workers fill them while the model runs. The draw takes those that are there.
+            # 3. Prepare masks: grammar workers fill them while the model runs. The draw uses the masks that are ready.
             masks = self.masks.begin(step)
             self._ask(step, call.draw, masks.collect)
-            if self._plans_ahead:  # else the update ends them
+            if self._plans_ahead:  # otherwise `_update` ends these sequences
                 changes += masks.end_sequences()
             self._under_way.append(_StepUnderWay(step, call, masks))
-            # 4. Update: sequences gain their tokens and end; the next masks are asked for.
+            # 4. Update: append tokens, end sequences, and request the next masks.
             changes += self._update(most_under_way=self.executor.depth)
         except (_StepFailed, KeyboardInterrupt, SystemExit) as failure:
             self._void_steps(failure)
@@ -185,7 +188,7 @@ class Engine:
         return any(each.step.scheduled for each in self._under_way)
 
     def _update(self, most_under_way: int) -> list[SequenceOutput]:
-        """Waits for the oldest steps, until no more than so many are under way; returns what sequences gained."""
+        """Reads the oldest steps until at most `most_under_way` remain; returns what their sequences gained."""
         changes: list[SequenceOutput] = []
         while len(self._under_way) > most_under_way:
             step, call, masks = self._under_way.popleft()
@@ -193,22 +196,24 @@ class Engine:
             if step.scheduled:
                 self._step_went_well(step)
             gained = self.scheduler.update(step, output)
-            if not self._plans_ahead:  # else the next step's masks are prepared just now
+            if not self._plans_ahead:  # otherwise the grammar workers already prepare the next step's masks
                 gained += masks.settle()
             self._count_step(made_progress=bool(gained) or self.scheduler.has_advanced)
             changes += gained
         return changes
 
     def _ask(self, step: StepInput, call: Callable[..., T], *arguments: object) -> T:
-        """Calls the executor. Raises `_StepFailed` with what it raises."""
+        """Calls the executor. Raises `_StepFailed` from any `Exception` that the call raises."""
         try:
             return call(*arguments)
         except Exception as error:
             raise _StepFailed(step, error) from error
 
     def _void_steps(self, failure: BaseException) -> None:
-        """All steps under way are void, because the executor failed over one of them: every sequence is computed again
-        from the tokens that are known. A KeyboardInterrupt leaves the ranks with half a step, and is no failure.
+        """Drops all steps under way after one of them failed; every sequence is recomputed from its known tokens.
+
+        A KeyboardInterrupt or SystemExit may leave the ranks in the middle of a step: the engine rebuilds them, does
+        not count a failure, and raises it again.
         """
         self._under_way.clear()
         if not isinstance(failure, _StepFailed):
@@ -218,7 +223,7 @@ class Engine:
         self._count_step(made_progress=False)
 
     def _wait_for_news(self) -> None:
-        """Nothing can be computed now: waits for a late mask, for a message or until `IDLE_WAIT_S` is over."""
+        """Waits for a late mask or a message, at most `IDLE_WAIT_S`. Called when no sequence can compute anything."""
         deadline = time.monotonic() + IDLE_WAIT_S
         while not self.masks.is_late_mask_there() and not self._has_messages() and time.monotonic() < deadline:
             time.sleep(IDLE_SLICE_S)
@@ -229,8 +234,10 @@ class Engine:
         self.scheduler.max_num_batched_tokens = self._step_budget.num_tokens
 
     def _recover(self, step: StepInput, error: Exception) -> None:
-        """After a failed step every running sequence is recomputed from its tokens on rebuilt workers, once: a second
-        failure in a row is fatal. If the device had too little memory, the steps become smaller for a while.
+        """Rebuilds the ranks after a failed step; running sequences are recomputed from their tokens.
+
+        Raises `EngineDead` at the second failure in a row. If the device ran out of memory, the next steps become
+        smaller instead, and the failure does not count.
         """
         if isinstance(error, StepOutOfMemory) and step.num_tokens > 1:
             self._take_smaller_steps(step)
@@ -243,7 +250,7 @@ class Engine:
         self._rebuild_ranks()
 
     def _take_smaller_steps(self, step: StepInput) -> None:
-        """Of half as many tokens, and so of fewer sequences at a time; the others wait in the queue."""
+        """Halves the token budget of the next steps and rebuilds the ranks; sequences beyond the budget wait."""
         self._step_budget.shrink(step.num_tokens)
         self.scheduler.max_num_batched_tokens = self._step_budget.num_tokens
         logger.warning(
@@ -257,7 +264,9 @@ class Engine:
         self._rebuild_ranks()
 
     def _rebuild_ranks(self) -> None:
-        """The ranks forget everything; what runs is computed again from its tokens."""
+        """Makes the ranks forget every sequence and queues the running ones to be recomputed. Raises `EngineDead` on
+        failure.
+        """
         self.is_rebuilding = True
         try:
             self.executor.rebuild()
@@ -269,7 +278,8 @@ class Engine:
         self.scheduler.recompute_all()
 
     def check_ranks(self) -> None:
-        """Rebuilds the ranks if one died while no step ran, so that the next request does not wait for that.
+        """Rebuilds the ranks if one died while the engine was idle, so that the next request need not wait for the
+        rebuild.
 
         Raises `EngineDead` if they cannot be rebuilt.
         """
@@ -285,11 +295,11 @@ class Engine:
             self._num_steps_without_progress += 1
 
     def _send_last_ends(self) -> None:
-        """Where no step follows the end of the last sequences, one without tokens tells the ranks."""
+        """Sends an empty step that tells the ranks to forget the last sequences, when no other step would tell them."""
         if not self.alive or self.scheduler.has_unfinished:
             return
         try:
-            while self._under_way:  # nobody reads what they draw
+            while self._under_way:  # all their sequences have ended, so the tokens are dropped
                 step, call, _ = self._under_way.popleft()
                 self._ask(step, call.result)
             if self.scheduler.has_unsent_ends:
@@ -301,7 +311,7 @@ class Engine:
             self._void_steps(failure)
 
     def _run_when_idle(self) -> None:
-        """Between two spells of work: the accounts must be even."""
+        """Checks integrity once after each busy period."""
         self._send_last_ends()
         if self._num_steps_checked < self._num_steps:
             self.check_integrity()
@@ -310,22 +320,24 @@ class Engine:
     # ---- requests ------------------------------------------------------------------------------------------------
 
     def resolve(self, spec: ConstraintSpec, client: str = "") -> Future[Resolved]:
-        """Proves a constraint for a client, in a process of its own; callable from any thread.
+        """Compiles a constraint in a separate process, on behalf of `client`; callable from any thread.
 
-        The future raises `RequestRefused` where the constraint cannot be served, `QueueFull` where too many wait.
+        The future raises `RequestRefused` if the constraint cannot be served, and `QueueFull` if too many constraints
+        wait.
         """
         return self.constraints.resolve(spec, client)
 
     def warm_up(self) -> None:
-        """Starts in the background what the first constraint would wait for.
+        """Starts the constraint compiler and the grammar pool in the background, so that the first constraint does not
+        wait.
 
-        Raises `RequestRefused` where this model's vocabulary cannot be read.
+        Raises `RequestRefused` if the vocabulary of this model cannot be read.
         """
         self.constraints.start()
 
     def register_logits_processor(self, name: str, factory: LogitsProcessorFactory) -> None:
-        """Lets `SamplingParams.logits_processors` name a factory. Raises `LogitsProcessorError` where the name is
-        taken.
+        """Registers a factory that `SamplingParams.logits_processors` may name. Raises `LogitsProcessorError` if the
+        name is taken.
         """
         self.processors.register(name, factory)
         self.executor.register_logits_processor(name, factory)
@@ -333,10 +345,11 @@ class Engine:
     def add_request(
         self, request: EngineRequest, constraint: Resolved | None = None, queue_is_bounded: bool = True
     ) -> None:
-        """Queues a request; what `resolve` made of its constraint comes with it.
+        """Queues a request. `constraint` is the result of `resolve` for a request with a constraint.
 
-        Raises `RequestRefused` where it can never be served, `QueueFull` where the queue is at its limit and bounded:
-        it is not for a caller who has all its requests at hand and waits for all of them.
+        Raises `RequestRefused` if the request can never be served, `QueueFull` if the queue is full, and `EngineDead`
+        after the engine has failed. A caller that has all its requests at hand and waits for all of them sets
+        `queue_is_bounded` to False.
         """
         if not self.alive:
             raise EngineDead("the engine has failed; restart it")
@@ -362,7 +375,9 @@ class Engine:
     def _sequences(
         self, request: EngineRequest, params: SamplingParams, constraint: Resolved | None
     ) -> Iterator[Sequence]:
-        """One that stands for all choices; of a continued request one for each choice that goes on."""
+        """Yields one sequence that stands for all choices. For a continued request, yields one for each choice that
+        goes on.
+        """
         seed = params.seed if params.seed is not None else secrets.randbits(63)
         deadline = None if request.deadline_s is None else time.monotonic() + request.deadline_s
         sequence = Sequence(
@@ -388,8 +403,10 @@ class Engine:
             yield sequence.resumed(choice)
 
     def branch(self, request_id: str, branches: list[Branch]) -> None:
-        """Replaces the paused sequences of a request with `num_branches`, each by none or more of its continuations by
-        one token; none at all ends the request.
+        """Replaces the paused sequences of a request by the given continuations, each one token longer than its parent.
+
+        A parent may have several continuations or none. The request must have `num_branches` set; an empty list ends
+        it.
         """
         parents = {sequence.index: sequence for sequence in self.scheduler.of_request(request_id)}
         pairs = []
@@ -400,10 +417,11 @@ class Engine:
         self.scheduler.branch(request_id, pairs)
 
     def _has_room_for(self, client: str) -> bool:
-        """Whether a full queue takes one more request of `client`.
+        """Returns whether a full queue still accepts one request of `client`.
 
-        It does if no request of this client waits, because others may have filled the queue. These extra places are an
-        eighth of the queue, so that a client that appears under many names cannot take any number of them.
+        It does if no request of this client waits, because other clients may have filled the queue. An eighth of the
+        queue is added for such requests; the limit keeps a client that uses many names from growing the queue without
+        bound.
         """
         limit = self.config.max_num_waiting + self._free_slots()
         if not client or self.scheduler.num_waiting >= limit + max(1, limit // 8):
@@ -414,7 +432,7 @@ class Engine:
         return max(0, self.config.max_num_sequences - self.scheduler.num_running)
 
     def abort(self, request_id: str) -> list[SequenceOutput]:
-        """Ends a request and frees its blocks at once; unknown or ended ones are no error."""
+        """Ends a request and frees its blocks at once. Returns nothing for an unknown or ended request."""
         ended = self.scheduler.abort(request_id)
         self._send_last_ends()
         return ended
@@ -463,7 +481,7 @@ class Engine:
 
 
 def _length_remedy(config: EngineConfig, model: ModelInfo) -> str:
-    """What would let longer sequences in, to stand after another remedy; nothing if the model itself is at its end."""
+    """Returns the remedy that would admit longer sequences, as the end of an error message; empty if there is none."""
     if model.max_model_len == model.num_blocks * config.block_size:
         return ", or enlarge the KV cache (kv_cache_bytes)"
     return "" if config.max_model_len is None else ", or raise max_model_len"

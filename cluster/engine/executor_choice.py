@@ -1,4 +1,4 @@
-"""Chooses the executor of an engine by its configuration, and by the device on which its model is loaded."""
+"""Chooses the executor of an engine by its configuration and by the device that holds the model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ logger = logging.getLogger(__name__)
 
 
 def make_executor(config: EngineConfig) -> Executor:
-    """Loads the model. Raises `ModelError` or `ValueError` where it cannot be served as the configuration says."""
+    """Loads the model and returns its executor. Raises `ModelError` or `ValueError` if the model cannot be served as
+    configured.
+    """
     if config.num_ranks == 1:
         return with_depth(InProcessExecutor(config), config)
     from cluster.engine.ranks.ray_executor import RayExecutor  # imports Ray
@@ -22,11 +24,11 @@ def make_executor(config: EngineConfig) -> Executor:
 
 
 def with_depth(executor: SynchronousExecutor, config: EngineConfig) -> Executor:
-    """Returns the given executor, or one around it that keeps a step under way while the engine does its own work.
+    """Returns the given executor, or a wrapper that keeps a step under way while the engine does its own work.
 
-    `overlap: auto` overlaps on a device that computes by itself. On a CPU the model takes every core, and the engine's
-    work beside it would take one of them away. Workers that cannot run ahead of the host (ranks, and rank 0 where it
-    proposes drafts) are called by a thread.
+    `overlap: auto` overlaps on a device that computes asynchronously. On a CPU the model uses every core, and the
+    engine's work beside it would take one of them. Workers that cannot run ahead of the host are called by a thread:
+    ranks, and rank 0 when it proposes drafts.
     """
     gains = config.overlap == "on" or (config.overlap == "auto" and executor.model.is_asynchronous)
     deeper = ThreadExecutor(executor) if gains and not executor.depth else executor

@@ -1,7 +1,7 @@
-"""Ctrl-C takes effect between steps, so that an engine that the main thread uses is never left with half a step.
+"""Delays Ctrl-C to the end of a step, so that an engine on the main thread is never left in the middle of one.
 
-`cluster/llm.py` and `cluster/engine/beam_search.py` use it around all that changes the engine. After a Ctrl-C they find
-the engine whole, and can abort the requests that they began.
+`cluster/llm.py` and `cluster/engine/beam_search.py` use it around every change of the engine. After a Ctrl-C they find
+the engine in a consistent state, and can abort the requests that they added.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 
 class _Deferral:
-    """Keeps a Ctrl-C for `handler` while it is installed. A second one goes to `handler` at once, in case a step
-    hangs.
+    """Holds a Ctrl-C back from `handler` while it is installed. A second Ctrl-C reaches `handler` at once, in case a
+    step hangs.
     """
 
     def __init__(self, handler: Callable[..., Any]) -> None:
@@ -29,7 +29,7 @@ class _Deferral:
         self._asked = number, frame
 
     def deliver(self) -> None:
-        """Raises `KeyboardInterrupt`, as a rule, if Ctrl-C has come."""
+        """Calls `handler` if Ctrl-C has come; by default it raises `KeyboardInterrupt`."""
         if self._asked is not None:
             asked, self._asked = self._asked, None
             self._handler(*asked)
@@ -40,10 +40,10 @@ _installed: _Deferral | None = None
 
 @contextlib.contextmanager
 def uninterrupted_steps() -> Iterator[Callable[[], None]]:
-    """For a loop: Ctrl-C takes effect when the loop calls the function that it is given, and when the block ends.
+    """Yields a function for a loop to call: Ctrl-C takes effect in that call, and when the block ends.
 
-    Blocks of `uninterrupted` inside cost nothing: to install a handler takes 15 us, and a step of a small model 500.
-    Only the main thread is interrupted, so other threads need nothing.
+    Blocks of `uninterrupted` inside cost nothing, whereas installing a handler takes 15 us and a step of a small model
+    500 us. Only the main thread receives Ctrl-C, so the block does nothing on other threads.
     """
     global _installed
     is_free = _installed is None and threading.current_thread() is threading.main_thread()
@@ -63,6 +63,6 @@ def uninterrupted_steps() -> Iterator[Callable[[], None]]:
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ctrl-C takes effect when the block ends; a second one at once."""
+    """Delays Ctrl-C to the end of the block; a second Ctrl-C takes effect at once."""
     with uninterrupted_steps():
         yield

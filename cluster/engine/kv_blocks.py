@@ -1,8 +1,8 @@
-"""The KV cache's blocks: how many sequences hold each, and which contain a prefix that another sequence may read.
+"""The blocks of the KV cache: reference counts, and the prefix cache that lets sequences share blocks.
 
-Reference-counted pages in the manner of PagedAttention (Kwon et al., 2023) with a hash-chained prefix cache and LRU
-eviction. This module knows block ids and hashes, no tensors; the scheduler is its only caller. The router computes the
-same hashes for the prompts that it places (`hash_blocks`), because they are equal in every process.
+Blocks are reference-counted as in PagedAttention (Kwon et al., 2023). The prefix cache is hash-chained, with LRU
+eviction. This module knows block ids and hashes but no tensors. `KVCacheManager` and the scheduler are its callers. The
+router computes the same hashes for the prompts that it places (`hash_blocks`), because they are equal in every process.
 """
 
 from __future__ import annotations
@@ -13,16 +13,19 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 
 HASH_BYTES = 16
-"""With 128 bits of BLAKE2b a collision, which would give one prompt the keys of another, does not happen by chance."""
+"""Length of a BLAKE2b block hash in bytes. A collision would give one prompt the keys of another; with 128 bits none
+happens by chance.
+"""
 
 
 def hash_blocks(
     token_ids: Sequence[int], count: int, block_size: int, known: Iterable[bytes] = (), root: bytes = b""
 ) -> list[bytes]:
-    """Returns the hashes of the first `count` full blocks, `HASH_BYTES` each; the first of them are `known`.
+    """Returns the hashes of the first `count` full blocks, `HASH_BYTES` each. `known` are the first of them, if
+    computed before.
 
-    Each hash covers its block, its parent's hash and so all tokens before it. The first block's parent is `root`: two
-    prompts with different roots have no block in common. Nobody who does not know the root can search for a collision.
+    A hash covers its block and its parent's hash, and so all tokens before it. The parent of the first block is `root`,
+    so prompts with different roots share no block. A client that does not know the root cannot search for collisions.
     """
     hashes = list(known)
     parent = hashes[-1] if hashes else root
@@ -36,7 +39,7 @@ def hash_blocks(
 
 
 class IntegrityError(AssertionError):
-    """A block leaked, is counted wrongly or is in two places: a bug in Manta, never the caller's."""
+    """The engine's bookkeeping is inconsistent: a bug in Manta, never the caller's fault."""
 
 
 class KVBlocks:
@@ -50,11 +53,13 @@ class KVBlocks:
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._cached: dict[bytes, int] = {}
         self._empty = list(range(num_blocks - 1, -1, -1))
-        """Free blocks that hold nothing worth reading."""
+        """Free blocks that hold no cached prefix."""
         self._evictable: collections.OrderedDict[int, None] = collections.OrderedDict()
         """Free blocks that hold a cached prefix, least recently used first."""
         self.on_change: Callable[[bytes, bool], None] | None = None
-        """Told of each hash when it can be found (True), and when it no longer can (False)."""
+        """A callback that gets each hash with True when its block enters the prefix cache, and with False when it
+        leaves.
+        """
 
     @property
     def num_free(self) -> int:
@@ -62,11 +67,13 @@ class KVBlocks:
 
     @property
     def num_cached(self) -> int:
-        """Blocks that hold a prefix, in use or free."""
+        """Number of blocks in the prefix cache, in use or free."""
         return len(self._cached)
 
     def allocate(self, count: int) -> list[int]:
-        """Takes `count` blocks, evicting the least recently used prefixes if need be. There must be that many free."""
+        """Takes `count` blocks, and evicts the least recently used prefixes if needed. At least `count` blocks must be
+        free.
+        """
         blocks = []
         for _ in range(count):
             if self._empty:
@@ -79,8 +86,8 @@ class KVBlocks:
         return blocks
 
     def free(self, blocks: Iterable[int]) -> None:
-        """Gives back one reference each. Later blocks are evicted before earlier ones: a chain is useless without its
-        head.
+        """Returns one reference to each block. Later blocks are evicted first, because a chain cannot be found without
+        its head.
         """
         for block in reversed(list(blocks)):
             self._references[block] -= 1
@@ -91,7 +98,7 @@ class KVBlocks:
                     self._evictable[block] = None
 
     def find_prefix(self, hashes: Iterable[bytes]) -> list[int]:
-        """Blocks of the longest cached chain; they are not taken yet (see `share`)."""
+        """Returns the blocks of the longest cached chain, without taking references (see `share`)."""
         blocks = []
         if self.enable_prefix_caching:
             for block_hash in hashes:
@@ -102,21 +109,22 @@ class KVBlocks:
         return blocks
 
     def num_evictable(self, blocks: Iterable[int]) -> int:
-        """How many of these count as free now and would not once they are shared."""
+        """Returns how many of `blocks` are free, and would not be free once they are shared."""
         return sum(block in self._evictable for block in blocks)
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Takes one more reference to cached blocks."""
+        """Takes one reference to each of the cached blocks."""
         for block in blocks:
             if self._references[block] == 0:
                 del self._evictable[block]
             self._references[block] += 1
 
     def fork(self, block_table: list[int], num_tokens: int) -> tuple[list[int], list[tuple[int, int]]]:
-        """A second table over the first `num_tokens` tokens: full blocks are shared, the partial one is copied.
+        """Makes a second block table over the first `num_tokens` tokens: it shares full blocks and copies a partly
+        filled one.
 
-        Returns the table and the (source, destination) copies for `StepInput.block_copies`, at most one. It takes one
-        free block if `num_tokens` ends inside a block.
+        Returns the table and the (source, destination) copies for `StepInput.block_copies`, at most one. A copy takes
+        one free block, which the caller must ensure.
         """
         full, rest = divmod(num_tokens, self.block_size)
         table = block_table[:full]
@@ -127,10 +135,10 @@ class KVBlocks:
         return [*table, copy], [(block_table[full], copy)]
 
     def register(self, block: int, block_hash: bytes) -> None:
-        """Offers a block, full once the step at hand has run, to the prefix cache.
+        """Adds a block, which the planned step fills, to the prefix cache.
 
-        The same step may read it already: every layer writes all keys and values of a step before its attention reads
-        any. If another block holds the same prefix, that one stays in the cache.
+        The same step may read the block already, because every layer writes all keys and values of a step before its
+        attention reads any. If another block holds the same prefix, that block stays in the cache instead.
         """
         if self.enable_prefix_caching and block_hash not in self._cached:
             self._cached[block_hash] = block
@@ -139,7 +147,7 @@ class KVBlocks:
                 self.on_change(block_hash, True)
 
     def discard(self, blocks: Iterable[int]) -> None:
-        """Takes blocks out of the prefix cache, so that no new sequence reads them."""
+        """Removes blocks from the prefix cache, so that no new sequence reads them."""
         for block in blocks:
             if self._hashes[block] is not None:
                 self._forget(block)

@@ -1,7 +1,7 @@
-"""Which KV blocks each sequence holds: finds its prefix, and grows, shares and gives back its block table.
+"""The KV blocks that each sequence holds: finds its cached prefix, and grows, shares and frees its block table.
 
-It stands between the scheduler, which decides what each sequence computes, and `KVBlocks`, which counts references and
-knows no sequences. The scheduler is its only caller.
+The scheduler decides what each sequence computes and is the only caller. `KVBlocks` counts references and knows no
+sequences.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from cluster.engine.sequence import Sequence
 
 
 class KVCacheManager:
-    """A sequence's blocks should have room for `num_lookahead_tokens` after its own tokens: a draft model writes
-    there.
+    """Manages block tables. `num_lookahead_tokens` is the room that a sequence should have after its own tokens, where
+    a draft model writes.
     """
 
     def __init__(self, blocks: KVBlocks, num_lookahead_tokens: int = 0) -> None:
@@ -24,7 +24,7 @@ class KVCacheManager:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens for which the whole cache has room."""
+        """Number of tokens that the whole cache can hold."""
         return self.blocks.num_blocks * self.blocks.block_size
 
     @property
@@ -35,8 +35,8 @@ class KVCacheManager:
     # ---- admission ---------------------------------------------------------------------------------------------
 
     def find_prefix(self, sequence: Sequence) -> list[int]:
-        """Cached blocks that the sequence may read. They never cover its last token, which must be computed to get
-        logits.
+        """Returns the cached blocks that the sequence may read. They never cover its last token, which must be computed
+        for its logits.
         """
         if sequence.params.prompt_logprobs is not None:
             return []
@@ -44,14 +44,14 @@ class KVCacheManager:
         return self.blocks.find_prefix(sequence.hash_blocks(count, self._block_size))
 
     def fits(self, sequence: Sequence, prefix: list[int]) -> bool:
-        """Whether there is room for the whole prompt, not only for its first chunk: a sequence that is admitted should
-        not be preempted at once.
+        """Returns whether the whole prompt fits, not only its first chunk, so that admission does not lead to a
+        preemption soon.
         """
         missing = self._num_blocks_for(len(sequence.token_ids)) - len(prefix)
         return missing <= self.blocks.num_free - self.blocks.num_evictable(prefix)
 
     def start_on(self, sequence: Sequence, prefix: list[int]) -> None:
-        """Lets the sequence read these blocks and compute from their end on."""
+        """Starts the sequence on the cached blocks of its prefix; it computes from their end on."""
         self.blocks.share(prefix)
         sequence.block_table = list(prefix)
         sequence.num_shared_blocks = sequence.num_registered_blocks = len(prefix)
@@ -60,13 +60,15 @@ class KVCacheManager:
     # ---- a step ------------------------------------------------------------------------------------------------
 
     def can_grow(self, sequence: Sequence, count: int) -> bool:
-        """Whether the blocks for the next `count` tokens are free."""
+        """Returns whether enough blocks are free for the next `count` tokens."""
         missing = self._num_blocks_for(sequence.num_computed_tokens + count) - len(sequence.block_table)
         return missing <= 0 or missing <= self.blocks.num_free
 
     def grow(self, sequence: Sequence, count: int, num_others: int) -> bool:
-        """Gives the sequence blocks for its next `count` tokens; False, and none, if too few are free. It also gets
-        blocks for the lookahead tokens, if one free block for each of `num_others` other sequences remains.
+        """Gives the sequence blocks for its next `count` tokens. Returns False and changes nothing if too few are free.
+
+        It also adds blocks for the lookahead tokens if at least `num_others` free blocks remain, one for each other
+        sequence.
         """
         end = sequence.num_computed_tokens + count
         missing = -(-end // self._block_size) - len(sequence.block_table)
@@ -82,7 +84,7 @@ class KVCacheManager:
         return True
 
     def register_full_blocks(self, sequence: Sequence) -> None:
-        """Offers the blocks that computed tokens fill to the prefix cache, as far as the tokens are known."""
+        """Adds to the prefix cache the blocks that computed tokens fill, as far as the tokens are known."""
         if sequence.num_computed_tokens // self._block_size > sequence.num_registered_blocks:
             full = min(sequence.num_computed_tokens, len(sequence.token_ids)) // self._block_size
             hashes = sequence.hash_blocks(full, self._block_size)
@@ -96,14 +98,15 @@ class KVCacheManager:
     # ---- forks and ends ----------------------------------------------------------------------------------------
 
     def can_share(self, parent: Sequence, num_tokens: int) -> bool:
-        """Whether another sequence can start on the parent's first tokens. If they end inside a block, it needs a free
-        block for a copy of that one.
+        """Returns whether another sequence can start on the parent's first tokens. If they end inside a block, that
+        needs a free block for the copy.
         """
         return bool(parent.block_table) and (num_tokens % self._block_size == 0 or self.blocks.num_free > 0)
 
     def share(self, parent: Sequence, child: Sequence, num_tokens: int) -> list[tuple[int, int]]:
-        """Starts the child on the blocks of the parent's first tokens. Returns the copies (source, destination), at
-        most one, that must be made before the child computes.
+        """Starts the child on the blocks of the parent's first `num_tokens` tokens.
+
+        Returns the (source, destination) copies, at most one, that must be made before the child computes.
         """
         child.block_table, copies = self.blocks.fork(parent.block_table, num_tokens)
         child.begin_at(num_tokens)
@@ -111,19 +114,19 @@ class KVCacheManager:
         return copies
 
     def release(self, sequence: Sequence) -> None:
-        """Gives back all blocks, and what was computed in them."""
+        """Frees all blocks of the sequence and resets its progress."""
         self.blocks.free(sequence.block_table)
         sequence.block_table = []
         sequence.num_shared_blocks = sequence.num_registered_blocks = 0
         sequence.restart()
 
     def discard(self, sequence: Sequence, others: Iterable[Sequence]) -> list[Sequence]:
-        """Removes all blocks that a sequence read or wrote from the prefix cache. Returns those of `others` that read
-        blocks that it wrote; the blocks that these readers wrote after them are removed too.
+        """Removes all blocks that a failed sequence read or wrote from the prefix cache.
 
-        A prefix is found from its head, so no sequence reads a reader's blocks without those before them. Blocks that
-        the sequence only read are removed as well, but their other readers go on: if the failure came from such a
-        block, they fail by themselves, and no new sequence reads it.
+        Returns those of `others` that read blocks that it wrote. The blocks of these readers from the first such block
+        on are removed too; a prefix is found from its head, so no other sequence can reach them. Other readers of
+        blocks that the sequence only read go on: if such a block caused the failure, they fail by themselves, and no
+        new sequence reads it.
         """
         written = set(sequence.block_table[sequence.num_shared_blocks :])
         self.blocks.discard(sequence.block_table)

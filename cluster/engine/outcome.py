@@ -1,6 +1,6 @@
-"""Applies the ranks' answer to one sequence: its new tokens, its end, and what its caller is told of both.
+"""Applies the ranks' answer to one sequence: its new tokens, its end, and the output for its caller.
 
-Queues and blocks belong to the scheduler, which is the only caller. Imports neither torch nor ray.
+The scheduler is the only caller, and owns queues and blocks. Imports neither torch nor ray.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from workers.step import ScheduledSequence, StepInput, StepOutput, TokenLogprobs
 
 
 def computed_by(step: StepInput) -> Iterator[ScheduledSequence]:
-    """What the step computed of each sequence, forks last: of these nothing, as they drew from the last row of their
-    parent's prompt.
+    """Yields what the step computed for each sequence, forks last.
+
+    A fork has 0 computed tokens, because it draws from the last row of its parent's prompt.
     """
     yield from step.scheduled
     if step.forked:
@@ -28,10 +29,10 @@ def computed_by(step: StepInput) -> Iterator[ScheduledSequence]:
 def advance(
     sequence: Sequence, computed: ScheduledSequence, output: StepOutput, draft_counts: DraftCounts
 ) -> SequenceOutput | None:
-    """Gives the sequence what it gained, and returns that; None if it gained nothing. If the result has a `finish`, the
-    caller must end the sequence.
+    """Adds to the sequence what it gained. Returns the change, or None if it gained nothing.
 
-    Its tokens were counted as computed when the step was planned.
+    The scheduler counted the computed tokens when it planned the step. If the change has a `finish`, the caller must
+    end the sequence.
     """
     sequence_id, drafts, proposer = sequence.sequence_id, computed.draft_token_ids, sequence.draft_proposer
     if output.draft_token_ids or sequence.draft_token_ids:
@@ -40,7 +41,7 @@ def advance(
     if output.prompt_logprobs:
         prompt_logprobs = _new_prompt_logprobs(sequence, computed.start, output)
     known_end = computed.start + computed.num_tokens - len(drafts)
-    if known_end < len(sequence.token_ids):  # a part of the prompt
+    if known_end < len(sequence.token_ids):  # a prefill chunk before the last
         return _change(sequence, [], prompt_logprobs=prompt_logprobs) if prompt_logprobs else None
     token_ids = output.token_ids.get(sequence_id)
     if not token_ids:  # its mask was late
@@ -76,7 +77,7 @@ def _change(
 
 
 def _new_prompt_logprobs(sequence: Sequence, start: int, output: StepOutput) -> list[TokenLogprobs] | None:
-    """Entries for prompt positions that were not reported before a preemption."""
+    """Returns the entries for prompt positions that were not reported before a preemption, or None."""
     entries = output.prompt_logprobs.get(sequence.sequence_id)
     if not entries:
         return None

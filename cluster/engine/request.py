@@ -1,6 +1,6 @@
-"""What travels between the engine and its callers (the ingress, `LLM`): requests in, token deltas out.
+"""The messages between the engine and its callers (the ingress, `LLM`): requests in, token deltas out.
 
-Plain data, with token ids only: text belongs to `cluster/text/`. Imports neither torch nor ray.
+Plain data with token ids only, because text belongs to `cluster/text/`. Imports neither torch nor ray.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from workers.step import TokenLogprobs
 
 
 class FinishStatus(enum.StrEnum):
-    """How a sequence ended."""
+    """The way in which a sequence ended."""
 
     FINISHED_STOPPED = "stop"
-    """End-of-sequence or stop token, or a stop string found by the detokenising side."""
+    """An end-of-sequence or stop token, or a stop string that the detokenizer found."""
     FINISHED_LENGTH = "length"
-    """`max_tokens` or the context length."""
+    """The sequence reached `max_tokens` or the context length, or a constraint left no token to draw."""
     FINISHED_ABORTED = "abort"
-    """The client went away, the deadline passed or the caller aborted."""
+    """The client disconnected, the deadline passed, or the caller aborted."""
     FINISHED_INTERNAL_ERROR = "error"
-    """This sequence failed; the others went on."""
+    """This sequence failed; the others go on."""
 
 
 class Usage(msgspec.Struct, array_like=True):
-    """Token counts of a finished request."""
+    """Token counts of a choice or a request."""
 
     num_prompt_tokens: int
     num_output_tokens: int
@@ -41,7 +41,7 @@ class Usage(msgspec.Struct, array_like=True):
 
     @classmethod
     def of_choices(cls, num_prompt_tokens: int, choices: list[Usage]) -> Usage:
-        """Counts the prompt once, and the output of all choices, of which there is at least one."""
+        """Returns the sum over at least one choice, with the prompt counted once."""
         total = cls(num_prompt_tokens, 0, choices[0].num_cached_tokens)
         for choice in choices:
             total.num_output_tokens += choice.num_output_tokens
@@ -51,13 +51,13 @@ class Usage(msgspec.Struct, array_like=True):
 
 
 class ContinuedChoice(msgspec.Struct, array_like=True):
-    """A choice that another engine brought to where it is."""
+    """A choice that another engine began."""
 
     index: int
     token_ids: list[int]
     """Its output so far."""
     usage: Usage
-    """As the other engine reported it; what follows is added."""
+    """The counts that the other engine reported; this engine adds to them."""
 
 
 class EngineRequest(msgspec.Struct, kw_only=True, array_like=True):
@@ -67,59 +67,61 @@ class EngineRequest(msgspec.Struct, kw_only=True, array_like=True):
     prompt_token_ids: list[int]
     params: SamplingParams
     priority: int = 0
-    """Lower runs first; equal priorities by turns of their clients."""
+    """Priority; lower runs first, and clients take turns among equal priorities."""
     deadline_s: float | None = None
     """Seconds from admission after which the request is aborted; None for no deadline."""
     num_branches: int = 0
-    """If the caller chooses the tokens (`Engine.branch`): the most sequences that it will have at a time. Else 0."""
+    """The most sequences that the caller keeps at a time with `Engine.branch`; 0 if the engine draws the tokens."""
     client: str = ""
-    """Whose it is: clients take turns. Empty is a caller who shares with nobody."""
+    """The client that sent it, for fair queueing. Requests with an empty client run in order of arrival."""
     weight: float = 1.0
-    """The client's share: with 2 it has two turns where others have one."""
+    """The client's share: a client with weight 2 gets twice the turns of one with weight 1."""
     session: str = ""
-    """Names a conversation of the client, whose requests should go where the last one went; empty is none."""
+    """Name of a conversation of the client; the router prefers the replica of its last request. Empty for none."""
     num_new_tokens: int | None = None
-    """Prompt tokens that the engine probably has to compute, as the router found when it chose it."""
+    """Prompt tokens that the engine probably has to compute, by the router's estimate."""
     continued: list[ContinuedChoice] | None = None
-    """Of a request that ran on another engine: its choices that have not ended, or none if all are where they began.
-    Its params hold the seed.
+    """The unfinished choices of a request that ran on another engine: empty if none has begun, None for a new request.
+    `params` holds its seed.
     """
     num_prompt_logprobs: int = 0
-    """Prompt positions that the other engine reported."""
+    """Prompt positions whose log-probabilities the other engine reported."""
     traceparent: str = ""
-    """The span that those of the engine belong to, in W3C's form; empty if nobody traces the request."""
+    """The parent of the engine's spans, in W3C's `traceparent` format; empty without tracing."""
     reads_whole: bool = False
-    """Nobody reads its output before the end: what comes after the first of a choice is sent with the last."""
+    """Whether the caller reads the output only at the end. After a choice's first output, the rest is sent with its
+    last.
+    """
     cache_root: bytes = b""
     """The parent of the first block's hash in the prefix cache. Requests with different roots share no block."""
 
 
 class Branch(NamedTuple):
-    """One of a request's sequences, continued by one token."""
+    """A continuation of one of a request's sequences by one token."""
 
     parent: int
-    """Index of the sequence that is continued."""
+    """Index of the continued sequence."""
     token_id: int
 
 
 class SequenceOutput(msgspec.Struct, array_like=True, gc=False):
-    """What one step added to one choice of one request."""
+    """The output that one step added to one choice of a request."""
 
     request_id: str
     index: int
-    """The choice: 0 unless n > 1."""
+    """Index of the choice; 0 unless n > 1."""
     token_ids: list[int]
-    """New tokens only (a delta). An ending stop or end-of-sequence token is included."""
+    """The new tokens only, including a stop or end-of-sequence token."""
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     """New entries for prompt positions 1 onward; position 0 has none."""
     finish: FinishStatus | None = None
     stop_token_id: int | None = None
-    """The stop or end-of-sequence token that ended the sequence; it is the last of `token_ids` and not part of the
+    """The stop or end-of-sequence token that ended the sequence. It is the last of `token_ids` and not part of the
     text.
     """
     error: str | None = None
     usage: Usage | None = None
-    """Set with the first tokens, with the tokens of a step that verified drafts, and with `finish`."""
+    """Token counts so far; set with the first tokens, after a step that verified drafts, and with `finish`."""
     is_refusal: bool = False
-    """Whether the request's own parameters are the cause of `error`."""
+    """Whether the request's own parameters caused `error`."""

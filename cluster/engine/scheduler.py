@@ -1,9 +1,9 @@
 """Decides what each step computes: continuous batching over one token budget, in plain Python.
 
-There is no prefill and no decode: a sequence has known tokens and computed tokens, and a step closes part of the gap.
-Called by the engine, one step at a time; imports neither torch nor ray. Lists keep their order, so that every run
-decides alike. `step_plan.py` records what was decided, `kv_cache_manager.py` hands out blocks, `outcome.py` applies the
-results.
+The scheduler has no prefill or decode phase: a sequence has known tokens and computed tokens, and each step computes
+some of the difference. The engine calls it for one step at a time. It imports neither torch nor ray. Its queues are
+ordered lists, so that every run makes the same decisions. `step_plan.py` records the decisions, `kv_cache_manager.py`
+hands out blocks, and `outcome.py` applies the results.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from workers.step import RowError, StepInput, StepOutput
 
 
 class Scheduler:
-    """Running sequences go first, then waiting ones, each group by priority, turn and arrival.
+    """Schedules running sequences first, then waiting ones, each ordered by priority, turn and arrival.
 
-    Progress is certain: the first running sequence may take the blocks of all that follow it, and no admitted sequence
+    Every sequence makes progress: the first running sequence may preempt all that follow it, and no admitted sequence
     can outgrow the KV cache.
     """
 
@@ -44,14 +44,14 @@ class Scheduler:
         self.blocks = blocks
         self.running = SequenceQueue()
         self.waiting = SequenceQueue()
-        self.preempted: list[Sequence] = []  # since the last step was planned
+        self.preempted: list[Sequence] = []  # since the current or last call of `schedule` began
         self.prefix_cache_queries = self.prefix_cache_hits = self.num_preemptions = 0
         self.has_advanced = False
-        """Whether the last step brought a token, an end or a position that stays computed."""
+        """Whether the last `update` brought a token, an end, or a position that stays computed."""
         self.drafts = DraftCounts()
         self._cache = KVCacheManager(blocks, num_lookahead_tokens)
         self._plan = StepPlan(0, max_num_batched_tokens)
-        """The next step, as far as it is known."""
+        """The next step, which collects ended sequences, copies and branches until `schedule` fills it."""
         self._by_id: dict[int, Sequence] = {}
         self._by_request: dict[str, list[Sequence]] = {}
         self._turns = Turns()
@@ -82,18 +82,18 @@ class Scheduler:
         return self._cache.usage
 
     def get(self, sequence_id: int) -> Sequence | None:
-        """A sequence that has not ended."""
+        """Returns the sequence, or None if it has ended or is unknown."""
         return self._by_id.get(sequence_id)
 
     def of_request(self, request_id: str) -> list[Sequence]:
-        """Its sequences that have not ended."""
+        """Returns the sequences of a request that have not ended."""
         return list(self._by_request.get(request_id, ()))
 
     # ---- arrival -----------------------------------------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:
-        """Queues a sequence, which stands for its `unforked` choices too. Raises `RequestRefused` if they can never be
-        served whole.
+        """Queues a sequence, which also stands for its `unforked` choices. Raises `RequestRefused` if they can never
+        all fit.
         """
         limit = min(self.max_model_len, self._cache.num_tokens)
         sequence.max_length = check_room(sequence, limit, self.max_num_sequences, self._length_remedy)
@@ -135,7 +135,7 @@ class Scheduler:
                 sequence.propose([], "")  # no sequence is preempted for drafts
                 count = min(sequence.num_wanted_tokens(), plan.budget)
             while not self._cache.grow(sequence, count, num_others=len(self.running)):
-                victim = self.running[-1]  # never one already in this step: those stand further up
+                victim = self.running[-1]  # not in this step yet: scheduled sequences come earlier in the list
                 self._preempt(victim)
                 if victim is sequence:
                     break
@@ -153,7 +153,7 @@ class Scheduler:
                 paused = [other for other in self.running if other.is_paused and not other.num_pending_tokens]
                 if plan.step.scheduled or not paused:
                     break
-                self._preempt(paused[-1])  # it has reported its log-probabilities, and no other sequence can give way
+                self._preempt(paused[-1])  # it has reported its log-probabilities, and nothing else can be preempted
                 num_taken -= paused[-1].num_places
                 continue
             self.waiting.remove(sequence)
@@ -169,7 +169,7 @@ class Scheduler:
         return next((sequence for sequence in self.waiting if not sequence.is_paused), None)
 
     def _num_places_taken(self) -> int:
-        """Running places of all that run and of their forks."""
+        """Returns the places that running sequences and their future forks take, of `max_num_sequences`."""
         return sum(other.num_places for other in self.running)
 
     def _admit(self, sequence: Sequence, prefix: list[int]) -> None:
@@ -183,10 +183,10 @@ class Scheduler:
         self.running.add(sequence)
 
     def _fork(self, plan: StepPlan, parent: Sequence, row: int) -> None:
-        """Makes the parent's other choices sequences of their own, which draw their first tokens from its logits.
+        """Makes sequences of the parent's other choices; they draw their first tokens from the parent's logits.
 
-        Full blocks are shared. The last block is copied before the next step if it is not full, or if a late mask may
-        make the fork compute the prompt's last token again. If no block is free for the copy, the fork is queued.
+        Forks share full blocks. The last block is copied before the next step in two cases: it is not full, or a late
+        mask may make the fork recompute the prompt's last token. If no block is free for the copy, the fork is queued.
         """
         forks = [parent.fork(index) for index in parent.unforked]
         parent.unforked = range(0)
@@ -199,7 +199,7 @@ class Scheduler:
                 plan.fork(parent, fork, row)
 
     def _share(self, parent: Sequence, fork: Sequence, num_tokens: int) -> bool:
-        """Makes a sequence run on the blocks of another one's first tokens, or queues it if that is impossible."""
+        """Starts `fork` on the blocks of the parent's first `num_tokens` tokens, or queues it if that is impossible."""
         if not self._cache.can_share(parent, num_tokens):
             self.waiting.add(fork)
             return False
@@ -208,7 +208,7 @@ class Scheduler:
         return True
 
     def branch(self, request_id: str, pairs: list[tuple[Sequence, Sequence]]) -> None:
-        """Replaces a request's sequences by continuations of theirs, (parent, child), whose last token is new."""
+        """Replaces a request's sequences by continuations. `pairs` are (parent, child); a child's last token is new."""
         parents = self._by_request.get(request_id, [])
         for parent, child in pairs:
             if self._share(parent, child, parent.num_computed_tokens):
@@ -217,23 +217,25 @@ class Scheduler:
             self._end(parent, FinishStatus.FINISHED_STOPPED)
         for _, child in pairs:
             self._register(child)
-        while self._num_places_taken() > self.max_num_sequences:  # others have taken the places of queued parents
+        while self._num_places_taken() > self.max_num_sequences:  # other sequences took the places of queued parents
             self._preempt(self.running[-1])
 
     # ---- drafts and masks --------------------------------------------------------------------------------------
 
     def propose(self, sequence: Sequence, draft_token_ids: list[int], proposer: str) -> None:
-        """Gives a sequence drafts for the next step, instead of those it has; `proposer` is their proposer's name."""
+        """Replaces a sequence's drafts for the next step. `proposer` names their proposer."""
         sequence.propose(draft_token_ids, proposer)
 
     def wait_for_mask(self, sequence: Sequence, is_late: bool = True) -> None:
-        """The sequence sits steps out while its mask is late."""
+        """Excludes the sequence from steps while its mask is late; `is_late=False` lets it go on."""
         sequence.waits_for_mask = is_late
 
     # ---- preemption --------------------------------------------------------------------------------------------
 
     def _make_way(self) -> None:
-        """The first in the queue may take others' places. It happens before anything is scheduled."""
+        """Preempts running sequences for the first waiting one if its turn allows it. Called before anything is
+        scheduled.
+        """
         first = self._turns.first(self.running, self.waiting)
         while first is not None and (victim := self._turns.who_gives_way(self.running, first)) is not None:
             has_places = self._num_places_taken() + first.num_places <= self.max_num_sequences
@@ -243,7 +245,7 @@ class Scheduler:
             self._turns.put_behind(self.waiting, victim, first)
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Back to the queue; its tokens stay, its keys and values are computed again."""
+        """Moves a running sequence to the queue. Its tokens stay; its keys and values are recomputed later."""
         self.running.remove(sequence)
         self._release(sequence)
         self.waiting.add(sequence)
@@ -255,7 +257,7 @@ class Scheduler:
         self._plan.finish(sequence)
 
     def recompute_all(self) -> None:
-        """Sends every running sequence back to the queue and trusts no cached block: the ranks lost their memory."""
+        """Preempts every running sequence and clears the prefix cache, because the ranks lost their memory."""
         for sequence in reversed(self.running[:]):
             self._preempt(sequence)
         self.blocks.clear_cache()
@@ -263,7 +265,7 @@ class Scheduler:
     # ---- results -----------------------------------------------------------------------------------------------
 
     def update(self, step: StepInput, output: StepOutput) -> list[SequenceOutput]:
-        """Applies what the ranks answered; returns what each sequence gained."""
+        """Applies the output of a step; returns what each sequence gained."""
         changes: list[SequenceOutput] = []
         self.has_advanced = False
         for computed in computed_by(step):
@@ -272,7 +274,7 @@ class Scheduler:
                 continue  # ended since the step was planned
             error = output.errors.get(computed.sequence_id)
             if step.step_id < sequence.first_step and (computed.num_tokens or error is None):
-                continue  # preempted since; a fork's row is its parent's and would fail again
+                continue  # preempted since then; an error counts for a fork, which would fail again on its parent's row
             if error is not None:
                 changes.append(self._fail(sequence, error))
                 continue
@@ -286,8 +288,8 @@ class Scheduler:
         return changes
 
     def _fail(self, sequence: Sequence, error: RowError) -> SequenceOutput:
-        """Ends a sequence whose row failed. If its keys and values may be wrong, they leave the prefix cache, and
-        running sequences that read what it wrote compute theirs again.
+        """Ends a sequence whose row failed. If its keys and values may be corrupt, removes them from the prefix cache
+        and preempts the running sequences that read them.
         """
         readers = []
         if error.is_corrupt:
@@ -301,11 +303,11 @@ class Scheduler:
     # ---- endings -----------------------------------------------------------------------------------------------
 
     def abort(self, request_id: str) -> list[SequenceOutput]:
-        """Ends all sequences of a request at once; for an unknown request it returns nothing."""
+        """Ends all sequences of a request at once. Returns nothing for an unknown request."""
         return self._abort(self.of_request(request_id))
 
     def finish(self, request_id: str, index: int, num_kept_tokens: int) -> list[SequenceOutput]:
-        """Ends one choice whose text reached a stop string; only `num_kept_tokens` of its output count."""
+        """Ends one choice whose text reached a stop string. The first `num_kept_tokens` of its output stay."""
         for sequence in self.of_request(request_id):
             if sequence.index == index:
                 sequence.keep_output(num_kept_tokens)
@@ -313,7 +315,7 @@ class Scheduler:
         return []
 
     def end(self, sequence_id: int, status: FinishStatus, error: str | None = None) -> list[SequenceOutput]:
-        """Ends one sequence as it stands; what it computed stays valid."""
+        """Ends one sequence with the tokens that it has; its blocks stay valid in the prefix cache."""
         sequence = self._by_id.get(sequence_id)
         return [] if sequence is None else [self._final(sequence, status, error)]
 
@@ -343,7 +345,7 @@ class Scheduler:
             self._release(sequence)
         else:
             self.waiting.remove(sequence)
-        if sequence.unforked:  # the prompt is left to the next choice
+        if sequence.unforked:  # the next choice computes the prompt instead
             heir = sequence.fork(sequence.unforked[0])
             heir.unforked = sequence.unforked[1:]
             self._register(heir)
@@ -358,7 +360,9 @@ class Scheduler:
     # ---- integrity ---------------------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
-        """Raises `IntegrityError` if blocks leaked or are miscounted, or a sequence is in both queues or in none."""
+        """Raises `IntegrityError` if a block leaked, a reference count is wrong, or a sequence is not in exactly one
+        queue.
+        """
         self.blocks.check_integrity(sequence.block_table for sequence in self.running)
         listed = sorted(sequence.sequence_id for sequence in (*self.running, *self.waiting))
         if listed != sorted(self._by_id):

@@ -1,8 +1,8 @@
 """One sequence on the driver's side: its tokens, how many of them are in the KV cache, and in which blocks.
 
-Each part of it has one owner. Its progress (tokens, drafts, what is computed and sent) changes by the methods here
-alone; its blocks are `KVCacheManager`'s, its place in a queue is the scheduler's. All that a rank needs is a function
-of it (`start`), so preemption and recovery are the same operation.
+Each part of a sequence has one owner. Only the methods here change its progress: tokens, drafts, what is computed and
+what is sent. `KVCacheManager` owns its blocks, and the scheduler owns its place in a queue. A rank can rebuild its
+whole state from `start`, so preemption and recovery are the same operation.
 """
 
 from __future__ import annotations
@@ -26,82 +26,81 @@ class Sequence:
     sequence_id: int
     request_id: str
     token_ids: list[int]
-    """Prompt, then output. At first the prompt alone."""
+    """The prompt followed by the output."""
     params: SamplingParams
     seed: int
     """The request's seed; see `noise_seed`."""
     index: int = 0
-    """Which choice of the request it is."""
+    """The index of the choice, from 0."""
     unforked: range = range(0)
     """Indices of the request's other choices, whose sequence ids follow this one's. The step that completes the prompt
-    makes them forks of this sequence; until then they cost nothing.
+    forks them from this sequence; before that they take no blocks.
     """
     priority: int = 0
     client: str = ""
-    """Whose it is."""
+    """The client that sent the request; empty for requests that share no turns."""
     weight: float = 1.0
-    """The client's."""
+    """The client's share in fair queueing; above 0."""
     turn: float = 0.0
-    """Set by the scheduler: order among equal priorities; see `turns.py`."""
+    """The sort key among equal priorities, set by the scheduler; see `turns.py`."""
     eos_token_ids: tuple[int, ...] = ()
     deadline: float | None = None
-    """On `time.monotonic`'s clock."""
+    """The time in seconds of `time.monotonic` at which the sequence is aborted; None for no deadline."""
     arrival: int = 0
-    """Set by the scheduler: order among equal turns."""
+    """The sort key among equal turns, set by the scheduler."""
     max_length: int = 0
-    """Set by the scheduler: prompt and output end here."""
+    """The number of tokens, prompt and output together, at which the sequence ends; set by the scheduler."""
     num_prompt_tokens: int = 0
     block_table: list[int] = dataclasses.field(default_factory=list)
     cache_root: bytes = b""
     """The parent of the first block's hash in the prefix cache."""
     block_hashes: list[bytes] = dataclasses.field(default_factory=list)
-    """Chained hashes of the full blocks so far, made on demand."""
+    """Chained hashes of leading full blocks, computed on demand."""
     num_computed_tokens: int = 0
-    """Leading tokens whose keys and values are in the cache, or will be when the steps under way are done."""
+    """Leading tokens whose keys and values are in the cache, or will be after the steps under way."""
     num_pending_tokens: int = 0
-    """Tokens after the known ones that steps under way draw. The ranks compute on with them before they are known
-    here.
+    """Tokens that steps under way draw after the known ones. The ranks continue from them before the driver knows them.
     """
     first_step: int = 0
-    """Steps before this one were told of blocks that it has given up since: what they answer does not count."""
+    """The first step whose output counts. Earlier steps used blocks that the sequence has given up since."""
     num_shared_blocks: int = 0
-    """Leading blocks that others wrote: found in the prefix cache, or a fork's parent's."""
+    """Leading blocks that other sequences wrote: from the prefix cache, or from a fork's parent."""
     num_sent_blocks: int = 0
-    """Leading blocks that the ranks know of."""
+    """Leading blocks that the ranks have been told."""
     num_registered_blocks: int = 0
     """Leading blocks offered to the prefix cache."""
     num_cached_tokens: int | None = None
     """Prompt tokens found in the prefix cache at the first admission; None before it."""
     num_prompt_logprobs: int = 0
-    """Prompt positions reported, so that a recomputed prompt reports none twice."""
+    """Prompt positions whose log-probabilities were reported; a recomputed prompt does not report them again."""
     draft_token_ids: list[int] = dataclasses.field(default_factory=list)
     draft_proposer: str = ""
     num_accepted_drafts: int = 0
     num_rejected_drafts: int = 0
     constraint: Resolved | None = None
     num_branches: int = 0
-    """If the caller chooses its tokens: the most sequences that will take its place. Else 0."""
+    """The most sequences that `Scheduler.branch` may put in its place; 0 if the engine draws its tokens."""
     has_given_way: bool = False
-    """It lost its place to another client's request once, and so takes nobody's."""
+    """Whether it lost its place to another client's request; it then takes no other sequence's place."""
     is_paused: bool = False
-    """It has reported the log-probabilities of the next token, or a step under way will; it waits for
-    `Scheduler.branch`.
+    """Whether it waits for `Scheduler.branch`: it has reported the log-probabilities of its next token, or a step under
+    way will.
     """
     waits_for_mask: bool = False
-    """Its mask missed a step: it sits out until the mask is there."""
+    """Whether it is excluded from steps until its late mask is ready."""
     finish: FinishStatus | None = None
     stop_ids: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)
-        if self.params.ignore_eos and self.constraint is None:  # with a grammar, the grammar decides about the end
+        if self.params.ignore_eos and self.constraint is None:  # a grammar decides about the end itself
             self.eos_token_ids = ()
         if not self.stop_ids:  # a fork has its parent's
             self.stop_ids = frozenset(self.eos_token_ids) | frozenset(self.params.stop_token_ids)
 
     @property
     def order(self) -> tuple[int, float, int, int]:
-        """Sort key: who runs first."""
+        """The sort key of the queues; the lowest runs first."""
         return self.priority, self.turn, self.arrival, self.index
 
     @property
@@ -111,7 +110,7 @@ class Sequence:
 
     @property
     def num_places(self) -> int:
-        """Running places that it needs: the number of sequences that it may become."""
+        """The places that it needs of `max_num_sequences`: the number of sequences that it may become."""
         return max(1 + len(self.unforked), self.num_branches)
 
     @property
@@ -131,8 +130,9 @@ class Sequence:
     # ---- progress ------------------------------------------------------------------------------------------------
 
     def num_wanted_tokens(self) -> int:
-        """Returns how many tokens would bring the sequence up to date: known ones and drafts, of which none may pass
-        its end. None if its last token is under way.
+        """Returns the number of tokens to compute until the sequence is up to date; 0 if its last token is under way.
+
+        The tokens are the known ones and the drafts. Drafts past `max_length` are dropped.
         """
         known = len(self.token_ids) + self.num_pending_tokens
         if known >= self.max_length:
@@ -142,16 +142,16 @@ class Sequence:
         return known + len(self.draft_token_ids) - self.num_computed_tokens
 
     def begin_at(self, num_computed_tokens: int) -> None:
-        """Starts on blocks in which so many of its leading tokens are computed."""
+        """Sets the number of leading tokens that are computed in the blocks it starts on."""
         self.num_computed_tokens = num_computed_tokens
 
     def await_first_token(self) -> None:
-        """Lets the step that completes the parent's prompt draw the first token of this fork."""
+        """Marks the first token of this fork as drawn by the step that completes the parent's prompt."""
         self.num_computed_tokens, self.num_pending_tokens = self.num_prompt_tokens, 1
 
     def schedule(self, count: int) -> ScheduledSequence:
-        """Counts the next `count` tokens as computed, and if no known one is left, the token after them as drawn.
-        Returns what the ranks are told.
+        """Counts the next `count` tokens as computed, and the token after them as drawn if no known token is left.
+        Returns what the ranks need for the step.
         """
         start, known = self.num_computed_tokens, len(self.token_ids) + self.num_pending_tokens
         end = self.num_computed_tokens = start + count
@@ -164,18 +164,19 @@ class Sequence:
         return ScheduledSequence(self.sequence_id, start, count, unsent, drafts, self.draft_proposer)
 
     def propose(self, draft_token_ids: list[int], proposer: str) -> None:
-        """Takes drafts for its next step, in the place of those that it has."""
+        """Replaces the drafts of its next step."""
         self.draft_token_ids, self.draft_proposer = draft_token_ids, proposer
 
     def report(self) -> None:
-        """A step is done that drew for it; its caller chooses the token."""
+        """Counts a step that reported log-probabilities; the caller chooses the token."""
         self.num_pending_tokens -= 1
 
     def gain(self, token_ids: list[int], num_drafts: int) -> tuple[list[int], FinishStatus | None]:
-        """Appends what a step drew that verified `num_drafts` of it, up to the token that ends the sequence, if one
-        does; none if its mask was late. Returns the tokens that count, and the end.
+        """Appends the tokens that a step drew, up to the first one that ends the sequence. Returns the appended tokens
+        and the finish status, or None.
 
-        The step's last position and its drafts were computed in vain, as far as no token was drawn after them.
+        `token_ids` is empty if the mask was late. The step computed `num_drafts` drafts. Its last position and the
+        drafts stay computed only as far as a drawn token follows them.
         """
         self.num_pending_tokens -= 1
         self.num_computed_tokens -= 1 + num_drafts
@@ -189,11 +190,11 @@ class Sequence:
         return token_ids, None
 
     def keep_output(self, num_tokens: int) -> None:
-        """Drops all but the first tokens of its output."""
+        """Drops the output after its first `num_tokens` tokens."""
         del self.token_ids[self.num_prompt_tokens + num_tokens :]
 
     def restart(self) -> None:
-        """Nothing of it counts as computed, drawn or sent: it has given up its blocks."""
+        """Resets what is computed, drawn and sent, because the sequence has given up its blocks."""
         self.is_paused &= not self.num_pending_tokens
         self.num_computed_tokens = self.num_pending_tokens = self.num_sent_blocks = 0
         self.draft_token_ids = []
@@ -202,15 +203,15 @@ class Sequence:
     # ---- other sequences -----------------------------------------------------------------------------------------
 
     def fork(self, index: int) -> Sequence:
-        """One of the `unforked` choices, as a sequence of its own. This one has no output yet."""
+        """Returns one of the `unforked` choices as a sequence of its own. This sequence must have no output yet."""
         params = self.params
-        if params.prompt_logprobs is not None:  # the prompt is one for all choices, and reported once
+        if params.prompt_logprobs is not None:  # all choices share the prompt, which is reported once
             params = msgspec.structs.replace(params, prompt_logprobs=None)
         sequence_id = self.sequence_id + index - self.index
         return self._copy(sequence_id=sequence_id, index=index, token_ids=list(self.token_ids), params=params)
 
     def resumed(self, choice: ContinuedChoice) -> Sequence:
-        """One of the request's choices, which another engine had begun. This one has no output yet."""
+        """Returns a choice that another engine began, with its output so far. This sequence must have no output yet."""
         sequence = self.fork(choice.index)
         sequence.token_ids += choice.token_ids
         sequence.num_cached_tokens = choice.usage.num_cached_tokens
@@ -219,7 +220,7 @@ class Sequence:
         return sequence
 
     def continued(self, sequence_id: int, index: int, token_id: int) -> Sequence:
-        """A sequence with the same tokens and one more."""
+        """Returns a sequence with the same tokens followed by `token_id`."""
         child = self._copy(
             sequence_id=sequence_id, index=index, token_ids=[*self.token_ids, token_id], is_paused=False, num_branches=1
         )
@@ -227,7 +228,7 @@ class Sequence:
         return child
 
     def _copy(self, **changes: Any) -> Sequence:
-        """Another sequence with the same tokens, which holds no blocks yet."""
+        """Returns a sequence with the same fields, except for `changes` and the progress; it holds no blocks."""
         return dataclasses.replace(
             self,
             unforked=range(0),
@@ -244,7 +245,7 @@ class Sequence:
         )
 
     def start(self) -> SequenceStart:
-        """What a rank rebuilds this sequence from."""
+        """Returns what a rank needs to build this sequence."""
         return SequenceStart(
             self.sequence_id,
             self.params,
@@ -256,7 +257,7 @@ class Sequence:
         )
 
     def hash_blocks(self, count: int, block_size: int) -> list[bytes]:
-        """Hashes of the first `count` full blocks; see `cluster.engine.kv_blocks.hash_blocks`."""
+        """Returns the hashes of the first `count` full blocks; see `cluster.engine.kv_blocks.hash_blocks`."""
         if count > len(self.block_hashes):
             self.block_hashes = hash_blocks(self.token_ids, count, block_size, self.block_hashes, self.cache_root)
         return self.block_hashes[:count]

@@ -1,4 +1,4 @@
-"""What an engine reports about itself. Plain data, so that an ingress can read it without torch."""
+"""The statistics that an engine reports. Plain data, so that an ingress can read it without torch."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import msgspec
 
 
 class DraftCounts(msgspec.Struct, array_like=True):
-    """Drafts by the proposer's name; entry `i` counts the drafts that were `i` places after the first of their row."""
+    """Counts of drafts by proposer name. Entry `i` counts the drafts at place `i` of their row."""
 
     drafted: dict[str, list[int]] = {}
     accepted: dict[str, list[int]] = {}
 
     def add(self, proposer: str, num_drafted: int, num_accepted: int) -> None:
-        """Of `num_drafted` drafts in a row the first `num_accepted` became output."""
+        """Counts a row of `num_drafted` drafts, the first `num_accepted` of which became output."""
         for counts, count in ((self.drafted, num_drafted), (self.accepted, num_accepted)):
             places = counts.setdefault(proposer, [])
             places += [0] * (num_drafted - len(places))
@@ -21,37 +21,37 @@ class DraftCounts(msgspec.Struct, array_like=True):
 
 
 class GrammarPoolStats(msgspec.Struct, array_like=True):
-    """How full the grammar pool is; all 0 until the first constraint starts it."""
+    """The load of the grammar pool; all counts are 0 until the first constraint starts it."""
 
     num_sessions: int = 0
-    """Open sessions: one for each running sequence with a constraint, so at most `max_num_sequences`."""
+    """Number of open sessions: one for each running sequence with a constraint, at most `max_num_sequences`."""
     num_slots: int = 0
-    """Mask slots: rows of memory for the sessions' masks. A session that gets none waits."""
+    """Number of mask slots, the rows of memory for the sessions' masks. A session waits while none is free."""
     num_slots_in_use: int = 0
-    """Mask slots that a session has, or that a grammar worker may still write to."""
+    """Number of mask slots that a session holds, or that a grammar worker may still write to."""
     num_workers: int = 0
-    """Grammar workers, threads or actors, starting ones included."""
+    """Number of grammar workers, threads or actors, including those that are starting."""
     num_hanging_workers: int = 0
-    """Grammar workers that were replaced and have not ended; with the others at most
+    """Number of replaced grammar workers that have not ended. Together with `num_workers` at most
     `structured.grammar_pool.pool.MAX_WORKERS`.
     """
 
 
 class ConstraintStats(msgspec.Struct, array_like=True, kw_only=True):
-    """Compilers and caches of one engine at this moment. All are 0 if it has no compiler, because no constraint has
-    come yet or the model has no tokenizer that it can read.
+    """The compilers and caches of one engine now. All counts are 0 without a compiler: no constraint has come yet, or
+    the model has no tokenizer that can be read.
     """
 
     num_compilers: int = 0
-    """Compile processes that there should be."""
+    """Number of compile processes that should run."""
     num_compilers_alive: int = 0
-    """Compile processes whose last start has not failed. A start that failed is tried again every ten seconds."""
+    """Number of compile processes whose last start has not failed. A failed start is tried again every ten seconds."""
     num_cached: int = 0
-    """Compiled constraints that are kept; next their bytes, and the bound of these."""
+    """Number of compiled constraints in the cache, which holds `cached_bytes` of at most `max_cached_bytes`."""
     cached_bytes: int = 0
     max_cached_bytes: int = 0
     num_grammars: int = 0
-    """Grammars that grammar workers keep; next their bytes, and the bound of these for all workers together."""
+    """Number of grammars in the workers' caches, which hold `grammar_bytes` of at most `max_grammar_bytes` together."""
     grammar_bytes: int = 0
     max_grammar_bytes: int = 0
 
@@ -61,29 +61,29 @@ class ConstraintStats(msgspec.Struct, array_like=True, kw_only=True):
 
 
 class ServiceStats(msgspec.Struct, array_like=True, kw_only=True):
-    """What the process around an engine knows of it, as a replica of the endpoint's engines."""
+    """The statistics of the replica of the endpoint around an engine."""
 
     replica: str
-    """Its name in Serve."""
+    """The replica's name in Ray Serve."""
     node: str
-    """Address of its machine."""
+    """The address of its node."""
     start_seconds: dict[str, float]
-    """Of each phase of its start, in order; from the start of its process to the first time that it said it was
-    healthy.
+    """Seconds of each phase of the start, in order, from the start of the process to the first time that it reported
+    itself healthy.
     """
     waiting_tokens: int
     """Prompt tokens of requests that have no first token yet."""
     ttft_s: float
-    """Within which nine of ten requests got their first token lately, or what the oldest has waited."""
+    """The recent 90th percentile of the time to the first token, in seconds, or the longest present wait for one."""
     requests_per_s: float
-    """That ended, over the last minute."""
+    """Requests that ended per second, over the last minute."""
 
 
 class EngineStats(msgspec.Struct, array_like=True):
-    """A snapshot for `/metrics` and `/health`. Counters only grow; gauges describe this moment."""
+    """A snapshot for `/metrics` and `/health`. Counters only grow; gauges describe the present."""
 
     engine_id: str
-    """A restarted engine has a new id, and its counters begin at 0."""
+    """Random id of the engine; a restarted engine has a new id and counters that start at 0."""
     num_running: int
     num_waiting: int
     kv_usage: float
@@ -96,29 +96,30 @@ class EngineStats(msgspec.Struct, array_like=True):
     prefix_cache_queries: int
     """Prompt tokens looked up in the prefix cache."""
     prefix_cache_hits: int
-    """Prompt tokens found there."""
+    """Prompt tokens found in the prefix cache."""
     num_preemptions: int
     num_steps: int
     num_steps_without_progress: int
-    """Steps that brought no token, no end and no position that stays computed: masks were late, or the step failed.
-    While work is pending, `num_steps - num_steps_without_progress` grows, because a mask comes or its budget ends.
+    """Steps that brought no token, no end and no position that stays computed, because masks were late or the step
+    failed. While work is pending, `num_steps - num_steps_without_progress` grows: masks arrive, or their time budget
+    ends the rows.
     """
     seconds_since_progress: float
-    """Time since the last step that brought progress, or since work arrived if that was later; 0 without work."""
+    """Seconds since the last step that made progress, or since work arrived if that was later; 0 without work."""
     alive: bool
     num_constraints_compiled: int
     num_late_rows: int
-    """Sample points that sat a step out because their mask was late."""
+    """Sequences that drew nothing in a step because their masks were late, summed over steps."""
     num_dead_ends: int
-    """Sequences that ended because nothing that satisfies their constraint could follow."""
+    """Sequences that ended because no token could satisfy their constraint."""
     num_grammar_workers_replaced: int
-    """Grammar workers that died or hung, and were replaced."""
+    """Grammar workers that were replaced because they died or hung."""
     num_rank_rebuilds: int
-    """Times that the ranks of the model were started anew, for one had died or hung."""
+    """Restarts of the model's ranks, because one died or hung."""
     num_rank_disagreements: int
-    """Answers of a rank whose hidden states were not rank 0's: a fault of the machine or of the model's sharding."""
+    """Answers of a rank whose digest differs from rank 0's: a fault of the machine or of the model's sharding."""
     drafts: DraftCounts
     grammar_pool: GrammarPoolStats
     constraints: ConstraintStats
     service: ServiceStats | None = None
-    """None where the engine serves no HTTP endpoint."""
+    """The report of the replica around the engine; None if the engine serves no HTTP endpoint."""

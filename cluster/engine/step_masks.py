@@ -1,9 +1,14 @@
-"""The masks of a step: asked for when it is planned, collected when its forward pass is over, settled with its tokens.
+"""The masks of a step. The engine requests them when it plans the step and collects them after the forward pass.
 
-Only this module decides which rows are late. A row without a constraint never waits; a row whose mask is late sits the
-step out and comes back when the mask is there; a row whose budget is spent fails alone. A sequence with drafts has a
-mask after each draft, and draws as far as masks are there. Tokens that a grammar forces come with the masks, as drafts
-for the next step. Called by the engine's thread; sequences change only through the scheduler's methods.
+Only this module decides which rows are late:
+
+- A row without a constraint never waits.
+- A row whose mask is late is left out of the following steps until the mask is ready.
+- A row whose time budget is spent fails alone.
+
+A sequence with drafts has one mask after each draft, and draws up to the first missing mask. Tokens that a grammar
+forces come with the masks and become drafts of the next step. The engine's thread is the only caller, and sequences
+change only through the scheduler's methods.
 """
 
 from __future__ import annotations
@@ -25,19 +30,20 @@ from structured.masks import DEAD_END, FINISHED, LATE, NO_MASK, MaskBatch
 from workers.step import StepInput
 
 PATIENCE = 0.25
-"""If every row is constrained, those that are ready wait this share of a step for the others."""
+"""Share of a step's time that ready rows wait for late ones if every row of the step is constrained."""
 
 LONGEST_WAIT_S = 0.03
-"""If every row is constrained and no mask is ready, a step waits this long for the first mask. Then all rows sit it
-out, and the engine handles new requests, aborts and deadlines.
+"""Longest wait for the first mask if every row is constrained and none is ready. After it no row draws, and the engine
+handles new requests, aborts and deadlines.
 """
 
 
 class StepMasks:
-    """The masks of one step: call `begin`, `collect` and `settle` once each, in this order; where steps are under way
-    behind each other, `end_sequences` in the place of `settle`. If a step fails nothing is lost, because sessions are
-    functions of tokens. In a step whose rows are all constrained, those whose masks are ready wait `patience_s` for the
-    others.
+    """The masks of one step. Call `begin`, `collect` and `settle` once each, in this order; if the engine plans ahead,
+    call `end_sequences` instead of `settle`.
+
+    A failed step loses nothing, because a session is a function of its tokens. If every row of the step is constrained,
+    ready rows wait `patience_s` seconds for late ones.
     """
 
     def __init__(
@@ -54,30 +60,30 @@ class StepMasks:
         self._step_id = 0
         self._started = 0.0
         self._slots: list[int] = []
-        """Mask slot of each of the step's sample points, as in `MaskBatch`."""
+        """The mask slot of each sample point, as in `MaskBatch`."""
         self._points: dict[int, list[int]] = {}
-        """Constrained sequence to its sample points, in the order of their positions."""
+        """Ids of constrained sequences, each with the indices of its sample points by position."""
         self._sequences: list[Sequence] = []
         """The sequences of `_points`."""
         self._drafts: dict[int, list[int]] = {}
         self._tried: list[tuple[Sequence, int, list[int]]] = []
-        """Sequences with forced drafts: their length before the step, and the drafts."""
+        """Sequences with forced drafts, each with its length before the step and the drafts."""
         self._finished: list[tuple[Sequence, list[int], FinishStatus]] = []
-        """(sequence, output, finish): the sequence has ended if this is its output after the step."""
+        """(sequence, output, finish): the sequence ends with `finish` if the step leaves it with this output."""
         self._failed: dict[int, str] = {}
         self.num_late = 0
-        """Rows that sit the step out."""
+        """Sequences that draw nothing in this step because their masks are late."""
         self.num_dead_ends = 0
         """Sequences that ended because their constraint left no token to draw."""
         self.seconds = 0.0
-        """Time from `begin` to the end of `collect`; 0 without constraints."""
+        """Seconds from `begin` to the end of `collect`; 0 without constraints."""
         self.asked_early: list[int] = []
-        """Sessions that were asked for the next step's masks."""
+        """Sessions whose masks for the next step were requested early."""
         self.forced_tokens: dict[int, list[int]] = {}
-        """Sequence id to the tokens that its grammar forces next."""
+        """Sequence ids with the tokens that the grammar forces next."""
 
     def begin(self, step: StepInput) -> None:
-        """Asks for the masks of the step's constrained sample points; returns at once."""
+        """Requests the masks of the step's constrained sample points; returns at once."""
         pool = self._pool
         if pool is None:
             return
@@ -107,13 +113,14 @@ class StepMasks:
                 continue
             sequence = self._scheduler.get(sequence_id)
             if sequence is None or sequence.constraint is None or step.step_id < sequence.first_step:
-                continue  # the last: preempted since the step was planned, nobody reads what it draws
+                continue  # the last case: preempted after the step was planned, so its draw is ignored
             self._points[sequence_id] = [index]
             self._sequences.append(sequence)
 
     def collect(self, is_computing: Callable[[], bool] = lambda: False) -> MaskBatch | None:
-        """The masks that are there when the forward pass is over (`is_computing` says whether it runs); None for a step
-        without constraints.
+        """Returns the masks that are ready when the forward pass is over; None for a step without constraints.
+
+        `is_computing` returns whether the forward pass still runs.
         """
         pool = self._pool
         if pool is None or not self._points:
@@ -137,9 +144,10 @@ class StepMasks:
         return MaskBatch(self._step_id, self._slots, pool.buffer.rows, adjustments)
 
     def _wait(self, pool: GrammarPool, is_computing: Callable[[], bool]) -> set[int]:
-        """Sessions whose masks are late. Nobody is held up while the model runs. If all rows are constrained, the step
-        waits a little longer: no row without a constraint is held up, and a row that draws nothing would have to be
-        computed again.
+        """Waits for masks, and returns the sessions whose masks are late.
+
+        Waiting costs nothing while the model runs. If every row is constrained, the step waits a little longer, because
+        no unconstrained row is delayed, and a row that draws nothing has to be computed again.
         """
         ids = list(self._points)
         if is_computing():
@@ -148,12 +156,12 @@ class StepMasks:
         pool.wait(ids, LONGEST_WAIT_S if all_constrained else 0.0, lambda count: count < len(ids))
         if all_constrained:
             pool.wait(ids, self._patience_s, lambda count: count == 0, pool.is_complete)
-        # Checked again: if a grammar worker was replaced meanwhile, its rows are gone.
+        # Check again: the masks of a grammar worker that was replaced in the meantime are lost.
         return {session_id for session_id in ids if not pool.is_ready(session_id)}
 
     def _rows(self, pool: GrammarPool, sequence: Sequence) -> list[int]:
-        """Mask slots for a sequence's sample points, as far as the masks are there. Notes whether the sequence failed,
-        or will have ended.
+        """Returns the mask slots of a sequence's sample points, up to the first missing mask. Records a sequence that
+        failed or that its mask ends.
         """
         sequence_id = sequence.sequence_id
         error = pool.error(sequence_id)
@@ -174,7 +182,7 @@ class StepMasks:
         return rows
 
     def end_sequences(self) -> list[SequenceOutput]:
-        """Ends the sequences that the step's masks end."""
+        """Ends the sequences that the step's masks end, and those whose constraint failed."""
         outputs: list[SequenceOutput] = []
         for sequence, output, finish in self._finished:
             if _output(sequence) == output:
@@ -185,8 +193,9 @@ class StepMasks:
         return outputs
 
     def settle(self) -> list[SequenceOutput]:
-        """Ends the sequences that the step's masks end, and asks early for the next masks. Most finished grammars are
-        then known before the next step is planned, which saves it a row.
+        """Ends the sequences that the step's masks end, and requests the next masks early.
+
+        Most finished grammars are then known before the next step is planned, which saves that step a row.
         """
         pool = self._pool
         if pool is None or not self._points:
@@ -205,8 +214,8 @@ class StepMasks:
 
 
 class Masks:
-    """What outlives a step: which masks were asked for early, which are late, what is forced, which sessions are
-    needed.
+    """The masks across steps: which were requested early, which are late, which tokens are forced, which sessions are
+    open.
     """
 
     def __init__(self, constraints: ConstraintService, scheduler: Scheduler, forced: ForcedProposer | None) -> None:
@@ -220,21 +229,21 @@ class Masks:
 
     @property
     def pool(self) -> GrammarPool | None:
-        """None until the first constraint."""
+        """The grammar pool; None until the first constraint."""
         return self._constraints.pool
 
     @property
     def num_late(self) -> int:
-        """Rows that sat a step out, over the engine's life."""
+        """Sequences that drew nothing in a step because their masks were late, summed over the engine's life."""
         return self._num_late_before + self._last.num_late
 
     @property
     def num_dead_ends(self) -> int:
-        """Sequences that ended because nothing could follow, over the engine's life."""
+        """Sequences that ended because no token could follow, over the engine's life."""
         return self._num_dead_ends_before + self._last.num_dead_ends
 
     def begin(self, step: StepInput) -> StepMasks:
-        """Starts the masks of a step."""
+        """Requests the masks of a step; returns at once."""
         self._end_sessions()
         self._num_late_before += self._last.num_late
         self._num_dead_ends_before += self._last.num_dead_ends
@@ -243,8 +252,10 @@ class Masks:
         return self._last
 
     def before_step(self) -> list[SequenceOutput]:
-        """Uses what has become known since the last step: ends sequences whose grammar is finished, lets late sequences
-        go on if their masks are there now, and proposes forced tokens. Supervises the grammar workers, too.
+        """Applies the masks that arrived since the last step, and supervises the grammar workers.
+
+        It ends sequences whose grammar is finished, lets late sequences go on if their masks are ready, and proposes
+        forced tokens as drafts.
         """
         pool, last = self.pool, self._last
         if pool is None:
@@ -265,19 +276,21 @@ class Masks:
 
     @property
     def _late(self) -> list[Sequence]:
-        """Those that sit steps out. Of a step under way it is not known yet where they stand."""
+        """The running sequences with late masks. A sequence with a step under way is left out: its position is not
+        known yet.
+        """
         running = self._scheduler.running
         return [sequence for sequence in running if sequence.waits_for_mask and not sequence.num_pending_tokens]
 
     def is_late_mask_there(self) -> bool:
-        """Whether a sequence that sits steps out may go on. Supervises the grammar workers, too."""
+        """Returns whether the mask of a late sequence is ready. Supervises the grammar workers too."""
         if self.pool is None:
             return False
         self.pool.supervise()
         return any(self.pool.is_ready(sequence.sequence_id) for sequence in self._late)
 
     def _propose_forced(self, pool: GrammarPool, forced: ForcedProposer) -> None:
-        """Makes drafts of the forced tokens that are known by now, or were known after the last step."""
+        """Proposes as drafts the forced tokens that are known now or were known after the last step."""
         found: dict[int, list[int]] = {}
         sequences: dict[int, Sequence] = {}
         for sequence in self._scheduler.running:
@@ -294,15 +307,15 @@ class Masks:
                 self._scheduler.propose(sequences[sequence_id], drafts, forced.name)
 
     def _load(self) -> Load:
-        """The next step with the drafts that sequences have already."""
+        """Returns the load of the next step with the drafts that sequences already have."""
         rows = [sequence for sequence in self._scheduler.running if not sequence.waits_for_mask]
         return Load(len(rows) + sum(len(sequence.draft_token_ids) for sequence in rows), len(rows))
 
     # ---- sessions ----------------------------------------------------------------------------------------------
 
     def _end_sessions(self) -> None:
-        """Ends sessions whose sequences do not run. A preempted sequence leaves its mask slots to others; when it runs
-        again, it gets a new session, made from its tokens.
+        """Ends the sessions of sequences that do not run. A preempted sequence frees its mask slots and gets a new
+        session, built from its tokens, when it runs again.
         """
         if self.pool is None:
             return
@@ -314,14 +327,14 @@ class Masks:
                     self.forced.forget((session_id,))
 
     def check_integrity(self) -> None:
-        """Ends the sessions that are not needed. Raises `IntegrityError` if the pool has lost a mask slot."""
+        """Ends unneeded sessions. Raises `IntegrityError` if the pool has lost a mask slot."""
         self._end_sessions()
         if self.pool is not None and self.pool.num_lost_slots:
             raise IntegrityError(f"{self.pool.num_lost_slots} slots of the grammar pool are lost")
 
 
 def finish_of(pool: GrammarPool, session_id: int) -> FinishStatus | None:
-    """How the sequence ends if its mask ends it: complete, or as one that cannot be completed. None if it goes on."""
+    """Returns how the mask ends the sequence: as stopped if complete, by length at a dead end, None if it goes on."""
     if not pool.is_ready(session_id) or pool.error(session_id) is not None:
         return None
     flags = pool.buffer.flags[pool.slot(session_id)]

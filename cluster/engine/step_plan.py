@@ -1,6 +1,8 @@
-"""A step while it is planned, and how many tokens it may have. A plan is opened when the one before it is closed, so
-that the ranks hear with it of all sequences that end in between; the scheduler fills it and is its only caller. The
-budget is the engine's, which hears how steps end.
+"""The plan of a step, and the token budget of steps.
+
+The scheduler is the only caller of `StepPlan`. It opens a plan when it closes the previous one, so that the next step
+tells the ranks about every sequence that ends in between. The engine owns the `StepBudget`, because it learns how steps
+end.
 """
 
 from __future__ import annotations
@@ -9,14 +11,14 @@ from cluster.engine.sequence import Sequence
 from workers.step import SamplePoint, SequenceFork, StepInput
 
 FIRST_PATIENCE, MOST_PATIENCE = 16, 4096
-"""Full steps that must go well before one may have twice as many tokens: after the first failure, and at most. Each
-failure doubles their number: what a device lacks always it will lack again, and all sequences are then recomputed.
+"""Successful full steps before the budget doubles: 16 after the first failure, at most 4096. Each failure doubles the
+number, because a device that lacks the memory permanently fails again, and each failure recomputes all sequences.
 """
 
 
 class StepBudget:
-    """`num_tokens` may be in a step: as many as are configured, or for a while fewer, after one found too little memory
-    on the device.
+    """The token budget of the next steps: `num_tokens`, which is `most_tokens` or, after a step that ran out of memory,
+    less.
     """
 
     def __init__(self, most_tokens: int) -> None:
@@ -24,16 +26,18 @@ class StepBudget:
         self._most_tokens = most_tokens
         self._patience = FIRST_PATIENCE // 2
         self._num_full_steps = 0
-        """That went well with this budget."""
+        """Steps that used the whole current budget and succeeded."""
 
     def shrink(self, num_tokens: int) -> None:
-        """A step of so many tokens, more than 1, had too little memory: the next ones have at most half as many."""
+        """Halves the budget after a step of `num_tokens` (at least 2) ran out of memory."""
         self.num_tokens = num_tokens // 2
         self._patience = min(2 * self._patience, MOST_PATIENCE)
         self._num_full_steps = 0
 
     def count(self, step: StepInput) -> None:
-        """A step went well. One that leaves some of the budget says nothing of larger ones."""
+        """Counts a step that succeeded, and doubles the budget after enough of them. A step below the budget proves
+        nothing.
+        """
         if self.num_tokens == self._most_tokens or step.num_tokens < self.num_tokens:
             return
         self._num_full_steps += 1
@@ -43,46 +47,49 @@ class StepBudget:
 
 
 class StepPlan:
-    """`budget` tokens may still be scheduled."""
+    """The next step while the scheduler fills it. `budget` is the number of tokens that may still be scheduled."""
 
     def __init__(self, step_id: int, budget: int) -> None:
         self.step = StepInput(step_id)
         self.budget = budget
         self.completed_prompts: list[tuple[Sequence, int]] = []
-        """Parents of forks whose prompt the step completes, and the row of their last token."""
+        """(parent, row): a sequence with unforked choices whose prompt the step completes, and the row of its last
+        prompt token.
+        """
         self._num_rows = 0
-        """Flat token rows so far."""
+        """Flat token rows scheduled so far."""
         self._copies: list[tuple[Sequence, int, int]] = []
-        """Sequences that share a block of another one that is not full, and the copy (source, destination) they
-        need.
+        """(sequence, source, destination): the copy of a partly filled block that a sequence shares with another one.
         """
         self._branches: list[Sequence] = []
-        """Sequences that the ranks do not know yet, although their tokens are computed."""
+        """Sequences that the ranks do not know yet, although their parents have computed their tokens."""
 
     def finish(self, sequence: Sequence) -> None:
-        """Has the ranks forget the sequence. Nothing counts that they answer to earlier steps."""
+        """Makes the ranks forget the sequence with this step. The driver ignores what earlier steps return for it."""
         sequence.first_step = self.step.step_id
         self.step.finished.append(sequence.sequence_id)
 
     def copy(self, sequence: Sequence, copies: list[tuple[int, int]]) -> None:
-        """Has blocks copied before the step, unless the sequence has given them up by then."""
+        """Requests block copies before the step; `close` drops those whose sequence has given up its blocks."""
         self._copies += [(sequence, source, destination) for source, destination in copies]
 
     def branch(self, sequence: Sequence) -> None:
-        """Has the ranks start the sequence, unless it has given up its blocks by then."""
+        """Makes the ranks start the sequence with this step, unless it gives up its blocks before `start_branches`."""
         self._branches.append(sequence)
 
     def start_branches(self) -> None:
-        """Called once running sequences are scheduled: by then it is known which branches were preempted."""
+        """Starts the branches that still hold blocks. Called after running sequences are scheduled, when no other is
+        preempted.
+        """
         self.step.started += [branch.start() for branch in self._branches if branch.block_table]
 
     def start(self, sequence: Sequence) -> None:
-        """Has the ranks start the sequence, or rebuild it."""
+        """Makes the ranks start the sequence, or rebuild it after a preemption."""
         self.step.started.append(sequence.start())
 
     def schedule(self, sequence: Sequence, count: int) -> None:
-        """Puts the next `count` tokens of a sequence into the step; its blocks have room for them. It draws after the
-        last known one and after each draft.
+        """Puts the next `count` tokens of a sequence into the step; its block table must have room for them. The
+        sequence draws a token after its last known one and after each draft.
         """
         known = len(sequence.token_ids) + sequence.num_pending_tokens
         item = sequence.schedule(count)
@@ -98,11 +105,11 @@ class StepPlan:
         self.budget -= count
 
     def fork(self, parent: Sequence, fork: Sequence, row: int) -> None:
-        """Has the fork draw its first token from the logits of its parent's last prompt token."""
+        """Makes the fork draw its first token from the logits of its parent's last prompt token."""
         fork.await_first_token()
         self.step.forked.append(SequenceFork(parent.sequence_id, fork.sequence_id, fork.noise_seed))
         self.step.sample_points.append(SamplePoint(row, fork.sequence_id, fork.num_prompt_tokens))
 
     def close(self) -> None:
-        """Called when all sequences of the step are scheduled; only forks follow."""
+        """Finishes the block copies. Called when all sequences are scheduled; only forks may be added after it."""
         self.step.block_copies = [(src, dst) for sequence, src, dst in self._copies if dst in sequence.block_table]

@@ -1,14 +1,14 @@
-"""The order in which sequences run, and whose request is next among those of equal priority: clients take turns,
-whoever asked first and however often.
+"""The order of sequences in the queues: by priority, and by fair turns of clients among equal priorities.
 
-Start-time fair queueing (Goyal, Vin and Cheng, 1996): a client's requests are numbered from the turn that is reached
-now, or after its own last one, and the lowest number goes first. So a client with a thousand requests waiting has as
-many numbers, and another one's only request goes before all but the next of them. One client's run in their order. The
-numbers of a client with weight 2 are half as far apart: while all have requests waiting, clients begin choices in
-proportion to their weights.
+Start-time fair queueing (Goyal, Vin and Cheng, 1996): each request of a client gets a turn number, which starts at the
+turn reached now or after the client's last request, and the lowest number runs first. A client with a thousand waiting
+requests has a thousand numbers, so another client's only request runs before all but the next of them. Requests of one
+client keep their order. Numbers of a client with weight 2 are half as far apart: while all clients have requests
+waiting, each starts choices in proportion to its weight.
 
-A client with one request at a time waits for nobody's end: it goes first, and whoever has most places gives way. What
-gave way waits for its turn: else two could take each other's places for ever.
+A client with one request at a time does not wait for others to end: its request goes first, and the client with the
+most places loses one. A sequence that lost its place so waits for its turn and takes nobody's place; otherwise two
+sequences could preempt each other forever.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ from cluster.engine.sequence import Sequence
 _ORDER = operator.attrgetter("order")
 
 KEPT_CLIENTS = 1024
-"""Beyond so many, those are forgotten whose turns have passed."""
+"""Number of clients above which those whose turns have passed are forgotten."""
 
 
 class SequenceQueue(list[Sequence]):
-    """Sequences in their order. `add` and `remove` look for a place by bisection, however many there are."""
+    """Sequences sorted by `Sequence.order`. `add` and `remove` find the place by bisection."""
 
     def add(self, sequence: Sequence) -> None:
         bisect.insort(self, sequence, key=_ORDER)
 
     def remove(self, sequence: Sequence) -> None:
         index = bisect.bisect_left(self, sequence.order, key=_ORDER)
-        while self[index] is not sequence:  # a beam and its parent are equal
+        while self[index] is not sequence:  # a beam and its parent have equal keys
             index += 1
         del self[index]
 
 
 class Turns:
-    """The client "" shares with nobody: its requests come in order of arrival."""
+    """Assigns turns to sequences. Requests of the client "" all have turn 0, in order of arrival."""
 
     def __init__(self) -> None:
         self._reached = 0.0
-        """The highest turn of a sequence that has run."""
+        """The highest turn of a sequence that has started to run."""
         self._next: dict[str, float] = {}
-        """By client: the turn after its last request."""
+        """Clients, each with the turn after its last request."""
         self._num_arrivals = 0
         self._without_loner: tuple[object, ...] = ()
-        """The state in which no client's only request was found."""
+        """The state in which the last search found no client with a single request; it need not be searched again."""
 
     def give(self, sequence: Sequence) -> None:
-        """A turn for each of its choices, and its place among those of the same turn."""
+        """Sets the turn and the arrival number of a sequence; its client uses one turn for each choice."""
         sequence.arrival = self._num_arrivals
         self._num_arrivals += 1
         if not sequence.client:
@@ -62,11 +62,16 @@ class Turns:
             self._next = {client: turn for client, turn in self._next.items() if turn > self._reached}
 
     def reach(self, sequence: Sequence) -> None:
-        """It begins to run."""
+        """Notes that the sequence begins to run."""
         self._reached = max(self._reached, sequence.turn)
 
     def first(self, running: SequenceQueue, waiting: SequenceQueue) -> Sequence | None:
-        """Who is next: the first of `waiting`, but before it a client's only request, which is put there."""
+        """Returns the next sequence to admit, or None: the first of `waiting` that is not paused.
+
+        If the client of that sequence runs already, another client's only request goes before it and moves to the front
+        of `waiting`. It must have the same priority, its client must run nothing, and it must not have lost its place
+        before.
+        """
         first = next((sequence for sequence in waiting if not sequence.is_paused), None)
         if first is None:
             return None
@@ -86,9 +91,12 @@ class Turns:
         return first
 
     def who_gives_way(self, running: SequenceQueue, first: Sequence) -> Sequence | None:
-        """Who loses its place, if need be, to the first in the queue: the least urgent one, if it is less urgent; else,
-        for a client of which nothing runs, the last one of the client that has most places for its weight, and two at
-        least.
+        """Returns the running sequence to preempt if `first` finds no place, or None.
+
+        - The last running sequence, if its priority is less urgent than that of `first`.
+        - Otherwise, if the client of `first` runs nothing and `first` never lost its place: the last sequence of the
+          client with the most places for its weight. Only clients with two places or more, at the priority of `first`,
+          count.
         """
         if not running or first.priority < running[-1].priority:
             return running[-1] if running else None
@@ -104,7 +112,7 @@ class Turns:
         )
 
     def put_behind(self, waiting: SequenceQueue, victim: Sequence, first: Sequence) -> None:
-        """It lost its place to `first`, and is next of its client after it."""
+        """Gives `victim`, which lost its place to `first`, the next turn after it."""
         if victim.priority == first.priority:
             victim.has_given_way = True
             waiting.remove(victim)

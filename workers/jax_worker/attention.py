@@ -1,8 +1,8 @@
-"""Attention over a paged KV cache, and how keys and values get into it: one function with two bodies.
+"""Attention over a paged KV cache, and writing keys and values into it: one function with two implementations.
 
-On TPUs it is the Pallas kernel that comes with JAX; elsewhere a loop over chunks of keys with a running softmax
+On TPUs it is the Pallas kernel that comes with JAX. Elsewhere it is a loop over chunks of keys with a running softmax
 (Milakov and Gimelshein, 2018), which any backend compiles. Each device computes its own heads. Pages have the kernel's
-layout: [num_blocks, block_size, 2 * num_kv_heads, head_dim], the key and the value of a head side by side.
+layout: [num_blocks, block_size, 2 * num_kv_heads, head_dim], with the key and the value of a head side by side.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from workers.jax_worker.batch import Batch
 from workers.jax_worker.mesh import AXIS
 
 KERNEL_HEAD_DIM = 128
-"""The kernel takes heads of multiples of this size; smaller ones are padded with zeros."""
+"""Multiple of which the kernel's head dimension must be; smaller heads are padded with zeros."""
 CHUNK_TOKENS = 128
-"""Keys of each token that the loop looks at in one turn."""
+"""Keys of each token that one iteration of the loop reads."""
 _KERNEL_BUFFER_BYTES = 4 << 20
-"""Pages that the kernel holds of one block of keys; it fills one such buffer while it reads the other."""
+"""Bytes of the kernel's buffer for a block of keys. It fills one such buffer while it reads the other."""
 _KERNEL_MEMORY_BYTES = 64 << 20
-"""VMEM that the kernel may take: half of what a v5e or v6e core has."""
+"""Bytes of VMEM that the kernel may take: half of what a v5e or v6e core has."""
 _KERNEL_QUERIES = 32
-"""Queries of one block of the kernel, JAX's own choice for shapes that it has not tuned."""
+"""Queries of one block of the kernel: JAX's default for shapes that it has not tuned."""
 _HEADS = PartitionSpec(None, AXIS, None)
 _PAGES = PartitionSpec(None, None, AXIS, None)
 _WHOLE = PartitionSpec()
 
 
 class AttentionForm(NamedTuple):
-    """What is static about a model's attention."""
+    """The static parameters of a model's attention."""
 
     mesh: Mesh | AbstractMesh
     scale: float
@@ -49,8 +49,10 @@ def page_head_dim(head_dim: int, uses_kernel: bool) -> int:
 
 
 def page_dtype(dtype: Any, uses_kernel: bool) -> Any:
-    """Returns the dtype of the KV cache of a model in `dtype`. Without the kernel, 16-bit floats are kept as integers:
-    to scatter into floats XLA's CPU backend widens the whole cache.
+    """Returns the dtype of the KV cache of a model in `dtype`.
+
+    Without the kernel, 16-bit floats are stored as integers, because XLA's CPU backend widens the whole cache to
+    scatter into floats.
     """
     dtype = jnp.dtype(dtype)
     return dtype if uses_kernel or dtype.itemsize == 4 else jnp.dtype(jnp.uint16)
@@ -65,11 +67,11 @@ def attend(
     batch: Batch,
     sliding_window: int | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Writes keys and values into the pages, and returns what each query attends to, and the pages.
+    """Writes keys and values into the pages. Returns the attention's output for each query, and the pages.
 
-    `query` is [num_tokens, num_heads, head_dim], `key` and `value` [num_tokens, num_kv_heads, head_dim]. Query head `h`
-    reads KV head `h // (num_heads // num_kv_heads)` of its device. A token sees `sliding_window` positions, itself
-    included; None sees all.
+    `query` is [num_tokens, num_heads, head_dim], `key` and `value` are [num_tokens, num_kv_heads, head_dim]. Query head
+    `h` reads KV head `h // (num_heads // num_kv_heads)` of its device. A token sees `sliding_window` positions
+    including its own; None means all.
     """
     body = functools.partial(_attend_on_device, form, sliding_window)
     specs = (_HEADS, _HEADS, _HEADS, _PAGES, _WHOLE)
@@ -96,7 +98,7 @@ def _attend_on_device(
 
 
 def write_pages(key: jax.Array, value: jax.Array, pages: jax.Array, batch: Batch) -> jax.Array:
-    """Puts each token's key and value into its slot; those of padding go nowhere."""
+    """Writes each token's key and value into its slot; those of padding are dropped."""
     num_blocks, block_size, num_combined, head_dim = pages.shape
     position = jnp.maximum(batch.positions, 0)
     block = batch.block_tables[batch.sequences, position // block_size]
@@ -110,7 +112,7 @@ def write_pages(key: jax.Array, value: jax.Array, pages: jax.Array, batch: Batch
 def attend_by_kernel(
     query: jax.Array, pages: jax.Array, batch: Batch, scale: float, sliding_window: int | None
 ) -> jax.Array:
-    """The same by Pallas's kernel, on TPUs only."""
+    """Computes what `attend_by_chunks` does by the Pallas kernel, on TPUs only."""
     page_bytes = pages[0].size * pages.dtype.itemsize
     return ragged_paged_attention(
         query,
@@ -130,8 +132,8 @@ def attend_by_kernel(
 def attend_by_chunks(
     query: jax.Array, pages: jax.Array, batch: Batch, scale: float, sliding_window: int | None
 ) -> jax.Array:
-    """Attention of every token over its sequence's pages, [num_tokens, num_heads, head_dim], without a kernel. What
-    padding gets means nothing.
+    """Returns the attention of every token over its sequence's pages, [num_tokens, num_heads, head_dim], without a
+    kernel. Results for padding are undefined.
     """
     num_tokens, num_heads, head_dim = query.shape
     block_size, num_kv_heads = pages.shape[1], pages.shape[2] // 2
@@ -161,7 +163,7 @@ def attend_by_chunks(
             visible &= distance < sliding_window
         visible = visible[:, None, None, :]
         new_largest = jnp.maximum(largest, jnp.max(jnp.where(visible, scores, -jnp.inf), axis=-1))
-        # A row that has seen no key yet has -inf as its largest score.
+        # The largest score of a row is -inf until it has seen a key.
         reference = jnp.where(new_largest == -jnp.inf, 0.0, new_largest)
         weights = jnp.where(visible, jnp.exp(scores - reference[..., None]), 0.0)
         kept = jnp.where(largest == -jnp.inf, 0.0, jnp.exp(largest - reference))

@@ -1,6 +1,7 @@
-"""The flat batch of a step as one int32 array of static size: packed by the host, taken apart on the devices.
+"""The flat batch of a step as one int32 array of static size: the host packs it, the devices unpack it.
 
-A step has one of a few sizes (`sizes_up_to`), so that all programs are compiled at start. One array is one transfer.
+A step has one of a few sizes (`sizes_up_to`), so that all programs are compiled at start. A single array takes a single
+transfer.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import jax
 import numpy as np
 
 LEAST_SIZE = 8
-"""The smallest number of tokens or sample points of a program: TPUs compute eight rows at a time."""
+"""Smallest number of tokens or sample points of a program, because TPUs compute eight rows at a time."""
 
 
 def padded(count: int) -> int:
@@ -21,8 +22,8 @@ def padded(count: int) -> int:
 
 
 def sizes_up_to(limit: int, growth: int = 2) -> list[int]:
-    """Returns the sizes of programs for up to `limit` rows: from 8, each `growth` times the one before, and `limit`
-    itself, padded.
+    """Returns the sizes of programs for up to `limit` rows: `LEAST_SIZE`, then `growth` times the previous, and
+    `limit`, padded.
     """
     sizes, size = [], LEAST_SIZE
     while size < limit:
@@ -42,7 +43,7 @@ class BatchShape(NamedTuple):
     num_tokens: int
     num_sequences: int
     num_blocks: int
-    """Blocks of the longest sequence: the width of block tables."""
+    """Blocks of the longest sequence, which is the width of block tables."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -52,24 +53,26 @@ class BatchShape(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """`num_tokens` tokens of up to `num_sequences` sequences, int32 arrays. The sequences of the step come first."""
+    """The fields of a batch, int32 arrays: `num_tokens` tokens of up to `num_sequences` sequences, those of the step
+    first.
+    """
 
     token_ids: jax.Array
-    """[num_tokens]"""
+    """Token ids [num_tokens]."""
     sources: jax.Array
-    """[num_tokens]: index of the token in what the step before drew, in place of `token_ids`; -1 for none."""
+    """Index of each token in the previous step's drawn tokens, [num_tokens]; -1 takes `token_ids`."""
     positions: jax.Array
-    """[num_tokens]: position in the sequence; -1 for padding."""
+    """Position of each token in its sequence, [num_tokens]; -1 for padding."""
     sequences: jax.Array
-    """[num_tokens]: index of the token's sequence."""
+    """Index of each token's sequence, [num_tokens]."""
     query_start: jax.Array
-    """[num_sequences + 1]: the first token of each sequence in the batch; the last entry is the number of tokens."""
+    """Index of each sequence's first token, [num_sequences + 1]; the last entry is the number of tokens."""
     context_lens: jax.Array
-    """[num_sequences]: tokens of each sequence after this step; 0 for padding."""
+    """Tokens of each sequence after this step, [num_sequences]; 0 for padding."""
     num_sequences: jax.Array
-    """[1]: sequences of the step."""
+    """Number of sequences of the step, [1]."""
     block_tables: jax.Array
-    """[num_sequences, num_blocks]"""
+    """Block tables [num_sequences, num_blocks]."""
 
     @classmethod
     def unpack(cls, packed: jax.Array, shape: BatchShape) -> Batch:
@@ -87,10 +90,10 @@ def pack(
     block_tables: np.ndarray,
     sources: tuple[Sequence[int], Sequence[int]] = ((), ()),
 ) -> np.ndarray:
-    """Packs `lens[i]` tokens of sequence `i` from position `starts[i]` on, int32 [sum of `shape.sizes`].
+    """Packs `lens[i]` tokens of each sequence `i` from position `starts[i]`. Returns int32 [sum of `shape.sizes`].
 
-    `token_ids` is the flat batch, [sum of lens]; `block_tables` int32 [n, blocks]. `sources` are rows of the batch, and
-    the index of the token that each reads of what the step before drew.
+    `token_ids` is the flat batch, [sum of lens]; `block_tables` is int32 [n, blocks]. `sources` are the rows that take
+    a token of the previous step's draw, and the index of that token for each.
     """
     packed = np.zeros(sum(shape.sizes), dtype=np.int32)
     ends = np.cumsum(shape.sizes).tolist()

@@ -1,7 +1,7 @@
-"""The decoder that computes what the families of `workers/models/` describe, as pure functions of its parameters.
+"""The decoder for the families of `workers/models/`, as pure functions of its parameters.
 
 A step is `forward`, which writes keys and values and keeps the hidden states on the devices, then `compute_logits` for
-the rows that are drawn. XLA divides both over the mesh by the sharding of the parameters.
+the rows to draw from. XLA partitions both over the mesh by the sharding of the parameters.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def forward(
     drawn: jax.Array,
     packed: jax.Array,
 ) -> tuple[Pages, jax.Array]:
-    """Returns the pages with the batch's keys and values, and `hidden` with the hidden states of the batch in its first
+    """Returns the pages with the batch's keys and values, and `hidden` with the batch's hidden states in its first
     rows.
 
-    `hidden` is [most tokens of a step, hidden size], after the last norm; `drawn` int32 [n], the tokens that the step
-    before drew; `packed` is from `batch.pack`.
+    `hidden` is [max tokens of a step, hidden size], after the last norm. `drawn` is int32 [n], the tokens of the
+    previous step's draw. `packed` is from `batch.pack`.
     """
     batch = Batch.unpack(packed, shape)
     token_ids = jnp.where(batch.sources < 0, batch.token_ids, drawn[jnp.maximum(batch.sources, 0)])
@@ -54,7 +54,7 @@ def forward(
 
 
 def compute_logits(vocab_size: int, head: Linear, hidden: jax.Array, rows: jax.Array) -> jax.Array:
-    """Returns the logits of these rows of `hidden`, float32 [len(rows), vocab_size]."""
+    """Returns the logits of `rows` of `hidden`, float32 [len(rows), vocab_size]."""
     return linear(hidden[rows], head)[:, :vocab_size].astype(jnp.float32)
 
 
@@ -70,22 +70,26 @@ def _heads(
 
 
 def linear(x: jax.Array, weights: Linear) -> jax.Array:
-    """Returns x [n, in_features] times the weight, [n, out_features]. In float32 a TPU computes with all bits."""
+    """Returns x [n, in_features] times the weight, [n, out_features]. In float32 a TPU uses full precision."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     product = jax.lax.dot_general(x, weights.weight, (((1,), (1,)), ((), ())), precision=precision)
     return product if weights.bias is None else product + weights.bias
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """Root-mean-square normalisation (Zhang and Sennrich, 2019) of x [..., size] by `weight` [size], in float32."""
+    """Returns the root-mean-square norm (Zhang and Sennrich, 2019) of x [..., size] by `weight` [size], computed in
+    float32.
+    """
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + eps)
     return (wide * weight.astype(jnp.float32)).astype(x.dtype)
 
 
 def rotate(heads: jax.Array, cos_sin: jax.Array, norm: jax.Array | None, eps: float) -> jax.Array:
-    """Rotary embedding (Su et al., 2021) in the half-split order of Hugging Face, after a norm of each head if there is
-    one. `cos_sin` is float32 [num_tokens, head_dim].
+    """Applies rotary embedding (Su et al., 2021) in Hugging Face's half-split order, after a norm of each head if
+    given.
+
+    `cos_sin` is float32 [num_tokens, head_dim].
     """
     wide = heads.astype(jnp.float32)
     if norm is not None:

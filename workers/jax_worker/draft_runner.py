@@ -1,6 +1,6 @@
-"""A draft model on the mesh of its target: computes tokens, and draws the next ones with the target's noise.
+"""A draft model on its target's mesh: computes tokens, and draws the next ones with the target's noise.
 
-Which tokens, `specdecode/draft_model.py` decides.
+`specdecode/draft_model.py` decides which tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from workers.sampling.sampling_state import SequenceState
 
 
 class JaxDraftRunner:
-    """A `DraftRunner` beside the target's runner, whose sampler it uses."""
+    """A `DraftRunner` that shares the sampler of the target's runner."""
 
     def __init__(self, model: ModelState, target: JaxRunner) -> None:
         self.model = model
@@ -36,7 +36,7 @@ class JaxDraftRunner:
         block_tables: np.ndarray,
         drawing: Mapping[int, SequenceState],
     ) -> list[int | None]:
-        # The model's padded vocabulary may be wider than the draft model's; no text has ids of the padding.
+        # The target's padded vocabulary may be wider than the draft model's; tokens never have ids of the padding.
         known = np.minimum(token_ids, self.model.config.vocab_size - 1)
         self.model.forward(known, np.array(starts), np.array(counts), block_tables)
         rows = (np.cumsum(counts) - 1)[list(drawing)]

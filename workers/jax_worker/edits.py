@@ -1,6 +1,6 @@
-"""What a step's sample points ask of the sampler, as tables that the device reads. Plain numpy, on the host.
+"""Builds the sampler's tables from a step's sample points, for the device to read. Plain numpy, on the host.
 
-Edits of single tokens become a list (`sampler.edit`); allowed tokens join the constraint's mask.
+Edits of single tokens become a list (`sampler.edit`). Allowed tokens are combined with the constraint's mask.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from workers.sampling.sampling_state import SamplingState, SequenceState
 def point_table(
     size: int, sequences: list[SequenceState], positions: Sequence[int], state: SamplingState
 ) -> np.ndarray:
-    """Returns the table of `size` points of which the first are given, int32 [fields of `Points`, size]: no masks."""
+    """Returns a table of `size` points, int32 [fields of `Points`, size]. The first ones are the given points, without
+    masks.
+    """
     count = len(sequences)
     table = np.zeros((len(Points._fields), size), dtype=np.int32)
     points = Points(*table)  # views
@@ -34,8 +36,8 @@ def point_table(
 def mask_rows(
     table: np.ndarray, sequences: list[SequenceState], masks: MaskBatch | None, vocab_size: int
 ) -> np.ndarray | None:
-    """Marks the masked and the late points in `table`, and returns the masks, int32 [size, words]; None if no point has
-    one. Row `i` is point `i`'s.
+    """Marks masked and late points in `table`. Returns the masks, int32 [size, words] by point, or None if no point has
+    one.
     """
     marks = Points(*table).mask
     rows: np.ndarray | None = None
@@ -68,9 +70,9 @@ def packed_tokens(token_ids: np.ndarray, vocab_size: int) -> np.ndarray:
 def edit_tables(
     sequences: list[SequenceState], positions: Sequence[int], masks: MaskBatch | None, num_points: int
 ) -> list[np.ndarray]:
-    """Returns the edits of all points in tables for `sampler.edit`, as many as it takes; `num_points` marks padding.
+    """Returns the edits of all points as tables for `sampler.edit`; `num_points` marks padding.
 
-    Points with logits processors are edited before those run, so only the constraint's adjustments are left of theirs.
+    Points with logits processors are edited before those run, so only the constraint's adjustments remain for them.
     """
     adjustments = {} if masks is None else masks.adjustments
     pieces = []

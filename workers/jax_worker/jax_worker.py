@@ -1,5 +1,5 @@
-"""One host of one model replica in JAX: opens the mesh, loads the model over it, plans the KV cache, compiles every
-program and owns the runner.
+"""The worker of one TPU host in JAX: opens the mesh, loads the model, plans the KV cache, compiles every program and
+owns the runner.
 
 It is a `SpeculationTarget` of `workers/ranks/rank_worker.py`. Importing it imports no torch.
 """
@@ -40,12 +40,12 @@ from workers.step import StepInput, StepOutOfMemory, StepOutput
 logger = logging.getLogger(__name__)
 
 SCALAR_BYTES = 512 << 10
-"""Most bytes of a step's block tables on a TPU: the attention kernel keeps them in scalar memory, of 1 MiB."""
+"""Most bytes of a step's block tables on a TPU, because the attention kernel keeps them in 1 MiB of scalar memory."""
 
 
 class JaxWorker:
-    """A mesh of `tensor_parallel_size` devices; see `TorchWorker` for the arguments and the errors. Of several hosts
-    each makes one, with its `place`.
+    """A worker on a mesh of `tensor_parallel_size` devices; see `TorchWorker` for arguments and errors. Each of several
+    hosts makes one with its own `place`.
     """
 
     def __init__(
@@ -97,7 +97,9 @@ class JaxWorker:
         compiler.compile(folder.name)
         phases.end("programs")
         self.runs_ahead = num_hosts == 1
-        """With several hosts the others learn the tokens from the engine."""
+        """Whether calls return before the devices are done: False with several hosts, which get the drawn tokens from
+        the engine.
+        """
         self.info = ModelInfo(
             folder=str(folder),
             vocab_size=model_config.vocab_size,
@@ -123,7 +125,7 @@ class JaxWorker:
         return self.runner.is_computing()
 
     def draw(self, masks: MaskBatch | None = None) -> PendingDraw:
-        """`sample` in two parts: the caller waits for the tokens in `result`, which comes before the next draw."""
+        """Draws without waiting for the devices. The caller waits in `PendingDraw.result`, before the next draw."""
         with _named_memory_errors():
             return self.runner.draw(masks)
 
@@ -135,7 +137,7 @@ class JaxWorker:
         self.runner.adopt(token_ids)
 
     def register_logits_processor(self, name: str, factory: LogitsProcessorFactory) -> None:
-        """Raises `LogitsProcessorError` if the name is taken."""
+        """Registers a factory. Raises `LogitsProcessorError` if the name is taken."""
         self.processors.register(name, factory)
 
     def reset(self) -> None:
@@ -147,7 +149,7 @@ class JaxWorker:
 
 @contextlib.contextmanager
 def _named_memory_errors() -> Iterator[None]:
-    """Turns JAX's error into `StepOutOfMemory`, because the engine, which answers it, knows no JAX."""
+    """Turns JAX's out-of-memory error into `StepOutOfMemory`, because the engine handles it and imports no JAX."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

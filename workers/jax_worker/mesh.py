@@ -1,7 +1,7 @@
-"""The devices of one model replica as a mesh with one axis, `tensor`, over one process or one process a host.
+"""The devices of one model replica as a mesh with a single axis, `tensor`, over one process on each host.
 
-Every process of a mesh runs the same functions on the same arrays (SPMD). JAX's coordination service starts in rank 0's
-process; on CPUs, which simulate a mesh, gloo carries what the devices of two processes tell each other.
+Every process of a mesh runs the same functions on the same arrays (SPMD). JAX's coordination service runs in rank 0's
+process. On CPUs, which simulate a mesh, devices of different processes communicate through gloo.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from workers.models.model_config import ModelError
 from workers.ranks.rank_worker import RankPlace
 
 AXIS = "tensor"
-"""The name of the mesh's only axis: heads, inner widths and vocabularies are divided along it."""
+"""Name of the mesh's only axis, along which heads, inner widths and vocabularies are split."""
 TPU = "tpu"
-"""The name of TPUs among JAX's backends."""
+"""Name of the TPU backend in JAX."""
 LOOPBACK = "127.0.0.1"
-"""The address of the coordination service of processes of one machine."""
+"""Address of the coordination service if one machine has all processes."""
 _JOIN_S = 300
-"""Seconds within which all hosts of a mesh must have joined it."""
+"""Seconds in which all hosts of a mesh must join it."""
 
 
 def open_mesh(num_devices: int, num_hosts: int = 1, place: RankPlace | None = None) -> Mesh:
-    """Returns the mesh of a replica. Of several hosts each calls it; `place` says which one this is.
+    """Returns the mesh of a replica. Each of several hosts calls it with its own `place`.
 
     Raises `ModelError` if there are no TPUs (set `JAX_PLATFORMS=cpu` to simulate them) or fewer than `num_devices`.
     """
@@ -53,15 +53,15 @@ def open_mesh(num_devices: int, num_hosts: int = 1, place: RankPlace | None = No
         raise ModelError(
             f"{num_hosts} hosts have {len(devices)} devices together; set tensor_parallel_size to {len(devices)}"
         )
-    # Auto: XLA's partitioner derives how each value between the parameters and the results is divided.
+    # Auto: XLA's partitioner derives the sharding of each value between parameters and results.
     return jax.make_mesh((num_devices,), (AXIS,), axis_types=(AxisType.Auto,), devices=devices[:num_devices])
 
 
 def open_group(folder: pathlib.Path, host: str | None) -> tuple[None, str]:
-    """Returns an address for JAX's coordination service, which rank 0 starts there when it joins the mesh; see
+    """Returns an address for JAX's coordination service, which rank 0 starts when it joins the mesh; see
     `workers.ranks.rank_worker.open_group`.
 
-    The service asks nobody for a secret, so hosts of a slice need a network of their own (`docs/security.md`).
+    The service has no authentication, so hosts of a slice need a private network (`docs/security.md`).
     """
     address = host or LOOPBACK
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
@@ -89,24 +89,24 @@ def is_tpu(mesh: Mesh) -> bool:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """The sharding of an array that every device holds whole."""
+    """Returns the sharding of an array that every device holds whole."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def place(mesh: Mesh, array: np.ndarray) -> jax.Array:
-    """Copies an array of the host to every device of the mesh. All hosts pass equal arrays."""
+    """Copies a host array to every device of the mesh. All hosts must pass equal arrays."""
     if jax.process_count() == 1:
         return jax.device_put(array, replicated(mesh))
     return jax.make_array_from_process_local_data(replicated(mesh), array, array.shape)
 
 
 def on_first_device(array: jax.Array) -> jax.Array:
-    """Returns this process's first copy of an array that every device holds whole, without copying it."""
+    """Returns this process's first copy of an array that every device holds whole. Copies nothing."""
     return array.addressable_data(0)
 
 
 def free_memory(mesh: Mesh) -> int | None:
-    """Returns the free bytes of the TPU of this process that has the fewest; None where devices share the host's."""
+    """Returns the free bytes of this process's fullest TPU, or None where devices share the host's memory."""
     if not is_tpu(mesh):
         return None
     stats = [device.memory_stats() or {} for device in mesh.local_devices]

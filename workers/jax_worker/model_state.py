@@ -26,16 +26,16 @@ class Limits:
         self.block_size = block_size
         num_sequences, num_blocks = padded(max_num_sequences), -(-max_model_len // block_size)
         self.shapes = [BatchShape(size, num_sequences, num_blocks) for size in sizes_up_to(max_num_tokens)]
-        self.point_sizes = sizes_up_to(max_num_sequences, growth=4)  # each has five programs, and a pass is short
+        self.point_sizes = sizes_up_to(max_num_sequences, growth=4)  # each has five short programs
 
     @property
     def max_points(self) -> int:
-        """Sample points of one call of the sampler."""
+        """Most sample points of one call of the sampler."""
         return self.point_sizes[-1]
 
 
 class ModelState:
-    """A model with `num_blocks` KV blocks. Its logits are as wide as `vocab_size`."""
+    """A model with `num_blocks` KV blocks. Its logits are `vocab_size` wide."""
 
     def __init__(
         self,
@@ -69,14 +69,14 @@ class ModelState:
         )
 
     def allocate(self) -> None:
-        """Makes the KV cache and the hidden states, which a step that failed may have taken away."""
+        """Allocates the KV cache and the hidden states, which a failed step may have deleted."""
         self.pages = [self._zeros() for _ in range(self.config.num_layers)]
         size = (self.limits.shapes[-1].num_tokens, self.config.hidden_size)
         self.hidden = place(self.mesh, np.zeros(size, dtype=self._dtype))
 
     @property
     def is_whole(self) -> bool:
-        """Whether no program that failed has taken an array away."""
+        """Whether all arrays still exist: a program that fails deletes the arrays donated to it."""
         return not (self.hidden.is_deleted() or any(each.is_deleted() for each in self.pages))
 
     def is_ready(self) -> bool:
@@ -85,7 +85,7 @@ class ModelState:
         return is_ready
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies KV blocks, (source, destination) each."""
+        """Copies KV blocks, given as (source, destination) pairs."""
         for first in range(0, len(pairs), NUM_COPIES):
             part = np.full((2, NUM_COPIES), self.num_blocks, dtype=np.int32)
             part[0] = 0
@@ -102,8 +102,8 @@ class ModelState:
         drawn: jax.Array | None = None,
         sources: tuple[Sequence[int], Sequence[int]] = ((), ()),
     ) -> np.ndarray:
-        """Starts the forward pass of a batch, as `batch.pack` has it, and returns the packed batch. `drawn` is on the
-        first device.
+        """Starts the forward pass of a batch, with the arguments of `batch.pack`, and returns the packed batch. `drawn`
+        is on the first device.
         """
         shape = next(each for each in self.limits.shapes if each.num_tokens >= len(token_ids))
         packed = pack(shape, token_ids, starts, lens, block_tables, sources)
@@ -113,8 +113,8 @@ class ModelState:
         return packed
 
     def logits(self, rows: np.ndarray) -> tuple[jax.Array, jax.Array]:
-        """Returns the logits of these rows of the hidden states, float32 [P, V], and their statuses, int32 [P], on the
-        first device. P is the smallest size of programs that has room.
+        """Returns the logits of `rows` of the hidden states, float32 [P, V], and their statuses, int32 [P], on the
+        first device. P is the smallest program size with room for them.
         """
         size = size_for(len(rows), self.limits.point_sizes)
         wanted = np.zeros(size, dtype=np.int32)
@@ -124,7 +124,7 @@ class ModelState:
 
 
 def held_config(config: ModelConfig, mesh: Mesh) -> ModelConfig:
-    """Returns the configuration of what one device holds of the KV cache, to plan its memory."""
+    """Returns the configuration of one device's part of the KV cache, to plan its memory."""
     return msgspec.structs.replace(
         config,
         num_kv_heads=num_kv_heads(config, mesh.size) // mesh.size,
@@ -135,7 +135,7 @@ def held_config(config: ModelConfig, mesh: Mesh) -> ModelConfig:
 def _zero_pages(
     config: ModelConfig, form: AttentionForm, num_blocks: int, block_size: int, dtype: np.dtype
 ) -> jax.stages.Wrapped:
-    """Returns a function that makes the pages of one layer on their devices."""
+    """Returns a function that allocates the zeroed pages of one layer on their devices."""
     mesh = form.mesh
     assert isinstance(mesh, Mesh)
     heads = 2 * num_kv_heads(config, mesh.size)

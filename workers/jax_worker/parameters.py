@@ -1,7 +1,7 @@
-"""Reads a checkpoint into JAX arrays that are divided over a mesh.
+"""Reads a checkpoint into JAX arrays that are sharded over a mesh.
 
-What a model has, the descriptions of `workers/models/` say, which the torch worker reads too. Each device gets its
-slice of a tensor from the mapped file; no tensor is whole on a device unless every device needs the whole.
+The descriptions of `workers/models/`, which the torch worker reads too, list the tensors. Each device gets its slice of
+a tensor from the mapped file. A tensor is whole on a device only if every device needs all of it.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ DTYPES: dict[str, Any] = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float16": np.dtype(np.float16),
 }
-"""The dtypes of a model by their names."""
+"""The dtypes of a model, by name."""
 _STORED = {"F32": DTYPES["float32"], "BF16": DTYPES["bfloat16"], "F16": DTYPES["float16"]}
-"""The dtypes of a safetensors file that a model may be read from."""
+"""The dtypes of safetensors files that can be read, by their names there."""
 _ITEM_BYTES = {name: dtype.itemsize for name, dtype in _STORED.items()}
 
 
 class Linear(NamedTuple):
     weight: jax.Array
-    """[out_features, in_features]"""
+    """The weight [out_features, in_features]."""
     bias: jax.Array | None
-    """[out_features]"""
+    """The bias [out_features], or None."""
 
 
 class Layer(NamedTuple):
@@ -61,25 +61,28 @@ class Parameters(NamedTuple):
     """The weights of a model, a pytree."""
 
     embedding: jax.Array
-    """[padded vocabulary, hidden]"""
+    """The lookup table [padded vocabulary, hidden]."""
     layers: tuple[Layer, ...]
     final_norm: jax.Array
     head: Linear
-    """hidden -> logits of the padded vocabulary."""
+    """The linear from hidden states to logits of the padded vocabulary."""
     cos_sin: jax.Array
     """Rotary cosines then sines, float32 [max_model_len, head_dim]."""
 
 
 def num_kv_heads(config: ModelConfig, num_devices: int) -> int:
-    """Returns the KV heads of all devices together: if there are fewer than devices, several hold the same one."""
+    """Returns the KV heads of all devices together. With fewer heads than devices, several devices hold
+    the same head.
+    """
     return max(config.num_kv_heads, num_devices)
 
 
 def load_parameters(
     folder: str | pathlib.Path, config: ModelConfig, dtype: str, mesh: Mesh, max_model_len: int, whole: bool = True
 ) -> Parameters:
-    """Raises `ModelError` naming a tensor that is missing, misshapen, or unexpected. If `whole` is False, `config` may
-    have fewer layers than the checkpoint: the others are not read.
+    """Loads the weights of a model. Raises `ModelError` naming a missing, misshapen or unexpected tensor.
+
+    If `whole` is False, `config` may have fewer layers than the checkpoint; the others are not read.
     """
     files = TensorFiles(folder, read_ahead=mesh.size == 1)
     parameters = _Reader(files, config, DTYPES[dtype], mesh).read(max_model_len)
@@ -137,7 +140,7 @@ class _Reader:
         return self._divided((len(rows), in_features), axes, lambda index: _taken(whole, rows[index[0]])[:, index[1]])
 
     def _bias(self, part: Part) -> jax.Array:
-        """Of a linear whose inputs are divided, the bias is added once, after the sum over devices."""
+        """Returns a bias. Where inputs are split, the bias is whole on every device and added once, after the sum."""
         whole, rows = self._view(f"{part.name}.bias", (part.out_features,)), self._rows(part)
         axis = None if part.split is Split.NOTHING else AXIS
         return self._divided((len(rows),), (axis,), lambda index: _taken(whole, rows[index[0]]))
@@ -146,7 +149,7 @@ class _Reader:
         return place(self._mesh, self._view(f"{spec.name}.weight", (spec.size,)).astype(self._dtype))
 
     def _rows(self, part: Part) -> np.ndarray:
-        """Returns which rows of the checkpoint's tensor the devices hold, in order; -1 is a row of zeros."""
+        """Returns the rows of the checkpoint's tensor that the devices hold, in order; -1 is a row of zeros."""
         rows = np.arange(part.out_features)
         if part.split is Split.VOCABULARY:
             padding = -part.out_features % self._mesh.size
@@ -168,7 +171,7 @@ class _Reader:
 
 
 def _taken(whole: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Returns these rows of a tensor, a view of the file where they lie side by side; -1 stands for zeros."""
+    """Returns the given rows of a tensor, as a view of the file if they are contiguous; -1 is a row of zeros."""
     if not len(rows) or (rows[0] >= 0 and np.array_equal(rows, np.arange(rows[0], rows[0] + len(rows)))):
         return whole[rows[0] : rows[0] + len(rows)] if len(rows) else whole[:0]
     taken = whole[rows]

@@ -1,4 +1,4 @@
-"""What a mesh can hold: the model's family and dtype, and the KV cache of each device. Reads no weights."""
+"""Plans what a mesh can hold: the model's family and dtype, and the KV cache of each device. Reads no weights."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from workers.model_options import ModelOptions
 from workers.models.model_config import ModelConfig, ModelError
 
 TPU_KV_SHARE = 0.9
-"""Share of a TPU's free memory that the KV cache takes; the rest is for the largest step."""
+"""Share of a TPU's free memory for the KV cache; the rest is for the largest step."""
 BLOCK_BITS = 7
-"""Significant bits of the number of KV blocks: at most 1.6% of the cache is given up for it."""
+"""Significant bits of the number of KV blocks; rounding down to them loses at most 1.6% of the cache."""
 
 
 def native_config(folder: pathlib.Path) -> ModelConfig:
-    """Raises `ModelError` if the worker does not run the model's family."""
+    """Returns the configuration of the model. Raises `ModelError` if this worker does not support its family."""
     config = load_model_config(folder)
     if not config.native:
         raise ModelError(f"device tpu runs no {config.architecture}; use one of the native families, or device cpu")
@@ -29,7 +29,7 @@ def native_config(folder: pathlib.Path) -> ModelConfig:
 
 
 def resolve_dtype(asked: str, of_checkpoint: str) -> str:
-    """Returns the dtype of the model for the option `dtype`: float16 becomes bfloat16 unless it is asked for."""
+    """Returns the model's dtype for the option `dtype`; `auto` turns float16 into bfloat16."""
     if asked != "auto":
         return asked
     return "bfloat16" if of_checkpoint == "float16" else of_checkpoint
@@ -44,8 +44,8 @@ def plan(
     weight_bytes: int,
     unread_bytes: int = 0,
 ) -> tuple[int, int]:
-    """Returns (bytes, blocks) of the KV cache of each device. `unread_bytes` of each device's share of the weights are
-    not loaded yet.
+    """Returns (bytes, blocks) of the KV cache of each device. `unread_bytes` are the bytes of each device's weights
+    that are not loaded yet.
     """
     shares_memory = not is_tpu(mesh)
     free = free_bytes(mesh)
@@ -59,13 +59,13 @@ def plan(
         shares_memory=shares_memory,
         most_of_free=MOST_OF_FREE if shares_memory else TPU_KV_SHARE,
     )
-    # Compiled programs are kept by the number of blocks, which must not vary with every byte that is free.
+    # The number of blocks is part of a compiled program's cache key, so it must not vary with each free byte.
     step = 1 << max(0, num_blocks.bit_length() - BLOCK_BITS)
     kept = num_blocks // step * step
     return num_bytes // num_blocks * kept, kept
 
 
 def free_bytes(mesh: Mesh) -> int:
-    """Returns the free bytes of each device. Devices that are simulated share the memory of the host."""
+    """Returns the free bytes of each device. Simulated devices share the host's memory."""
     of_device = free_memory(mesh)
     return host.free_memory() // len(mesh.local_devices) if of_device is None else of_device

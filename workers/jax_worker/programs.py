@@ -1,7 +1,7 @@
-"""Every program that a worker runs, compiled at start: after that nothing compiles, because only these are called.
+"""Compiles every program that a worker runs at start, so that nothing compiles later.
 
-A program is a jitted function at one static size. Compiled programs are kept in a cache on disk, so that a second start
-only loads them.
+A program is a jitted function at one static size. Compiled programs are cached on disk, so that a second start only
+loads them.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from workers.jax_worker.parameters import Linear, Parameters
 from workers.models.model_config import ModelConfig
 
 NUM_COPIES = 64
-"""Blocks of one call of `copy_blocks`."""
+"""Block copies of one call of `copy_blocks`."""
 
 Program = Callable[..., Any]
 
 
 def keep_compiled_programs() -> None:
-    """Lets JAX keep compiled programs in Manta's cache folder, unless the environment names another one."""
+    """Makes JAX cache compiled programs in Manta's cache folder, unless the environment names another one."""
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "jax"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -42,21 +42,23 @@ def keep_compiled_programs() -> None:
 
 
 def copy_blocks(pages: Pages, pairs: jax.Array) -> Pages:
-    """Copies blocks of every layer: `pairs` int32 [2, NUM_COPIES], sources and destinations; a destination beyond the
-    pages is padding.
+    """Copies blocks of every layer. `pairs` is int32 [2, NUM_COPIES], sources and destinations; a destination past the
+    last block is padding.
     """
     return [each.at[pairs[1]].set(each[pairs[0]], mode="drop") for each in pages]
 
 
 class Compiler:
-    """Collects the programs to compile, and compiles them on `num_threads` threads: XLA releases Python's lock."""
+    """Collects programs, and compiles them on `num_threads` threads, which works because XLA releases the GIL."""
 
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
         self._lowered: list[tuple[dict[int, Program], int, Any]] = []
 
     def add(self, programs: dict[int, Program], size: int, function: Any, *arguments: Any) -> None:
-        """Puts `function`, compiled for arguments of these shapes and shardings, into `programs[size]` later."""
+        """Adds a program: `compile` puts `function`, compiled for arguments of these shapes and shardings, into
+        `programs[size]`.
+        """
         self._lowered.append((programs, size, function.lower(*arguments)))
 
     def compile(self, what: str) -> None:
@@ -84,8 +86,10 @@ class ModelPrograms:
         point_sizes: list[int],
         vocab_size: int,
     ) -> None:
-        """`shapes` are the sizes of batches, and `point_sizes` those of sample points. `vocab_size` is the width of the
-        logits: that of a draft model's target.
+        """Adds the programs to the compiler.
+
+        `shapes` are the sizes of batches, and `point_sizes` those of sample points. `vocab_size` is the width of the
+        logits: for a draft model, that of its target.
         """
         mesh = form.mesh
         assert isinstance(mesh, Mesh)
@@ -95,8 +99,8 @@ class ModelPrograms:
         hidden = array((shapes[-1].num_tokens, config.hidden_size), parameters.embedding.dtype)
         drawn = array((point_sizes[-1],), jnp.int32)
         self.forward: dict[int, Program] = {}
-        """By number of tokens. (parameters, pages, hidden, drawn, packed) -> (pages, hidden); the second and the third
-        argument are donated.
+        """Programs by number of tokens: (parameters, pages, hidden, drawn, packed) -> (pages, hidden). `pages` and
+        `hidden` are donated.
         """
         for shape in shapes:
             body = jax.jit(
@@ -107,7 +111,7 @@ class ModelPrograms:
             packed = array((sum(shape.sizes),), jnp.int32)
             compiler.add(self.forward, shape.num_tokens, body, models, held, hidden, drawn, packed)
         self.logits: dict[int, Program] = {}
-        """By number of points. (head, hidden, rows) -> (logits, model's status)."""
+        """Programs by number of points: (head, hidden, rows) -> (logits, model's status)."""
         body = jax.jit(functools.partial(_logits_and_status, config.vocab_size, vocab_size), out_shardings=whole)
         for size in point_sizes:
             compiler.add(self.logits, size, body, models.head, hidden, array((size,), jnp.int32))
@@ -125,20 +129,20 @@ def _logits_and_status(
 
 
 class SamplerPrograms:
-    """The programs of the sampler, on one device; each dictionary is by number of points."""
+    """The programs of the sampler, on one device. Each dictionary maps numbers of points to programs."""
 
     def __init__(
         self, compiler: Compiler, device: jax.Device, vocab_size: int, point_sizes: list[int], num_top: int
     ) -> None:
         array = functools.partial(jax.ShapeDtypeStruct, sharding=SingleDeviceSharding(device))
         self.edit: dict[int, Program] = {}
-        """(logits, edits) -> logits."""
+        """Programs (logits, edits) -> logits."""
         self.replace_row: dict[int, Program] = {}
-        """(logits, index, row) -> logits."""
+        """Programs (logits, index, row) -> logits."""
         self.draw: dict[int, Program] = {}
-        """(logits, model's status, table, masks) -> (tokens, status)."""
+        """Programs (logits, model's status, table, masks) -> (tokens, status)."""
         self.logprobs: dict[int, Program] = {}
-        """(logits, tokens of `draw`) -> log-probabilities."""
+        """Programs (logits, tokens of `draw`) -> log-probabilities."""
         edit, replace = jax.jit(sampler.edit), jax.jit(sampler.replace_row)
         draw = jax.jit(functools.partial(sampler.draw, point_sizes[-1]))
         logprobs = jax.jit(functools.partial(sampler.logprobs, num_top))

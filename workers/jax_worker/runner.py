@@ -1,8 +1,8 @@
 """Executes steps on the mesh: starts the forward pass, then draws from its logits.
 
-JAX's calls return before the devices are done, so a step may be executed before the tokens of the one before are known
-here: the devices put them into its batch. Of several hosts every one starts the same programs in the same order, and
-rank 0 alone draws.
+JAX's calls return before the devices are done, so a step may be executed before the previous step's tokens are on the
+host; the devices put them into the batch. With several hosts, all start the same programs in the same order, and only
+rank 0 draws.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from workers.step import SamplePoint, StepInput, StepOutput, TokenLogprobs
 
 
 class Drawn(NamedTuple):
-    """What one call of the sampler drew, on the first device."""
+    """The results of one call of the sampler, on the first device."""
 
     points: Sequence[SamplePoint]
     sequences: list[SequenceState]
     tokens: jax.Array
-    """int32 [most points of a call]"""
+    """Drawn tokens, int32 [max points of a call]."""
     status: jax.Array
-    """int32 [P]"""
+    """Status of each row, int32 [P]."""
     reported: list[tuple[int, int]]
     """(point index, number of alternatives) of the points whose log-probabilities are reported."""
     logprobs: tuple[jax.Array, ...] | None
-    """Of every point; see `sampler.logprobs`."""
+    """Log-probabilities of every point, or None; see `sampler.logprobs`."""
     processors: ProcessorReport
 
     def send(self) -> ReadSample:
-        """Starts the copy to the host, and returns what waits for it."""
+        """Starts the copy to the host. Returns a function that waits for it."""
         for array in (self.tokens, self.status, *(self.logprobs or ())):
             array.copy_to_host_async()
         return self.read
@@ -66,8 +66,8 @@ class Drawn(NamedTuple):
 
 
 class JaxRunner:
-    """Not thread-safe; one step at a time. `draws` says whether this host is rank 0, `has_digest` whether there are
-    others.
+    """Runs one step at a time. Not thread-safe. `draws` says whether this host is rank 0, `has_digest` whether there
+    are several hosts.
     """
 
     def __init__(
@@ -88,18 +88,18 @@ class JaxRunner:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets every sequence. Weights stay; the KV cache is made anew if a failed step took it away."""
+        """Forgets every sequence. The weights stay, and the KV cache is allocated again if a failed step deleted it."""
         self.sequences.clear()
         self._step: StepInput | None = None
         self._drawn: Drawn | None = None
         self._pending = PendingDraw(StepOutput(-1), self.state)
-        """What was drawn last."""
+        """The last draw."""
         self._digest = 0
         if not self.model.is_whole:
             self.model.allocate()
 
     def adopt(self, token_ids: Mapping[int, list[int]]) -> None:
-        """Appends what rank 0 drew in the last step, by sequence."""
+        """Appends the tokens that rank 0 drew in the last step, by sequence id."""
         for sequence_id, gained in token_ids.items():
             if gained:
                 self.state.append(sequence_id, gained)
@@ -123,15 +123,15 @@ class JaxRunner:
                 self._digest = zlib.crc32(packed.tobytes())
 
     def is_computing(self) -> bool:
-        """Returns whether the forward pass of the last step goes on."""
+        """Returns whether the forward pass of the last step still runs."""
         return not self.model.is_ready()
 
     # ---- phase two ---------------------------------------------------------------------------------------------------
 
     def draw(self, masks: MaskBatch | None = None) -> PendingDraw:
-        """Draws a token at each sample point of the step that `execute` was given, under the step's masks.
+        """Draws a token at each sample point of the last executed step, under the step's masks.
 
-        Waits for the device for log-probabilities of prompts, to verify drafts, and for logits processors only.
+        It waits for the devices only to report prompt log-probabilities, to verify drafts and to run logits processors.
         """
         step = self._step
         if step is None:
@@ -157,7 +157,7 @@ class JaxRunner:
         return self._pending
 
     def _draw_all(self, points: list[SamplePoint], masks: MaskBatch | None) -> HostSample:
-        """Draws at any number of points, and waits for the tokens."""
+        """Draws at any number of points and waits for the tokens."""
         whole, most = HostSample([], {}, {}), self.model.limits.max_points
         for first in range(0, len(points), most):
             chosen = range(first, min(first + most, len(points)))
@@ -190,8 +190,8 @@ class JaxRunner:
         positions: Sequence[int],
         masks: MaskBatch | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Draws from the first rows of logits [P, V], one for each sequence. Returns tokens int32 [most points] and
-        statuses int32 [P]; nothing waits.
+        """Draws from the first rows of logits [P, V], one for each sequence. Returns tokens int32 [max points] and
+        statuses int32 [P] without waiting for the device.
         """
         size = len(logits)
         table = point_table(size, sequences, positions, self.state)
@@ -208,7 +208,7 @@ class JaxRunner:
     def _processed(
         self, logits: jax.Array, sequences: list[SequenceState], positions: list[int], masks: MaskBatch | None
     ) -> tuple[jax.Array, ProcessorReport]:
-        """Runs logits processors on the host, because they change tensors of torch. Returns the changed logits."""
+        """Runs logits processors on the host, because they take torch tensors. Returns the changed logits."""
         import torch  # no other part of this worker needs it
 
         from workers.torch_worker.sampler import points_with_processors, run_processors
@@ -224,7 +224,7 @@ class JaxRunner:
         return logits, ProcessorReport(processed.names, processed.failures())
 
     def _prompt_logprobs(self, step: StepInput, output: StepOutput) -> None:
-        """Puts log-probabilities of prompts into `output`."""
+        """Adds prompt log-probabilities to `output`."""
         most = self.model.limits.max_points
         for asked in self.sequences.prompt_targets(step):
             entries: list[TokenLogprobs] = []
@@ -245,7 +245,7 @@ class JaxRunner:
 
 
 def _masks_of(masks: MaskBatch | None, chosen: range) -> MaskBatch | None:
-    """Returns the masks of these points alone."""
+    """Returns the masks of these points only."""
     if masks is None:
         return None
     adjustments = {index - chosen.start: masks.adjustments[index] for index in chosen if index in masks.adjustments}

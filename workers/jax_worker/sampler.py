@@ -1,8 +1,8 @@
 """The sampler's jitted functions, on one device: edits, masks, filters, noise and log-probabilities.
 
-They compute what `workers/torch_worker/sampler.py` documents, step by step, with the same noise. Each works on P rows,
-padded; what a row asks for is in its column of a table, so that one program serves every mixture of requests. A part
-that no row asks for is skipped on the device.
+They compute what `workers/torch_worker/sampler.py` documents, with the same noise. Each works on P padded rows. A row's
+parameters are in its column of a table, so that one program serves every mix of requests. The device skips a part that
+no row uses.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ from workers.sampling.noise import LARGEST_V, MULTIPLIERS
 from workers.sampling.row_status import INFINITE, LATE, MASKED, NAN, OK, OVERFLOW
 
 NOT_MASKED, IS_MASKED, IS_LATE = range(3)
-"""What a row's mask is."""
+"""The values of `Points.mask`."""
 
 
 class Points(NamedTuple):
-    """The rows of `Table` by name, int32 [P]: one entry for each sample point."""
+    """The rows of a `Table` by name, int32 [P]: one entry for each sample point."""
 
     key_low: jax.Array
     key_high: jax.Array
-    """The halves of the noise's key (`workers/sampling/noise.py`)."""
+    """Upper half of the noise's key, after `key_low` (`workers/sampling/noise.py`)."""
     top_k: jax.Array
-    """0 keeps all tokens."""
+    """`top_k` of each row; 0 keeps all tokens."""
     mask: jax.Array
-    """`NOT_MASKED`, `IS_MASKED` or `IS_LATE`."""
+    """Whether the row is `NOT_MASKED`, `IS_MASKED` or `IS_LATE`."""
     inverse_temperature: jax.Array
-    """float32 bits; 0 is greedy."""
+    """The inverse temperature as float32 bits; 0 is greedy."""
     top_p: jax.Array
-    """float32 bits; 1 keeps all tokens."""
+    """`top_p` as float32 bits; 1 keeps all tokens."""
     log_min_p: jax.Array
-    """float32 bits; -inf keeps all tokens."""
+    """The logarithm of `min_p` as float32 bits; -inf keeps all tokens."""
 
 
 Table = jax.Array
-"""int32 [number of `Points`' fields, P]."""
+"""The table of sample points, int32 [fields of `Points`, P]."""
 
 NUM_EDITS = 4096
-"""Edits of one call of `edit`."""
+"""Number of edits of one call of `edit`."""
 NUM_EDIT_ROWS = 6
-"""Rows of the table of edits: point, token, and the bits of bias, penalty, cost and adjustment."""
+"""Number of rows of the table of edits: point, token, and the bits of bias, penalty, cost and adjustment."""
 
 
 def model_status(logits: jax.Array) -> jax.Array:
@@ -53,11 +53,11 @@ def model_status(logits: jax.Array) -> jax.Array:
 
 
 def edit(logits: jax.Array, edits: jax.Array) -> jax.Array:
-    """Returns logits [P, V] with the edits of single tokens, int32 [NUM_EDIT_ROWS, NUM_EDITS]; padding names a point
-    beyond P. No token of a point has two edits.
+    """Returns logits [P, V] with edits of single tokens, int32 [NUM_EDIT_ROWS, NUM_EDITS]. No token of a point has two
+    edits.
 
-    A logit becomes `penalise(logit + bias) - cost + adjustment`: a penalty divides what is positive and multiplies what
-    is not. A bias of -inf bans the token.
+    Padding names a point beyond P. A logit becomes `penalise(logit + bias) - cost + adjustment`, where a penalty
+    divides positive values and multiplies others. A bias of -inf bans the token.
     """
     point, token = edits[0], edits[1]
     bias, penalty, cost, adjustment = (_float(each) for each in edits[2:])
@@ -67,7 +67,7 @@ def edit(logits: jax.Array, edits: jax.Array) -> jax.Array:
 
 
 def replace_row(logits: jax.Array, index: jax.Array, row: jax.Array) -> jax.Array:
-    """Returns logits [P, V] with another row [V] at `index`."""
+    """Returns logits [P, V] with the row at `index` replaced by `row` [V]."""
     return jax.lax.dynamic_update_index_in_dim(logits, row, index, axis=0)
 
 
@@ -99,8 +99,8 @@ def _masked(logits: jax.Array, points: Points, masks: jax.Array) -> jax.Array:
 
 
 def _noisy(logits: jax.Array, points: Points) -> jax.Array:
-    """Returns the scores whose largest wins: for random rows logits over temperature plus Gumbel noise, and -inf for
-    tokens that the filters drop; for greedy rows the logits.
+    """Returns scores of which the largest wins. Greedy rows have the logits. Random rows have logits over temperature
+    plus Gumbel noise, and -inf for tokens that the filters drop.
     """
     inverse = _float(points.inverse_temperature)
     top_p, log_min_p = _float(points.top_p), _float(points.log_min_p)
@@ -130,10 +130,10 @@ def gumbel_noise(points: Points, logits: jax.Array) -> jax.Array:
 
 
 def _kept_tokens(logits: jax.Array, points: Points) -> jax.Array:
-    """Returns which tokens top_k, then top_p, then min_p keep, bool [P, V].
+    """Returns whether top_k, then top_p, then min_p keep each token, bool [P, V].
 
-    All three keep a prefix of the tokens in order of logit, equal ones in order of id. The last logit of the prefix is
-    found by bisection over the bits of a float32: 32 passes over the row instead of a sort.
+    All three keep a prefix of the tokens in order of logit, equal ones by id. The last logit of the prefix is found by
+    bisection over the bits of a float32, in 32 passes over the row instead of a sort.
     """
     inverse = _float(points.inverse_temperature)[:, None]
     inverse = jnp.where(inverse > 0, inverse, 1.0)  # the result of a greedy row is not used
@@ -148,7 +148,7 @@ def _kept_tokens(logits: jax.Array, points: Points) -> jax.Array:
 
 
 def _first_by_count(order: jax.Array, count: jax.Array) -> jax.Array:
-    """Returns which entries are among the `count` [P, 1] largest of each row of `order` [P, V]."""
+    """Returns whether each entry is among the `count` [P, 1] largest of its row of `order` [P, V]."""
     threshold = _largest_true(lambda cut: (order >= cut).sum(1, keepdims=True) >= count, order)
     is_equal = order == threshold
     num_greater = (order > threshold).sum(1, keepdims=True)
@@ -156,7 +156,9 @@ def _first_by_count(order: jax.Array, count: jax.Array) -> jax.Array:
 
 
 def _first_by_mass(order: jax.Array, weights: jax.Array, target: jax.Array) -> jax.Array:
-    """Returns which entries, in descending order, have less than `target` [P, 1] of the `weights` before them."""
+    """Returns whether the entries before each one, in descending order, have less than `target` [P, 1] of the
+    `weights`.
+    """
 
     def mass_above(cut: jax.Array) -> jax.Array:
         return jnp.where(order > cut, weights, 0.0).sum(1, keepdims=True)
@@ -171,8 +173,8 @@ def _first_by_mass(order: jax.Array, weights: jax.Array, target: jax.Array) -> j
 
 
 def _largest_true(holds: object, order: jax.Array) -> jax.Array:
-    """Returns the largest uint32 for which `holds`, [P, 1]; 0 if it holds for none. Where it holds for a number it
-    holds for all smaller ones.
+    """Returns the largest uint32 for which `holds` is true, [P, 1], or 0 for none. If `holds` is true for a number, it
+    must be true for all smaller ones.
     """
 
     def add_bit(index: jax.Array, found: jax.Array) -> jax.Array:
@@ -183,7 +185,7 @@ def _largest_true(holds: object, order: jax.Array) -> jax.Array:
 
 
 def _sortable(logits: jax.Array) -> jax.Array:
-    """Returns uint32 numbers in the order of float32 logits; -0.0 equals 0.0."""
+    """Returns uint32 numbers that order like float32 logits; -0.0 equals 0.0."""
     bits = jax.lax.bitcast_convert_type(logits + 0.0, jnp.uint32)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
@@ -194,8 +196,8 @@ def _sortable(logits: jax.Array) -> jax.Array:
 def logprobs(num_top: int, logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, ...]:
     """Returns log-probabilities of the first P of `tokens`, int32, under unmodified logits [P, V].
 
-    Returns their own, float32 [P]; their ranks from 1, int32 [P]; the `num_top` best tokens, int32 [P, num_top], and
-    the log-probabilities of those. Equal ones are in order of id.
+    The results are the tokens' own log-probabilities, float32 [P]; their ranks from 1, int32 [P]; the `num_top` best
+    tokens, int32 [P, num_top]; and the log-probabilities of those. Equal logits are ordered by id.
     """
     tokens = tokens[: len(logits)]
     values = logits + 0.0  # turns -0.0 into 0.0, so that their bits sort alike

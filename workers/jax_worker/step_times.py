@@ -1,4 +1,4 @@
-"""Measures the time of a model's step by the number of its tokens, once, when a worker starts."""
+"""Measures the time of a model's step by its number of tokens, once, when a worker starts."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from workers.jax_worker.model_state import ModelState
 from workers.ranks.rank_worker import StepTimes
 
 MOST_TOKENS = 128
-"""Tokens of the largest measured step."""
+"""Most tokens of a measured step."""
 ROUNDS = 3
-"""Steps of each size; the fastest counts."""
+"""Number of timed steps of each size; the fastest counts."""
 
 
 def measure_steps(model: ModelState) -> StepTimes:
-    """Measures the seconds of the forward pass and the logits of every token. Overwrites the first KV blocks."""
+    """Returns the seconds of the forward pass and the logits of every token, by number of tokens. Overwrites the first
+    KV blocks.
+    """
     table: StepTimes = []
     block_size = model.limits.block_size
     most = min(MOST_TOKENS, model.num_blocks * block_size, model.limits.max_points)

@@ -1,4 +1,4 @@
-"""Runs a step of a model's first layer on this host's devices, so that `manta check` says no if serving would fail."""
+"""Runs a step of a model's first layer on this host's devices, so that `manta check` fails if serving would fail."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from workers.model_options import ModelOptions
 from workers.models.model_config import ModelError
 
 TOKENS = 8
-"""Tokens of the step."""
+"""Number of tokens of the step."""
 
 
 class MeshTrial(NamedTuple):
-    """What was found. Bytes are those of each device."""
+    """The result of a trial. Bytes are those of each device."""
 
     devices: str
-    """Number and kind."""
+    """Number and kind of the devices."""
     dtype: str
     free_bytes: int
     weight_bytes: int
@@ -34,12 +34,13 @@ class MeshTrial(NamedTuple):
     num_blocks: int
     kernels: str
     seconds: float
-    """Of one layer and the head."""
+    """Seconds of one layer and the head."""
 
 
 def try_first_layer(options: ModelOptions, folder: pathlib.Path) -> MeshTrial:
-    """Raises `ModelError` if the model does not fit, and what `open_mesh` and `load_parameters` raise. Of several hosts
-    only this one's devices are tried.
+    """Runs the trial. With several hosts, only this host's devices are tried.
+
+    Raises `ModelError` if the model does not fit, and what `open_mesh` and `load_parameters` raise.
     """
     config = native_config(folder)
     keep_compiled_programs()

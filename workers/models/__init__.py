@@ -1,1 +1,1 @@
-"""Model families as descriptions: how a configuration is read, which weights there are, how ranks divide them."""
+"""Descriptions of model families: how to read a configuration, which weights there are, and how ranks split them."""

@@ -1,4 +1,4 @@
-"""The native families, by the names of their architectures. transformers' own code runs every other model."""
+"""The native families by the names of their architectures. transformers runs every other model."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from workers.models.specs import DecoderSpec
 
 
 class Family(Protocol):
-    """A module of `workers/models/`, such as `llama.py`."""
+    """The interface of a family's module in `workers/models/`, such as `llama.py`."""
 
     ARCHITECTURE: str
-    """The name of its class in Hugging Face transformers."""
+    """The name of the model's class in Hugging Face transformers."""
 
     def read_config(self, raw: RawConfig) -> ModelConfig:
         """Returns the shape of a model of this family, without its EOS tokens. Raises `ModelError` naming what is
@@ -23,7 +23,7 @@ class Family(Protocol):
         ...
 
     def describe(self, config: ModelConfig) -> DecoderSpec:
-        """Returns the weights of a model, or with a rank's configuration those of its share."""
+        """Returns the weights of a model. With a rank's configuration, returns those of its share."""
         ...
 
 
@@ -34,7 +34,7 @@ FAMILIES: dict[str, Family] = {
     qwen3.ARCHITECTURE: qwen3,
     seed_oss.ARCHITECTURE: seed_oss,
 }
-"""To add a dense family, write its module and add a line."""
+"""The native families by architecture. To add a dense family, write its module and add a line."""
 
 
 def describe(config: ModelConfig) -> DecoderSpec:

@@ -1,5 +1,5 @@
 """Llama 1 to 3 (Touvron et al., 2023; Llama Team, 2024): pre-norm layers with RMS norms, rotary positions,
-grouped-query attention and SwiGLU. The other native families are described by how they differ from it.
+grouped-query attention and SwiGLU. The other native families are described by their differences from it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ARCHITECTURE = "LlamaForCausalLM"
 
 
 def read_config(raw: RawConfig) -> ModelConfig:
-    """Raises `ModelError` as `read_dense` does."""
+    """Reads the shape of a model. Raises `ModelError` as `read_dense` does."""
     has_biases = raw.get("attention_bias", False)
     return msgspec.structs.replace(
         read_dense(raw), qkv_bias=has_biases, output_bias=has_biases, mlp_bias=raw.get("mlp_bias", False)

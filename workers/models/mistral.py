@@ -14,7 +14,7 @@ describe = llama.describe
 
 
 def read_config(raw: RawConfig) -> ModelConfig:
-    """A missing window is one of 4096 positions, as in transformers; null means none.
+    """Reads the shape of a model. A missing window means 4096 positions, as in transformers; null means none.
 
     Raises `ModelError` as `read_dense` does.
     """

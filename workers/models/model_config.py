@@ -11,7 +11,7 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 class ModelError(ValueError):
-    """A model that cannot be served. The message names what is missing or unsupported, and a remedy if there is one."""
+    """The model cannot be served. The message names what is missing or unsupported, and a remedy if there is one."""
 
 
 class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,11 +26,11 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
     original_max_position_embeddings: int = 0
     """Positions of the unscaled model; llama3 and yarn only."""
     attention_factor: float | None = None
-    """yarn: factor on cosines and sines; None takes the paper's `0.1 ln(factor) + 1`."""
+    """Factor on cosines and sines of yarn; None takes the paper's `0.1 ln(factor) + 1`."""
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
-    """yarn: round the bounds of the blended range to whole dimensions."""
+    """Whether yarn rounds the bounds of the blended range to whole dimensions."""
 
 
 class HeadShape(NamedTuple):
@@ -47,11 +47,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The shape of one decoder-only model, or of one rank's share of it."""
 
     architecture: str
-    """The name of its class in Hugging Face transformers, such as `Qwen2ForCausalLM`."""
+    """The name of the model's class in Hugging Face transformers, such as `Qwen2ForCausalLM`."""
     native: bool
     """Whether `workers/models/` describes its family. Otherwise transformers' own model code runs it."""
     vocab_size: int
-    """Width of the logits: rows of the head, padding included, so it may exceed the tokenizer's vocabulary."""
+    """Width of the logits: rows of the head including padding, so it may exceed the tokenizer's vocabulary."""
     hidden_size: int
     num_layers: int
     num_heads: int
@@ -68,12 +68,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the attention's output projection has a bias."""
     mlp_bias: bool = False
     sliding_windows: tuple[int | None, ...]
-    """Positions that a token of each layer sees, itself included; None sees all."""
+    """Positions that a token sees in each layer, including its own; None for all."""
     dtype: str
     """The checkpoint's dtype: `bfloat16`, `float16` or `float32`."""
     eos_token_ids: tuple[int, ...] = ()
     scheme: str = UNQUANTIZED
-    """How the weights of its linears are stored: a key of `workers.checkpoints.schemes.READERS`."""
+    """Storage format of the linears' weights: a key of `workers.checkpoints.schemes.READERS`."""
 
     @property
     def heads(self) -> HeadShape:

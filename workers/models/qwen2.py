@@ -16,14 +16,16 @@ describe = llama.describe
 
 
 def read_config(raw: RawConfig) -> ModelConfig:
-    """Raises `ModelError` as `read_dense` and `read_windows` do."""
+    """Reads the shape of a model. Raises `ModelError` as `read_dense` and `read_windows` do."""
     config = read_dense(raw)
     return msgspec.structs.replace(config, qkv_bias=True, sliding_windows=read_windows(raw, config.num_layers))
 
 
 def read_windows(raw: RawConfig, num_layers: int) -> tuple[int | None, ...]:
-    """Returns the window of each layer, None for those without: by `layer_types` if it is there, else from layer
-    `max_window_layers` on. Raises `ModelError` for `layer_types` of other kinds or another number.
+    """Returns the sliding window of each layer, None for layers without one.
+
+    They come from `layer_types` if it is there, else layers from `max_window_layers` on have one. Raises `ModelError`
+    for unknown kinds or a wrong number of `layer_types`.
     """
     if not raw.get("use_sliding_window", False):
         return (None,) * num_layers

@@ -14,7 +14,7 @@ ARCHITECTURE = "Qwen3ForCausalLM"
 
 
 def read_config(raw: RawConfig) -> ModelConfig:
-    """Raises `ModelError` as `read_dense` and `read_windows` do."""
+    """Reads the shape of a model. Raises `ModelError` as `read_dense` and `read_windows` do."""
     config = read_dense(raw, usual_head_dim=128)
     has_biases = raw.get("attention_bias", False)
     windows = read_windows(raw, config.num_layers)

@@ -1,6 +1,6 @@
-"""What families share in reading a `config.json`: checked fields, the rope's parameters, the shape of a dense decoder.
+"""Shared functions for reading a `config.json`: checked fields, rope parameters, the shape of a dense decoder.
 
-Understands the spellings of transformers 4 and 5. Refuses by name what Manta cannot run.
+Reads the formats of transformers 4 and 5. Refuses by name what Manta cannot run.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from workers.models.model_config import DTYPE_BYTES, ModelConfig, ModelError, Ro
 
 
 class RawConfig(dict[str, Any]):
-    """The JSON object of a `config.json`. It knows which key was read last: the one at fault if its value is
-    unexpected.
-    """
+    """The JSON object of a `config.json`. It remembers the key that was read last, which an error message can blame."""
 
     last_key = ""
 
@@ -29,14 +27,14 @@ class RawConfig(dict[str, Any]):
         return (self.get("architectures") or [None])[0]
 
     def positive(self, name: str) -> int:
-        """Returns a positive integer. Raises `ModelError` for everything else."""
+        """Returns the positive integer at `name`. Raises `ModelError` for every other value."""
         value = self.get(name)
         if not isinstance(value, int) or value < 1:
             raise ModelError(f"config.json: {name} must be a positive integer, not {value!r}")
         return value
 
     def positive_or(self, name: str, default: int) -> int:
-        """As `positive`; the default where the key is missing, null or 0."""
+        """Returns the positive integer at `name`, or the default if the key is missing, null or 0."""
         return self.positive(name) if self.get(name) else default
 
 
@@ -101,7 +99,10 @@ def read_rope(raw: RawConfig) -> RopeConfig:
 
 
 def _longest_context(positions: int, rope: RopeConfig) -> int:
-    """Published llama3 configurations count the scaled positions, linear ones the unscaled, yarn ones either."""
+    """Returns the longest context in tokens, rope scaling included.
+
+    Published llama3 configurations give the scaled number of positions, linear ones the unscaled, and yarn ones either.
+    """
     if rope.rope_type == "linear":
         return int(positions * rope.factor)
     if rope.rope_type == "yarn":

@@ -14,7 +14,7 @@ describe = llama.describe
 
 
 def read_config(raw: RawConfig) -> ModelConfig:
-    """Raises `ModelError` as `read_dense` does."""
+    """Reads the shape of a model. Raises `ModelError` as `read_dense` does."""
     return msgspec.structs.replace(
         read_dense(raw, usual_head_dim=128),
         qkv_bias=raw.get("attention_bias", True),

@@ -1,7 +1,7 @@
-"""How a family describes its weights: which tensors a model has, which linears they form, and how ranks divide them.
+"""The description of a model's weights: its tensors, the linears that they form, and how ranks split them.
 
-A description holds names and sizes only and imports no framework, so the worker of every framework can read it. The
-names are those of Hugging Face's checkpoints. The split over ranks is Megatron-LM's (Shoeybi et al., 2019).
+A description holds only names and sizes and imports no framework, so the workers of all frameworks read it. The names
+are those of Hugging Face's checkpoints. The split over ranks is Megatron-LM's (Shoeybi et al., 2019).
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from typing import NamedTuple
 
 
 class Split(enum.Enum):
-    """What the outputs of a linear are, if ranks divide them among each other."""
+    """The way in which ranks split the outputs of a linear."""
 
     NOTHING = enum.auto()
     """Every rank has all outputs."""
     QUERY_HEADS = enum.auto()
     KV_HEADS = enum.auto()
-    """If there are fewer heads than ranks, several ranks hold the same one."""
+    """KV heads; with fewer heads than ranks, several ranks hold the same head."""
     INNER = enum.auto()
     """The inner width of the MLP."""
     VOCABULARY = enum.auto()
-    """The last rank's rows are padded with zeros."""
+    """Rows of the vocabulary, padded with zeros on the last ranks."""
 
 
 class NormSpec(NamedTuple):
@@ -41,7 +41,7 @@ class Part(NamedTuple):
 
 
 class LinearSpec(NamedTuple):
-    """One linear: several parts with the same input, whose outputs lie side by side."""
+    """One linear: parts with the same input, whose outputs are concatenated."""
 
     parts: tuple[Part, ...]
     in_features: int
@@ -49,7 +49,7 @@ class LinearSpec(NamedTuple):
     is_gated: bool = False
     """The first of two parts gates the second: the result is `silu(gate) * up` (SwiGLU, Shazeer, 2020)."""
     splits_inputs: bool = False
-    """Ranks divide the inputs, and sum what they compute."""
+    """Whether ranks split the inputs and sum their outputs."""
 
     @property
     def name(self) -> str:
@@ -65,10 +65,10 @@ class AttentionSpec(NamedTuple):
     """Grouped-query attention (Ainslie et al., 2023) with rotary positions."""
 
     qkv: LinearSpec
-    """hidden -> queries, keys and values of all heads."""
+    """The linear from hidden states to queries, keys and values of all heads."""
     output: LinearSpec
     q_norm: NormSpec | None = None
-    """Over the head dimension, before the rotation; as is `k_norm`."""
+    """Norm of each query head over its dimension, before the rotation; `k_norm` is that of key heads."""
     k_norm: NormSpec | None = None
 
 
@@ -96,7 +96,7 @@ class DecoderSpec(NamedTuple):
     layers: list[LayerSpec]
     final_norm: NormSpec
     head: LinearSpec
-    """hidden -> logits. If the head is tied, it has the embedding's name."""
+    """The linear from hidden states to logits. A tied head has the embedding's name."""
 
     def linears(self) -> Iterator[LinearSpec]:
         """Yields every linear of the model."""

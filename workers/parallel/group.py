@@ -1,12 +1,12 @@
-"""The ranks of one model replica as a group that computes together: sums, gathers and agreements.
+"""The ranks of one model replica as a group that computes together: sums, gathers and minima.
 
-One process is one rank. Every rank makes the same calls in the same order, with tensors of the same shape; a call
-returns when all have made it. Which group serves is the platform's choice (`Platform.open_group`). The worker opens it,
-the sharded layers (`workers/parallel/sharded_layers.py`) call it in every step.
+Each rank is one process. All ranks make the same calls in the same order, with tensors of the same shapes, and a call
+returns when all have made it. The platform chooses the group (`Platform.open_group`), the worker opens it, and the
+sharded layers (`workers/parallel/sharded_layers.py`) call it in every step.
 
 Ranks find each other through a store of torch.distributed. On one machine it is a file that only this user can reach.
-On several machines it is a TCP server on rank 0's machine without authentication, as are gloo and NCCL themselves, so
-those machines need a network of their own (`docs/security.md`).
+On several machines it is a TCP server on rank 0's machine. It has no authentication, and neither have gloo and NCCL, so
+the machines need a private network (`docs/security.md`).
 """
 
 from __future__ import annotations
@@ -26,57 +26,61 @@ from workers.kernels.linears import SummedLinear
 from workers.kernels.weights import Linear
 
 LONGEST_WAIT = datetime.timedelta(minutes=30)
-"""How long a rank waits for the store, and in each call for the other ranks, which may still be reading weights."""
+"""Timeout for the store and for the other ranks in each call, which may still be reading weights."""
 LOOPBACK = "127.0.0.1"
-"""The address of gloo's connections between ranks of one machine."""
+"""Address for gloo's connections between ranks of one machine."""
 _PRIVATE = "file:"
-"""The beginning of the address of a store that is a file."""
+"""Prefix of the address of a store that is a file."""
 
 
 class Group(Protocol):
-    """Its methods raise `RuntimeError` if another rank has died. If one hangs, the driver finds out and ends all."""
+    """A group of ranks. Its methods raise `RuntimeError` if another rank has died. If a rank hangs, the driver detects
+    it and ends all ranks.
+    """
 
     rank: int
     num_ranks: int
     num_sharing_memory: int
-    """Ranks that plan with the same memory, this one included: on CPUs those of one machine."""
+    """Number of ranks that share this one's memory, itself included: on CPUs those of one machine."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' `x`, of any shape, in its dtype and with the same bits on every rank. `x` may be
-        overwritten.
+        """Returns the sum of all ranks' `x`, of any shape, in its dtype and with the same bits on every rank. May
+        overwrite `x`.
         """
         ...
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor] | None:
-        """Every rank's `x`, in the order of ranks, on rank 0; None on the others."""
+        """Returns every rank's `x`, in the order of ranks, on rank 0; None on the others."""
         ...
 
     def least(self, value: int) -> int:
-        """The least of all ranks' values, for plans that must hold everywhere."""
+        """Returns the minimum of all ranks' values, for plans that must hold on every rank."""
         ...
 
     def row_parallel(self, linear: Linear, out_features: int, dtype: torch.dtype) -> Linear:
-        """`linear`, which multiplies this rank's share of the inputs, followed by the sum over ranks, in `dtype`."""
+        """Returns a layer that applies `linear` to this rank's share of the inputs, then sums over ranks, in
+        `dtype`.
+        """
         ...
 
     def alone(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which calls return at once with this rank's own values, for measurements of one rank alone."""
+        """Returns a context in which calls return at once with this rank's own values, to measure one rank alone."""
         ...
 
 
 def private_address(folder: pathlib.Path) -> str:
-    """Returns the address of a store that is a file in `folder`, for ranks of one machine.
+    """Returns the address of a file store in `folder`, for ranks of one machine.
 
-    `folder` must belong to this user alone: whoever can write there can tell the ranks what to do.
+    `folder` must belong to this user alone, because anyone who can write to it can control the ranks.
     """
     return f"{_PRIVATE}{folder / 'store'}"
 
 
 def open_store(host: str) -> tuple[distributed.TCPStore, str]:
-    """Opens a store in this process for ranks of several machines, and returns it with its address, "host:port".
+    """Opens a store in this process for ranks of several machines. Returns it with its address, "host:port".
 
-    It listens at `host` only, an address of this machine, and asks nobody for a secret: whoever reaches it can write to
-    it. The system chooses the port when the socket is bound, so nobody can take it in between. Rank 0's process keeps
+    It listens only at `host`, an address of this machine, and has no authentication: anyone who reaches it can write to
+    it. The system chooses the port when it binds the socket, so no other process can take it. Rank 0's process keeps
     the store as long as the group lives.
     """
     listening = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -88,12 +92,12 @@ def open_store(host: str) -> tuple[distributed.TCPStore, str]:
 
 
 def open_group(folder: pathlib.Path, host: str | None) -> tuple[distributed.TCPStore | None, str]:
-    """See `workers.ranks.rank_worker.open_group`."""
+    """Opens the store of a group; see `workers.ranks.rank_worker.open_group`."""
     return (None, private_address(folder)) if host is None else open_store(host)
 
 
 class OneRank:
-    """A group of one, whose model is whole."""
+    """The group of a single rank, which holds the whole model."""
 
     rank = 0
     num_ranks = 1
@@ -116,7 +120,7 @@ class OneRank:
 
 
 class CollectiveGroup:
-    """Over a process group of torch.distributed, whichever it is; its tensors are on `device`."""
+    """A group over any process group of torch.distributed, with tensors on `device`."""
 
     def __init__(self, rank: int, num_ranks: int, store: distributed.Store, backend: Any, device: torch.device) -> None:
         self.rank = rank
@@ -125,12 +129,13 @@ class CollectiveGroup:
         self._backend = backend
         self._device = device
         self.is_alone = False
-        """Within `alone`."""
+        """Whether calls return at once with this rank's own values, as within `alone`."""
         self.num_sharing_memory = 1
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """In a ring, in which one rank completes the sum of a part and all others copy it, so that all have the same
-        bits; with more than two ranks it is rounded at each hop. To gather all parts over gloo and sum them here in
+        """Sums in a ring: one rank completes the sum of each part and the others copy it, so all have the same bits.
+
+        With more than two ranks the sum is rounded at each hop. Gathering all parts over gloo and summing them in
         float32 took two to three times as long.
         """
         if not self.is_alone:
@@ -167,15 +172,15 @@ class CollectiveGroup:
 
 
 class GlooGroup(CollectiveGroup):
-    """Over torch.distributed's gloo: TCP between any machines, or over the loopback address of one."""
+    """A group over torch.distributed's gloo: TCP between machines, or over the loopback address of one."""
 
     def __init__(self, rank: int, num_ranks: int, address: str) -> None:
         store = join_store(address, num_ranks)
         self.is_private = address.startswith(_PRIVATE)
-        """Whether the store is a file of this user, on the one machine that has all ranks."""
-        gloo: Any = distributed.ProcessGroupGloo  # torch's type stubs know little of it
+        """Whether the store is a file, on the one machine that has all ranks."""
+        gloo: Any = distributed.ProcessGroupGloo  # torch's type stubs lack most of it
         options = gloo._Options()
-        # Not the address that this host's name stands for, which is often a loopback one, or none
+        # Set explicitly, because this host's name often resolves to a loopback address or to none
         own_address = LOOPBACK if self.is_private else _own_address(*_host_and_port(address))
         options._devices = [gloo.create_device(hostname=own_address)]
         options._timeout = LONGEST_WAIT
@@ -184,7 +189,7 @@ class GlooGroup(CollectiveGroup):
 
 
 def join_store(address: str, num_ranks: int) -> distributed.Store:
-    """Opens the group's store from any rank; `address` is from `private_address` or `open_store`."""
+    """Connects to the group's store from any rank. `address` comes from `private_address` or `open_store`."""
     if address.startswith(_PRIVATE):
         store = distributed.FileStore(address.removeprefix(_PRIVATE), num_ranks)
         store.set_timeout(LONGEST_WAIT)
@@ -205,7 +210,7 @@ def _to_rank_0() -> distributed.GatherOptions:
 
 
 def _own_address(hostname: str, port: int) -> str:
-    """The address by which this host would send to the store; nothing is sent."""
+    """Returns the address from which this host would send to the store; sends nothing."""
     family, kind, _, _, to = socket.getaddrinfo(hostname, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(to)

@@ -1,7 +1,7 @@
-"""What one rank holds of a checkpoint: its slice of each tensor.
+"""One rank's shard of a checkpoint: its slice of each tensor.
 
-The descriptions in `workers/models/` say how each tensor is split: by heads, by the MLP's inner width or by the rows of
-the vocabulary. Everything else is whole on every rank. Computes nothing.
+The descriptions in `workers/models/` say how each tensor is split: by heads, by the MLP's inner width, or by rows of
+the vocabulary. Other tensors are whole on every rank. Computes nothing.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from workers.models.specs import Split
 
 
 class CheckpointShard:
-    """One rank's view of a checkpoint: asked for a tensor of the rank's shape, it finds the whole one and slices it.
-    Slices are views of the mapped files, so that no more than the slice is read.
+    """One rank's view of a checkpoint: given the name and shape of the rank's tensor, it slices the whole one. Slices
+    are views of the mapped files, so only they are read.
     """
 
     def __init__(self, checkpoint: Checkpoint, config: ModelConfig, rank: int, num_ranks: int) -> None:
-        """`config` is the whole model's."""
+        """Takes the configuration of the whole model, not of the shard."""
         self._checkpoint = checkpoint
         self._config = config
         self._rank = rank
@@ -37,8 +37,9 @@ class CheckpointShard:
         return name in self._checkpoint
 
     def view(self, name: str, shape: tuple[int, ...], kind: torch.dtype = torch.float32) -> torch.Tensor:
-        """As `Checkpoint.view`, whose `ModelError` it raises. Tensors of all schemes are sliced alike, along their
-        outputs or along their inputs, however many inputs are packed into one element.
+        """Returns the rank's slice of a tensor, and raises `ModelError` as `Checkpoint.view` does.
+
+        Tensors of all schemes are sliced along their outputs or inputs, however many inputs one element packs.
         """
         split, splits_inputs = self._splits.get(name.rpartition(".")[0], (Split.NOTHING, False))
         if split in (Split.QUERY_HEADS, Split.INNER):
@@ -49,11 +50,11 @@ class CheckpointShard:
             return self._slice(name, shape, kind, 0, self._rank * num_parts // self._num_ranks, num_parts)
         if split is Split.VOCABULARY:
             return self._vocabulary_rows(name, shape, kind)
-        if splits_inputs and len(shape) > 1 and shape[1] > 1:  # one scale for all inputs is everyone's
+        if splits_inputs and len(shape) > 1 and shape[1] > 1:  # a single scale for all inputs is not split
             return self._slice(name, shape, kind, 1, self._rank, self._num_ranks)
         whole = self._checkpoint.view(name, shape, kind)
         if splits_inputs and name.endswith(".bias") and self._rank > 0:
-            return torch.zeros_like(whole)  # the sum over ranks has it once
+            return torch.zeros_like(whole)  # the sum over ranks must add the bias once
         return whole
 
     def _slice(
@@ -63,7 +64,7 @@ class CheckpointShard:
         return self._checkpoint.view(name, whole, kind).narrow(dim, part * shape[dim], shape[dim])
 
     def _vocabulary_rows(self, name: str, shape: tuple[int, ...], kind: torch.dtype) -> torch.Tensor:
-        """The rank's rows of a tensor whose rows are the vocabulary's; the last ranks' are padded with zeros."""
+        """Returns the rank's rows of a tensor with a row for each token; the last ranks' rows are padded with zeros."""
         whole = self._checkpoint.view(name, (self._config.vocab_size, *shape[1:]), kind)
         rows = whole[self._rank * shape[0] : (self._rank + 1) * shape[0]]
         return rows if len(rows) == shape[0] else F.pad(rows, (0, 0, 0, shape[0] - len(rows)))

@@ -1,4 +1,4 @@
-"""How a model is split over ranks: which numbers of ranks are possible, and the shape of one rank's share.
+"""The split of a model over ranks: the possible numbers of ranks, and the shape of one rank's share.
 
 Plain arithmetic over `ModelConfig`; imports no framework and reads no weights.
 """
@@ -11,7 +11,7 @@ from workers.models.model_config import ModelConfig, ModelError
 
 
 def check_num_ranks(config: ModelConfig, num_ranks: int) -> None:
-    """Raises `ModelError` if the model cannot be split over so many ranks. Reads no weights."""
+    """Raises `ModelError` if the model cannot be split over `num_ranks` ranks."""
     if num_ranks == 1:
         return
     if not config.native:
@@ -29,7 +29,7 @@ def check_num_ranks(config: ModelConfig, num_ranks: int) -> None:
 
 
 def _why_not(config: ModelConfig, num_ranks: int) -> str | None:
-    """What cannot be split evenly; None if all can."""
+    """Returns the part of the model that cannot be split evenly, for an error message; None if all can."""
     if config.num_heads % num_ranks:
         return f"the {config.num_heads} attention heads"
     if max(config.num_kv_heads, num_ranks) % min(config.num_kv_heads, num_ranks):
@@ -40,7 +40,7 @@ def _why_not(config: ModelConfig, num_ranks: int) -> str | None:
 
 
 def shard_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
-    """The shape of each rank's share. If there are fewer KV heads than ranks, several ranks hold the same one. The
+    """Returns the shape of each rank's share. With fewer KV heads than ranks, several ranks hold the same head. The
     vocabulary is padded to a multiple of the ranks.
 
     Raises `ModelError` as `check_num_ranks` does.

@@ -1,1 +1,1 @@
-"""The device seam, and what the worker of every framework keeps of its sequences."""
+"""The device seam, and the state of sequences that the worker of every framework shares."""

@@ -1,7 +1,7 @@
-"""What a rank keeps of its sequences, on every kind of device: their block tables, their tokens and their parameters.
+"""The state of a rank's sequences on every kind of device: block tables, tokens and parameters.
 
-Plain numpy: the worker of each framework keeps one `RankSequences`, tells it every step before the forward pass, and
-reads from it what it computes. Knows no model, no logits and no device.
+Plain numpy: the worker of each framework keeps one `RankSequences`, applies every step to it before the forward pass,
+and reads its inputs from it. Knows no model, no logits and no device.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ logger = logging.getLogger(__name__)
 
 
 class PromptTargets(NamedTuple):
-    """Prompt tokens of a step's chunk whose log-probabilities a sequence asked for."""
+    """Prompt tokens of a step's chunk whose log-probabilities a sequence requested."""
 
     sequence_id: int
     first_row: int
-    """Flat token row of the step that predicts the first of them; the following rows predict the others."""
+    """Flat token row that predicts the first of them; the next rows predict the others."""
     next_token_ids: np.ndarray
-    """int32 [n]"""
+    """The prompt tokens, int32 [n]."""
     num_top: int
-    """Alternatives to report with each."""
+    """Number of alternatives to report with each."""
 
 
 class RankSequences:
-    """Not thread-safe; one step at a time.
+    """The sequences of a rank. Not thread-safe.
 
-    Each of at most `max_num_sequences` sequences has at most `max_model_len` tokens, which lie in blocks of
-    `block_size` tokens. `registry` has the factories of the sequences' logits processors; on a rank that does not draw
-    (`draws` is False) sequences have none.
+    There are at most `max_num_sequences` sequences of at most `max_model_len` tokens, in blocks of `block_size` tokens.
+    `registry` has the factories of logits processors. On a rank that does not draw (`draws` is False), sequences have
+    none.
     """
 
     def __init__(
@@ -60,13 +60,13 @@ class RankSequences:
     def clear(self) -> None:
         """Forgets every sequence."""
         max_blocks = -(-self.max_model_len // self.block_size)
-        # np.zeros maps the pages lazily: only the parts of the tables that sequences use cost memory.
+        # np.zeros maps pages lazily, so only the used parts of the tables take memory.
         self._block_tables = np.zeros((self.max_num_sequences, max_blocks), dtype=np.int32)
         self._num_blocks = np.zeros(self.max_num_sequences, dtype=np.int64)
         self._free_rows = list(range(self.max_num_sequences - 1, -1, -1))
         self._rows: dict[int, int] = {}
         self._start_errors: dict[int, RowError] = {}
-        """Sequences that could not be started, until they are forgotten."""
+        """Sequences that could not be started, each with its error, until they end."""
         self.sampling.clear()
 
     # ---- what a step changes -------------------------------------------------------------------------------------
@@ -74,7 +74,8 @@ class RankSequences:
     def begin(self, step: StepInput) -> None:
         """Applies a step's changes: sequences end, start and fork, and block tables grow.
 
-        Raises what starting a sequence with default parameters raises; what its own parameters raise fails its row.
+        An error caused by a sequence's own parameters fails its row only. Other errors of starting a sequence are
+        raised.
         """
         for sequence_id in step.finished:
             self._forget(sequence_id)
@@ -90,8 +91,9 @@ class RankSequences:
                 self._append_blocks(self._rows[item.sequence_id], item.new_block_ids)
 
     def _start(self, sequence: SequenceStart) -> None:
-        """Starts one sequence. If its parameters make that fail, steps report an error for it alone: until it is
-        forgotten it has default parameters, because every rank computes what was scheduled.
+        """Starts one sequence. If its parameters make that fail, steps report an error for it alone.
+
+        Until it ends it then has default parameters, because every rank computes the tokens that were scheduled.
         """
         if not self._draws and sequence.params.logits_processors:
             params = msgspec.structs.replace(sequence.params, logits_processors=())
@@ -127,8 +129,8 @@ class RankSequences:
         return int(self._num_blocks[self._rows[sequence_id]])
 
     def block_tables(self, sequence_ids: Sequence[int]) -> np.ndarray:
-        """Returns a copy of the block tables, int32 [n, most blocks of one]. Entries after a sequence's last block mean
-        nothing.
+        """Returns a copy of the block tables, int32 [n, most blocks of one]. Entries after a sequence's last block are
+        undefined.
         """
         rows = [self._rows[sequence_id] for sequence_id in sequence_ids]
         return self._block_tables[rows, : self._num_blocks[rows].max()]
@@ -141,7 +143,9 @@ class RankSequences:
         return np.stack([self._block_tables[rows, first], self._block_tables[rows, last]])
 
     def token_ids(self, step: StepInput) -> np.ndarray:
-        """Returns the input ids of the step's flat batch, int64 [num_tokens]: known tokens, then drafts."""
+        """Returns the input ids of the step's flat batch, int64 [num_tokens]: known tokens, then drafts of each
+        sequence.
+        """
         if step.is_decode:
             return self.sampling.last_tokens([item.sequence_id for item in step.scheduled])
         pieces = []

@@ -1,10 +1,13 @@
-"""The device seam: what an executor, and speculation, need of the worker of one rank. Imports no framework.
+"""The device seam: the protocols through which executors and speculation use the worker of one rank.
 
-`workers/torch_worker/torch_worker.py` is the worker for CPUs and CUDA GPUs, `workers/jax_worker/jax_worker.py` the one
-for TPUs. To add a framework, write a module with a
-class like it and name the class in `WORKERS`; what it keeps of sequences is in `workers/ranks/rank_sequences.py`, which
-of the drawn tokens stay in `workers/sampling/verification.py`, and the plan of its memory in
-`workers/checkpoints/memory.py`.
+`workers/torch_worker/torch_worker.py` is the worker for CPUs and CUDA GPUs, and `workers/jax_worker/jax_worker.py` the
+one for TPUs. To add a framework, write a module with such a class and name the class in `WORKERS`. Workers share:
+
+- `workers/ranks/rank_sequences.py`: the state of sequences;
+- `workers/sampling/verification.py`: which drawn tokens stay;
+- `workers/checkpoints/memory.py`: the memory plan.
+
+Imports no framework.
 """
 
 from __future__ import annotations
@@ -28,24 +31,24 @@ WORKERS = {
     **dict.fromkeys(("auto", "cpu", "cuda"), "workers.torch_worker.torch_worker:TorchWorker"),
     "tpu": "workers.jax_worker.jax_worker:JaxWorker",
 }
-"""The class of the worker for each value of the option `device`."""
+"""The worker class for each value of the option `device`."""
 
 GROUPS = {
     **dict.fromkeys(("auto", "cpu", "cuda"), "workers.parallel.group:open_group"),
     "tpu": "workers.jax_worker.mesh:open_group",
 }
-"""For each value of the option `device`, what `open_group` calls."""
+"""The function behind `open_group` for each value of the option `device`."""
 
 StepTimes = list[tuple[int, float]]
-"""(tokens, seconds) of steps, tokens ascending."""
+"""(tokens, seconds) of steps, with ascending tokens."""
 
 
 class RankPlace(NamedTuple):
-    """Which of a replica's ranks this is, and where it finds the others."""
+    """The number of a rank within its replica, and the address of the other ranks."""
 
     rank: int = 0
     group_address: str | None = None
-    """What `open_group` returned on rank 0. None for one rank."""
+    """The address that `open_group` returned on rank 0; None for a single rank."""
 
 
 ALONE = RankPlace()
@@ -53,10 +56,10 @@ ALONE = RankPlace()
 
 
 class RankWorker(Protocol):
-    """The worker of one rank, or `specdecode/speculative_worker.py::SpeculativeWorker` around one.
+    """The worker of one rank, or a `specdecode.speculative_worker.SpeculativeWorker` around one.
 
-    The executor runs one step at a time: `execute`, then `sample`. If one of them raises, the engine has failed; if a
-    single row fails, its `RowError` is in the `StepOutput`.
+    The executor calls `execute` and then `sample` for one step at a time. An exception means that the engine's step
+    failed; a failed row is a `RowError` in the `StepOutput`.
     """
 
     @property
@@ -64,7 +67,7 @@ class RankWorker(Protocol):
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether calls return before the device is done: then this is a `RunAheadWorker`."""
+        """Whether calls return before the device is done; the worker is then a `RunAheadWorker`."""
         ...
 
     def execute(self, step: StepInput) -> None:
@@ -72,21 +75,25 @@ class RankWorker(Protocol):
         ...
 
     def is_computing(self) -> bool:
-        """Returns whether the device still works on what it was told."""
+        """Returns whether the device still computes."""
         ...
 
     def sample(self, masks: MaskBatch | None = None) -> StepOutput:
-        """Draws the tokens of the step that `execute` was given."""
+        """Draws the tokens of the last executed step."""
         ...
 
     def adopt(self, token_ids: Mapping[int, list[int]]) -> None:
-        """Tells a rank that does not draw what rank 0 drew in the step before, by sequence; called before `execute`.
-        Such a rank's `sample` gets no masks, computes its part of the logits and answers with no tokens.
+        """Gives a rank that does not draw the tokens that rank 0 drew in the previous step, by sequence id.
+
+        It is called before `execute`. The `sample` of such a rank gets no masks, computes its part of the logits and
+        returns no tokens.
         """
         ...
 
     def register_logits_processor(self, name: str, factory: LogitsProcessorFactory) -> None:
-        """Raises `LogitsProcessorError` if the name is taken. cloudpickle carries the factory to an actor."""
+        """Registers a factory, which reaches a rank actor by cloudpickle. Raises `LogitsProcessorError` if the name is
+        taken.
+        """
         ...
 
     def reset(self) -> None:
@@ -95,31 +102,31 @@ class RankWorker(Protocol):
 
 
 class Drawn(Protocol):
-    """The tokens of a step, on their way from the device."""
+    """The drawn tokens of a step, which the device may still compute."""
 
     def result(self) -> StepOutput:
-        """Waits for them. Comes before the next draw."""
+        """Waits for the tokens. Must be called before the next draw."""
         ...
 
 
 class RunAheadWorker(RankWorker, Protocol):
-    """A worker whose device works by itself: the next step may be executed before the tokens of this one are known."""
+    """A worker on an asynchronous device: the next step may be executed before the tokens of this one are known."""
 
     def draw(self, masks: MaskBatch | None = None) -> Drawn:
-        """Draws as `sample`, without waiting for the device."""
+        """Draws like `sample`, without waiting for the device."""
         ...
 
 
 class DraftRunner(Protocol):
-    """A draft model on the device of its target, which computes what proposers ask for.
+    """A draft model on the target's device, which computes what proposers ask for.
 
-    Its keys and values lie in a cache of its own, in blocks with the ids of the target's. `DraftModel` of
-    `specdecode/draft_model.py` knows which of them are valid.
+    Its keys and values are in a separate cache, in blocks with the ids of the target's. `DraftModel` of
+    `specdecode/draft_model.py` tracks which of them are valid.
     """
 
     @property
     def max_model_len(self) -> int:
-        """Positions that the draft model has."""
+        """Longest sequence of the draft model, in tokens."""
         ...
 
     def compute(
@@ -130,12 +137,13 @@ class DraftRunner(Protocol):
         block_tables: np.ndarray,
         drawing: Mapping[int, SequenceState],
     ) -> list[int | None]:
-        """Computes the keys and values of `counts[i]` tokens of sequence `i` from position `starts[i]` on, and draws
-        the next token of those in `drawing`, by index `i`, as the target would: with the sequence's parameters and
-        noise, without its mask.
+        """Computes the keys and values of `counts[i]` tokens of sequence `i` from position `starts[i]`, and draws next
+        tokens.
 
-        `token_ids` is the flat batch, integers [sum of counts]; `block_tables` int32 [number of sequences, blocks]. The
-        results are in the order of `drawing`; None where the sampler cannot draw one.
+        `token_ids` is the flat batch, integers [sum of counts]; `block_tables` is int32 [num_sequences, num_blocks].
+        `drawing` maps indices `i` to the sequences that draw. They draw as the target would, with the sequence's
+        parameters and noise, but without its mask. Returns a token for each entry of `drawing`, in order; None where
+        the sampler cannot draw one.
         """
         ...
 
@@ -145,10 +153,10 @@ class DraftRunner(Protocol):
 
 
 class SpeculationTarget(RankWorker, Protocol):
-    """A rank's worker that verifies drafts, as proposers see it. Every worker of `WORKERS` is one.
+    """A rank's worker as proposers see it. Every worker of `WORKERS` is one.
 
-    A worker verifies the drafts of a step by itself (`workers/sampling/verification.py`), and takes back those that are
-    not kept; proposers read the tokens and block tables that it keeps.
+    The worker itself verifies the drafts of a step (`workers/sampling/verification.py`) and removes rejected ones.
+    Proposers read its tokens and block tables.
     """
 
     @property
@@ -156,7 +164,7 @@ class SpeculationTarget(RankWorker, Protocol):
 
     @property
     def draft(self) -> DraftRunner | None:
-        """The draft model that was loaded beside the target's share; None if none was asked for."""
+        """The draft model that was loaded beside the target's share, or None."""
         ...
 
     def measure(self) -> StepTimes:
@@ -165,11 +173,11 @@ class SpeculationTarget(RankWorker, Protocol):
 
 
 def open_group(device: str, folder: pathlib.Path, host: str | None) -> tuple[object, str]:
-    """Opens on rank 0 what the ranks of a replica find each other by. Returns what must be kept alive as long as the
-    group lives, and its address.
+    """Opens on rank 0 the rendezvous of a replica's ranks. Returns an object to keep alive as long as the group, and
+    the address.
 
-    `host` is this machine's address, or None if it has all ranks; then `folder`, which belongs to this user alone, may
-    hold what is needed.
+    `host` is this machine's address, or None if one machine has all ranks. In that case the rendezvous may use
+    `folder`, which only this user can access.
     """
     opened: tuple[object, str] = pkgutil.resolve_name(GROUPS[device])(folder, host)
     return opened
@@ -181,9 +189,9 @@ def load_worker(
     max_draft_tokens: int = 0,
     draft_folder: pathlib.Path | None = None,
 ) -> SpeculationTarget:
-    """Loads a rank's share of a model on the device that the options name; see `TorchWorker` for the arguments.
+    """Loads a rank's share of a model on the device that `options` names; see `TorchWorker` for the arguments.
 
-    Raises `ModelError` or `ValueError` where the model cannot be served.
+    Raises `ModelError` or `ValueError` if the model cannot be served.
     """
     worker_class = pkgutil.resolve_name(WORKERS[options.device])
     worker: SpeculationTarget = worker_class(options, place, max_draft_tokens, draft_folder)

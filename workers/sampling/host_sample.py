@@ -1,6 +1,6 @@
-"""What a sampler's arrays say once they are on the host: tokens, errors in words, and log-probabilities.
+"""Turns a sampler's arrays on the host into tokens, error messages and log-probabilities.
 
-Samplers of all frameworks read their arrays into lists and call these functions. Imports no framework.
+The samplers of all frameworks convert their arrays to lists and call these functions. Imports no framework.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from workers.step import RowError, SamplePoint, TokenLogprobs
 
 @dataclasses.dataclass
 class HostSample:
-    """Drawn tokens on the host; a failed point has an entry in `errors` and token 0, a late one is None."""
+    """Drawn tokens on the host. A failed point has token 0 and an entry in `errors`; a late one is None."""
 
     token_ids: list[int | None]
     errors: dict[int, RowError]
-    """Sample point's index to what is wrong with its row."""
+    """Indices of failed sample points, each with the error of its row."""
     logprobs: dict[int, TokenLogprobs]
-    """Sample point's index to its logprobs, for sequences that asked."""
+    """Indices of sample points with their log-probabilities, if requested."""
 
 
 @dataclasses.dataclass
 class ProcessorReport:
-    """The points that have logits processors."""
+    """The results of logits processors, for the points that have some."""
 
     names: Mapping[int, str]
-    """Point index to the names of its processors."""
+    """Point indices with the names of their processors."""
     failures: Mapping[int, str]
-    """Point index to how a processor failed, for points whose logits were valid before."""
+    """Point indices with the failure of a processor, if the logits were valid before it."""
 
 
 NO_PROCESSORS = ProcessorReport({}, {})
@@ -45,7 +45,9 @@ def read_sample(
     status: list[int],
     processors: ProcessorReport = NO_PROCESSORS,
 ) -> HostSample:
-    """Returns the drawn tokens with errors in words. `status` has a code of `workers.sampling.row_status` each."""
+    """Returns the drawn tokens with error messages. `status` has a code of `workers.sampling.row_status` for each
+    point.
+    """
     tokens: list[int | None] = list(token_ids)
     errors = {}
     if any(status):
@@ -62,10 +64,10 @@ def read_sample(
 
 
 def report_logprobs(sample: HostSample, reported: list[tuple[int, int]], columns: Iterable[list[Any]]) -> None:
-    """Puts the log-probabilities of drawn tokens into `sample`.
+    """Adds the log-probabilities of drawn tokens to `sample`.
 
-    `reported` has (point index, number of alternatives); `columns` are the arrays of `token_logprobs` as lists, with an
-    entry for each.
+    `reported` has (point index, number of alternatives) entries. `columns` are the arrays of `token_logprobs` as lists,
+    with one element for each entry.
     """
     counts = [num_top for _, num_top in reported]
     entries = token_logprobs([sample.token_ids[index] for index, _ in reported], counts, columns)
@@ -77,8 +79,8 @@ def report_logprobs(sample: HostSample, reported: list[tuple[int, int]], columns
 def token_logprobs(
     token_ids: Sequence[int | None], counts: Sequence[int], columns: Iterable[list[Any]]
 ) -> list[TokenLogprobs]:
-    """Returns an entry for each token. `columns`: log-probability, rank, the ids of the best tokens and their
-    log-probabilities, of which entry `i` gets the first `counts[i]`.
+    """Returns an entry for each token. `columns` are the log-probability, the rank, the ids of the best tokens and
+    their log-probabilities; entry `i` gets the first `counts[i]` of these.
     """
     return [
         TokenLogprobs(token_id or 0, logprob, rank, top_ids[:count], top_logprobs[:count])

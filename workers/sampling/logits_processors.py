@@ -1,9 +1,9 @@
 """The logits processors of one rank: keeps an instance of each processor for each sequence, and runs them.
 
-`sampling_state.py` keeps a `SequenceProcessors` for every sequence that asked for processors; `sampler.py` runs them.
-An instance is made when its sequence first draws a token, so only on the rank that samples. Its state is a function of
-the tokens, so after preemption, failover or a fork a new instance is made from them. User code is called only here; if
-it raises, that becomes `ProcessorFailed`. Imports no torch.
+`sampling_state.py` keeps a `SequenceProcessors` for every sequence with processors, and the samplers run them. An
+instance is made when its sequence first draws a token, so only on the rank that draws. Its state is a function of the
+tokens, so it is made again from them after preemption, failover or a fork. User code runs only here, and its errors
+become `ProcessorFailed`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ logger = logging.getLogger(__name__)
 
 
 class ProcessorFailed(Exception):
-    """A factory or an instance failed; ends one sequence."""
+    """A factory or an instance failed, which ends one sequence."""
 
 
 class SequenceProcessors:
-    """The instances of one sequence, in the order of its parameters; none before the first `run`."""
+    """The instances of one sequence, in the order of its parameters; they are made by the first `run`."""
 
     def __init__(
         self, specs: tuple[LogitsProcessorSpec, ...], registry: LogitsProcessorRegistry, vocab_size: int
@@ -41,8 +41,8 @@ class SequenceProcessors:
         self._vocab_size = vocab_size
         self._instances: list[LogitsProcessor | None] = [None] * len(specs)
         self._position = -1
-        """Position of the last run. If the next run is not at a later one, the instances have seen tokens that the
-        sequence may not have any more (rejected drafts), and are made anew.
+        """Position of the last run. If the next run is not later, the instances have seen rejected drafts and are made
+        again.
         """
 
     @property
@@ -52,13 +52,13 @@ class SequenceProcessors:
     def run(
         self, tokens: np.ndarray, num_prompt_tokens: int, position: int, logits: torch.Tensor
     ) -> list[tuple[str, torch.Tensor]]:
-        """Changes `logits`, float32 [vocab_size], in place: those of the token after `tokens[:position]`.
+        """Changes `logits` in place, float32 [vocab_size]: those of the token after `tokens[:position]`.
 
-        Returns for each processor its name and whether its logits are all valid (neither NaN nor +inf), as a bool
-        tensor on their device. Raises `ProcessorFailed` naming the processor.
+        Returns for each processor its name and a bool tensor on the logits' device: whether all logits are valid,
+        neither NaN nor +inf. Raises `ProcessorFailed` naming the processor.
         """
         tokens = tokens[:position]
-        tokens.flags.writeable = False  # of this view
+        tokens.flags.writeable = False  # protects this view only
         prompt, output = tokens[:num_prompt_tokens], tokens[num_prompt_tokens:]
         if position <= self._position:
             self.close()
@@ -79,8 +79,8 @@ class SequenceProcessors:
             raise _failed(f"the factory of logits processor {spec.name!r}", error) from error
 
     def fork(self) -> SequenceProcessors:
-        """Processors for a sequence with the same tokens: clones of the instances that have `clone`; the first `run`
-        makes the others.
+        """Returns processors for a sequence with the same tokens: clones of instances that have `clone`. The first
+        `run` makes the others.
         """
         child = SequenceProcessors(self.specs, self._registry, self._vocab_size)
         child._position = self._position

@@ -51,7 +51,9 @@ def _mix64_array(word: np.ndarray) -> np.ndarray:
 
 
 def gumbel_noise(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Noise of every token under every key: int32 [n, 2] (the bits of `noise_keys`) and [V], to float32 [n, V]."""
+    """Returns the noise of every token under every key, float32 [n, V]. `keys` are int32 [n, 2], the bits of
+    `noise_keys`; `token_ids` are integers [V].
+    """
     import torch
 
     first, second, third = (value - 2**32 if value >= 2**31 else value for value in MULTIPLIERS)

@@ -1,6 +1,6 @@
-"""The tokens of a step between their draw on the device and the moment in which the host knows them.
+"""The tokens of a step between their draw on the device and their arrival on the host.
 
-The next step may be executed in between: it computes on tokens that are on the device only. The runner of each
+In between the next step may be executed, which computes on tokens that are on the device only. The runner of each
 framework makes a `PendingDraw` for each step. Imports no framework.
 """
 
@@ -14,12 +14,15 @@ from workers.sampling.sampling_state import SamplingState
 from workers.step import SamplePoint, StepInput, StepOutput
 
 ReadSample = Callable[[], HostSample]
-"""Waits for the device and returns what was drawn."""
+"""Waits for the device and returns the drawn tokens."""
 
 
 class PendingDraw:
-    """`output` is what is known already. `points` is what the device still draws, in the order of its arrays; nothing
-    if it is empty. `send` starts the copy to the host and returns what reads it.
+    """The pending draw of a step.
+
+    `output` holds the results that are already known. `points` are the sample points that the device draws, in the
+    order of its arrays. `send` starts the copy to the host and returns a function that reads it; None if the device
+    draws nothing.
     """
 
     def __init__(
@@ -36,13 +39,13 @@ class PendingDraw:
         self._slots = None if masks is None else masks.slots
         self._send = send
         self._read: ReadSample | None = None
-        """Set once the copy has started."""
+        """Reads the copy; None before the copy has started."""
         self._indices: dict[int, int] = {}
-        """Filled by `hold_places`: sequence id to the index of its token in the device's array."""
+        """Sequence ids with the index of their token in the device's array, set by `hold_places`."""
 
     def hold_places(self) -> None:
-        """Gives each sequence that draws a token a 0 in the token's place, and lets the device copy the tokens to the
-        host. Called if the next step is executed before `result`.
+        """Appends a placeholder 0 to each sequence that draws a token, and starts the copy to the host. Called when the
+        next step is executed before `result`.
         """
         if self._send is None or self._read is not None:
             return
@@ -55,8 +58,8 @@ class PendingDraw:
         self._read = self._send()
 
     def places(self, step: StepInput) -> tuple[list[int], list[int]]:
-        """Returns which rows of a step's flat batch read a token that is on the device only, and the index of each
-        token in the device's array.
+        """Returns the rows of a step's flat batch whose token is on the device only, and the index of each token in the
+        device's array.
         """
         rows: list[int] = []
         indices: list[int] = []
@@ -72,7 +75,7 @@ class PendingDraw:
         return rows, indices
 
     def result(self) -> StepOutput:
-        """Waits for the device, and gives the sequences their tokens. Called before the next draw."""
+        """Waits for the device, and gives the sequences their tokens. Must be called before the next draw."""
         send, self._send = self._send, None
         output = self._output
         if send is None:
@@ -88,7 +91,7 @@ class PendingDraw:
             self._state.replace_each(gained, {point.sequence_id: point.position for point in points})
         else:
             self._state.append_each(gained)
-        for index, error in drawn.errors.items():  # its token stays 0: the next step may have been planned already
+        for index, error in drawn.errors.items():  # its token stays 0: the next step may be planned with it
             output.errors.setdefault(points[index].sequence_id, error)
         for sequence_id, token_id in gained.items():
             if sequence_id not in output.errors:

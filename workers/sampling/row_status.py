@@ -1,4 +1,4 @@
-"""The status of a drawn row, and the words for a row that failed. Samplers of all frameworks use these codes."""
+"""The status of a drawn row, and the error messages of failed rows. The samplers of all frameworks use these codes."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from workers.sampling_params import SamplingParams
 from workers.step import RowError
 
 OK, NAN, INFINITE, MASKED, LATE, OVERFLOW = range(6)
-"""A row that is not OK has token 0.
+"""The status codes of a row. A row that is not `OK` has token 0.
 
-`NAN` and `INFINITE` (+inf) are about the model's own logits. `OVERFLOW` is about finite logits that became NaN or +inf
-when the request's parameters or the constraint's adjustments were applied to them. `MASKED` rows have no token left,
-and `LATE` rows are not drawn in this step.
+- `NAN` and `INFINITE` (+inf): the model's own logits are invalid.
+- `MASKED`: no token is left.
+- `LATE`: the row is not drawn in this step.
+- `OVERFLOW`: finite logits became NaN or +inf by the request's parameters or the constraint's adjustments.
 """
 
 _EDITS = ("logit_bias", "repetition_penalty", "frequency_penalty", "presence_penalty")
@@ -19,8 +20,8 @@ _DEFAULTS = SamplingParams()
 
 
 def row_error(status: int, position: int, params: SamplingParams, processors: str = "") -> RowError:
-    """Returns what a sequence is told whose row has a status other than `OK` and `LATE`. `processors` names its logits
-    processors, if it has some.
+    """Returns the error of a row whose status is neither `OK` nor `LATE`. `processors` names its logits processors, if
+    any.
     """
     if status == NAN:
         return RowError(f"the model produced NaN logits at position {position}", is_corrupt=True)
@@ -44,9 +45,9 @@ def row_error(status: int, position: int, params: SamplingParams, processors: st
 
 
 def _is_restricted(params: SamplingParams) -> bool:
-    """Returns whether parameters of the request, its logits processors aside, mask tokens.
+    """Returns whether parameters of the request other than logits processors mask tokens.
 
-    A logits processor that masks every token by itself is the operator's fault. The request that combines one with
-    such parameters chose both.
+    A logits processor that masks every token by itself is the operator's fault. A request that combines it with such
+    parameters chose both.
     """
     return bool(params.constraint or params.allowed_token_ids or params.bad_words_token_ids or params.min_tokens)

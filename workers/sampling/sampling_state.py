@@ -1,8 +1,8 @@
-"""What a rank keeps of each sequence in order to sample it: its tokens, and its parameters in arrays.
+"""The state of each sequence that a rank samples from: its tokens, and its parameters in arrays.
 
-All of it is a function of the sequence's `SequenceStart` and the tokens appended since, so after preemption, failover
-or a fork `start` rebuilds it. No counts are kept for penalties: they read the tokens (`kernels/native/sampler.cpp`),
-which takes about a nanosecond a token. Called by the model runner and read by the samplers; never touches logits.
+It is a function of the sequence's `SequenceStart` and the tokens appended since, so `start` rebuilds it after
+preemption, failover or a fork. Penalties read the tokens (`kernels/native/sampler.cpp`), about a nanosecond each, so no
+counts are kept. The model runner calls it and the samplers read it; it never touches logits.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from workers.sampling_params import SamplingParams
 from workers.step import SequenceStart
 
 GREEDY_TEMPERATURE = 1e-5
-"""Temperatures below this count as greedy: to divide by them could overflow, and noise of at most 22.9 would seldom
+"""Temperature below which a sequence is greedy: dividing by it could overflow, and noise of at most 22.9 would rarely
 change a token.
 """
 
 FIRST_CAPACITY = 32
-"""Rows of the parameter table at first; it doubles."""
+"""Initial rows of the parameter table, which doubles when full."""
 
 TOKEN_HEADROOM = 256
-"""Spare tokens in a new sequence's buffer; it doubles."""
+"""Spare room in a new sequence's token buffer, which doubles when full."""
 
 ROW = np.dtype(
     [
@@ -62,8 +62,8 @@ float32 arrays.
 
 
 class SequenceState:
-    """One sequence: `tokens[:num_tokens]` are its prompt and output. The addresses in its row of the table point to the
-    arrays here, which must stay alive.
+    """The state of one sequence; `tokens[:num_tokens]` are its prompt and output. Addresses in its table row point to
+    arrays of this object, which must stay alive.
     """
 
     __slots__ = (
@@ -97,7 +97,7 @@ class SequenceState:
         self.processors: SequenceProcessors | None = None
 
     def banned_by_words(self, position: int) -> list[int]:
-        """The last token of each bad word whose other tokens are the end of the output before `position`."""
+        """Returns the last token of each bad word whose other tokens end the output before `position`."""
         banned = []
         output = self.tokens[self.num_prompt_tokens : position]
         for word in self.params.bad_words_token_ids:
@@ -108,7 +108,7 @@ class SequenceState:
 
 
 class SamplingState:
-    """Sampling state of all sequences on a rank; not thread-safe. `registry` has the factories of their logits
+    """The sampling state of all sequences on a rank. Not thread-safe. `registry` has the factories of logits
     processors.
     """
 
@@ -119,8 +119,8 @@ class SamplingState:
         self.table_address = self.table.ctypes.data
         self.sequences: dict[int, SequenceState] = {}
         self.num_wanting_logprobs = 0
-        """Sequences that asked for logprobs of their output. While it is 0, a step need not look for them; so with the
-        next two.
+        """Number of sequences that requested log-probabilities of their output. While it is 0, steps skip them; the
+        next two counts serve the same way.
         """
         self.num_wanting_prompt_logprobs = 0
         self.num_with_processors = 0
@@ -137,7 +137,7 @@ class SamplingState:
         if not self._free_rows:
             self._grow()
         state = SequenceState(sequence, self._free_rows[-1])
-        self._free_rows.pop()  # once nothing can fail that would lose it
+        self._free_rows.pop()  # only now, so that a failed start does not lose the row
         self.sequences[sequence.sequence_id] = state
         self.num_wanting_logprobs += state.params.logprobs is not None
         self.num_wanting_prompt_logprobs += state.params.prompt_logprobs is not None
@@ -148,25 +148,25 @@ class SamplingState:
         self._fill_row(state, sequence.seed)
 
     def fork(self, parent_id: int, sequence_id: int, seed: int) -> None:
-        """Starts a sequence with the tokens and parameters that another one has now, and a seed of its own."""
+        """Starts a sequence with the current tokens and parameters of another one, and its own seed."""
         self.start(self.start_of_fork(parent_id, sequence_id, seed))
         self.fork_processors(parent_id, sequence_id)
 
     def start_of_fork(self, parent_id: int, sequence_id: int, seed: int) -> SequenceStart:
-        """What a fork of a sequence would be rebuilt from now."""
+        """Returns the `SequenceStart` of a fork with the parent's current tokens."""
         parent = self.sequences[parent_id]
         tokens = parent.tokens[: parent.num_tokens].tolist()
         eos_token_ids = tuple(parent.stop_ids[: len(parent.stop_ids) - len(parent.params.stop_token_ids)].tolist())
         return SequenceStart(sequence_id, parent.params, seed, tokens, parent.num_prompt_tokens, eos_token_ids)
 
     def fork_processors(self, parent_id: int, sequence_id: int) -> None:
-        """Gives a fork copies of its parent's logits processors, if both have some."""
+        """Gives a fork copies of its parent's logits processors, if it has any."""
         parent, child = self.sequences[parent_id], self.sequences[sequence_id]
         if parent.processors is not None and child.processors is not None:
             child.processors = parent.processors.fork()
 
     def append(self, sequence_id: int, token_ids: Sequence[int]) -> None:
-        """Adds sampled tokens to a sequence."""
+        """Appends drawn tokens to a sequence."""
         state = self.sequences[sequence_id]
         first = state.num_tokens
         end = first + len(token_ids)
@@ -180,7 +180,7 @@ class SamplingState:
         self._last_tokens[state.row] = token_ids[-1]
 
     def append_each(self, token_ids: Mapping[int, int]) -> None:
-        """Adds one sampled token to each of many sequences, by sequence id."""
+        """Appends one drawn token to each of many sequences, by sequence id."""
         sequences, last_tokens = self.sequences, self._last_tokens
         for sequence_id, token_id in token_ids.items():
             state = sequences[sequence_id]
@@ -191,8 +191,8 @@ class SamplingState:
             state.num_tokens = position + 1
 
     def replace_each(self, token_ids: Mapping[int, int], positions: Mapping[int, int]) -> None:
-        """Sets the newest token of each sequence, by sequence id, if it is at the sequence's position in `positions`. A
-        sequence that was started anew since has no such token.
+        """Replaces the newest token of each sequence, by sequence id, if it is at the position in `positions`. A
+        sequence that was restarted in the meantime has no such token.
         """
         for sequence_id, token_id in token_ids.items():
             state = self.sequences.get(sequence_id)
@@ -200,8 +200,8 @@ class SamplingState:
                 state.tokens[positions[sequence_id]] = self._last_tokens[state.row] = token_id
 
     def truncate(self, sequence_id: int, num_tokens: int) -> None:
-        """Takes back all tokens after the first `num_tokens` (at least 1). A draft model appends each draft in order to
-        draw the next one, then takes them back.
+        """Removes all tokens after the first `num_tokens` (at least 1). A draft model appends each draft to draw the
+        next one, then removes the drafts.
         """
         state = self.sequences[sequence_id]
         state.num_tokens = num_tokens
@@ -224,12 +224,12 @@ class SamplingState:
             self.forget(sequence_id)
 
     def tokens(self, sequence_id: int) -> np.ndarray:
-        """Prompt and output so far, int32 [num_tokens]; a view that the next `append` may outdate."""
+        """Returns prompt and output so far, int32 [num_tokens]: a view that the next `append` may invalidate."""
         state = self.sequences[sequence_id]
         return state.tokens[: state.num_tokens]
 
     def last_tokens(self, sequence_ids: Sequence[int]) -> np.ndarray:
-        """The newest token of each sequence, int64 [n]: the input ids of a decode step."""
+        """Returns the newest token of each sequence, int64 [n]: the input ids of a decode step."""
         sequences = self.sequences
         return self._last_tokens[[sequences[sequence_id].row for sequence_id in sequence_ids]]
 
@@ -237,7 +237,7 @@ class SamplingState:
         return self.sequences[sequence_id].num_prompt_tokens
 
     def prompt_logprobs(self, sequence_id: int) -> int | None:
-        """Alternatives to report with each prompt token, None for no report."""
+        """Returns the number of alternatives to report with each prompt token, or None for no report."""
         return self.sequences[sequence_id].params.prompt_logprobs
 
     def _validate(self, sequence: SequenceStart) -> None:
@@ -285,7 +285,7 @@ class SamplingState:
         row["repetition_penalty"] = params.repetition_penalty
         row["presence_penalty"] = params.presence_penalty
         row["frequency_penalty"] = params.frequency_penalty
-        if state.processors is not None:  # what comes before processors is applied before the kernel gets the row
+        if state.processors is not None:  # edits before the processors are applied before the kernel gets the row
             for name in ("num_allowed_ids", "num_bad_words", "num_biases", "min_tokens"):
                 row[name] = 0
             row["repetition_penalty"], row["presence_penalty"], row["frequency_penalty"] = 1, 0, 0

@@ -1,9 +1,9 @@
-"""Verifies drafts: which of the tokens that a step drew a sequence keeps. Plain Python, on the host.
+"""Verifies drafts: decides which tokens of a step each sequence keeps. Plain Python, on the host.
 
-A step that verifies drafts draws at every point as if all drafts were tokens of the sequence. A sequence then keeps
-the tokens up to and with the first that differs from the draft: each of them was drawn after tokens that the sequence
-does have. With the noise of `workers/sampling/noise.py`, a function of the position, the kept tokens are those that
-the sequence would have drawn one at a time. Called by the workers of all frameworks.
+A step that verifies drafts draws at every point as if all drafts were tokens of the sequence. The sequence keeps the
+tokens up to and including the first that differs from its draft, because each was drawn after tokens that the sequence
+has. The noise of `workers/sampling/noise.py` is a function of the position, so the kept tokens are those that the
+sequence would draw one at a time. The workers of all frameworks call it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def drafts_of(step: StepInput) -> dict[int, list[int]]:
 
 @contextmanager
 def drafts_as_tokens(drafts: dict[int, list[int]], state: SamplingState) -> Iterator[None]:
-    """Within it, drafts are tokens of their sequences; afterwards they are taken back."""
+    """Appends drafts to their sequences within the context, and removes them afterwards."""
     for sequence_id, token_ids in drafts.items():
         state.append(sequence_id, token_ids)
     try:
@@ -40,10 +40,10 @@ def keep_verified(
     state: SamplingState,
     output: StepOutput,
 ) -> None:
-    """Gives each sequence its tokens in the order of their positions, up to and with the first that is no draft, and
-    puts them, their log-probabilities and errors into `output`.
+    """Gives each sequence its tokens by position, up to and including the first that differs from its draft. Puts
+    tokens, log-probabilities and errors into `output`.
 
-    If a point after kept tokens is late or fails, they stay kept, and the point comes again in the next step.
+    If a point after kept tokens is late or fails, the kept tokens stay, and the next step draws at that point again.
     """
     settled = set(output.errors)
     for index in sorted(range(len(points)), key=lambda index: points[index].position):

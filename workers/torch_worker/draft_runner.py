@@ -1,7 +1,7 @@
-"""A draft model on the device of its target, by torch: computes tokens, and draws the next ones.
+"""A draft model on the target's device, in torch: computes tokens, and draws the next ones.
 
-Which tokens, `specdecode/draft_model.py` decides. It draws with the sequence's parameters and with the noise that the
-target will use (Gumbel coupling), so if the two distributions are close it draws the target's token.
+`specdecode/draft_model.py` decides which tokens. The draft model draws with the sequence's parameters and the target's
+noise (Gumbel coupling), so it draws the target's token if the two distributions are close.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class TorchDraftRunner:
         metadata = self._platform.build_metadata(
             QueryTokens(np.array(starts), np.array(counts), block_tables, self._sequences.block_size, may_share=False)
         )
-        # The model's padded vocabulary may be wider than the draft model's; no text has ids of the padding.
+        # The target's padded vocabulary may be wider than the draft model's; tokens never have ids of the padding.
         known = np.minimum(token_ids, self._config.vocab_size - 1).astype(np.int64)
         hidden = self.model.forward(self._platform.place(known), metadata, self._layers)
         if not drawing:

@@ -1,6 +1,7 @@
-"""Runs the largest step that a rank can have, so that its platform sees what memory a step takes beside the weights and
-the KV cache, and compiles what draws tokens before a request waits for it. Called by the worker before it plans the
-cache; nobody gets its tokens.
+"""Runs the largest step of a rank at start, so that the platform sees how much memory a step takes and compiles the
+sampler.
+
+The worker calls it after the weights are loaded and before it plans the KV cache. Its tokens are dropped.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ _FILTERS: dict[str, Any] = {"top_p": 0.9}
 def run_largest_step(
     loaded: LoadedModel, platform: Platform, block_size: int, num_tokens: int, num_rows: int, draws: bool
 ) -> None:
-    """A forward pass over `num_tokens`, as far as the model has positions, over KV blocks of its own; logits of
-    `num_rows` of them; and, if this rank `draws`, a token of each under edits, filters and a mask, and of one under any
-    of these.
+    """Runs a forward pass over `num_tokens`, at most the model's positions, with a temporary KV cache.
+
+    Computes the logits of `num_rows` rows. If this rank `draws`, also draws one row under every combination of edits,
+    filters and a mask, and all rows under all of them.
     """
     config, model, dtype = loaded
     num_tokens = min(num_tokens, config.max_position_embeddings)
@@ -42,7 +44,7 @@ def run_largest_step(
     hidden = model.forward(token_ids, metadata, [(layer[0], layer[1]) for layer in kv_cache])
     logits = model.compute_logits(hidden[:num_rows])
     if draws:
-        # Logits processors draw from rows of float32
+        # Rows with logits processors are drawn from in float32
         rows = (logits[:1],) if logits.dtype == torch.float32 else (logits[:1], logits[:1].float())
         for row, edits, filters, has_masks in itertools.product(rows, ({}, _EDITS), ({}, _FILTERS), (False, True)):
             _draw(row, platform, SamplingParams(**edits, **filters), has_masks)

@@ -1,8 +1,8 @@
-"""Executes steps on one rank by torch: runs the model over the step's tokens, and draws from its logits.
+"""Executes steps on one rank in torch: runs the model over the step's tokens, and draws from its logits.
 
-Two phases: `execute` starts the forward pass, `sample` draws from its logits; between them masks may still be under
-way. `draw` is `sample` without waiting for the device: the next step may be executed before its tokens are known here.
-What needs no torch lies in `workers/ranks/rank_sequences.py`.
+`execute` starts the forward pass and `sample` draws; in between masks may still be computed. `draw` is `sample` without
+waiting for the device, so that the next step may be executed before its tokens are on the host. The parts without torch
+are in `workers/ranks/rank_sequences.py`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from workers.step import SamplePoint, StepInput, StepOutput, TokenLogprobs
 from workers.torch_worker.sampler import Sampled, prompt_logprobs, sample
 
 PROMPT_LOGPROB_ROWS = 64
-"""Rows of logits held at a time for prompt log-probabilities: 64 x 152k float32 are 37 MiB."""
+"""Rows of logits that are computed at a time for prompt log-probabilities: 64 x 152k float32 are 37 MiB."""
 
 
 class ModelRunner:
-    """Not thread-safe; one step at a time."""
+    """Runs one step at a time. Not thread-safe."""
 
     draws = True
     """Whether this rank draws tokens."""
@@ -59,16 +59,16 @@ class ModelRunner:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets every sequence; weights and the KV allocation stay."""
+        """Forgets every sequence. The weights and the KV allocation stay."""
         self.sequences.clear()
         self._step: StepInput | None = None
         self._hidden: torch.Tensor | None = None
         self._pending = PendingDraw(StepOutput(-1), self.state)
-        """What was drawn last."""
+        """The last draw."""
         self._drawn = torch.empty(0)
-        """Its tokens on the device, int64 [P]."""
+        """The tokens of the last draw on the device, int64 [num_points]."""
         self._computed: torch.Event | None = None
-        """When the forward pass of the last step has come to its end."""
+        """An event at the end of the last forward pass; None if the platform has no events."""
 
     # ---- phase one ---------------------------------------------------------------------------------------------
 
@@ -92,11 +92,11 @@ class ModelRunner:
         return self.model.forward(self._token_ids(step), metadata, self.kv_layers)
 
     def _token_ids(self, step: StepInput) -> torch.Tensor:
-        """The input ids of the flat batch, int64 [num_tokens]."""
+        """Returns the input ids of the flat batch, int64 [num_tokens]."""
         token_ids = self.platform.place(self.sequences.token_ids(step))
         rows, indices = self._pending.places(step)
         if rows:
-            # The zeros that `hold_places` gave are replaced on the device, which nobody waits for.
+            # Replace the placeholders of `hold_places` on the device, without waiting for it.
             pairs = self.platform.place(np.array([rows, indices], dtype=np.int64))
             token_ids[pairs[0]] = self._drawn[pairs[1]]
         return token_ids
@@ -104,16 +104,18 @@ class ModelRunner:
     # ---- phase two ---------------------------------------------------------------------------------------------
 
     def sample(self, masks: MaskBatch | None = None) -> StepOutput:
-        """Draws a token at each sample point of the step that `execute` was given, under the step's masks.
+        """Draws a token at each sample point of the last executed step, under the step's masks.
 
-        A point whose mask is late draws nothing; the sequence is not in `token_ids`.
+        A point with a late mask draws nothing, and its sequence is not in `token_ids`.
         """
         return self.draw(masks).result()
 
     @torch.inference_mode()
     def draw(self, masks: MaskBatch | None = None) -> PendingDraw:
-        """As `sample`, but the caller waits for the device later, in `PendingDraw.result`, which comes before the next
-        draw. Only for log-probabilities of prompts, and to verify drafts, does the call itself wait.
+        """Draws like `sample`, but the caller waits for the device in `PendingDraw.result`, which must come before the
+        next draw.
+
+        The call itself waits for the device only to report prompt log-probabilities and to verify drafts.
         """
         step, hidden = self._step, self._hidden
         if step is None:
@@ -147,13 +149,13 @@ class ModelRunner:
         return read
 
     def is_computing(self) -> bool:
-        """Whether the forward pass of the last step has not come to its end."""
+        """Returns whether the forward pass of the last step still runs."""
         return self._computed is not None and not self._computed.query()
 
     def _draw(
         self, step: StepInput, hidden: torch.Tensor, output: StepOutput, masks: MaskBatch | None
     ) -> Sampled | None:
-        """Draws at every point; at those after drafts as if all drafts were tokens of the sequence."""
+        """Draws at every point; at points after drafts, as if all drafts were tokens of the sequence."""
         points, drafts = step.sample_points, drafts_of(step)
         if not drafts:
             return self._draw_points(points, hidden, masks)
@@ -167,8 +169,8 @@ class ModelRunner:
         return sample(self.platform.sampler, logits, points, self.state, masks)
 
     def _logits(self, hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:
-        """Logits of these rows of `hidden`; each row is multiplied once, however many points it has."""
-        if rows == list(range(hidden.shape[0])):  # decodes only: no copy
+        """Returns the logits of `rows` of `hidden`. A row is computed once, however many points it has."""
+        if rows == list(range(hidden.shape[0])):  # a batch of decodes needs no copy
             return self.model.compute_logits(hidden)
         unique = list(dict.fromkeys(rows))
         logits = self.model.compute_logits(hidden[self._place_indices(unique)])
@@ -181,7 +183,7 @@ class ModelRunner:
         return self.platform.place(np.array(indices, dtype=np.int64))
 
     def _prompt_logprobs(self, step: StepInput, hidden: torch.Tensor, output: StepOutput) -> None:
-        """Puts log-probabilities of prompts into `output`: row `i` of a prompt's chunk predicts the token after it."""
+        """Adds prompt log-probabilities to `output`. Row `i` of a prompt's chunk predicts the token after it."""
         for asked in self.sequences.prompt_targets(step):
             rows = hidden[asked.first_row : asked.first_row + len(asked.next_token_ids)]
             output.prompt_logprobs[asked.sequence_id] = self._logprobs_of(rows, asked.next_token_ids, asked.num_top)

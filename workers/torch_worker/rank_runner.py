@@ -1,7 +1,7 @@
-"""Model runners of several ranks: all compute every step, rank 0 alone draws.
+"""Model runners for several ranks: all compute every step, and only rank 0 draws.
 
-The others follow. They are told what rank 0 drew before the next step (`FollowerRunner.adopt`), and hold no masks, no
-logits processors and no noise. Made by the worker.
+The other ranks get its tokens before the next step (`FollowerRunner.adopt`), and hold no masks, no logits processors
+and no noise. Made by the worker.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from workers.torch_worker.model_runner import PROMPT_LOGPROB_ROWS, ModelRunner
 
 
 class RankRunner(ModelRunner):
-    """Rank 0: a model runner whose outputs carry a digest of the step's tokens, of the blocks that it writes and of the
+    """The runner of rank 0, whose outputs carry a digest of the step's tokens, the blocks that it writes, and the
     hidden states at its sample points.
     """
 
@@ -28,7 +28,7 @@ class RankRunner(ModelRunner):
         if step is None or hidden is None:
             return super().sample(masks)
         digest = self._digest_of_inputs(step)
-        # The copy goes behind the forward pass and is read after the draw, which waits for the device anyway.
+        # The copy is queued behind the forward pass and read after the draw, which waits for the device anyway.
         sampled = to_host(hidden[self._place_indices([point.row for point in step.sample_points])])
         copied = self.platform.record_event()
         output = super().sample(masks)
@@ -38,22 +38,22 @@ class RankRunner(ModelRunner):
         return output
 
     def _digest_of_inputs(self, step: StepInput) -> int:
-        """Returns a checksum of the step's tokens and of the blocks that it writes, all of which the host knows.
+        """Returns a checksum of the step's tokens and the blocks that it writes, which the host knows.
 
-        A checksum of the hidden states alone would say little: sums over ranks make them equal even if one rank took
-        another token than the rest, or wrote to other blocks.
+        The hidden states alone would hide faults: sums over ranks make them equal even if one rank computed another
+        token or wrote to other blocks.
         """
         digest = zlib.crc32(self.sequences.token_ids(step).tobytes())
         return zlib.crc32(self.sequences.written_blocks(step).tobytes(), digest)
 
 
 class FollowerRunner(RankRunner):
-    """Every other rank: its `sample` takes part in gathering the logits and draws nothing."""
+    """The runner of the other ranks. Its `sample` takes part in gathering the logits and draws nothing."""
 
     draws = False
 
     def adopt(self, token_ids: Mapping[int, list[int]]) -> None:
-        """Appends what rank 0 drew in the last step, by sequence. Called before the next `execute`."""
+        """Appends the tokens that rank 0 drew in the last step, by sequence id. Called before the next `execute`."""
         for sequence_id, gained in token_ids.items():
             if gained:
                 self.state.append(sequence_id, gained)

@@ -1,7 +1,7 @@
 """Draws the tokens of a step from its logits, and reports log-probabilities.
 
-Owns the order of the processors; keeps no state. Called by the model runner with the platform's kernels. `sample` never
-waits for the device; `Sampled.to_host` does.
+This module fixes the order of the processors and keeps no state. The model runner calls it with the platform's kernels.
+`sample` never waits for the device; `Sampled.to_host` does.
 
 A row is processed in this order, in float32:
 
@@ -15,11 +15,11 @@ A row is processed in this order, in float32:
 7. the constraint: its adjustments are added, and all tokens that its mask forbids are masked
 8. `temperature` divides; at 0 the largest logit wins and the rest is skipped
 9. `top_k` keeps the k largest
-10. `top_p` keeps the fewest, most probable first, whose mass reaches top_p of the mass of those kept so far
-11. `min_p` keeps those at least min_p times as probable as the best one
+10. `top_p` keeps the fewest tokens, most probable first, whose mass reaches top_p of the mass of those kept so far
+11. `min_p` keeps tokens at least min_p times as probable as the best one
 12. The largest sum of logit and Gumbel noise (`workers/sampling/noise.py`) wins.
 
-Equal logits rank by id, lowest first, in 8 to 11 and in reported ranks; ties of the sum go to the lowest id.
+Equal logits are ordered by id, lowest first, in 8 to 11 and in reported ranks. Of equal sums the lowest id wins.
 """
 
 from __future__ import annotations
@@ -48,31 +48,33 @@ from workers.sampling.sampling_state import SamplingState, SequenceState
 from workers.step import SamplePoint, TokenLogprobs
 
 LogprobTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-"""What `SamplerKernels.logprobs` returns."""
+"""The result of `SamplerKernels.logprobs`."""
 
 
 @dataclasses.dataclass
 class Processed:
-    """The logits of the points that have logits processors, R of them, after the processors have run."""
+    """The logits of the R points with logits processors, after the processors have run."""
 
     names: dict[int, str]
-    """Point index to the names of its processors, in the order of the rows of `logits`."""
+    """Point indices with the names of their processors, in the order of the rows of `logits`."""
     logits: torch.Tensor
-    """float32 [R, V]."""
+    """The processed logits, float32 [R, V]."""
     status: torch.Tensor
-    """uint8 [R]: the status of the logits before the processors: the model's own, or `OVERFLOW`."""
+    """Status of the logits before the processors, uint8 [R]: that of the model's logits, or `OVERFLOW`."""
     raised: dict[int, str]
-    """Point index to the error of a processor."""
+    """Point indices with the error that a processor raised."""
     checks: list[tuple[int, str, torch.Tensor]]
-    """Point index, name of a processor, and whether its logits are neither NaN nor +inf."""
+    """(point index, processor name, check): whether the processor's logits are neither NaN nor +inf."""
 
     def to_cpu(self) -> Processed:
-        """See `Sampled.to_cpu`."""
+        """Returns a copy in host memory; see `Sampled.to_cpu`."""
         checks = [(index, name, to_host(check)) for index, name, check in self.checks]
         return dataclasses.replace(self, status=to_host(self.status), checks=checks)
 
     def failures(self) -> dict[int, str]:
-        """Point index to how a processor failed, for points whose logits were valid before. Waits for the device."""
+        """Returns point indices with the failure of a processor, if the logits were valid before. Waits for
+        the device.
+        """
         failures = dict(self.raised)
         if self.checks:
             is_valid = torch.stack([check for _, _, check in self.checks]).tolist()
@@ -100,7 +102,7 @@ class Sampled:
     processed: Processed | None = None
 
     def to_cpu(self) -> Sampled:
-        """A copy in the host's memory that may be read once the device has done what it was told so far."""
+        """Returns a copy in host memory, which may be read when the device has finished its present work."""
         logprobs = self.logprobs
         if logprobs is not None:
             logprobs = to_host(logprobs[0]), to_host(logprobs[1]), to_host(logprobs[2]), to_host(logprobs[3])
@@ -114,7 +116,7 @@ class Sampled:
         )
 
     def to_host(self) -> HostSample:
-        """The same on the host, with errors and log-probabilities in words and numbers. Waits for the device."""
+        """Returns the tokens on the host, with error messages and log-probabilities. Waits for the device."""
         processors = NO_PROCESSORS
         if self.processed is not None:
             processors = ProcessorReport(self.processed.names, self.processed.failures())
@@ -131,14 +133,14 @@ def sample(
     state: SamplingState,
     masks: MaskBatch | None = None,
 ) -> Sampled:
-    """Draws one token for each point: row `i` of `logits` [P, width] (any dtype of a model) belongs to `points[i]`.
+    """Draws one token for each point: row `i` of `logits` [P, width], in any dtype of a model, belongs to `points[i]`.
 
     `masks.slots[i]` is the mask of `points[i]`; a late point draws nothing. Log-probabilities are those of the unmasked
-    distribution.
+    distribution. Columns from `state.vocab_size` on are padding and never drawn.
 
-    Columns from `state.vocab_size` on are padding and never drawn. Noise, `min_tokens`, `bad_words` and penalties
-    depend only on the point's position and the tokens before it, so a sequence may have points at several positions.
-    Raises `ValueError` if a shape does not fit or a position is beyond the sequence's tokens.
+    Noise, `min_tokens`, `bad_words` and penalties depend only on the point's position and the tokens before it, so a
+    sequence may have points at several positions. Raises `ValueError` if a shape does not fit or a position is beyond
+    the sequence's tokens.
     """
     _check_shape(logits, len(points), state.vocab_size)
     sequences = [state.sequences[point.sequence_id] for point in points]
@@ -179,7 +181,7 @@ def _draw_processed(
     state: SamplingState,
     masks: MaskBatch | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draws from the processed logits of the points that have some, and from the model's of the others."""
+    """Draws from the processed logits at points that have them, and from the model's logits at the others."""
     chosen = list(processed.names)
     drawn, status = kernels.draw(
         processed.logits,
@@ -189,11 +191,11 @@ def _draw_processed(
         None if masks is None else _masks_of(masks, chosen),
     )
     is_invalid = (status == NAN) | (status == INFINITE)
-    status = torch.where(is_invalid, OVERFLOW, status)  # the kernel calls what it is given the model's logits
+    status = torch.where(is_invalid, OVERFLOW, status)  # the kernel takes its input for the model's logits
     status = torch.where(processed.status == OK, status, processed.status)
     if len(chosen) == len(sequences):
         return drawn, status
-    # Drawing all, and these again, is cheaper than copying the logits of the others.
+    # Drawing every row and replacing these results is cheaper than copying the other rows' logits.
     all_drawn, all_status = kernels.draw(logits, sequences, positions, state, masks)
     rows = place(np.array(chosen), logits.device)
     all_drawn[rows], all_status[rows] = drawn, status
@@ -207,7 +209,7 @@ def _logprobs(
     reported: list[tuple[int, int]],
     vocab_size: int,
 ) -> LogprobTensors:
-    """Those of the rows of `logits` [P, width] that `reported` names: (row, number of alternatives) of each."""
+    """Returns the log-probabilities of the rows that `reported` names, each with its number of alternatives."""
     if len(reported) < len(logits):
         rows = place(np.array([index for index, _ in reported]), logits.device)
         logits, token_ids = logits[rows], token_ids[rows]
@@ -221,7 +223,7 @@ def _processed(
     state: SamplingState,
     masks: MaskBatch | None,
 ) -> Processed | None:
-    """Runs the logits processors of the points that have some and are not late; None if there is no such point."""
+    """Runs the logits processors of points that are not late. Returns None if no such point has any."""
     chosen = points_with_processors(sequences, masks)
     if not chosen:
         return None
@@ -241,7 +243,7 @@ def points_with_processors(sequences: list[SequenceState], masks: MaskBatch | No
 def run_processors(
     rows: torch.Tensor, chosen: list[int], sequences: list[SequenceState], positions: list[int]
 ) -> Processed:
-    """Applies to `rows` [R, V], float32, in place, all that comes before the constraint; row `i` is that of point
+    """Applies every step before the constraint to `rows` in place, float32 [R, V]. Row `i` belongs to point
     `chosen[i]`.
     """
     running = [(index, processors) for index in chosen if (processors := sequences[index].processors) is not None]
@@ -263,7 +265,7 @@ def run_processors(
 
 
 def _masks_of(masks: MaskBatch, indices: list[int]) -> MaskBatch:
-    """The masks of these points alone."""
+    """Returns the masks of these points only."""
     adjustments = {row: masks.adjustments[index] for row, index in enumerate(indices) if index in masks.adjustments}
     return masks._replace(slots=[masks.slots[index] for index in indices], adjustments=adjustments)
 
@@ -275,10 +277,10 @@ def prompt_logprobs(
     num_top: int,
     vocab_size: int | None = None,
 ) -> list[TokenLogprobs]:
-    """Log-probabilities of `next_token_ids` [R] under `logits` [R, width], and of the `num_top` best tokens.
+    """Returns the log-probabilities of `next_token_ids` [R] under `logits` [R, width], and of the `num_top` best
+    tokens.
 
-    They are those of the unmodified distribution over the first `vocab_size` columns (by default all). Waits for the
-    device.
+    The distribution is unmodified and covers the first `vocab_size` columns, by default all. Waits for the device.
     """
     if vocab_size is not None:
         logits = logits[:, :vocab_size]

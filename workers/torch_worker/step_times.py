@@ -1,6 +1,6 @@
-"""Measures the time of a model's step by the number of its tokens, once, when a rank starts.
+"""Measures the time of a model's step by its number of tokens, once, when a rank starts and before anything is cached.
 
-`specdecode/lengths.py` weighs drafts against these times. Called before anything is cached.
+`specdecode/lengths.py` weighs drafts against these times.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from workers.ranks.rank_worker import StepTimes
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 """Tokens of the measured steps."""
 ROUNDS = 3
-"""A step of each size is run at least this many times, and the fastest counts."""
+"""Fewest timed steps of each size; the fastest counts."""
 LEAST_SECONDS = 0.02
-"""It is run for at least this long, because a disturbance changes a small model's short steps most."""
+"""Shortest total time of the steps of one size in seconds, because disturbances affect the short steps of small models
+most.
+"""
 
 
 @torch.inference_mode()
 def measure_steps(model: Model, kv_layers: KVCaches, block_size: int, platform: Platform) -> StepTimes:
-    """Measures the seconds of the forward pass, the logits of every token and their maximum.
+    """Returns the seconds of the forward pass, the logits of every token and their argmax, by number of tokens.
 
     Overwrites the first KV blocks.
     """

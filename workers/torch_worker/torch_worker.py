@@ -1,8 +1,8 @@
-"""One rank of one model replica on torch, for CPUs and CUDA GPUs: loads the model on its platform, sizes the KV cache
-and owns the model runner.
+"""The worker of one rank in torch, for CPUs and CUDA GPUs: loads the model, sizes the KV cache and owns the model
+runner.
 
-It is a `SpeculationTarget` of `workers/ranks/rank_worker.py`. The executor has it made, in its own process or as an
-actor, and calls `execute` then `sample` for every step.
+It is a `SpeculationTarget` of `workers/ranks/rank_worker.py`. The executor makes it in its own process or in an actor,
+and calls `execute` and then `sample` for every step.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ logger = logging.getLogger(__name__)
 class TorchWorker:
     """Loads a rank's share of a model, with tables for steps that verify `max_draft_tokens` of each sequence.
 
-    Raises `ModelError` if the model cannot be served within the configured memory or length, and `LogitsProcessorError`
-    if a configured processor cannot be loaded. `draft_folder` is a draft model's, which is loaded whole beside this
-    rank's share: its weights take memory before the KV cache is planned, and its keys and values will lie in blocks
-    with the same ids.
+    `draft_folder` holds a draft model, which is loaded whole beside the share. Its weights take memory before the KV
+    cache is planned, and its keys and values are in blocks with the ids of the target's. Raises `ModelError` if the
+    model cannot be served within the configured memory or length, and `LogitsProcessorError` if a configured processor
+    cannot be loaded.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class TorchWorker:
         if draft_folder is not None and draft_config is not None:
             draft_model = load_model(draft_folder, draft_config, dtype, platform)
             draft = LoadedModel(draft_config, draft_model, platform.torch_dtype(dtype))
-        self.group.least(0)  # all have their weights: what is free now is free for the KV cache
+        self.group.least(0)  # a barrier: every rank loads its weights before any measures free memory
         phases.end("weights")
         loaded = LoadedModel(share, model, platform.torch_dtype(dtype))
         largest_steps = functools.partial(
@@ -144,24 +144,26 @@ class TorchWorker:
         return self.runner.sequences
 
     def measure(self) -> StepTimes:
-        """Measures steps on this rank; the others take no part. Called before anything is cached."""
+        """Measures steps on this rank only. Called before anything is cached."""
         runner = self.runner
         with self.group.alone():
             return measure_steps(runner.model, runner.kv_layers, runner.sequences.block_size, runner.platform)
 
     def register_logits_processor(self, name: str, factory: LogitsProcessorFactory) -> None:
-        """Raises `LogitsProcessorError` if the name is taken. An actor gets the factory by cloudpickle."""
+        """Registers a factory, which reaches an actor by cloudpickle. Raises `LogitsProcessorError` if the name is
+        taken.
+        """
         self.processors.register(name, factory)
 
     def execute(self, step: StepInput) -> None:
-        """Starts a step's forward pass. Raises `StepOutOfMemory` if the device's memory does not suffice; so does
-        `sample`.
-        """
+        """Starts a step's forward pass. Like `sample`, raises `StepOutOfMemory` if the device runs out of memory."""
         with _named_memory_errors():
             self.runner.execute(step)
 
     def adopt(self, token_ids: Mapping[int, list[int]]) -> None:
-        """Tells a rank other than 0 what rank 0 drew in the last step, by sequence. Comes before the next `execute`."""
+        """Gives a rank other than 0 the tokens that rank 0 drew in the last step, by sequence id. Called before the
+        next `execute`.
+        """
         assert isinstance(self.runner, FollowerRunner), "rank 0 draws its own tokens"
         self.runner.adopt(token_ids)
 
@@ -170,7 +172,7 @@ class TorchWorker:
             return self.runner.sample(masks)
 
     def draw(self, masks: MaskBatch | None = None) -> PendingDraw:
-        """`sample` in two parts, for whoever lets the device run ahead of the host. Raises as it does."""
+        """Draws without waiting for the device; the caller waits in `PendingDraw.result`. Raises as `sample` does."""
         with _named_memory_errors():
             return self.runner.draw(masks)
 
@@ -183,7 +185,7 @@ class TorchWorker:
 
 @contextlib.contextmanager
 def _named_memory_errors() -> Iterator[None]:
-    """Turns torch's error into `StepOutOfMemory`, because the engine, which answers it, knows no torch."""
+    """Turns torch's out-of-memory error into `StepOutOfMemory`, because the engine handles it and imports no torch."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -191,7 +193,9 @@ def _named_memory_errors() -> Iterator[None]:
 
 
 _COMMON_DTYPES = ("float32", "bfloat16", "float16")
-"""Where ranks would take different ones, all take the first: a processor without bfloat16 has nothing else."""
+"""Dtypes in order of preference if ranks differ: all take the first one that any rank takes, because a processor
+without bfloat16 supports only float32.
+"""
 
 
 def _log_start(info: ModelInfo) -> None:
@@ -245,7 +249,9 @@ def _run_largest_steps(
 
 
 def _weight_bytes(folder: pathlib.Path, dtype: str) -> int:
-    """0 for the older formats that transformers reads: the KV cache is then planned without the weights."""
+    """Returns the bytes of the weights; 0 for older formats that transformers reads, whose size is not known before
+    loading.
+    """
     try:
         return weight_bytes(folder, dtype)
     except ModelError:

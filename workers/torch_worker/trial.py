@@ -1,8 +1,8 @@
-"""Runs a few steps of a model's first layer and its head, so that `manta check` says no if serving would fail.
+"""Runs a few steps of a model's first layer and its head, so that `manta check` fails if serving would fail.
 
-Weights, dtype, linears, kernels and sampler are those of serving, in the model's own sizes; only the layers after the
-first are left out, and are not read. It runs in a process of its own (`python -m workers.torch_worker.trial`), because
-an instruction that the processor lacks would end the process.
+Weights, dtype, linears, kernels, sampler and sizes are those of serving; only the layers after the first are neither
+read nor run. It runs in a separate process (`python -m workers.torch_worker.trial`), because an instruction that the
+processor lacks would end the process.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from workers.sampling_params import SamplingParams
 from workers.step import SamplePoint, ScheduledSequence, SequenceStart, StepInput, StepOutput
 
 PROMPT_TOKENS = 48
-"""Prompt tokens of each of two sequences: for more than 32 rows linears take another code path than in decode steps."""
+"""Prompt tokens of each of the two sequences. Linears take another code path for more than 32 rows than in decode
+steps.
+"""
 DECODE_STEPS = 3
-"""The fastest step is reported, because caches are cold in the first one."""
+"""Number of decode steps; the fastest is reported, because caches are cold in the first one."""
 TIMEOUT_S = 600.0
-"""Longest time of a trial: to compile the kernels, if they were never compiled here, takes a minute of it."""
+"""Longest time of a trial in seconds. Compiling the kernels for the first time takes about a minute of it."""
 
 _PARAMS = (
     SamplingParams(temperature=0.0, logprobs=1),
@@ -35,11 +37,11 @@ _PARAMS = (
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """What to try: arguments that a worker would get."""
+    """The model and the arguments of its worker to try."""
 
     folder: str
     dtype: str
-    """Resolved: `bfloat16`, `float16` or `float32`."""
+    """The resolved dtype: `bfloat16`, `float16` or `float32`."""
     device: str
     num_threads: int | None
     block_size: int
@@ -47,15 +49,15 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
 class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
-    """Time of the fastest decode step: one layer, the head and the sampler."""
+    """Seconds of the fastest decode step: one layer, the head and the sampler."""
     kernels: str = ""
-    """`kernels` and `advice` are as in `ModelInfo`."""
+    """The form of the kernels, as in `ModelInfo`."""
     advice: str | None = None
     error: str | None = None
 
 
 def try_one_layer(trial: Trial) -> TrialResult:
-    """Runs the trial in a process of its own. Raises `ModelError` naming what failed."""
+    """Runs the trial in a separate process. Raises `ModelError` naming what failed."""
     command = [sys.executable, "-m", "workers.torch_worker.trial", msgspec.json.encode(trial).decode()]
     try:
         done = subprocess.run(command, capture_output=True, timeout=TIMEOUT_S)
@@ -77,7 +79,7 @@ def try_one_layer(trial: Trial) -> TrialResult:
 
 
 def run(trial: Trial) -> TrialResult:
-    """Runs the trial in this process; whatever it raises becomes `TrialResult.error`."""
+    """Runs the trial in this process. Errors become `TrialResult.error`."""
     try:
         return _run(trial)
     except ModelError as error:

@@ -1,1 +1,3 @@
-"""What runs the steps that an engine plans: the contract, the worker in this process, and a thread around another."""
+"""Executors run the steps that an engine plans: the contract, an executor in this process, and a
+thread around another.
+"""

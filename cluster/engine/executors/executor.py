@@ -1,8 +1,8 @@
-"""Where the model runs: the engine submits steps to an executor, which calls the workers of all ranks.
+"""The executor contract: the engine submits steps to an executor, which calls the workers of all ranks.
 
-`Executor` is what the engine sees. Its `depth` says how many steps may be under way while the next one is planned: 0
-where a call waits until the work is done, 1 where the device works by itself or a thread waits for it. Imports neither
-torch nor ray.
+The engine sees only `Executor`. Its `depth` is the number of steps that may be under way while the next one is planned.
+It is 0 where a call waits until the work is done, and 1 where the device works asynchronously or a thread waits for it.
+Imports neither torch nor ray.
 """
 
 from __future__ import annotations
@@ -16,65 +16,69 @@ from workers.model_info import ModelInfo
 from workers.step import StepInput, StepOutput
 
 Collect = Callable[[Callable[[], bool]], MaskBatch | None]
-"""Returns the masks of a step, once its forward pass is over, as the function that it is given says."""
+"""Returns the masks of a step when its forward pass is over. Its argument returns whether the forward pass still runs.
+"""
 
 
 def no_masks(is_computing: Callable[[], bool]) -> None:
-    """A `Collect` for a step without constraints."""
+    """Serves as the `Collect` of a step without constraints: returns None."""
 
 
 class StepCall(Protocol):
-    """One step under way: `draw`, then `result`. What either raises is a failure of the engine; that of a row is a
-    value of `StepOutput`.
+    """A submitted step; call `draw`, then `result`. An exception of either is a failure of the engine. A failed row is
+    a value of `StepOutput`.
     """
 
     def draw(self, collect: Collect) -> None:
-        """Has the ranks draw the step's tokens, under the masks that `collect` returns when the forward pass is over;
-        the gap between the two is where masks hide.
+        """Makes the ranks draw the step's tokens, under the masks that `collect` returns when the forward pass is over.
+        Grammar workers fill the masks between `submit` and the end of the forward pass.
         """
         ...
 
     def result(self) -> StepOutput:
-        """Waits for the tokens."""
+        """Waits for the output of the step."""
         ...
 
 
 class Executor(Protocol):
-    """Runs steps on all ranks, in the order in which they are submitted. `submit`, and then everything of its result,
-    may raise; after that nothing is submitted before `rebuild`.
+    """Runs steps on all ranks, in the order in which they are submitted.
+
+    `submit` and the methods of its result may raise. After that the caller calls `rebuild` before it submits another
+    step.
     """
 
     depth: int
-    """Steps that may be under way while another one is submitted."""
+    """Number of steps that may be under way while another one is submitted."""
 
     @property
     def num_rank_rebuilds(self) -> int:
-        """Times that all ranks were started anew, for one had died or hung."""
+        """Number of restarts of all ranks, because one had died or hung."""
         ...
 
     @property
     def num_rank_disagreements(self) -> int:
-        """Answers of a rank whose hidden states were not rank 0's."""
+        """Number of answers of a rank whose digest differs from rank 0's."""
         ...
 
     @property
     def model(self) -> ModelInfo: ...
 
     def submit(self, step: StepInput) -> StepCall:
-        """Starts a step's forward pass behind the steps under way, where `depth` is above 0."""
+        """Submits a step. With a `depth` above 0, its forward pass starts behind the steps under way."""
         ...
 
     def register_logits_processor(self, name: str, factory: LogitsProcessorFactory) -> None:
-        """Makes a factory known to the rank that samples. Raises `LogitsProcessorError` where the name is taken."""
+        """Registers a factory with the rank that draws. Raises `LogitsProcessorError` if the name is taken."""
         ...
 
     def has_lost_ranks(self) -> bool:
-        """Returns whether a rank has died, as far as can be told at once. Called between two steps. Raises nothing."""
+        """Returns at once whether a rank is known to have died. Called between two steps; raises nothing."""
         ...
 
     def rebuild(self) -> None:
-        """Drops every sequence and all keys and values that the workers hold; the weights stay, but those of a rank
-        that is lost: it is started anew. Raises `RuntimeError` where that cannot be done.
+        """Drops every sequence and all keys and values that the workers hold.
+
+        The weights stay, unless a rank is lost; then the ranks are started anew. Raises `RuntimeError` on failure.
         """
         ...
 
@@ -83,7 +87,7 @@ class Executor(Protocol):
 
 
 class SynchronousExecutor:
-    """An executor whose calls wait until the work is done: `execute` and `sample` of each step, one after the other."""
+    """An executor whose calls wait until the work is done: `execute`, then `sample`, for one step after the other."""
 
     depth = 0
     num_rank_rebuilds = 0
@@ -94,21 +98,21 @@ class SynchronousExecutor:
         raise NotImplementedError
 
     def execute(self, step: StepInput) -> None:
-        """Runs a step's forward pass, or starts it."""
+        """Runs or starts the forward pass of a step."""
         raise NotImplementedError
 
     def is_computing(self) -> bool:
-        """Returns whether the forward pass of that step goes on, so that nobody is held up who waits for a mask. Raises
+        """Returns whether the forward pass of the last step still runs, so that waiting for masks costs nothing. Raises
         nothing.
         """
         return False
 
     def sample(self, masks: MaskBatch | None = None) -> StepOutput:
-        """Draws the tokens of the step that `execute` was given."""
+        """Draws the tokens of the last executed step."""
         raise NotImplementedError
 
     def submit(self, step: StepInput) -> StepCall:
-        """The step runs when its masks are asked for, as its `draw` begins."""
+        """Returns a call that runs the whole step in its `draw`."""
         return _SynchronousCall(self, step)
 
     def register_logits_processor(self, name: str, factory: LogitsProcessorFactory) -> None:

@@ -1,5 +1,5 @@
-"""The executor of one worker in the engine's own process: one step at a time, or one behind another where the device
-computes by itself.
+"""The executor of one worker in the engine's own process. On a device that computes asynchronously it runs ahead by a
+step.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from workers.step import StepInput, StepOutput
 
 
 class InProcessExecutor(SynchronousExecutor):
-    """Calls its worker directly: a call costs nothing, and torch releases the GIL while the model runs.
+    """Calls its worker directly; torch releases the GIL while the model runs.
 
-    `depth` is 1 where the worker `runs_ahead` and the configuration does not switch overlap off: calls then return
-    before the device is done, and the device puts the next step's input ids together.
+    `depth` is 1 if the worker `runs_ahead` and the configuration does not switch overlap off. Calls then return before
+    the device is done, and the device assembles the next step's input ids.
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        # Imports torch, which the driver of actors needs not.
+        # Imports torch, which a driver of rank actors does not need.
         from cluster.engine.executors.worker_factory import make_worker
 
         self._worker: RankWorker = make_worker(config)
@@ -50,7 +50,7 @@ class InProcessExecutor(SynchronousExecutor):
         return self._worker.sample(masks)
 
     def draw(self, masks: MaskBatch | None = None) -> Drawn:
-        """Draws as `sample`, without waiting for the device. Only where the worker `runs_ahead`."""
+        """Draws like `sample`, without waiting for the device. Requires a worker that `runs_ahead`."""
         return cast(RunAheadWorker, self._worker).draw(masks)
 
     def register_logits_processor(self, name: str, factory: LogitsProcessorFactory) -> None:

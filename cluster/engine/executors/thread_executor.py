@@ -1,7 +1,6 @@
-"""An executor with a step under way behind another one, where calls wait until the work is done: a thread makes them.
+"""An executor that overlaps steps by calling a synchronous executor from a thread.
 
-The model's kernels release the interpreter's lock, and ranks are processes of their own, so the engine's own work goes
-on beside them.
+Kernels release the GIL and ranks are separate processes, so the engine's own work runs beside them.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from workers.step import StepInput, StepOutput
 
 
 class ThreadExecutor:
-    """Nobody else calls `inner`. What fails shows in `StepCall.result`."""
+    """Calls `inner`, which no one else may call, on one thread. Failures are raised by `StepCall.result`."""
 
     depth = 1
 
@@ -23,7 +22,7 @@ class ThreadExecutor:
         self.inner = inner
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="manta-executor")
         self._drawn: Future[StepOutput] | None = None
-        """The tokens of the step that was drawn last, since the ranks were rebuilt."""
+        """The output of the step drawn last; None after a rebuild."""
 
     @property
     def model(self) -> ModelInfo:
@@ -42,14 +41,14 @@ class ThreadExecutor:
 
         def execute_after_draw() -> None:
             if before is not None:
-                before.result()  # the step reads these tokens: where there are none it fails too
+                before.result()  # the step reads these tokens, so it fails if their draw failed
             self.inner.execute(step)
 
         return _ThreadCall(self, self._thread.submit(execute_after_draw))
 
     def draw(self, forward: Future[None], collect: Collect) -> Future[StepOutput]:
-        """Has the thread draw, after the forward pass, under the masks that are there at its end."""
-        # The thread rests between the end of `execute` and the draw
+        """Makes the thread draw after the forward pass, under the masks that are ready at its end."""
+        # The thread is idle between the end of `execute` and the draw, so `is_computing` is safe to call from here
         masks = collect(lambda: not forward.done() or self.inner.is_computing())
 
         def draw_after_forward() -> StepOutput:
@@ -66,7 +65,7 @@ class ThreadExecutor:
         return self._thread.submit(self.inner.has_lost_ranks).result()
 
     def rebuild(self) -> None:
-        """Comes after all that was asked for before, whatever that comes to."""
+        """Rebuilds `inner` after all calls queued before, whether or not they failed."""
         self._drawn = None
         self._thread.submit(self.inner.rebuild).result()
 

@@ -1,4 +1,4 @@
-"""Makes the worker of one rank, in whichever process: for the engine's own, and for the actors of `ranks/`."""
+"""Makes the worker of one rank, for the engine's own process and for the actors of `ranks/`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from workers.ranks.rank_worker import RankPlace, RankWorker, load_worker
 
 
 def make_worker(config: EngineConfig, rank: int = 0, group_address: str | None = None) -> RankWorker:
-    """Loads the model, of several ranks this one's share; rank 0 also proposes drafts, if any are to be proposed here.
+    """Loads the model, or this rank's shard of it. Rank 0 also proposes drafts, if the configuration has proposers that
+    need it.
 
-    Raises `ModelError` or `ValueError` where the model or its draft model cannot be served.
+    Raises `ModelError` or `ValueError` if the model or its draft model cannot be served.
     """
     speculative, place = config.speculative, RankPlace(rank, group_address)
     max_draft_tokens = 0 if speculative is None else speculative.max_draft_tokens
-    # Every worker verifies drafts; one that proposes some or measures what they cost is made where that is wanted.
+    # Every worker verifies drafts; only a `SpeculativeWorker` proposes drafts or measures what they cost.
     if rank > 0 or speculative is None or not (speculative.rank_proposers or speculative.adaptive):
         return load_worker(config, place, max_draft_tokens)
     draft_folder = None if speculative.draft_model is None else resolve_model_folder(speculative.draft_model)

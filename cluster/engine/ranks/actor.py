@@ -1,6 +1,7 @@
-"""One rank: a Ray actor that holds a worker. Ray places, starts and ends it; steps come over a connection of its own.
+"""One rank: a Ray actor that holds a worker. Ray places, starts and ends it; steps come over a separate TCP connection.
 
-Imports torch when the actor starts, not when this module is imported: whoever starts actors needs no torch.
+The actor imports torch when it starts, not when this module is imported, so a process that starts actors needs no
+torch.
 """
 
 from __future__ import annotations
@@ -27,32 +28,36 @@ logger = logging.getLogger(__name__)
 
 
 class RankActor:
-    """In this order: `open_folder` on rank 0, `sees`, `open_store` on rank 0, `load`, `serve`."""
+    """The Ray actor of a rank. Call its methods in this order: `open_folder` on rank 0, `sees`, `open_store` on rank 0,
+    `load`, `serve`.
+    """
 
     def __init__(self, num_threads: int) -> None:
-        # Both are read when torch loads its OpenMP. Threads that spin for long take the core from everybody else's.
+        # torch's OpenMP reads both when it loads. Threads that spin for long take cores from other threads.
         os.environ["OMP_NUM_THREADS"] = str(num_threads)
         os.environ["GOMP_SPINCOUNT"] = "1000"
-        import cluster.engine.executors.worker_factory  # noqa: F401  # takes seconds, while there is nothing to load yet
+        import cluster.engine.executors.worker_factory  # noqa: F401  # takes seconds, so it comes before `load`
 
         self._folder: PrivateFolder | None = None
         self._store: Any = None
         self._rank = 0
         self._worker: RankWorker | None = None
         self._failure: Failed | None = None
-        """Of the step's first half, until the second is asked for."""
+        """The failure of the last `Step`, until its `Sample` is answered."""
 
     def open_folder(self) -> str:
-        """Makes a folder that only this user can enter, and returns its path. It is removed with this process."""
+        """Makes a folder that only this user can enter, and returns its path. The folder is removed when this process
+        ends.
+        """
         self._folder = PrivateFolder()
         return str(self._folder.path)
 
     def sees(self, folder: str) -> bool:
-        """Whether this rank can enter rank 0's folder: whether it has the same machine, file system and user."""
+        """Returns whether this rank can use rank 0's folder: the same machine, file system and user."""
         return os.access(folder, os.R_OK | os.W_OK | os.X_OK) and os.stat(folder).st_uid == os.geteuid()
 
     def open_store(self, device: str, is_one_machine: bool) -> str:
-        """Returns the address at which the ranks of a model on `device` find each other."""
+        """Opens the rendezvous of the ranks of a model on `device`, and returns its address."""
         from workers.ranks.rank_worker import open_group
 
         assert self._folder is not None, "`open_folder` comes first"
@@ -61,7 +66,7 @@ class RankActor:
         return address
 
     def load(self, config: EngineConfig, rank: int, group_address: str) -> ModelInfo:
-        """Raises what `make_worker` raises."""
+        """Loads this rank's worker. Raises what `make_worker` raises."""
         from cluster.engine.executors.worker_factory import make_worker
 
         self._rank = rank
@@ -69,7 +74,7 @@ class RankActor:
         return self._worker.info
 
     def serve(self, address: Address) -> None:
-        """Serves the engine at `address` until it ends the connection or dies; then this process ends too."""
+        """Serves the engine at `address` until the connection or the engine ends; then this process ends too."""
         messages = msgspec.msgpack.Decoder(Message)
         encoder = msgspec.msgpack.Encoder()
         with connect(address, self._rank) as connection, connection.makefile("rb") as stream:
@@ -83,7 +88,7 @@ class RankActor:
         ray.actor.exit_actor()
 
     def _handle(self, message: Message) -> Answer | None:
-        """What to answer, if anything: on rank 0 a step is half done before its `Sample`."""
+        """Handles a message and returns the answer, if any. Rank 0 answers a `Step` with the answer to its `Sample`."""
         half_done = isinstance(message, Step) and self._rank == 0
         try:
             answer = self._answer(message)

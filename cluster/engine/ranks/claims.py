@@ -1,5 +1,5 @@
-"""What engines and their ranks claim: a CPU for each thread, so that Ray puts no two of them on the same cores, and a
-GPU or a host's TPU chips each if the model is to run there.
+"""The resources that engines and their ranks claim from Ray. A CPU for each thread keeps Ray from placing two of them
+on the same cores. A model on GPUs or TPUs also claims a GPU for each rank, or a host's TPU chips.
 """
 
 from __future__ import annotations
@@ -13,37 +13,39 @@ from ray._private.state import available_resources_per_node
 from cluster.config import EngineConfig
 
 TPU = "TPU"
-"""Ray's name for chips of TPUs."""
+"""Ray's resource name for TPU chips."""
 SLICE_LABEL = "ray.io/tpu-slice-name"
-"""The label in which Ray names the TPU slice of a node."""
+"""The node label that holds the name of its TPU slice."""
 
 
 class CannotPlace(ValueError):
-    """The cluster has no room for what is claimed; the message says what, what there is, and the remedy."""
+    """The cluster has no room for the claimed resources. The message names the claim, the available resources and the
+    remedy.
+    """
 
 
 def node_cpus() -> list[int]:
-    """CPUs of each node of the cluster that has some, as Ray counts them, the largest first."""
+    """Returns the CPUs of each node that has any, as Ray counts them, largest first."""
     cpus = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
     return sorted((count for count in cpus if count > 0), reverse=True)
 
 
 def cluster_gpus() -> int:
-    """GPUs of the cluster, as Ray counts them."""
+    """Returns the number of GPUs in the cluster, as Ray counts them."""
     return sum(int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"])
 
 
 def cluster_tpus() -> int:
-    """TPU chips of the cluster, as Ray counts them."""
+    """Returns the number of TPU chips in the cluster, as Ray counts them."""
     return sum(int(node["Resources"].get(TPU, 0)) for node in ray.nodes() if node["Alive"])
 
 
 def with_device(config: EngineConfig, num_gpus: int, num_tpus: int = 0) -> EngineConfig:
-    """`config` whose `device` is not `auto` any more: `cuda` if the cluster has `num_gpus` of at least 1, `tpu` if it
-    has TPU chips, else `cpu`.
+    """Returns `config` with `device: auto` resolved: `cuda` if the cluster has GPUs, else `tpu` if it has TPU chips,
+    else `cpu`.
 
-    Engines are placed by what they claim, so the device must be known before. Left to the engines' processes, several
-    would take the same GPU.
+    Engines are placed by what they claim, so the device must be known before. If each engine's process chose by itself,
+    several would take the same GPU.
     """
     if config.device != "auto":
         return config
@@ -51,17 +53,19 @@ def with_device(config: EngineConfig, num_gpus: int, num_tpus: int = 0) -> Engin
 
 
 def gpu_environment(config: EngineConfig) -> dict[str, str]:
-    """Environment of an engine that hides the GPUs it does not claim.
+    """Returns environment variables that hide from an engine the GPUs that it does not claim.
 
-    Ray 2.60 shows all GPUs to an actor that claims none. An engine whose ranks claim GPUs hides nothing, because the
-    ranks inherit its environment, and Ray shows each of them its own.
+    Ray 2.60 shows all GPUs to an actor that claims none. An engine whose ranks claim GPUs hides none, because the ranks
+    inherit its environment, and Ray shows each rank its own GPU.
     """
     return {} if config.device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
 
 
 def threads_each(config: EngineConfig, num_engines: int, nodes: list[int]) -> int:
-    """Threads of each engine, or of each rank where engines have several: `num_threads`, or what a node has for each of
-    those that share it. Engines are spread over nodes, the smallest of which must do; `nodes` are their cores.
+    """Returns the number of threads of each engine, or of each rank if engines have several ranks.
+
+    It is `num_threads` if set. Otherwise the CPUs of the smallest node are divided by the processes that share a node,
+    with engines spread over all nodes. `nodes` are the CPUs of each node.
     """
     if config.num_threads is not None:
         return config.num_threads
@@ -74,32 +78,32 @@ def threads_each(config: EngineConfig, num_engines: int, nodes: list[int]) -> in
 
 
 def num_claimed(config: EngineConfig, num_engines: int, nodes: list[int]) -> int:
-    """CPUs that all engines claim together."""
+    """Returns the number of CPUs that all engines claim together."""
     return threads_each(config, num_engines, nodes) * config.num_ranks * num_engines
 
 
 def own_cpus(config: EngineConfig) -> int:
-    """What the process of an engine claims itself, where `num_threads` is given: nothing if its ranks do."""
+    """Returns the CPUs that an engine's own process claims, 0 if its ranks claim them. Expects `num_threads`."""
     return (config.num_threads or 1) if config.claims_cpus and config.num_ranks == 1 else 0
 
 
 def rank_bundle(config: EngineConfig) -> dict[str, float]:
-    """What a place for one rank claims, where `num_threads` is given, by Ray's names."""
+    """Returns the resources of the placement bundle of one rank, by Ray's names. Expects `num_threads` to be set."""
     claimed = {"GPU": float(gpus_each(config)), TPU: float(tpus_each(config))}
     devices = {name: count for name, count in claimed.items() if count}
     if config.claims_cpus:
         return {"CPU": float(config.num_threads or 1)} | devices
-    return devices or {"memory": 1.0}  # a byte: Ray has no place for those that claim nothing
+    return devices or {"memory": 1.0}  # one byte, because Ray refuses empty bundles
 
 
 def gpus_each(config: EngineConfig) -> int:
-    """GPUs of the process that runs the model, or of each rank if there are several."""
+    """Returns the GPUs of the process that runs the model, or of each rank if there are several."""
     return int(config.device == "cuda")
 
 
 def tpus_each(config: EngineConfig) -> int:
-    """TPU chips of the process that runs the model, or of each host if there are several. None are claimed where
-    `JAX_PLATFORMS=cpu` asks for simulated ones.
+    """Returns the TPU chips of the process that runs the model, or of each host if there are several. It is 0 where
+    `JAX_PLATFORMS=cpu` asks for simulated chips.
     """
     if config.device != "tpu" or os.environ.get("JAX_PLATFORMS") == "cpu":
         return 0
@@ -107,9 +111,9 @@ def tpus_each(config: EngineConfig) -> int:
 
 
 def free_slice(num_hosts: int, chips: int) -> str | None:
-    """Returns the name of a TPU slice that has exactly `num_hosts` hosts, all with `chips` free; None if there is none.
+    """Returns the name of a TPU slice with exactly `num_hosts` hosts and `chips` free on each; None if there is none.
 
-    Chips of different slices cannot compute together. Ray names the slice of a node in a label.
+    Chips of different slices cannot compute together.
     """
     free = available_resources_per_node()
     slices: dict[str, list[float]] = {}
@@ -122,7 +126,7 @@ def free_slice(num_hosts: int, chips: int) -> str | None:
 
 
 def check_room(config: EngineConfig, num_engines: int, nodes: list[int]) -> None:
-    """Raises `CannotPlace` where the nodes, be they empty, have no room for the processes that run the model."""
+    """Raises `CannotPlace` if the nodes, even when idle, have no room for the processes that run the model."""
     num_threads, num_wanted = threads_each(config, num_engines, nodes), num_engines * config.num_ranks
     if config.claims_cpus and sum(count // num_threads for count in nodes) < num_wanted:
         raise CannotPlace(

@@ -1,30 +1,32 @@
-"""How long a step may take before a rank is held to hang: a multiple of what steps took lately."""
+"""The deadline of a step, after which a rank counts as hung: a multiple of recent step times."""
 
 from __future__ import annotations
 
 from collections import deque
 
 UNKNOWN_S = 600.0
-"""For the first step of an engine: a large model prefills 2,048 tokens on a few cores."""
+"""Deadline of an engine's first step in seconds: a large model may prefill 2,048 tokens on a few cores."""
 FIRST_STEP_S = 60.0
-"""At least for the first step of ranks that were started anew: memory is touched for the first time, threads start."""
+"""Shortest deadline of the first step after ranks restart, in seconds: memory is first touched and threads start."""
 SHORTEST_S = 4.0
-"""A machine that swaps or is shared may stand still for seconds. A rank that is given up wrongly costs a restart."""
+"""Shortest deadline of other steps in seconds: a machine that swaps or is shared may stall for seconds, and a rank that
+is given up wrongly costs a restart.
+"""
 FACTOR = 20.0
-"""Times the slowest of the recent steps of about as many tokens."""
+"""Multiple of the slowest recent step of about as many tokens."""
 NUM_RECENT = 64
-"""Steps that are remembered of each size."""
+"""Number of recent steps remembered for each size."""
 
 
 class StepDeadline:
-    """Steps are remembered by size: the power of two at or above their number of tokens."""
+    """Derives deadlines from recent steps, grouped by size: their number of tokens rounded up to a power of two."""
 
     def __init__(self) -> None:
         self._recent: dict[int, deque[float]] = {}
         self._is_first = False
 
     def restart(self) -> None:
-        """Other processes run the steps from now on."""
+        """Notes that new processes run the steps from now on."""
         self._is_first = True
 
     def learn(self, num_tokens: int, seconds: float) -> None:
@@ -32,7 +34,11 @@ class StepDeadline:
         self._recent.setdefault(_size(num_tokens), deque(maxlen=NUM_RECENT)).append(seconds)
 
     def seconds(self, num_tokens: int) -> float:
-        """A step takes at most as long as one of more tokens, and as one of fewer tokens for each of its own."""
+        """Returns the deadline in seconds for a step of `num_tokens`.
+
+        It assumes that a step takes at most as long as one of more tokens, and at most as long for each token as a
+        smaller one.
+        """
         if not self._recent:
             return UNKNOWN_S
         size = _size(num_tokens)

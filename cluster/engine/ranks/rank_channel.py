@@ -1,8 +1,8 @@
-"""Frames over TCP between an engine and its ranks: the engine listens, each rank connects back and shows a secret.
+"""Frames over TCP between an engine and its ranks: the engine listens, and each rank connects and shows a secret.
 
-The engine's end is driven by the thread that steps, with a selector: no other thread wakes for a step. A connection
-that ends says that its rank has died. To a step of the tiny model frames add 0.1 ms, a compiled graph of Ray 0.3 ms and
-calls of Ray's actors 0.9 ms (`manta bench cluster --parts transport`).
+The thread that steps drives the engine's end with a selector, so no other thread wakes for a step. The end of a
+connection means that its rank has died. In a step of the tiny model, frames add 0.1 ms, a compiled graph of Ray 0.3 ms
+and calls of Ray actors 0.9 ms (`manta bench cluster --parts transport`).
 """
 
 from __future__ import annotations
@@ -28,15 +28,17 @@ from structured.frames import frame
 logger = logging.getLogger(__name__)
 
 CONNECT_S = 30.0
-"""Seconds within which all ranks must connect."""
+"""Seconds in which all ranks must connect."""
 HELLO_S = 2.0
-"""Seconds within which a connection must have shown the secret."""
+"""Seconds in which a new connection must show the secret."""
 MAX_UNPROVEN = 64
-"""Connections that have not shown the secret at a time; beyond them the oldest is closed."""
+"""The most open connections that have not shown the secret; above it the oldest is closed."""
 FAILED_PATIENCE_S = 1.0
-"""After one rank has failed in a step, the others may wait for it in vain; those that go on answer within this."""
+"""Seconds that the other ranks have to answer after one has failed: a healthy rank answers in this time, and a rank
+that waits for the failed one never does.
+"""
 _MAX_HELLO_BYTES = 1024
-"""The most that is read from a connection that has not shown the secret."""
+"""The most bytes that are read from a connection before it has shown the secret."""
 _CHUNK_BYTES = 1 << 18
 _LENGTH = struct.Struct("<I")
 
@@ -45,7 +47,7 @@ _answers = msgspec.msgpack.Decoder(Answer)
 
 
 class RankLost(RuntimeError):
-    """A rank died or hangs: the group must be started anew."""
+    """A rank died or hangs; the group must be restarted."""
 
 
 class Address(msgspec.Struct, frozen=True):
@@ -55,7 +57,7 @@ class Address(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, array_like=True):
-    """A rank's first message."""
+    """The first message of a rank."""
 
     secret: str
     rank: int
@@ -63,7 +65,7 @@ class Hello(msgspec.Struct, array_like=True):
 
 
 class Listener:
-    """Where the ranks of one start connect back to. `host` is this node's address."""
+    """Accepts the connections of ranks that have just started. `host` is this node's address."""
 
     def __init__(self, host: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -71,10 +73,10 @@ class Listener:
         self.address = Address(host, self._socket.getsockname()[1], secrets.token_hex(16))
 
     def accept(self, num_ranks: int) -> list[tuple[Hello, socket.socket]]:
-        """Returns a connection to each rank, in their order.
+        """Returns a connection to each rank, in order.
 
-        Raises `RankLost` if a rank does not connect within `CONNECT_S`. Strangers cannot hold that up: all connections
-        are read side by side, each has `HELLO_S` for its whole hello, and at most `MAX_UNPROVEN` wait at a time.
+        Raises `RankLost` if a rank does not connect within `CONNECT_S`. Other connections cannot delay that: all are
+        read concurrently, each has `HELLO_S` to send its whole hello, and at most `MAX_UNPROVEN` wait at a time.
         """
         found: dict[int, tuple[Hello, socket.socket]] = {}
         deadline = time.monotonic() + CONNECT_S
@@ -111,8 +113,8 @@ class Listener:
         return [found[rank] for rank in range(num_ranks)]
 
     def _admit(self, unproven: list[_Unproven], selector: selectors.BaseSelector) -> None:
-        """Accepts one connection; the oldest unproven one gives way to it if there are too many."""
-        with contextlib.suppress(OSError):  # it has gone again
+        """Accepts one connection, and closes the oldest unproven one if there are too many."""
+        with contextlib.suppress(OSError):  # the peer has already disconnected
             connection, _ = self._socket.accept()
             connection.setblocking(False)
             unproven.append(_Unproven(connection))
@@ -132,9 +134,9 @@ class _Unproven:
         self._received = bytearray()
 
     def receive(self) -> bool:
-        """Reads what has come. Returns True if the hello is whole, or will never be."""
+        """Reads what has arrived. Returns True if the hello is complete or can never be."""
         try:
-            # No more than the hello: what follows it belongs to whoever gets the connection.
+            # Read no further than the hello: the bytes after it belong to the owner of the connection.
             chunk = self.socket.recv(self._num_missing())
         except BlockingIOError:
             return False
@@ -144,7 +146,7 @@ class _Unproven:
         return not chunk or self._num_missing() <= 0 or len(self._received) > _MAX_HELLO_BYTES
 
     def hello(self, secret: str) -> Hello | None:
-        """Returns the hello if it shows `secret`."""
+        """Returns the hello if it shows `secret`, else None."""
         try:
             hello = msgspec.msgpack.decode(self._received[_LENGTH.size :], type=Hello)
         except msgspec.DecodeError:
@@ -152,7 +154,7 @@ class _Unproven:
         return hello if hmac.compare_digest(hello.secret.encode(), secret.encode()) else None
 
     def _num_missing(self) -> int:
-        """Bytes of the hello that have not come, as far as is known."""
+        """Returns the number of missing bytes of the hello, as far as its length is known."""
         if len(self._received) < _LENGTH.size:
             return _LENGTH.size - len(self._received)
         (length,) = _LENGTH.unpack_from(self._received)
@@ -165,7 +167,7 @@ def _turn_away(stranger: _Unproven) -> None:
 
 
 def connect(address: Address, rank: int) -> socket.socket:
-    """The rank's end. Blocking."""
+    """Connects a rank to the engine and sends its hello. Returns a blocking socket."""
     connection = socket.create_connection((address.host, address.port), CONNECT_S)
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -174,8 +176,9 @@ def connect(address: Address, rank: int) -> socket.socket:
 
 
 class RankChannel:
-    """The engine's end of all connections, for one thread at a time. If a rank owes several answers the last counts.
-    After a `RankLost` nothing but `close` is of use.
+    """The engine's end of all connections; not thread-safe.
+
+    If a rank owes several answers, the last one counts. After a `RankLost`, only `close` may be called.
     """
 
     def __init__(self, connections: list[tuple[Hello, socket.socket]]) -> None:
@@ -184,9 +187,9 @@ class RankChannel:
         for connection in self._connections:
             self._selector.register(connection.socket, selectors.EVENT_READ, connection)
         self._owed: Counter[int] = Counter()
-        """Answers, by rank."""
+        """Number of answers that each rank still owes."""
         self._patience_ends = math.inf
-        """With those that still owe one after another rank has failed."""
+        """Time at which the wait for the other ranks ends after one has failed; infinite before."""
         self._answers: dict[int, Answer] = {}
         self._lost: RankLost | None = None
 
@@ -196,19 +199,19 @@ class RankChannel:
 
     @property
     def pids(self) -> list[int]:
-        """Of the ranks' processes, each on its own node."""
+        """Process ids of the ranks, each on the rank's own node."""
         return [connection.pid for connection in self._connections]
 
     @property
     def followers(self) -> range:
-        """All but rank 0."""
+        """All ranks except rank 0."""
         return range(1, len(self._connections))
 
     def send(self, message: Message, ranks: Iterable[int], owing: Iterable[int]) -> None:
-        """Sends a message, encoded once, to `ranks`; those `owing` answer it.
+        """Sends a message, encoded once, to `ranks`; the ranks in `owing` will answer it.
 
-        Raises `RankLost` for a dead rank, and what msgspec raises for a message that cannot be encoded; then nothing
-        was sent and no answer is awaited.
+        Raises `RankLost` if a rank is dead. Raises what msgspec raises if the message cannot be encoded; then nothing
+        is sent.
         """
         data = frame(_encoder.encode(message))
         self._owed.update(owing)
@@ -222,10 +225,10 @@ class RankChannel:
         self.send(message, ranks, ranks)
 
     def collect(self, seconds: float) -> list[Answer]:
-        """What the ranks that were asked answer, in the order of ranks.
+        """Waits for the answers of all ranks that owe one, and returns them in the order of ranks.
 
-        Raises `RankLost` for one whose connection ends, or that does not answer within `seconds` or, where another one
-        has failed, `FAILED_PATIENCE_S` after that.
+        Raises `RankLost` if a connection ends or a rank does not answer within `seconds`. After another rank's failure,
+        that time shrinks to `FAILED_PATIENCE_S`.
         """
         deadline = time.monotonic() + seconds
         while self._owed:
@@ -239,7 +242,9 @@ class RankChannel:
         return [answers[rank] for rank in sorted(answers)]
 
     def owes(self, rank: int) -> bool:
-        """Whether an answer of this rank may still come. Does not wait. Raises `RankLost` for a dead one."""
+        """Returns without waiting whether an answer of this rank may still come. Raises `RankLost` if a rank
+        is dead.
+        """
         self._take(0.0)
         return rank in self._owed and time.monotonic() < self._patience_ends
 
@@ -258,7 +263,7 @@ class RankChannel:
             self._selector.modify(connection.socket, events, connection)
 
     def _take(self, seconds: float) -> None:
-        """Waits for so long until something can be read or written, and takes the answers that are whole then."""
+        """Waits up to `seconds` until a connection can be read or written, and takes the complete answers."""
         for key, _ in self._selector.select(seconds):
             connection: _Connection = key.data
             if connection.unsent:
@@ -272,12 +277,12 @@ class RankChannel:
 
     def _note(self, rank: int, answer: Answer) -> None:
         self._answers[rank] = answer
-        self._owed -= Counter((rank,))  # which drops whoever owes nothing any more
+        self._owed -= Counter((rank,))  # subtraction drops ranks that owe nothing
         if isinstance(answer, Failed):
             self._patience_ends = min(self._patience_ends, time.monotonic() + FAILED_PATIENCE_S)
 
     def _failures(self) -> str:
-        """Of ranks for which the others may have waited in vain."""
+        """Returns the failures of ranks as the end of an error message."""
         failed = [(rank, answer) for rank, answer in self._answers.items() if isinstance(answer, Failed)]
         return "".join(f", after rank {rank} had failed with {answer.reason}" for rank, answer in failed)
 
@@ -287,7 +292,7 @@ class RankChannel:
 
 
 class _Connection:
-    """One rank's, never blocking."""
+    """A non-blocking connection to one rank."""
 
     def __init__(self, hello: Hello, connection: socket.socket) -> None:
         self.rank = hello.rank
@@ -307,7 +312,7 @@ class _Connection:
             pass
 
     def receive(self) -> list[bytes]:
-        """The frames that are whole now. Raises `OSError` at the end of the connection."""
+        """Returns the frames that are complete. Raises `OSError` if the connection has ended."""
         try:
             chunk = self.socket.recv(_CHUNK_BYTES)
         except BlockingIOError:

@@ -1,4 +1,4 @@
-"""The actors of one engine's ranks: places them, starts them, ends them. The engine's executor is the only caller."""
+"""Places, starts and ends the actors of one engine's ranks. The engine's executor is the only caller."""
 
 from __future__ import annotations
 
@@ -32,21 +32,23 @@ from workers.model_info import ModelInfo
 logger = logging.getLogger(__name__)
 
 PLACEMENT_S = 10.0
-"""Within which there must be room at first: those that end now have left by then."""
+"""Seconds to wait for room at the first start: processes that are ending now have left by then."""
 RETURN_S = 60.0
-"""Within which there must be room again: Ray ends a node that it could not reach for half a minute, and whoever looks
-after the node starts it anew.
+"""Seconds to wait for room at a restart: Ray gives up an unreachable node after half a minute, and then the cluster
+manager restarts it.
 """
 SLICE_POLL_S = 0.5
-"""Seconds between two looks for a free TPU slice."""
+"""Seconds between two searches for a free TPU slice."""
 START_S = 60.0
-"""Within which an actor's process must be there, before it loads anything. One on a node that has gone never is."""
+"""Seconds in which an actor's process must start, before it loads anything. On a lost node it never starts."""
 OTHER_FAILURES_S = 0.5
-"""A rank that fails to load makes others fail, which wait for it; the cause may be told after the consequence."""
+"""Seconds to wait for the failures of other ranks. A rank that fails to load makes the ranks that wait for it fail too,
+and its own error may arrive after theirs.
+"""
 
 
 class RankGroup:
-    """`config.num_threads` is given: what each rank has, and claims."""
+    """The actors of one engine's ranks. `config.num_threads` must be set; each rank gets and claims as many CPUs."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
@@ -56,8 +58,10 @@ class RankGroup:
         self._has_started = False
 
     def start(self) -> tuple[ModelInfo, RankChannel]:
-        """Ends the actors that there are and starts others. Raises `CannotPlace` where there is no room for them,
-        what loading the model raises, and `RankLost` where one dies over it.
+        """Ends the present actors and starts new ones.
+
+        Raises `CannotPlace` if there is no room for them, any error of loading the model, and `RankLost` if one dies
+        meanwhile.
         """
         self._kill()
         placement = self._place(RETURN_S if self._has_started else PLACEMENT_S)
@@ -67,7 +71,7 @@ class RankGroup:
         except BaseException:
             self._kill()
             raise
-        # Whatever memory is free when they start again, wherever that is: the scheduler counts on the same blocks.
+        # After a restart, the scheduler relies on the same number of blocks, however much memory is free then.
         self._config = msgspec.structs.replace(
             self._config, dtype=info.dtype, kv_cache_bytes=info.kv_cache_bytes, max_model_len=info.max_model_len
         )
@@ -87,16 +91,18 @@ class RankGroup:
         return info, RankChannel(listener.accept(self._num_ranks))
 
     def _start_actor(self, placement: PlacementGroup, rank: int) -> Any:
-        """The placement group has claimed what it uses."""
+        """Starts one actor in its bundle of the placement group, which has claimed its resources."""
         place = PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=rank)
-        # It sees only the GPUs that it claims itself
+        # An actor sees only the GPUs that it claims itself
         chips = {TPU: tpus_each(self._config)} if tpus_each(self._config) else {}
         claims: dict[str, Any] = {"num_cpus": 0, "num_gpus": gpus_each(self._config), "resources": chips}
         actor_class: Any = ray.remote(**claims, max_restarts=0)(RankActor)
         return actor_class.options(scheduling_strategy=place).remote(self._config.num_threads)
 
     def _place(self, seconds: float) -> PlacementGroup:
-        """The places that the ranks had before, others where a node has gone. Raises `CannotPlace` after so long."""
+        """Returns the ranks' placement group, or a new one if a node is gone. Raises `CannotPlace` if `seconds` do not
+        suffice.
+        """
         if self._placement is not None and placement_group_table(self._placement)["state"] == "CREATED":
             return self._placement
         self._remove_placement()
@@ -114,7 +120,10 @@ class RankGroup:
         return placement
 
     def _placement_options(self, seconds: float) -> dict[str, Any]:
-        """Hosts of a TPU slice are nodes of their own. Raises `CannotPlace` if no slice is free within `seconds`."""
+        """Returns the options of the placement group; hosts of a TPU slice are separate nodes.
+
+        Raises `CannotPlace` if no slice is free within `seconds`.
+        """
         chips = tpus_each(self._config)
         if not chips:
             return {"strategy": self._config.placement_strategy}
@@ -129,7 +138,7 @@ class RankGroup:
         return {"strategy": "STRICT_SPREAD", "bundle_label_selector": [{SLICE_LABEL: name}] * self._num_ranks}
 
     def stop(self) -> None:
-        """Ends all actors and gives their places back; harmless where Ray has ended."""
+        """Ends all actors and removes their placement group. Does nothing if Ray has ended."""
         if ray.is_initialized():
             self._kill()
             self._remove_placement()
@@ -147,8 +156,8 @@ class RankGroup:
 
 
 def _results(references: list[Any], seconds: float | None = None) -> list[Any]:
-    """What all actors return. As soon as one fails, raises what it raised, or `RankLost` where it died or took longer
-    than `seconds`.
+    """Returns the results of all actors. Raises the error of the first that fails, or `RankLost` if one dies or takes
+    longer than `seconds`.
     """
     deadline = None if seconds is None else time.monotonic() + seconds
     pending = list(references)
@@ -163,7 +172,9 @@ def _results(references: list[Any], seconds: float | None = None) -> list[Any]:
 
 
 def _cause(error: Exception, pending: list[Any]) -> Exception:
-    """That the model cannot be served is a cause; that a rank waited in vain, or died, may be a consequence."""
+    """Returns the error to report. An error of the model itself is preferred, because a rank that dies or waits in vain
+    may only be a consequence.
+    """
     others = ray.wait(pending, num_returns=len(pending), timeout=OTHER_FAILURES_S)[0] if pending else []
     errors = [error, *(other for reference in others if (other := _error(reference)) is not None)]
     return next((each for each in errors if isinstance(each, ValueError)), error)

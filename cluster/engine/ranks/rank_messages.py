@@ -1,7 +1,7 @@
-"""What an engine tells its ranks and what they answer, as msgpack in frames (`structured/frames.py`).
+"""The messages between an engine and its ranks, as msgpack in frames (`structured/frames.py`).
 
-A step is one message to all ranks, encoded once; the followers answer it. Rank 0 answers the `Sample` that comes after
-it, with the masks that it alone needs. Every other message is answered too, and each rank answers in the order in which
+A step is one message to all ranks, encoded once. The followers answer it; rank 0 answers the `Sample` after it, which
+carries the masks that only rank 0 needs. Every other message is answered too. Each rank answers in the order in which
 it was asked.
 """
 
@@ -15,15 +15,15 @@ from workers.step import StepInput, StepOutput
 
 
 class Masks(msgspec.Struct, array_like=True):
-    """A `MaskBatch` of which the used rows alone travel."""
+    """A `MaskBatch` reduced to its used rows."""
 
     step_id: int
     slots: list[int]
     rows: bytes
-    """int32 [used rows, words]"""
+    """The used rows, int32 [num_rows, num_words]."""
     num_words: int
     adjustments: dict[int, tuple[bytes, bytes]]
-    """Sample point to token ids int32 [n] and what is added to their logits, float32 [n]."""
+    """Sample points with token ids, int32 [n], and the values added to their logits, float32 [n]."""
 
     @classmethod
     def of(cls, batch: MaskBatch) -> Masks:
@@ -43,7 +43,7 @@ class Masks(msgspec.Struct, array_like=True):
 class Step(msgspec.Struct, array_like=True, tag=True):
     step: StepInput
     adopted: dict[int, list[int]]
-    """What rank 0 drew in the step before, for the others; sequence id to tokens."""
+    """Sequence ids with the tokens that rank 0 drew in the previous step, for the other ranks."""
 
 
 class Sample(msgspec.Struct, array_like=True, tag=True):
@@ -51,15 +51,15 @@ class Sample(msgspec.Struct, array_like=True, tag=True):
 
 
 class Ping(msgspec.Struct, array_like=True, tag=True):
-    """Answered once all is done that came before it: after a `Step`, when its forward pass is over."""
+    """A message that a rank answers once all earlier work is done; after a `Step`, when its forward pass is over."""
 
 
 class Register(msgspec.Struct, array_like=True, tag=True):
-    """A factory of logits processors."""
+    """Registers a factory of logits processors."""
 
     name: str
     factory: bytes
-    """By cloudpickle."""
+    """The factory as cloudpickle bytes."""
 
 
 class Reset(msgspec.Struct, array_like=True, tag=True):
@@ -75,7 +75,7 @@ class Done(msgspec.Struct, array_like=True, tag=True):
 
 
 class Failed(msgspec.Struct, array_like=True, tag=True):
-    """The rank raised; it still serves."""
+    """The rank raised an error; it still serves."""
 
     reason: str
 

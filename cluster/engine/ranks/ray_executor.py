@@ -1,7 +1,7 @@
-"""The executor whose ranks are actors of Ray, on this machine or others.
+"""The executor whose ranks are Ray actors, on this machine or others.
 
-Rank 0 draws the tokens; the others learn them with the next step. A rank that dies or hangs costs a step: all are
-started anew, and the engine recomputes what runs from its tokens. The engine that drives it needs no torch.
+Rank 0 draws the tokens, and the other ranks get them with the next step. A rank that dies or hangs costs one step: all
+ranks are restarted, and the engine recomputes running sequences from their tokens. The engine's process needs no torch.
 """
 
 from __future__ import annotations
@@ -43,29 +43,29 @@ from workers.step import StepInput, StepOutput
 logger = logging.getLogger(__name__)
 
 CONTROL_S = 60.0
-"""Seconds within which a rank answers a message that is no step. Registering a logits processor may import much."""
+"""Seconds in which a rank must answer a message other than a step. Registering a logits processor may import a lot."""
 START_ATTEMPTS = 2
-"""Times that the ranks are started after a failure: another one may die while they start."""
+"""Attempts to restart the ranks after a failure, because another rank may die meanwhile."""
 
 
 class RankFailed(RuntimeError):
-    """A rank raised; it still serves."""
+    """A rank raised an error; it still serves."""
 
 
 class RayExecutor(SynchronousExecutor):
-    """Starts a Ray on this machine where none is connected to and `RAY_ADDRESS` names none.
+    """Runs steps on Ray actors. Starts Ray on this machine unless the process is connected or `RAY_ADDRESS` is set.
 
-    Raises `ModelError` or `ValueError` where the model cannot be served, or the ranks cannot be placed.
+    Raises `ModelError` or `ValueError` if the model cannot be served or the ranks cannot be placed.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         self.num_rank_rebuilds = 0
         self.num_rank_disagreements = 0
         self._factories: dict[str, bytes] = {}
-        """Logits processors by name: what ranks that are started anew are told again."""
+        """Registered logits processors by name, as cloudpickle bytes; restarted ranks get them again."""
         self._deadline = StepDeadline()
         self._group = RankGroup(_on_ray(config))
-        # The end of this process ends the actors too; this is for a process that goes on
+        # The actors end with this process; the finalizer serves a process that outlives its engine
         weakref.finalize(self, self._group.stop)
         self._start()
 
@@ -73,13 +73,13 @@ class RayExecutor(SynchronousExecutor):
         self._model, self._ranks = self._group.start()
         self._deadline.restart()
         self._adopted: dict[int, list[int]] = {}
-        """What rank 0 drew in the last step."""
+        """Sequence ids with the tokens that rank 0 drew in the last step."""
         self._is_asked = False
-        """Whether rank 0 is to say when the forward pass of the last step is over."""
+        """Whether rank 0 was asked to report the end of the last step's forward pass."""
         self._step: StepInput | None = None
-        """Whose `Sample` has not been sent."""
+        """The step whose `Sample` is still to be sent, or None."""
         self._num_tokens = 0
-        """Of the last step."""
+        """Number of tokens of the last step."""
         for name, factory in self._factories.items():
             self._tell(Register(name, factory), 0)
 
@@ -101,7 +101,7 @@ class RayExecutor(SynchronousExecutor):
                 self._ranks.ask(Ping(), 0)
             is_late = time.monotonic() - self._started > self._deadline.seconds(self._num_tokens)
             return self._ranks.owes(0) and not is_late
-        except RankLost:  # which `sample` raises
+        except RankLost:  # `sample` raises it again
             return False
 
     def sample(self, masks: MaskBatch | None = None) -> StepOutput:
@@ -120,10 +120,10 @@ class RayExecutor(SynchronousExecutor):
     # ---- between steps -------------------------------------------------------------------------------------------
 
     def register_logits_processor(self, name: str, factory: LogitsProcessorFactory) -> None:
-        """Raises `LogitsProcessorError` where the rank that samples cannot take it."""
+        """Registers a factory with rank 0. Raises `LogitsProcessorError` if it cannot be sent or rank 0 refuses it."""
         try:
             pickled = cloudpickle.dumps(factory)
-            with contextlib.suppress(RankLost):  # the next step finds that too, and what is started then is told
+            with contextlib.suppress(RankLost):  # the next step fails too, and restarted ranks get the factory
                 self._tell(Register(name, pickled), 0)
         except Exception as error:
             raise LogitsProcessorError(f"logits processor {name!r} cannot be sent to its rank: {error}") from error
@@ -148,14 +148,15 @@ class RayExecutor(SynchronousExecutor):
                 break
             except Exception:
                 if attempt == START_ATTEMPTS:
-                    self._group.stop()  # who replaces this engine needs the place
+                    self._group.stop()  # the replica that replaces this engine needs the resources
                     raise
                 logger.exception("the ranks could not be started anew; trying once more")
         logger.warning("the ranks were started anew in %.1f s", time.monotonic() - started)
 
     def _reset(self) -> bool:
-        """Whether all ranks are there and have forgotten everything. A step that was begun is ended first: the others
-        may wait for rank 0's part in it.
+        """Makes all ranks forget every sequence; returns False if a rank is lost or fails.
+
+        A step that has begun is finished first, because other ranks may wait for rank 0's part in it.
         """
         try:
             if self._step is not None:
@@ -177,7 +178,7 @@ class RayExecutor(SynchronousExecutor):
 
 
 def _outputs(answers: list[Answer]) -> list[StepOutput]:
-    """Of all ranks, in their order. Raises `RankFailed` for one that failed."""
+    """Returns the outputs of all ranks in order. Raises `RankFailed` if one failed."""
     for rank, answer in enumerate(answers):
         if isinstance(answer, Failed):
             raise RankFailed(f"rank {rank}: {answer.reason}")
@@ -185,8 +186,8 @@ def _outputs(answers: list[Answer]) -> list[StepOutput]:
 
 
 def _on_ray(config: EngineConfig) -> EngineConfig:
-    """Joins the cluster, or starts a Ray here. Returns the configuration with the threads of each rank, which are what
-    the cluster has for it unless they are configured.
+    """Connects to the cluster, or starts Ray here. Returns `config` with its device and `num_threads` of each rank
+    resolved from the cluster's resources.
     """
     if not ray.is_initialized():
         if ray_address() is None:

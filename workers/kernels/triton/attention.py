@@ -1,9 +1,9 @@
-"""Paged attention in Triton: one kernel for prefill chunks, decodes and mixes of both, cut into items of like length
-(`work.py`). Shared prefixes are read once for their group, and merged by log-sum-exp.
+"""Paged attention in Triton: one kernel for prefill chunks, decodes and mixes of both, cut into items of similar length
+(`work.py`). A shared prefix is read once for its group, and the results are merged by log-sum-exp.
 
-`reference.paged_attention` says what it computes. The softmax is that of FlashAttention-2 (Dao, 2023) in powers of two,
-splits and their merge those of Flash-Decoding (Dao et al., 2023), the shared prefix that of Hydragen (Juravsky et al.,
-2024). The query heads of one KV head are rows of one tile (GQA packed), so that its keys are read once for all.
+`reference.paged_attention` defines the result. The softmax is that of FlashAttention-2 (Dao, 2023) in powers of two.
+Splits and their merge follow Flash-Decoding (Dao et al., 2023), and shared prefixes follow Hydragen (Juravsky et al.,
+2024). The query heads of one KV head are rows of one tile (packed GQA), so that its keys are read once for all of them.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from workers.kernels.triton.work import PROGRAMS_PER_PROCESSOR, TILE_ROWS
 from workers.models.model_config import HeadShape
 
 LEAST_DOT = 16
-"""No side of a product in Triton may be shorter."""
+"""Smallest side of a matrix product in Triton."""
 TILE_BYTES = 16384
-"""Of keys, and of values, that a tile of keys holds."""
+"""Bytes of keys, and of values, in one tile of keys."""
 MOST_TILE_KEYS = 128
 MOST_PREFIX_SPLITS = 8
 SPLITS_AT_A_TIME = 32
-"""Splits of a token that are merged at a time."""
+"""Number of splits of a token that are merged in one iteration."""
 
 
 def paged_attention(
@@ -38,7 +38,7 @@ def paged_attention(
     heads: HeadShape,
     sliding_window: int | None = None,
 ) -> torch.Tensor:
-    """As `reference.paged_attention`; `metadata` is a `DeviceMetadata`."""
+    """Computes `reference.paged_attention`; `metadata` must be a `DeviceMetadata`."""
     num_heads, num_kv_heads, head_dim, scale = heads
     group = num_heads // num_kv_heads
     output = qkv.new_empty((qkv.shape[0], num_heads * head_dim))
@@ -115,8 +115,8 @@ def _attend_prefixes(
     scale_log2: float,
     constants: dict[str, int | bool],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What every row of a group sees of its shared keys: float32 [splits, num_rows, num_heads, head_dim], and the
-    logarithms (base 2) of the sums, [splits, num_rows, num_heads].
+    """Returns the attention of every row of a group over its shared keys, float32 [splits, num_rows, num_heads,
+    head_dim], and the base-2 logarithms of the softmax sums, [splits, num_rows, num_heads].
     """
     qkv = caches[0]
     group, num_kv_heads, head_dim = constants["GROUP"], constants["NUM_KV_HEADS"], constants["HEAD_DIM"]
@@ -156,23 +156,28 @@ def _partials(
 
 
 def _num_prefix_splits(num_programs: int, device: torch.device) -> int:
-    """Returns how many programs read one group's keys, where `num_programs` would be at work without splits. It does
-    not depend on the keys' number, because a captured graph runs for every length.
+    """Returns the number of programs that read one group's keys; `num_programs` would run without splits.
+
+    It does not depend on the number of keys, because a captured graph runs for every length.
     """
     wanted = PROGRAMS_PER_PROCESSOR * num_processors(device)
     return min(MOST_PREFIX_SPLITS, max(1, wanted // max(1, num_programs)))
 
 
 def _tile_tokens(group: int, dtype: torch.dtype) -> int:
-    """Returns the query tokens of a tile. One size serves every step that does more than decode, few tokens too: each
-    size is a kernel of its own, for which a step would wait seconds until it is compiled. A tile of float32 has
-    `LEAST_DOT` rows, because a product of three passes takes four times the registers.
+    """Returns the number of query tokens of a tile.
+
+    One size serves every step that does more than decode, because each size is a separate kernel, which takes seconds
+    to compile. A tile of float32 has `LEAST_DOT` rows, because a product of three passes takes four times the
+    registers.
     """
     return max(1, (TILE_ROWS if dtype.itemsize == 2 else LEAST_DOT) // group)
 
 
 def _num_warps(head_dim: int, dtype: torch.dtype) -> int:
-    """Every warp holds all rows of its queries: of 256 float32 they would not fit in the registers of four."""
+    """Returns the number of warps. Every warp holds all rows of its queries, and 256 float32 exceed the registers of
+    four.
+    """
     return 8 if dtype.itemsize == 4 and head_dim > 128 else 4
 
 
@@ -182,8 +187,8 @@ def _tile_keys(head_dim: int, dtype: torch.dtype) -> int:
 
 
 def _num_stages(qkv: torch.Tensor, tile_size: int) -> int:
-    """Tiles of keys, and of values, that are on their way at a time, as far as a program has memory for them beside its
-    tile of queries.
+    """Returns the number of key and value tiles in flight, limited by the memory that a program's tile of queries
+    leaves.
     """
     fitting = (shared_bytes(qkv.device) - tile_size * qkv.dtype.itemsize) // (2 * TILE_BYTES)
     return max(1, min(3 if qkv.dtype.itemsize == 2 else 2, fitting))
@@ -191,7 +196,7 @@ def _num_stages(qkv: torch.Tensor, tile_size: int) -> int:
 
 @triton.jit
 def _find(starts, num_items, tile, TILE_TOKENS: tl.constexpr):
-    """The item whose tile this is: item `i` begins at token `starts[i]`, and at tile `starts[i] // TILE_TOKENS + i`."""
+    """Returns the item of a tile: item `i` begins at token `starts[i]` and at tile `starts[i] // TILE_TOKENS + i`."""
     left: tl.int32 = 0
     right = num_items
     while left < right:
@@ -209,7 +214,7 @@ def _dot(a, b, WIDE: tl.constexpr):
     if WIDE:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
-    # Of float32: three products on tensor cores, about as exact as one without them, which spills all it holds
+    # For float32: three products on tensor cores are about as exact as one without them, which would spill registers
     return tl.dot(a, b, input_precision="tf32x3")
 
 
@@ -236,10 +241,10 @@ def _over_keys(
     HAS_WINDOW: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Goes on with the softmax of `query` [rows, dim] over the keys `[begin, end)` that its rows see.
+    """Continues the softmax of `query` [rows, dim] over the visible keys in `[begin, end)`. Returns the updated state.
 
-    `largest` and `total` [rows], the largest score and the sum of powers of two relative to it, and `attended`
-    [rows, dim], not yet divided by the sum, are returned as they are after these keys.
+    The state is `largest` [rows], the largest score; `total` [rows], the sum of powers of two relative to it; and
+    `attended` [rows, dim], which is not yet divided by the sum.
     """
     dim = tl.arange(0, PADDED_DIM)
     is_dim = dim < HEAD_DIM
@@ -299,8 +304,8 @@ def _attend(
     HAS_PREFIX: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
-    """One item of `items`, one KV head and one tile of the item's query tokens a program. What a group has read of a
-    shared prefix is where the first split begins.
+    """Computes one item of `items`, one KV head and one tile of the item's query tokens in each program. The first
+    split starts from the result of its group's shared prefix.
     """
     item = items + tl.program_id(0) * 6
     kv_head = tl.program_id(1)
@@ -331,7 +336,7 @@ def _attend(
     position = num_computed + token
 
     first_key = tl.load(item + 2)
-    if not HAS_PREFIX:  # a layer with a window reads the keys of its group by itself
+    if not HAS_PREFIX:  # a layer with a window reads the shared keys itself
         first_key = tl.where(split == 0, 0, first_key)
     if HAS_WINDOW:
         first_key = tl.maximum(num_computed + first_token - window + 1, first_key)
@@ -416,7 +421,9 @@ def _attend_prefix(
     TILE_TOKENS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
 ):
-    """A tile of a group's query tokens, one KV head and one split of the shared keys a program. All rows see all."""
+    """Computes a tile of a group's query tokens, one KV head and one split of the shared keys in each program. Every
+    row sees every key.
+    """
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -481,7 +488,7 @@ def _merge(
     PADDED_DIM: tl.constexpr,
     SPLITS_AT_A_TIME: tl.constexpr,
 ):
-    """The splits of one query head of one token: their mean, weighted by the sums that they stand for."""
+    """Merges the splits of one query head of one token: their mean, weighted by their softmax sums."""
     merge = merges + tl.program_id(0) * 3
     head = tl.program_id(1)
     token = tl.load(merge).to(tl.int64)

@@ -1,14 +1,14 @@
-"""Edits of logits before the mask, for all rows that have some at once: allowed tokens, bad words, `min_tokens`,
-biases, penalties, and a constraint's adjustments.
+"""Edits logits before the mask, for all rows that have edits at once: allowed tokens, bad words, `min_tokens`, biases,
+penalties, and a constraint's adjustments.
 
-`torch_sampler.edit` says what is computed, row by row. Here the host gathers what the edits are into one transfer, and
-at most five kernels make float32 copies of the edited rows, 4 bytes a token. Not in the pass that draws, because with
-filters that reads each row a dozen times or more: it reads 4 bytes a token of an edited copy, where it would read
-logits, counts and biases, and rows without edits pay nothing.
+`torch_sampler.edit` defines the result, row by row. Here the host gathers all edits into one transfer, and at most five
+kernels write float32 copies of the edited rows, 4 bytes for each token. The edits are not part of the pass that draws,
+because filters read each row a dozen times or more: each time that pass reads 4 bytes for each token of an edited copy
+instead of logits, counts and biases, and rows without edits cost nothing.
 
-The copies are a function of the tokens that the host knows when it draws. How often a row has each token is counted
-anew in the memory of its copy, where logits then take the counts' place; no counts are kept on the device, so that
-drafts, preemption and forks need nothing of their own here.
+The copies are a function of the tokens that the host knows when it draws. Each row's tokens are counted again in the
+memory of its copy, before logits replace the counts. No counts stay on the device, so drafts, preemption and forks need
+no code here.
 """
 
 from __future__ import annotations
@@ -26,48 +26,50 @@ from workers.kernels.triton.launch import padded_size, place_together
 from workers.sampling.sampling_state import SequenceState
 
 CHUNK = 1024
-"""Tokens of the vocabulary that a program copies, 8 of them a thread: so an H100's multiprocessor holds 36 warps."""
+"""Tokens of the vocabulary that a program copies, 8 for each thread; an H100's multiprocessor then holds 36 warps."""
 _BLOCK = 1024
-"""Tokens of a sequence, or entries, of one program."""
+"""Number of a sequence's tokens, or of entries, of one program."""
 
 _NUM_COLUMNS = tl.constexpr(8)
 _POINT, _FIRST, _END, _NUM_PROMPT = (tl.constexpr(column) for column in range(4))
 _ONLY_ALLOWED, _REPETITION, _PRESENCE, _FREQUENCY = (tl.constexpr(column) for column in range(4, 8))
-"""Columns of the table of edited rows, int32; the last three hold the bits of a float32. `_FIRST` and `_END` say where
-the row's tokens lie, of which the first `_NUM_PROMPT` are the prompt's.
+"""Columns of the table of edited rows, int32; the last three hold the bits of a float32. `_FIRST` and `_END` bound the
+row's tokens, of which the first `_NUM_PROMPT` are the prompt's.
 """
 _IN_PROMPT, _COUNT = tl.constexpr(1 << 30), tl.constexpr((1 << 30) - 1)
-"""A count's bit for tokens of the prompt, and its bits that say how often the output has the token."""
+"""Bit of a count that marks a token of the prompt, and mask of the bits that count its occurrences in the output."""
 
 Entries = list[tuple[int, np.ndarray, np.ndarray]]
-"""Of sample points: token ids int32 [n], and a float32 for each."""
+"""(sample point, token ids int32 [n], values float32 [n]) for each edited point."""
 
 
 class Edits(NamedTuple):
-    """What is edited in a step; every array is int32."""
+    """The edits of a step. Every array is int32."""
 
     points: np.ndarray
-    """[R]: the sample point of each edited row. Those with penalties come first."""
+    """Sample point of each edited row, [R]; rows with penalties come first."""
     num_counted: int
-    """Rows with penalties."""
+    """Number of rows with penalties."""
     longest: int
-    """Most tokens that a row has in `tokens`."""
+    """Most tokens of a row in `tokens`."""
     table: np.ndarray
-    """[R, 8]"""
+    """Table of edited rows, [R, 8]."""
     tokens: np.ndarray
-    """The tokens that rows with penalties count: of the output, and of the prompt if there is a repetition penalty."""
+    """Tokens that rows with penalties count: the output's, and the prompt's if there is a repetition penalty."""
     replaced: np.ndarray
-    """[n, 3]: (row, token, bits of a float32) that is added to the model's logit before the penalties. If a row has
-    allowed tokens, these are they, and all other tokens are masked.
+    """(row, token, bits of a float32), [n, 3], added to the model's logits before the penalties. If a row has allowed
+    tokens, these are its only entries, and all other tokens are masked.
     """
     added: np.ndarray
-    """[n, 3]: (row, token, bits of a float32) that is added after the penalties; -inf masks the token."""
+    """(row, token, bits of a float32), [n, 3], added after the penalties; -inf masks the token."""
 
 
 def edits_of(
     rows: np.ndarray, sequences: list[SequenceState], positions: np.ndarray, masks: MaskBatch | None
 ) -> Edits | None:
-    """The edits of sample points, whose rows of `SamplingState.table` are `rows`; None if there are none."""
+    """Returns the edits of sample points, or None if there are none. `rows` are the points' rows of
+    `SamplingState.table`.
+    """
     num_output = positions - rows["num_prompt_tokens"]
     has_penalties = rows["repetition_penalty"] != 1
     has_penalties |= (rows["presence_penalty"] != 0) | (rows["frequency_penalty"] != 0)
@@ -104,7 +106,9 @@ def edits_of(
 
 
 def _replacements(sequence: SequenceState) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids, and what is added to their logits: the allowed tokens if there are some, else those with a bias."""
+    """Returns token ids and what is added to their logits: the allowed tokens if there are any, else
+    those with a bias.
+    """
     if not len(sequence.allowed_ids):
         return sequence.bias_ids, sequence.bias_values
     bias = sequence.params.logit_bias
@@ -126,7 +130,7 @@ def _table(points: np.ndarray, rows: np.ndarray, tokens: list[np.ndarray]) -> np
 
 
 def _flat(entries: Entries, row_of: dict[int, int]) -> np.ndarray:
-    """int32 [n, 3]."""
+    """Returns the entries as (row, token, bits of a float32), int32 [n, 3]."""
     if not entries:
         return np.empty((0, 3), dtype=np.int32)
     flat = [np.repeat([row_of[point] for point, _, _ in entries], [len(ids) for _, ids, _ in entries])]
@@ -136,7 +140,7 @@ def _flat(entries: Entries, row_of: dict[int, int]) -> np.ndarray:
 
 
 def edited_rows(logits: torch.Tensor, edits: Edits, vocab_size: int) -> torch.Tensor:
-    """float32 [R, vocab_size]: the edited rows as they are before the mask."""
+    """Returns the edited rows before the mask, float32 [R, vocab_size]."""
     device = logits.device
     arrays = {name: getattr(edits, name) for name in ("table", "tokens", "replaced", "added")}
     table, tokens, replaced, added = place_together(arrays, device).values()
@@ -163,7 +167,7 @@ def edited_rows(logits: torch.Tensor, edits: Edits, vocab_size: int) -> torch.Te
 
 @triton.jit
 def _count(table, tokens, counts, vocab_size, BLOCK: tl.constexpr):
-    """A row's tokens: how often each is in its output, and whether it is in its prompt."""
+    """Counts a row's tokens: how often each is in the output, and whether it is in the prompt."""
     row = tl.program_id(0).to(tl.int64)
     first = tl.load(table + row * _NUM_COLUMNS + _FIRST)
     end = tl.load(table + row * _NUM_COLUMNS + _END)
@@ -178,13 +182,13 @@ def _count(table, tokens, counts, vocab_size, BLOCK: tl.constexpr):
 
 @triton.jit
 def _column(table, row, COLUMN: tl.constexpr):
-    """A float32 of each row."""
+    """Returns the float32 in a column of each row."""
     return tl.load(table + row * _NUM_COLUMNS + COLUMN).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _penalised(values, count, table, row):
-    """Logits under the penalties of their rows, which are none for tokens whose count is 0."""
+    """Returns logits under the penalties of their rows; tokens with count 0 have none."""
     repetition = _column(table, row, _REPETITION)
     repeated = tl.where(values > 0.0, tl.div_rn(values, repetition), values * repetition)
     num_output = count & _COUNT
@@ -197,8 +201,10 @@ def _penalised(values, count, table, row):
 def _compute_replaced(
     logits, table, counts, logits_stride, vocab_size, num_counted, entries, num_entries, BLOCK: tl.constexpr
 ):
-    """In the place of each entry's bias, the logit of a token that is allowed or has a bias: from the model's logit, so
-    that equal entries do no harm, and with its penalties, while the counts are there.
+    """Replaces the bias of each entry by the token's edited logit.
+
+    It starts from the model's logit, so that duplicate entries are harmless, and applies penalties while the counts
+    exist.
     """
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = entry < num_entries
@@ -214,8 +220,8 @@ def _compute_replaced(
 
 @triton.jit(do_not_specialize=["num_counted"])
 def _edit_rows(logits, table, counts, logits_stride, vocab_size, num_counted, edited, CHUNK: tl.constexpr):
-    """A chunk of one row a program: copied with its penalties into the place of its counts, or masked if the row has
-    allowed tokens.
+    """Copies a chunk of one row in each program: its logits with penalties replace its counts, or -inf does if the row
+    has allowed tokens.
     """
     row = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
@@ -232,7 +238,7 @@ def _edit_rows(logits, table, counts, logits_stride, vocab_size, num_counted, ed
 
 @triton.jit(do_not_specialize=["num_entries"])
 def _replace(edited, entries, num_entries, vocab_size, BLOCK: tl.constexpr):
-    """Puts the entries' values in their places."""
+    """Writes the entries' values to their tokens."""
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = entry < num_entries
     row = tl.load(entries + entry * 3, mask=exists, other=0).to(tl.int64)
@@ -243,7 +249,7 @@ def _replace(edited, entries, num_entries, vocab_size, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_entries"])
 def _add(edited, entries, num_entries, vocab_size, BLOCK: tl.constexpr):
-    """Of the entries of one token at most one is finite, so that their order changes nothing."""
+    """Adds the entries' values. At most one entry of a token is finite, so their order does not matter."""
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = entry < num_entries
     row = tl.load(entries + entry * 3, mask=exists, other=0).to(tl.int64)

@@ -1,10 +1,10 @@
-"""CUDA graphs of steps that decode, verify drafts or compute a few hundred tokens of prompts: all layers of a step,
-captured at start for a few sizes.
+"""CUDA graphs of whole steps, captured at start for a few sizes: decodes, verification of drafts, and up to a few
+hundred prompt tokens.
 
-Launching a layer's dozen kernels from Python takes longer than a small model takes to run them. A step is padded to the
-next size; what pads writes no key, and nobody reads what is computed of it. Larger steps, which take the device longer
-than the host, run kernel by kernel. Ranks that share a model capture the same graphs, sums over ranks among them, and
-agree on each. `workers/platforms/cuda.py` decides what is captured; `launch.GraphCapture` does it.
+Launching a layer's dozen kernels from Python takes longer than a small model's kernels run. A step is padded to the
+next size; padding writes no key, and its results are not used. Larger steps take the device longer than the host and
+run kernel by kernel. Ranks that share a model capture the same graphs, which include sums over ranks, and agree on
+each. `workers/platforms/cuda.py` decides what to capture, and `launch.GraphCapture` captures it.
 """
 
 from __future__ import annotations
@@ -35,28 +35,34 @@ logger = logging.getLogger(__name__)
 
 SMALL_SIZES = (1, 2, 4, 8)
 SIZE_STEP, LARGE_SIZE_STEP, LARGE_SIZE = 16, 32, 64
-"""Then every 16 sequences, and above 64 every 32: a padded row costs little beside the weights."""
+"""Steps between the sizes above `SMALL_SIZES`: 16 sequences, and 32 from 64 sequences on, because padded rows cost
+little beside reading the weights.
+"""
 MOST_SEQUENCES = 256
 MOST_VERIFIED_TOKENS = 128
-"""Of a step that verifies drafts. Every sequence is padded to the most drafts, which costs little only as long as
-reading the weights takes longer than multiplying them.
+"""Most tokens of a captured step that verifies drafts. Every sequence is padded to the most drafts, which costs little
+only while reading the weights takes longer than multiplying them.
 """
 MIXED_TOKENS = (64, 128, 192, 256, 320, 384, 448, 512)
-"""Tokens of steps that also compute prompts. Larger ones keep the device busy for longer than the host needs to launch
-their kernels.
+"""Sizes in tokens of captured steps that also compute prompts. Larger steps keep the device busy for longer than the
+host needs to launch their kernels.
 """
 MOST_SECONDS = 60.0
-"""For all captures of a model. Of each kind large sizes come first: smaller ones then fit in the memory of theirs, and
-a step whose size was not captured by then is padded to one that was.
+"""Time limit in seconds for all captures of a model.
+
+Of each kind large sizes come first, so that smaller ones fit in their memory. A step whose size was not captured is
+padded to one that was.
 """
 
 
 def layouts_to_capture(
     max_num_sequences: int, max_draft_tokens: int = 0, max_num_tokens: int = 0
 ) -> tuple[Layout, ...]:
-    """Returns the layouts to capture, ascending: those of decode steps, whose last one is the largest batch, or
-    `MOST_SEQUENCES`; with drafts those of steps that verify up to `max_draft_tokens` of each sequence; and those of
-    steps that compute prompts too, of `max_num_tokens` at most.
+    """Returns the layouts to capture, ascending:
+
+    - decode steps, of which the last is the largest batch or `MOST_SEQUENCES`;
+    - with drafts, steps that verify up to `max_draft_tokens` of each sequence;
+    - steps that also compute prompts, of at most `max_num_tokens`.
     """
     most = min(max_num_sequences, MOST_SEQUENCES)
     sizes = {*SMALL_SIZES, *range(SIZE_STEP, LARGE_SIZE, SIZE_STEP), *range(LARGE_SIZE, most, LARGE_SIZE_STEP), most}
@@ -67,7 +73,7 @@ def layouts_to_capture(
 
 
 def padded_to(layouts: Sequence[Layout], query_lens: np.ndarray) -> Layout | None:
-    """The first of the ascending layouts that a step fits in; None if it fits in none."""
+    """Returns the first of the ascending layouts that a step fits in, or None."""
     if not len(query_lens):
         return None
     return next((each for each in layouts if each.fits(query_lens)), None)
@@ -79,8 +85,9 @@ def compile_prompts(
     shape: WorkShape,
     device: torch.device,
 ) -> None:
-    """Has `forward` run empty steps of more than one token a sequence, without and with groups: else the first prompts,
-    and all that run beside them, would wait seconds for their attention to be compiled.
+    """Runs empty steps of more than one token for each sequence by `forward`, without and with groups.
+
+    Otherwise the first prompts, and all sequences beside them, would wait seconds for attention to be compiled.
     """
     layout = Layout(2, min(2, limits.max_num_sequences))
     tables = _empty_tables(layout.num_sequences, limits, device)
@@ -92,27 +99,29 @@ def compile_prompts(
 
 @dataclasses.dataclass(slots=True)
 class _Graph:
-    """One captured layout: what it reads, what it computes, and how to run it."""
+    """A captured layout: its inputs, its result and its replay."""
 
     residual: torch.Tensor
-    """[num_tokens, hidden]. Rows that pad keep what they last held: no other row reads them."""
+    """Input [num_tokens, hidden]. Padding rows keep their last values, which no other row reads."""
     metadata: DeviceMetadata
     cos_sin: torch.Tensor
-    """The graph reads the memory of this table of rotary angles."""
+    """Table of rotary angles, kept because the graph reads its memory."""
     hidden: torch.Tensor
     replay: Callable[[], object]
 
 
 class GraphedLayers:
-    """A `Forward` that replays the graph of a step's layout if it has one, else runs the layers one by one."""
+    """A `Forward` that replays the graph of a step's layout if there is one, and otherwise runs the
+    layers one by one.
+    """
 
     def __init__(self, run_layers: Forward) -> None:
         self.capture: GraphCapture | None = None
-        """While there is one, each call captures a graph of its metadata's layout."""
+        """The capture under way, or None. With it, each call captures a graph of its metadata's layout."""
         self._run_layers = run_layers
         self._kv_caches: KVCaches | None = None
         self._graphs: dict[tuple[Layout, bool], _Graph] = {}
-        """By layout, and whether groups of sequences share prefixes."""
+        """Graphs by layout and by whether groups of sequences share prefixes."""
 
     def __call__(
         self, residual: torch.Tensor, cos_sin: torch.Tensor, metadata: AttentionMetadata, kv_caches: KVCaches
@@ -143,7 +152,9 @@ class GraphedLayers:
         metadata: DeviceMetadata,
         kv_caches: KVCaches,
     ) -> _Graph:
-        """`metadata` is as long and wide as a step of this size can be, and so is the table of rotary angles."""
+        """Captures a graph. `metadata` and the table of rotary angles must have the largest size of steps with this
+        layout.
+        """
         own_residual = residual.clone()
         hidden, replay = capture.capture(lambda: self._run_layers(own_residual, cos_sin, metadata, kv_caches))
         return _Graph(own_residual, metadata, cos_sin, hidden, replay)
@@ -163,17 +174,18 @@ def record(
     agree: Callable[[int], int] = int,
     alone: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> tuple[Layout, ...]:
-    """Captures `layers` in every layout by `forward` (token ids, metadata) of their model; once more for steps with
-    groups that share prefixes, if there are any. Returns the layouts that were captured, ascending, as far as time
-    went. The log says which ones cannot be captured: others may be, because smaller ones take less memory.
+    """Captures `layers` in every layout by `forward(token_ids, metadata)` of their model, and again for groups that
+    share prefixes. Returns the captured layouts, ascending, as far as time allowed.
 
-    Ranks that share the model call this with the same layouts. `agree` is the least of what all of them give it, so
-    that no rank captures sums over ranks in which another one takes no part. Within `alone` a rank leaves those sums
-    out: each layout is run so first, because a rank that failed there (for lack of memory, say) would leave the others
-    waiting in a sum.
+    The log names layouts that cannot be captured; others still may be, because smaller ones take less memory.
+
+    Ranks that share the model call this with the same layouts. `agree` returns the minimum of all ranks' values, so
+    that no rank captures sums over ranks that another rank does not join. Within `alone` a rank leaves those sums out.
+    Each layout first runs so, because a rank that failed in a sum, for lack of memory say, would leave the others
+    waiting.
     """
     deadline = time.perf_counter() + MOST_SECONDS
-    # One for all graphs: each reads of it what its sequences' lengths say
+    # All graphs share one; each reads as much of it as the lengths of its sequences require
     most = max(each.num_sequences for each in layouts)
     tables = _empty_tables(most, limits, device)
     captured: list[Layout] = []
@@ -208,7 +220,9 @@ def record(
 
 
 def _capture_order(layout: Layout) -> tuple[bool, int, int]:
-    """Returns the key that sorts decodes before verifications before prompts, and of each kind large layouts first."""
+    """Returns the sort key that puts decodes before verifications before prompts, and large layouts first
+    within each.
+    """
     if layout.most_tokens is not None:
         return True, 0, -layout.most_tokens
     return False, layout.tokens_each, -layout.num_sequences
@@ -221,7 +235,7 @@ def _run_empty(
     limits: DecodeLimits,
     shape: WorkShape,
 ) -> str | None:
-    """Has `forward` run empty steps in the layout, which it captures if it is told to. Returns why that failed."""
+    """Runs empty steps in the layout by `forward`, which captures it if told to. Returns the error, or None."""
     device = tables.device
     try:
         for has_groups in _group_forms(layout, limits):
@@ -234,20 +248,20 @@ def _run_empty(
 
 
 def _empty_tables(num_sequences: int, limits: DecodeLimits, device: torch.device) -> torch.Tensor:
-    """Returns block tables of sequences of the largest length, int32 [num_sequences, blocks]."""
+    """Returns block tables of sequences of the maximum length, int32 [num_sequences, num_blocks]."""
     shape = num_sequences, -(-limits.max_model_len // limits.block_size)
     return torch.zeros(shape, dtype=torch.int32, device=device)
 
 
 def _group_forms(layout: Layout, limits: DecodeLimits) -> tuple[bool, ...]:
-    """Returns the forms of a layout: without groups that share prefixes, and with them if there can be some."""
+    """Returns the values of `has_groups` for a layout: False, and True if groups can share prefixes."""
     return (False, True) if limits.shares_prefixes and layout.num_sequences > 1 else (False,)
 
 
 def empty_step(
     tables: torch.Tensor, layout: Layout, limits: DecodeLimits, has_groups: bool, shape: WorkShape
 ) -> DeviceMetadata:
-    """Returns a step all of which pads; the first of `tables` are its block tables."""
+    """Returns the metadata of a step that is all padding. Its block tables are the first of `tables`."""
     packed = padding(layout, has_groups, shape).to(tables.device)
     arrays = padded_views(packed, layout, has_groups, shape)
     return DeviceMetadata(

@@ -1,4 +1,4 @@
-"""The `Kernels` of a decoder layer in Triton, in one place."""
+"""The Triton `Kernels` of a decoder layer, gathered in one module."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""A step's attention metadata on an accelerator: one copy from the host, and of shared prefixes what the kernels read.
+"""A step's attention metadata on an accelerator, copied from the host at once, with shared prefixes in the kernels'
+form.
 
-Every array lies in one buffer of int32, so that a step waits for one transfer instead of a dozen. A step of few tokens
-for each sequence may be padded: its buffer then has the layout of a larger batch, from which a captured graph reads it
-(`workers/kernels/triton/graphs.py`). Built once a step by `workers/platforms/cuda.py`.
+All arrays are in one int32 buffer, so that a step waits for one transfer instead of a dozen. A step may be padded; its
+buffer then has the layout of a larger batch, which a captured graph reads (`workers/kernels/triton/graphs.py`).
+`workers/platforms/cuda.py` builds it once in each step.
 """
 
 from __future__ import annotations
@@ -25,17 +26,19 @@ class Layout(NamedTuple):
     """The sizes that a step is padded to."""
 
     tokens_each: int
-    """The most that a sequence may have: 1 if steps only decode; more if they also verify drafts or compute prompts."""
+    """Most tokens of a sequence: 1 if steps only decode, more if they also verify drafts or compute prompts."""
     num_sequences: int
     most_tokens: int | None = None
-    """The most that all may have together; None if each may have `tokens_each`."""
+    """Most tokens of all sequences together; None if each may have `tokens_each`."""
 
     @property
     def num_tokens(self) -> int:
         return self.num_sequences * self.tokens_each if self.most_tokens is None else self.most_tokens
 
     def fits(self, query_lens: np.ndarray) -> bool:
-        """Returns whether a step of so many tokens of each sequence, integers [num_sequences], can be padded to it."""
+        """Returns whether a step with `query_lens` tokens of each sequence, integers [num_sequences], can be padded to
+        this layout.
+        """
         if len(query_lens) > self.num_sequences or query_lens.max() > self.tokens_each:
             return False
         return self.most_tokens is None or int(query_lens.sum()) <= self.most_tokens
@@ -45,7 +48,7 @@ class Layout(NamedTuple):
         return self.tokens_each if self.most_tokens is None else shape.item_tokens
 
     def most_items(self, shape: WorkShape) -> int:
-        """Returns the most items of a step that fits, whatever its contexts are."""
+        """Returns the most items of a step with this layout, for any context lengths."""
         num_runs = self.num_sequences
         if self.most_tokens is not None:
             num_runs += self.most_tokens // shape.item_tokens
@@ -54,36 +57,36 @@ class Layout(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class DeviceWork:
-    """`Work` on the device; in a padded step items and merges that pad do nothing."""
+    """`Work` on the device. In a padded step, padding items and merges do nothing."""
 
     items: torch.Tensor
-    """int32 [num_items, 6]; the sequence of an item that pads is -1."""
+    """The items, int32 [num_items, 6]; the sequence of a padding item is -1."""
     merges: torch.Tensor
-    """int32 [num_merges, 3]; the count of one that pads is 0."""
+    """The merges, int32 [num_merges, 3]; the count of a padding merge is 0."""
     num_slots: int
     item_tokens: int
-    """The most query tokens of an item."""
+    """Most query tokens of an item."""
 
 
 @dataclasses.dataclass(slots=True)
 class PrefixRows:
-    """The query tokens whose group reads its shared keys once, as rows, group by group.
+    """The rows of query tokens whose group reads its shared keys once, group by group.
 
     Group `g` has the rows `[row_start[g], row_start[g + 1])`; row `r` is the flat token `tokens[r]`.
     """
 
     row_start: torch.Tensor
-    """int32 [num_groups + 1]."""
+    """First row of each group and the end of the last, int32 [num_groups + 1]."""
     tokens: torch.Tensor
-    """int32 [num_rows]."""
+    """Flat token of each row, int32 [num_rows]."""
     leaders: torch.Tensor
-    """int32 [num_groups]: a sequence of the group, whose block table is read."""
+    """A sequence of each group, whose block table is read, int32 [num_groups]."""
     group_lens: torch.Tensor
-    """int32 [num_groups]: keys that the group shares."""
+    """Number of keys that each group shares, int32 [num_groups]."""
     prefix_lens: torch.Tensor
-    """int32 [num_sequences]: keys that a sequence shares with its group; 0 without one."""
+    """Number of keys that each sequence shares with its group, int32 [num_sequences]; 0 without a group."""
     first_rows: torch.Tensor
-    """int32 [num_sequences]: row of its first query token; -1 without a group."""
+    """Row of each sequence's first query token, int32 [num_sequences]; -1 without a group."""
 
     @property
     def num_rows(self) -> int:
@@ -96,15 +99,17 @@ class PrefixRows:
 
 @dataclasses.dataclass(slots=True)
 class DeviceMetadata(AttentionMetadata):
-    """`AttentionMetadata` on a device. `shared_prefixes` is None: `prefix_rows` says the same for these kernels."""
+    """`AttentionMetadata` on a device. `shared_prefixes` is None, and `prefix_rows` takes its place in
+    these kernels.
+    """
 
     work: DeviceWork | None = None
-    """How attention is cut; given by `build_metadata`."""
+    """The items of attention, set by `build_metadata`."""
     prefix_rows: PrefixRows | None = None
     packed: torch.Tensor | None = None
-    """All arrays but the block tables, int32, in the sizes of `layout`. None if they are not padded."""
+    """All arrays except the block tables, int32, in the sizes of `layout`; None if not padded."""
     layout: Layout | None = None
-    """If a graph may run this step: what it is padded to."""
+    """The layout that the step is padded to, if a graph may run it."""
 
 
 def build_metadata(
@@ -112,8 +117,8 @@ def build_metadata(
 ) -> DeviceMetadata:
     """Builds a step's metadata on the device.
 
-    With a `layout`, in which the step must fit, it is padded to that. `shape` is that of the model's attention; without
-    it the work is cut for one KV head.
+    With a `layout`, which the step must fit, the step is padded to it. `shape` is that of the model's attention;
+    without it the work is cut for one KV head.
     """
     host = AttentionMetadata.build(tokens)
     tables = host.block_tables.numpy()
@@ -156,7 +161,7 @@ def build_metadata(
 
 
 def work_of(views: dict[str, torch.Tensor], num_slots: int | None, item_tokens: int) -> DeviceWork:
-    """Returns the work whose arrays are among `views`; of a padded step, where `num_slots` is None, any item may have a
+    """Returns the work whose arrays are among `views`. In a padded step, where `num_slots` is None, any item may have a
     slot.
     """
     items = views["items"].view(-1, len(ITEM_COLUMNS))
@@ -193,14 +198,16 @@ def padded_sizes(layout: Layout, has_groups: bool, shape: WorkShape) -> dict[str
 
 
 _PADDING = {"slot_mapping": -1, "first_rows": -1, "items": -1}
-"""What pads an array; cumulative ones end with their last value, and 0 pads the others. A sequence that pads has no
-tokens; a token that pads belongs to no sequence: it writes no key, and attention leaves its output as it is.
+"""Values that pad arrays. Cumulative arrays are padded with their last value, and others with 0.
+
+A padding sequence has no tokens. A padding token belongs to no sequence: it writes no key, and attention does not write
+its output.
 """
 _CUMULATIVE = ("query_start", "row_start")
 
 
 def padding(layout: Layout, has_groups: bool, shape: WorkShape) -> torch.Tensor:
-    """Returns the buffer, int32 on the CPU, of a step without sequences."""
+    """Returns the buffer of a step without sequences, int32 on the CPU."""
     places, end = aligned_places(padded_sizes(layout, has_groups, shape))
     buffer = torch.zeros(end, dtype=torch.int32)
     for name, value in _PADDING.items():
@@ -210,7 +217,7 @@ def padding(layout: Layout, has_groups: bool, shape: WorkShape) -> torch.Tensor:
 
 
 def padded_views(buffer: torch.Tensor, layout: Layout, has_groups: bool, shape: WorkShape) -> dict[str, torch.Tensor]:
-    """Returns the arrays of a buffer in that layout, int32."""
+    """Returns the arrays of a buffer with that layout, int32."""
     places, _ = aligned_places(padded_sizes(layout, has_groups, shape))
     return {name: buffer[where] for name, where in places.items()}
 
@@ -225,7 +232,7 @@ def _arrays(host: AttentionMetadata) -> dict[str, np.ndarray]:
 
 
 def _padded(arrays: dict[str, np.ndarray], sizes: dict[str, int]) -> dict[str, np.ndarray]:
-    """Returns the arrays, filled up to `sizes`, in int32 words."""
+    """Returns the arrays padded to `sizes`, in int32 words."""
     padded = {}
     for name, words in sizes.items():
         array = arrays[name]
@@ -237,7 +244,7 @@ def _padded(arrays: dict[str, np.ndarray], sizes: dict[str, int]) -> dict[str, n
 
 
 def _group_arrays(groups: SharedPrefixes, query_start: np.ndarray) -> dict[str, np.ndarray]:
-    """The fields of `PrefixRows`."""
+    """Returns the fields of `PrefixRows`."""
     group_start, members = groups.group_start.numpy(), groups.members.numpy()
     counts = (query_start[1:] - query_start[:-1])[members]
     member_rows = np.zeros(len(members) + 1, dtype=np.int32)

@@ -12,7 +12,7 @@ import triton.language as tl
 
 _SCALE = tl.constexpr(2.0**-32)
 _LARGEST_V = tl.constexpr(1.0 - 2.0**-24)
-_ROOT_HALF_BITS = tl.constexpr(0x3F3504F3)  # of sqrt(0.5), as a float
+_ROOT_HALF_BITS = tl.constexpr(0x3F3504F3)  # the bits of sqrt(0.5) as a float32
 _OFFSET_BITS = tl.constexpr(0x3F800000 - 0x3F3504F3)
 _LN2_HIGH = tl.constexpr(6.9313812256e-01)
 _LN2_LOW = tl.constexpr(9.0580006145e-06)
@@ -24,7 +24,9 @@ _LG4 = tl.constexpr(0.24279078841)
 
 @triton.jit
 def _split(x):
-    """(k, r): x is 2^k times r, and r in [sqrt(0.5), sqrt(2)); x is positive and no denormal."""
+    """Returns (k, r) for which x is 2^k times r, and r is in [sqrt(0.5), sqrt(2)). x must be positive and
+    no denormal.
+    """
     bits = x.to(tl.int32, bitcast=True) + _OFFSET_BITS
     exponent = (bits >> 23) - 127
     reduced = ((bits & 0x007FFFFF) + _ROOT_HALF_BITS).to(tl.float32, bitcast=True)
@@ -33,7 +35,7 @@ def _split(x):
 
 @triton.jit
 def _log_of(exponent, f, correction):
-    """log(2^exponent * (1 + f)) + correction."""
+    """Returns log(2^exponent * (1 + f)) + correction."""
     k = exponent.to(tl.float32)
     s = tl.div_rn(f, 2.0 + f)  # Triton's `/` is approximate for float32, and the CPU's is not
     z = s * s
@@ -51,7 +53,7 @@ def _log(x):
 
 @triton.jit
 def _log1p_of_negative(v):
-    """log(1 - v) for v in (0, 1): where 1 - v is rounded, what was lost corrects the logarithm."""
+    """Returns log(1 - v) for v in (0, 1). The rounding error of 1 - v corrects the logarithm."""
     rounded = 1.0 - v
     exponent, reduced = _split(rounded)
     is_near_1 = exponent == 0
@@ -62,7 +64,9 @@ def _log1p_of_negative(v):
 
 @triton.jit
 def gumbel_noise(token, key_low, key_high):
-    """float32 noise of tokens (int32) under a key, whose halves are the bits of `noise_keys` as int32 scalars."""
+    """Returns float32 noise of tokens (int32) under a key, whose halves are the bits of `noise_keys` as
+    int32 scalars.
+    """
     low = key_low.to(tl.uint32, bitcast=True)
     high = key_high.to(tl.uint32, bitcast=True)
     x = token.to(tl.uint32, bitcast=True) ^ low

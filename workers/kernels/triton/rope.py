@@ -1,7 +1,7 @@
 """One Triton kernel after the qkv linear: q/k norm, rotation, and the write of keys and values to their KV slots.
 
-`reference.rope_and_cache` says what it computes. A token whose slot is negative is a row that pads a captured graph: it
-writes no key and no value.
+`reference.rope_and_cache` defines the result. A token with a negative slot is padding of a captured graph: it writes no
+key and no value.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from workers.kernels.triton.launch import padded_size
 from workers.models.model_config import HeadShape
 
 _TILE_ELEMENTS = 1024
-"""Of one half of the heads that a program rotates."""
+"""Elements of one half of the heads that a program rotates."""
 
 
 def rope_and_cache(
@@ -73,7 +73,7 @@ def _rope_and_cache(
     TILE_HEADS: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ):
-    """A token and `TILE_HEADS` of its heads a program: [TILE_HEADS, HALF] of each half of them."""
+    """Rotates `TILE_HEADS` heads of one token in each program, as [TILE_HEADS, HALF] for each half of the heads."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * TILE_HEADS + tl.arange(0, TILE_HEADS)[:, None]
     dim = tl.arange(0, HALF)[None, :]

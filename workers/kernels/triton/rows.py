@@ -1,6 +1,6 @@
-"""Triton kernels that see each row by itself: RMSNorm, alone and with the residual, and SiLU-and-mul.
+"""Triton kernels that treat each row separately: RMSNorm, alone and with the residual, and SiLU-and-mul.
 
-`workers/kernels/reference.py` says what they compute. Called by the decoder through `workers/kernels/triton/layers.py`.
+`workers/kernels/reference.py` defines the results. The decoder calls them through `workers/kernels/triton/layers.py`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import triton.language as tl
 from workers.kernels.triton.launch import padded_size
 
 _SILU_COLUMNS = 1024
-"""Columns of one program."""
+"""Number of columns of one program."""
 
 
 def _num_warps(columns: int) -> int:
-    """About 16 elements a thread."""
+    """Returns the number of warps for about 16 elements of each thread."""
     return min(16, max(1, columns // 512))
 
 
@@ -47,7 +47,9 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
 def _rms_norm(
     x, residual, weight, output, hidden, residual_stride, eps, ADD: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """One row a program. With `ADD`, x is added to the residual in place, and the sum is rounded before its norm."""
+    """Normalises one row in each program. With `ADD`, x is added to the residual in place, and the sum is rounded
+    before its norm.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     mask = column < hidden

@@ -1,8 +1,9 @@
-"""The sampler of an accelerator: masks, temperature, filters and Gumbel-max in Triton, over logits that stay there.
+"""The sampler of an accelerator: masks, temperature, filters and Gumbel-max in Triton, over logits that stay on the
+device.
 
-`workers/kernels/torch_sampler.py` says what is computed, and serves log-probabilities. Edits of rows before the mask
-(penalties, biases, bad words) are in `edits.py`. Nothing here waits for the device. A row's vocabulary is cut into
-chunks, so that one row keeps a whole GPU busy. A sum of a product is rounded twice, as on a CPU: the same tokens win.
+`workers/kernels/torch_sampler.py` defines the results and computes log-probabilities. `edits.py` applies edits before
+the mask (penalties, biases, bad words). Nothing here waits for the device. A row's vocabulary is cut into chunks, so
+that one row keeps a whole GPU busy. A multiply-add is rounded twice, as on a CPU, so the same tokens win.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from workers.sampling.sampling_state import SamplingState, SequenceState
 __all__ = ["draw", "logprobs"]
 
 CHUNK = 1024
-"""Tokens of one program, 8 of them a thread: so an H100's multiprocessor holds 36 warps."""
+"""Tokens of one program, 8 for each thread; an H100's multiprocessor then holds 36 warps."""
 SEARCH_CHUNK = 4096
-"""Tokens that a row's only program, of 32 warps, looks at at a time in search of what filters keep."""
+"""Tokens that the single program of a row, with 32 warps, reads at a time when it searches for filter thresholds."""
 
 _NUM_COLUMNS = tl.constexpr(8)
 _KEY_LOW, _KEY_HIGH, _INVERSE_TEMPERATURE, _SLOT = (tl.constexpr(column) for column in range(4))
 _EDITED, _TOP_K, _TOP_P, _LOG_MIN_P = (tl.constexpr(column) for column in range(4, 8))
-"""Columns of the table of sample points, int32; three hold the bits of a float32."""
+"""Columns of the table of sample points, int32; three of them hold the bits of a float32."""
 
 _HAS_NAN, _HAS_INFINITE, _HAS_TOKEN, _HAS_OVERFLOW = (tl.constexpr(1 << bit) for bit in range(4))
 _OK, _NAN, _INFINITE = (tl.constexpr(code) for code in (OK, NAN, INFINITE))
@@ -51,7 +52,7 @@ def draw(
     state: SamplingState,
     masks: MaskBatch | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `torch_sampler.draw`."""
+    """Draws as `torch_sampler.draw` does."""
     device, vocab_size = logits.device, state.vocab_size
     if logits.stride(1) != 1:
         logits = logits.contiguous()
@@ -96,7 +97,7 @@ def draw(
 
 
 def _table(rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """int32 [P, 8]: what the kernels need of each sample point. A greedy row has no filters."""
+    """Returns the kernels' table of sample points, int32 [P, 8]. Greedy rows have no filters."""
     is_random = rows["inverse_temperature"] > 0
     table = np.empty((len(rows), _NUM_COLUMNS.value), dtype=np.int32)
     table[:, : _KEY_HIGH.value + 1] = noise_keys(rows["seed"], positions).view(np.int32)
@@ -134,7 +135,9 @@ def _processed(
     HAS_EDITED: tl.constexpr,
     HAS_MASKS: tl.constexpr,
 ):
-    """The `raw` logits of a row's tokens with its edits and under its mask; -inf for a token that does not exist."""
+    """Returns the `raw` logits of a row's tokens with its edits and under its mask; -inf for tokens that
+    do not exist.
+    """
     values = raw
     if HAS_EDITED:
         place = tl.load(points + row * _NUM_COLUMNS + _EDITED)
@@ -151,7 +154,7 @@ def _processed(
 
 @triton.jit
 def _sort_key(values):
-    """int32 in the order of float32 values; zeros of either sign are equal."""
+    """Returns int32 keys that order like float32 values; zeros of either sign are equal."""
     bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
@@ -173,8 +176,9 @@ def _measure(
     HAS_MASKS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """(number, mass, least key) of the tokens whose key is greater than `above`, and the greatest key of the others.
-    Masses are relative to the largest logit's.
+    """Returns (number, mass, least key) of the tokens whose key exceeds `above`, and the greatest key of the others.
+
+    Masses are relative to that of the largest logit.
     """
     number = tl.zeros([CHUNK], tl.int32)
     mass = tl.zeros([CHUNK], tl.float32)
@@ -216,10 +220,10 @@ def _search(
     BY_MASS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """The least key in [low, high] of which the tokens above it are fewer than `limit`, or weigh less; how many tokens
-    of this key are kept; and the mass of all that is kept.
+    """Returns the least key in [low, high] for which the number, or the mass, of the tokens above it is below `limit`.
 
-    After each look the bounds are keys that tokens have: of bfloat16 logits there are few, and a dozen looks suffice.
+    Also returns how many tokens with this key are kept, and the mass of all kept tokens. Each pass moves a bound to a
+    key that a token has. bfloat16 logits have few different keys, and a dozen passes suffice.
     """
     while low < high:
         middle = low + (high - low) // 2
@@ -260,11 +264,11 @@ def _find_thresholds(
     HAS_MASKS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """What top_k, then top_p, then min_p keep of a row a program: all three keep a prefix of its tokens in order of
-    logit, equal ones in order of id.
+    """Finds what top_k, then top_p, then min_p keep of one row in each program.
 
-    So they keep the tokens whose key is greater than a threshold, and those equal to it up to some id; of these, those
-    whose scaled logit is not below a floor. Instead of sorting, the key is found by bisection.
+    All three keep a prefix of the tokens in order of logit, equal ones by id. So a row keeps the tokens whose key
+    exceeds a threshold, and those equal to it up to some id; of these, those whose scaled logit is not below a floor.
+    The threshold is found by bisection instead of a sort.
     """
     row = tl.program_id(0).to(tl.int64)
     top_k = tl.load(points + row * _NUM_COLUMNS + _TOP_K)
@@ -330,7 +334,7 @@ def _find_thresholds(
 
 @triton.jit
 def _value_of(key):
-    """The float32 of a key of `_sort_key`."""
+    """Returns the float32 of a key of `_sort_key`."""
     return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
 
 
@@ -352,7 +356,9 @@ def _find_best(
     HAS_FILTERS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Mask, temperature, filters and noise of a chunk of a row in one pass: its best token, and what is wrong there."""
+    """Applies mask, temperature, filters and noise to a chunk of a row in one pass; stores its best token and its
+    flags.
+    """
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -389,7 +395,7 @@ def _find_best(
 
 @triton.jit(do_not_specialize=["num_chunks"])
 def _choose(points, best, best_ids, flags, token_ids, status, num_chunks, CHUNKS: tl.constexpr):
-    """The best token of a row's chunks, the lowest id among equals, and the row's status."""
+    """Stores the best token of a row's chunks, the lowest id among equals, and the row's status."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, CHUNKS)
     exists = chunk < num_chunks

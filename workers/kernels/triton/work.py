@@ -1,10 +1,9 @@
-"""Cuts a step's attention into items of like length: a run of query tokens of one sequence, and a range of its keys.
+"""Cuts a step's attention into items of similar length: a run of query tokens of one sequence, and a range of its keys.
 
-The host plans the items by the lengths of the contexts, and the kernel takes one item and one KV head a program. One
-long context among many short ones is thus read by as many programs as its share of the keys asks for. A captured graph
-has a fixed grid, so the number of items is bounded by the sizes of the step alone, whatever its lengths are
-(`Layout.most_items`). The idea is FlashInfer's (Ye et al., 2025, arXiv:2501.01005). Numpy only: `metadata.py` brings
-the items to the device.
+The host plans the items by context lengths, and each program of the kernel computes one item and one KV head. A long
+context among many short ones is thus read by as many programs as its share of the keys requires. A captured graph has a
+fixed grid, so the step's sizes bound the number of items for any context lengths (`Layout.most_items`). The idea is
+FlashInfer's (Ye et al., 2025, arXiv:2501.01005). Numpy only: `metadata.py` copies the items to the device.
 """
 
 from __future__ import annotations
@@ -17,13 +16,15 @@ import torch
 from workers.kernels.triton.launch import num_processors
 
 TILE_ROWS = 64
-"""Rows of a tile, query tokens times the heads that read one KV head, in a step that does more than decode."""
+"""Rows of a tile (query tokens times query heads of one KV head) in a step that does more than decode."""
 PROGRAMS_PER_PROCESSOR = 2
-"""Contexts are cut until there are so many programs for each multiprocessor."""
+"""Programs for each multiprocessor, up to which contexts are cut."""
 LEAST_KEYS = 128
-"""Fewer keys are not worth an item of their own."""
+"""Context length up to which a run is not split, because smaller items cost more than they gain."""
 KEYS_STEP = 64
-"""Items have multiples of so many keys, where their sequence has no fewer left: tiles of keys are then full."""
+"""Multiple to which an item's keys are rounded up, unless its sequence has fewer left, so that tiles
+of keys are full.
+"""
 
 ITEM_COLUMNS = ("sequence", "first_token", "first_key", "end_key", "slot", "split")
 """Columns of `Work.items`."""
@@ -32,12 +33,14 @@ MERGE_COLUMNS = ("token", "row", "count")
 
 
 class WorkShape(NamedTuple):
-    """How the attention of a model is cut on its device."""
+    """The sizes of a model's attention work on its device."""
 
     item_tokens: int
-    """Query tokens of an item in a step with prompts. Kernels take any number; best is a tile of theirs."""
+    """Query tokens of an item in a step with prompts. Kernels take any number, and are fastest with that
+    of their tile.
+    """
     num_programs: int
-    """Programs for each KV head that keep the device busy."""
+    """Number of programs for each KV head that keeps the device busy."""
 
     @classmethod
     def of(cls, num_heads: int, num_kv_heads: int, device: torch.device) -> WorkShape:
@@ -49,13 +52,17 @@ class Work(NamedTuple):
     """The attention of one step; every array is int32."""
 
     items: np.ndarray
-    """[num_items, 6], see `ITEM_COLUMNS`: `item_tokens` query tokens of `sequence` from its `first_token` of this step
-    on, as far as it has them, and the keys `[first_key, end_key)`. An item that shares its query tokens with others is
-    number `split` of these, and writes its result to `slot`; else `slot` is -1.
+    """The items, [num_items, 6] with the columns `ITEM_COLUMNS`.
+
+    An item has up to `item_tokens` query tokens of `sequence`, from its `first_token` in this step, and the keys
+    `[first_key, end_key)`. If several items have the same query tokens, each is number `split` of them and writes its
+    result to `slot`. Otherwise `slot` is -1.
     """
     merges: np.ndarray
-    """[num_merges, 3], see `MERGE_COLUMNS`: the flat query token `token` is in `count` items with slots in a row. `row`
-    is its row in the first of them; each slot has `item_tokens` rows.
+    """The merges, [num_merges, 3] with the columns `MERGE_COLUMNS`.
+
+    The flat query token `token` is in `count` items with consecutive slots. `row` is its row in the first of them; each
+    slot has `item_tokens` rows.
     """
     num_slots: int
 
@@ -63,10 +70,11 @@ class Work(NamedTuple):
 def plan_work(
     starts: np.ndarray, query_lens: np.ndarray, first_keys: np.ndarray, item_tokens: int, num_programs: int
 ) -> Work:
-    """Cuts the attention of sequences with `starts[s]` computed tokens and `query_lens[s]` new ones, which read their
-    keys from `first_keys[s]` on (those before are read for a whole group). All are integers [num_sequences].
+    """Cuts the attention of sequences with `starts[s]` computed tokens and `query_lens[s]` new ones.
 
-    At most `num_programs` items more than runs of `item_tokens` query tokens come of it.
+    Sequences read their keys from `first_keys[s]` on; earlier keys are read once for a whole group. All arguments are
+    integers [num_sequences]. Returns at most `num_programs` more items than there are runs of `item_tokens` query
+    tokens.
     """
     num_runs = -(-query_lens // item_tokens)
     sequence = np.repeat(np.arange(len(starts)), num_runs)
@@ -98,7 +106,7 @@ def plan_work(
 
 
 def _count_up(counts: np.ndarray) -> np.ndarray:
-    """Returns 0 to `counts[i] - 1` for each `i`, one after the other."""
+    """Returns 0 to `counts[i] - 1` for each `i`, concatenated."""
     return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
