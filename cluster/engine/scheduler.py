@@ -273,8 +273,10 @@ class Scheduler:
             if sequence is None:
                 continue  # ended since the step was planned
             error = output.errors.get(computed.sequence_id)
-            if step.step_id < sequence.first_step and (computed.num_tokens or error is None):
-                continue  # preempted since then; an error counts for a fork, which would fail again on its parent's row
+            was_preempted = step.step_id < sequence.first_step
+            is_failed_fork = error is not None and not computed.num_tokens  # it would fail again on its parent's row
+            if was_preempted and not is_failed_fork:
+                continue
             if error is not None:
                 changes.append(self._fail(sequence, error))
                 continue

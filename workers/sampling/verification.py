@@ -64,5 +64,11 @@ def keep_verified(
         logprobs = drawn.logprobs.get(index)
         if logprobs is not None:
             output.logprobs.setdefault(sequence_id, []).append(logprobs)
-        if sequence_id in drafts and drafts[sequence_id][len(kept) - 1 : len(kept)] != [token_id]:
+        if sequence_id in drafts and not _is_draft(drafts[sequence_id], kept):
             settled.add(sequence_id)
+
+
+def _is_draft(drafts: list[int], kept: list[int]) -> bool:
+    """Returns whether the last token that was kept is the draft at its place, so that the next draw counts too."""
+    place = len(kept) - 1
+    return place < len(drafts) and drafts[place] == kept[-1]

@@ -20,16 +20,19 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from cluster.serve.routing.prefix_index import PrefixIndex, bit_of, slots_of
+from cluster.serve.routing.prefix_index import PrefixIndex, bit_of, lowest_slot, slots_of
 from cluster.serve.routing.reports import Report, unpacked
 
 SEQUENCE_TOKENS = 192
 """Cost of a running or waiting choice, in prompt tokens: it slows a replica's steps as long as it lasts."""
-EVEN_SHARE, OVER_TOKENS, MAX_MEAN = 1.1, 384, 8
-"""Penalty for imbalance. A replica may have `EVEN_SHARE` times the mean number of sequences. Each sequence beyond that
-costs `OVER_TOKENS` prompt tokens times the mean, of which at most `MAX_MEAN` counts. In a nearly idle cluster the mean
-is small, and one or two sequences more cost little.
+IMBALANCE_TOLERANCE = 1.1
+"""A replica may run this multiple of the mean number of sequences before it is penalised."""
+IMBALANCE_TOKENS = 384
+"""Penalty for each sequence above the tolerance, in prompt tokens for each sequence of the mean. In a nearly idle
+cluster the mean is small, and one or two sequences more cost little.
 """
+MAX_MEAN_SEQUENCES = 8
+"""Largest mean number of sequences that counts in the penalty."""
 COPY_WEIGHT = 2
 """Extra cost, in tokens, of each token that a replica would compute although another one has it cached. It is divided
 by the square of the number of replicas that hold the token: a block that many hold is in demand, so one more copy pays.
@@ -132,8 +135,8 @@ class _Replica:
         if client:
             before = min(before, mine * (len(self.own_tokens) - (own > 0)))
         cost: float = before + mine + self.other_tokens + SEQUENCE_TOKENS * sequences
-        if (num_over := sequences - EVEN_SHARE * mean) > 0:
-            cost += OVER_TOKENS * min(mean, MAX_MEAN) * num_over
+        if (num_over := sequences - IMBALANCE_TOLERANCE * mean) > 0:
+            cost += IMBALANCE_TOKENS * min(mean, MAX_MEAN_SEQUENCES) * num_over
         if self.free_tokens is not None and queued > self.free_tokens:
             cost += NO_ROOM_WEIGHT * (queued - self.free_tokens)
         return cost
@@ -162,7 +165,10 @@ class _LoadOrder:
 
     def least(self, bits: int) -> int:
         """Returns the members of the set that are in its lowest class; 0 for an empty set."""
-        return next(filter(None, map(bits.__and__, self._classes)), 0)
+        for members in self._classes:
+            if found := members & bits:
+                return found
+        return 0
 
 
 class _Placed(msgspec.Struct, gc=False):
@@ -358,10 +364,10 @@ class Placement:
 
     def _least_busy(self, bits: int) -> _Replica:
         """Returns one of the least busy of these replicas, chosen at random within their load class."""
-        some = self._by_load.least(bits)
+        candidates = self._by_load.least(bits)
         start = int(self._random.random() * len(self._by_slot))
-        some = some >> start << start or some  # the first at or after a random slot, else all of them
-        return self._at((some & -some).bit_length() - 1)
+        from_start = candidates >> start << start
+        return self._at(lowest_slot(from_start or candidates))
 
     def _remember(self, prompt: Prompt, replica: _Replica) -> None:
         name = prompt.client, prompt.session

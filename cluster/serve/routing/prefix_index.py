@@ -34,6 +34,11 @@ def bit_of(slot: int) -> int:
     return 1 << slot
 
 
+def lowest_slot(bits: int) -> int:
+    """Returns the lowest slot of a set that is not empty."""
+    return (bits & -bits).bit_length() - 1
+
+
 def slots_of(bits: int) -> Iterator[int]:
     """Yields the slots of the replicas in a set."""
     while bits:
