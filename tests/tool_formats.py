@@ -33,7 +33,43 @@ MARKS = (
 TAGS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 """Tokens that GLM's tokenizer has, and which are not special."""
 
-START = "<|start|>assistant"
+
+def _function(name: str, properties: dict[str, Any] | None, **more: Any) -> dict[str, Any]:
+    required = [key for key in properties or {} if key not in ("when", "note", "more")]
+    schema = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+    parameters = None if properties is None else {**schema, **more}
+    return {
+        "type": "function",
+        "function": {"name": name, **({} if parameters is None else {"parameters": parameters})},
+    }
+
+
+_SHORT = {"type": "string", "maxLength": 6}
+TOOLS = [
+    _function(
+        "log",
+        {
+            "text": {"type": "string"},
+            "level": {"type": "integer", "minimum": 1, "maximum": 9},
+            "when": {"anyOf": [{"type": "string", "format": "date"}, {"type": "null"}]},
+        },
+    ),
+    _function(
+        "find",
+        {
+            "city": {"enum": ["Rome", "Oslo", "São Paulo <north>"]},
+            "code": {"type": "string", "pattern": "^[a-z<]{2,3}-[0-9]/x?$"},
+            "note": {"type": ["string", "null", "boolean"], "maxLength": 4},
+            "more": {"type": "array", "items": {"$ref": "#/$defs/point"}, "maxItems": 2},
+        },
+        **{"$defs": {"point": {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"]}}},
+    ),
+    _function("set_on", {"on": {"type": "boolean"}, "level": {"anyOf": [{"type": "integer"}, _SHORT]}}),
+    _function("stop_all", {}),
+    _function("tag", {"id": {"const": 7}}, additionalProperties={"type": "string", "minLength": 1, "maxLength": 3}),
+    _function("mix", {"either": {"anyOf": [_SHORT, {"type": "array", "items": {"type": "integer"}, "maxItems": 2}]}}),
+]
+"""Tools whose schemas ask for what formats find hard: raw strings with patterns, null beside strings, references."""
 
 
 def tokenizer_folder(folder: pathlib.Path, template: str, has_marks: bool = True) -> pathlib.Path:
@@ -55,12 +91,13 @@ def tokenizer_folder(folder: pathlib.Path, template: str, has_marks: bool = True
 def template_of(form: ToolFormat) -> str:
     """A chat template by which the format is recognised; it writes the calls of a conversation as the format has it."""
     marks = next(marks for marks, found in formats.FORMATS if found is form)
+    more = ["<|start|>assistant<|channel|>analysis<|message|>"] if form.is_channel else []
     return (
         "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
         "{% for call in message.tool_calls %}{{ call.id }} {{ call.function.name }} "
         "{{ call.function.arguments | tojson }}"
         "{% endfor %}<|im_end|>\n{% endfor %}{% if tools %}{% if false %}"
-        + "".join("{{ '" + mark.replace("'", "") + "' }}" for mark in marks)
+        + "".join("{{ '" + mark.replace("'", "") + "' }}" for mark in [*marks, *more])
         + "{% endif %}{% endif %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
 

@@ -174,7 +174,7 @@ class ArgumentRules:
         names = assertions(schema)
         if names == {"anyOf"}:
             return any(self._is_certain(each, value) for each in schema["anyOf"])
-        if not names <= {"type", "enum", "const"}:
+        if not names <= {"type", "enum", "const"} | OF_STRINGS:
             return False
         is_listed = any(each is value for each in schema.get("enum", [value])) and schema.get("const", value) is value
         return is_listed and ("null" if value is None else "boolean") in types_of(schema, self._schema)

@@ -103,7 +103,7 @@ class TaggedArguments:
         self._held = ""
         self._state = "outside"
         self._key = ""
-        self._keys: set[str] = set()
+        self._num_keys = 0
         self._marks = Marks("")
         self._value = _Value(forms.other, False)
 
@@ -124,7 +124,7 @@ class TaggedArguments:
             self._state, self._held = "key", ""
         elif held == self._follows:
             self.begun = self.done = True
-            return "}" if self._keys else "{}"
+            return "}" if self._num_keys else "{}"
         elif not self._before.startswith(held) and not self._follows.startswith(held):
             raise NotACall
         return ""
@@ -135,10 +135,8 @@ class TaggedArguments:
                 raise NotACall
             return ""
         self._key = self._held.removesuffix(self._key_end)
-        if self._key in self._keys:
-            raise NotACall
-        start = ", " if self._keys else "{"
-        self._keys.add(self._key)
+        start = ", " if self._num_keys else "{"
+        self._num_keys += 1
         self.begun = True
         self._marks, self._held = Marks(self._value_begin), ""
         self._state = "marks" if self._value_begin else "value"
@@ -234,7 +232,7 @@ class PythonArguments:
         self.begun = self.done = False
         self._held = ""
         self._key: str | None = None
-        self._keys: set[str] = set()
+        self._num_keys = 0
         self._depth = 0
         self._quote = ""
         self._escaped = False
@@ -267,12 +265,12 @@ class PythonArguments:
     def _read_key(self, character: str) -> str:
         if character == "=":
             self._key, self._held = self._held.strip(), ""
-            if not self._key or self._key in self._keys:
+            if not self._key:
                 raise NotACall
-            self._keys.add(self._key)
+            self._num_keys += 1
         elif character == ")" and not self._held.strip():
             self.begun = self.done = True
-            return "}" if self._keys else "{}"
+            return "}" if self._num_keys else "{}"
         elif character in "\"'()[]{},\n":
             raise NotACall
         else:
@@ -281,7 +279,7 @@ class PythonArguments:
 
     def _end_value(self, character: str) -> str:
         value = _python_literal(self._held.strip())
-        start = ", " if len(self._keys) > 1 else "{"
+        start = ", " if self._num_keys > 1 else "{"
         text = f"{start}{json.dumps(self._key, ensure_ascii=False)}: {value}"
         self.begun, self.done = True, character == ")"
         self._key, self._held = None, ""

@@ -2,16 +2,20 @@
 
 An answer consists of messages, `<|channel|>CHANNEL<|message|>TEXT<|end|>`, each but the first with
 `<|start|>assistant` in front. The text of the channel `analysis` is reasoning, that of others is the answer. A message
-to a tool is kept with its header, for `cluster/chat/tool_parser.py` to read. See github.com/openai/harmony.
+to a tool is kept, with the header that `cluster/chat/tool_parser.py` reads. See github.com/openai/harmony.
 """
 
 from __future__ import annotations
 
+import re
+
 from cluster.chat.reasoning import certain_length
 
 CHANNEL_MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
-_START, _CHANNEL, _, _MESSAGE, _END, _, _ = CHANNEL_MARKS
+_START, _CHANNEL, _CONSTRAIN, _MESSAGE, _END, _, _ = CHANNEL_MARKS
 _TO_TOOL = f"{_CHANNEL}commentary to=functions."
+_RECIPIENT = re.compile(r"\bto=functions\.([\w-]+)")
+"""Stands in the role or in the channel of a header."""
 
 
 class ChannelSplitter:
@@ -55,12 +59,11 @@ class ChannelSplitter:
         header, found, rest = self._held.partition(_MESSAGE)
         if not found:
             return ""
-        channel = _CHANNEL + header.partition(_CHANNEL)[2]
         self._held = rest
-        if channel.startswith(_TO_TOOL):
+        if (recipient := _RECIPIENT.search(header)) is not None:
             self._state = "call"
-            return channel + _MESSAGE
-        is_analysis = channel.removeprefix(_CHANNEL).split()[:1] == ["analysis"]
+            return f"{_TO_TOOL}{recipient[1]} {_CONSTRAIN}json{_MESSAGE}"
+        is_analysis = header.partition(_CHANNEL)[2].split()[:1] == ["analysis"]
         self._state = "reasoning" if is_analysis else "answer"
         begun = self._has_reasoning if is_analysis else self._has_answer
         if begun:
