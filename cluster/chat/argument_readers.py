@@ -144,6 +144,8 @@ class TaggedArguments:
         return f"{start}{json.dumps(self._key, ensure_ascii=False)}: "
 
     def _read_value(self, character: str) -> str:
+        if self._value.in_quotes:
+            return self._value.read(character)
         self._held += character
         if self._held.endswith(self._end):
             text = self._held.removesuffix(self._end)
@@ -166,6 +168,9 @@ class _Value:
         self._kind = "string" if form.is_raw else "unknown"
         self._opened = False
         self._held = ""
+        self.in_quotes = False
+        """Inside a string of JSON, where a mark that ends the value is text."""
+        self._escaped = False
 
     def read(self, text: str) -> str:
         return "".join(map(self._read, text))
@@ -200,10 +205,20 @@ class _Value:
         if not text:
             return ""
         if self._kind == "json":
+            self._watch_quotes(text)
             return text
         start = "" if self._opened else '"'
         self._opened = True
         return start + json.dumps(text, ensure_ascii=False)[1:-1]
+
+    def _watch_quotes(self, text: str) -> None:
+        for character in text:
+            if self._escaped:
+                self._escaped = False
+            elif character == "\\":
+                self._escaped = self.in_quotes
+            elif character == '"':
+                self.in_quotes = not self.in_quotes
 
     def _decide(self, text: str) -> str:
         """Returns all that was held once it is known what it is."""

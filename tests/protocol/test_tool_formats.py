@@ -26,6 +26,8 @@ SCHEMAS = {tool["function"]["name"]: tool["function"].get("parameters", {}) for 
 FORMS = {name: argument_forms(schema) for name, schema in SCHEMAS.items()}
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\r\x00"), max_size=8)
 STRINGS = TEXTS | st.sampled_from(["null", "12", "<b>", "\n\n", '"', "\\", "'", "[1]", "True", "</param", "</arg_"])
+ENDS = st.sampled_from(["</parameter>", "</arg_value>", "\n</function>", "</tool_call>", "]<|END_ACTION|>", "\\n```"])
+"""The marks of formats, which end raw strings but not those of JSON."""
 ARGUMENTS = {
     "log": st.fixed_dictionaries(
         {"text": STRINGS, "level": st.integers(1, 9), "when": st.none() | st.dates().map(str)}
@@ -36,12 +38,17 @@ ARGUMENTS = {
             "code": st.just("ab-1/"),
             "note": st.none() | st.booleans() | st.just("x"),
         },
-        optional={"more": st.lists(st.fixed_dictionaries({"x": st.integers() | st.floats(-9, 9)}), max_size=2)},
+        optional={
+            "more": st.lists(
+                st.fixed_dictionaries({"x": st.integers() | st.floats(-9, 9)}, optional={"y": STRINGS | ENDS}),
+                max_size=2,
+            )
+        },
     ),
     "set_on": st.fixed_dictionaries({"on": st.booleans(), "level": st.integers() | st.just("high")}),
     "stop_all": st.just({}),
     "tag": st.fixed_dictionaries({"id": st.just(7)}, optional={"some": st.just("x"), "other": st.just("ü")}),
-    "mix": st.fixed_dictionaries({"either": TEXTS | st.lists(st.integers(), max_size=2)}),
+    "mix": st.fixed_dictionaries({"either": TEXTS | ENDS | st.lists(st.integers(), max_size=2)}),
 }
 CALLS = st.lists(
     st.sampled_from(sorted(ARGUMENTS)).flatmap(lambda name: st.tuples(st.just(name), ARGUMENTS[name])),
