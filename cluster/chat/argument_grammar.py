@@ -61,6 +61,8 @@ class ArgumentRules:
         self._is_lenient = bool(options["lenient"])
         self._marks = form.argument_marks()
         self._rules: list[str] = []
+        self.left_out: list[str] = []
+        """What a lenient grammar does not enforce because the format cannot carry it."""
 
     def rules(self) -> list[str]:
         """The rule `prefix` and those that it needs. Raises `NotCarried`."""
@@ -90,6 +92,7 @@ class ArgumentRules:
     def _cannot(self, what: str) -> None:
         if not self._is_lenient:
             raise NotCarried(what)
+        self.left_out.append(what)
 
     # ---- which arguments -----------------------------------------------------------------------------------------
 

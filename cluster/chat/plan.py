@@ -56,6 +56,8 @@ class ChatPlan(msgspec.Struct, frozen=True, kw_only=True):
     """None if nothing in the answer is read as a call."""
     tools: dict[str, ArgumentForms] = {}
     """The tools that the answer may call, by name, and how their arguments are written."""
+    not_enforced: tuple[str, ...] = ()
+    """What the schemas of tools with `strict: false` demand and the format cannot carry."""
     is_named: bool = False
     """The request named the function to call."""
     reasoning: ReasoningFormat | None = None
@@ -99,8 +101,9 @@ def plan_chat(request: ChatCompletionRequest, params: SamplingParams, tokenizer:
         refuse("reasoning_effort", "reasoning_effort is unknown to this model's chat template; leave it out")
     tool_format = _tool_format(request, template)
     constraint = params.constraint
+    left_out: list[str] = []
     if tool_format is not None:
-        constraint = _tool_constraint(request, tool_format, tokenizer, constraint)
+        constraint = _tool_constraint(request, tool_format, tokenizer, constraint, left_out)
     reasoning = detect_reasoning(template) if request.add_generation_prompt else None
     is_thinking = False
     if reasoning is not None:
@@ -125,6 +128,7 @@ def plan_chat(request: ChatCompletionRequest, params: SamplingParams, tokenizer:
         params=msgspec.structs.replace(params, constraint=constraint),
         tool_format=tool_format,
         tools={tool.function.name: argument_forms(arguments_schema(tool)) for tool in request.callable_tools()},
+        not_enforced=tuple(left_out),
         is_named=isinstance(request.tool_choice, NamedToolChoice),
         reasoning=reasoning,
         is_thinking=is_thinking,
@@ -153,9 +157,15 @@ def _tool_format(request: ChatCompletionRequest, template: str) -> ToolFormat | 
 
 
 def _tool_constraint(
-    request: ChatCompletionRequest, tool_format: ToolFormat, tokenizer: Tokenizer, answer: ConstraintSpec | None
+    request: ChatCompletionRequest,
+    tool_format: ToolFormat,
+    tokenizer: Tokenizer,
+    answer: ConstraintSpec | None,
+    left_out: list[str],
 ) -> ConstraintSpec:
-    """Returns the grammar of the allowed answers. `answer` constrains the text that is no call."""
+    """Returns the grammar of the allowed answers. `answer` constrains the text that is no call. What the format cannot
+    carry and is not demanded strictly is appended to `left_out`.
+    """
     tools, choice = request.callable_tools(), request.tool_choice
     if isinstance(choice, NamedToolChoice):
         tools = [tool for tool in tools if tool.function.name == choice.function.name]
@@ -170,6 +180,7 @@ def _tool_constraint(
             parallel=request.parallel_tool_calls is not False and not isinstance(choice, NamedToolChoice),
             required=choice not in (None, "auto"),
             answer_schema=answer_schema,
+            left_out=left_out,
         )
     except FormatRefused as error:
         _refuse_tool(request, tools, error)

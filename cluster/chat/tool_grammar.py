@@ -36,19 +36,24 @@ def calls_grammar(
     parallel: bool,
     required: bool,
     answer_schema: str | None = None,
+    left_out: list[str] | None = None,
 ) -> str:
     """A Lark grammar (llguidance's dialect) of one or, with `parallel`, more calls of `tools`.
 
     Not `required`: any text may come before or instead of the calls, or with `answer_schema` JSON of that schema
     instead of them. `token_id` gives the id of a mark that is one token, which text then cannot imitate. In harmony's
-    channels the grammar is about the whole answer, the reasoning included. Raises `FormatRefused`.
+    channels the grammar is about the whole answer, the reasoning included. What the format cannot carry of a function
+    with `strict: false` is appended to `left_out`. Raises `FormatRefused` if the function is strict.
     """
     writer = _CallsGrammar(form, tools, token_id)
     if form.is_channel:
         rules = writer.channels(required, answer_schema)
     else:
         rules = writer.calls(parallel, required, answer_schema)
-    return "\n".join(["%llguidance {}", *rules, *_TERMINALS, *writer.call_rules()]) + "\n"
+    grammar = "\n".join(["%llguidance {}", *rules, *_TERMINALS, *writer.call_rules()]) + "\n"
+    if left_out is not None:
+        left_out += writer.left_out
+    return grammar
 
 
 class _CallsGrammar:
@@ -56,6 +61,7 @@ class _CallsGrammar:
         self._form, self._tools, self._token_id = form, tools, token_id
         self._call = "(" + " | ".join(f"call_{index}" for index in range(len(tools))) + ")"
         self._first = self._call.replace("call_", "first_")
+        self.left_out: list[str] = []
 
     # ---- the whole answer ----------------------------------------------------------------------------------------
 
@@ -153,7 +159,10 @@ class _CallsGrammar:
 
     def _arguments(self, name: str, schema: dict[str, Any], options: dict[str, Any]) -> list[str]:
         if self._form.argument:
-            return ArgumentRules(self._form, schema, options, self._token_id, name).rules()
+            writer = ArgumentRules(self._form, schema, options, self._token_id, name)
+            rules = writer.rules()
+            self.left_out += writer.left_out
+            return rules
         return [f"{name}: %json {json_text({**schema, 'x-guidance': options})}"]
 
     def _frame(self, name: str, before: str = "") -> tuple[str, str]:
