@@ -17,7 +17,7 @@ Call = tuple[str, dict[str, Any]]
 
 MARKS = (
     *("<|tool_call|>", "<|/tool_call|>", "<|START_ACTION|>", "<|END_ACTION|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
-    *("<|python_tag|>", "<|python_start|>", "<|python_end|>"),
+    *("<seed:tool_call>", "</seed:tool_call>", "<|python_tag|>", "<|python_start|>", "<|python_end|>"),
     *(
         "<｜tool▁calls▁begin｜>",
         "<｜tool▁calls▁end｜>",
@@ -158,6 +158,14 @@ def _qwen3_coder(calls: Sequence[Call]) -> str:
     return "\n".join(written)
 
 
+def _seed_oss(calls: Sequence[Call]) -> str:
+    written = []
+    for name, given in calls:
+        arguments = "".join(f"<parameter={key}>{_raw(value)}</parameter>\n" for key, value in given.items())
+        written.append(f"<seed:tool_call>\n<function={name}>\n{arguments}</function>\n</seed:tool_call>")
+    return "\n".join(written)
+
+
 def _glm(calls: Sequence[Call]) -> str:
     written = []
     for name, given in calls:
@@ -196,6 +204,7 @@ WRITERS: dict[ToolFormat, Callable[[Sequence[Call]], str]] = {
     formats.PHI4_FUNCTOOLS: _list("functools"),
     formats.COHERE: _cohere,
     formats.QWEN3_CODER: _qwen3_coder,
+    formats.SEED_OSS: _seed_oss,
     formats.GLM: _glm,
     formats.DEEPSEEK_V3: _deepseek_v3,
     formats.DEEPSEEK_V31: _deepseek_v31,

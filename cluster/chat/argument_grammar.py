@@ -62,7 +62,7 @@ class ArgumentRules:
         self._marks = form.argument_marks()
         self._rules: list[str] = []
         self.left_out: list[str] = []
-        """What a lenient grammar does not enforce because the format cannot carry it."""
+        """The demands that a lenient grammar leaves out because the format cannot carry them."""
 
     def rules(self) -> list[str]:
         """The rule `prefix` and those that it needs. Raises `NotCarried`."""

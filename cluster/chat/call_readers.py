@@ -24,7 +24,7 @@ _NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWX
 
 
 class CallReader:
-    """What the readers of both kinds of calls have in common."""
+    """The base of the readers of both kinds of calls."""
 
     def __init__(self, form: ToolFormat, tools: Mapping[str, ArgumentForms], skipped: str) -> None:
         self.skipped = skipped

@@ -28,7 +28,7 @@ class ChannelSplitter:
         self._has_reasoning = self._has_answer = False
 
     def feed(self, text: str) -> tuple[str, str]:
-        """What is certain now."""
+        """Returns what is certain now."""
         self._held += text
         reasoning, answer = "", ""
         before = None
@@ -42,7 +42,7 @@ class ChannelSplitter:
         return reasoning, answer
 
     def finish(self) -> tuple[str, str]:
-        """What was held back."""
+        """Returns what was held back."""
         rest, self._held = self._held, ""
         if self._state == "reasoning":
             return rest, ""

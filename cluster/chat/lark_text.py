@@ -10,7 +10,7 @@ from cluster.protocol.constraint_fields import json_text
 TokenId = Callable[[str], int | None]
 """Gives the id of the token that has a name, or None."""
 
-_MARK = re.compile(r"(<\|[^|<>]*\|>|<｜[^｜<>]*｜>|</?\w+>|\[/?[A-Z_]+\])")
+_MARK = re.compile(r"(<\|[^|<>]*\|>|<｜[^｜<>]*｜>|</?[\w:]+>|\[/?[A-Z_]+\])")
 """Texts that some tokenizers have as one special token."""
 ANY_TEXT = "(?s:.*)"
 

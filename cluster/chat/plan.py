@@ -57,7 +57,7 @@ class ChatPlan(msgspec.Struct, frozen=True, kw_only=True):
     tools: dict[str, ArgumentForms] = {}
     """The tools that the answer may call, by name, and how their arguments are written."""
     not_enforced: tuple[str, ...] = ()
-    """What the schemas of tools with `strict: false` demand and the format cannot carry."""
+    """Demands of schemas of tools with `strict: false` that the format cannot carry."""
     is_named: bool = False
     """The request named the function to call."""
     reasoning: ReasoningFormat | None = None

@@ -21,9 +21,9 @@ class ReasoningFormat(msgspec.Struct, frozen=True):
 
 
 FORMATS = (
-    ReasoningFormat("<|channel|>analysis<|message|>", "<|channel|>final<|message|>", "", is_channel=True),
     ReasoningFormat("<think>", "</think>", "<think>\n"),
     ReasoningFormat("[THINK]", "[/THINK]", "[THINK]"),
+    ReasoningFormat("<|channel|>analysis<|message|>", "<|channel|>final<|message|>", "", is_channel=True),
 )
 
 

@@ -106,6 +106,14 @@ QWEN3_CODER = ToolFormat(
     argument="<parameter={key}>\n{value}\n</parameter>\n",
     values="raw",
 )
+SEED_OSS = ToolFormat(
+    name="seed_oss",
+    begin="<seed:tool_call>",
+    end="</seed:tool_call>",
+    call="\n<function={name}>\n{arguments}</function>\n",
+    argument="<parameter={key}>{value}</parameter>\n",
+    values="raw",
+)
 GLM = ToolFormat(
     name="glm",
     begin="<tool_call>",
@@ -149,9 +157,11 @@ FORMATS: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (
     (("<｜tool▁calls▁begin｜>", "```json"), DEEPSEEK_V3),
     (("<｜tool▁calls▁begin｜>",), DEEPSEEK_V31),
     (("<|tool_calls_section_begin|>",), KIMI_K2),
+    (("<|im_system|>tool_declare",), KIMI_K2),
     (("<|START_ACTION|>",), COHERE),
     (("<|channel|>", "functions."), GPT_OSS),
     (("<arg_key>",), GLM),
+    (("<seed:tool_call>",), SEED_OSS),
     (("<function=", "<parameter="), QWEN3_CODER),
     (("functools[",), PHI4_FUNCTOOLS),
     (("<|/tool_call|>",), PHI4),

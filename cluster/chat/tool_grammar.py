@@ -85,7 +85,7 @@ class _CallsGrammar:
         return rules
 
     def _body(self, parallel: bool) -> str:
-        """What follows the mark that begins the calls."""
+        """Returns what follows the mark that begins the calls."""
         form = self._form
         end = literal(form.end, self._token_id) if form.end else ""
         if form.calls == "list":
@@ -166,7 +166,7 @@ class _CallsGrammar:
         return [f"{name}: %json {json_text({**schema, 'x-guidance': options})}"]
 
     def _frame(self, name: str, before: str = "") -> tuple[str, str]:
-        """What stands before and behind the arguments of a call of function `name`."""
+        """Returns what stands before and behind the arguments of a call of function `name`."""
         form = self._form
         if not form.call:
             return self._object_head(name), '"}"'

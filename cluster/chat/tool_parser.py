@@ -45,7 +45,7 @@ class ToolCallParser:
         self.num_calls = 0
 
     def feed(self, text: str) -> list[Piece]:
-        """What is certain now."""
+        """Returns what is certain now."""
         self._text += text
         pieces: list[Piece] = []
         before = None
@@ -60,7 +60,7 @@ class ToolCallParser:
         return pieces
 
     def finish(self) -> list[Piece]:
-        """What was held back; a call that was cut off before its arguments is text."""
+        """Returns what was held back; a call that was cut off before its arguments is text."""
         rest = self._text
         if self._reader is not None:
             rest = "" if self._reader.is_open else self._reader.raw

@@ -28,7 +28,7 @@ class Unknown(Exception):
 
 
 class Obligation(NamedTuple):
-    """Of the rest of the text: one of the runs succeeds, or none if it `is_negated`."""
+    """A demand on the rest of the text: one of the runs must succeed, or none may if it `is_negated`."""
 
     is_negated: bool
     runs: frozenset[Run]

@@ -20,7 +20,7 @@ class Construct(NamedTuple):
 
 LAZY = "non-greedy quantifier"
 LOOKS = ("lookahead", "lookbehind", "word boundary")
-"""What can be rewritten by automata."""
+"""The constructs that automata can rewrite."""
 _GROUPS = (
     ("(?<=", "lookbehind"),
     ("(?<!", "lookbehind"),

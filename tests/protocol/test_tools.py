@@ -99,6 +99,9 @@ def test_calls_and_their_results_reach_the_template_as_it_expects_them() -> None
         {"role": "assistant", "content": "", "tool_calls": [called]},
         {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
     ]
+    text = "{{ 'call ' + messages[1].tool_calls[0].function.arguments + '!' }}"
+    rendered = ChatTemplates({"default": text}).render(None, {"messages": body(messages=messages).template_messages()})
+    assert rendered == 'call {"b": 1, "a": [2]}!'
     assert template_tools([Tool(Function("f", strict=True))]) == [{"type": "function", "function": {"name": "f"}}]
 
 
