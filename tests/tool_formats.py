@@ -57,7 +57,7 @@ TOOLS = [
     _function(
         "find",
         {
-            "city": {"enum": ["Rome", "Oslo", "São Paulo <north>"]},
+            "city": {"enum": ["Rome", "", "São Paulo <north>"], "contentMediaType": "text/plain"},
             "code": {"type": "string", "pattern": "^[a-z<]{2,3}-[0-9]/x?$"},
             "note": {"type": ["string", "null", "boolean"], "maxLength": 4},
             "more": {"type": "array", "items": {"$ref": "#/$defs/point"}, "maxItems": 2},

@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+from structured.backends.keywords import ANNOTATIONS
+
 SCALARS = frozenset(["string", "number", "boolean", "null"])
 _TYPES = SCALARS | {"object", "array"}
 _MAX_DEPTH = 20
@@ -18,13 +20,6 @@ _MAX_DEPTH = 20
 NUMBER = r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?"
 """A number of JSON."""
 OF_STRINGS = frozenset(["pattern", "minLength", "maxLength", "format"])
-ANNOTATIONS = frozenset(
-    [
-        *("title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "$comment"),
-        *("$defs", "definitions", "$schema", "$id", "$anchor", "x-guidance"),
-    ]
-)
-"""Keywords that do not say which values are valid."""
 
 
 class ArgumentForm(msgspec.Struct, frozen=True):

@@ -9,8 +9,8 @@ written as Python does, but not within lists and dictionaries. What a format can
   `patternProperties` no other names than those of `properties` are written;
 - keys that hold a character of the format's marks;
 - of raw strings, `pattern` beside `format` or a length, a `pattern` that is no plain regular expression or is too
-  large, and `oneOf` of several strings; where dialects of patterns disagree (on `\\d` beyond ASCII, say), only what all
-  of them find is written;
+  large, and `oneOf` with one type twice; where dialects of patterns disagree (on `\\d` beyond ASCII, say), only what
+  all of them find is written;
 - texts that would be read as something else: a string that holds its end mark, or the string `"null"` where null is
   allowed too. Where strings and lists or objects are allowed, all is JSON, its strings in quotes.
 """
@@ -212,8 +212,8 @@ class ArgumentRules:
                 may_be_empty |= "" in leaf.get("enum", [leaf.get("const")])
                 continue
             if "string" in kinds:
-                pattern, is_empty = self._string(key, leaf)
-                texts.append(f"(/{pattern}/{less})")
+                pattern, is_empty = self._string(key, leaf, excluded)
+                texts += [f"(/{pattern}/{less})"] if pattern is not None else []
                 may_be_empty |= is_empty
             for kind, found in words.items():
                 texts += [f"/{word}/" for word in found if kind in kinds]
@@ -232,12 +232,12 @@ class ArgumentRules:
             values = [value for value in values if value == leaf["const"]]
         texts = []
         for value in values:
-            if type_of(value) not in types_of({"type": leaf.get("type", list(form.types))}, self._schema):
+            if not _has_type(value, leaf.get("type")):
                 continue
             text = value if isinstance(value, str) else json.dumps(value)
             misread = isinstance(value, str) and not form.is_raw and re.fullmatch(rf"null|true|false|{NUMBER}", value)
             if not misread and self._marks[2].strip() not in text:
-                texts.append(f"/{escaped(text)}/")
+                texts.append(f"/({escaped(text)})/")  # `//` would begin a comment
         return texts
 
     def _leaves(self, key: str, schema: Any) -> Iterator[dict[str, Any]]:
@@ -251,9 +251,9 @@ class ArgumentRules:
         for name in ("anyOf", "oneOf"):
             if names == {name}:
                 members = schema[name]
-                strings = [each for each in members if "string" in types_of(each, self._schema)]
-                if name == "oneOf" and len(strings) > 1:
-                    self._cannot(f"oneOf with several strings in the argument {key[:80]!r}")
+                types = [kind for each in members for kind in types_of(each, self._schema)]
+                if name == "oneOf" and len(set(types)) < len(types):
+                    self._cannot(f"oneOf with one type twice in the argument {key[:80]!r}")
                 for each in members:
                     yield from self._leaves(key, each)
                 return
@@ -263,8 +263,10 @@ class ArgumentRules:
             self._cannot(f"enum beside other keywords in the argument {key[:80]!r}")
         yield schema
 
-    def _string(self, key: str, leaf: dict[str, Any]) -> tuple[str, bool]:
-        """(a regular expression of the strings, whether it matches the empty one)."""
+    def _string(self, key: str, leaf: dict[str, Any], excluded: list[str]) -> tuple[str | None, bool]:
+        """(a regular expression of the strings, None if there are none; whether it matches the empty one). An automaton
+        takes the `excluded` expressions out of a pattern, because llguidance may fail where nothing is left of it.
+        """
         pattern = leaf.get("pattern")
         if "format" in leaf and leaf["format"] in REGULAR:
             if pattern is not None:
@@ -276,20 +278,27 @@ class ArgumentRules:
             return f"(?s:.{{{low},{most}}})" if low or high is not None else ANY_TEXT, low == 0
         if low or high is not None:
             self._cannot(f"pattern or format beside a length in the argument {key[:80]!r}")
-        return self._pattern(key, pattern)
+        return self._pattern(key, pattern, [f"^({each})$" for each in excluded])
 
-    def _pattern(self, key: str, pattern: str) -> tuple[str, bool]:
+    def _pattern(self, key: str, pattern: str, unwanted: list[str]) -> tuple[str | None, bool]:
         try:
-            found = combined([pattern], [])
+            found = combined([pattern], unwanted)
+            if found is None:
+                return None, False
         except (Unreadable, TooLarge):
-            found = None
-        if found is None:
             self._cannot(f"the pattern {pattern[:80]!r} in the argument {key[:80]!r}")
             return ANY_TEXT, True
         body = found.removeprefix("^(?:").removesuffix(")$")
         # Rust's dialect reads \< and \> as edges of words, and Lark ends an expression at a slash.
         body = re.sub(r"\\([<>/])", lambda match: rf"\u{ord(match[1]):04x}", body)
         return f"({body})", re.fullmatch(body, "") is not None
+
+
+def _has_type(value: Any, names: Any) -> bool:
+    if names is None:
+        return True
+    found = names if isinstance(names, list) else [names]
+    return type_of(value) in found or ("integer" in found and type_of(value) == "number" and float(value).is_integer())
 
 
 EMPTY = '""'

@@ -183,7 +183,10 @@ CANNOT = [
     ({"type": "object", "properties": {"a>b": {"type": "string"}}}, "whose name holds"),
     ({"type": "object", "properties": {"a": {"type": "string", "pattern": "a\\b"}}}, "the pattern"),
     ({"type": "object", "properties": {"a": {"type": "string", "pattern": "a", "maxLength": 3}}}, "beside a length"),
-    ({"type": "object", "properties": {"a": {"oneOf": [{"type": "string"}, {"const": "x"}]}}}, "oneOf"),
+    (
+        {"type": "object", "properties": {"a": {"oneOf": [{"type": "string"}, {"const": "x"}]}}},
+        "oneOf with one type twice",
+    ),
     ({"type": "object", "properties": {"a": {"type": "string", "not": {"const": "x"}}}}, "the keyword not"),
 ]
 
@@ -199,6 +202,38 @@ def test_what_raw_strings_cannot_carry_is_refused_and_left_out_if_loose(schema: 
             grammar(form, None)
         assert "arguments_0" in grammar(form, False)
     assert "arguments_0" in grammar(formats.HERMES, None)
+
+
+MIXED: list[tuple[dict[str, Any], dict[str, bool]]] = [
+    (
+        {"anyOf": [{"type": "string", "pattern": "^[0-9]{1,3}$"}, {"type": "integer"}]},
+        {"012": True, "12": True, "x": False},
+    ),
+    ({"anyOf": [{"type": "string", "pattern": "^[0-9]$"}, {"enum": [2]}]}, {"1": False, "2": True}),
+    ({"type": "integer", "enum": [1, "a", 2.5]}, {"1": True, "a": False, "2.5": False}),
+    ({"enum": ["", "null", None, "b"]}, {"": True, "null": True, "b": True, "a": False}),
+    ({"type": ["string", "null"], "maxLength": 2}, {"": True, "null": True, "nul": False, "nu": True}),
+]
+
+
+@pytest.mark.parametrize("form", [formats.QWEN3_CODER, formats.GLM], ids=lambda form: form.name)
+@pytest.mark.parametrize(("schema", "texts"), MIXED)
+def test_a_raw_text_is_taken_if_what_is_read_of_it_fits(
+    form: ToolFormat, schema: dict[str, Any], texts: dict[str, bool]
+) -> None:
+    here = world(True)
+    whole = {"type": "object", "properties": {"a": schema}, "required": ["a"], "additionalProperties": False}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": whole}}]
+    grammar = here.grammar(here.plan(form, tools=tools, tool_choice="required").params.constraint)
+    for value, expected in texts.items():
+        text = WRITERS[form]([("f", {"a": value})])
+        session = grammar.session()
+        taken = all(map(session.accept, here.tokenizer.encode(text, add_special_tokens=False)))
+        assert (taken and session.is_accepting()) == expected, text
+        if taken:
+            parser = ToolCallParser(form, {"f": argument_forms(whole)})
+            arguments = "".join(piece.arguments for piece in parser.feed(text))
+            jsonschema.validate(json.loads(arguments), whole)
 
 
 def test_a_tokenizer_without_harmony_s_tokens_is_refused() -> None:
