@@ -83,6 +83,8 @@ class Sampler:
         self.row = np.zeros(row_words(VOCAB_SIZE), dtype=np.int32)
         written = WRITERS[form]([("log", {"text": "x", "level": 2, "when": None})])
         ends = [after for after in (form.argument_marks()[2], form.end) if after]
+        if form.is_channel:
+            ends += ["<|end|>", "<|end|><|start|>assistant" + written[: written.index("log")]]
         self.wishes = [self._ids(text) for text in [*ends, '"', "]", "}", "null"]]
         self.opening = self._ids(written[: written.index("log")])
 
