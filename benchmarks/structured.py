@@ -1,6 +1,7 @@
 """`manta bench structured`: what constraints cost, against the same engine without them.
 
     e           16 requests under a JSON schema, T = 1, no free whitespace, over the same lengths unconstrained
+    tools       16 requests that call a tool of that schema, or may, over the same lengths unconstrained; by format
     slow        15 unconstrained requests beside one whose every mask takes longer than a step, over 16 without it
     masks       how long rows take to be there and how long the sampler waits for them, by pool form and rows
     demo        the demo model under its schemas: exactly right answers and tok/s, against unconstrained
@@ -25,8 +26,11 @@ from benchmarks.checkpoints import benchmark_checkpoint
 from benchmarks.faults import PLUGIN, start_ray
 from benchmarks.report import Result, combine, header, machine, table_line, turns
 from benchmarks.workloads import PromptSource, Row
+from cluster.chat.tool_formats import DEEPSEEK_V31, HERMES, PYTHONIC, QWEN3_CODER
+from cluster.chat.tool_grammar import calls_grammar
 from cluster.engine.step_masks import StepMasks
 from cluster.llm import LLM, ConstraintSpec, SamplingParams
+from cluster.protocol.tools import Function, Tool
 from structured.masks import MaskBatch
 from workers.step import StepInput
 
@@ -49,7 +53,9 @@ SCHEMA: dict[str, Any] = {
 }
 ROWS, PROMPT, OUTPUT = 16, 64, 40
 MASK_ROWS = (1, 8, 32, 128)
-PARTS = ("e", "slow", "masks", "demo")
+PARTS = ("e", "tools", "slow", "masks", "demo")
+TOOL_FORMATS = (HERMES, QWEN3_CODER, PYTHONIC, DEEPSEEK_V31)
+"""One of each kind: JSON objects, tags around raw strings, Python's syntax, marks around JSON."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,14 +74,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(header(True), flush=True)
     table = Table(options.json)
     model = options.model or str(benchmark_checkpoint("qwen2.5-0.5b"))
-    if "actors" in options.forms.split(",") and {"e", "slow", "masks"} & set(parts):
+    with_engine = {"e", "tools", "slow", "masks"} & set(parts)
+    if "actors" in options.forms.split(",") and with_engine:
         start_ray()
     for form in options.forms.split(","):
-        if {"e", "slow", "masks"} & set(parts):
+        if with_engine:
             llm = LLM(model, kv_cache_bytes=2 << 30, grammar_pool={"form": form})
             prompts = PromptSource(min(150_000, llm.engine.vocab_size))
             if "e" in parts:
                 _row_e(llm, prompts, options.pairs, form, table)
+            if "tools" in parts:
+                _tools(llm, prompts, options.pairs, form, table)
             if "slow" in parts:
                 _slow(llm, prompts, options.pairs, form, table)
             if "masks" in parts:
@@ -129,6 +138,27 @@ def _row_e(llm: LLM, prompts: PromptSource, pairs: int, form: str, table: Table)
                 metric = f"16 rows under a {name} schema, {form}"
                 rows[0].append([Row("e", metric, speed, "tok/s")])
                 rows[1].append([Row("e", metric, plain, "tok/s")])
+        table.add(rows[0], rows[1], "unconstrained")
+
+
+def _tools(llm: LLM, prompts: PromptSource, pairs: int, form: str, table: Table) -> None:
+    """Each answer is a call, or text that might have been one."""
+    tools = [Tool(Function("save_person", "Saves a person.", SCHEMA)), Tool(Function("stop"))]
+    cases = [(tool_format, True) for tool_format in TOOL_FORMATS] + [(HERMES, False)]
+    for tool_format, required in cases:
+        grammar = calls_grammar(tool_format, tools, llm.tokenizer.token_to_id, parallel=False, required=required)
+        spec = ConstraintSpec(kind="lark", text=grammar)
+        what = "calls" if required else "text beside tools"
+        metric = f"16 rows of {what}, {tool_format.name}, {form}"
+        rows: tuple[list[list[Row]], list[list[Row]]] = ([], [])
+        for pair in turns(pairs + 1, f"tools, {tool_format.name}, {what}, {form}"):
+            wanted = [SamplingParams(max_tokens=OUTPUT, constraint=spec, seed=100 * pair + i) for i in range(ROWS)]
+            speed, lengths = _speed(llm, prompts(ROWS, PROMPT), wanted)
+            same = [SamplingParams(max_tokens=length, ignore_eos=True, seed=i) for i, length in enumerate(lengths)]
+            plain, _ = _speed(llm, prompts(ROWS, PROMPT), same)
+            if pair:
+                rows[0].append([Row("tools", metric, speed, "tok/s")])
+                rows[1].append([Row("tools", metric, plain, "tok/s")])
         table.add(rows[0], rows[1], "unconstrained")
 
 

@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import msgspec
 
+from cluster.chat.argument_forms import ArgumentForms, argument_forms
+from cluster.chat.channels import CHANNEL_MARKS
 from cluster.chat.reasoning import (
     ReasoningFormat,
     detect_reasoning,
@@ -16,11 +18,11 @@ from cluster.chat.reasoning import (
     section_is_open,
 )
 from cluster.chat.tool_formats import ToolFormat, detect_format
-from cluster.chat.tool_grammar import calls_grammar
+from cluster.chat.tool_grammar import FormatRefused, calls_grammar
 from cluster.errors import RequestRefused, refuse
 from cluster.protocol.constraint_fields import json_text
 from cluster.protocol.requests import ChatCompletionRequest
-from cluster.protocol.tools import NamedToolChoice
+from cluster.protocol.tools import NamedToolChoice, Tool, arguments_schema
 from cluster.text.chat_template import TemplateError
 from cluster.text.tokenizer import Tokenizer
 from structured.constraint import ConstraintSpec
@@ -52,7 +54,10 @@ class ChatPlan(msgspec.Struct, frozen=True, kw_only=True):
     params: SamplingParams
     tool_format: ToolFormat | None = None
     """None if nothing in the answer is read as a call."""
-    tool_names: frozenset[str] = frozenset()
+    tools: dict[str, ArgumentForms] = {}
+    """The tools that the answer may call, by name, and how their arguments are written."""
+    not_enforced: tuple[str, ...] = ()
+    """Demands of schemas of tools with `strict: false` that the format cannot carry."""
     is_named: bool = False
     """The request named the function to call."""
     reasoning: ReasoningFormat | None = None
@@ -96,12 +101,15 @@ def plan_chat(request: ChatCompletionRequest, params: SamplingParams, tokenizer:
         refuse("reasoning_effort", "reasoning_effort is unknown to this model's chat template; leave it out")
     tool_format = _tool_format(request, template)
     constraint = params.constraint
+    left_out: list[str] = []
     if tool_format is not None:
-        constraint = _tool_constraint(request, tool_format, tokenizer, constraint)
+        constraint = _tool_constraint(request, tool_format, tokenizer, constraint, left_out)
     reasoning = detect_reasoning(template) if request.add_generation_prompt else None
     is_thinking = False
     if reasoning is not None:
-        if section_is_closed(reasoning, prompt):
+        if reasoning.is_channel:
+            is_thinking = False  # the header of its first message says what the answer begins with
+        elif section_is_closed(reasoning, prompt):
             reasoning = None
         elif section_is_open(reasoning, prompt):
             is_thinking = True
@@ -109,22 +117,34 @@ def plan_chat(request: ChatCompletionRequest, params: SamplingParams, tokenizer:
             # Left to itself the model might think or not; a constraint has to know where the answer begins.
             prompt += reasoning.opening
             is_thinking = True
-    if reasoning is not None and constraint is not None:
+    held_by_calls = tool_format is not None and tool_format.is_channel
+    if reasoning is not None and constraint is not None and not held_by_calls:
         end = tuple(tokenizer.encode(reasoning.end, add_special_tokens=False))
         constraint = msgspec.structs.replace(constraint, begin_after=end)
-    marks = [tool_format.begin, tool_format.end] if tool_format is not None else []
-    marks += [reasoning.begin, reasoning.end] if reasoning is not None else []
+    marks = list(tool_format.parts) if tool_format is not None else []
+    marks += _marks(reasoning) if reasoning is not None else []
     return ChatPlan(
         prompt=prompt,
         params=msgspec.structs.replace(params, constraint=constraint),
         tool_format=tool_format,
-        tool_names=frozenset(tool.function.name for tool in request.callable_tools()),
+        tools={tool.function.name: argument_forms(arguments_schema(tool)) for tool in request.callable_tools()},
+        not_enforced=tuple(left_out),
         is_named=isinstance(request.tool_choice, NamedToolChoice),
         reasoning=reasoning,
         is_thinking=is_thinking,
         include_reasoning=request.include_reasoning,
-        shown_ids=frozenset(token for token in tokenizer.special_ids if tokenizer.token_text(token) in marks),
+        shown_ids=_shown_ids(tokenizer, marks),
     )
+
+
+def _marks(reasoning: ReasoningFormat) -> list[str]:
+    return [reasoning.begin, reasoning.end, *(CHANNEL_MARKS if reasoning.is_channel else [])]
+
+
+def _shown_ids(tokenizer: Tokenizer, marks: list[str]) -> frozenset[int]:
+    """The special tokens of which the marks consist."""
+    texts = {token: tokenizer.token_text(token) for token in tokenizer.special_ids}
+    return frozenset(token for token, text in texts.items() if text and any(text in mark for mark in marks))
 
 
 def _tool_format(request: ChatCompletionRequest, template: str) -> ToolFormat | None:
@@ -137,22 +157,39 @@ def _tool_format(request: ChatCompletionRequest, template: str) -> ToolFormat | 
 
 
 def _tool_constraint(
-    request: ChatCompletionRequest, tool_format: ToolFormat, tokenizer: Tokenizer, answer: ConstraintSpec | None
+    request: ChatCompletionRequest,
+    tool_format: ToolFormat,
+    tokenizer: Tokenizer,
+    answer: ConstraintSpec | None,
+    left_out: list[str],
 ) -> ConstraintSpec:
-    """Returns the grammar of the allowed answers. `answer` constrains the text that is no call."""
+    """Returns the grammar of the allowed answers. `answer` constrains the text that is no call. What the format cannot
+    carry and is not demanded strictly is appended to `left_out`.
+    """
     tools, choice = request.callable_tools(), request.tool_choice
     if isinstance(choice, NamedToolChoice):
         tools = [tool for tool in tools if tool.function.name == choice.function.name]
     answer_schema = None
     if answer is not None:
         answer_schema = answer.text or json_text({"type": "object"})
-    grammar = calls_grammar(
-        tool_format,
-        tools,
-        tokenizer.token_to_id,
-        parallel=request.parallel_tool_calls is not False and not isinstance(choice, NamedToolChoice),
-        required=choice not in (None, "auto"),
-        answer_schema=answer_schema,
-    )
+    try:
+        grammar = calls_grammar(
+            tool_format,
+            tools,
+            tokenizer.token_to_id,
+            parallel=request.parallel_tool_calls is not False and not isinstance(choice, NamedToolChoice),
+            required=choice not in (None, "auto"),
+            answer_schema=answer_schema,
+            left_out=left_out,
+        )
+    except FormatRefused as error:
+        _refuse_tool(request, tools, error)
     loose = any(tool.function.strict is False for tool in tools) or (answer is not None and answer.loose)
     return ConstraintSpec(kind="lark", text=grammar, loose=loose)
+
+
+def _refuse_tool(request: ChatCompletionRequest, tools: list[Tool], error: FormatRefused) -> NoReturn:
+    if error.tool is None:
+        refuse("tools", f"tools: {error}; leave them out")
+    field = f"tools[{request.callable_tools().index(tools[error.tool])}].function.parameters"
+    refuse(field, f'{field}: {error}; change it, or send "strict": false in that function to enforce the rest')

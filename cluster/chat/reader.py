@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import secrets
+import string
 
 from msgspec import UNSET
 
+from cluster.chat.channels import ChannelSplitter
 from cluster.chat.plan import ChatPlan
 from cluster.chat.reasoning import ReasoningSplitter
 from cluster.chat.tool_parser import Piece, ToolCallParser
 from cluster.engine.request import FinishStatus
 from cluster.protocol.responses import ChatDelta, ChatResponseMessage, FunctionDelta, ToolCallDelta
+
+_LETTERS_AND_DIGITS = string.ascii_letters + string.digits
 
 
 class ChatReader:
@@ -18,12 +22,14 @@ class ChatReader:
 
     def __init__(self, plan: ChatPlan) -> None:
         self._plan = plan
-        self._splitter = None
-        if plan.reasoning is not None:
+        self._splitter: ReasoningSplitter | ChannelSplitter | None = None
+        if plan.reasoning is not None and plan.reasoning.is_channel:
+            self._splitter = ChannelSplitter()
+        elif plan.reasoning is not None:
             # A constraint of the client's own, say a regex, may be about line breaks too.
             strip_answer = plan.params.constraint is None or plan.tool_format is not None
             self._splitter = ReasoningSplitter(plan.reasoning, plan.is_thinking, strip_answer)
-        self._parser = None if plan.tool_format is None else ToolCallParser(plan.tool_format, plan.tool_names)
+        self._parser = None if plan.tool_format is None else ToolCallParser(plan.tool_format, plan.tools)
 
     def feed(self, text: str, final: bool) -> list[ChatDelta]:
         """Returns the deltas that new text brings; with `final` also those of text that was held back."""
@@ -32,7 +38,7 @@ class ChatReader:
             if self._splitter is not None:
                 deltas += self._answer(*self._splitter.finish())
             if self._parser is not None:
-                deltas += map(_delta, self._parser.finish())
+                deltas += map(self._delta, self._parser.finish())
         return deltas
 
     def finish_reason(self, finish: FinishStatus) -> str:
@@ -46,25 +52,30 @@ class ChatReader:
     def _answer(self, reasoning: str, content: str) -> list[ChatDelta]:
         deltas = [ChatDelta(reasoning_content=reasoning)] if reasoning and self._plan.include_reasoning else []
         if self._parser is not None:
-            deltas += map(_delta, self._parser.feed(content))
+            deltas += map(self._delta, self._parser.feed(content))
         elif content:
             deltas.append(ChatDelta(content=content))
         return deltas
 
+    def _delta(self, piece: Piece) -> ChatDelta:
+        if piece.call is None:
+            return ChatDelta(content=piece.text)
+        if piece.name is None:
+            call = ToolCallDelta(index=piece.call, function=FunctionDelta(arguments=piece.arguments))
+        else:
+            call = ToolCallDelta(
+                index=piece.call,
+                id=piece.call_id or self._new_id(),
+                type="function",
+                function=FunctionDelta(name=piece.name, arguments=""),
+            )
+        return ChatDelta(tool_calls=[call])
 
-def _delta(piece: Piece) -> ChatDelta:
-    if piece.call is None:
-        return ChatDelta(content=piece.text)
-    if piece.name is None:
-        call = ToolCallDelta(index=piece.call, function=FunctionDelta(arguments=piece.arguments))
-    else:
-        call = ToolCallDelta(
-            index=piece.call,
-            id=f"call_{secrets.token_hex(12)}",
-            type="function",
-            function=FunctionDelta(name=piece.name, arguments=""),
-        )
-    return ChatDelta(tool_calls=[call])
+    def _new_id(self) -> str:
+        form = self._plan.tool_format
+        if form is not None and form.has_short_ids:
+            return "".join(secrets.choice(_LETTERS_AND_DIGITS) for _ in range(9))
+        return f"call_{secrets.token_hex(12)}"
 
 
 class MessageBuilder:

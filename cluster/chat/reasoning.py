@@ -14,11 +14,16 @@ class ReasoningFormat(msgspec.Struct, frozen=True):
     end: str
     opening: str
     """The end of a prompt that lets the model think."""
+    is_channel: bool = False
+    """Reasoning and answer are messages of OpenAI's harmony format, which `cluster/chat/channels.py` reads: the model
+    thinks or not as it likes, and `end` is the header of the answer.
+    """
 
 
 FORMATS = (
     ReasoningFormat("<think>", "</think>", "<think>\n"),
     ReasoningFormat("[THINK]", "[/THINK]", "[THINK]"),
+    ReasoningFormat("<|channel|>analysis<|message|>", "<|channel|>final<|message|>", "", is_channel=True),
 )
 
 

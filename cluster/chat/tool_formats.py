@@ -1,41 +1,185 @@
-"""How models write their tool calls. They differ in a few marks only; which a model uses its chat template shows.
+"""How models write their tool calls, as data. Which format a model uses its chat template shows.
 
-`cluster/chat/tool_parser.py` reads a format, and the grammar of `cluster/protocol/tools.py` enforces it.
+`cluster/chat/tool_parser.py` reads a format, and the grammar of `cluster/chat/tool_grammar.py` enforces it. The formats
+are those of the models' own chat templates; where a template leaves one open, as vLLM's and SGLang's parsers read it.
 """
 
 from __future__ import annotations
 
+import re
+from typing import Literal
+
 import msgspec
 
 
-class ToolFormat(msgspec.Struct, frozen=True):
-    """How a model writes a call: `begin`, `{"name": ..., arguments_key: {...}}`, `end`."""
+class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """How a model writes calls: `begin`, one call or more, `end`."""
 
     name: str
     begin: str
+    """Opens the calls. A model's text before it is its answer."""
+    other_begin: str = ""
+    """Another text that opens them, for models that differ in this alone."""
     end: str = ""
+    calls: Literal["each", "list", "section", "one"] = "each"
+    """How several calls are written: each with its own `begin` and `end`; in one `[...]`, with commas between them; in
+    one section, one after the other; or only one at all.
+    """
+    call: str = ""
+    """One call, with `{name}` and `{arguments}`, and `{index}` or `{id}` where the model counts or names its calls. If
+    empty, a call is a JSON object with the three keys that follow.
+    """
+    name_key: str = "name"
     arguments_key: str = "arguments"
-    is_list: bool = False
-    """All calls stand in one JSON array after one `begin`; else every call has its own."""
+    id_key: str = ""
+    """The key of a number that the model gives its calls; empty if it gives none."""
+    argument: str = ""
+    """One argument, with `{key}` and `{value}`; if empty, the arguments are one JSON object."""
+    values: Literal["json", "raw", "python"] = "json"
+    """How `{value}` is written: strings as they are and all else as JSON, or as literals of Python."""
+    call_id: str = ""
+    """The id that a client gets for a call, of the placeholders in `call`; if empty, a new one."""
+    has_short_ids: bool = False
+    """New ids are 9 letters and digits, because the chat template takes no others."""
     is_bare: bool = False
-    """`begin` may be missing if the answer is nothing but one call."""
+    """`begin` may be missing if the answer is nothing but calls."""
+    is_channel: bool = False
+    """Calls are messages of OpenAI's harmony format, beside channels for reasoning and answer."""
+
+    @property
+    def begins(self) -> tuple[str, ...]:
+        """The texts that open calls, the usual one first."""
+        return (self.begin, self.other_begin) if self.other_begin else (self.begin,)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """All texts of the format. Special tokens within them must stay in the answer's text."""
+        return (*self.begins, self.call, self.argument, self.end)
+
+    def pieces(self) -> list[str]:
+        """`call` cut at its placeholders: texts and `{...}` in turn."""
+        return [piece for piece in _PLACEHOLDER.split(self.call) if piece]
+
+    def argument_marks(self) -> tuple[str, str, str]:
+        """The texts of `argument` before the key, between key and value, and after the value."""
+        before, _, rest = self.argument.partition("{key}")
+        between, _, after = rest.partition("{value}")
+        return before, between, after
 
 
-HERMES = ToolFormat("hermes", "<tool_call>", "</tool_call>")
-MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", is_list=True)
-LLAMA3 = ToolFormat("llama3", "<|python_tag|>", arguments_key="parameters", is_bare=True)
+_PLACEHOLDER = re.compile(r"(\{(?:name|index|id|arguments)\})")
 
-FORMATS: tuple[tuple[str, ToolFormat], ...] = (
-    ("<tool_call>", HERMES),
-    ("[TOOL_CALLS]", MISTRAL),
-    ("<|python_tag|>", LLAMA3),
-    ('"parameters": ', LLAMA3),
+HERMES = ToolFormat(name="hermes", begin="<tool_call>", end="</tool_call>")
+MISTRAL = ToolFormat(name="mistral", begin="[TOOL_CALLS]", calls="list", has_short_ids=True)
+MISTRAL_ARGS = ToolFormat(name="mistral_args", begin="[TOOL_CALLS]", call="{name}[ARGS]{arguments}", has_short_ids=True)
+MISTRAL_CALL_ID = ToolFormat(
+    name="mistral_call_id", begin="[TOOL_CALLS]", call="{name}[CALL_ID]{id}[ARGS]{arguments}", call_id="{id}"
 )
-"""What a chat template that uses the format contains; the first that matches counts."""
+LLAMA3 = ToolFormat(name="llama3", begin="<|python_tag|>", arguments_key="parameters", calls="one", is_bare=True)
+PYTHONIC = ToolFormat(
+    name="pythonic",
+    begin="<|python_start|>",
+    end="<|python_end|>",
+    calls="list",
+    call="{name}({arguments})",
+    argument="{key}={value}",
+    values="python",
+    is_bare=True,
+)
+GRANITE = ToolFormat(name="granite", begin="<|tool_call|>", other_begin="<tool_call>", calls="list")
+PHI4 = ToolFormat(name="phi4", begin="<|tool_call|>", end="<|/tool_call|>", calls="list")
+PHI4_FUNCTOOLS = ToolFormat(name="phi4_functools", begin="functools", calls="list")
+COHERE = ToolFormat(
+    name="cohere",
+    begin="<|START_ACTION|>",
+    end="<|END_ACTION|>",
+    calls="list",
+    id_key="tool_call_id",
+    name_key="tool_name",
+    arguments_key="parameters",
+)
+QWEN3_CODER = ToolFormat(
+    name="qwen3_coder",
+    begin="<tool_call>",
+    end="</tool_call>",
+    call="\n<function={name}>\n{arguments}</function>\n",
+    argument="<parameter={key}>\n{value}\n</parameter>\n",
+    values="raw",
+)
+SEED_OSS = ToolFormat(
+    name="seed_oss",
+    begin="<seed:tool_call>",
+    end="</seed:tool_call>",
+    call="\n<function={name}>\n{arguments}</function>\n",
+    argument="<parameter={key}>{value}</parameter>\n",
+    values="raw",
+)
+GLM = ToolFormat(
+    name="glm",
+    begin="<tool_call>",
+    end="</tool_call>",
+    call="{name}\n{arguments}",
+    argument="<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n",
+    values="raw",
+)
+DEEPSEEK_V3 = ToolFormat(
+    name="deepseek_v3",
+    begin="<｜tool▁calls▁begin｜>",
+    end="<｜tool▁calls▁end｜>",
+    calls="section",
+    call="<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>",
+)
+DEEPSEEK_V31 = ToolFormat(
+    name="deepseek_v31",
+    begin="<｜tool▁calls▁begin｜>",
+    end="<｜tool▁calls▁end｜>",
+    calls="section",
+    call="<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>",
+)
+KIMI_K2 = ToolFormat(
+    name="kimi_k2",
+    begin="<|tool_calls_section_begin|>",
+    end="<|tool_calls_section_end|>",
+    calls="section",
+    call="<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>",
+    call_id="functions.{name}:{index}",
+)
+GPT_OSS = ToolFormat(
+    name="gpt_oss",
+    begin="<|channel|>commentary to=functions.",
+    end="<|call|>",
+    calls="one",
+    call="{name} <|constrain|>json<|message|>{arguments}",
+    is_channel=True,
+)
+
+FORMATS: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (
+    (("<｜tool▁calls▁begin｜>", "```json"), DEEPSEEK_V3),
+    (("<｜tool▁calls▁begin｜>",), DEEPSEEK_V31),
+    (("<|tool_calls_section_begin|>",), KIMI_K2),
+    (("<|im_system|>tool_declare",), KIMI_K2),
+    (("<|START_ACTION|>",), COHERE),
+    (("<|channel|>", "functions."), GPT_OSS),
+    (("<arg_key>",), GLM),
+    (("<seed:tool_call>",), SEED_OSS),
+    (("<function=", "<parameter="), QWEN3_CODER),
+    (("functools[",), PHI4_FUNCTOOLS),
+    (("<|/tool_call|>",), PHI4),
+    (("<|/tool|>",), PHI4),
+    (("<|tool_call|>",), GRANITE),
+    (("[CALL_ID]", "[ARGS]"), MISTRAL_CALL_ID),
+    (("[ARGS]",), MISTRAL_ARGS),
+    (("[func_name1(",), PYTHONIC),
+    (("<tool_call>",), HERMES),
+    (("[TOOL_CALLS]",), MISTRAL),
+    (("<|python_tag|>",), LLAMA3),
+    (('"parameters": ',), LLAMA3),
+)
+"""The texts that a chat template contains if its model uses the format; the first row that matches counts."""
 
 
 def detect_format(template: str) -> ToolFormat | None:
     """The format of a chat template; None if it has no place for tools."""
     if "tools" not in template:
         return None
-    return next((found for mark, found in FORMATS if mark in template), HERMES)
+    return next((found for marks, found in FORMATS if all(mark in template for mark in marks)), HERMES)

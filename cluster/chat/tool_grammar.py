@@ -6,68 +6,192 @@ schema rule the arguments, so that `cluster/chat/tool_parser.py` can parse every
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
+from typing import Any
 
+from cluster.chat.argument_grammar import ArgumentRules, NotCarried
+from cluster.chat.lark_text import ANY_TEXT, TokenId, escaped, literal, starts_with_token, without
 from cluster.chat.tool_formats import ToolFormat
 from cluster.protocol.constraint_fields import json_text
 from cluster.protocol.tools import Tool, arguments_schema
 
 JSON_SPACE = r"[ \n\t]{0,20}"
 """White space between two tokens of arguments: enough to indent, too little for a model to lose itself in."""
+_TERMINALS = ["SPACE: /[ \\n]{1,2}/", "INDENT: /[ \\n]{1,8}/", "INDEX: /0|[1-9][0-9]{0,2}/", "ID: /[a-zA-Z0-9]{9}/"]
+_PLACEHOLDERS = {"{index}": "INDEX", "{id}": "ID"}
+
+
+class FormatRefused(ValueError):
+    """The format cannot hold the calls of tool number `tool`, or of any tool if it is None; the message says why."""
+
+    def __init__(self, message: str, tool: int | None = None) -> None:
+        super().__init__(message)
+        self.tool = tool
 
 
 def calls_grammar(
     form: ToolFormat,
     tools: list[Tool],
-    token_id: Callable[[str], int | None],
+    token_id: TokenId,
     *,
     parallel: bool,
     required: bool,
     answer_schema: str | None = None,
+    left_out: list[str] | None = None,
 ) -> str:
     """A Lark grammar (llguidance's dialect) of one or, with `parallel`, more calls of `tools`.
 
     Not `required`: any text may come before or instead of the calls, or with `answer_schema` JSON of that schema
-    instead of them. `token_id` gives the id of a mark that is one token, which text then cannot imitate.
+    instead of them. `token_id` gives the id of a mark that is one token, which text then cannot imitate. In harmony's
+    channels the grammar is about the whole answer, the reasoning included. What the format cannot carry of a function
+    with `strict: false` is appended to `left_out`. Raises `FormatRefused` if the function is strict.
     """
-    begin_id = token_id(form.begin)
-    begin = _mark(form.begin, begin_id)
-    end = _mark(form.end, token_id(form.end)) if form.end else ""
-    call = "(" + " | ".join(f"call_{index}" for index in range(len(tools))) + ")"
-    more = ""
-    if form.is_list:
-        body = f'"[" {call} ("," SPACE? {call})* "]"' if parallel else f'"[" {call} "]"'
+    writer = _CallsGrammar(form, tools, token_id)
+    if form.is_channel:
+        rules = writer.channels(required, answer_schema)
     else:
-        body = f"SPACE? {call} SPACE? {end}"
-        more = f"(SPACE? {begin} body)*" if parallel and not form.is_bare else ""
-    calls = f"SPACE? {begin} body {more}"
-    bare = " | SPACE? body" if form.is_bare else ""
-    rules = [f"body: {body}", "SPACE: /[ \\n]{1,2}/"]
-    if required:
-        rules.append(f"start: {calls}{bare}")
-    elif answer_schema is not None:
-        rules += [f"start: {calls} | answer", f"answer: %json {answer_schema}"]
-    else:
-        rules += _optional_calls(form, begin_id, begin, more, bare)
-    for index, tool in enumerate(tools):
-        head = f'{{"name": {json_text(tool.function.name)}, "{form.arguments_key}": '
-        rules.append(f'call_{index}: {json_text(head)} arguments_{index} "}}"')
-        options = {"whitespace_pattern": JSON_SPACE, "lenient": tool.function.strict is False}
-        rules.append(f"arguments_{index}: %json {json_text({**arguments_schema(tool), 'x-guidance': options})}")
-    return "\n".join(["%llguidance {}", *rules]) + "\n"
+        rules = writer.calls(parallel, required, answer_schema)
+    grammar = "\n".join(["%llguidance {}", *rules, *_TERMINALS, *writer.call_rules()]) + "\n"
+    if left_out is not None:
+        left_out += writer.left_out
+    return grammar
 
 
-def _optional_calls(form: ToolFormat, begin_id: int | None, begin: str, more: str, bare: str) -> list[str]:
-    """Rules for free text that ends with calls, if any. Once `begin` is written, a call must follow."""
-    text = r"/(.|\n)*/"
-    if form.is_bare:
-        text += r' & ~/[ \n]*\{"name":(.|\n)*/'
-    if begin_id is not None:
-        text += f" & ~/(.|\\n)*{re.escape(form.begin)}(.|\\n)*/"
-        return [f"start: TEXT? | TEXT? {begin} body {more}{bare}", f"TEXT: {text}"]
-    return [f"start: TEXT? | opened body {more}{bare}", f"opened[lazy]: TEXT {begin}", f"TEXT: {text}"]
+class _CallsGrammar:
+    def __init__(self, form: ToolFormat, tools: list[Tool], token_id: TokenId) -> None:
+        self._form, self._tools, self._token_id = form, tools, token_id
+        self._call = "(" + " | ".join(f"call_{index}" for index in range(len(tools))) + ")"
+        self._first = self._call.replace("call_", "first_")
+        self.left_out: list[str] = []
 
+    # ---- the whole answer ----------------------------------------------------------------------------------------
 
-def _mark(text: str, token_id: int | None) -> str:
-    return json_text(text) if token_id is None else f"<[{token_id}]>"
+    def calls(self, parallel: bool, required: bool, answer_schema: str | None) -> list[str]:
+        form = self._form
+        more = ""
+        body = self._body(parallel)
+        begins = [literal(begin, self._token_id) for begin in form.begins]
+        begin = begins[0] if len(begins) == 1 else f"({' | '.join(begins)})"
+        if form.calls == "each" and parallel:
+            more = f"(SPACE? {begin} body)*"
+        calls = f"SPACE? {begin} body {more}"
+        bare = " | SPACE? body" if form.is_bare else ""
+        rules = [f"body: {body}"]
+        if required:
+            rules.append(f"start: {calls}{bare}")
+        elif answer_schema is not None:
+            rules += [f"start: {calls} | answer", f"answer: %json {answer_schema}"]
+        else:
+            rules += self._optional_calls(more, bare)
+        return rules
+
+    def _body(self, parallel: bool) -> str:
+        """Returns what follows the mark that begins the calls."""
+        form = self._form
+        end = literal(form.end, self._token_id) if form.end else ""
+        if form.calls == "list":
+            # A list may stand alone: its bracket and first name are one lexeme, which free text is kept apart from.
+            first = self._first if form.call else f'"[" INDENT? {self._call}'
+            rest = f'("," INDENT? {self._call})*' if parallel else ""
+            return f'SPACE? {first} {rest} INDENT? "]" {f"({end})?" if form.is_bare else end}'
+        if form.calls == "section":
+            return f"{self._call} {f'(SPACE? {self._call})*' if parallel else ''} SPACE? {end}"
+        if form.call:
+            return f"{self._call} {end}"
+        return f"SPACE? {self._call} SPACE? {end}"
+
+    def _optional_calls(self, more: str, bare: str) -> list[str]:
+        """Rules for free text that ends with calls, if any. Once `begin` is written, calls must follow."""
+        text = f"/{ANY_TEXT}/"
+        if self._form.is_bare:
+            text += f" & ~/[ \\n]*({'|'.join(map(escaped, self._bare_starts()))}){ANY_TEXT}/"
+        starts, rules = ["TEXT?"], []
+        for index, begin in enumerate(self._form.begins):
+            if starts_with_token(begin, self._token_id):
+                text += f" & ~{without(begin)}"
+                starts.append(f"TEXT? {literal(begin, self._token_id)} body {more}")
+            else:
+                starts.append(f"opened_{index} body {more}")
+                rules.append(f"opened_{index}[lazy]: TEXT {json_text(begin)}")
+        return [f"start: {' | '.join(starts)}{bare}", *rules, f"TEXT: {text}"]
+
+    def _bare_starts(self) -> list[str]:
+        if not self._form.call:
+            return [f'{{"{self._form.name_key}":']
+        return [f"[{tool.function.name}(" for tool in self._tools]
+
+    def channels(self, required: bool, answer_schema: str | None) -> list[str]:
+        """Reasoning and remarks, and then one call or, if it is not required, an answer."""
+        marks = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>")
+        missing = [mark for mark in marks if self._token_id(mark) is None]
+        if missing:
+            raise FormatRefused(f"this model's tokenizer lacks the token {missing[0]} of its chat template")
+        start, channel, message, end, _ = (literal(mark, self._token_id) for mark in marks)
+        rules = [
+            f'remark: {channel} ("analysis" | "commentary") {message} TEXT? {end} {start} "assistant"',
+            f"called: {channel} {self._call} ({literal(self._form.end, self._token_id)})?",
+            f"TEXT: /{ANY_TEXT}/",
+        ]
+        if required:
+            return ["start: remark* called", *rules]
+        answer = "TEXT?" if answer_schema is None else "answer_json"
+        rules.append(f'answer: {channel} "final" {message} {answer}')
+        if answer_schema is not None:
+            rules.append(f"answer_json: %json {answer_schema}")
+        return ["start: remark* (called | answer)", *rules]
+
+    # ---- one call ------------------------------------------------------------------------------------------------
+
+    def call_rules(self) -> list[str]:
+        rules = []
+        for index, tool in enumerate(self._tools):
+            options = {"whitespace_pattern": JSON_SPACE, "lenient": tool.function.strict is False}
+            schema = arguments_schema(tool)
+            head, tail = self._frame(tool.function.name)
+            if self._form.calls == "list" and self._form.call:
+                rules.append(f"first_{index}: {self._frame(tool.function.name, '[')[0]} arguments_{index} {tail}")
+            rules.append(f"call_{index}: {head} arguments_{index} {tail}")
+            try:
+                rules += self._arguments(f"arguments_{index}", schema, options)
+            except NotCarried as error:
+                message = f"this model's format of calls ({self._form.name}) cannot carry {error}"
+                raise FormatRefused(message, index) from error
+        return rules
+
+    def _arguments(self, name: str, schema: dict[str, Any], options: dict[str, Any]) -> list[str]:
+        if self._form.argument:
+            writer = ArgumentRules(self._form, schema, options, self._token_id, name)
+            rules = writer.rules()
+            self.left_out += writer.left_out
+            return rules
+        return [f"{name}: %json {json_text({**schema, 'x-guidance': options})}"]
+
+    def _frame(self, name: str, before: str = "") -> tuple[str, str]:
+        """Returns what stands before and behind the arguments of a call of function `name`."""
+        form = self._form
+        if not form.call:
+            return self._object_head(name), '"}"'
+        pieces = form.pieces()
+        at = pieces.index("{arguments}")
+        if form.is_channel:
+            before = form.begin.partition("<|channel|>")[2]
+        return self._joined(pieces[:at], name, before), self._joined(pieces[at + 1 :], name, "")
+
+    def _object_head(self, name: str) -> str:
+        form = self._form
+        rest = f'"{form.name_key}": {json_text(name)}, "{form.arguments_key}": '
+        if not form.id_key:
+            return json_text("{" + rest)
+        opening = json_text('{"' + form.id_key + '": "')
+        closing = json_text('", ' + rest)
+        return f"{opening} INDEX {closing}"
+
+    def _joined(self, pieces: list[str], name: str, text: str) -> str:
+        """The pieces as an expression, `text` in front; texts that stand side by side become one literal."""
+        parts = []
+        for piece in pieces:
+            if piece in _PLACEHOLDERS:
+                parts += [literal(text, self._token_id), _PLACEHOLDERS[piece]]
+                text = ""
+            else:
+                text += name if piece == "{name}" else piece
+        return " ".join(filter(None, [*parts, literal(text, self._token_id)]))

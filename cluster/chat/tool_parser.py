@@ -1,15 +1,18 @@
 """Finds tool calls in a model's text as it grows, and gives their arguments out as they come.
 
-One `ToolCallParser` per answer, used by `cluster/chat/plan.py`. What it gives out, joined, does not depend on
+One `ToolCallParser` per answer, used by `cluster/chat/reader.py`. What it gives out, joined, does not depend on
 how the text was cut. Text that only looks like a call comes back as text.
 """
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 
 import msgspec
 
+from cluster.chat.argument_forms import ArgumentForms
+from cluster.chat.argument_readers import NotACall
+from cluster.chat.call_readers import CallReader, FrameReader, ObjectReader
 from cluster.chat.reasoning import certain_length
 from cluster.chat.tool_formats import ToolFormat
 
@@ -20,50 +23,50 @@ class Piece(msgspec.Struct, frozen=True):
     text: str = ""
     call: int | None = None
     name: str | None = None
+    call_id: str | None = None
+    """Beside `name`: the id that the model gave the call; None if it gave none, or one that is taken."""
     arguments: str = ""
-
-
-class NotACall(ValueError):
-    """This text is no call of a known tool."""
 
 
 class ToolCallParser:
     """`feed` the text, then `finish`."""
 
-    def __init__(self, form: ToolFormat, names: frozenset[str]) -> None:
+    def __init__(self, form: ToolFormat, tools: Mapping[str, ArgumentForms]) -> None:
+        """`tools` are those that may be called, by name."""
         self._form = form
-        self._names = names
+        self._tools = tools
         self._text = ""
         """Not yet decided: it may be a mark's beginning, or white space in front of one."""
         self._at_start = True
-        self._scanner: _CallScanner | None = None
-        self._between = False
-        """After a call: its end mark or the next call of its list may come."""
+        self._reader: CallReader | None = None
+        self._between: list[str] | None = None
+        """After a call: the marks that may come, in this order; None elsewhere."""
+        self._ids: set[str] = set()
         self.num_calls = 0
 
     def feed(self, text: str) -> list[Piece]:
-        """What is certain now."""
+        """Returns what is certain now."""
         self._text += text
         pieces: list[Piece] = []
         before = None
-        while self._text and before != (state := (len(self._text), self._scanner, self._between)):
+        while self._text and before != (state := (len(self._text), self._reader, self._between)):
             before = state
-            if self._scanner is not None:
-                pieces += self._scan(self._scanner)
-            elif self._between:
-                self._read_between()
+            if self._reader is not None:
+                pieces += self._read_call(self._reader)
+            elif self._between is not None:
+                self._read_between(self._between)
             else:
                 pieces += self._read_text()
         return pieces
 
     def finish(self) -> list[Piece]:
-        """What was held back; a call that was cut off before its arguments is text."""
+        """Returns what was held back; a call that was cut off before its arguments is text."""
         rest = self._text
-        if self._scanner is not None:
-            rest = "" if self._scanner.is_open else self._scanner.raw
-        elif self._between or (self.num_calls and not rest.strip()):
+        if self._reader is not None:
+            rest = "" if self._reader.is_open else self._reader.raw
+        elif self._between is not None or (self.num_calls and not rest.strip()):
             rest = ""
-        self._scanner, self._text = None, ""
+        self._reader, self._text = None, ""
         return _as_text(rest)
 
     # ---- outside calls -------------------------------------------------------------------------------------------
@@ -73,184 +76,88 @@ class ToolCallParser:
             stripped = self._text.lstrip()
             if not stripped:
                 return []
-            if stripped.startswith("{"):
-                self._begin_call(self._text[: -len(stripped)], stripped)
+            if stripped.startswith("[" if self._form.calls == "list" else "{"):
+                self._begin_call(self._text[: -len(stripped)], stripped, True)
                 return []
-        found = self._text.find(self._form.begin)
-        if found >= 0:
-            before, after = self._text[:found], self._text[found + len(self._form.begin) :]
+        begins = [begin for begin in self._form.begins if begin in self._text]
+        if begins:
+            begin = min(begins, key=self._text.index)
+            before, _, after = self._text.partition(begin)
             content = before.rstrip()
-            self._begin_call(before[len(content) :] + self._form.begin, after)
+            self._begin_call(before[len(content) :] + begin, after, True)
             return _as_text(content)
-        certain = len(self._text[: certain_length(self._text, self._form.begin)].rstrip())
+        certain = min(certain_length(self._text, begin) for begin in self._form.begins)
+        certain = len(self._text[:certain].rstrip())
         content, self._text = self._text[:certain], self._text[certain:]
         self._at_start = self._at_start and not content
         return _as_text(content)
 
-    def _begin_call(self, skipped: str, rest: str) -> None:
+    def _begin_call(self, skipped: str, rest: str, is_first: bool) -> None:
         self._at_start = False
-        self._scanner = _CallScanner(self._form, self._names, skipped)
+        kind = FrameReader if self._form.call else ObjectReader
+        self._reader = kind(self._form, self._tools, skipped, self._form.calls == "list" and is_first)
         self._text = rest
 
-    def _read_between(self) -> None:
-        rest, end = self._text.lstrip(), "]" if self._form.is_list else self._form.end
-        if not rest or (end.startswith(rest) and rest != end):
+    def _read_between(self, marks: list[str]) -> None:
+        """Reads the marks behind a call, each of which may be missing, or goes on to the next call."""
+        rest = self._text.lstrip()
+        following = self._following(marks)
+        if not rest or any(mark.startswith(rest) and mark != rest for mark in (*marks, *following)):
             return
-        self._between = False
-        if self._form.is_list and rest.startswith(","):
-            self._begin_call("", rest[1:])
-        elif rest.startswith(end):
-            self._text = rest.removeprefix(end)
+        for mark in following:
+            if rest.startswith(mark):
+                self._between = None
+                self._begin_call("", rest[len(mark) :] if mark == "," else rest, False)
+                return
+        found = next((index for index, mark in enumerate(marks) if rest.startswith(mark)), None)
+        if found is None:
+            self._between = None
+            return
+        self._text = rest[len(marks[found]) :]
+        self._between = marks[found + 1 :] or None
+
+    def _marks_behind(self) -> list[str]:
+        form = self._form
+        tail = form.pieces()[-1].split() if form.calls == "section" else []
+        return [*tail, *(["]"] if form.calls == "list" else []), *([form.end] if form.end else [])]
+
+    def _following(self, marks: list[str]) -> tuple[str, ...]:
+        """The texts that begin another call behind the same mark."""
+        form = self._form
+        if form.calls == "list":
+            return (",",) if "]" in marks else ()
+        return (form.pieces()[0].strip(),) if form.calls == "section" and marks else ()
 
     # ---- inside a call -------------------------------------------------------------------------------------------
 
-    def _scan(self, scanner: _CallScanner) -> list[Piece]:
+    def _read_call(self, reader: CallReader) -> list[Piece]:
         """Reads on to the end of the call or of the text."""
         text, self._text = self._text, ""
         pieces: list[Piece] = []
-        was_open = scanner.is_open
+        was_open = reader.is_open
         try:
-            scanner.read(text)
+            reader.read(text)
         except NotACall:
-            if not scanner.is_open:
-                self._scanner, self._text = None, text[scanner.position :]
-                return _as_text(scanner.raw)
-            scanner.done = True  # broken JSON in arguments that are out already: the call ends here
-        if scanner.is_open:
+            if not reader.is_open:
+                self._reader, self._text = None, reader.raw[len(reader.skipped) :] + text[reader.position :]
+                return _as_text(reader.skipped)
+            reader.done = True  # broken JSON in arguments that are out already: the call ends here
+        if reader.is_open:
             if not was_open:
-                pieces.append(Piece(call=self.num_calls, name=scanner.name))
+                pieces.append(Piece(call=self.num_calls, name=reader.name, call_id=self._new_id(reader.call_id)))
                 self.num_calls += 1
-            new = scanner.take_arguments()
+            new = reader.take_arguments()
             if new:
                 pieces.append(Piece(call=self.num_calls - 1, arguments=new))
-        if scanner.done:
-            self._scanner, self._between, self._text = None, True, text[scanner.position :]
+        if reader.done:
+            self._reader, self._between, self._text = None, self._marks_behind() or None, text[reader.position :]
         return pieces
 
-
-class _CallScanner:
-    """Reads one `{"name": ..., "arguments": {...}}` character by character, its arguments as they stand."""
-
-    def __init__(self, form: ToolFormat, names: frozenset[str], skipped: str) -> None:
-        self.raw = skipped
-        """Everything so far, to give back if it turns out to be no call; kept until `is_open`."""
-        self.name: str | None = None
-        self.position = 0
-        """Characters of the last text that were read."""
-        self.done = False
-        self._names = names
-        self._list_mark = form.is_list
-        self._arguments_key = form.arguments_key
-        self._arguments = ""
-        """Not yet taken."""
-        self._begun_arguments = self._ended_arguments = False
-        self._closers: list[str] = []
-        self._in_string = self._escaped = False
-        self._key: str | None = None
-        self._value = ""
-
-    @property
-    def is_open(self) -> bool:
-        """Whether this is certainly a call: a known name, and arguments that begin or are left out."""
-        return self.name is not None and (self.done or self._begun_arguments)
-
-    def take_arguments(self) -> str:
-        """The arguments' text since the last time."""
-        new, self._arguments = self._arguments, ""
-        return new
-
-    def read(self, text: str) -> None:
-        """Reads to the call's end or the text's. Raises `NotACall`."""
-        self.position = 0
-        for character in text:
-            self._step(character)
-            if not self.is_open:
-                self.raw += character
-            self.position += 1
-            if self.done:
-                break
-
-    def _step(self, character: str) -> None:
-        if self._in_string:
-            self._append(character)
-            if self._escaped:
-                self._escaped = False
-            elif character == "\\":
-                self._escaped = True
-            elif character == '"':
-                self._in_string = False
-                if len(self._closers) == 1 and self._key is not None:
-                    self._end_value()
-        elif not self._closers:
-            self._step_outside(character)
-        elif character == '"':
-            self._in_string = True
-            self._append(character)
-        elif character in "{[":
-            self._closers.append("}" if character == "{" else "]")
-            self._append(character)
-        elif character in "}]":
-            self._close(character)
-        elif len(self._closers) == 1 and character == ":" and self._key is None:
-            self._key, self._value = self._parsed(self._value), ""
-        elif len(self._closers) == 1 and character == ",":
-            self._end_value()
-            self._key = None
-        elif len(self._closers) > 1 or not character.isspace():
-            self._append(character)
-
-    def _step_outside(self, character: str) -> None:
-        if character == "{":
-            self._closers.append("}")
-        elif character == "[" and self._list_mark:
-            self._list_mark = False
-        elif not character.isspace():
-            raise NotACall
-
-    def _close(self, character: str) -> None:
-        if character != self._closers.pop():
-            raise NotACall
-        if self._closers:
-            self._append(character)
-            if len(self._closers) == 1:
-                self._end_value()
-            return
-        self._end_value()
-        if self.name is None:
-            raise NotACall
-        if not self._begun_arguments:
-            self._arguments = "{}"
-        self.done = True
-
-    def _append(self, character: str) -> None:
-        if self._key != self._arguments_key:
-            self._value += character
-            return
-        if self._ended_arguments or not (self._begun_arguments or character == "{"):
-            raise NotACall
-        self._begun_arguments = True
-        self._arguments += character
-
-    def _end_value(self) -> None:
-        """A value of the call's own object is complete."""
-        if self._key == self._arguments_key:
-            self._ended_arguments = True
-        if self._key == "name" and self._value:
-            name = self._parsed(self._value)
-            if name not in self._names or self.name is not None:
-                raise NotACall
-            self.name = name
-        self._value = ""
-
-    @staticmethod
-    def _parsed(value: str) -> str:
-        try:
-            parsed = json.loads(value)
-        except ValueError:
-            raise NotACall from None
-        if not isinstance(parsed, str):
-            raise NotACall
-        return parsed
+    def _new_id(self, call_id: str | None) -> str | None:
+        if call_id is None or call_id in self._ids:
+            return None
+        self._ids.add(call_id)
+        return call_id
 
 
 def _as_text(text: str) -> list[Piece]:

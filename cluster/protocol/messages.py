@@ -13,6 +13,15 @@ import msgspec
 from cluster.errors import refuse
 
 
+class Arguments(dict[str, Any]):
+    """The arguments of a call for chat templates: an object, and where a template joins it to a text its JSON, as some
+    models' templates expect a string.
+    """
+
+    def __radd__(self, text: str) -> str:
+        return text + json.dumps(self, ensure_ascii=False)
+
+
 class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
     name: str
     arguments: str
@@ -109,6 +118,8 @@ def _template_call(call: MessageToolCall, path: str) -> dict[str, Any]:
         arguments = json.loads(call.function.arguments)
     except (ValueError, RecursionError) as error:
         refuse(f"{path}.function.arguments", f"{path}.function.arguments is not valid JSON: {error}")
+    if isinstance(arguments, dict):
+        arguments = Arguments(arguments)
     result: dict[str, Any] = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
     return result if call.id is None else {"id": call.id, **result}
 

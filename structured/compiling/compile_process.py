@@ -29,6 +29,7 @@ import msgspec
 
 from structured.constraint import ConstraintError, ConstraintLimits, ConstraintSpec, Resolved, check_limits
 from structured.frames import read_frame, write_frame
+from structured.regexes.lookaround import with_plain_regex
 from structured.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -150,7 +151,9 @@ def _compile(backends: Backends, spec: ConstraintSpec, limits: ConstraintLimits)
     """An `Answer` in msgpack."""
     try:
         check_limits(spec, limits)
-        return msgspec.msgpack.encode(Answer(resolved=backends.resolve(spec)))
+        resolved = backends.resolve(with_plain_regex(spec))
+        asked = msgspec.structs.replace(resolved.spec, text=spec.text)
+        return msgspec.msgpack.encode(Answer(resolved=msgspec.structs.replace(resolved, spec=asked)))
     except ConstraintError as error:
         answer = Answer(error=str(error))
     except MemoryError:

@@ -25,6 +25,7 @@ ROOMS = ("structured", "workers", "specdecode", "cluster")
 FOLDERS = (
     "structured",
     "structured.schemas",
+    "structured.regexes",
     "structured.backends",
     "structured.compiling",
     "structured.grammar_pool",

@@ -190,6 +190,9 @@ REFUSALS = [
     ({"response_format": json_schema({"type": "strnig"})}, "response_format.json_schema.schema", "strnig"),
     ({"response_format": json_schema(LOOKS_AROUND)}, "response_format.json_schema.schema", "look-around"),
     ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", ""),
+    ({"structured_outputs": {"regex": r"(a)\1"}}, "structured_outputs.regex", r"backreference \1 at position 3"),
+    ({"structured_outputs": {"regex": "a++b"}}, "structured_outputs.regex", "possessive quantifier ++ at position 1"),
+    ({"structured_outputs": {"regex": "(?=a)b"}}, "structured_outputs.regex", "nothing satisfies it"),
     ({"structured_outputs": {"grammar": "start: b"}}, "structured_outputs.grammar", "b"),
     ({"structured_outputs": {"regex": "a", "backend": "nobody"}}, "structured_outputs.regex", "nobody"),
     (
@@ -238,6 +241,14 @@ def test_a_loose_request_hears_what_is_not_enforced(server: Server, client: open
     status, _, answer = server.post("/v1/chat/completions", {**common(server), "response_format": bad})
     assert (status, answer["error"]["param"]) == (400, "response_format.json_schema.schema")
     assert "Traceback" not in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("pattern", [r"(?!a)[a-c]{3}(?<!b)", r"[ab]+?\b [a-c]{1,3}\b", r"(?=.*[0-9])[a-z0-9]{4,6}"])
+def test_a_regex_that_looks_around_holds(client: openai.OpenAI, server: Server, pattern: str) -> None:
+    for seed in range(3):
+        outputs = {"structured_outputs": {"regex": pattern}}
+        reply = client.chat.completions.create(**common(server, seed), extra_body=outputs)
+        assert re.fullmatch(pattern, reply.choices[0].message.content), reply
 
 
 # ---- tools ---------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from cluster.text.chat_template import ChatTemplates
 from cluster.text.tokenizer import Tokenizer
 from workers.checkpoints.model_folder import resolve_model_folder
 
-THINK, MISTRAL = FORMATS
+THINK, MISTRAL, HARMONY = FORMATS
 HYBRID = "{{ messages }}{% if tools %}<tool_call>{% endif %}<think>"
 """A template of a model that may think: the generation prompt says nothing."""
 
@@ -107,6 +107,7 @@ JSON = {"response_format": {"type": "json_object"}}
 def test_the_prompt_says_whether_the_model_thinks(tokenizer: Tokenizer) -> None:
     assert detect_reasoning("{{ messages }}") is None
     assert detect_reasoning("[THINK]") is MISTRAL
+    assert detect_reasoning("<|channel|>analysis<|message|>") is HARMONY
     possible, opened = plan(tokenizer, PROMPT), plan(tokenizer, PROMPT + "<think>\n")
     closed = plan(tokenizer, PROMPT + "<think>\n\n</think>\n\n")
     assert (possible.is_thinking, opened.is_thinking, closed.reasoning) == (False, True, None)

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.chat.argument_forms import argument_forms
 from cluster.chat.plan import plan_chat
 from cluster.chat.reader import ChatReader, MessageBuilder
 from cluster.chat.tool_formats import HERMES, LLAMA3, MISTRAL, ToolFormat, detect_format
@@ -45,6 +46,7 @@ FLAG = {"type": "object", "properties": {"on": {"type": "boolean"}}, "required":
 TOOLS = [Tool(Function("get_weather", "The weather.", CITY)), Tool(Function("get_weather_2", None, FLAG))]
 NAMES = frozenset(tool.function.name for tool in TOOLS)
 SCHEMAS = {tool.function.name: arguments_schema(tool) for tool in TOOLS}
+FORMS = {name: argument_forms(schema) for name, schema in SCHEMAS.items()}
 FORMATS = [HERMES, MISTRAL, LLAMA3]
 
 
@@ -97,6 +99,9 @@ def test_calls_and_their_results_reach_the_template_as_it_expects_them() -> None
         {"role": "assistant", "content": "", "tool_calls": [called]},
         {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
     ]
+    text = "{{ 'call ' + messages[1].tool_calls[0].function.arguments + '!' }}"
+    rendered = ChatTemplates({"default": text}).render(None, {"messages": body(messages=messages).template_messages()})
+    assert rendered == 'call {"b": 1, "a": [2]}!'
     assert template_tools([Tool(Function("f", strict=True))]) == [{"type": "function", "function": {"name": "f"}}]
 
 
@@ -113,7 +118,7 @@ def test_the_format_is_read_from_the_template() -> None:
 
 def parse(form: ToolFormat, chunks: list[str]) -> tuple[str, list[tuple[str, str]]]:
     """(content, calls as (name, arguments)), after checks that hold for every stream."""
-    parser = ToolCallParser(form, NAMES)
+    parser = ToolCallParser(form, FORMS)
     pieces = [piece for chunk in chunks for piece in parser.feed(chunk)] + parser.finish()
     calls: list[list[str]] = []
     for piece in pieces:
@@ -160,7 +165,7 @@ def test_calls_come_back_as_they_were_made_however_the_text_is_cut(form: ToolFor
     for name, arguments in calls:
         fields = {"name": name, form.arguments_key: arguments}
         written.append(json.dumps(dict(reversed(fields.items())) if flipped else fields, **layout))
-    if form.is_list:
+    if form.calls == "list":
         text = form.begin + "[" + f",{space}".join(written) + "]"
     else:
         text = space.join(f"{form.begin}{space}{call}{space}{form.end}" for call in written)
@@ -253,7 +258,7 @@ def test_every_text_of_the_grammar_parses_into_valid_calls(
 ) -> None:
     token_id = demo_vocabulary[0].token_to_id
     grammar = calls_grammar(form, TOOLS, token_id, parallel=parallel, required=required)
-    begin = form.begin + "[" * form.is_list
+    begin = form.begin + "[" * (form.calls == "list")
     wishes = ["", begin + '{"name": "get_weather_2", ', "Well. " + begin + '{"name": "get_weather", "argu']
     num_calls = 0
     for seed, wish in enumerate(wishes * 4):

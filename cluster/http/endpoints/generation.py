@@ -52,7 +52,7 @@ async def chat(
     prompt = await encode(state.tokenizer, plan.prompt, False, model.max_model_len, "messages", kept)
     check_num_logprobs(state.config.body, plan.params, [prompt], model.max_model_len, bool(request.stream))
     answer = answer_with(request, _new_id("chatcmpl"), state.model_name, state.tokenizer, plan, prompt)
-    await generate(state, exchange, [prompt], plan.params, request, answer, plan.shown_ids)
+    await generate(state, exchange, [prompt], plan.params, request, answer, plan.shown_ids, plan.not_enforced)
 
 
 async def completions(state: AppState, exchange: GenerationExchange, request: CompletionRequest) -> None:
@@ -101,12 +101,13 @@ async def generate(
     request: ChatCompletionRequest | CompletionRequest,
     answer: Answer,
     shown_ids: frozenset[int] = frozenset(),
+    not_carried: tuple[str, ...] = (),
 ) -> None:
-    """Runs the prompts and sends the answer. Raises `ServingError` naming the field of `request` if the engine refuses
-    one of `params`.
+    """Runs the prompts and sends the answer. A header of the answer names what its constraint leaves out, `not_carried`
+    included. Raises `ServingError` naming the field of `request` if the engine refuses one of `params`.
     """
     try:
-        params = await _enforceable(state, exchange, params)
+        params = await _enforceable(state, exchange, params, not_carried)
         chats = isinstance(request, ChatCompletionRequest)
         if exchange.span is not None:
             name, stream = state.model_name, bool(request.stream)
@@ -171,13 +172,15 @@ async def _field_at_fault(
     return request.field_of(error.param), error
 
 
-async def _enforceable(state: AppState, exchange: GenerationExchange, params: SamplingParams) -> SamplingParams:
+async def _enforceable(
+    state: AppState, exchange: GenerationExchange, params: SamplingParams, not_carried: tuple[str, ...]
+) -> SamplingParams:
     """Returns `params` with a loose constraint resolved. A header of the answer lists what is not enforced."""
     if params.constraint is None or not params.constraint.loose:
         return params
     spec, not_enforced = await state.engines.resolve(params.constraint, exchange.sharer)
-    if not_enforced:
-        exchange.headers_out.append((b"x-manta-not-enforced", _header_value(not_enforced)))
+    if not_enforced or not_carried:
+        exchange.headers_out.append((b"x-manta-not-enforced", _header_value([*not_carried, *not_enforced])))
     return msgspec.structs.replace(params, constraint=spec)
 
 

@@ -1,0 +1,234 @@
+"""Reads one tool call, character by character: its name, its id if the model gives one, and its arguments as they come.
+
+`cluster/chat/tool_parser.py` makes a reader where a call may begin. A reader keeps the text until it is certain that it
+is a call, so that text which only looks like one can be given back.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from cluster.chat.argument_forms import ArgumentForms
+from cluster.chat.argument_readers import (
+    ArgumentsReader,
+    JsonArguments,
+    Marks,
+    NotACall,
+    PythonArguments,
+    TaggedArguments,
+)
+from cluster.chat.tool_formats import ToolFormat
+
+_NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-")
+
+
+class CallReader:
+    """The base of the readers of both kinds of calls."""
+
+    def __init__(self, form: ToolFormat, tools: Mapping[str, ArgumentForms], skipped: str) -> None:
+        self.skipped = skipped
+        """The text in front of the call that began it."""
+        self.raw = skipped
+        """Everything so far, to give back if it turns out to be no call; kept until `is_open`."""
+        self.name: str | None = None
+        self.call_id: str | None = None
+        """The id that the model gave the call; None if a new one is needed."""
+        self.position = 0
+        """Characters of the last text that were read."""
+        self.done = False
+        self._form = form
+        self._tools = tools
+        self._new = ""
+        """Arguments that were not taken yet."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this is certainly a call: a known name, and arguments that begin or are left out."""
+        raise NotImplementedError
+
+    def take_arguments(self) -> str:
+        """The arguments' JSON since the last time."""
+        new, self._new = self._new, ""
+        return new
+
+    def read(self, text: str) -> None:
+        """Reads to the call's end or the text's. Raises `NotACall`."""
+        self.position = 0
+        for character in text:
+            self._step(character)
+            if not self.is_open:
+                self.raw += character
+            self.position += 1
+            if self.done:
+                break
+
+    def _step(self, character: str) -> None:
+        raise NotImplementedError
+
+    def _set_name(self, name: str) -> None:
+        if name not in self._tools or self.name is not None:
+            raise NotACall
+        self.name = name
+
+
+class ObjectReader(CallReader):
+    """A call that is one JSON object, `{"name": ..., "arguments": {...}}`, its keys in any order."""
+
+    def __init__(self, form: ToolFormat, tools: Mapping[str, ArgumentForms], skipped: str, may_open_list: bool) -> None:
+        super().__init__(form, tools, skipped)
+        self._list_mark = may_open_list
+        self._begun_arguments = self._ended_arguments = False
+        self._closers: list[str] = []
+        self._in_string = self._escaped = False
+        self._key: str | None = None
+        self._value = ""
+
+    @property
+    def is_open(self) -> bool:
+        return self.name is not None and (self.done or self._begun_arguments)
+
+    def _step(self, character: str) -> None:
+        if self._in_string:
+            self._append(character)
+            if self._escaped:
+                self._escaped = False
+            elif character == "\\":
+                self._escaped = True
+            elif character == '"':
+                self._in_string = False
+                if len(self._closers) == 1 and self._key is not None:
+                    self._end_value()
+        elif not self._closers:
+            self._step_outside(character)
+        elif character == '"':
+            self._in_string = True
+            self._append(character)
+        elif character in "{[":
+            self._closers.append("}" if character == "{" else "]")
+            self._append(character)
+        elif character in "}]":
+            self._close(character)
+        elif len(self._closers) == 1 and character == ":" and self._key is None:
+            self._key, self._value = _parsed(self._value), ""
+        elif len(self._closers) == 1 and character == ",":
+            self._end_value()
+            self._key = None
+        elif len(self._closers) > 1 or not character.isspace():
+            self._append(character)
+
+    def _step_outside(self, character: str) -> None:
+        if character == "{":
+            self._closers.append("}")
+        elif character == "[" and self._list_mark:
+            self._list_mark = False
+        elif not character.isspace():
+            raise NotACall
+
+    def _close(self, character: str) -> None:
+        if character != self._closers.pop():
+            raise NotACall
+        if self._closers:
+            self._append(character)
+            if len(self._closers) == 1:
+                self._end_value()
+            return
+        self._end_value()
+        if self.name is None:
+            raise NotACall
+        if not self._begun_arguments:
+            self._new = "{}"
+        self.done = True
+
+    def _append(self, character: str) -> None:
+        if self._key != self._form.arguments_key:
+            self._value += character
+            return
+        if self._ended_arguments or not (self._begun_arguments or character == "{"):
+            raise NotACall
+        self._begun_arguments = True
+        self._new += character
+
+    def _end_value(self) -> None:
+        """A value of the call's own object is complete."""
+        if self._key == self._form.arguments_key:
+            self._ended_arguments = True
+        if self._key == self._form.name_key and self._value:
+            self._set_name(_parsed(self._value))
+        self._value = ""
+
+
+def _parsed(value: str) -> str:
+    try:
+        parsed = json.loads(value)
+    except ValueError:
+        raise NotACall from None
+    if not isinstance(parsed, str):
+        raise NotACall
+    return parsed
+
+
+class FrameReader(CallReader):
+    """A call whose name and arguments stand between the texts of `ToolFormat.call`.
+
+    White space between the words of those texts may be of any length.
+    """
+
+    def __init__(self, form: ToolFormat, tools: Mapping[str, ArgumentForms], skipped: str, may_open_list: bool) -> None:
+        super().__init__(form, tools, skipped)
+        pieces = form.pieces()
+        at = pieces.index("{arguments}")
+        self._pieces = [piece for piece in pieces[:at] if piece.strip()]
+        if form.calls == "list" and may_open_list:
+            self._pieces.insert(0, "[")
+        self._follows = "".join(pieces[at + 1 :]).strip() or form.end
+        self._values: dict[str, str] = {}
+        self._value = ""
+        self._marks = Marks("")
+        self._arguments: ArgumentsReader | None = None
+        self._begin_piece()
+
+    @property
+    def is_open(self) -> bool:
+        return self._arguments is not None and self._arguments.begun
+
+    def _begin_piece(self) -> None:
+        if self._pieces:
+            self._value, self._marks = "", Marks(self._pieces[0])
+            return
+        assert self.name is not None
+        self._arguments = self._reader(self._tools[self.name])
+        self.call_id = self._form.call_id or None
+        for placeholder, value in self._values.items():
+            self.call_id = self.call_id and self.call_id.replace(placeholder, value)
+
+    def _next_piece(self) -> None:
+        self._pieces = self._pieces[1:]
+        self._begin_piece()
+
+    def _reader(self, forms: ArgumentForms) -> ArgumentsReader:
+        if self._form.values == "python":
+            return PythonArguments()
+        return TaggedArguments(self._form, forms, self._follows) if self._form.argument else JsonArguments()
+
+    def _step(self, character: str) -> None:
+        if self._arguments is not None:
+            self._new += self._arguments.read(character)
+            self.done = self._arguments.done
+        elif self._pieces[0].startswith("{"):
+            self._step_value(character)
+        elif self._marks.read(character):
+            self._next_piece()
+
+    def _step_value(self, character: str) -> None:
+        if character in _NAME_CHARACTERS:
+            self._value += character
+        elif self._value:
+            placeholder = self._pieces[0]
+            if placeholder == "{name}":
+                self._set_name(self._value)
+            self._values[placeholder] = self._value
+            self._next_piece()
+            self._step(character)
+        elif not character.isspace():
+            raise NotACall

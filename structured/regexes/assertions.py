@@ -1,0 +1,387 @@
+"""Automata of regular expressions that look around: read from left to right, they know at the end of a text whether the
+whole text matches.
+
+What a lookahead demands of the rest of the text goes with the run that passed it, as an obligation: runs of the
+lookahead's own expression, one of which must succeed, or none of which may. What a lookbehind demands is known, because
+its own runs begin at every position. A state of the automaton is the set of runs, so the construction is that of
+subsets (Hopcroft and Ullman, section 2.3) over alternating runs (Chandra, Kozen and Stockmeyer 1981).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from structured.schemas.automata import ANY, MAX_CHARACTER, MAX_STATES, Ranges, TooLarge, complement, ranges_of
+
+MAX_RUNS = 2_000
+"""Most runs in one state of an automaton."""
+TRUE = 0
+"""The state whose runs have succeeded, whatever follows."""
+
+
+class Unknown(Exception):
+    """A construct of Python's regular expressions that is not read here; the message names it."""
+
+
+class Obligation(NamedTuple):
+    """A demand on the rest of the text: one of the runs must succeed, or none may if it `is_negated`."""
+
+    is_negated: bool
+    runs: frozenset[Run]
+    final: int
+
+
+class Run(NamedTuple):
+    """A run of the nondeterministic automaton, which counts only if its obligations are met."""
+
+    state: int
+    obligations: frozenset[Obligation]
+
+
+class Position(NamedTuple):
+    """A state of the deterministic automaton: all that was read of a text."""
+
+    is_start: bool
+    runs: frozenset[Run]
+    behind: tuple[frozenset[Run], ...]
+    """For each lookbehind, the runs that began at any position so far."""
+
+
+_NONE: frozenset[Obligation] = frozenset()
+
+
+class Pattern:
+    """The nondeterministic automaton of an expression that `re` parsed, its characters grouped into symbols."""
+
+    def __init__(self, parsed: Any) -> None:
+        self.sets: list[tuple[str, Ranges]] = []
+        """The sets of characters of the expression, with their names if they are classes such as `\\w`."""
+        self._steps: list[list[tuple[Ranges, int]]] = []
+        self._moves: list[list[tuple[str, int, bool, int]]] = []
+        self._ahead: list[tuple[int, int]] = []
+        self._behind: list[tuple[int, int]] = []
+        self._state()
+        self._steps[TRUE].append((ANY, TRUE))
+        self._first = self._state()
+        self._final = self._sequence(parsed, self._first)
+        self.symbols = _symbols([ranges for _, ranges in self.sets])
+        self._numbers = [
+            [(_covered(ranges, self.symbols), target) for ranges, target in steps] for steps in self._steps
+        ]
+
+    # ---- building ------------------------------------------------------------------------------------------------
+
+    def _state(self) -> int:
+        if len(self._steps) > 20 * MAX_STATES:
+            raise TooLarge
+        self._steps.append([])
+        self._moves.append([])
+        return len(self._steps) - 1
+
+    def _set(self, ranges: Ranges, start: int, name: str = "") -> int:
+        self.sets.append((name, ranges))
+        end = self._state()
+        self._steps[start].append((ranges, end))
+        return end
+
+    def _free(self, start: int, end: int) -> None:
+        self._moves[start].append(("free", 0, False, end))
+
+    def _sequence(self, parsed: Any, start: int) -> int:
+        for operation, value in parsed:
+            start = self._part(str(operation), value, start)
+        return start
+
+    def _part(self, operation: str, value: Any, start: int) -> int:
+        if operation == "LITERAL":
+            return self._set(((value, value),), start)
+        if operation == "NOT_LITERAL":
+            return self._set(complement(((value, value),)), start)
+        if operation == "ANY":
+            return self._set(complement(((10, 10),)), start)
+        if operation == "IN":
+            return self._set(self._members(value), start)
+        if operation == "BRANCH":
+            return self._branch(value[1], start)
+        if operation == "SUBPATTERN":
+            _, added, removed, inner = value
+            if added or removed:
+                raise Unknown("a flag")
+            return self._sequence(inner, start)
+        if operation in ("MAX_REPEAT", "MIN_REPEAT"):
+            low, high, inner = value
+            return self._repeat(inner, int(low), None if str(high) == "MAXREPEAT" else int(high), start)
+        if operation == "AT":
+            return self._at(str(value), start)
+        if operation in ("ASSERT", "ASSERT_NOT"):
+            return self._look(value[0] < 0, operation == "ASSERT_NOT", value[1], start)
+        if operation == "FAILURE":
+            return self._state()
+        raise Unknown(operation.lower().replace("_", " "))
+
+    def _members(self, items: Any) -> Ranges:
+        parts: list[tuple[int, int]] = []
+        is_negated = False
+        for kind, value in items:
+            if str(kind) == "NEGATE":
+                is_negated = True
+            elif str(kind) == "LITERAL":
+                parts.append((value, value))
+            elif str(kind) == "RANGE":
+                parts.append(value)
+            else:
+                name = _CATEGORIES.get(str(value))
+                if name is None:
+                    raise Unknown(str(value).lower())
+                self.sets.append((name, class_ranges(name)))
+                parts += class_ranges(name)
+        found = ranges_of(parts)
+        return complement(found) if is_negated else found
+
+    def _branch(self, branches: list[Any], start: int) -> int:
+        end = self._state()
+        for branch in branches:
+            begin = self._state()
+            self._free(start, begin)
+            self._free(self._sequence(branch, begin), end)
+        return end
+
+    def _repeat(self, inner: Any, low: int, high: int | None, start: int) -> int:
+        for _ in range(low):
+            start = self._sequence(inner, start)
+        end = self._state()
+        self._free(start, end)
+        if high is None:
+            loop = self._state()
+            self._free(start, loop)
+            last = self._sequence(inner, loop)
+            self._free(last, loop)
+            self._free(last, end)
+            return end
+        for _ in range(high - low):
+            start = self._sequence(inner, start)
+            self._free(start, end)
+        return end
+
+    def _at(self, place: str, start: int) -> int:
+        if place in ("AT_BEGINNING", "AT_BEGINNING_STRING"):
+            end = self._state()
+            self._moves[start].append(("start", 0, False, end))
+            return end
+        end = self._state()
+        if place == "AT_END_STRING":
+            self._free(self._no_more(start), end)
+        elif place == "AT_END":
+            self._free(self._no_more(start), end)
+            first = self._state()
+            self._ahead.append((first, self._end_of(self._no_more(self._set(((10, 10),), first)))))
+            self._moves[start].append(("ahead", len(self._ahead) - 1, False, end))
+        elif place in ("AT_BOUNDARY", "AT_NON_BOUNDARY"):
+            is_other = place == "AT_NON_BOUNDARY"
+            behind, ahead = self._word(self._behind), self._word(self._ahead)
+            for is_word in (False, True):
+                middle = self._state()
+                self._moves[start].append(("behind", behind, not is_word, middle))
+                self._moves[middle].append(("ahead", ahead, is_word != is_other, end))
+        else:
+            raise Unknown(place.lower())
+        return end
+
+    def _word(self, looks: list[tuple[int, int]]) -> int:
+        """A look around for one character of a word; its number in `looks`."""
+        first = self._state()
+        last = self._set(class_ranges(r"\w"), first, r"\w")
+        looks.append((first, self._end_of(last) if looks is self._ahead else last))
+        return len(looks) - 1
+
+    def _no_more(self, start: int) -> int:
+        """After `start`, if no character follows."""
+        first, end = self._state(), self._state()
+        self._ahead.append((first, self._end_of(self._set(ANY, first))))
+        self._moves[start].append(("ahead", len(self._ahead) - 1, True, end))
+        return end
+
+    def _end_of(self, state: int) -> int:
+        """The end of a lookahead: its runs stay there, whatever follows."""
+        self._steps[state].append((ANY, state))
+        return state
+
+    def _look(self, is_behind: bool, is_negated: bool, inner: Any, start: int) -> int:
+        first, end = self._state(), self._state()
+        last = self._state()
+        self._free(self._sequence(inner, first), last)
+        if is_behind:
+            self._behind.append((first, last))
+            self._moves[start].append(("behind", len(self._behind) - 1, is_negated, end))
+        else:
+            self._ahead.append((first, self._end_of(last)))
+            self._moves[start].append(("ahead", len(self._ahead) - 1, is_negated, end))
+        return end
+
+    # ---- reading -------------------------------------------------------------------------------------------------
+
+    def start(self) -> Position:
+        return self._position(True, [Run(self._first, _NONE)], [[] for _ in self._behind])
+
+    def after(self, position: Position, symbol: int) -> Position:
+        """The position behind one more character, of the symbol with this number."""
+        behind = [list(self._stepped(runs, symbol)) for runs in position.behind]
+        return self._position(False, list(self._stepped(position.runs, symbol)), behind)
+
+    def _position(self, is_start: bool, runs: list[_Raw], behind: list[list[_Raw]]) -> Position:
+        known: list[frozenset[Run]] = []
+        for (first, _), found in zip(self._behind, behind, strict=True):  # one within another comes before it
+            known.append(self._closed([*found, Run(first, _NONE)], is_start, known))
+        return Position(is_start, self._closed(runs, is_start, known), tuple(known))
+
+    def _stepped(self, runs: Iterable[Run], symbol: int) -> Iterator[_Raw]:
+        for run in runs:
+            for symbols, target in self._numbers[run.state]:
+                if symbol in symbols:
+                    stepped = [
+                        Obligation(each.is_negated, tuple(self._stepped(each.runs, symbol)), each.final)  # type: ignore[arg-type]
+                        for each in run.obligations
+                    ]
+                    yield Run(target, stepped)  # type: ignore[arg-type]
+
+    def _closed(self, runs: list[_Raw], is_start: bool, behind: list[frozenset[Run]]) -> frozenset[Run]:
+        """The runs with all that they reach without a character, their obligations too."""
+        found: set[Run] = set()
+        pending = []
+        for run in runs:
+            obligations = self._met(run.obligations, is_start, behind)
+            if obligations is not None:
+                pending.append(Run(run.state, obligations))
+        while pending:
+            run = pending.pop()
+            if run in found:
+                continue
+            found.add(run)
+            if len(found) > MAX_RUNS:
+                raise TooLarge
+            for move in self._moves[run.state]:
+                for more in self._passed(move, is_start, behind):
+                    pending.append(Run(move[3], run.obligations | more))
+        return _weakest(found)
+
+    def _met(
+        self, obligations: Iterable[Obligation], is_start: bool, behind: list[frozenset[Run]]
+    ) -> frozenset[Obligation] | None:
+        """The obligations that are still open; None if one is broken."""
+        still = set()
+        for each in obligations:
+            answer = _simplified(each._replace(runs=self._closed(list(each.runs), is_start, behind)))
+            if answer is False:
+                return None
+            if answer is not True:
+                still.add(answer)
+        return frozenset(still)
+
+    def _passed(
+        self, move: tuple[str, int, bool, int], is_start: bool, behind: list[frozenset[Run]]
+    ) -> list[frozenset[Obligation]]:
+        """The obligations at the price of which a move is possible, in as many ways as there are."""
+        kind, number, is_negated, _ = move
+        if kind == "free" or (kind == "start" and is_start):
+            return [_NONE]
+        if kind == "start":
+            return []
+        if kind == "ahead":
+            first, last = self._ahead[number]
+            runs = self._closed([Run(first, _NONE)], is_start, behind)
+            return _ways(_simplified(Obligation(is_negated, runs, last)))
+        last = self._behind[number][1]
+        ends = [run for run in behind[number] if run.state == last]
+        if not is_negated:
+            return [run.obligations for run in ends]
+        return _ways(_simplified(Obligation(True, frozenset(Run(TRUE, run.obligations) for run in ends), TRUE)))
+
+    def accepts(self, position: Position) -> bool:
+        """Whether the text may end here."""
+        return _one_succeeds(position.runs, self._final)
+
+
+_Raw = Run
+"""A run whose obligations were moved on by a character and not yet closed."""
+
+
+def _ways(answer: Obligation | bool) -> list[frozenset[Obligation]]:
+    if isinstance(answer, bool):
+        return [_NONE] if answer else []
+    return [frozenset([answer])]
+
+
+def _simplified(obligation: Obligation) -> Obligation | bool:
+    """Whether the obligation is met or broken already; itself if that depends on the rest of the text."""
+    if not obligation.runs:
+        return obligation.is_negated
+    if any(run.state == obligation.final and not run.obligations for run in obligation.runs):
+        return not obligation.is_negated
+    return obligation
+
+
+def _weakest(runs: set[Run]) -> frozenset[Run]:
+    """The runs without those that demand more than another one in the same state."""
+    of_state: dict[int, list[Run]] = {}
+    for run in runs:
+        of_state.setdefault(run.state, []).append(run)
+    return frozenset(
+        run
+        for group in of_state.values()
+        for run in group
+        if not any(other.obligations < run.obligations for other in group)
+    )
+
+
+def _one_succeeds(runs: Iterable[Run], final: int) -> bool:
+    return any(
+        run.state == final and all(_one_succeeds(each.runs, each.final) != each.is_negated for each in run.obligations)
+        for run in runs
+    )
+
+
+# ---- characters ------------------------------------------------------------------------------------------------------
+
+_CATEGORIES = {
+    "CATEGORY_DIGIT": r"\d",
+    "CATEGORY_NOT_DIGIT": r"\D",
+    "CATEGORY_WORD": r"\w",
+    "CATEGORY_NOT_WORD": r"\W",
+    "CATEGORY_SPACE": r"\s",
+    "CATEGORY_NOT_SPACE": r"\S",
+}
+
+
+@functools.cache
+def class_ranges(name: str) -> Ranges:
+    """The characters of a class such as `\\w`, as Python has them."""
+    if name[1].isupper():
+        return complement(class_ranges(name.lower()))
+    text = "".join(map(chr, range(MAX_CHARACTER + 1)))
+    return tuple((found.start(), found.end() - 1) for found in re.finditer(f"{name}+", text))
+
+
+def _symbols(sets: list[Ranges]) -> list[Ranges]:
+    """Classes of characters that the sets do not tell apart."""
+    edges = sorted({0, *(edge for ranges in sets for low, high in ranges for edge in (low, high + 1))})
+    members: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    places = [0] * len(sets)
+    for low, high in itertools.pairwise([*(edge for edge in edges if edge <= MAX_CHARACTER), MAX_CHARACTER + 1]):
+        key = []
+        for index, ranges in enumerate(sets):
+            while places[index] < len(ranges) and ranges[places[index]][1] < low:
+                places[index] += 1
+            if places[index] < len(ranges) and ranges[places[index]][0] <= low:
+                key.append(index)
+        members.setdefault(tuple(key), []).append((low, high - 1))
+    return [ranges_of(parts) for parts in members.values()]
+
+
+def _covered(ranges: Ranges, symbols: list[Ranges]) -> frozenset[int]:
+    """The numbers of the symbols that lie within `ranges`."""
+    firsts = [symbol[0][0] for symbol in symbols]
+    return frozenset(number for number, first in enumerate(firsts) if any(low <= first <= high for low, high in ranges))
