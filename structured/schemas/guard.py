@@ -137,6 +137,18 @@ class Guard:
         document.root, document.definitions = root, definitions
         return cls(document)
 
+    def keywords(self) -> set[str]:
+        """All that the grammar leaves out somewhere."""
+        document = self.logic.document
+        pending, found, seen = [document.root, *document.definitions.values()], set(), set()
+        while pending:
+            schema = pending.pop()
+            if isinstance(schema, dict) and id(schema) not in seen:
+                seen.add(id(schema))
+                found |= set(schema.get(GUARD, ()))
+                pending += self._children(schema)
+        return found
+
     def place(self, schemas: list[Any]) -> Place:
         schemas = [schema for schema in schemas if schema is not True]
         key = tuple(map(id, schemas))
@@ -182,9 +194,11 @@ class Guard:
             return self._root
         return frame.place.item(frame.num_items) if frame.is_array else frame.place.property(frame.key)
 
-    def may_end(self, state: State, text: bytes) -> bool:
+    def may_end(self, state: State, text: bytes | bytearray) -> bool:
         """Whether the text may end here: a number at the top is complete only when it ends."""
-        return state.mode != SCALAR or state.frame is not None or self._complete(state, text[state.start :]) is not None
+        if state.mode != SCALAR or state.frame is not None:
+            return True
+        return self._complete(state, bytes(text[state.start :])) is not None
 
     def advance(self, state: State, text: bytes | bytearray, data: bytes) -> State | None:
         """The state after `data`, which follows `text`; None if it would break what the grammar left out."""
