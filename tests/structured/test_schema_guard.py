@@ -13,7 +13,7 @@ import pytest
 
 from structured.backend import DeadEnd, Grammar, Session, make_backend
 from structured.backends.guarded import GuardedSession
-from structured.constraint import ConstraintError, ConstraintSpec
+from structured.constraint import ConstraintSpec
 from structured.masks import row_words
 from structured.schemas.rewriting import rewritten
 from tests.structured.grammar_walk import allowed_tokens, walk
