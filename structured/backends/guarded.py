@@ -79,9 +79,11 @@ class Striker:
             return None
         if state.mode == STRING and guard.is_hot(state):
             return row if self._has_domain(state) else row & self._closing(state, classes, text)
+        if state.mode in (STRING, KEY_STRING) and state.frame is not None and state.frame.place.opens:
+            return row & classes.quoted  # what comes next may be wrong from its first byte
         if state.mode in (STRING, KEY_STRING):
             return row & classes.twice
-        if state.mode == SCALAR and not self._has_domain(state):
+        if state.mode == SCALAR and not self._has_domain(state) and not guard.place_of(state).is_bounded:
             return row & classes.ending
         return row
 

@@ -6,6 +6,7 @@ Its tokens come from `tokenizer.json` directly. See github.com/guidance-ai/llgui
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
@@ -22,7 +23,9 @@ from structured.backends.lark_schemas import named_token_ids
 from structured.backends.llguidance_grammar import (
     NOTHING,
     NUM_MARKERS,
+    SIMPLER_WAYS,
     Translation,
+    Way,
     located_within,
     schemas_within,
     translated,
@@ -87,19 +90,19 @@ class LLGuidanceBackend:
         self._tokenizer = tokenizer_of(vocabulary)
 
     def compile(self, spec: ConstraintSpec) -> bytes:
-        """Schemas whose exact grammar llguidance refuses are tried once more with a simple grammar and a guard."""
+        """Schemas whose exact grammar llguidance refuses are tried with simpler grammars and a guard."""
         try:
-            return self._compiled(spec)
+            return self.compiled_by(spec)
         except ConstraintError as error:
             if spec.loose or _UNSATISFIABLE.search(str(error)) or not schemas_within(spec):
                 raise
-            try:
-                return self._compiled(spec, proves=False)
-            except ConstraintError:
-                raise error from None
+            for way in SIMPLER_WAYS:
+                with contextlib.suppress(ConstraintError):
+                    return self.compiled_by(spec, way)
+            raise
 
-    def _compiled(self, spec: ConstraintSpec, proves: bool = True) -> bytes:
-        translation = self._translation_of(spec, proves)
+    def compiled_by(self, spec: ConstraintSpec, way: Way = "proved") -> bytes:
+        translation = self._translation_of(spec, way)
         failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(translation.grammar, self._tokenizer)
         if failed or (messages and not spec.loose):
             message = "; ".join(messages).strip()
@@ -147,9 +150,9 @@ class LLGuidanceBackend:
         failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, self._tokenizer)
         return annotations + silent + ([] if failed else messages)
 
-    def _translation_of(self, spec: ConstraintSpec, proves: bool = True) -> Translation:
+    def _translation_of(self, spec: ConstraintSpec, way: Way = "proved") -> Translation:
         """The grammar is without forced tokens if the constraint's text names a special token."""
-        translation = translated(spec, proves, self._vocabulary.vocab_size)
+        translation = translated(spec, way, self._vocabulary.vocab_size)
         special = (self._vocabulary.tokens[token_id].decode() for token_id in self._vocabulary.special_token_ids)
         if any(text in spec.text for text in special):
             translation.grammar = without_forcing(translation.grammar)

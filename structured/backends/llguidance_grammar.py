@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import llguidance
 import msgspec
@@ -20,6 +20,7 @@ from structured.backends.llguidance_schema import departures, has_control_charac
 from structured.constraint import ConstraintError, ConstraintSpec, Unsupported
 from structured.schemas.formats import is_annotation, with_exact_formats
 from structured.schemas.guard import Guard
+from structured.schemas.loosening import loosened
 from structured.schemas.rewriting import needs_rewriting, rewritten
 
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[[^\]]*\]")
@@ -31,6 +32,13 @@ WHITESPACE = r"[ \n\t]{0,20}"
 """Allowed between two tokens of JSON. It is bounded, so that a model cannot write white space for ever."""
 NUM_MARKERS = 1024
 """Tokens beyond the model's that stand for guarded schemas in a frame. The first begins each of them."""
+
+
+Way = Literal["proved", "guarded", "loosened", "apart"]
+"""How schemas become grammars, from the one that leaves least to the guard: rewritten with proofs; rewritten without;
+loosened; and loosened so that no two schemas apply to one value.
+"""
+SIMPLER_WAYS: tuple[Way, ...] = ("guarded", "loosened", "apart")
 
 
 class Translation(msgspec.Struct, array_like=True):
@@ -49,16 +57,16 @@ class Translation(msgspec.Struct, array_like=True):
         return len(self.guard) + sum(len(guard) for _, guard in self.parts)
 
 
-def translated(spec: ConstraintSpec, proves: bool, first_marker: int) -> Translation:
-    """If `proves` is False, grammars of schemas are as small as can be, and guards do the most. Markers are the tokens
-    from `first_marker` on. Raises `ConstraintError`, and `Unsupported` for a keyword that would not be enforced.
+def translated(spec: ConstraintSpec, way: Way, first_marker: int) -> Translation:
+    """Markers are the tokens from `first_marker` on. Raises `ConstraintError`, and `Unsupported` if a keyword would not
+    be enforced.
     """
     try:
         if spec.kind in ("json_schema", "json_object"):
-            return _schema_grammar(spec, proves)
+            return _schema_grammar(spec, way)
         lark = lark_of(spec)
         if lark is not None and not spec.loose:
-            return _with_exact_schemas(lark, spec.kind, proves, first_marker)
+            return _with_exact_schemas(lark, spec.kind, way, first_marker)
         return Translation(_plain_grammar(spec))
     except ConstraintError:
         raise
@@ -133,14 +141,14 @@ def lark_of(spec: ConstraintSpec) -> str | None:
     return None if grammar.startswith("{") else grammar
 
 
-def _with_exact_schemas(lark: str, kind: str, proves: bool, first_marker: int) -> Translation:
+def _with_exact_schemas(lark: str, kind: str, way: Way, first_marker: int) -> Translation:
     """The grammar with its schemas prepared, and with parts for those that need a guard."""
     found = embedded_schemas(lark)
     texts: list[str] = []
     marked: list[str] = []
     parts: list[tuple[str, str]] = []
     for each in found:
-        schema, guard = _embedded(each, kind, proves)
+        schema, guard = _embedded(each, kind, way)
         texts.append(f"%json {json.dumps(schema)}")
         marked.append(texts[-1])
         if guard:
@@ -152,7 +160,7 @@ def _with_exact_schemas(lark: str, kind: str, proves: bool, first_marker: int) -
     frame = with_replaced(lark, found, marked)
     if counts_tokens(frame):
         raise Unsupported(
-            f"{kind}: {_keywords_of(found, proves)} cannot be enforced beside max_tokens, <[*]> or <[^...]>; "
+            f"{kind}: {_keywords_of(found, way)} cannot be enforced beside max_tokens, <[*]> or <[^...]>; "
             "leave these out"
         )
     if len(parts) >= NUM_MARKERS:
@@ -160,18 +168,18 @@ def _with_exact_schemas(lark: str, kind: str, proves: bool, first_marker: int) -
     return Translation(grammar, "", llguidance.LLMatcher.grammar_from_lark(frame), parts)
 
 
-def _keywords_of(found: list[EmbeddedSchema], proves: bool) -> str:
+def _keywords_of(found: list[EmbeddedSchema], way: Way) -> str:
     """The keywords that guards would enforce."""
-    guards = [guard for each in found if (guard := _embedded(each, "", proves)[1])]
+    guards = [guard for each in found if (guard := _embedded(each, "", way)[1])]
     return ", ".join(sorted({keyword for guard in guards for keyword in Guard.of(guard).keywords()}))
 
 
-def _embedded(each: EmbeddedSchema, kind: str, proves: bool) -> tuple[Any, str]:
+def _embedded(each: EmbeddedSchema, kind: str, way: Way) -> tuple[Any, str]:
     """The schema as llguidance can serve it, with its own options, and its guard."""
     schema = each.schema
     if not isinstance(schema, dict) or schema.get("x-guidance", {}).get("lenient"):
         return schema, ""
-    prepared, guard = _prepared(schema, kind, proves)
+    prepared, guard = _prepared(schema, kind, way)
     options = schema.get("x-guidance", {})
     if not has_control_characters(prepared):
         options = {"json_allowed_escapes": _SHORT_ESCAPES, **options}
@@ -181,12 +189,12 @@ def _embedded(each: EmbeddedSchema, kind: str, proves: bool) -> tuple[Any, str]:
 # ---- one schema ------------------------------------------------------------------------------------------------------
 
 
-def _schema_grammar(spec: ConstraintSpec, proves: bool) -> Translation:
+def _schema_grammar(spec: ConstraintSpec, way: Way) -> Translation:
     schema, guard = json.loads(spec.text) if spec.kind == "json_schema" else {"type": "object"}, ""
     if spec.loose:
         schema = {} if schema is True else with_exact_formats(mended(schema))
     else:
-        schema, guard = _prepared(schema, "json_schema", proves)
+        schema, guard = _prepared(schema, "json_schema", way)
     options: dict[str, Any] = {"lenient": spec.loose}
     if spec.any_whitespace:
         options |= {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
@@ -198,11 +206,13 @@ def _schema_grammar(spec: ConstraintSpec, proves: bool) -> Translation:
     return Translation(grammar, guard)
 
 
-def _prepared(schema: Any, kind: str, proves: bool) -> tuple[Any, str]:
+def _prepared(schema: Any, kind: str, way: Way) -> tuple[Any, str]:
     """The schema as llguidance can serve it, and its guard. Raises `Unsupported` for what it would ignore."""
     guard = ""
-    if needs_rewriting(schema) or not proves:
-        schema, guard = rewritten(schema, proves)
+    if way in ("loosened", "apart"):
+        schema, guard = loosened(schema, joins=way == "loosened")
+    elif way == "guarded" or needs_rewriting(schema):
+        schema, guard = rewritten(schema, proves=way == "proved")
     if schema is False:
         raise ConstraintError(f"{kind}: {NOTHING}")
     schema = {} if schema is True else with_exact_formats(mended(schema))

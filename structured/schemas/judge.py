@@ -30,7 +30,10 @@ class Judge:
     def _asked(self, value: Any, schemas: list[Any]) -> bool:
         if self._base is None:
             self._base = self._validator()
-        return self._base.evolve(schema={"allOf": schemas}).is_valid(value)
+        try:
+            return self._base.evolve(schema={"allOf": schemas}).is_valid(value)
+        except OverflowError:  # of `multipleOf`, for a number that a float cannot hold
+            return False
 
     def _validator(self) -> Any:
         import jsonschema
