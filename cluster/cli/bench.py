@@ -16,6 +16,7 @@ from cluster.cli.refusal import Refusal
 SUITES = {
     "cluster": "what ranks, batches, and streams that outlive their engine, cost",
     "structured": "what constraints cost",
+    "schemas": "engines for JSON schemas on MaskBench",
     "faults": "what others feel when a constraint goes wrong beside them",
     "host": "what a step costs besides the model, by rows",
     "forms": "a lesser processor's kernels, and what the hardware allows",
