@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import pathlib
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from benchmarks import schema_engines, schemas
 
 UNIQUE = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
 PLAIN = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
-FILES = {
+FILES: dict[str, tuple[dict[str, Any], list[tuple[Any, bool]]]] = {
     "unique.json": (UNIQUE, [([1, 2], True), ([1, 1], False)]),
     "plain.json": (PLAIN, [({"a": 1}, True), ({}, False)]),
     "wrong.json": ({"type": "integer", "minimum": 5, "maximum": 4}, []),
