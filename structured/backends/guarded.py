@@ -18,13 +18,17 @@ from structured.vocabulary import Vocabulary
 
 _ENDS = b",]} \t\r\nel"
 """Bytes that complete a number or a literal."""
+_COMPLETING = frozenset(b"]}el0123456789")
+"""Bytes that complete a value outside of strings."""
+_BEGINNING = _COMPLETING | frozenset(b'"[{tfn-')
+"""Those, and bytes that begin one."""
 
 
 class TokenClasses:
     """Which tokens can complete a value, by what they continue: packed rows, int32 `[ceil(width / 32)]`."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        quoted, twice, ending = [], [], []
+        quoted, twice, beyond, ending, ready = [], [], [], [], []
         self.closing: dict[bytes, list[int]] = {}
         """Tokens by what they begin with, up to their first quote."""
         for token_id, token in enumerate(vocabulary.tokens):
@@ -34,10 +38,18 @@ class TokenClasses:
                 self.closing.setdefault(begun + quote, []).append(token_id)
                 if any(byte in b'"]}el0123456789' for byte in rest):
                     twice.append(token_id)
+                if not _BEGINNING.isdisjoint(rest):
+                    beyond.append(token_id)
             if any(byte in _ENDS for byte in token):
                 ending.append(token_id)
+            if not quote or b'"' in rest or not _COMPLETING.isdisjoint(begun):
+                ready.append(token_id)
         self.quoted, self.twice, self.ending = (_packed(ids, vocabulary) for ids in (quoted, twice, ending))
         """Tokens that may close a string, that may complete more than that, and that may end a number or literal."""
+        self.beyond, self.ready = (_packed(ids, vocabulary) for ids in (beyond, ready))
+        """Tokens that may close a string and complete or begin more; and those that, outside of a string, may do more
+        than begin one.
+        """
 
 
 def _packed(token_ids: list[int], vocabulary: Vocabulary) -> np.ndarray:
@@ -79,13 +91,19 @@ class Striker:
             return None
         if state.mode == STRING and guard.is_hot(state):
             return row if self._has_domain(state) else row & self._closing(state, classes, text)
-        if state.mode in (STRING, KEY_STRING) and state.frame is not None and state.frame.place.opens:
-            return row & classes.quoted  # what comes next may be wrong from its first byte
         if state.mode in (STRING, KEY_STRING):
-            return row & classes.twice
+            if state.mode == KEY_STRING and state.frame is not None and state.frame.place.may_forbid_names:
+                return row & classes.quoted
+            return row & self._several(classes)
         if state.mode == SCALAR and not self._has_domain(state) and not guard.place_of(state).is_bounded:
             return row & classes.ending
-        return row
+        if state.mode == SCALAR or guard.has_open_places or self._has_domain(state):
+            return row
+        return row & classes.ready
+
+    def _several(self, classes: TokenClasses) -> np.ndarray:
+        """Tokens that close a string and do something more that may be wrong."""
+        return classes.beyond if self.guard.has_open_places else classes.twice
 
     def _closing(self, state: State, classes: TokenClasses, text: bytes) -> np.ndarray:
         """Tokens that might complete the string wrongly. If it must only differ from others, those are the tokens that
@@ -100,7 +118,7 @@ class Striker:
                 return classes.quoted
             if other.startswith(begun):
                 found += classes.closing.get(other[len(begun) :], ())
-        row = classes.twice.copy()
+        row = self._several(classes).copy()
         self._vocabulary.set_tokens(row, found, True)
         return row
 
@@ -110,7 +128,9 @@ class Striker:
 
 def token_ids_of(row: np.ndarray) -> list[int]:
     """The tokens that a packed row of int32 holds."""
-    return np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
+    used = np.flatnonzero(row)  # few words, mostly
+    words, bits = np.nonzero(np.unpackbits(row[used].view(np.uint8).reshape(-1, 4), axis=1, bitorder="little"))
+    return (used[words] * 32 + bits).tolist()
 
 
 class GuardedSession:

@@ -55,6 +55,8 @@ class Place:
         self.is_judged = is_open or bool(marks - {"uniqueItems"}) or any(map(guard.has_mark_in_branch, self.flat))
         self.opens = is_open or not marks.isdisjoint(_OPENING)
         """Whether the grammar may allow anything within."""
+        self.may_forbid_names = self.opens and any(map(_forbids_names, self.flat))
+        """Whether a property may be wrong by its name alone."""
         self.reaches = is_open or any(map(guard.reaches, self.flat))
         self.types = types_of(self.flat)
         self.is_integer = self.types == {"integer"}
@@ -89,6 +91,15 @@ class Place:
             if values is not None and not any(isinstance(value, float | list | dict) for value in values):
                 self._domain = frozenset(json.dumps(value, ensure_ascii=False).encode() for value in values)
         return self._domain
+
+
+def _forbids_names(schema: dict[str, Any]) -> bool:
+    maps = (schema.get("properties", {}), schema.get("patternProperties", {}))
+    return (
+        "propertyNames" in schema
+        or schema.get("additionalProperties") is False
+        or any(value is False for values in maps for value in values.values())
+    )
 
 
 def finite_domain(logic: Logic, flat: list[dict[str, Any]]) -> list[Any] | None:
@@ -150,6 +161,8 @@ class Guard:
         self._reached: dict[int, bool] = {}
         self._places: dict[tuple[int, ...], Place] = {}
         self._root = self.place([document.root])
+        self.has_open_places = not _OPENING.isdisjoint(self.keywords())
+        """Whether the grammar may allow anything somewhere, so that a value can be wrong from its first byte."""
 
     @classmethod
     def of(cls, text: str) -> Guard:
@@ -292,7 +305,7 @@ class Guard:
         assert state.frame is not None
         name = json.loads(text)
         place = state.frame.place
-        if place.opens and False in place.property(name).schemas:
+        if place.may_forbid_names and False in place.property(name).schemas:
             return None
         return state._replace(frame=state.frame._replace(key=name), mode=COLON)
 
