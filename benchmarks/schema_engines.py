@@ -6,12 +6,13 @@ each with a line. A crash or a compilation without end then costs its parent one
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pathlib
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import jsonschema
@@ -176,11 +177,22 @@ class Trial:
         found |= {"walks": 0, "dead_ends": 0, "rows_struck": 0, "rows": 0}
         kind = jsonschema.validators.validator_for(data["schema"], default=jsonschema.Draft202012Validator)
         judge = kind(data["schema"], format_checker=kind.FORMAT_CHECKER)
+        found["failed"] = 0
         for case in data["tests"][:num_tests]:
-            self._instance(matcher(), case, judge, found)
+            with self._counted(found):
+                self._instance(matcher(), case, judge, found)
         for index in range(num_walks):
-            self._walk(matcher(), random.Random(f"{pathlib.Path(file).name}{index}"), judge, found)
+            with self._counted(found):
+                self._walk(matcher(), random.Random(f"{pathlib.Path(file).name}{index}"), judge, found)
         return found
+
+    @contextlib.contextmanager
+    def _counted(self, found: dict[str, Any]) -> Iterator[None]:
+        """Counts a text that an engine gives up on, as llguidance does where its limits are exceeded."""
+        try:
+            yield
+        except Exception:  # each engine has its own kinds
+            found["failed"] += 1
 
     def _instance(self, matcher: Matcher, case: dict[str, Any], judge: Any, found: dict[str, Any]) -> None:
         token_ids = self._tokenizer.encode(json.dumps(case["data"], ensure_ascii=False)).ids

@@ -3,6 +3,7 @@
     accepted, refused    schemas that an engine compiles, or does not, in the time that it has
     wrong                texts that an engine lets a model write to the end, and that the schema rejects
     forbidden            valid instances that an engine does not let a model write
+    failed               texts on which an engine gives up with an error
     dead ends            texts after which no token is allowed
     struck               rows from which Manta's guard took a token
 
@@ -33,7 +34,7 @@ NEEDS = {"outlines-core": "outlines_core", "llama.cpp": "xllamacpp", "xgrammar":
 DEMO = pathlib.Path(__file__).parents[1] / "configs" / "demo" / "target"
 DEMO_VOCAB_SIZE, DEMO_EOS = 4160, 2
 COLUMNS = (
-    *("engine", "accepted", "refused", "wrong", "forbidden", "dead ends"),
+    *("engine", "accepted", "refused", "wrong", "forbidden", "failed", "dead ends"),
     *("compile p50", "p99", "mask mean", "p99", "max", "struck"),
 )
 
@@ -177,6 +178,7 @@ def summary(name: str, found: list[dict[str, Any]]) -> dict[str, Any]:
         "valid": total("valid"),
         "forbidden": total("forbidden"),
         "walks": total("walks"),
+        "failed": total("failed"),
         "dead_ends": total("dead_ends"),
         "compile_ms_p50": _quantile(compiled, 0.5),
         "compile_ms_p99": _quantile(compiled, 0.99),
@@ -203,6 +205,7 @@ def line_of(row: dict[str, Any]) -> str:
         f"{row['refused']} ({100 * row['refused'] / count:.2f}%)",
         f"{row['wrong']} schemas",
         f"{row['forbidden']} of {row['valid']}",
+        row["failed"],
         f"{row['dead_ends']} of {row['walks']} walks" if row["walks"] else row["dead_ends"],
         *(_number(row[name], "ms") for name in ("compile_ms_p50", "compile_ms_p99")),
         *(_number(row[name], "µs") for name in ("mask_us_mean", "mask_us_p99", "mask_us_max")),

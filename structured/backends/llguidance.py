@@ -176,7 +176,9 @@ class LLGuidanceGrammar:
         self._first_bytes = AUTOMATA_FACTOR * compiled.num_bytes + GUARD_FACTOR * translation.guard_bytes
 
     def _matcher_of(self, grammar: str) -> llguidance.LLMatcher:
-        return llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
+        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
+        check_matcher(matcher)
+        return matcher
 
     def _parts_of(self, frame: str) -> Parts:
         special = frozenset(self._vocabulary.special_token_ids)
@@ -220,9 +222,7 @@ class LLGuidanceSession:
         self._check()
 
     def _check(self) -> None:
-        if self._matcher.is_error():
-            reason = self._matcher.get_error().partition("<state>")[0].strip()
-            raise ConstraintError(NOTHING if reason.startswith("NoExtension") else reason)
+        check_matcher(self._matcher)
 
     def accept(self, token_id: int) -> bool:
         if self._matcher.is_stopped() or token_id in self._vocabulary.eos_token_ids:
@@ -252,6 +252,13 @@ class LLGuidanceSession:
 
     def is_finished(self) -> bool:
         return self._matcher.is_stopped() and not self._matcher.is_error()
+
+
+def check_matcher(matcher: llguidance.LLMatcher) -> None:
+    """Raises `ConstraintError` if the matcher has failed."""
+    if matcher.is_error():
+        reason = matcher.get_error().partition("<state>")[0].strip()
+        raise ConstraintError(NOTHING if reason.startswith("NoExtension") else reason)
 
 
 def check_next_row(session: Session, row: np.ndarray) -> None:

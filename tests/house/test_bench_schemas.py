@@ -49,6 +49,7 @@ def test_engines_are_compared_on_the_schemas_of_a_half(folder: pathlib.Path, cap
     assert counts["xgrammar"][2] == 1
     assert any("unique" in name for name in results["xgrammar"]["wrong_files"])
     assert results["manta"]["rows_struck"] > 0
+    assert results["manta"]["failed"] == 0
     assert results["manta"]["mask_us_p99"] > 0
     assert "wrong.json" in "".join(results["manta"]["refused_files"])
 
