@@ -55,7 +55,11 @@ LIMITS: dict[tuple[str, str], tuple[float, float]] = {
     ("memory", "all processes beyond the KV pool, offline"): (2.5, 1.8),
 }
 """(bar, goal) of Manta's own figure, which may be that large, in the unit of its row."""
-BARS_BY_PEER = {"vllm": BARS, "LLM.generate": OFFLINE_BARS}
+GUARD_BARS: dict[tuple[str, str], tuple[float, ...]] = {
+    ("guarded", f"16 rows under a guarded schema, {form}"): (0.9,) for form in ("threads", "actors")
+}
+"""The bar of the ratio of a guarded schema to the same schema without the keywords that need a guard."""
+BARS_BY_PEER = {"vllm": BARS, "LLM.generate": OFFLINE_BARS, "the schema without its guard": GUARD_BARS}
 
 
 class Result(NamedTuple):

@@ -3,6 +3,8 @@
     e           16 requests under a JSON schema, T = 1, no free whitespace, over the same lengths unconstrained
     tools       16 requests that call a tool of that schema, or may, over the same lengths unconstrained; by format
     slow        15 unconstrained requests beside one whose every mask takes longer than a step, over 16 without it
+    guarded     16 requests under a schema that needs a guard, over those under the same without uniqueItems and oneOf
+    vocabulary  masks under a guard with 150,000 tokens, without an engine
     masks       how long rows take to be there and how long the sampler waits for them, by pool form and rows
     demo        the demo model under its schemas: exactly right answers and tok/s, against unconstrained
 
@@ -24,6 +26,7 @@ from typing import Any
 
 from benchmarks.checkpoints import benchmark_checkpoint
 from benchmarks.faults import PLUGIN, start_ray
+from benchmarks.guard_masks import guard_rows
 from benchmarks.report import Result, combine, header, machine, table_line, turns
 from benchmarks.workloads import PromptSource, Row
 from cluster.chat.tool_formats import DEEPSEEK_V31, HERMES, PYTHONIC, QWEN3_CODER
@@ -51,9 +54,26 @@ SCHEMA: dict[str, Any] = {
     "required": ["name", "age", "email", "tags", "address"],
     "additionalProperties": False,
 }
+UNGUARDED: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "sizes": {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 6, "maxItems": 12},
+        "price": {"type": "number"},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 12}, "minItems": 4},
+    },
+    "required": ["sizes", "price", "tags"],
+    "additionalProperties": False,
+}
+GUARDED: dict[str, Any] = copy.deepcopy(UNGUARDED)
+"""The same with `uniqueItems`, and a price that is no integer."""
+GUARDED["properties"]["sizes"]["uniqueItems"] = True
+GUARDED["properties"]["tags"]["uniqueItems"] = True
+GUARDED["properties"]["price"] = {"oneOf": [{"type": "number"}, {"type": "integer"}]}
 ROWS, PROMPT, OUTPUT = 16, 64, 40
 MASK_ROWS = (1, 8, 32, 128)
-PARTS = ("e", "tools", "slow", "masks", "demo")
+PARTS = ("e", "tools", "slow", "guarded", "vocabulary", "masks", "demo")
+ON_ENGINE = {"e", "tools", "slow", "guarded", "masks"}
+"""Parts that load the model, once for each form."""
 TOOL_FORMATS = (HERMES, QWEN3_CODER, PYTHONIC, DEEPSEEK_V31)
 """One of each kind: JSON objects, tags around raw strings, Python's syntax, marks around JSON."""
 
@@ -74,11 +94,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(header(True), flush=True)
     table = Table(options.json)
     model = options.model or str(benchmark_checkpoint("qwen2.5-0.5b"))
-    with_engine = {"e", "tools", "slow", "masks"} & set(parts)
-    if "actors" in options.forms.split(",") and with_engine:
+    if "actors" in options.forms.split(",") and ON_ENGINE & set(parts):
         start_ray()
     for form in options.forms.split(","):
-        if with_engine:
+        if ON_ENGINE & set(parts):
             llm = LLM(model, kv_cache_bytes=2 << 30, grammar_pool={"form": form})
             prompts = PromptSource(min(150_000, llm.engine.vocab_size))
             if "e" in parts:
@@ -87,9 +106,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 _tools(llm, prompts, options.pairs, form, table)
             if "slow" in parts:
                 _slow(llm, prompts, options.pairs, form, table)
+            if "guarded" in parts:
+                _guarded(llm, prompts, options.pairs, form, table)
             if "masks" in parts:
                 _masks(llm, prompts, form, table)
             del llm
+    if "vocabulary" in parts:
+        table.add([guard_rows()])
     if "demo" in parts:
         _demo(options.pairs, table)
     return 0
@@ -160,6 +183,22 @@ def _tools(llm: LLM, prompts: PromptSource, pairs: int, form: str, table: Table)
                 rows[0].append([Row("tools", metric, speed, "tok/s")])
                 rows[1].append([Row("tools", metric, plain, "tok/s")])
         table.add(rows[0], rows[1], "unconstrained")
+
+
+def _guarded(llm: LLM, prompts: PromptSource, pairs: int, form: str, table: Table) -> None:
+    """Both sides write up to `OUTPUT` tokens of the same shape."""
+    metric = f"16 rows under a guarded schema, {form}"
+    rows: tuple[list[list[Row]], list[list[Row]]] = ([], [])
+    for pair in turns(pairs + 1, f"guarded, {form}"):
+        speeds = []
+        for schema in (GUARDED, UNGUARDED):
+            spec = ConstraintSpec(kind="json_schema", text=json.dumps(schema), any_whitespace=False)
+            wanted = [SamplingParams(max_tokens=OUTPUT, constraint=spec, seed=100 * pair + i) for i in range(ROWS)]
+            speeds.append(_speed(llm, prompts(ROWS, PROMPT), wanted)[0])
+        if pair:
+            rows[0].append([Row("guarded", metric, speeds[0], "tok/s")])
+            rows[1].append([Row("guarded", metric, speeds[1], "tok/s")])
+    table.add(rows[0], rows[1], "the schema without its guard")
 
 
 def _slow(llm: LLM, prompts: PromptSource, pairs: int, form: str, table: Table) -> None:

@@ -51,6 +51,15 @@ class Vocabulary(msgspec.Struct, frozen=True, array_like=True):
         """Tokens that do not stand for text: a grammar can allow them only by name."""
         return _tables(self.tokenizer_json)[1]
 
+    def byte_token_ids(self) -> list[int]:
+        """The token of each byte, 256 of them. Raises `ConstraintError` if a byte has none."""
+        special = frozenset(self.special_token_ids)
+        found = {token[0]: i for i, token in enumerate(self.tokens) if len(token) == 1 and i not in special}
+        missing = [byte for byte in range(256) if byte not in found]
+        if missing:
+            raise ConstraintError(f"the tokenizer has no token for the byte {missing[0]}, which a guard needs")
+        return [found[byte] for byte in range(256)]
+
     def forbid_padding(self, row: np.ndarray) -> None:
         """Clears the bits of unused ids at the end of a packed row of int32."""
         size = min(len(self.tokens), self.vocab_size)

@@ -16,6 +16,7 @@ from cluster.cli.refusal import Refusal
 SUITES = {
     "cluster": "what ranks, batches, and streams that outlive their engine, cost",
     "structured": "what constraints cost",
+    "schemas": "engines for JSON schemas on MaskBench",
     "faults": "what others feel when a constraint goes wrong beside them",
     "start": "what the seconds of `manta serve` go to, from the command to the first answer",
     "host": "what a step costs besides the model, by rows",

@@ -6,38 +6,40 @@ Its tokens come from `tokenizer.json` directly. See github.com/guidance-ai/llgui
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
-from collections.abc import Iterator
-from typing import Any, cast
 
 import llguidance
 import msgspec
 import numpy as np
 
 from structured.backend import DeadEnd, Session
-from structured.backends.guarded import GuardedSession
+from structured.backends.guarded import GuardedSession, Striker
+from structured.backends.guarded_parts import GuardedPartsSession, Part, Parts
 from structured.backends.heap import heap_bytes
-from structured.backends.keywords import subschemas
-from structured.backends.llguidance_schema import departures, has_control_characters, located, mended
+from structured.backends.lark_schemas import named_token_ids
+from structured.backends.llguidance_grammar import (
+    NOTHING,
+    NUM_MARKERS,
+    SIMPLER_WAYS,
+    Translation,
+    Way,
+    located_within,
+    schemas_within,
+    translated,
+    unknown_formats,
+    without_forcing,
+)
+from structured.backends.llguidance_schema import departures, located
 from structured.constraint import ConstraintError, ConstraintSpec, Unsupported
 from structured.masks import row_words
-from structured.schemas.formats import is_annotation, with_exact_formats
 from structured.schemas.guard import Guard
-from structured.schemas.rewriting import needs_rewriting, rewritten
 from structured.vocabulary import Vocabulary
 
 _UNSUPPORTED = re.compile(r"Unimplemented keys|Unknown format|(not|only) supported|unsupported", re.IGNORECASE)
-_UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[[^\]]*\]")
 _UNSATISFIABLE = re.compile(r"Unsatisfiable schema|nothing satisfies")
-_EMBEDDED_SCHEMA = re.compile(r"(?<=\s)%json\s*(?=\{)")
-_NO_FORCING = '%llguidance {"no_forcing": true}\n'
-_SHORT_ESCAPES = 'nrbtf"\\'
-"""`\\uXXXX` is left out: with it, an additional property could spell a given property's name and replace it."""
-NOTHING = "nothing satisfies it"
-WHITESPACE = r"[ \n\t]{0,20}"
-"""Allowed between two tokens of JSON. It is bounded, so that a model cannot write white space for ever."""
 MATCHER_BYTES = 32 * 2**10
 """No matcher holds less. Most hold 35 to 200 KB, one with `\\w` in it 0.5 MB, whatever the length of the text."""
 UNMEASURED_BYTES = 2**20
@@ -55,19 +57,29 @@ ROW_BYTES = 2000
 class Compiled(msgspec.Struct, array_like=True):
     """What `compile` returns, in msgpack."""
 
-    grammar: str
+    translation: Translation
     num_bytes: int
-    """Memory that a matcher for the grammar took when it was measured."""
-    guard: str = ""
-    """The marked schema that `Guard.of` reads; empty if the grammar allows no more than the schema."""
+    """Memory that its matchers took when it was measured."""
 
 
 @functools.lru_cache(maxsize=2)
 def tokenizer_of(vocabulary: Vocabulary) -> llguidance.LLTokenizer:
-    """One for each process: it is large, takes a while to make, and any thread may use it."""
+    """One for each process: it is large, takes a while to make, and any thread may use it. Behind the model's tokens it
+    has `NUM_MARKERS` more.
+    """
     return llguidance.LLTokenizer(
-        vocabulary.tokenizer_json, n_vocab=vocabulary.vocab_size, eos_token=list(vocabulary.eos_token_ids) or None
+        vocabulary.tokenizer_json,
+        n_vocab=vocabulary.vocab_size + NUM_MARKERS,
+        eos_token=list(vocabulary.eos_token_ids) or None,
     )
+
+
+def fill_mask(matcher: llguidance.LLMatcher, row: np.ndarray, vocabulary: Vocabulary) -> None:
+    """Writes the matcher's mask for the model's tokens: int32 `[ceil(vocab_size / 32)]`."""
+    mask = np.empty(row_words(vocabulary.vocab_size + NUM_MARKERS), dtype=np.int32)
+    matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+    row[:] = mask[: len(row)]
+    vocabulary.forbid_padding(row)
 
 
 class LLGuidanceBackend:
@@ -78,29 +90,29 @@ class LLGuidanceBackend:
         self._tokenizer = tokenizer_of(vocabulary)
 
     def compile(self, spec: ConstraintSpec) -> bytes:
-        """A schema whose exact grammar llguidance refuses is tried once more with a simple grammar and a guard."""
+        """Schemas whose exact grammar llguidance refuses are tried with simpler grammars and a guard."""
         try:
-            return self._compiled(spec)
+            return self.compiled_by(spec)
         except ConstraintError as error:
-            if not _is_schema(spec) or spec.loose or _UNSATISFIABLE.search(str(error)):
+            if spec.loose or _UNSATISFIABLE.search(str(error)) or not schemas_within(spec):
                 raise
-            try:
-                return self._compiled(spec, proves=False)
-            except ConstraintError:
-                raise error from None
+            for way in SIMPLER_WAYS:
+                with contextlib.suppress(ConstraintError):
+                    return self.compiled_by(spec, way)
+            raise
 
-    def _compiled(self, spec: ConstraintSpec, proves: bool = True) -> bytes:
-        grammar, guard = self._grammar_of(spec, proves)
-        failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, self._tokenizer)
+    def compiled_by(self, spec: ConstraintSpec, way: Way = "proved") -> bytes:
+        translation = self._translation_of(spec, way)
+        failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(translation.grammar, self._tokenizer)
         if failed or (messages and not spec.loose):
             message = "; ".join(messages).strip()
             if spec.kind != "json_schema":
-                raise ConstraintError(f"{spec.kind}: {_located_in_grammar(message, spec.text)}")
+                raise ConstraintError(f"{spec.kind}: {located_within(message, schemas_within(spec))}")
             error = Unsupported if _UNSUPPORTED.search(message) else ConstraintError
             raise error(f"json_schema: {located(message, json.loads(spec.text))}")
         row = np.zeros(row_words(self._vocabulary.vocab_size), dtype=np.int32)
         try:
-            loaded = LLGuidanceGrammar(self._tokenizer, Compiled(grammar, 0, guard), self._vocabulary)
+            loaded = LLGuidanceGrammar(self._tokenizer, Compiled(translation, 0), self._vocabulary)
             session = loaded.session()
             session.fill(row)
             check_next_row(session, row)
@@ -111,16 +123,17 @@ class LLGuidanceBackend:
         if not row.any() and not session.is_finished():
             raise ConstraintError(f"{spec.kind}: {NOTHING}")
         # `session` still lives, so the matcher that is measured must allocate memory of its own.
-        return msgspec.msgpack.encode(Compiled(grammar, self._matcher_bytes(grammar), guard))
+        return msgspec.msgpack.encode(Compiled(translation, self._matcher_bytes(translation)))
 
-    def _matcher_bytes(self, grammar: str) -> int:
-        """Memory that a matcher holds, measured; only an estimate if other threads allocate at the same time. The
+    def _matcher_bytes(self, translation: Translation) -> int:
+        """Memory that the matchers hold, measured; only an estimate if other threads allocate at the same time. The
         length of the text does not tell it: a matcher may hold 20 or 5,000 times as much.
         """
+        grammars = [translation.grammar, translation.frame, *(grammar for grammar, _ in translation.parts)]
         before = heap_bytes()
-        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
+        matchers = [llguidance.LLMatcher(self._tokenizer, grammar, log_level=0) for grammar in grammars if grammar]
         after = heap_bytes()
-        del matcher
+        del matchers
         return UNMEASURED_BYTES if before is None or after is None else max(after - before, MATCHER_BYTES)
 
     def load(self, spec: ConstraintSpec, compiled: bytes) -> LLGuidanceGrammar:
@@ -128,23 +141,22 @@ class LLGuidanceBackend:
 
     def not_enforced(self, spec: ConstraintSpec) -> list[str]:
         """Formats that no specification defines; if loose, also what llguidance ignores, and what it warns of."""
-        annotations = (
-            list(_unknown_formats(json.loads(spec.text))) if '"format"' in spec.text and _is_schema(spec) else []
-        )
+        schemas = schemas_within(spec)
+        annotations = [text for schema in schemas for text in unknown_formats(schema)]
         if not spec.loose:
             return annotations
-        silent = departures(json.loads(spec.text)) if _is_schema(spec) else []
-        grammar, _ = self._grammar_of(spec)
+        silent = [text for schema in schemas for text in departures(schema)]
+        grammar = self._translation_of(spec).grammar
         failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, self._tokenizer)
         return annotations + silent + ([] if failed else messages)
 
-    def _grammar_of(self, spec: ConstraintSpec, proves: bool = True) -> tuple[str, str]:
-        """The grammar, without forced tokens if the constraint's text names a special token, and its guard."""
-        grammar, guard = _translated(spec, proves)
+    def _translation_of(self, spec: ConstraintSpec, way: Way = "proved") -> Translation:
+        """The grammar is without forced tokens if the constraint's text names a special token."""
+        translation = translated(spec, way, self._vocabulary.vocab_size)
         special = (self._vocabulary.tokens[token_id].decode() for token_id in self._vocabulary.special_token_ids)
         if any(text in spec.text for text in special):
-            grammar = _without_forcing(grammar)
-        return grammar, guard
+            translation.grammar = without_forcing(translation.grammar)
+        return translation
 
 
 class LLGuidanceGrammar:
@@ -154,9 +166,42 @@ class LLGuidanceGrammar:
         self.num_rows = 0
         """Rows that sessions have filled."""
         self._vocabulary = vocabulary
-        self._matcher = llguidance.LLMatcher(tokenizer, compiled.grammar, log_level=0)
-        self._guard = Guard.of(compiled.guard) if compiled.guard else None
-        self._first_bytes = AUTOMATA_FACTOR * compiled.num_bytes + GUARD_FACTOR * len(compiled.guard)
+        self._tokenizer = tokenizer
+        translation = compiled.translation
+        self._matcher = self._matcher_of(translation.grammar)
+        self._guard = Guard.of(translation.guard) if translation.guard else None
+        self._sources = translation.parts
+        self._made: dict[int, Part] = {}
+        self._parts = self._parts_of(translation.frame) if translation.parts else None
+        self._first_bytes = AUTOMATA_FACTOR * compiled.num_bytes + GUARD_FACTOR * translation.guard_bytes
+
+    def _matcher_of(self, grammar: str) -> llguidance.LLMatcher:
+        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
+        check_matcher(matcher)
+        return matcher
+
+    def _parts_of(self, frame: str) -> Parts:
+        special = frozenset(self._vocabulary.special_token_ids)
+        return Parts(
+            frame=self._matcher_of(frame),
+            num_parts=len(self._sources),
+            part=self._part,
+            first_marker=self._vocabulary.vocab_size,
+            special=special,
+            named=special | named_token_ids(frame),
+            of_bytes=self._vocabulary.byte_token_ids(),
+            fill=self._fill_of_part,
+        )
+
+    def _part(self, index: int) -> Part:
+        if index not in self._made:
+            grammar, guard = self._sources[index]
+            self._made[index] = Part(self._matcher_of(grammar), Striker(Guard.of(guard), self._vocabulary))
+        return self._made[index]
+
+    def _fill_of_part(self, matcher: llguidance.LLMatcher, row: np.ndarray) -> None:
+        self.num_rows += 1
+        fill_mask(matcher, row, self._vocabulary)
 
     @property
     def num_bytes(self) -> int:
@@ -164,6 +209,8 @@ class LLGuidanceGrammar:
 
     def session(self) -> Session:
         session = LLGuidanceSession(self, self._matcher.deep_copy(), self._vocabulary)
+        if self._parts is not None:
+            return GuardedPartsSession(session, self._parts, self._vocabulary)
         return session if self._guard is None else GuardedSession(session, self._guard, self._vocabulary)
 
 
@@ -175,9 +222,7 @@ class LLGuidanceSession:
         self._check()
 
     def _check(self) -> None:
-        if self._matcher.is_error():
-            reason = self._matcher.get_error().partition("<state>")[0].strip()
-            raise ConstraintError(NOTHING if reason.startswith("NoExtension") else reason)
+        check_matcher(self._matcher)
 
     def accept(self, token_id: int) -> bool:
         if self._matcher.is_stopped() or token_id in self._vocabulary.eos_token_ids:
@@ -188,9 +233,8 @@ class LLGuidanceSession:
 
     def fill(self, row: np.ndarray) -> None:
         self._grammar.num_rows += 1
-        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        fill_mask(self._matcher, row, self._vocabulary)
         self._check()
-        self._vocabulary.forbid_padding(row)
         self._vocabulary.set_tokens(row, self._vocabulary.eos_token_ids, self._matcher.is_accepting())
 
     def rollback(self, num_tokens: int) -> None:
@@ -210,6 +254,13 @@ class LLGuidanceSession:
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
 
+def check_matcher(matcher: llguidance.LLMatcher) -> None:
+    """Raises `ConstraintError` if the matcher has failed."""
+    if matcher.is_error():
+        reason = matcher.get_error().partition("<state>")[0].strip()
+        raise ConstraintError(NOTHING if reason.startswith("NoExtension") else reason)
+
+
 def check_next_row(session: Session, row: np.ndarray) -> None:
     """Accepts the first token that `row` allows and fills the next row; `row` itself stays as it is.
 
@@ -219,132 +270,3 @@ def check_next_row(session: Session, row: np.ndarray) -> None:
     allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
     if len(allowed) and session.accept(int(allowed[0])) and not session.is_finished():
         session.fill(row.copy())
-
-
-def _is_schema(spec: ConstraintSpec) -> bool:
-    return spec.kind == "json_schema"
-
-
-def _unknown_formats(schema: Any) -> Iterator[str]:
-    for path, subschema in subschemas(schema):
-        name = subschema.get("format")
-        if is_annotation(name):
-            yield f"{path}/format: {name!r} is no format of JSON Schema"
-
-
-def _without_forcing(grammar: str) -> str:
-    """The grammar without forced tokens: forced bytes that spell a special token's name would become that token, which
-    does not stand for text.
-    """
-    if not grammar.startswith("{"):
-        return grammar if "%llguidance" in grammar else _NO_FORCING + grammar
-    (part,) = json.loads(grammar)["grammars"]
-    schema = part.get("json_schema")
-    return _NO_FORCING + (part["lark_grammar"] if schema is None else f"start: %json {json.dumps(schema)}")
-
-
-def _translated(spec: ConstraintSpec, proves: bool) -> tuple[str, str]:
-    """The constraint as a grammar of llguidance, Lark or JSON, and what the guard of its sessions is made of. Raises
-    `ConstraintError`.
-    """
-    try:
-        if spec.kind in ("json_schema", "json_object"):
-            return _schema_grammar(spec, proves)
-        return _plain_grammar(spec), ""
-    except ConstraintError:
-        raise
-    except (ValueError, KeyError, TypeError, AssertionError) as error:
-        raise ConstraintError(f"{spec.kind}: {error}") from error
-
-
-def _plain_grammar(spec: ConstraintSpec) -> str:
-    if spec.kind == "choice":
-        return llguidance.grammar_from("choice", spec.text)
-    if spec.kind == "regex":
-        return llguidance.LLMatcher.grammar_from_regex(spec.text)
-    if spec.kind == "lark":
-        return llguidance.LLMatcher.grammar_from_lark(spec.text if spec.loose else _with_exact_schemas(spec.text))
-    if spec.kind == "ebnf":
-        return llguidance.grammar_from("gbnf", spec.text)
-    structures = json.loads(spec.text)
-    if "structures" in structures:
-        return _tag_grammar(structures)
-    raise Unsupported("structural_tag: llguidance serves the form with structures and triggers")
-
-
-def _with_exact_schemas(grammar: str) -> str:
-    """The grammar with its schemas (`%json {...}`, such as those of tool arguments) rewritten where that is exact. No
-    guard follows a part of a text, so the other schemas stay and llguidance refuses their keywords.
-    """
-    parts, end = [], 0
-    for found in _EMBEDDED_SCHEMA.finditer(grammar):
-        if found.end() < end:
-            continue
-        schema, length = json.JSONDecoder().raw_decode(grammar[found.end() :])
-        parts += [grammar[end : found.end()], json.dumps(_embedded(schema))]
-        end = found.end() + length
-    return "".join([*parts, grammar[end:]])
-
-
-def _located_in_grammar(message: str, grammar: str) -> str:
-    """The reason alone, with the place of the keyword that it is about, if a schema of the grammar has that keyword."""
-    found = _UNIMPLEMENTED.search(message)
-    if found is None:
-        return message
-    for place in _EMBEDDED_SCHEMA.finditer(grammar):
-        schema, _ = json.JSONDecoder().raw_decode(grammar[place.end() :])
-        text = located(found.group(), schema)
-        if text != found.group():
-            return text
-    return message
-
-
-def _embedded(schema: dict[str, Any]) -> Any:
-    if schema.get("x-guidance", {}).get("lenient"):
-        return schema
-    prepared = schema
-    if needs_rewriting(schema):
-        result, guard = rewritten(schema)
-        prepared = schema if guard or isinstance(result, bool) else result
-    return with_exact_formats(mended(prepared))
-
-
-def _schema_grammar(spec: ConstraintSpec, proves: bool) -> tuple[str, str]:
-    schema, guard = _prepared(spec, proves)
-    options: dict[str, Any] = {"lenient": spec.loose}
-    if spec.any_whitespace:
-        options |= {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
-    else:
-        options |= {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    if not has_control_characters(schema):
-        options["json_allowed_escapes"] = _SHORT_ESCAPES
-    return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=cast(Any, options)), guard
-
-
-def _prepared(spec: ConstraintSpec, proves: bool) -> tuple[Any, str]:
-    """The schema as llguidance can serve it, and its guard. Raises `Unsupported` for what it would ignore, if not
-    loose.
-    """
-    schema, guard = json.loads(spec.text) if spec.kind == "json_schema" else {"type": "object"}, ""
-    if not spec.loose and (needs_rewriting(schema) or not proves):
-        schema, guard = rewritten(schema, proves)
-    if schema is False:
-        raise ConstraintError(f"json_schema: {NOTHING}")
-    schema = {} if schema is True else with_exact_formats(mended(schema))
-    ignored = [] if spec.loose else departures(schema)
-    if ignored:
-        raise Unsupported(f"json_schema: {'; '.join(ignored)}")
-    return schema, guard
-
-
-def _tag_grammar(tag: dict[str, Any]) -> str:
-    """A grammar for free text in which each trigger begins one of the tags whose `begin` starts with the trigger."""
-    structures = []
-    for item in tag["structures"]:
-        trigger = next((text for text in tag["triggers"] if item["begin"].startswith(text)), None)
-        if trigger is None:
-            raise ConstraintError(f"structural_tag: no trigger starts {item['begin']!r}; add one to triggers")
-        structures.append(
-            llguidance.StructTag(trigger=trigger, begin=item["begin"], grammar=item["schema"], end=item["end"])
-        )
-    return llguidance.StructTag.to_grammar(structures, assume_special=False)

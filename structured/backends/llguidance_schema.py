@@ -27,6 +27,7 @@ _LIMITS = (2**63 - 1, -(2**63))
 """Bounds of 64-bit integers, which schemas use to say "any" and which its conversion meets exactly."""
 _MAX_HOSTNAME = 253
 _OLD_DRAFTS = re.compile(r"json-schema\.org/(draft-0|draft/2019)")
+_ESCAPED_CHARACTER = re.compile(r"(?<!\\)(?:\\\\)*\\[<>]")
 _SHORT_ESCAPES = frozenset("\b\f\n\r\t")
 
 
@@ -99,6 +100,8 @@ def mended(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     result = {name: item if name in ("const", "enum") else mended(item) for name, item in schema.items()}
+    if isinstance(result.get("pattern"), str):
+        result["pattern"] = _ESCAPED_CHARACTER.sub(lambda found: found[0][:-2] + found[0][-1], result["pattern"])
     if result.get("uniqueItems") is False:
         del result["uniqueItems"]
     if result.get("format") == "hostname" and isinstance(result.get("maxLength", 0), int):

@@ -22,6 +22,7 @@ import llguidance
 import numpy as np
 
 from structured.backends.keywords import combinations, subschemas
+from structured.backends.lark_schemas import embedded_schemas
 from structured.backends.llguidance import tokenizer_of
 from structured.constraint import ConstraintError, ConstraintSpec, Unsupported
 from structured.masks import row_words
@@ -100,12 +101,23 @@ class XGrammarBackend:
     def not_enforced(self, spec: ConstraintSpec) -> list[str]:
         if spec.kind == "json_schema":
             schema = json.loads(spec.text)
-            return sorted(combinations(schema) - ENFORCED) + sorted(_foreign_references(schema))
+            return _not_proven(schema)
         if spec.kind == "structural_tag":
-            return sorted(
-                {name for schema in _schemas(json.loads(spec.text)) for name in combinations(schema)} - ENFORCED
-            )
+            return sorted({text for schema in _schemas(json.loads(spec.text)) for text in _not_proven(schema)})
+        if spec.kind == "lark":
+            return sorted({text for schema in _schemas_in_lark(spec.text) for text in _not_proven(schema)})
         return []
+
+
+def _not_proven(schema: Any) -> list[str]:
+    return sorted(combinations(schema) - ENFORCED) + sorted(_foreign_references(schema))
+
+
+def _schemas_in_lark(grammar: str) -> list[Any]:
+    try:
+        return [each.schema for each in embedded_schemas(grammar)]
+    except ValueError as error:
+        raise ConstraintError(f"lark: the text behind %json is no schema: {error}") from error
 
 
 def _foreign_references(schema: Any) -> set[str]:

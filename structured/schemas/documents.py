@@ -80,7 +80,7 @@ class Document:
     def loops(self) -> frozenset[str]:
         """References to definitions that refer, by way of others or not, to themselves."""
         if self._loops is None:
-            reached = {name: set(_references(schema)) for name, schema in self.definitions.items()}
+            reached = {name: set(references(schema)) for name, schema in self.definitions.items()}
             for middle in reached:  # Warshall's closure
                 for targets in reached.values():
                     if f"#/$defs/{middle}" in targets:
@@ -171,7 +171,7 @@ class _Reader:
                 result[name] = item
         references = [result.pop(name) for name in ("$ref", "$dynamicRef", "$recursiveRef") if name in result]
         if references:
-            result = _with_references(result, references, "$ref" in schema and next(iter(schema)) == "$ref")
+            result = _withreferences(result, references, "$ref" in schema and next(iter(schema)) == "$ref")
         self.document.place(result, path)
         return result
 
@@ -276,7 +276,7 @@ class _Reader:
             raise Unsupported(f"{path}/$schema: one schema may not mix drafts; write the whole in one")
 
 
-def _with_references(result: dict[str, Any], references: list[str], is_first: bool) -> dict[str, Any]:
+def _withreferences(result: dict[str, Any], references: list[str], is_first: bool) -> dict[str, Any]:
     """`$ref` where it stood: properties are written in the order in which the schema gives them."""
     first, *others = references
     result = {"$ref": first, **result} if is_first else {**result, "$ref": first}
@@ -305,15 +305,16 @@ def _count_ids(value: Any, is_root: bool = True) -> int:
     return own + sum(_count_ids(item, False) for name, item in value.items() if name not in ("enum", "const"))
 
 
-def _references(value: Any) -> Iterator[str]:
+def references(value: Any) -> Iterator[str]:
+    """Those in a schema and in what it holds."""
     if isinstance(value, dict):
         if isinstance(value.get("$ref"), str):
             yield value["$ref"]
         for item in value.values():
-            yield from _references(item)
+            yield from references(item)
     elif isinstance(value, list):
         for item in value:
-            yield from _references(item)
+            yield from references(item)
 
 
 def _identities(value: Any) -> Iterator[int]:

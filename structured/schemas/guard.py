@@ -25,19 +25,43 @@ VALUE, FIRST_ITEM, FIRST_KEY, KEY, COLON, AFTER, STRING, KEY_STRING, SCALAR, DON
 """What the next byte belongs to."""
 _SPACE = b" \t\r\n"
 _LITERALS = (b"true", b"false", b"null")
+_OPENING = frozenset(["$ref", "allOf", "patternProperties", "additionalProperties", "propertyNames"])
+"""Keywords by which schemas apply to what a value holds. Without them, the grammar allows anything there."""
+_BOUNDS = frozenset(["minimum", "maximum"])
+_MAX_DIGITS = 400
+"""No integer is longer: floats end at 309 digits, and Python takes no more than 4,300."""
+_NUMBERS = frozenset(["integer", "fraction"])
+_BEGUN = {
+    ord("{"): frozenset(["object"]),
+    ord("["): frozenset(["array"]),
+    ord('"'): frozenset(["string"]),
+    ord("t"): frozenset(["boolean"]),
+    ord("f"): frozenset(["boolean"]),
+    ord("n"): frozenset(["null"]),
+}
+"""The types of values by their first byte; other bytes begin numbers."""
 
 
 class Place:
     """What applies to one value, by its position alone: all schemas that hold there whichever branches are taken."""
 
-    def __init__(self, guard: Guard, schemas: list[Any]) -> None:
+    def __init__(self, guard: Guard, schemas: list[Any], is_open: bool) -> None:
         self.schemas = schemas
+        self.is_open = is_open
+        """Whether the grammar may allow anything here: it left out a keyword by which schemas apply to this place."""
         self.flat = guard.logic.flat(schemas) or []
         marks = {name for schema in self.flat for name in schema.get(GUARD, ())}
         self.is_unique = "uniqueItems" in marks
-        self.is_judged = bool(marks - {"uniqueItems"}) or any(map(guard.has_mark_in_branch, self.flat))
-        self.reaches = any(map(guard.reaches, self.flat))
-        self.is_integer = types_of(self.flat) == {"integer"}
+        self.is_judged = is_open or bool(marks - {"uniqueItems"}) or any(map(guard.has_mark_in_branch, self.flat))
+        self.opens = is_open or not marks.isdisjoint(_OPENING)
+        """Whether the grammar may allow anything within."""
+        self.may_forbid_names = self.opens and any(map(_forbids_names, self.flat))
+        """Whether a property may be wrong by its name alone."""
+        self.reaches = is_open or any(map(guard.reaches, self.flat))
+        self.types = types_of(self.flat)
+        self.is_integer = self.types == {"integer"}
+        self.is_bounded = self.is_integer and not marks.isdisjoint(_BOUNDS)
+        """Whether the grammar allows integers that are too large or too small."""
         self._guard = guard
         self._length = max((len(schema.get("prefixItems", ())) for schema in self.flat), default=0)
         self._items: dict[int, Place] = {}
@@ -48,13 +72,13 @@ class Place:
     def item(self, index: int) -> Place:
         index = min(index, self._length)
         if index not in self._items:
-            self._items[index] = self._guard.place(item_schemas(self.flat, index))
+            self._items[index] = self._guard.place(item_schemas(self.flat, index), self.opens)
         return self._items[index]
 
     def property(self, name: str) -> Place:
         found = self._properties.get(name)
         if found is None:
-            found = self._guard.place(self._guard.logic.property_schemas(self.flat, name))
+            found = self._guard.place(self._guard.logic.property_schemas(self.flat, name), self.opens)
             if len(self._properties) < MAX_NAMES:
                 self._properties[name] = found
         return found
@@ -67,6 +91,15 @@ class Place:
             if values is not None and not any(isinstance(value, float | list | dict) for value in values):
                 self._domain = frozenset(json.dumps(value, ensure_ascii=False).encode() for value in values)
         return self._domain
+
+
+def _forbids_names(schema: dict[str, Any]) -> bool:
+    maps = (schema.get("properties", {}), schema.get("patternProperties", {}))
+    return (
+        "propertyNames" in schema
+        or schema.get("additionalProperties") is False
+        or any(value is False for values in maps for value in values.values())
+    )
 
 
 def finite_domain(logic: Logic, flat: list[dict[str, Any]]) -> list[Any] | None:
@@ -128,6 +161,8 @@ class Guard:
         self._reached: dict[int, bool] = {}
         self._places: dict[tuple[int, ...], Place] = {}
         self._root = self.place([document.root])
+        self.has_open_places = not _OPENING.isdisjoint(self.keywords())
+        """Whether the grammar may allow anything somewhere, so that a value can be wrong from its first byte."""
 
     @classmethod
     def of(cls, text: str) -> Guard:
@@ -137,11 +172,23 @@ class Guard:
         document.root, document.definitions = root, definitions
         return cls(document)
 
-    def place(self, schemas: list[Any]) -> Place:
+    def keywords(self) -> set[str]:
+        """All that the grammar leaves out somewhere."""
+        document = self.logic.document
+        pending, found, seen = [document.root, *document.definitions.values()], set(), set()
+        while pending:
+            schema = pending.pop()
+            if isinstance(schema, dict) and id(schema) not in seen:
+                seen.add(id(schema))
+                found |= set(schema.get(GUARD, ()))
+                pending += self._children(schema)
+        return found
+
+    def place(self, schemas: list[Any], is_open: bool = False) -> Place:
         schemas = [schema for schema in schemas if schema is not True]
-        key = tuple(map(id, schemas))
+        key = (is_open, *map(id, schemas))
         if key not in self._places:
-            self._places[key] = Place(self, schemas)
+            self._places[key] = Place(self, schemas, is_open)
         return self._places[key]
 
     def reaches(self, schema: Any) -> bool:
@@ -182,9 +229,11 @@ class Guard:
             return self._root
         return frame.place.item(frame.num_items) if frame.is_array else frame.place.property(frame.key)
 
-    def may_end(self, state: State, text: bytes) -> bool:
+    def may_end(self, state: State, text: bytes | bytearray) -> bool:
         """Whether the text may end here: a number at the top is complete only when it ends."""
-        return state.mode != SCALAR or state.frame is not None or self._complete(state, text[state.start :]) is not None
+        if state.mode != SCALAR or state.frame is not None:
+            return True
+        return self._complete(state, bytes(text[state.start :])) is not None
 
     def advance(self, state: State, text: bytes | bytearray, data: bytes) -> State | None:
         """The state after `data`, which follows `text`; None if it would break what the grammar left out."""
@@ -231,6 +280,8 @@ class Guard:
     def _structure(self, state: State, byte: int, at: int, whole: bytes | None) -> State | None:
         """The state after a byte outside of strings, numbers and white space."""
         frame = state.frame
+        if state.mode in (VALUE, FIRST_ITEM) and byte != 0x5D and not self._may_begin(state, byte):
+            return None
         if byte in b"[{":
             opened = Frame(frame, self.place_of(state), byte == 0x5B, at, 0, "", frozenset(), frozenset())
             return state._replace(frame=opened, mode=FIRST_ITEM if byte == 0x5B else FIRST_KEY)
@@ -252,7 +303,18 @@ class Guard:
         if state.mode == STRING:
             return self._complete(state, text)
         assert state.frame is not None
-        return state._replace(frame=state.frame._replace(key=json.loads(text)), mode=COLON)
+        name = json.loads(text)
+        place = state.frame.place
+        if place.may_forbid_names and False in place.property(name).schemas:
+            return None
+        return state._replace(frame=state.frame._replace(key=name), mode=COLON)
+
+    def _may_begin(self, state: State, byte: int) -> bool:
+        """Whether a value of the place may begin with this byte, where the grammar allows values of any type."""
+        place = self.place_of(state)
+        if not place.is_open:
+            return True
+        return False not in place.schemas and not place.types.isdisjoint(_BEGUN.get(byte, _NUMBERS))
 
     def _literal(self, state: State, text: bytes) -> State | None:
         return self._complete(state, text) if text in _LITERALS else state
@@ -273,19 +335,37 @@ class Guard:
         return state._replace(frame=frame._replace(num_items=frame.num_items + 1), mode=AFTER)
 
     def _leads_on(self, state: State, text: bytes | bytearray, data: bytes) -> bool:
-        """Whether an item that is being written can still become one that the array does not hold yet."""
+        """Whether a value that is being written can still become one that may stand there: of few, where the grammar
+        allows any, or one that its array does not hold yet.
+        """
         frame = state.frame
+        if state.mode == SCALAR and not self._may_grow(self.place_of(state), (bytes(text) + data)[state.start :]):
+            return False
         if state.mode == SCALAR and (bytes(text) + data)[state.start :] in (b"0", b"-0"):
             place = self.place_of(state)
             if place.is_integer:  # no digit may follow
                 return self._complete(state, b"0") is not None
-        if state.mode not in (STRING, SCALAR, VALUE) or frame is None or not (frame.is_array and frame.place.is_unique):
+        if state.mode not in (STRING, SCALAR, VALUE):
             return True
-        domain = frame.place.item(frame.num_items).domain()
+        is_unique = frame is not None and frame.is_array and frame.place.is_unique
+        place = self.place_of(state)
+        domain = place.domain() if is_unique or place.is_open else None
         if domain is None:
             return True
         begun = b"" if state.mode == VALUE else (bytes(text) + data)[state.start :]
-        return any(item.startswith(begun) for item in domain - frame.texts)
+        taken = frame.texts if is_unique and frame is not None else frozenset()
+        return any(item.startswith(begun) for item in domain - taken)
+
+    def _may_grow(self, place: Place, text: bytes) -> bool:
+        """Whether an integer is within its bounds or may come there: more digits lead further from zero."""
+        if not place.is_bounded or not text.lstrip(b"-").isdigit():
+            return True
+        if len(text) > _MAX_DIGITS:
+            return False
+        number = int(text)
+        if number > 0:
+            return number <= smallest(place.flat, "maximum", math.inf)
+        return number >= largest(place.flat, "minimum", -math.inf)
 
     def is_hot(self, state: State) -> bool:
         """Whether the value that is being written is judged when it is complete, or compared with others."""

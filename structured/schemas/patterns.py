@@ -49,6 +49,15 @@ class Unreadable(Exception):
     """A pattern that this module does not understand."""
 
 
+def is_readable(pattern: str) -> bool:
+    """Whether all dialects read the pattern, and mean the same by it but for the readings above."""
+    try:
+        _Parser(pattern, True).parse()
+    except Unreadable:
+        return False
+    return True
+
+
 def are_disjoint(found: list[str]) -> bool:
     """Whether it is proved that no text satisfies all of the patterns."""
     try:

@@ -530,6 +530,7 @@ COMMANDS: dict[str, Callable[[str, Manual], None]] = {
     'make bench ARGS="speculative"': measures,
     'make bench ARGS="forms --form avx2"': measures,
     "manta bench structured": measures,
+    "manta bench schemas --data PATH": measures,
     "manta bench faults": measures,
     "make test": runs_tests,
     'make test ARGS="tests/cli/test_cli.py -k check"': runs_tests,

@@ -1,0 +1,237 @@
+"""A constraint as a grammar of llguidance, with what guards need for the schemas that the grammar lets through in part.
+
+A schema that stands alone has one guard. Schemas within a grammar (`%json` in Lark, tools' arguments, structural tags)
+have a guard each, and with them a *frame*: the grammar with markers in the place of guarded schemas.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, Literal, cast
+
+import llguidance
+import msgspec
+
+from structured.backends.keywords import subschemas
+from structured.backends.lark_schemas import EmbeddedSchema, counts_tokens, embedded_schemas, with_replaced
+from structured.backends.llguidance_schema import departures, has_control_characters, located, mended
+from structured.constraint import ConstraintError, ConstraintSpec, Unsupported
+from structured.schemas.formats import is_annotation, with_exact_formats
+from structured.schemas.guard import Guard
+from structured.schemas.loosening import loosened
+from structured.schemas.rewriting import needs_rewriting, rewritten
+
+_UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[[^\]]*\]")
+_NO_FORCING = '%llguidance {"no_forcing": true}\n'
+_SHORT_ESCAPES = 'nrbtf"\\'
+"""`\\uXXXX` is left out: with it, an additional property could spell a given property's name and replace it."""
+NOTHING = "nothing satisfies it"
+WHITESPACE = r"[ \n\t]{0,20}"
+"""Allowed between two tokens of JSON. It is bounded, so that a model cannot write white space for ever."""
+NUM_MARKERS = 1024
+"""Tokens beyond the model's that stand for guarded schemas in a frame. The first begins each of them."""
+
+
+Way = Literal["proved", "guarded", "loosened", "apart"]
+"""How schemas become grammars, from the one that leaves least to the guard: rewritten with proofs; rewritten without;
+loosened; and loosened so that no two schemas apply to one value.
+"""
+SIMPLER_WAYS: tuple[Way, ...] = ("guarded", "loosened", "apart")
+
+
+class Translation(msgspec.Struct, array_like=True):
+    """A grammar, Lark or JSON, and what it leaves out."""
+
+    grammar: str
+    guard: str = ""
+    """The marked schema that `Guard.of` reads; empty if the grammar allows no more than the schema."""
+    frame: str = ""
+    """The grammar with markers in the place of guarded schemas; empty if there is none within it."""
+    parts: list[tuple[str, str]] = []
+    """The grammar and the guard of each schema that has a marker."""
+
+    @property
+    def guard_bytes(self) -> int:
+        return len(self.guard) + sum(len(guard) for _, guard in self.parts)
+
+
+def translated(spec: ConstraintSpec, way: Way, first_marker: int) -> Translation:
+    """Markers are the tokens from `first_marker` on. Raises `ConstraintError`, and `Unsupported` if a keyword would not
+    be enforced.
+    """
+    try:
+        if spec.kind in ("json_schema", "json_object"):
+            return _schema_grammar(spec, way)
+        lark = lark_of(spec)
+        if lark is not None and not spec.loose:
+            return _with_exact_schemas(lark, spec.kind, way, first_marker)
+        return Translation(_plain_grammar(spec))
+    except ConstraintError:
+        raise
+    except (ValueError, KeyError, TypeError, AssertionError) as error:
+        raise ConstraintError(f"{spec.kind}: {error}") from error
+
+
+def schemas_within(spec: ConstraintSpec) -> list[Any]:
+    """The schemas of a constraint; none if its text cannot be read."""
+    try:
+        if spec.kind == "json_schema":
+            return [json.loads(spec.text)]
+        lark = lark_of(spec)
+        return [] if lark is None else [each.schema for each in embedded_schemas(lark)]
+    except (ValueError, KeyError, TypeError, AssertionError):
+        return []
+
+
+def unknown_formats(schema: Any) -> Iterator[str]:
+    """Formats that no specification defines, each as `#/path/format: why`."""
+    for path, subschema in subschemas(schema):
+        name = subschema.get("format")
+        if is_annotation(name):
+            yield f"{path}/format: {name!r} is no format of JSON Schema"
+
+
+def located_within(message: str, schemas: list[Any]) -> str:
+    """The reason alone, with the place of the keyword that it is about, if one of the grammar's schemas has it."""
+    found = _UNIMPLEMENTED.search(message)
+    if found is None:
+        return message
+    for schema in schemas:
+        text = located(found.group(), schema)
+        if text != found.group():
+            return text
+    return message
+
+
+def without_forcing(grammar: str) -> str:
+    """The grammar without forced tokens: forced bytes that spell a special token's name would become that token, which
+    does not stand for text.
+    """
+    if not grammar.startswith("{"):
+        return grammar if "%llguidance" in grammar else _NO_FORCING + grammar
+    (part,) = json.loads(grammar)["grammars"]
+    schema = part.get("json_schema")
+    return _NO_FORCING + (part["lark_grammar"] if schema is None else f"start: %json {json.dumps(schema)}")
+
+
+def _plain_grammar(spec: ConstraintSpec) -> str:
+    if spec.kind == "choice":
+        return llguidance.grammar_from("choice", spec.text)
+    if spec.kind == "regex":
+        return llguidance.LLMatcher.grammar_from_regex(spec.text)
+    if spec.kind == "lark":
+        return llguidance.LLMatcher.grammar_from_lark(spec.text)
+    if spec.kind == "ebnf":
+        return llguidance.grammar_from("gbnf", spec.text)
+    return _tag_grammar(json.loads(spec.text))
+
+
+# ---- schemas within a grammar ----------------------------------------------------------------------------------------
+
+
+def lark_of(spec: ConstraintSpec) -> str | None:
+    """The Lark grammar that a constraint is, or that its structural tags become; None if it is of another kind."""
+    if spec.kind == "lark":
+        return spec.text
+    if spec.kind != "structural_tag":
+        return None
+    grammar = _tag_grammar(json.loads(spec.text))
+    return None if grammar.startswith("{") else grammar
+
+
+def _with_exact_schemas(lark: str, kind: str, way: Way, first_marker: int) -> Translation:
+    """The grammar with its schemas prepared, and with parts for those that need a guard."""
+    found = embedded_schemas(lark)
+    texts: list[str] = []
+    marked: list[str] = []
+    parts: list[tuple[str, str]] = []
+    for each in found:
+        schema, guard = _embedded(each, kind, way)
+        texts.append(f"%json {json.dumps(schema)}")
+        marked.append(texts[-1])
+        if guard:
+            marked[-1] = f"(<[{first_marker}]> <[{first_marker + 1 + len(parts)}]>)"
+            parts.append((llguidance.LLMatcher.grammar_from_lark(f"start: {texts[-1]}"), guard))
+    grammar = llguidance.LLMatcher.grammar_from_lark(with_replaced(lark, found, texts))
+    if not parts:
+        return Translation(grammar)
+    frame = with_replaced(lark, found, marked)
+    if counts_tokens(frame):
+        raise Unsupported(
+            f"{kind}: {_keywords_of(found, way)} cannot be enforced beside max_tokens, <[*]> or <[^...]>; "
+            "leave these out"
+        )
+    if len(parts) >= NUM_MARKERS:
+        raise Unsupported(f"{kind}: {len(parts)} schemas need a guard, the limit is {NUM_MARKERS - 1}; use fewer")
+    return Translation(grammar, "", llguidance.LLMatcher.grammar_from_lark(frame), parts)
+
+
+def _keywords_of(found: list[EmbeddedSchema], way: Way) -> str:
+    """The keywords that guards would enforce."""
+    guards = [guard for each in found if (guard := _embedded(each, "", way)[1])]
+    return ", ".join(sorted({keyword for guard in guards for keyword in Guard.of(guard).keywords()}))
+
+
+def _embedded(each: EmbeddedSchema, kind: str, way: Way) -> tuple[Any, str]:
+    """The schema as llguidance can serve it, with its own options, and its guard."""
+    schema = each.schema
+    if not isinstance(schema, dict) or schema.get("x-guidance", {}).get("lenient"):
+        return schema, ""
+    prepared, guard = _prepared(schema, kind, way)
+    options = schema.get("x-guidance", {})
+    if not has_control_characters(prepared):
+        options = {"json_allowed_escapes": _SHORT_ESCAPES, **options}
+    return {**prepared, "x-guidance": options}, guard
+
+
+# ---- one schema ------------------------------------------------------------------------------------------------------
+
+
+def _schema_grammar(spec: ConstraintSpec, way: Way) -> Translation:
+    schema, guard = json.loads(spec.text) if spec.kind == "json_schema" else {"type": "object"}, ""
+    if spec.loose:
+        schema = {} if schema is True else with_exact_formats(mended(schema))
+    else:
+        schema, guard = _prepared(schema, "json_schema", way)
+    options: dict[str, Any] = {"lenient": spec.loose}
+    if spec.any_whitespace:
+        options |= {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
+    else:
+        options |= {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    if not has_control_characters(schema):
+        options["json_allowed_escapes"] = _SHORT_ESCAPES
+    grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=cast(Any, options))
+    return Translation(grammar, guard)
+
+
+def _prepared(schema: Any, kind: str, way: Way) -> tuple[Any, str]:
+    """The schema as llguidance can serve it, and its guard. Raises `Unsupported` for what it would ignore."""
+    guard = ""
+    if way in ("loosened", "apart"):
+        schema, guard = loosened(schema, joins=way == "loosened")
+    elif way == "guarded" or needs_rewriting(schema):
+        schema, guard = rewritten(schema, proves=way == "proved")
+    if schema is False:
+        raise ConstraintError(f"{kind}: {NOTHING}")
+    schema = {} if schema is True else with_exact_formats(mended(schema))
+    ignored = departures(schema)
+    if ignored:
+        raise Unsupported(f"{kind}: {'; '.join(ignored)}")
+    return schema, guard
+
+
+def _tag_grammar(tag: dict[str, Any]) -> str:
+    """A grammar for free text in which each trigger begins one of the tags whose `begin` starts with the trigger."""
+    if "structures" not in tag:
+        raise Unsupported("structural_tag: llguidance serves the form with structures and triggers")
+    structures = []
+    for item in tag["structures"]:
+        trigger = next((text for text in tag["triggers"] if item["begin"].startswith(text)), None)
+        if trigger is None:
+            raise ConstraintError(f"structural_tag: no trigger starts {item['begin']!r}; add one to triggers")
+        structures.append(
+            llguidance.StructTag(trigger=trigger, begin=item["begin"], grammar=item["schema"], end=item["end"])
+        )
+    return llguidance.StructTag.to_grammar(structures, assume_special=False)

@@ -1,0 +1,142 @@
+"""A schema without an exact grammar is loosened, and the guard keeps it whole: nothing wrong passes, nothing right is
+lost.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+from typing import Any
+
+import jsonschema
+import pytest
+
+from structured.backend import DeadEnd, Grammar
+from structured.backends.guarded import GuardedSession
+from structured.backends.llguidance_grammar import Way
+from structured.constraint import ConstraintError, ConstraintSpec
+from structured.schemas.loosening import loosened
+from tests.schema_cases import CASES, Case
+from tests.structured.grammar_walk import allowed_tokens, text_of, walk
+from tests.structured.test_schema_conformance import (
+    EOS,
+    accepts,
+    grammar_of,
+    make_backend_once,
+    validator,
+    vocabulary,
+)
+
+_INT = {"type": "integer"}
+_NODE = {"type": "object", "properties": {"v": _INT, "next": {"$ref": "#/$defs/n"}}, "required": ["v"]}
+
+REFUSED_BEFORE: list[tuple[Any, list[Any], list[Any]]] = [
+    (
+        {"$defs": {"n": _NODE}, "allOf": [{"$ref": "#/$defs/n"}, {"not": {"required": ["w"]}}]}
+        | {"anyOf": [{"$ref": "#/$defs/n"}, {"type": "null"}], "properties": {"next": {"minProperties": 2}}},
+        [{"v": 1}, {"next": {"v": 2, "next": {"v": 3}}, "v": 1}],
+        [{"v": "1"}, {"v": 1, "next": {"v": 2}}, {"v": 1, "next": {"v": 2, "next": {}}}],
+    ),
+    (
+        {"type": "object", "patternProperties": {"a": _INT}, "not": {"patternProperties": {"^.{1,3}$": _INT}}}
+        | {"additionalProperties": {"type": "string"}},
+        [{"b": "x"}, {"abcd": 1, "b": "x"}],
+        [{"abcd": 1}, {"a": "x"}, {"a": 1}, {"b": 1}],
+    ),
+    (
+        {"type": "object", "patternProperties": {"^a(?=b)": _INT, "b$": {"minimum": 3}, r"(c)\1": False}},
+        [{"ab": 3, "x": None}, {"abc": 1}, {"b": "x"}],
+        [{"ab": 2}, {"ab": "x"}, {"cc": 1}, {"abc": "x"}],
+    ),
+    ({"type": "integer", "minimum": 5, "maximum": 2**60}, [5, 2**60, 2**53 + 1], [4, 2**60 + 1, 2**70, -1]),
+    ({"type": "array", "items": {"type": "number", "maximum": 2**60}}, [[2**60, 1]], [[2**60 + 1]]),
+    ({"enum": [2**60 + 1, "x"]}, ["x", 2**60 + 1], [2**60, "y", 1]),
+    ({"type": "string", "pattern": r"^([ab])x\1$"}, ["axa", "bxb"], ["axb", "ax"]),
+    ({"type": "string", "pattern": r"^\<[a-z]\>$"}, ["<a>"], ["a", r"\<a\>"]),
+    (
+        {"type": "object", "patternProperties": {f"^{c}|z": {"type": ["string", "null"]} for c in "abcdef"}},
+        [{"a": "x", "zz": None, "y": 1}],
+        [{"a": 1}, {"yz": 1}],
+    ),
+]
+cases = pytest.mark.parametrize(
+    ("schema", "valid", "invalid"), REFUSED_BEFORE, ids=lambda value: json.dumps(value)[:50]
+)
+
+
+@functools.cache
+def _grammar(text: str) -> Grammar:
+    return grammar_of(json.loads(text), any_whitespace=False)
+
+
+def grammar(schema: Any) -> Grammar:
+    return _grammar(json.dumps(schema))
+
+
+@cases
+def test_what_llguidance_refuses_is_served(schema: Any, valid: list[Any], invalid: list[Any]) -> None:
+    judge = jsonschema.Draft202012Validator(schema)
+    assert all(map(judge.is_valid, valid))
+    assert not any(map(judge.is_valid, invalid))
+    assert [value for value in valid if not accepts(grammar(schema), value)] == []
+    assert [value for value in invalid if accepts(grammar(schema), value)] == []
+
+
+@cases
+def test_walks_at_random_end_in_valid_instances(schema: Any, valid: list[Any], invalid: list[Any]) -> None:
+    judge, rng = jsonschema.Draft202012Validator(schema), random.Random(json.dumps(schema))
+    for _ in range(12):
+        try:
+            token_ids, ended = walk(grammar(schema).session(), vocabulary(), rng, free=15, longest=120)
+        except DeadEnd:
+            continue
+        if ended:
+            text = text_of(token_ids, vocabulary())
+            assert judge.is_valid(json.loads(text)), text
+
+
+@cases
+def test_a_mask_allows_a_token_if_its_bytes_may_follow_one_by_one(schema: Any, valid: list[Any], invalid: Any) -> None:
+    rng, tokens = random.Random(json.dumps(schema)), vocabulary().tokens
+    single = vocabulary().byte_token_ids()
+    for value in valid:
+        data = json.dumps(value).encode()
+        for cut in rng.sample(range(len(data)), min(5, len(data))):
+            session = grammar(schema).session()
+            assert all(session.accept(single[byte]) for byte in data[:cut])
+            allowed = set(allowed_tokens(session, vocabulary()).tolist())
+            if not isinstance(session, GuardedSession):
+                continue
+            wider = set(allowed_tokens(session.unguarded, vocabulary()).tolist())
+            assert allowed <= wider
+            for token_id in rng.sample(sorted(wider - {EOS}), min(len(wider - {EOS}), 200)):
+                other = session.fork()
+                one_by_one = all(other.accept(single[byte]) for byte in tokens[token_id])
+                assert (token_id in allowed) == one_by_one, (data[:cut], tokens[token_id])
+
+
+@pytest.mark.parametrize("way", ["guarded", "loosened", "apart"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: json.dumps(case.schema, ensure_ascii=False)[:60])
+def test_whatever_is_left_to_the_guard_the_instances_are_the_same(case: Case, way: Way) -> None:
+    backend = make_backend_once("llguidance")
+    spec = ConstraintSpec(kind="json_schema", text=json.dumps(case.schema), any_whitespace=False)
+    try:
+        found = backend.load(spec, backend.compiled_by(spec, way))
+    except ConstraintError:
+        return
+    check = validator(case.schema)
+    assert [value for value in case.invalid if accepts(found, value)] == []
+    assert [value for value in case.valid if not accepts(found, value)] == []
+    try:
+        token_ids, ended = walk(found.session(), vocabulary(), random.Random(way), free=10, longest=100)
+    except DeadEnd:
+        return
+    if ended:
+        assert check.is_valid(json.loads(text_of(token_ids, vocabulary())))
+
+
+def test_what_an_older_draft_does_not_know_is_not_loosened() -> None:
+    schema = {"$schema": "http://json-schema.org/draft-04/schema#", "oneOf": [{"const": 1}, {"type": "integer"}]}
+    with pytest.raises(ConstraintError, match="const: no keyword of the draft"):
+        loosened(schema, joins=True)
