@@ -302,6 +302,6 @@ def _character(code: int) -> str:
     character = chr(code)
     if character.isalnum() and code < 128:
         return character
-    if 32 < code < 127:
+    if 32 < code < 127 and character not in "<>":  # escaped, Rust reads these two as the edges of words
         return "\\" + character
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

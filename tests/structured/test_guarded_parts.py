@@ -252,7 +252,7 @@ def test_the_calls_of_a_model_are_guarded(form: ToolFormat) -> None:
 
     def calls(*bodies: tuple[str, str]) -> str:
         texts = [f'{{"name": "{name}", "{form.arguments_key}": {arguments}}}' for name, arguments in bodies]
-        if form.is_list:
+        if form.calls == "list":
             return form.begin + "[" + ",".join(texts) + "]"
         return "".join(form.begin + text + form.end for text in texts)
 
