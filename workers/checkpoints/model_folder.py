@@ -16,6 +16,7 @@ from workers.checkpoints.folder_kinds import lfs_pointer, why_no_checkpoint, why
 from workers.model_options import DEMO_MODEL
 from workers.models.families import FAMILIES
 from workers.models.model_config import ModelConfig, ModelError, RopeConfig
+from workers.models.quantization import read_quantization
 from workers.models.raw_config import RawConfig, checkpoint_dtype
 
 _DEMO_FOLDER = pathlib.Path(__file__).resolve().parents[2] / "configs" / "demo" / "target"
@@ -94,13 +95,16 @@ def _read_config(folder: pathlib.Path, raw: RawConfig) -> ModelConfig:
     architecture = raw.architecture
     if architecture is None:
         raise ModelError(f"{folder / 'config.json'} names no architecture; add its `architectures` entry")
-    quantization = raw.get("quantization_config")
-    if quantization:  # null and {} are written by tools that never quantised
-        method = quantization.get("quant_method", "unnamed")
-        raise ModelError(f"{method} quantisation is not supported; use a bfloat16, float16 or float32 checkpoint")
+    stored = raw.get("quantization_config")
+    quantization = read_quantization(stored) if stored else None  # tools that never quantised write null and {}
     family = FAMILIES.get(architecture)
+    if family is None and quantization is not None:
+        raise ModelError(
+            f"{architecture} runs through transformers, and its {quantization.method} checkpoints are not served; "
+            "use one in bfloat16, float16 or float32"
+        )
     config = _transformers_config(folder, architecture) if family is None else family.read_config(raw)
-    return msgspec.structs.replace(config, eos_token_ids=eos_token_ids)
+    return msgspec.structs.replace(config, eos_token_ids=eos_token_ids, quantization=quantization)
 
 
 def _transformers_config(folder: pathlib.Path, architecture: str) -> ModelConfig:
