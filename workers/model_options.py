@@ -22,8 +22,8 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The options of an engine that each of its ranks reads."""
 
     model: str = DEMO_MODEL
-    """Folder with `config.json` and safetensors, a Hugging Face hub id, or `demo`. `ID@REVISION` is a commit, tag or
-    branch of a hub id; only a commit is the same files for ever.
+    """Folder with `config.json` and safetensors, a GGUF file, a Hugging Face hub id, or `demo`. `ID@REVISION` is a
+    commit, tag or branch of a hub id; only a commit is the same files for ever.
     """
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """`auto` takes the checkpoint's dtype (float16 becomes bfloat16). `float16` is for CUDA GPUs; in a model that was

@@ -295,7 +295,7 @@ def _absolute_file(path: str | None) -> str | None:
 
 
 def _absolute(name: str | None) -> Any:
-    """The absolute path of a folder; `demo` and hub ids stay as they are."""
-    if name is None or name == DEMO_MODEL or not pathlib.Path(name).is_dir():
+    """The absolute path of a folder or file; `demo` and hub ids stay as they are."""
+    if name is None or name == DEMO_MODEL or not pathlib.Path(name).exists():
         return name
     return str(pathlib.Path(name).resolve())

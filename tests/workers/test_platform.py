@@ -67,6 +67,7 @@ class OtherPlatform:
     runs_ahead = True
     shares_memory = True
     kv_share = 0.4
+    keeps_integers = False
     splits_mlp = False
     advice = None
     sampler = torch_sampler

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from workers.checkpoints.folder_kinds import lfs_pointer, why_no_weights
 from workers.model_options import ModelOptions
+from workers.models.families import describe
 from workers.models.model_config import DTYPE_BYTES, ModelConfig, ModelError
 
 WEIGHTS_MULTIPLE = 4
@@ -95,11 +96,18 @@ def plan_max_model_len(model: ModelConfig, requested: int | None, capacity: int)
     return requested
 
 
-def num_parameters(folder: pathlib.Path) -> int:
-    """Elements of all tensors in the safetensors files of a checkpoint, read from their headers alone.
+def num_parameters(folder: pathlib.Path, model: ModelConfig) -> int:
+    """Weights of a model: those of its description if it is quantised, else the elements of all tensors, read from the
+    headers alone.
 
     Raises `ModelError` naming a file that is missing, truncated or no safetensors file.
     """
+    elements = num_elements(folder)
+    return elements if model.quantization is None else describe(model).num_parameters()
+
+
+def num_elements(folder: pathlib.Path) -> int:
+    """Elements of all tensors of a checkpoint. Raises `ModelError` as `num_parameters` does."""
     return sum(math.prod(entry.shape) for _, entries in weight_headers(folder) for entry in entries.values())
 
 
@@ -107,7 +115,16 @@ def weight_bytes(folder: pathlib.Path, dtype: str) -> int:
     """Bytes of all weights of an unquantised checkpoint once they are loaded in `dtype`. Raises `ModelError` as
     `num_parameters` does.
     """
-    return num_parameters(folder) * DTYPE_BYTES[dtype]
+    return num_elements(folder) * DTYPE_BYTES[dtype]
+
+
+def least_weight_bytes(folder: pathlib.Path, model: ModelConfig, dtype: str) -> int:
+    """Bytes that the loaded weights take at least: those of the file where they are quantised, because a platform may
+    keep them as integers. Raises `ModelError` as `num_parameters` does.
+    """
+    if model.quantization is None:
+        return weight_bytes(folder, dtype)
+    return sum(entry.end - entry.start for _, entries in weight_headers(folder) for entry in entries.values())
 
 
 def weight_headers(folder: pathlib.Path) -> list[tuple[pathlib.Path, dict[str, TensorEntry]]]:

@@ -27,12 +27,12 @@ class WeightTally:
     kinds: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     """Linears by how they are stored, such as `4 bits in groups of 128`."""
 
-    def add(self, tensor: torch.Tensor) -> None:
-        """Counts a tensor other than the weight of a linear."""
-        if tensor.dtype == torch.int8:
-            self.other_bytes += tensor.numel()
-        else:
+    def add(self, tensor: torch.Tensor, is_in_dtype: bool) -> None:
+        """Counts a tensor other than the weight of a linear: in the dtype of the activations, or in its own."""
+        if is_in_dtype:
             self.num_floats += tensor.numel()
+        else:
+            self.other_bytes += tensor.numel() * tensor.element_size()
 
     def add_linear(self, linear: LinearWeight) -> None:
         weight = linear.quantized

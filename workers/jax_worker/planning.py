@@ -21,10 +21,14 @@ BLOCK_BITS = 7
 
 
 def native_config(folder: pathlib.Path) -> ModelConfig:
-    """Raises `ModelError` if the worker does not run the model's family."""
+    """Raises `ModelError` if the worker does not run the model's family, or if its checkpoint is quantised."""
     config = load_model_config(folder)
     if not config.native:
         raise ModelError(f"device tpu runs no {config.architecture}; use one of the native families, or device cpu")
+    if config.quantization is not None:
+        raise ModelError(
+            f"device tpu reads no {config.quantization.method} checkpoints; use one in bfloat16, or device cpu"
+        )
     return config
 
 

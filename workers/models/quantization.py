@@ -40,8 +40,12 @@ def read_quantization(raw: dict[str, Any]) -> Quantization:
 
 
 def _read_compressed_tensors(raw: dict[str, Any]) -> list[QuantizationRule]:
-    for name in ("transform_config", "sparsity_config"):
-        if raw.get(name) and (raw[name].get("format") or "other") != "dense":
+    transforms, sparsity = raw.get("transform_config") or {}, raw.get("sparsity_config") or {}
+    for name, is_used in (
+        ("transform_config", bool(transforms.get("config_groups"))),
+        ("sparsity_config", bool(sparsity) and sparsity.get("format") != "dense"),
+    ):
+        if is_used:
             raise ModelError(f"{name} of compressed-tensors is not served; save the checkpoint without it")
     rules = [QuantizationRule(pattern=_target(name)) for name in raw.get("ignore") or []]
     groups = raw.get("config_groups") or {}

@@ -31,6 +31,7 @@ class CpuPlatform:
     runs_ahead = False
     shares_memory = True
     kv_share = MOST_OF_FREE
+    keeps_integers = False
     splits_mlp = True
 
     def __init__(self, num_threads: int | None) -> None:

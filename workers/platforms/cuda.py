@@ -40,6 +40,7 @@ class CudaPlatform:
     shares_memory = False
     kv_share = 0.9
     """The rest is for what a step's tensors lose to fragments, and for graphs."""
+    keeps_integers = False
     splits_mlp = False
 
     def __init__(self, device: torch.device) -> None:

@@ -99,7 +99,7 @@ def check_tensors(folder: str | pathlib.Path, config: ModelConfig) -> WeightTall
     Returns what the weights take. Raises `ModelError` as `load_model` does.
     """
     checkpoint, tally = CheckpointHeaders(folder), WeightTally()
-    _WeightReader(checkpoint, config, torch.float32, _Counting(tally)).read()
+    _WeightReader(checkpoint, config, _COUNTED, _Counting(tally)).read()
     _check_all_used(checkpoint, config)
     return tally
 
@@ -107,6 +107,10 @@ def check_tensors(folder: str | pathlib.Path, config: ModelConfig) -> WeightTall
 def _check_all_used(checkpoint: _Checkpoint, config: ModelConfig) -> None:
     """Raises `ModelError` naming tensors that the model does not have; a tied model may be saved with the head too."""
     checkpoint.check_all_used(but=["lm_head.weight"] if config.tie_word_embeddings else [])
+
+
+_COUNTED = torch.bfloat16
+"""The dtype that stands for the activations' while weights are counted. No weight has it as a dtype of its own."""
 
 
 class _Checkpoint(Protocol):
@@ -158,8 +162,9 @@ class _Counting:
         return TorchLinear(weight.weight, weight.bias)
 
     def place_weight(self, view: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        self._tally.add(view)
-        return view.to(dtype)
+        weight = view.to(dtype)
+        self._tally.add(weight, is_in_dtype=dtype == _COUNTED)
+        return weight
 
     place_embedding = place_weight
 

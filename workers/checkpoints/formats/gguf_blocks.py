@@ -12,6 +12,7 @@ import torch
 
 from workers.checkpoints.formats.stored_part import StoredPart
 from workers.kernels.quantized_weight import QuantizedWeight
+from workers.models.model_config import ModelError
 
 
 class _Integers(NamedTuple):
@@ -25,6 +26,7 @@ class _Integers(NamedTuple):
 
 
 class _BlockType(NamedTuple):
+    name: str
     inputs: int
     num_bytes: int
     bits: int
@@ -36,6 +38,10 @@ def read_gguf(part: StoredPart) -> QuantizedWeight:
     name = f"{part.name}.weight"
     kind = BLOCK_TYPES[part.tensors.kind_of(name)]
     stored = part.tensors.blocks(name, (part.out_features, part.in_features))
+    if stored.shape[1] * kind.inputs != part.in_features * kind.num_bytes:
+        raise ModelError(
+            f"{name} has {stored.shape[1]} bytes a row, which are not {part.in_features} inputs in {kind.name}"
+        )
     values, scales, offsets = kind.unpack(stored.view(part.out_features, -1, kind.num_bytes))
     return QuantizedWeight(
         values.flatten(1), scales.flatten(1), kind.bits, None if offsets is None else offsets.flatten(1)
@@ -121,14 +127,15 @@ def _q6_k(blocks: torch.Tensor) -> _Integers:
     return _Integers(_middle((_nibbles(low) | upper).flatten(-2), 32), scales)
 
 
-BLOCK_TYPES = {
-    "Q8_0": _BlockType(32, 34, 8, _q8_0),
-    "Q4_0": _BlockType(32, 18, 4, _q4_0),
-    "Q4_1": _BlockType(32, 20, 4, _q4_1),
-    "Q5_0": _BlockType(32, 22, 8, _q5_0),
-    "Q5_1": _BlockType(32, 24, 8, _q5_1),
-    "Q4_K": _BlockType(256, 144, 4, _q4_k),
-    "Q5_K": _BlockType(256, 176, 8, _q5_k),
-    "Q6_K": _BlockType(256, 210, 8, _q6_k),
-}
+_SERVED = (
+    _BlockType("Q8_0", 32, 34, 8, _q8_0),
+    _BlockType("Q4_0", 32, 18, 4, _q4_0),
+    _BlockType("Q4_1", 32, 20, 4, _q4_1),
+    _BlockType("Q5_0", 32, 22, 8, _q5_0),
+    _BlockType("Q5_1", 32, 24, 8, _q5_1),
+    _BlockType("Q4_K", 256, 144, 4, _q4_k),
+    _BlockType("Q5_K", 256, 176, 8, _q5_k),
+    _BlockType("Q6_K", 256, 210, 8, _q6_k),
+)
+BLOCK_TYPES = {kind.name: kind for kind in _SERVED}
 """The types that are served, by ggml's names."""
