@@ -26,11 +26,11 @@ from cluster.text.tokenizer import Tokenizer
 from cluster.text.tokenizer_files import TokenizerError, read_chat_templates, read_json, resolve_folder, special_tokens
 from structured.logits_processors import LogitsProcessorError, LogitsProcessorRegistry
 from workers.checkpoints.memory import (
-    least_weight_bytes,
     num_elements,
     num_parameters,
     plan_kv_cache,
     plan_max_model_len,
+    weight_bytes,
 )
 from workers.checkpoints.model_folder import load_model_config, resolve_model_folder
 from workers.host import free_memory, num_cores
@@ -131,10 +131,8 @@ def check_machine(engine: EngineConfig) -> None:
             _check_gpu(engine)
         elif _runs_on_cpu(engine):
             folder = resolve_model_folder(engine.model)
-            model = load_model_config(folder)
-            dtype = model.dtype if engine.dtype == "auto" else engine.dtype
-            weights = least_weight_bytes(folder, model, dtype)
-            _check_memory(weights, engine.kv_cache_bytes or 0, dtype, free_memory())
+            dtype = load_model_config(folder).dtype if engine.dtype == "auto" else engine.dtype
+            _check_memory(weight_bytes(folder, dtype), engine.kv_cache_bytes or 0, dtype, free_memory())
 
 
 def _check_tpu() -> None:

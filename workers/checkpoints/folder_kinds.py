@@ -19,7 +19,7 @@ def why_no_folder(path: pathlib.Path) -> str | None:
         return None
     if path.name == "config.json" or path.suffix in (".safetensors", ".json"):
         return f"{path} is one file of a model; give its folder, {path.parent}"
-    return f"{path} is a file; give a folder with config.json and safetensors"
+    return f"{path} is a file; give a folder with config.json and safetensors, or a GGUF file"
 
 
 def why_no_checkpoint(folder: pathlib.Path) -> str:

@@ -71,6 +71,7 @@ def gguf_folder(path: pathlib.Path) -> pathlib.Path:
         new = pathlib.Path(tempfile.mkdtemp(dir=folder.parent, prefix=".new-"))
         try:
             _write(_read(path), new)
+            _forget_gone(folder.parent)
             with contextlib.suppress(FileExistsError):  # another process has made it meanwhile
                 _rename(new, folder)
         finally:
@@ -78,6 +79,14 @@ def gguf_folder(path: pathlib.Path) -> pathlib.Path:
     except OSError as error:
         raise ModelError(f"{path} needs a folder in {folder.parent}: {error.strerror}; set MANTA_CACHE") from error
     return folder
+
+
+def _forget_gone(parent: pathlib.Path) -> None:
+    """Removes the folders of files that are no longer there."""
+    for index in parent.glob(f"*/{GGUF_INDEX}"):
+        with contextlib.suppress(OSError, ValueError, KeyError):  # another process removes it too
+            if not pathlib.Path(json.loads(index.read_text())["file"]).exists():
+                shutil.rmtree(index.parent, ignore_errors=True)
 
 
 def _rename(new: pathlib.Path, folder: pathlib.Path) -> None:

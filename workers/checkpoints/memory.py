@@ -30,6 +30,8 @@ MOST_WHOLE_SEQUENCES = 4
 MOST_OF_FREE = 0.4
 """... and on a CPU no more than this share of the free memory, because other programs and engines need some."""
 
+_FLOATING = ("F32", "BF16", "F16")
+"""Dtypes that a linear may be loaded in."""
 GGUF_INDEX = "gguf_tensors.json"
 """The file of a folder that stands for a GGUF file: where that is, and its tensors."""
 
@@ -112,19 +114,14 @@ def num_elements(folder: pathlib.Path) -> int:
 
 
 def weight_bytes(folder: pathlib.Path, dtype: str) -> int:
-    """Bytes of all weights of an unquantised checkpoint once they are loaded in `dtype`. Raises `ModelError` as
-    `num_parameters` does.
+    """Bytes of all weights once they are loaded, if the device keeps quantised ones as they are stored: floating-point
+    tensors are in `dtype` then. Raises `ModelError` as `num_parameters` does.
     """
-    return num_elements(folder) * DTYPE_BYTES[dtype]
-
-
-def least_weight_bytes(folder: pathlib.Path, model: ModelConfig, dtype: str) -> int:
-    """Bytes that the loaded weights take at least: those of the file where they are quantised, because a platform may
-    keep them as integers. Raises `ModelError` as `num_parameters` does.
-    """
-    if model.quantization is None:
-        return weight_bytes(folder, dtype)
-    return sum(entry.end - entry.start for _, entries in weight_headers(folder) for entry in entries.values())
+    entries = [entry for _, entries in weight_headers(folder) for entry in entries.values()]
+    return sum(
+        math.prod(entry.shape) * DTYPE_BYTES[dtype] if entry.dtype in _FLOATING else entry.end - entry.start
+        for entry in entries
+    )
 
 
 def weight_headers(folder: pathlib.Path) -> list[tuple[pathlib.Path, dict[str, TensorEntry]]]:
