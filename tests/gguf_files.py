@@ -38,16 +38,35 @@ KindOf = Callable[[str], str]
 """GGUF's name of a weight, such as `blk.0.attn_q.weight`, to ggml's name of the type to store it in."""
 
 
-def write_gguf(folder: pathlib.Path, path: pathlib.Path, kind_of: KindOf, **metadata: object) -> pathlib.Path:
-    """Writes the checkpoint of `folder` to `path`; vectors are F32, as in every published file."""
+def write_gguf(
+    folder: pathlib.Path,
+    path: pathlib.Path,
+    kind_of: KindOf,
+    *,
+    rope_divisors: np.ndarray | None = None,
+    sentencepiece: tuple[list[str], list[int]] | None = None,
+    **metadata: object,
+) -> pathlib.Path:
+    """Writes the checkpoint of `folder` to `path`; vectors are F32, as in every published file.
+
+    `sentencepiece` has pieces and their types, instead of the checkpoint's vocabulary. `metadata` is added to the
+    checkpoint's or replaces it; two underscores stand for a dot.
+    """
     config = json.loads((folder / "config.json").read_text())
     architecture = ARCHITECTURES[config["architectures"][0]]
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_name(path.stem)
     _add_sizes(writer, config)
-    _add_tokenizer(writer, folder)
+    if sentencepiece is None:
+        _add_tokenizer(writer, folder)
+    else:
+        _add_pieces(writer, *sentencepiece)
     for key, value in metadata.items():
-        writer.add_key_value(key.replace("__", "."), value, _value_type(value))
+        name = key.replace("__", ".")
+        writer.kv_data[0].pop(name, None)
+        writer.add_key_value(name, value, _value_type(value))
+    if rope_divisors is not None:
+        writer.add_tensor("rope_freqs.weight", rope_divisors)
     tensors = safetensors.numpy.load_file(folder / "model.safetensors")
     for name, tensor in sorted(tensors.items()):
         if name == "lm_head.weight" and config["tie_word_embeddings"]:
@@ -113,6 +132,17 @@ def _add_tokenizer(writer: gguf.GGUFWriter, folder: pathlib.Path) -> None:
     writer.add_chat_template(template.read_text())
 
 
+def _add_pieces(writer: gguf.GGUFWriter, pieces: list[str], types: list[int]) -> None:
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(pieces)
+    writer.add_token_scores([-float(index) for index in range(len(pieces))])
+    writer.add_token_types(types)
+    writer.add_bos_token_id(pieces.index("<s>"))
+    writer.add_eos_token_id(pieces.index("</s>"))
+    writer.add_unk_token_id(pieces.index("<unk>"))
+
+
 def _value_type(value: object) -> gguf.GGUFValueType:
     kinds = {int: gguf.GGUFValueType.UINT32, float: gguf.GGUFValueType.FLOAT32, str: gguf.GGUFValueType.STRING}
     return kinds[type(value)]
@@ -120,7 +150,7 @@ def _value_type(value: object) -> gguf.GGUFValueType:
 
 def _add_tensor(writer: gguf.GGUFWriter, name: str, tensor: np.ndarray, kind_of: KindOf) -> None:
     kind = "F32" if tensor.ndim == 1 else kind_of(name)
-    kind_number = gguf.GGMLQuantizationType[kind]
+    kind_number: gguf.GGMLQuantizationType = getattr(gguf.GGMLQuantizationType, kind)
     if kind in RANDOM_BLOCKS:
         data = RANDOM_BLOCKS[kind](*tensor.shape, np.random.default_rng(sum(name.encode())))
     else:
@@ -130,6 +160,10 @@ def _add_tensor(writer: gguf.GGUFWriter, name: str, tensor: np.ndarray, kind_of:
 
 def _halves(values: np.ndarray) -> np.ndarray:
     return values.astype(np.float16)[..., None].view(np.uint8)
+
+
+def _random_q2_k(rows: int, inputs: int, random: np.random.Generator) -> np.ndarray:
+    return random.integers(0, 256, (rows, inputs // 256 * 84), dtype=np.uint8)
 
 
 def _random_q4_k(rows: int, inputs: int, random: np.random.Generator, fifth_bytes: int = 0) -> np.ndarray:
@@ -152,7 +186,7 @@ def _random_q6_k(rows: int, inputs: int, random: np.random.Generator) -> np.ndar
     return np.concatenate((packed, _halves(d)), axis=-1).reshape(rows, -1)
 
 
-RANDOM_BLOCKS = {"Q4_K": _random_q4_k, "Q5_K": _random_q5_k, "Q6_K": _random_q6_k}
+RANDOM_BLOCKS = {"Q2_K": _random_q2_k, "Q4_K": _random_q4_k, "Q5_K": _random_q5_k, "Q6_K": _random_q6_k}
 
 
 def dequantized(path: pathlib.Path, original: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:

@@ -4,7 +4,9 @@ for, through the public entry point; what ranks hold is exact, and what is damag
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -26,6 +28,11 @@ from tests.quantised_checkpoints import (
     quantised_pair,
     scheme,
 )
+from workers.checkpoints.model_folder import load_model_config
+from workers.kernels.weights import Linear, LinearWeight
+from workers.platforms.cpu import CpuPlatform
+from workers.platforms.cpu_linears import make_dense_linear
+from workers.torch_worker.loader import check_tensors, load_model
 
 PROMPTS = ([5, 77, 130, 9, 41, 200, 18, 33, 250, 64], list(range(20, 60)), [300, 7])
 NUM_TOKENS = 16
@@ -85,7 +92,7 @@ FORMATS: dict[str, Format] = {
     "awq": Format(of_layers(awq), AWQ_CONFIG, "4 bits in groups of 32"),
 }
 FAMILIES = ("llama", "qwen2", "qwen3")
-SIZES = {"intermediate_size": 192, "num_hidden_layers": 3}
+SIZES = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 3}
 
 
 def greedy(folder: pathlib.Path, **options: Any) -> list[list[int]]:
@@ -108,3 +115,51 @@ def test_greedy_tokens_are_those_of_the_dequantised_weights(name: str, family: s
     folder = checkpoint(family, **SIZES)
     quantised, dense = quantised_pair(folder, tmp_path, format_.quantise, format_.config)
     assert greedy(quantised) == expected_of(dense)
+
+
+OFFSETS = ("W4A16, by output", "gptq, 8 bits, version 2", "awq")
+
+
+class Recorder(CpuPlatform):
+    """Keeps what the loader hands to a platform."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.linears: list[LinearWeight] = []
+
+    def make_linear(self, weight: LinearWeight) -> Linear:  # type: ignore[override]
+        self.linears.append(dataclasses.replace(weight, weight=weight.weight.clone()))
+        return make_dense_linear(weight)
+
+    def shared_linears(self, content: str) -> nullcontext[None]:  # type: ignore[override]
+        return nullcontext()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_platform_gets_integers_in_their_range(name: str, tmp_path: pathlib.Path) -> None:
+    """And the weight that they stand for is the tool's, to the last bits of float32."""
+    format_ = FORMATS[name]
+    folder, dense = quantised_pair(checkpoint("llama", **SIZES), tmp_path, format_.quantise, format_.config)
+    config, platform, expected = load_model_config(folder), Recorder(), Recorder()
+    load_model(folder, config, "float32", platform)
+    load_model(dense, load_model_config(dense), "float32", expected)
+    kinds = check_tensors(folder, config).kinds
+    assert kinds == ({} if format_.kind is None else {format_.kind: 4 * config.num_layers})
+    for linear, plain in zip(platform.linears, expected.linears, strict=True):
+        weight, shape = linear.quantized, (plain.weight.shape[0], plain.weight.shape[1])
+        assert linear.weight.shape == shape
+        if weight is None:
+            assert format_.kind is None or linear.name == "lm_head"
+            continue
+        assert linear.weight.is_meta
+        assert (weight.values.dtype, weight.scales.dtype) == (torch.int8, torch.float32)
+        assert weight.values.shape == shape
+        assert weight.values.is_contiguous()
+        assert weight.scales.is_contiguous()
+        least, most = -(1 << (weight.bits - 1)), (1 << (weight.bits - 1)) - 1
+        assert least <= weight.values.min()
+        assert weight.values.max() <= most
+        assert weight.has_int8_activations == (name == "W8A8")
+        assert (weight.offsets is not None) == ("asymmetric" in name or name in OFFSETS)
+        assert (weight.input_order is not None) == ("act-order" in name or "version 2" in name)
+        torch.testing.assert_close(weight.dequantized(torch.float32), plain.weight, atol=1e-6, rtol=1e-5)

@@ -5,6 +5,8 @@ Layouts: https://github.com/vllm-project/compressed-tensors, `compressors/`, and
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from workers.checkpoints.formats.integers import group_index, in_groups, num_words, signed, unpack
@@ -51,4 +53,5 @@ def read_mxfp4(part: StoredPart) -> QuantizedWeight:
     values = torch.empty_like(numbers, dtype=torch.int8) if packed.is_meta else table[numbers.int()]
     exponents = part.stored("weight_scale", (part.out_features, part.num_groups), torch.uint8)
     part.skip(*_ACTIVATION_TENSORS)
-    return in_groups(part, values, torch.exp2(exponents.float() - 128), None)
+    weight = in_groups(part, values, torch.exp2(exponents.float() - 128), None)
+    return dataclasses.replace(weight, bits=8)
