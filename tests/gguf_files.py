@@ -13,7 +13,8 @@ from collections.abc import Callable
 
 import gguf
 import numpy as np
-import safetensors.numpy
+import safetensors.torch
+import torch
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -67,8 +68,8 @@ def write_gguf(
         writer.add_key_value(name, value, _value_type(value))
     if rope_divisors is not None:
         writer.add_tensor("rope_freqs.weight", rope_divisors)
-    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
-    for name, tensor in sorted(tensors.items()):
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    for name, tensor in sorted((name, tensor.float().numpy()) for name, tensor in tensors.items()):
         if name == "lm_head.weight" and config["tie_word_embeddings"]:
             continue
         if architecture == "llama" and ".self_attn.q_proj." in name:
@@ -125,8 +126,9 @@ def _add_tokenizer(writer: gguf.GGUFWriter, folder: pathlib.Path) -> None:
     writer.add_token_types([3 if token in special else 1 for token in tokens])
     writer.add_token_merges([" ".join(merge) for merge in loaded["model"]["merges"]])
     config = json.loads((folder / "tokenizer_config.json").read_text())
-    writer.add_bos_token_id(ids[config["bos_token"]])
-    writer.add_eos_token_id(ids[config["eos_token"]])
+    for role, add in (("bos_token", writer.add_bos_token_id), ("eos_token", writer.add_eos_token_id)):
+        if config.get(role) is not None:
+            add(ids[config[role]])
     writer.add_add_bos_token(False)
     template = folder / "chat_template.jinja"
     writer.add_chat_template(template.read_text())
@@ -152,7 +154,8 @@ def _add_tensor(writer: gguf.GGUFWriter, name: str, tensor: np.ndarray, kind_of:
     kind = "F32" if tensor.ndim == 1 else kind_of(name)
     kind_number: gguf.GGMLQuantizationType = getattr(gguf.GGMLQuantizationType, kind)
     if kind in RANDOM_BLOCKS:
-        data = RANDOM_BLOCKS[kind](*tensor.shape, np.random.default_rng(sum(name.encode())))
+        rows, inputs = tensor.shape
+        data = RANDOM_BLOCKS[kind](rows, inputs, np.random.default_rng(sum(name.encode())))
     else:
         data = gguf.quantize(tensor.astype(np.float32), kind_number)
     writer.add_tensor(name, data, raw_dtype=kind_number)
@@ -197,7 +200,7 @@ def dequantized(path: pathlib.Path, original: pathlib.Path, folder: pathlib.Path
     config = json.loads((original / "config.json").read_text())
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     tensors = {}
-    for name in safetensors.numpy.load_file(original / "model.safetensors"):
+    for name in safetensors.torch.load_file(original / "model.safetensors"):
         tensor = stored[gguf_name(name)]
         values = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
         if ARCHITECTURES[config["architectures"][0]] == "llama":
@@ -205,8 +208,8 @@ def dequantized(path: pathlib.Path, original: pathlib.Path, folder: pathlib.Path
                 values = _in_halves(values, config["num_attention_heads"])
             elif ".self_attn.k_proj." in name:
                 values = _in_halves(values, config["num_key_value_heads"])
-        tensors[name] = np.ascontiguousarray(values)
-    safetensors.numpy.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        tensors[name] = torch.from_numpy(np.ascontiguousarray(values))
+    safetensors.torch.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
