@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import safetensors.torch
 import torch
 from compressed_tensors.compressors.base import BaseCompressor
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams
 
@@ -133,21 +134,20 @@ class Integers(NamedTuple):
         return (self.numbers - self.zero_points[:, self.groups]) * self.scales[:, self.groups]
 
 
-def integers(
-    weight: torch.Tensor, bits: int, symmetric: bool, order_seed: int | None = None, group: int = GROUP
-) -> Integers:
+def integers(weight: torch.Tensor, bits: int, symmetric: bool, order_seed: int | None = None) -> Integers:
     """`order_seed` puts inputs into groups at random, as act-order does."""
     in_features = weight.shape[1]
     groups = torch.arange(in_features) // GROUP
     if order_seed is not None:
         groups = groups[torch.randperm(in_features, generator=torch.Generator().manual_seed(order_seed))]
-    grouped = torch.stack([weight[:, groups == each] for each in range(-(-in_features // GROUP))], dim=1)
+    grouped = [weight[:, groups == each] for each in range(-(-in_features // GROUP))]
+    least = torch.stack([group.amin(1) for group in grouped], dim=1).clamp(max=0)
+    largest = torch.stack([group.amax(1) for group in grouped], dim=1).clamp(min=0)
     most, middle = 2**bits - 1, 2 ** (bits - 1)
     if symmetric:
-        scales = (2 * grouped.abs().amax(-1) / most).half().float()
+        scales = (2 * torch.maximum(-least, largest) / most).half().float()
         zero_points = torch.full_like(scales, middle)
     else:
-        least, largest = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
         scales = ((largest - least) / most).half().float()
         zero_points = (-least / scales).round().clamp(0, most)
     numbers = (weight / scales[:, groups] + zero_points[:, groups]).round().clamp(0, most)
@@ -162,6 +162,19 @@ def _packed_rows(numbers: torch.Tensor, bits: int, order: tuple[int, ...] | None
     for place in range(per_word):
         words |= numbers[order[place] :: per_word].long() << (bits * place)
     return words.to(torch.int32)
+
+
+def packed_in_act_order(weight: torch.Tensor) -> Stored:
+    """compressed-tensors' 4 bits with the group of each input; the package packs, and chooses no order itself."""
+    made = integers(weight, 4, symmetric=False, order_seed=7)
+    tensors = {
+        "weight_packed": pack_to_int32((made.numbers - 8).to(torch.int8), 4),
+        "weight_zero_point": pack_to_int32((made.zero_points - 8).to(torch.int8), 4, packed_dim=0),
+        "weight_scale": made.scales,
+        "weight_shape": torch.tensor(weight.shape),
+        "weight_g_idx": made.groups.int(),
+    }
+    return Stored(tensors, made.weight)
 
 
 def gptq(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import sys
 from collections.abc import Callable
 
 import gguf
@@ -18,11 +19,11 @@ from cluster.text.tokenizer import Tokenizer
 from manta import LLM, SamplingParams
 from tests.checkpoints import CORPUS, checkpoint
 from tests.gguf_files import dequantized, write_gguf
-from tests.workers.test_quantised_formats import expected_of, greedy
+from tests.workers.test_quantised_formats import Recorder, expected_of, greedy
 from tests.workers.test_quantised_ranks import logits_alone
 from workers.checkpoints.model_folder import load_model_config, resolve_model_folder
 from workers.models.model_config import ModelConfig, ModelError
-from workers.torch_worker.loader import check_tensors
+from workers.torch_worker.loader import check_tensors, load_model
 
 KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
@@ -183,9 +184,9 @@ def _lfs(path: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (_truncate, r"is no whole GGUF file .*copy or download it again"),
+        (_truncate, r"is truncated: it has \d+ bytes and its header says \d+; copy or download it again"),
         (_cut_header, r"is no whole GGUF file .*copy or download it again"),
-        (_other_magic, r"is no whole GGUF file .*magic invalid"),
+        (_other_magic, r"is no whole GGUF file .*it begins with b'GGML'"),
         (_lfs, "is a Git LFS pointer"),
     ],
 )
@@ -203,6 +204,7 @@ def test_a_damaged_file_is_named(damage: Callable[[pathlib.Path], None], words: 
         ({"split__count": 3}, "is one of 3 files of a model; merge them"),
         ({"llama__expert_count": 8}, "has experts, which are not served yet"),
         ({"llama__rope__dimension_count": 32}, "rotates 32 of 64 dimensions"),
+        ({"llama__rope__scaling__attn_factor": 2.0}, "attn_factor 2.0 is not served"),
         ({"llama__block_count": "two"}, "block_count must be a number, not 'two'"),
     ],
 )
@@ -227,9 +229,34 @@ def test_types_and_shapes_that_do_not_fit_are_named(tmp_path: pathlib.Path) -> N
 
 def test_without_the_package_the_remedy_is_named(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_gguf(original("llama"), tmp_path / "model.gguf", lambda name: "F32")
-    monkeypatch.setitem(__import__("sys").modules, "gguf", None)
+    monkeypatch.setitem(sys.modules, "gguf.constants", None)
     with pytest.raises(ModelError, match="needs the package gguf: pip install gguf"):
         resolve_model_folder(str(path))
+
+
+def test_a_window_that_only_some_layers_may_have_is_refused(tmp_path: pathlib.Path) -> None:
+    path = write_gguf(
+        original("qwen2"), tmp_path / "model.gguf", lambda name: "F32", qwen2__attention__sliding_window=8
+    )
+    with pytest.raises(ModelError, match="the sliding window of 8 positions of qwen2 is not served"):
+        resolve_model_folder(str(path))
+
+
+@pytest.mark.parametrize("kind", KINDS[3:])
+def test_linears_are_kept_as_integers_in_their_range(kind: str, tmp_path: pathlib.Path) -> None:
+    path = write_gguf(original("llama"), tmp_path / "model.gguf", lambda name: kind)
+    folder, dense = resolve_model_folder(str(path)), dequantized(path, original("llama"), tmp_path / "dense")
+    platform, expected = Recorder(), Recorder()
+    load_model(folder, load_model_config(folder), "float32", platform)
+    load_model(dense, load_model_config(dense), "float32", expected)
+    for linear, plain in zip(platform.linears, expected.linears, strict=True):
+        weight = linear.quantized
+        assert weight is not None
+        assert weight.bits == (4 if kind.startswith("Q4") else 8)
+        assert weight.group_size == (16 if kind == "Q6_K" else 32)
+        assert -(1 << (weight.bits - 1)) <= int(weight.values.min())
+        assert int(weight.values.max()) < 1 << (weight.bits - 1)
+        torch.testing.assert_close(weight.dequantized(torch.float32), plain.weight, atol=1e-6, rtol=1e-5)
 
 
 def test_the_writer_of_these_tests_stores_what_it_is_told(tmp_path: pathlib.Path) -> None:

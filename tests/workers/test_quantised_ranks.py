@@ -46,9 +46,13 @@ def logits_of_ranks(folder: pathlib.Path, num_ranks: int) -> torch.Tensor:
     config = load_model_config(folder)
 
     def run(group: ThreadGroup) -> torch.Tensor:
-        model = load_model(folder, config, "float32", CpuPlatform(1), group=group)
-        assert isinstance(model, Decoder)
-        return logits_of(folder, model)
+        try:
+            model = load_model(folder, config, "float32", CpuPlatform(1), group=group)
+            assert isinstance(model, Decoder)
+            return logits_of(folder, model)
+        except Exception:
+            group.abort()
+            raise
 
     with ThreadPoolExecutor(num_ranks) as pool:
         return next(iter(pool.map(run, ThreadGroup.of(num_ranks))))

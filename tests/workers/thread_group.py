@@ -26,6 +26,10 @@ class ThreadGroup(OneRank):
         barrier, parts = threading.Barrier(num_ranks, timeout=PATIENCE_S), [torch.empty(0)] * num_ranks
         return [cls(rank, barrier, parts) for rank in range(num_ranks)]
 
+    def abort(self) -> None:
+        """Lets the other ranks go that wait for this one, which has failed."""
+        self._barrier.abort()
+
     def _all(self, x: torch.Tensor) -> list[torch.Tensor]:
         self._parts[self.rank] = x.clone()
         self._barrier.wait()

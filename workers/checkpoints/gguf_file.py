@@ -1,8 +1,8 @@
 """A GGUF file as a checkpoint: writes a folder in the cache that stands for it, once for each version of the file.
 
 The folder has what a checkpoint in Hugging Face's format has (`config.json`, the tokenizer with its chat template), and
-instead of weights an index of the tensors in the file, which stays where it is. Metadata is read by the package `gguf`,
-and transformers makes the tokenizer. The meaning of the keys: https://github.com/ggml-org/ggml, `docs/gguf.md`.
+instead of weights an index of the tensors in the file, which stays where it is. transformers makes the tokenizer. The
+meaning of the keys: https://github.com/ggml-org/ggml, `docs/gguf.md`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import json
 import logging
 import pathlib
 import shutil
+import struct
 import tempfile
 from typing import Any, NamedTuple
 
 from workers.cache_folder import cache_folder
 from workers.checkpoints.folder_kinds import lfs_pointer
+from workers.checkpoints.gguf_header import GgufTensor, read_gguf_header
 from workers.checkpoints.memory import GGUF_INDEX
 from workers.models.model_config import ModelError
 
@@ -70,7 +72,7 @@ def gguf_folder(path: pathlib.Path) -> pathlib.Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         new = pathlib.Path(tempfile.mkdtemp(dir=folder.parent, prefix=".new-"))
         try:
-            _write(_read(path), new)
+            _write(_GgufFile(path, *read_gguf_header(path)), new)
             _forget_gone(folder.parent)
             with contextlib.suppress(FileExistsError):  # another process has made it meanwhile
                 _rename(new, folder)
@@ -99,22 +101,10 @@ def _rename(new: pathlib.Path, folder: pathlib.Path) -> None:
         raise
 
 
-class _Tensor(NamedTuple):
-    kind: str
-    """ggml's name of its type."""
-    shape: tuple[int, ...]
-    """[out_features, in_features], as in torch."""
-    start: int
-    """Byte offset in the file."""
-    num_bytes: int
-
-
 class _GgufFile(NamedTuple):
     path: pathlib.Path
     values: dict[str, Any]
-    """The metadata but the vocabulary."""
-    tensors: dict[str, _Tensor]
-    rope_divisors: list[float] | None
+    tensors: dict[str, GgufTensor]
 
     def get(self, key: str, default: Any = None) -> Any:
         """A value of the architecture's own."""
@@ -127,37 +117,6 @@ class _GgufFile(NamedTuple):
                 f"{self.path}: {self.values['general.architecture']}.{key} must be a number, not {value!r}"
             )
         return value
-
-
-def _read(path: pathlib.Path) -> _GgufFile:
-    try:
-        import gguf
-    except ImportError as error:
-        raise ModelError(f"{path} is a GGUF file, which needs the package gguf: pip install gguf") from error
-    try:
-        reader = gguf.GGUFReader(path)
-        values = {
-            name: field.contents()
-            for name, field in reader.fields.items()
-            if not name.startswith("tokenizer.ggml.token")
-        }
-        tensors = {
-            tensor.name: _Tensor(
-                tensor.tensor_type.name,
-                tuple(reversed([int(size) for size in tensor.shape])),
-                int(tensor.data_offset),
-                int(tensor.n_bytes),
-            )
-            for tensor in reader.tensors
-        }
-        divisors = [tensor.data.tolist() for tensor in reader.tensors if tensor.name == _ROPE_DIVISORS]
-    except Exception as error:  # the reader meets a damaged file in many ways
-        raise ModelError(
-            f"{path} is no whole GGUF file ({type(error).__name__}: {error}); copy or download it again"
-        ) from error
-    if reader.endianess != gguf.GGUFEndian.LITTLE:
-        raise ModelError(f"{path} is a big-endian GGUF file; only little-endian ones are served")
-    return _GgufFile(path, values, tensors, divisors[0] if divisors else None)
 
 
 def _write(file: _GgufFile, folder: pathlib.Path) -> None:
@@ -190,7 +149,9 @@ def _check(file: _GgufFile) -> None:
     size = file.path.stat().st_size
     end = max((tensor.start + tensor.num_bytes for tensor in file.tensors.values()), default=0)
     if end > size:
-        raise ModelError(f"{file.path} is truncated: it has {size} bytes and its header says {end}")
+        raise ModelError(
+            f"{file.path} is truncated: it has {size} bytes and its header says {end}; copy or download it again"
+        )
 
 
 def _config(file: _GgufFile) -> dict[str, Any]:
@@ -203,6 +164,8 @@ def _config(file: _GgufFile) -> dict[str, Any]:
     if file.get("rope.dimension_count", head_dim) != head_dim:
         raise ModelError(f"{file.path} rotates {file.get('rope.dimension_count')} of {head_dim} dimensions of a head")
     window = file.get("attention.sliding_window")
+    if window and architecture not in _INTERLEAVED:
+        raise ModelError(f"{file.path}: the sliding window of {window} positions of {architecture} is not served")
     tokens = [file.values.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     return {
         "architectures": [_ARCHITECTURES[architecture] if not window else "MistralForCausalLM"],
@@ -228,8 +191,10 @@ def _config(file: _GgufFile) -> dict[str, Any]:
 
 def _rope(file: _GgufFile) -> dict[str, Any]:
     theta = file.get("rope.freq_base", 10000.0)
-    if file.rope_divisors is not None:
-        return {"rope_type": "default", "rope_theta": theta, "frequency_divisors": file.rope_divisors}
+    if _ROPE_DIVISORS in file.tensors:
+        return {"rope_type": "default", "rope_theta": theta, "frequency_divisors": _floats(file, _ROPE_DIVISORS)}
+    if file.get("rope.scaling.attn_factor", 1.0) != 1.0:
+        raise ModelError(f"{file.path}: rope.scaling.attn_factor {file.get('rope.scaling.attn_factor')} is not served")
     kind = file.get("rope.scaling.type", "none")
     if kind == "none":
         return {"rope_type": "default", "rope_theta": theta}
@@ -242,6 +207,16 @@ def _rope(file: _GgufFile) -> dict[str, Any]:
         "beta_slow": file.get("rope.scaling.yarn_beta_slow"),
     }
     return {name: value for name, value in scaling.items() if value is not None}
+
+
+def _floats(file: _GgufFile, name: str) -> list[float]:
+    """A small tensor of float32."""
+    kind, shape, start, num_bytes = file.tensors[name]
+    if kind != "F32":
+        raise ModelError(f"{file.path}: {name} is of type {kind}; it must be F32")
+    with file.path.open("rb") as opened:
+        opened.seek(start)
+        return list(struct.unpack(f"<{shape[0]}f", opened.read(num_bytes)))
 
 
 def _dtype(kinds: set[str]) -> str:
