@@ -146,7 +146,12 @@ def _add_pieces(writer: gguf.GGUFWriter, pieces: list[str], types: list[int]) ->
 
 
 def _value_type(value: object) -> gguf.GGUFValueType:
-    kinds = {int: gguf.GGUFValueType.UINT32, float: gguf.GGUFValueType.FLOAT32, str: gguf.GGUFValueType.STRING}
+    kinds = {
+        int: gguf.GGUFValueType.UINT32,
+        float: gguf.GGUFValueType.FLOAT32,
+        str: gguf.GGUFValueType.STRING,
+        list: gguf.GGUFValueType.ARRAY,
+    }
     return kinds[type(value)]
 
 

@@ -205,6 +205,7 @@ def test_a_damaged_file_is_named(damage: Callable[[pathlib.Path], None], words: 
         ({"llama__expert_count": 8}, "has experts, which are not served yet"),
         ({"llama__rope__dimension_count": 32}, "rotates 32 of 64 dimensions"),
         ({"llama__rope__scaling__attn_factor": 2.0}, "attn_factor 2.0 is not served"),
+        ({"llama__attention__head_count_kv": [2, 1]}, "head_count_kv must be a number, not 'an array of 2'"),
         ({"llama__block_count": "two"}, "block_count must be a number, not 'two'"),
     ],
 )

@@ -33,7 +33,7 @@ class GgufTensor(NamedTuple):
 
 class GgufHeader(NamedTuple):
     values: dict[str, Any]
-    """The metadata: numbers, strings, and the number of elements of an array."""
+    """The metadata: numbers and strings. Of an array it says only how many elements it has, as text."""
     tensors: dict[str, GgufTensor]
 
 
@@ -104,7 +104,7 @@ class _Cursor:
             self._skip(count * struct.calcsize(f"<{_SCALARS[kind]}"))
         else:
             raise ValueError(f"an array of type {kind}")
-        return count
+        return f"an array of {count}"
 
     def _number(self, spelling: str) -> Any:
         (number,) = struct.unpack_from(f"<{spelling}", self._mapped, self.position)
