@@ -35,7 +35,7 @@ def _shifted(qzeros: torch.Tensor, part: StoredPart) -> torch.Tensor:
 
 
 def _unless_zero(zero_points: torch.Tensor, part: StoredPart) -> torch.Tensor | None:
-    """None for those of a symmetric weight, which are all in the middle of the range."""
+    """Returns None if all are zero, as those of a symmetric weight are: in the middle of the range."""
     if zero_points.is_meta:
         return None if part.format.is_symmetric else zero_points
     return zero_points if zero_points.any() else None

@@ -59,7 +59,8 @@ class StoredPart(NamedTuple):
         for suffix in suffixes:
             if self.has(suffix):
                 name = f"{self.name}.{suffix}"
-                self.tensors.stored(name, self.tensors.shape_of(name), _DTYPES[self.tensors.kind_of(name)])
+                kind = _DTYPES.get(self.tensors.kind_of(name), torch.float32)
+                self.tensors.stored(name, self.tensors.shape_of(name), kind)
 
     @property
     def num_groups(self) -> int:
