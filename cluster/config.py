@@ -328,9 +328,11 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     @property
     def model_name(self) -> str:
         """The model's name in the API: the configured one, else the last part of its folder or hub id, without a
-        revision.
+        revision, or the name of its GGUF file without the suffix.
         """
         model = pathlib.Path(self.engine.model)
+        if model.suffix == ".gguf":
+            return self.served_model_name or model.stem
         return self.served_model_name or (model.name if model.is_dir() else model.name.partition("@")[0])
 
 

@@ -22,8 +22,8 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The options of an engine that each of its ranks reads."""
 
     model: str = DEMO_MODEL
-    """Folder with `config.json` and safetensors, a Hugging Face hub id, or `demo`. `ID@REVISION` selects a commit, tag
-    or branch of a hub id. Only a commit always means the same files.
+    """Folder with `config.json` and safetensors, a GGUF file, a Hugging Face hub id, or `demo`. `ID@REVISION` selects
+    a commit, tag or branch of a hub id. Only a commit always means the same files.
     """
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Dtype of weights and activations. `auto` takes the checkpoint's, except that float16 becomes bfloat16. `float16`

@@ -13,7 +13,7 @@ import pathlib
 import sys
 import traceback
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 import msgspec
@@ -25,12 +25,21 @@ from cluster.text.chat_template import ChatTemplates, TemplateError
 from cluster.text.tokenizer import Tokenizer
 from cluster.text.tokenizer_files import TokenizerError, read_chat_templates, read_json, resolve_folder, special_tokens
 from structured.logits_processors import LogitsProcessorError, LogitsProcessorRegistry
-from workers.checkpoints.memory import num_parameters, plan_kv_cache, plan_max_model_len
+from workers.checkpoints.memory import (
+    num_elements,
+    num_parameters,
+    plan_kv_cache,
+    plan_max_model_len,
+    weight_bytes,
+)
 from workers.checkpoints.model_folder import load_model_config, resolve_model_folder
 from workers.host import free_memory, num_cores
 from workers.models.model_config import DTYPE_BYTES, ModelConfig, ModelError
 from workers.parallel.split import check_num_ranks
 from workers.torch_worker.trial import Trial, TrialResult, try_one_layer
+
+if TYPE_CHECKING:
+    from workers.checkpoints.weight_tally import WeightTally  # it imports torch
 
 
 class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,6 +50,8 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
     native: bool
     num_parameters: int
     checkpoint_dtype: str
+    quantized: str | None = None
+    """One line: what is quantised how, and what it is kept as."""
     dtype: str
     device: str
     num_threads: int
@@ -101,7 +112,7 @@ def _check_quickly(engine: EngineConfig) -> None:
     folder = resolve_model_folder(engine.model)
     model = load_model_config(folder)
     _check_ranks(engine, model)
-    num_parameters(folder)  # raises unless every file is there and complete
+    num_elements(folder)  # raises unless every file is there and complete
     _check_templates(folder if engine.tokenizer is None else resolve_folder(engine.tokenizer))
     if engine.max_model_len is not None:
         plan_max_model_len(model, engine.max_model_len, capacity=engine.max_model_len)
@@ -121,7 +132,7 @@ def check_machine(engine: EngineConfig) -> None:
         elif _runs_on_cpu(engine):
             folder = resolve_model_folder(engine.model)
             dtype = load_model_config(folder).dtype if engine.dtype == "auto" else engine.dtype
-            _check_memory(num_parameters(folder) * DTYPE_BYTES[dtype], engine.kv_cache_bytes or 0, dtype, free_memory())
+            _check_memory(weight_bytes(folder, dtype), engine.kv_cache_bytes or 0, dtype, free_memory())
 
 
 def _check_tpu() -> None:
@@ -212,26 +223,28 @@ def check_model(engine: EngineConfig) -> CheckReport:
     folder = resolve_model_folder(engine.model)
     model = load_model_config(folder)
     _check_ranks(engine, model)
-    parameters = num_parameters(folder)
-    draft, draft_parameters = _draft(engine)
+    parameters = num_parameters(folder, model)
     tokenizer = _check_tokenizer(engine, folder)
     _check_templates(tokenizer.folder)
     _check_vocabulary(tokenizer, model)
-    if model.native:
-        check_tensors(folder, model)
+    tally = check_tensors(folder, model) if model.native else None
     try:
         platform = choose_platform(engine.device, engine.num_threads)
         dtype = platform.resolve_dtype(engine.dtype, model.dtype)
     except ValueError as error:
         raise ModelError(str(error)) from error
-    weights, free = (parameters + draft_parameters) * DTYPE_BYTES[dtype], platform.free_memory(lambda: None)
+    own_bytes = parameters * DTYPE_BYTES[dtype]
+    if tally is not None and model.quantization is not None:
+        own_bytes = tally.num_bytes(dtype, platform.keeps_integers)
+    draft, draft_bytes = _draft(engine, dtype)
+    weights, free = own_bytes + draft_bytes, platform.free_memory(lambda: None)
     _check_memory(weights, 0, dtype, free)
     kv_bytes, num_blocks = plan_kv_cache(
         model,
         dtype,
         engine,
         free_bytes=free - weights,
-        weight_bytes=parameters * DTYPE_BYTES[dtype],
+        weight_bytes=own_bytes,
         draft=draft,
         shares_memory=platform.shares_memory,
         most_of_free=platform.kv_share,
@@ -245,11 +258,12 @@ def check_model(engine: EngineConfig) -> CheckReport:
         raise ModelError(str(error)) from error
     trial = _try_step(engine, folder, dtype)
     return CheckReport(
-        folder=str(folder),
+        folder=engine.model if engine.model.endswith(".gguf") else str(folder),
         architecture=model.architecture,
         native=model.native,
         num_parameters=parameters,
         checkpoint_dtype=model.dtype,
+        quantized=None if tally is None else _quantized(model, tally, dtype, platform.keeps_integers),
         dtype=dtype,
         device=platform.name,
         num_threads=engine.num_threads or num_cores(),
@@ -279,10 +293,10 @@ def _check_on_tpu(engine: EngineConfig) -> CheckReport:
     trial = try_first_layer(engine, folder)
     capacity = trial.num_blocks * engine.block_size
     return CheckReport(
-        folder=str(folder),
+        folder=engine.model if engine.model.endswith(".gguf") else str(folder),
         architecture=model.architecture,
         native=model.native,
-        num_parameters=num_parameters(folder),
+        num_parameters=num_parameters(folder, model),
         checkpoint_dtype=model.dtype,
         dtype=trial.dtype,
         device=f"{trial.devices} (figures are those of each device)",
@@ -320,12 +334,24 @@ def _try_step(engine: EngineConfig, folder: pathlib.Path, dtype: str) -> TrialRe
     return result
 
 
-def _draft(engine: EngineConfig) -> tuple[ModelConfig | None, int]:
-    """Returns the draft model's configuration and number of parameters; (None, 0) without one."""
+def _quantized(model: ModelConfig, tally: WeightTally, dtype: str, keeps_integers: bool) -> str | None:
+    """Returns one line that says what is quantised how, and what it is kept as; None if nothing is."""
+    if model.quantization is None:
+        return None
+    if not tally.kinds:
+        return f"{model.quantization.method}, no linear of it as integers: kept in {dtype}"
+    linears = ", ".join(f"{count} linears of {kind}" for kind, count in sorted(tally.kinds.items()))
+    kept = "as integers" if keeps_integers else f"in {dtype}, because this device has no kernels for integers"
+    return f"{model.quantization.method}: {linears}, {_gib(tally.integer_bytes)} as integers; kept {kept}"
+
+
+def _draft(engine: EngineConfig, dtype: str) -> tuple[ModelConfig | None, int]:
+    """Returns the draft model's configuration and the bytes of its weights in `dtype`; (None, 0) without one."""
     if engine.speculative is None or engine.speculative.draft_model is None:
         return None, 0
     folder = resolve_model_folder(engine.speculative.draft_model)
-    return load_model_config(folder), num_parameters(folder)
+    draft = load_model_config(folder)
+    return draft, num_parameters(folder, draft) * DTYPE_BYTES[dtype]
 
 
 def _render(report: CheckReport) -> str:
@@ -343,6 +369,8 @@ def _render(report: CheckReport) -> str:
         "step": f"ran one layer and the head in {report.step_seconds * 1000:.3g} ms (kernels: {report.kernels})",
         "longest": f"{report.max_model_len:,} tokens a sequence (the model allows {report.model_positions:,})",
     }
+    if report.quantized:
+        rows["quantised"] = report.quantized
     if not report.has_chat_template:
         rows["no chat"] = "its tokenizer brings no chat template: it serves /v1/completions only"
     if report.advice:

@@ -305,7 +305,7 @@ def _absolute_file(path: str | None) -> str | None:
 
 
 def _absolute(name: str | None) -> Any:
-    """Returns the absolute path of a folder; `demo` and hub ids stay as they are."""
-    if name is None or name == DEMO_MODEL or not pathlib.Path(name).is_dir():
+    """Returns the absolute path of a folder or file; `demo` and hub ids stay as they are."""
+    if name is None or name == DEMO_MODEL or not pathlib.Path(name).exists():
         return name
     return str(pathlib.Path(name).resolve())

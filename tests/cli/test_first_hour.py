@@ -234,8 +234,8 @@ def _parent(at: pathlib.Path) -> pathlib.Path:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (_gguf_file, ["is a GGUF file", "config.json and safetensors"]),
-        (_gguf_folder, ["holds only GGUF files", "config.json and safetensors"]),
+        (_gguf_file, ["model.gguf is no whole GGUF file", "copy or download it again"]),
+        (_gguf_folder, ["holds no config.json but GGUF files; give one file, such as ", "model.gguf"]),
         (_config_file, ["is one file of a model; give its folder, "]),
         (_lfs_pointer, ["model.safetensors is a Git LFS pointer", "run 'git lfs pull' in "]),
         (_hub_cache, ["is a folder of the hub's cache; give its snapshot, ", "snapshots/0123"]),

@@ -64,7 +64,7 @@ def test_flags_of_other_servers_set_options(
         (["chat", "--api-key=secret"], ["there is no --api-key: put the key into MANTA_API_KEY"]),
         (["serve", "--gpu-memory-utilization", "0.9"], ["engine.kv_cache_fraction"]),
         (["serve", "--kv-cache-dtype", "fp8"], ["the KV cache has the dtype of the model"]),
-        (["check", "--quantization", "awq"], ["quantised checkpoints are not served"]),
+        (["check", "--quantization", "awq"], ["how a checkpoint is quantised is read from it"]),
     ],
 )
 def test_what_is_no_flag_here_is_answered_with_what_serves(

@@ -36,6 +36,7 @@ from cluster.cli.__main__ import main
 from cluster.cli.commands import command_parser
 from cluster.config import ServeConfig
 from tests.fuzz.__main__ import main as fuzz
+from tests.gguf_files import write_gguf
 from tests.house.pages import PAGES, ROOT, blocks, commands, prose
 from tests.server import Server
 from workers.checkpoints.model_folder import resolve_model_folder
@@ -214,6 +215,7 @@ def manual(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Manual]:
     home, package = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("package")
     (home / "models").mkdir()
     (home / "models" / "Qwen2.5-0.5B-Instruct").symlink_to(DEMO)
+    write_gguf(DEMO, home / "models" / "qwen2.5-0.5b-instruct-q4_k_m.gguf", lambda name: "Q4_0")
     write_package(package)
     started: list[Server] = []
 
@@ -517,6 +519,8 @@ COMMANDS: dict[str, Callable[[str, Manual], None]] = {
     "manta check": is_named,
     "manta check --set engine.tensor_parallel_size=2": checks_a_model,
     "manta check ~/models/Qwen2.5-0.5B-Instruct": checks_a_model,
+    "manta check ~/models/qwen2.5-0.5b-instruct-q4_k_m.gguf": checks_a_model,
+    "manta serve ~/models/qwen2.5-0.5b-instruct-q4_k_m.gguf": starts_a_server,
     "manta chat": talks,
     "manta chat --port 8000": talks,
     'manta chat "What is Manta?"': talks,

@@ -37,6 +37,7 @@ FOLDERS = (
     # torch
     "workers.kernels",
     "workers.kernels.triton",
+    "workers.checkpoints.formats",
     "workers.checkpoints",
     "workers.parallel",
     "workers.platforms",

@@ -67,6 +67,7 @@ class OtherPlatform:
     runs_ahead = True
     shares_memory = True
     kv_share = 0.4
+    keeps_integers = False
     splits_mlp = False
     advice = None
     sampler = torch_sampler
@@ -84,7 +85,7 @@ class OtherPlatform:
 
     def make_linear(self, weight: LinearWeight) -> Linear:
         self.num_weights += 1
-        linear = TorchLinear(weight.weight.to(weight.dtype, copy=True), weight.bias)
+        linear = TorchLinear(weight.dense().to(weight.dtype, copy=True), weight.bias)
         return GatedLinear(linear, reference.silu_and_mul) if weight.gated else linear
 
     def shared_linears(self, content: str) -> nullcontext[None]:

@@ -1,51 +1,38 @@
-"""A quantised linear needs a reader of its scheme and a maker on its platform; the layers stay one call beside it.
+"""A linear of integers on a platform of its own: it gets what the checkpoint stores, and the layers stay one call.
 
-Int8 by weight only, made here: what `workers/checkpoints/schemes.py` and a platform would gain.
+The checkpoints are compressed-tensors' int8 by output; `test_quantised_formats.py` has the others.
 """
 
 from __future__ import annotations
 
 import pathlib
+from contextlib import nullcontext
 
-import msgspec
 import pytest
-import safetensors.torch
 import torch
 import torch.nn.functional as F
 
-from tests.checkpoints import checkpoint, make_checkpoint
+from tests.checkpoints import checkpoint
+from tests.quantised_checkpoints import compressed, compressed_config, quantised_pair, scheme
 from tests.workers.cpu_forms import TORCH, in_form
 from tests.workers.test_models import Cache, random_tokens
-from workers.checkpoints import schemes
 from workers.checkpoints.model_folder import load_model_config
-from workers.checkpoints.schemes import LinearSource, read_unquantized
 from workers.decoders.decoder import Decoder
 from workers.kernels import build
 from workers.kernels.attention_metadata import AttentionMetadata
-from workers.kernels.weights import LinearWeight
-from workers.models.model_config import ModelConfig, ModelError
+from workers.kernels.weights import Linear, LinearWeight
 from workers.platforms.cpu import CpuPlatform
+from workers.platforms.cpu_linears import make_dense_linear
 from workers.torch_worker.loader import check_tensors, load_model
-
-SCHEME = "int8"
 
 needs_kernels = pytest.mark.skipif(build.load_library() is None, reason="no C++ compiler: nothing is one call")
 
 
-def read_int8(source: LinearSource) -> LinearWeight:
-    """`weight` int8 [out, in] and `weight_scale` float32 [out, 1]; linears without a scale are not quantised."""
-    if not source.has("weight_scale"):
-        return read_unquantized(source)
-    spec = source.spec
-    weight = source.stacked("weight", (spec.in_features,), torch.int8)
-    scales = source.copied("weight_scale", (1,), torch.float32)
-    return LinearWeight(spec.name, weight, source.bias(), source.dtype, spec.is_gated, SCHEME, scales)
-
-
 class Int8Linear:
     def __init__(self, weight: LinearWeight) -> None:
-        assert weight.scales is not None
-        self.values, self.scales, self.bias = weight.weight.clone(), weight.scales[:, 0], weight.bias
+        assert weight.quantized is not None
+        self.values, self.scales = weight.quantized.values.clone(), weight.quantized.scales[:, 0]
+        self.bias = weight.bias
         self.gated = weight.gated
 
     def forward(self, x: torch.Tensor, step: AttentionMetadata | None = None) -> torch.Tensor:
@@ -58,35 +45,26 @@ class Int8Linear:
 
 
 class Int8Platform(CpuPlatform):
-    linears = {**CpuPlatform.linears, SCHEME: Int8Linear}
+    make_int8_linear: type[Int8Linear] = Int8Linear
+
+    def shared_linears(self, content: str) -> nullcontext[None]:  # type: ignore[override]
+        """Its linears are not packed."""
+        return nullcontext()
+
+    def make_linear(self, weight: LinearWeight) -> Linear:  # type: ignore[override]
+        return make_dense_linear(weight) if weight.quantized is None else self.make_int8_linear(weight)
 
 
-@pytest.fixture(autouse=True)
-def reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(schemes.READERS, SCHEME, read_int8)
-
-
-def quantise(folder: pathlib.Path, *parts: str) -> dict[str, torch.Tensor]:
-    """Stores the linears whose names end so in int8; returns what they stand for, by tensor."""
-    path = folder / "model.safetensors"
-    tensors = safetensors.torch.load_file(path)
-    meant = {}
-    for name in [name for name in tensors if name.removesuffix(".weight").endswith(parts)]:
-        scale = tensors[name].float().abs().amax(1, keepdim=True) / 127
-        values = (tensors[name].float() / scale).round().to(torch.int8)
-        meant[name] = values.float() * scale
-        tensors[name], tensors[f"{name}_scale"] = values, scale
-    assert meant
-    safetensors.torch.save_file(tensors, path)
-    return meant
-
-
-def int8_config(folder: pathlib.Path) -> ModelConfig:
-    return msgspec.structs.replace(load_model_config(folder), scheme=SCHEME)
+def quantised(folder: pathlib.Path, at: pathlib.Path, *parts: str) -> tuple[pathlib.Path, pathlib.Path]:
+    """The checkpoint with the linears whose names end so in int8, and the one that it stands for."""
+    int8 = scheme(num_bits=8, strategy="channel")
+    store = compressed("int-quantized", int8)
+    config = compressed_config("int-quantized", int8)
+    return quantised_pair(folder, at, lambda name, weight: store(weight) if name.endswith(parts) else None, config)
 
 
 def load_int8(folder: pathlib.Path, dtype: str) -> Decoder:
-    model = load_model(folder, int8_config(folder), dtype, Int8Platform(None))
+    model = load_model(folder, load_model_config(folder), dtype, Int8Platform(None))
     assert isinstance(model, Decoder)
     return model
 
@@ -113,12 +91,8 @@ PARTS = {
 def test_an_int8_linear_computes_what_its_weight_stands_for_and_the_others_stay_one_call(
     parts: str, tmp_path: pathlib.Path
 ) -> None:
-    folder = make_checkpoint("llama", tmp_path / "int8", attention_bias=True)
-    meant = quantise(folder, *PARTS[parts])
+    folder, expected_folder = quantised(checkpoint("llama", attention_bias=True), tmp_path, *PARTS[parts])
     model = load_int8(folder, "float32")
-    expected_folder = make_checkpoint("llama", tmp_path / "float32", attention_bias=True)
-    tensors = safetensors.torch.load_file(expected_folder / "model.safetensors")
-    safetensors.torch.save_file({**tensors, **meant}, expected_folder / "model.safetensors")
     expected = load_model(expected_folder, load_model_config(expected_folder), "float32", CpuPlatform(None))
     assert isinstance(expected, Decoder)
     torch.testing.assert_close(logits_of(folder, model), logits_of(expected_folder, expected), atol=3e-4, rtol=1e-4)
@@ -133,8 +107,7 @@ def test_an_int8_linear_computes_what_its_weight_stands_for_and_the_others_stay_
 @needs_kernels
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_mixed_kinds_in_one_call_give_the_bits_of_the_loop(dtype: str, tmp_path: pathlib.Path) -> None:
-    folder = make_checkpoint("qwen3", tmp_path, dtype=dtype)
-    quantise(folder, "down_proj", "o_proj")
+    folder, _ = quantised(checkpoint("qwen3", dtype=dtype), tmp_path, "down_proj", "o_proj")
     model = load_int8(folder, dtype)
     together = logits_of(folder, model, dtype)
     assert model.compiled is not None
@@ -155,24 +128,22 @@ def test_a_gate_of_a_size_that_the_kernel_does_not_take_leaves_the_rest_in_one_c
 
 @needs_kernels
 def test_what_a_linear_raises_comes_out_of_the_one_call(tmp_path: pathlib.Path) -> None:
-    folder = make_checkpoint("llama", tmp_path, num_hidden_layers=2)
-    quantise(folder, "down_proj")
+    folder, _ = quantised(checkpoint("llama", num_hidden_layers=2), tmp_path, "down_proj")
 
     class Broken(Int8Linear):
         def forward(self, x: torch.Tensor, step: AttentionMetadata | None = None) -> torch.Tensor:
             raise RuntimeError("no such instruction")
 
     platform = Int8Platform(None)
-    platform.linears = {**CpuPlatform.linears, SCHEME: Broken}
-    model = load_model(folder, int8_config(folder), "float32", platform)
+    platform.make_int8_linear = Broken
+    model = load_model(folder, load_model_config(folder), "float32", platform)
     assert isinstance(model, Decoder)
     with pytest.raises(RuntimeError, match="no such instruction"):
         logits_of(folder, model)
 
 
 def test_without_a_compiler_the_loop_runs_it_too(tmp_path: pathlib.Path) -> None:
-    folder = make_checkpoint("llama", tmp_path)
-    quantise(folder, "down_proj")
+    folder, _ = quantised(checkpoint("llama"), tmp_path, "down_proj")
     with in_form(TORCH):
         model = load_int8(folder, "float32")
         assert model.compiled is None
@@ -180,16 +151,23 @@ def test_without_a_compiler_the_loop_runs_it_too(tmp_path: pathlib.Path) -> None
     torch.testing.assert_close(by_torch, logits_of(folder, load_int8(folder, "float32")), atol=3e-4, rtol=1e-4)
 
 
-def test_headers_are_checked_by_the_scheme(tmp_path: pathlib.Path) -> None:
-    folder = make_checkpoint("llama", tmp_path)
-    quantise(folder, "down_proj")
-    check_tensors(folder, int8_config(folder))
-    with pytest.raises(ModelError, match=r"layers\.0\.mlp\.down_proj\.weight is I8; only F32, BF16, F16"):
-        check_tensors(folder, load_model_config(folder))
+def test_headers_say_what_is_quantised_and_what_it_takes(tmp_path: pathlib.Path) -> None:
+    folder, dense = quantised(checkpoint("llama"), tmp_path, "down_proj")
+    plain = check_tensors(dense, load_model_config(dense))
+    tally = check_tensors(folder, load_model_config(folder))
+    config = load_model_config(folder)
+    assert tally.kinds == {"8 bits by output": config.num_layers}
+    num_quantised = config.num_layers * config.hidden_size * config.intermediate_size
+    assert tally.num_integers == num_quantised
+    assert tally.num_bytes("float32", keeps_integers=False) == plain.num_bytes("float32", keeps_integers=False)
+    saved = 3 * num_quantised - config.num_layers * config.hidden_size * 4  # a byte for four, and the scales
+    assert plain.num_bytes("float32", True) - tally.num_bytes("float32", True) == saved
 
 
-def test_a_scheme_without_a_linear_on_the_platform_is_refused_by_name(tmp_path: pathlib.Path) -> None:
-    folder = make_checkpoint("llama", tmp_path)
-    quantise(folder, "down_proj")
-    with pytest.raises(ModelError, match=r"model\.layers\.0\.mlp\.down_proj is stored as int8, and the CPU has no"):
-        load_model(folder, int8_config(folder), "float32", CpuPlatform(None))
+def test_a_platform_without_integer_kernels_computes_what_the_integers_stand_for(tmp_path: pathlib.Path) -> None:
+    folder, _ = quantised(checkpoint("llama"), tmp_path, "_proj")
+    dense = load_model(folder, load_model_config(folder), "float32", CpuPlatform(None))
+    assert isinstance(dense, Decoder)
+    torch.testing.assert_close(
+        logits_of(folder, dense), logits_of(folder, load_int8(folder, "float32")), atol=3e-4, rtol=1e-4
+    )

@@ -6,12 +6,9 @@ rank ever disagreed.
 
 from __future__ import annotations
 
-import pathlib
 import random
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -20,35 +17,19 @@ import torch
 
 from cluster.config import EngineConfig
 from cluster.llm import LLM, BeamSearchParams, LogitsProcessorSpec, SamplingParams
-from tests.checkpoints import VOCAB_SIZE, checkpoint, make_checkpoint
+from tests.checkpoints import VOCAB_SIZE, checkpoint
 from tests.engine.test_constrained_drafts import mixed_params
-from tests.patience import PATIENCE_S
 from tests.specdecode.test_speculative import SAMPLED
 from tests.workers import rank_child
 from tests.workers.rank_processes import RankFailed, RankProcesses, over_ranks
-from tests.workers.test_quantised_linear import (
-    SCHEME,
-    Int8Platform,
-    int8_config,
-    load_int8,
-    logits_of,
-    quantise,
-    read_int8,
-)
-from workers.checkpoints import schemes
 from workers.checkpoints.checkpoint import Checkpoint
 from workers.checkpoints.model_folder import load_model_config
-from workers.decoders.decoder import Decoder
 from workers.kernels import build
-from workers.kernels.linears import SummedLinear
-from workers.kernels.weights import Linear
 from workers.model_options import ModelOptions
 from workers.models.model_config import ModelConfig, ModelError
-from workers.parallel.group import OneRank
 from workers.parallel.shard import CheckpointShard
 from workers.parallel.split import check_num_ranks, shard_config
 from workers.step import ScheduledSequence, SequenceStart, StepInput
-from workers.torch_worker.loader import load_model
 from workers.torch_worker.torch_worker import TorchWorker
 
 pytestmark = pytest.mark.usefixtures("plugin", "cheap_groups")
@@ -347,37 +328,13 @@ def make_worker(folder: str, num_ranks: int) -> TorchWorker:
     return TorchWorker(ModelOptions(model=folder, tensor_parallel_size=num_ranks, **options))
 
 
-def test_a_quantised_linear_is_split_by_the_slices_of_its_tensors(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Int8 with a scale for each output: ranks in threads, whose sums meet in memory."""
-    monkeypatch.setitem(schemes.READERS, SCHEME, read_int8)
-    folder = make_checkpoint("llama", tmp_path, attention_bias=True, mlp_bias=True)
-    quantise(folder, "_proj")
-    expected = logits_of(folder, load_int8(folder, "float32"))
-    groups = ThreadGroup.of(2)
-
-    def run(group: ThreadGroup) -> torch.Tensor:
-        model = load_model(folder, int8_config(folder), "float32", Int8Platform(1), group=group)
-        assert isinstance(model, Decoder)
-        return logits_of(folder, model)
-
-    with ThreadPoolExecutor(2) as pool:
-        found, _ = pool.map(run, groups)
-    torch.testing.assert_close(found, expected, atol=3e-4, rtol=1e-4)
-
-
 def test_slices_of_all_ranks_are_the_checkpoint() -> None:
-    """Also scales: one for each output goes with the outputs, one for each group of inputs with the inputs."""
     config = load_model_config(checkpoint("llama"))
     tensors = {
         "model.layers.0.self_attn.q_proj.weight": (64, 64, 0),
-        "model.layers.0.self_attn.q_proj.weight_scale": (64, 1, 0),
         "model.layers.0.self_attn.k_proj.weight": (32, 64, 0),
         "model.layers.0.mlp.gate_proj.weight": (96, 64, 0),
         "model.layers.0.self_attn.o_proj.weight": (64, 64, 1),
-        "model.layers.0.self_attn.o_proj.weight_scale": (64, 4, 1),
-        "model.layers.0.mlp.down_proj.weight_scale": (64, 1, None),
         "model.embed_tokens.weight": (VOCAB_SIZE, 64, 0),
         "lm_head.weight": (VOCAB_SIZE, 64, 0),
         "model.norm.weight": (64, 1, None),
@@ -399,38 +356,6 @@ def test_each_number_of_ranks_that_is_offered_splits() -> None:
         share: ModelConfig = shard_config(config, num_ranks)
         assert share.num_heads * num_ranks == config.num_heads
         assert share.num_kv_heads * num_ranks == max(config.num_kv_heads, num_ranks)
-
-
-class ThreadGroup(OneRank):
-    """Ranks in threads of one process."""
-
-    def __init__(self, rank: int, barrier: threading.Barrier, parts: list[torch.Tensor]) -> None:
-        self.rank = rank
-        self.num_ranks = barrier.parties
-        self._barrier = barrier
-        self._parts = parts
-
-    @classmethod
-    def of(cls, num_ranks: int) -> list[ThreadGroup]:
-        barrier, parts = threading.Barrier(num_ranks, timeout=PATIENCE_S), [torch.empty(0)] * num_ranks
-        return [cls(rank, barrier, parts) for rank in range(num_ranks)]
-
-    def _all(self, x: torch.Tensor) -> list[torch.Tensor]:
-        self._parts[self.rank] = x.clone()
-        self._barrier.wait()
-        parts = list(self._parts)
-        self._barrier.wait()
-        return parts
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.stack(self._all(x)).sum(0)
-
-    def gather(self, x: torch.Tensor) -> list[torch.Tensor] | None:
-        parts = self._all(x)
-        return parts if self.rank == 0 else None
-
-    def row_parallel(self, linear: Linear, out_features: int, dtype: torch.dtype) -> Linear:
-        return SummedLinear(linear, self.all_reduce)
 
 
 class _InMemory(Checkpoint):

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint as torch's: views of its mapped safetensors files. Called by the loader."""
+"""The tensors of a checkpoint as torch's: views of its mapped files. Called by the loader."""
 
 from __future__ import annotations
 
@@ -7,35 +7,75 @@ from collections.abc import Iterable
 
 import torch
 
+from workers.checkpoints.formats.gguf_blocks import BLOCK_TYPES
+from workers.checkpoints.memory import TensorEntry
 from workers.checkpoints.tensor_files import TensorFiles
+from workers.kernels.quantized_weight import QuantizedWeight
 
 _DTYPES = {
     "F32": torch.float32,
     "BF16": torch.bfloat16,
     "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I64": torch.int64,
     "I32": torch.int32,
     "I8": torch.int8,
     "U8": torch.uint8,
 }
 
+_FLOATING = ("F32", "BF16", "F16")
+_COMPUTED = (torch.float32, torch.bfloat16, torch.float16)
+
 
 class Checkpoint(TensorFiles):
-    """The tensors of a folder's safetensors files, mapped but not read."""
+    """The tensors of a folder's weight files, mapped but not read.
+
+    It is the `StoredTensors` of `workers/checkpoints/formats/stored_part.py`.
+    """
 
     def view(self, name: str, shape: tuple[int, ...], kind: torch.dtype = torch.float32) -> torch.Tensor:
-        """Returns the tensor as a view of the file, in the checkpoint's dtype. If `kind` is a floating-point dtype, the
-        tensor's may be any floating-point dtype; else it must be `kind`.
+        """Returns the tensor as a view of the file, in the checkpoint's dtype. If `kind` is a dtype to compute in, the
+        tensor's may be any of those; else it must be `kind`.
 
         Raises `ModelError` as `find` does.
         """
         readable = {
             stored: dtype.itemsize
             for stored, dtype in _DTYPES.items()
-            if (dtype.is_floating_point if kind.is_floating_point else dtype == kind)
+            if (stored in _FLOATING if kind in _COMPUTED else dtype == kind)
         }
         mapped, entry = self.find(name, shape, readable)
         flat = torch.frombuffer(mapped, dtype=_DTYPES[entry.dtype], count=math.prod(shape), offset=entry.start)
-        return flat.view(shape)
+        return _in_order(flat.view(shape), entry)
+
+    def stored(self, name: str, shape: tuple[int, ...], kind: torch.dtype) -> torch.Tensor:
+        return Checkpoint.view(self, name, shape, kind)
+
+    def blocks(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Returns a tensor of a GGUF type, whose weight has this shape: uint8 [out_features, bytes of a row]."""
+        mapped, entry = self.find_blocks(name, shape)
+        flat = torch.frombuffer(mapped, dtype=torch.uint8, count=entry.end - entry.start, offset=entry.start)
+        return _in_order(flat.view(shape[0], -1), entry)
+
+    def has_blocks(self, name: str) -> bool:
+        """Returns whether a tensor is of a GGUF type."""
+        return name in self and self.kind_of(name) in BLOCK_TYPES
+
+    def whole_shape(self, name: str, shape: tuple[int, int]) -> tuple[int, int]:
+        """Returns the shape of the whole weight of a part, of which a rank holds `shape`."""
+        return shape
+
+    def cut(self, name: str, weight: QuantizedWeight | torch.Tensor) -> QuantizedWeight | torch.Tensor:
+        """Returns what a rank holds of the whole weight of a part."""
+        return weight
+
+
+def _in_order(rows: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
+    """Rows in Hugging Face's order: the two halves of each head one after the other, not interleaved."""
+    if not entry.interleaved_head_dim:
+        return rows
+    heads = torch.arange(rows.shape[0]).view(-1, entry.interleaved_head_dim // 2, 2)
+    return rows[heads.transpose(1, 2).reshape(-1)]
 
 
 class CheckpointHeaders(Checkpoint):
@@ -43,6 +83,12 @@ class CheckpointHeaders(Checkpoint):
 
     def view(self, name: str, shape: tuple[int, ...], kind: torch.dtype = torch.float32) -> torch.Tensor:
         return super().view(name, shape, kind).to("meta")
+
+    def stored(self, name: str, shape: tuple[int, ...], kind: torch.dtype) -> torch.Tensor:
+        return super().stored(name, shape, kind).to("meta")
+
+    def blocks(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return super().blocks(name, shape).to("meta")
 
     def release(self, names: Iterable[str]) -> None:
         pass

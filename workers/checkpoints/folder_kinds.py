@@ -11,20 +11,15 @@ import pathlib
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _OTHER_WEIGHTS = {"*.bin": "PyTorch's own format", "*.gguf": "GGUF, llama.cpp's format", "*.onnx": "ONNX"}
-_GGUF = (
-    "GGUF is llama.cpp's format and is not served; give the folder of the original, with config.json and safetensors"
-)
 
 
 def why_no_folder(path: pathlib.Path) -> str | None:
     """What a file is that was given instead of a folder; None if there is no file."""
     if not path.is_file():
         return None
-    if path.suffix == ".gguf":
-        return f"{path} is a GGUF file. {_GGUF}"
     if path.name == "config.json" or path.suffix in (".safetensors", ".json"):
         return f"{path} is one file of a model; give its folder, {path.parent}"
-    return f"{path} is a file; give a folder with config.json and safetensors"
+    return f"{path} is a file; give a folder with config.json and safetensors, or a GGUF file"
 
 
 def why_no_checkpoint(folder: pathlib.Path) -> str:
@@ -38,8 +33,9 @@ def why_no_checkpoint(folder: pathlib.Path) -> str:
     snapshots = _with_config(folder / "snapshots")
     if snapshots:
         return f"{folder} is a folder of the hub's cache; give its snapshot, {snapshots[-1]}"
-    if any(folder.glob("*.gguf")):
-        return f"{folder} holds only GGUF files. {_GGUF}"
+    files = sorted(folder.glob("*.gguf"))
+    if files:
+        return f"{folder} holds no config.json but GGUF files; give one file, such as {files[0]}"
     models = _with_config(folder)
     if models:
         return f"{folder} holds no config.json, and {len(models)} of its folders do; give one, such as {models[0]}"

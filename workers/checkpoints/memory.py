@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from workers.checkpoints.folder_kinds import lfs_pointer, why_no_weights
 from workers.model_options import ModelOptions
+from workers.models.families import describe
 from workers.models.model_config import DTYPE_BYTES, ModelConfig, ModelError
 
 WEIGHTS_MULTIPLE = 4
@@ -30,7 +31,9 @@ MOST_OF_FREE = 0.4
 """... and on a CPU no more than this share of the free memory, because other programs and engines need some."""
 
 _FLOATING = ("F32", "BF16", "F16")
-"""Dtypes of safetensors that a linear may be loaded in."""
+"""Dtypes that a linear may be loaded in."""
+GGUF_INDEX = "gguf_tensors.json"
+"""The file of a folder that stands for a GGUF file: where that is, and its tensors."""
 
 
 def plan_kv_cache(
@@ -95,27 +98,60 @@ def plan_max_model_len(model: ModelConfig, requested: int | None, capacity: int)
     return requested
 
 
-def num_parameters(folder: pathlib.Path) -> int:
-    """Elements of all tensors in the safetensors files of a checkpoint, read from their headers alone.
+def num_parameters(folder: pathlib.Path, model: ModelConfig) -> int:
+    """Weights of a model: those of its description if it is quantised, else the elements of all tensors, read from the
+    headers alone.
 
     Raises `ModelError` naming a file that is missing, truncated or no safetensors file.
     """
-    return sum(math.prod(entry.shape) for path in weight_files(folder) for entry in read_header(path).values())
+    elements = num_elements(folder)
+    return elements if model.quantization is None else describe(model).num_parameters()
+
+
+def num_elements(folder: pathlib.Path) -> int:
+    """Elements of all tensors of a checkpoint. Raises `ModelError` as `num_parameters` does."""
+    return sum(math.prod(entry.shape) for _, entries in weight_headers(folder) for entry in entries.values())
 
 
 def weight_bytes(folder: pathlib.Path, dtype: str) -> int:
-    """Bytes of all weights once they are loaded: floating-point tensors are in `dtype` then, quantised ones as they are
-    stored. Raises `ModelError` as `num_parameters` does.
+    """Bytes of all weights once they are loaded, if the device keeps quantised ones as they are stored: floating-point
+    tensors are in `dtype` then. Raises `ModelError` as `num_parameters` does.
     """
-    entries = [entry for path in weight_files(folder) for entry in read_header(path).values()]
+    entries = [entry for _, entries in weight_headers(folder) for entry in entries.values()]
     return sum(
         math.prod(entry.shape) * DTYPE_BYTES[dtype] if entry.dtype in _FLOATING else entry.end - entry.start
         for entry in entries
     )
 
 
+def weight_headers(folder: pathlib.Path) -> list[tuple[pathlib.Path, dict[str, TensorEntry]]]:
+    """The files with a checkpoint's weights, and the tensors of each by Hugging Face's names.
+
+    Raises `ModelError` as `weight_files` and `read_header` do.
+    """
+    if (folder / GGUF_INDEX).is_file():
+        return [read_gguf_index(folder)]
+    return [(path, read_header(path)) for path in weight_files(folder)]
+
+
+def read_gguf_index(folder: pathlib.Path) -> tuple[pathlib.Path, dict[str, TensorEntry]]:
+    """The GGUF file that a folder stands for (`workers/checkpoints/gguf_file.py`), and its tensors.
+
+    Raises `ModelError` if the file is gone or has changed.
+    """
+    index = json.loads((folder / GGUF_INDEX).read_text())
+    path = pathlib.Path(index["file"])
+    if not path.is_file() or path.stat().st_size != index["size"]:
+        raise ModelError(f"{path} has gone or changed since it was first read; start again with the file in place")
+    return path, {name: TensorEntry(entry[0], tuple(entry[1]), *entry[2:]) for name, entry in index["tensors"].items()}
+
+
 def weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
-    """The safetensors files of a checkpoint, single or sharded. Raises `ModelError` naming one that is missing."""
+    """The safetensors files of a checkpoint, single or sharded, or its GGUF file. Raises `ModelError` naming one that
+    is missing.
+    """
+    if (folder / GGUF_INDEX).is_file():
+        return [read_gguf_index(folder)[0]]
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
@@ -136,13 +172,18 @@ def weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 class TensorEntry(NamedTuple):
-    """What a safetensors file's header says of one tensor."""
+    """What a file's header says of one tensor."""
 
     dtype: str
+    """safetensors' spelling of a dtype, or ggml's name of a type."""
     shape: tuple[int, ...]
     start: int
     """Byte offset in the file."""
     end: int
+    interleaved_head_dim: int = 0
+    """If not 0, the rows of each so many are those of a head with its two halves interleaved, as llama.cpp rotates
+    them.
+    """
 
 
 def read_header(path: pathlib.Path) -> dict[str, TensorEntry]:

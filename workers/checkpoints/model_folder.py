@@ -1,4 +1,4 @@
-"""Finds the folder of a checkpoint by path, by name or by hub id, and reads its `config.json`.
+"""Finds the folder of a checkpoint by path, by name or by hub id, or that of a GGUF file, and reads its `config.json`.
 
 What Manta cannot run is refused here, by name, before a weight is read. Reads no weights and imports no torch; the
 workers and `manta check` call it. How a native family is read is said in `workers/models/`.
@@ -13,9 +13,11 @@ from typing import Any
 import msgspec
 
 from workers.checkpoints.folder_kinds import lfs_pointer, why_no_checkpoint, why_no_folder
+from workers.checkpoints.gguf_file import gguf_folder
 from workers.model_options import DEMO_MODEL
 from workers.models.families import FAMILIES
 from workers.models.model_config import ModelConfig, ModelError, RopeConfig
+from workers.models.quantization import read_quantization
 from workers.models.raw_config import RawConfig, checkpoint_dtype
 
 _DEMO_FOLDER = (pathlib.Path(__file__).parents[2] / "manta" / "configs" / "demo" / "target").resolve()
@@ -24,7 +26,7 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
 def resolve_model_folder(name: str) -> pathlib.Path:
-    """Returns the folder of a checkpoint given as a folder, as `demo`, or as a hub id.
+    """Returns the folder of a checkpoint given as a folder, as a GGUF file, as `demo`, or as a hub id.
 
     A hub id is downloaded, or found in its cache. `ID@REVISION` names a commit, tag or branch of it; a commit never
     changes. Raises `ModelError` if there is no such folder, if it holds no `config.json`, or if the hub cannot be read.
@@ -38,6 +40,8 @@ def resolve_model_folder(name: str) -> pathlib.Path:
         if not (folder / "config.json").is_file():
             raise ModelError(why_no_checkpoint(folder))
         return folder
+    if folder.suffix == ".gguf" and folder.is_file():
+        return gguf_folder(folder)
     if (reason := why_no_folder(folder)) is not None:
         raise ModelError(reason)
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:
@@ -95,13 +99,16 @@ def _read_config(folder: pathlib.Path, raw: RawConfig) -> ModelConfig:
     architecture = raw.architecture
     if architecture is None:
         raise ModelError(f"{folder / 'config.json'} names no architecture; add its `architectures` entry")
-    quantization = raw.get("quantization_config")
-    if quantization:  # null and {} are written by tools that never quantised
-        method = quantization.get("quant_method", "unnamed")
-        raise ModelError(f"{method} quantisation is not supported; use a bfloat16, float16 or float32 checkpoint")
+    stored = raw.get("quantization_config")
+    quantization = read_quantization(stored) if stored else None  # tools that never quantised write null and {}
     family = FAMILIES.get(architecture)
+    if family is None and quantization is not None:
+        raise ModelError(
+            f"{architecture} runs through transformers, and its {quantization.method} checkpoints are not served; "
+            "use one in bfloat16, float16 or float32"
+        )
     config = _transformers_config(folder, architecture) if family is None else family.read_config(raw)
-    return msgspec.structs.replace(config, eos_token_ids=eos_token_ids)
+    return msgspec.structs.replace(config, eos_token_ids=eos_token_ids, quantization=quantization)
 
 
 def _transformers_config(folder: pathlib.Path, architecture: str) -> ModelConfig:

@@ -1,31 +1,49 @@
-"""How checkpoints store the weight of a linear: for each scheme, which tensors there are and how they are read.
+"""Reads the weight of a linear, however the checkpoint stores it: unquantised, or by a reader of `formats/`.
 
-To add a scheme: let `model_folder.py` accept its `quantization_config` and set `ModelConfig.scheme`, add its reader to
-`READERS`, and add what makes its linears to each platform that runs it (`CpuPlatform.linears`).
+To add a format: let `workers/models/quantization.py` accept its `quantization_config`, and add its reader to `READERS`.
+Readers of integers make a `QuantizedWeight`, which every platform takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
 
+from workers.checkpoints.formats.awq import read_awq
+from workers.checkpoints.formats.compressed_tensors import read_int, read_mxfp4, read_packed
+from workers.checkpoints.formats.float8 import read_float8
+from workers.checkpoints.formats.gguf_blocks import read_gguf
+from workers.checkpoints.formats.gptq import read_gptq
+from workers.checkpoints.formats.stored_part import Reader, StoredPart, StoredTensors
+from workers.checkpoints.weight_parts import stack
+from workers.kernels.quantized_weight import QuantizedWeight
 from workers.kernels.weights import LinearWeight
-from workers.models.model_config import UNQUANTIZED
-from workers.models.specs import LinearSpec
+from workers.models.model_config import ModelError, Quantization, WeightFormat
+from workers.models.specs import LinearSpec, Part
+
+READERS: dict[str, Reader] = {
+    "int": read_int,
+    "packed": read_packed,
+    "mxfp4": read_mxfp4,
+    "float8": read_float8,
+    "gptq": read_gptq,
+    "awq": read_awq,
+    "gguf": read_gguf,
+}
+"""The reader of each kind of `WeightFormat`."""
+GGUF = WeightFormat(reader="gguf")
+"""The format of every tensor that has one of GGUF's types."""
+_MARKS = ("weight_scale", "weight_scale_inv", "weight_packed", "qweight")
+"""The tensors that only a quantised linear has: every one has one of them."""
 
 
-class Tensors(Protocol):
-    """A reader's access to the tensors `PART.SUFFIX` of a linear's parts, concatenated by rows. `row_shape` is the
-    shape of one output's part of a tensor.
-    """
-
-    def __contains__(self, name: str) -> bool: ...
+class Tensors(StoredTensors, Protocol):
+    """A reader's access to the tensors `PART.SUFFIX` of a linear's parts."""
 
     def stacked(self, linear: LinearSpec, suffix: str, row_shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Returns [out_features, *row_shape] in `dtype`, valid until the next large tensor is read. One part may be a
-        view of the file; several lie in memory that the next call reuses.
+        """Returns those of all parts, concatenated by rows: [out_features, *row_shape] in `dtype`, valid until the next
+        large tensor is read. One part may be a view of the file; several lie in memory that the next call reuses.
         """
         ...
 
@@ -33,43 +51,77 @@ class Tensors(Protocol):
         """The same for small tensors: a copy on the device, which belongs to the caller."""
         ...
 
+    def part(self, part: Part, in_features: int) -> torch.Tensor:
+        """Returns the `weight` of one unquantised part, a view of the file: [out_features, in_features]."""
+        ...
+
+    def has_blocks(self, name: str) -> bool:
+        """Returns whether a tensor is of a GGUF type."""
+        ...
+
+    def whole_shape(self, name: str, shape: tuple[int, int]) -> tuple[int, int]:
+        """Returns the shape of the whole weight of a part, of which a rank holds `shape`."""
+        ...
+
+    def cut(self, name: str, weight: QuantizedWeight | torch.Tensor) -> QuantizedWeight | torch.Tensor:
+        """Returns what a rank holds of the whole weight of a part."""
+        ...
+
 
 class LinearSource(NamedTuple):
     """A linear of a checkpoint."""
 
     spec: LinearSpec
-    scheme: str
+    quantization: Quantization | None
     dtype: torch.dtype
     """The dtype of the activations."""
     tensors: Tensors
 
-    def has(self, suffix: str) -> bool:
-        """Returns whether every part has a tensor with this suffix."""
-        return all(f"{part.name}.{suffix}" in self.tensors for part in self.spec.parts)
-
-    def stacked(self, suffix: str, row_shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """As `Tensors.stacked`."""
-        return self.tensors.stacked(self.spec, suffix, row_shape, dtype)
-
-    def copied(self, suffix: str, row_shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """As `Tensors.copied`."""
-        return self.tensors.copied(self.spec, suffix, row_shape, dtype)
-
     def bias(self) -> torch.Tensor | None:
-        return self.copied("bias", (), self.dtype) if self.spec.has_bias else None
+        return self.tensors.copied(self.spec, "bias", (), self.dtype) if self.spec.has_bias else None
+
+    def format_of(self, part: Part) -> WeightFormat | None:
+        """Returns how a part is stored; None: unquantised.
+
+        Raises `ModelError` if configuration and tensors disagree.
+        """
+        if self.quantization is None:
+            return None
+        if self.tensors.has_blocks(f"{part.name}.weight"):
+            return GGUF
+        marks = [suffix for suffix in _MARKS if f"{part.name}.{suffix}" in self.tensors]
+        if not marks:
+            return None
+        format_ = self.quantization.format_of(part.name)
+        if format_ is None:
+            stored = f"{part.name}.{marks[0]}"
+            raise ModelError(f"quantization_config leaves {part.name} unquantised, and the checkpoint has {stored}")
+        return format_
 
 
 def read_linear(source: LinearSource) -> LinearWeight:
-    """Reads by the source's scheme. Raises `ModelError` naming a tensor that is missing or does not fit."""
-    return READERS[source.scheme](source)
-
-
-def read_unquantized(source: LinearSource) -> LinearWeight:
-    """`weight` [out_features, in_features], in any floating-point dtype."""
+    """Raises `ModelError` naming a tensor that is missing or does not fit."""
     spec = source.spec
-    weight = source.stacked("weight", (spec.in_features,), source.dtype)
-    return LinearWeight(spec.name, weight, source.bias(), source.dtype, spec.is_gated)
+    formats = [source.format_of(part) for part in spec.parts]
+    if not any(formats):
+        weight = source.tensors.stacked(spec, "weight", (spec.in_features,), source.dtype)
+        return LinearWeight(spec.name, weight, source.bias(), source.dtype, spec.is_gated)
+    parts = [
+        source.tensors.part(part, spec.in_features) if format_ is None else read_quantized(source, part, format_)
+        for part, format_ in zip(spec.parts, formats, strict=True)
+    ]
+    stacked = stack(parts, source.dtype)
+    if isinstance(stacked, torch.Tensor):
+        return LinearWeight(spec.name, stacked, source.bias(), source.dtype, spec.is_gated)
+    shape = torch.empty(stacked.values.shape, dtype=source.dtype, device="meta")
+    return LinearWeight(spec.name, shape, source.bias(), source.dtype, spec.is_gated, stacked)
 
 
-READERS: dict[str, Callable[[LinearSource], LinearWeight]] = {UNQUANTIZED: read_unquantized}
-"""The reader of each scheme."""
+def read_quantized(source: LinearSource, part: Part, format_: WeightFormat) -> QuantizedWeight | torch.Tensor:
+    """Reads a whole part and returns the rank's share of it. Raises `ModelError` as `read_linear` does."""
+    shape = source.tensors.whole_shape(part.name, (part.out_features, source.spec.in_features))
+    stored = StoredPart(part.name, *shape, format_, source.dtype, source.tensors)
+    weight = READERS[format_.reader](stored)
+    if not source.spec.has_bias and stored.has("bias"):
+        stored.no_bias()
+    return source.tensors.cut(part.name, weight)

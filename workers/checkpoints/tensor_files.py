@@ -1,4 +1,4 @@
-"""The safetensors files of a checkpoint, mapped into memory: only tensors that are asked for are read.
+"""The safetensors files of a checkpoint, or its GGUF file, mapped into memory: only tensors in use are read.
 
 Imports no framework. `Checkpoint` and the readers of other frameworks make arrays of what this module finds. Once a
 tensor is copied its pages are given back, so loading takes at most about as much memory as the packed weights.
@@ -12,15 +12,17 @@ import mmap
 import pathlib
 from collections.abc import Iterable, Mapping
 
-from workers.checkpoints.memory import TensorEntry, read_header, weight_files
+from workers.checkpoints.memory import TensorEntry, weight_headers
 from workers.models.model_config import ModelError
 
-_IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
-"""Buffers that old checkpoints store and every implementation computes."""
+_IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".k_scale", ".v_scale", ".q_scale")
+"""Buffers that old checkpoints store and every implementation computes, and the scales of a quantised KV cache, which
+here is not quantised.
+"""
 
 
 class TensorFiles:
-    """The tensors of a folder's safetensors files, mapped but not read.
+    """The tensors of a folder's weight files, mapped but not read.
 
     Raises `ModelError` if there are none, or if a file is truncated or not safetensors.
     """
@@ -31,11 +33,10 @@ class TensorFiles:
         self._read_ahead = read_ahead
         self._entries: dict[str, tuple[mmap.mmap, TensorEntry]] = {}
         self._taken: set[str] = set()
-        for path in weight_files(self.folder):
-            self._map(path)
+        for path, entries in weight_headers(self.folder):
+            self._map(path, entries)
 
-    def _map(self, path: pathlib.Path) -> None:
-        entries = read_header(path)
+    def _map(self, path: pathlib.Path, entries: Mapping[str, TensorEntry]) -> None:
         with path.open("rb") as file:
             # torch warns of memory that it cannot write to, so the mapping is private and writable. Nothing writes to
             # it.
@@ -46,6 +47,19 @@ class TensorFiles:
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
+
+    def entry(self, name: str) -> TensorEntry:
+        """Raises `ModelError` if the tensor is missing."""
+        if name not in self._entries:
+            raise ModelError(f"tensor {name} is missing from {self.folder}")
+        return self._entries[name][1]
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        return self.entry(name).shape
+
+    def kind_of(self, name: str) -> str:
+        """Returns a tensor's dtype in safetensors' spelling, or its GGUF type."""
+        return self.entry(name).dtype
 
     def find(self, name: str, shape: tuple[int, ...], item_bytes: Mapping[str, int]) -> tuple[mmap.mmap, TensorEntry]:
         """Returns the mapped file of a tensor and its place there. `item_bytes` has the dtypes that the caller reads,
@@ -62,6 +76,14 @@ class TensorFiles:
             raise ModelError(f"tensor {name} is {entry.dtype}; only {', '.join(item_bytes)} weights are supported")
         if entry.end - entry.start != math.prod(shape) * item_bytes[entry.dtype]:
             raise ModelError(f"tensor {name} has {entry.end - entry.start} bytes, which do not fill {list(shape)}")
+        self._taken.add(name)
+        return mapped, entry
+
+    def find_blocks(self, name: str, shape: tuple[int, ...]) -> tuple[mmap.mmap, TensorEntry]:
+        """As `find`, for a tensor of a GGUF type, whose elements are stored in blocks."""
+        mapped, entry = self._entries[name]
+        if entry.shape != shape:
+            raise ModelError(f"tensor {name} has shape {list(entry.shape)}; its configuration asks for {list(shape)}")
         self._taken.add(name)
         return mapped, entry
 

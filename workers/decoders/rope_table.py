@@ -30,6 +30,8 @@ def _inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, f
         return _llama3(rope, inv_freq), 1.0
     if rope.rope_type == "yarn":
         return _yarn(rope, inv_freq, head_dim), rope.attention_factor or 0.1 * math.log(rope.factor) + 1.0
+    if rope.frequency_divisors is not None:
+        return inv_freq / np.array(rope.frequency_divisors, dtype=np.float32), 1.0
     return inv_freq, 1.0
 
 

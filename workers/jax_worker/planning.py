@@ -21,10 +21,16 @@ BLOCK_BITS = 7
 
 
 def native_config(folder: pathlib.Path) -> ModelConfig:
-    """Returns the configuration of the model. Raises `ModelError` if this worker does not support its family."""
+    """Returns the configuration of the model. Raises `ModelError` if this worker does not support its family, or if its
+    checkpoint is quantised.
+    """
     config = load_model_config(folder)
     if not config.native:
         raise ModelError(f"device tpu runs no {config.architecture}; use one of the native families, or device cpu")
+    if config.quantization is not None:
+        raise ModelError(
+            f"device tpu reads no {config.quantization.method} checkpoints; use one in bfloat16, or device cpu"
+        )
     return config
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 import msgspec
 
-UNQUANTIZED = "unquantized"
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -31,6 +31,46 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
     beta_slow: float = 1.0
     truncate: bool = True
     """Whether yarn rounds the bounds of the blended range to whole dimensions."""
+    frequency_divisors: tuple[float, ...] | None = None
+    """default: a divisor for each of the head_dim / 2 frequencies, as GGUF files store llama3's scaling."""
+
+
+class WeightFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """How the weight of one quantised linear is stored."""
+
+    reader: str
+    """A key of `workers.checkpoints.schemes.READERS`."""
+    bits: int = 8
+    group_size: int | None = None
+    """Inputs that share a scale; None: all inputs of an output do."""
+    block: tuple[int, int] | None = None
+    """Outputs and inputs that share a scale, instead of groups."""
+    is_symmetric: bool = True
+    """Whether all zero points are in the middle of the range."""
+    zero_point_shift: int = 0
+    """What must be added to the zero points that are stored."""
+    has_int8_activations: bool = False
+    """Whether the checkpoint was made for activations that are rounded to int8."""
+
+
+class QuantizationRule(msgspec.Struct, frozen=True, kw_only=True):
+    """Linears whose names match are stored in this format."""
+
+    pattern: str
+    """A regular expression that is searched for in the linear's name."""
+    format: WeightFormat | None = None
+    """None: unquantised."""
+
+
+class Quantization(msgspec.Struct, frozen=True, kw_only=True):
+    """How the linears of a checkpoint are stored: the first rule that matches a name decides."""
+
+    method: str
+    rules: tuple[QuantizationRule, ...] = ()
+
+    def format_of(self, name: str) -> WeightFormat | None:
+        """Returns the format of a linear by its name, such as `model.layers.0.mlp.down_proj`."""
+        return next((rule.format for rule in self.rules if re.search(rule.pattern, name)), None)
 
 
 class HeadShape(NamedTuple):
@@ -72,8 +112,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     """The checkpoint's dtype: `bfloat16`, `float16` or `float32`."""
     eos_token_ids: tuple[int, ...] = ()
-    scheme: str = UNQUANTIZED
-    """Storage format of the linears' weights: a key of `workers.checkpoints.schemes.READERS`."""
+    quantization: Quantization | None = None
+    """Storage formats of the linears' weights; None if all are floating-point numbers."""
 
     @property
     def heads(self) -> HeadShape:

@@ -90,7 +90,8 @@ def read_rope(raw: RawConfig) -> RopeConfig:
             raise ModelError(f"{name} of {raw.architecture}'s rope parameters is not supported; it must be left out")
     theta = values.get("rope_theta", raw.get("rope_theta", 10000.0))
     if rope_type == "default":
-        return RopeConfig(theta=theta)
+        divisors = values.get("frequency_divisors")
+        return RopeConfig(theta=theta, frequency_divisors=None if divisors is None else tuple(divisors))
     known = {name: values[name] for name in RopeConfig.__struct_fields__ if values.get(name) is not None}
     if "factor" not in known:
         raise ModelError(f"rope type {rope_type!r} of {raw.architecture} lacks its factor")

@@ -104,6 +104,24 @@ class DecoderSpec(NamedTuple):
         for layer in self.layers:
             yield from (layer.attention.qkv, layer.attention.output, layer.mlp.gated, layer.mlp.down)
 
+    def norms(self) -> Iterator[NormSpec]:
+        """Yields every norm of the model."""
+        yield self.final_norm
+        for layer in self.layers:
+            attention = layer.attention
+            yield from (layer.input_norm, layer.mlp_norm)
+            yield from (norm for norm in (attention.q_norm, attention.k_norm) if norm is not None)
+
+    def num_parameters(self) -> int:
+        """Returns the number of weights, those of a tied head once."""
+        linears = sum(
+            linear.out_features * (linear.in_features + linear.has_bias)
+            for linear in self.linears()
+            if linear is not self.head
+        )
+        heads = (1 if self.is_tied else 2) * self.head.out_features * self.head.in_features
+        return linears + heads + sum(norm.size for norm in self.norms())
+
     @property
     def is_tied(self) -> bool:
         return self.head.name == self.embedding.name

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from workers.checkpoints.checkpoint import Checkpoint
+from workers.checkpoints.weight_parts import take_inputs, take_rows
+from workers.kernels.quantized_weight import QuantizedWeight
 from workers.models.families import describe
 from workers.models.model_config import ModelConfig
 from workers.models.specs import Split
@@ -30,17 +32,16 @@ class CheckpointShard:
         self._num_ranks = num_ranks
         spec = describe(config)
         self._splits = {spec.embedding.name: (spec.embedding.split, False)}
+        self._shapes = {spec.embedding.name: (spec.embedding.out_features, config.hidden_size)}
         for linear in spec.linears():
             self._splits |= {part.name: (part.split, linear.splits_inputs) for part in linear.parts}
+            self._shapes |= {part.name: (part.out_features, linear.in_features) for part in linear.parts}
 
     def __contains__(self, name: str) -> bool:
         return name in self._checkpoint
 
     def view(self, name: str, shape: tuple[int, ...], kind: torch.dtype = torch.float32) -> torch.Tensor:
-        """Returns the rank's slice of a tensor, and raises `ModelError` as `Checkpoint.view` does.
-
-        Tensors of all schemes are sliced along their outputs or inputs, however many inputs one element packs.
-        """
+        """Returns the rank's slice of a tensor, and raises `ModelError` as `Checkpoint.view` does."""
         split, splits_inputs = self._splits.get(name.rpartition(".")[0], (Split.NOTHING, False))
         if split in (Split.QUERY_HEADS, Split.INNER):
             return self._slice(name, shape, kind, 0, self._rank, self._num_ranks)
@@ -50,7 +51,7 @@ class CheckpointShard:
             return self._slice(name, shape, kind, 0, self._rank * num_parts // self._num_ranks, num_parts)
         if split is Split.VOCABULARY:
             return self._vocabulary_rows(name, shape, kind)
-        if splits_inputs and len(shape) > 1 and shape[1] > 1:  # a single scale for all inputs is not split
+        if splits_inputs and len(shape) > 1:
             return self._slice(name, shape, kind, 1, self._rank, self._num_ranks)
         whole = self._checkpoint.view(name, shape, kind)
         if splits_inputs and name.endswith(".bias") and self._rank > 0:
@@ -69,8 +70,54 @@ class CheckpointShard:
         rows = whole[self._rank * shape[0] : (self._rank + 1) * shape[0]]
         return rows if len(rows) == shape[0] else F.pad(rows, (0, 0, 0, shape[0] - len(rows)))
 
+    # ---- quantised weights: whole tensors, of which the weight that they stand for is cut ---------------------------
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        return self._checkpoint.shape_of(name)
+
+    def kind_of(self, name: str) -> str:
+        return self._checkpoint.kind_of(name)
+
+    def has_blocks(self, name: str) -> bool:
+        return self._checkpoint.has_blocks(name)
+
+    def stored(self, name: str, shape: tuple[int, ...], kind: torch.dtype) -> torch.Tensor:
+        return self._checkpoint.stored(name, shape, kind)
+
+    def blocks(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return self._checkpoint.blocks(name, shape)
+
+    def whole_shape(self, name: str, shape: tuple[int, int]) -> tuple[int, int]:
+        """Returns the shape of the whole weight of a part, of which a rank holds `shape`."""
+        return self._shapes[name]
+
+    def cut(self, name: str, weight: QuantizedWeight | torch.Tensor) -> QuantizedWeight | torch.Tensor:
+        """Returns the rank's outputs or inputs of the whole weight of a part.
+
+        Raises `ModelError` if its inputs cannot be divided, because act-order has mixed them.
+        """
+        split, splits_inputs = self._splits[name]
+        out_features, in_features = self._shapes[name]
+        if split in (Split.QUERY_HEADS, Split.INNER):
+            return take_rows(weight, *_share(out_features, self._rank, self._num_ranks))
+        if split is Split.KV_HEADS:
+            num_parts = min(self._config.num_kv_heads, self._num_ranks)
+            return take_rows(weight, *_share(out_features, self._rank * num_parts // self._num_ranks, num_parts))
+        if split is Split.VOCABULARY:
+            rows = -(-out_features // self._num_ranks)
+            return take_rows(weight, self._rank * rows, (self._rank + 1) * rows)
+        if splits_inputs:
+            return take_inputs(name, weight, *_share(in_features, self._rank, self._num_ranks))
+        return weight
+
     def release(self, names: Iterable[str]) -> None:
         self._checkpoint.release(names)
 
     def check_all_used(self, but: Iterable[str] = ()) -> None:
         self._checkpoint.check_all_used(but)
+
+
+def _share(size: int, part: int, num_parts: int) -> tuple[int, int]:
+    """The first of one of several equal shares, and the one after its last."""
+    share = size // num_parts
+    return part * share, (part + 1) * share

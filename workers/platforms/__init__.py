@@ -38,6 +38,9 @@ class Platform(Protocol):
     """Whether other programs need the device's memory too: the KV cache then takes no more than the model can use."""
     kv_share: float
     """The KV cache takes no more than this share of the free memory, unless it is configured."""
+    keeps_integers: bool
+    """Whether linears of quantised weights keep them as integers; else they are kept in the dtype of the activations.
+    """
     splits_mlp: bool
     """Whether the widest activations are made for `max_mlp_rows` rows at a time (`workers/kernels/weights.py`)."""
 
@@ -53,7 +56,9 @@ class Platform(Protocol):
     def sampler(self) -> SamplerKernels: ...
 
     def make_linear(self, weight: LinearWeight) -> Linear:
-        """A linear with this weight, perhaps repacked. Raises `ModelError` if the device has none for its scheme."""
+        """A linear with this weight, perhaps repacked. A platform without kernels for integers keeps a quantised one as
+        `weight.dense()`.
+        """
         ...
 
     def shared_linears(self, content: str) -> AbstractContextManager[SharedLinears | None]:

@@ -10,7 +10,7 @@ import functools
 import math
 import pathlib
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -18,13 +18,16 @@ import torch.nn.functional as F
 
 from workers.checkpoints.checkpoint import Checkpoint, CheckpointHeaders
 from workers.checkpoints.memory import weight_files
-from workers.checkpoints.schemes import LinearSource, read_linear
+from workers.checkpoints.schemes import GGUF, LinearSource, read_linear, read_quantized
+from workers.checkpoints.weight_tally import WeightTally
 from workers.decoders.decoder import Decoder
 from workers.kernels.linears import TorchLinear
 from workers.kernels.model_protocol import Model
+from workers.kernels.quantized_weight import QuantizedWeight
 from workers.kernels.weights import (
     AttentionWeights,
     DecoderWeights,
+    Embedding,
     GatedMlpWeights,
     LayerWeights,
     Linear,
@@ -32,8 +35,8 @@ from workers.kernels.weights import (
     SharedLinears,
 )
 from workers.models.families import describe
-from workers.models.model_config import UNQUANTIZED, ModelConfig
-from workers.models.specs import AttentionSpec, LayerSpec, LinearSpec, NormSpec
+from workers.models.model_config import ModelConfig
+from workers.models.specs import AttentionSpec, LayerSpec, LinearSpec, NormSpec, Part
 from workers.parallel.group import Group
 from workers.parallel.shard import CheckpointShard
 from workers.parallel.sharded_layers import GatheredHead, VocabularyParallelEmbedding
@@ -84,27 +87,30 @@ def _shared_linears(
     folder: str | pathlib.Path, config: ModelConfig, dtype: str, platform: Platform, group: Group | None = None
 ) -> AbstractContextManager[SharedLinears | None]:
     """By all that packed weights depend on beside the platform. A file that is written to gets another change time."""
-    if config.scheme != UNQUANTIZED:
-        return nullcontext()
     files = [path.stat() for path in weight_files(pathlib.Path(folder))]
     identities = [(file.st_dev, file.st_ino, file.st_size, file.st_ctime_ns) for file in files]
     rank = "whole" if group is None else f"{group.rank} of {group.num_ranks}"
     return platform.shared_linears(f"{identities} {config} {dtype} {rank}")
 
 
-def check_tensors(folder: str | pathlib.Path, config: ModelConfig) -> None:
+def check_tensors(folder: str | pathlib.Path, config: ModelConfig) -> WeightTally:
     """Looks in the headers for every tensor that `load_model` would read from a native checkpoint, and reads none.
 
-    Raises `ModelError` as `load_model` does.
+    Returns what the weights take. Raises `ModelError` as `load_model` does.
     """
-    checkpoint = CheckpointHeaders(folder)
-    _WeightReader(checkpoint, config, torch.float32, _NoPlatform()).read()
+    checkpoint, tally = CheckpointHeaders(folder), WeightTally()
+    _WeightReader(checkpoint, config, _COUNTED, _Counting(tally)).read()
     _check_all_used(checkpoint, config)
+    return tally
 
 
 def _check_all_used(checkpoint: _Checkpoint, config: ModelConfig) -> None:
     """Raises `ModelError` naming tensors that the model does not have; a tied model may be saved with the head too."""
     checkpoint.check_all_used(but=["lm_head.weight"] if config.tie_word_embeddings else [])
+
+
+_COUNTED = torch.bfloat16
+"""The dtype that stands for the activations' while weights are counted. No weight has it as a dtype of its own."""
 
 
 class _Checkpoint(Protocol):
@@ -113,6 +119,20 @@ class _Checkpoint(Protocol):
     def __contains__(self, name: str) -> bool: ...
 
     def view(self, name: str, shape: tuple[int, ...], kind: torch.dtype = torch.float32) -> torch.Tensor: ...
+
+    def shape_of(self, name: str) -> tuple[int, ...]: ...
+
+    def kind_of(self, name: str) -> str: ...
+
+    def has_blocks(self, name: str) -> bool: ...
+
+    def stored(self, name: str, shape: tuple[int, ...], kind: torch.dtype) -> torch.Tensor: ...
+
+    def blocks(self, name: str, shape: tuple[int, ...]) -> torch.Tensor: ...
+
+    def whole_shape(self, name: str, shape: tuple[int, int]) -> tuple[int, int]: ...
+
+    def cut(self, name: str, weight: QuantizedWeight | torch.Tensor) -> QuantizedWeight | torch.Tensor: ...
 
     def release(self, names: Iterable[str]) -> None: ...
 
@@ -131,14 +151,20 @@ class _WeightPlatform(Protocol):
     def tied_head(self, table: torch.Tensor) -> Linear | None: ...
 
 
-class _NoPlatform:
-    """Takes weights and keeps none: for headers without data."""
+class _Counting:
+    """Takes weights, counts them and keeps none: for headers without data."""
+
+    def __init__(self, tally: WeightTally) -> None:
+        self._tally = tally
 
     def make_linear(self, weight: LinearWeight) -> Linear:
+        self._tally.add_linear(weight)
         return TorchLinear(weight.weight, weight.bias)
 
     def place_weight(self, view: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return view
+        weight = view.to(dtype)
+        self._tally.add(weight, is_in_dtype=dtype == _COUNTED)
+        return weight
 
     place_embedding = place_weight
 
@@ -170,13 +196,33 @@ class _WeightReader:
 
     def read(self) -> DecoderWeights:
         spec = describe(self.config)
-        name, rows, _ = spec.embedding
-        view = self.checkpoint.view(f"{name}.weight", (rows, self.config.hidden_size))
-        table = self.platform.place_embedding(view, self.dtype)
+        embedding, tied_head = self._embedding(spec.embedding)
         # The head before the layers: it is the largest weight, and is held twice while it is packed.
-        head = (self.platform.tied_head(table) if spec.is_tied else None) or self._linear(spec.head)
+        head = (tied_head if spec.is_tied else None) or self._linear(spec.head)
         layers = [self._layer(layer) for layer in spec.layers]
-        return DecoderWeights(functools.partial(_embed, table, self.dtype), layers, self._norm(spec.final_norm), head)
+        return DecoderWeights(embedding, layers, self._norm(spec.final_norm), head)
+
+    def _embedding(self, part: Part) -> tuple[Embedding, Linear | None]:
+        """The lookup table, and the head that the platform makes of it if the two are tied."""
+        if self.checkpoint.has_blocks(f"{part.name}.weight"):
+            return self._quantized_embedding(part), None
+        view = self.checkpoint.view(f"{part.name}.weight", (part.out_features, self.config.hidden_size))
+        table = self.platform.place_embedding(view, self.dtype)
+        return functools.partial(_embed, table, self.dtype), self.platform.tied_head(table)
+
+    def _quantized_embedding(self, part: Part) -> Embedding:
+        """Keeps the integers, of which a lookup dequantises its rows."""
+        weight = read_quantized(self._source(LinearSpec((part,), self.config.hidden_size)), part, GGUF)
+        assert isinstance(weight, QuantizedWeight)
+        place = self.platform.place_weight
+        kept = dataclasses.replace(
+            weight,
+            values=place(weight.values, torch.int8),
+            scales=place(weight.scales, torch.float32),
+            offsets=None if weight.offsets is None else place(weight.offsets, torch.float32),
+        )
+        self._release()
+        return functools.partial(_embed_quantized, kept, self.dtype)
 
     def _layer(self, spec: LayerSpec) -> LayerWeights:
         return LayerWeights(
@@ -196,13 +242,18 @@ class _WeightReader:
 
     def _linear(self, spec: LinearSpec) -> Linear:
         """The parts packed as one linear."""
-        source = LinearSource(spec, self.config.scheme, self.dtype, self)
-        linear = (self._shared or self.platform).make_linear(read_linear(source))
-        self.checkpoint.release(self._unreleased)
-        self._unreleased.clear()
+        linear = (self._shared or self.platform).make_linear(read_linear(self._source(spec)))
+        self._release()
         if spec.splits_inputs and self._group is not None:
             linear = self._group.row_parallel(linear, spec.out_features, self.dtype)
         return linear
+
+    def _source(self, spec: LinearSpec) -> LinearSource:
+        return LinearSource(spec, self.config.quantization, self.dtype, self)
+
+    def _release(self) -> None:
+        self.checkpoint.release(self._unreleased)
+        self._unreleased.clear()
 
     def _norm(self, spec: NormSpec) -> torch.Tensor:
         """A copy in the model's dtype."""
@@ -212,6 +263,36 @@ class _WeightReader:
 
     def __contains__(self, name: str) -> bool:
         return name in self.checkpoint
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        return self.checkpoint.shape_of(name)
+
+    def kind_of(self, name: str) -> str:
+        return self.checkpoint.kind_of(name)
+
+    def has_blocks(self, name: str) -> bool:
+        return self.checkpoint.has_blocks(name)
+
+    def stored(self, name: str, shape: tuple[int, ...], kind: torch.dtype) -> torch.Tensor:
+        tensor = self.checkpoint.stored(name, shape, kind)
+        self._unreleased.append(name)
+        return tensor
+
+    def blocks(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        self._unreleased.append(name)
+        return self.checkpoint.blocks(name, shape)
+
+    def part(self, part: Part, in_features: int) -> torch.Tensor:
+        name = f"{part.name}.weight"
+        view = self.checkpoint.view(name, (part.out_features, in_features))
+        self._unreleased.append(name)
+        return view
+
+    def whole_shape(self, name: str, shape: tuple[int, int]) -> tuple[int, int]:
+        return self.checkpoint.whole_shape(name, shape)
+
+    def cut(self, name: str, weight: QuantizedWeight | torch.Tensor) -> QuantizedWeight | torch.Tensor:
+        return self.checkpoint.cut(name, weight)
 
     def stacked(self, linear: LinearSpec, suffix: str, row_shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Of several parts in memory that the next call reuses: fresh pages would double the time. Shapes alone where
@@ -246,3 +327,10 @@ class _WeightReader:
 def _embed(table: torch.Tensor, dtype: torch.dtype, token_ids: torch.Tensor) -> torch.Tensor:
     """int64 [num_tokens] -> [num_tokens, hidden] in `dtype`; the table may be in another one."""
     return F.embedding(token_ids, table).to(dtype)
+
+
+def _embed_quantized(table: QuantizedWeight, dtype: torch.dtype, token_ids: torch.Tensor) -> torch.Tensor:
+    """int64 [num_tokens] -> [num_tokens, hidden] in `dtype`."""
+    offsets = None if table.offsets is None else table.offsets[token_ids]
+    rows = QuantizedWeight(table.values[token_ids], table.scales[token_ids], table.bits, offsets)
+    return rows.dequantized(dtype)

@@ -23,7 +23,7 @@ from workers.kernels.model_protocol import LoadedModel
 from workers.kernels.protocol import DecodeLimits
 from workers.model_info import ModelInfo
 from workers.model_options import ModelOptions
-from workers.models.model_config import ModelError
+from workers.models.model_config import ModelConfig, ModelError
 from workers.parallel.group import Group, OneRank
 from workers.parallel.split import shard_config
 from workers.phases import Phases
@@ -34,7 +34,7 @@ from workers.sampling.pending_draw import PendingDraw
 from workers.step import StepInput, StepOutOfMemory, StepOutput
 from workers.torch_worker.draft_runner import TorchDraftRunner
 from workers.torch_worker.largest_step import run_largest_step
-from workers.torch_worker.loader import load_model
+from workers.torch_worker.loader import check_tensors, load_model
 from workers.torch_worker.model_runner import ModelRunner
 from workers.torch_worker.rank_runner import FollowerRunner, RankRunner
 from workers.torch_worker.step_times import measure_steps
@@ -86,7 +86,7 @@ class TorchWorker:
             dtype,
             config,
             free_bytes=_free_memory(platform, largest_steps) // self.group.num_sharing_memory,
-            weight_bytes=_weight_bytes(folder, dtype) // num_ranks,
+            weight_bytes=_weight_bytes(folder, model_config, dtype, platform) // num_ranks,
             draft=draft_config,
             shares_memory=platform.shares_memory,
             most_of_free=platform.kv_share,
@@ -248,10 +248,12 @@ def _run_largest_steps(
         run_largest_step(draft, platform, *sizes, config.max_num_sequences, draws=True)
 
 
-def _weight_bytes(folder: pathlib.Path, dtype: str) -> int:
+def _weight_bytes(folder: pathlib.Path, model: ModelConfig, dtype: str, platform: Platform) -> int:
     """Returns the bytes of the weights; 0 for older formats that transformers reads, whose size is not known before
     loading.
     """
+    if model.quantization is not None:
+        return check_tensors(folder, model).num_bytes(dtype, platform.keeps_integers)
     try:
         return weight_bytes(folder, dtype)
     except ModelError:

@@ -1,0 +1,268 @@
+"""A GGUF file is a model: its tokens are those of transformers with the weights that the package `gguf` reads from it,
+its configuration and tokenizer are those of the checkpoint that was converted, and what is damaged is named.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import sys
+from collections.abc import Callable
+
+import gguf
+import pytest
+import torch
+import transformers
+
+from cluster.text.tokenizer import Tokenizer
+from manta import LLM, SamplingParams
+from tests.checkpoints import CORPUS, checkpoint
+from tests.gguf_files import dequantized, write_gguf
+from tests.workers.test_quantised_formats import Recorder, expected_of, greedy
+from tests.workers.test_quantised_ranks import logits_alone
+from workers.checkpoints.model_folder import load_model_config, resolve_model_folder
+from workers.models.model_config import ModelConfig, ModelError
+from workers.torch_worker.loader import check_tensors, load_model
+
+KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
+FAMILIES: dict[str, dict] = {
+    "llama": {"attention_bias": True},
+    "mistral": {"sliding_window": None},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 64},
+}
+
+
+def original(family: str) -> pathlib.Path:
+    return checkpoint(family, **SIZES, **FAMILIES[family])
+
+
+def mixed(name: str) -> str:
+    """As llama.cpp's Q4_K_M: some parts of one linear have more bits than the others."""
+    return "Q6_K" if "attn_v" in name or "ffn_down" in name or name == "output.weight" else "Q4_K"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", [*KINDS, "mixed"])
+def test_greedy_tokens_are_those_of_the_dequantised_weights(kind: str, family: str, tmp_path: pathlib.Path) -> None:
+    path = write_gguf(original(family), tmp_path / "model.gguf", mixed if kind == "mixed" else lambda name: kind)
+    dense = dequantized(path, original(family), tmp_path / "dense")
+    assert greedy(path) == expected_of(dense)
+
+
+def config_of(path: pathlib.Path) -> ModelConfig:
+    return load_model_config(resolve_model_folder(str(path)))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_the_configuration_is_that_of_the_checkpoint(family: str, tmp_path: pathlib.Path) -> None:
+    expected = load_model_config(original(family))
+    found = config_of(write_gguf(original(family), tmp_path / "model.gguf", lambda name: "F32"))
+    differing = {
+        name: (getattr(found, name), getattr(expected, name))
+        for name in ModelConfig.__struct_fields__
+        if getattr(found, name) != getattr(expected, name)
+    }
+    assert differing.pop("quantization")[1] is None
+    assert differing.pop("rms_norm_eps", (1.0, 1.0)) == (pytest.approx(expected.rms_norm_eps), expected.rms_norm_eps)
+    assert not differing
+
+
+def test_llama3s_frequencies_are_those_of_the_file(tmp_path: pathlib.Path) -> None:
+    """The file has divisors instead of the configuration's parameters: as llama.cpp's converter computes them."""
+    folder = checkpoint("llama3", **SIZES)
+    rope = json.loads((folder / "config.json").read_text())["rope_parameters"]
+    frequencies = 1 / rope["rope_theta"] ** (torch.arange(0, 64, 2).double() / 64)
+    wavelengths = 2 * torch.pi / frequencies
+    positions, low, high = (
+        rope[name] for name in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
+    )
+    smooth = ((positions / wavelengths - low) / (high - low)).clamp(0, 1)
+    divisors = 1 / ((1 - smooth) / rope["factor"] + smooth)
+    path = write_gguf(folder, tmp_path / "model.gguf", lambda name: "F32", rope_divisors=divisors.float().numpy())
+    assert divisors.max() > 2
+    torch.testing.assert_close(
+        logits_alone(resolve_model_folder(str(path))), logits_alone(folder), atol=1e-4, rtol=1e-4
+    )
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+def test_rope_scaling_is_read(kind: str, tmp_path: pathlib.Path) -> None:
+    metadata = {
+        "llama__rope__scaling__type": kind,
+        "llama__rope__scaling__factor": 4.0,
+        "llama__rope__scaling__original_context_length": 128,
+    }
+    rope = config_of(write_gguf(original("llama"), tmp_path / "model.gguf", lambda name: "F32", **metadata)).rope
+    assert (rope.rope_type, rope.factor, rope.original_max_position_embeddings) == (kind, 4.0, 128)
+
+
+def test_a_sliding_window_is_mistrals(tmp_path: pathlib.Path) -> None:
+    path = write_gguf(
+        original("mistral"), tmp_path / "model.gguf", lambda name: "F32", llama__attention__sliding_window=24
+    )
+    config = config_of(path)
+    assert config.architecture == "MistralForCausalLM"
+    assert config.sliding_windows == (24, 24)
+
+
+def test_text_becomes_the_same_tokens_and_chats_the_same(tmp_path: pathlib.Path) -> None:
+    folder = original("qwen2")
+    path = write_gguf(folder, tmp_path / "model.gguf", lambda name: "Q8_0")
+    found, expected = Tokenizer(path), transformers.AutoTokenizer.from_pretrained(folder)
+    for text in (*CORPUS, "<|im_start|>user\nHello<|im_end|>", "  spaces,\n\nlines and 1234567 digits"):
+        ids = expected.encode(text)
+        assert found.encode(text) == ids
+        assert found.decode(ids, skip_special_tokens=False) == expected.decode(ids)
+    messages = [{"role": "user", "content": "Where does the river end?"}]
+    dense = dequantized(path, folder, tmp_path / "dense")
+    answers = [
+        LLM(str(each), dtype="float32", num_threads=1, kv_cache_bytes="4MiB")
+        .chat(messages, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), use_tqdm=False)[0]
+        .outputs[0]
+        .text
+        for each in (path, dense)
+    ]
+    assert answers[0] == answers[1]
+
+
+def test_a_sentencepiece_vocabulary_begins_with_bos(tmp_path: pathlib.Path) -> None:
+    """Llama 2's kind: pieces with scores, bytes for what has none, BOS unless the file says otherwise."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    words = ["▁", "h", "e", "l", "o", "he", "ll", "hell", "hello", "▁hello"]
+    path = write_gguf(
+        original("llama"),
+        tmp_path / "model.gguf",
+        lambda name: "F32",
+        sentencepiece=(pieces + words, [2, 3, 3, *[6] * 256, *[1] * len(words)]),
+    )
+    tokenizer = Tokenizer(path)
+    tokens = pieces + words
+    assert [tokens[token] for token in tokenizer.encode("hello")] == ["<s>", "▁hello"]
+    assert [tokens[token] for token in tokenizer.encode("é", add_special_tokens=False)] == ["▁", "<0xC3>", "<0xA9>"]
+
+
+def test_weights_stay_in_the_file_and_its_folder_is_made_once(tmp_path: pathlib.Path) -> None:
+    path = write_gguf(original("llama"), tmp_path / "model.gguf", lambda name: "Q8_0")
+    folder = resolve_model_folder(str(path))
+    assert not list(folder.glob("*.safetensors"))
+    made = (folder / "config.json").stat().st_mtime_ns
+    assert resolve_model_folder(str(path)) == folder
+    assert (folder / "config.json").stat().st_mtime_ns == made
+    write_gguf(original("qwen2"), path, lambda name: "Q4_0")
+    os.utime(path, ns=(1, 1))
+    again = resolve_model_folder(str(path))
+    assert again != folder
+    assert load_model_config(again).architecture == "Qwen2ForCausalLM"
+    path.unlink()
+    with pytest.raises(ModelError, match=r"model\.gguf has gone or changed"):
+        check_tensors(again, load_model_config(again))
+    other = write_gguf(original("llama"), tmp_path / "other.gguf", lambda name: "Q8_0")
+    assert resolve_model_folder(str(other)).is_dir()
+    assert not again.exists()
+
+
+def _truncate(path: pathlib.Path) -> None:
+    os.truncate(path, path.stat().st_size - 100)
+
+
+def _cut_header(path: pathlib.Path) -> None:
+    os.truncate(path, 100)
+
+
+def _other_magic(path: pathlib.Path) -> None:
+    with path.open("r+b") as file:
+        file.write(b"GGML")
+
+
+def _lfs(path: pathlib.Path) -> None:
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1234\nsize 988097824\n")
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (_truncate, r"is truncated: it has \d+ bytes and its header says \d+; copy or download it again"),
+        (_cut_header, r"is no whole GGUF file .*copy or download it again"),
+        (_other_magic, r"is no whole GGUF file .*it begins with b'GGML'"),
+        (_lfs, "is a Git LFS pointer"),
+    ],
+)
+def test_a_damaged_file_is_named(damage: Callable[[pathlib.Path], None], words: str, tmp_path: pathlib.Path) -> None:
+    path = write_gguf(original("llama"), tmp_path / "model.gguf", lambda name: "Q8_0")
+    damage(path)
+    with pytest.raises(ModelError, match=words):
+        resolve_model_folder(str(path))
+
+
+@pytest.mark.parametrize(
+    ("metadata", "words"),
+    [
+        ({"general__architecture": "gemma3"}, "architecture 'gemma3' of GGUF is not served; llama, "),
+        ({"split__count": 3}, "is one of 3 files of a model; merge them"),
+        ({"llama__expert_count": 8}, "has experts, which are not served yet"),
+        ({"llama__rope__dimension_count": 32}, "rotates 32 of 64 dimensions"),
+        ({"llama__rope__scaling__attn_factor": 2.0}, "attn_factor 2.0 is not served"),
+        ({"llama__attention__head_count_kv": [2, 1]}, "head_count_kv must be a number, not 'an array of 2'"),
+        ({"llama__block_count": "two"}, "block_count must be a number, not 'two'"),
+    ],
+)
+def test_what_is_not_served_is_named(metadata: dict, words: str, tmp_path: pathlib.Path) -> None:
+    path = write_gguf(original("llama"), tmp_path / "model.gguf", lambda name: "F32", **metadata)
+    with pytest.raises(ModelError, match=words):
+        resolve_model_folder(str(path))
+
+
+def test_types_and_shapes_that_do_not_fit_are_named(tmp_path: pathlib.Path) -> None:
+    def two_bits(name: str) -> str:
+        return "Q2_K" if name == "blk.1.ffn_up.weight" else "Q8_0"
+
+    path = write_gguf(original("llama"), tmp_path / "model.gguf", two_bits)
+    with pytest.raises(ModelError, match=r"blk\.1\.ffn_up\.weight is of type Q2_K, which is not served; F32, "):
+        resolve_model_folder(str(path))
+    path = write_gguf(original("llama"), tmp_path / "wide.gguf", lambda name: "Q8_0", llama__feed_forward_length=512)
+    folder = resolve_model_folder(str(path))
+    with pytest.raises(ModelError, match=r"gate_proj\.weight has shape \[256, 256\].* asks for \[512, 256\]"):
+        check_tensors(folder, load_model_config(folder))
+
+
+def test_without_the_package_the_remedy_is_named(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_gguf(original("llama"), tmp_path / "model.gguf", lambda name: "F32")
+    monkeypatch.setitem(sys.modules, "gguf.constants", None)
+    with pytest.raises(ModelError, match="needs the package gguf: pip install gguf"):
+        resolve_model_folder(str(path))
+
+
+def test_a_window_that_only_some_layers_may_have_is_refused(tmp_path: pathlib.Path) -> None:
+    path = write_gguf(
+        original("qwen2"), tmp_path / "model.gguf", lambda name: "F32", qwen2__attention__sliding_window=8
+    )
+    with pytest.raises(ModelError, match="the sliding window of 8 positions of qwen2 is not served"):
+        resolve_model_folder(str(path))
+
+
+@pytest.mark.parametrize("kind", KINDS[3:])
+def test_linears_are_kept_as_integers_in_their_range(kind: str, tmp_path: pathlib.Path) -> None:
+    path = write_gguf(original("llama"), tmp_path / "model.gguf", lambda name: kind)
+    folder, dense = resolve_model_folder(str(path)), dequantized(path, original("llama"), tmp_path / "dense")
+    platform, expected = Recorder(), Recorder()
+    load_model(folder, load_model_config(folder), "float32", platform)
+    load_model(dense, load_model_config(dense), "float32", expected)
+    for linear, plain in zip(platform.linears, expected.linears, strict=True):
+        weight = linear.quantized
+        assert weight is not None
+        assert weight.bits == (4 if kind.startswith("Q4") else 8)
+        assert weight.group_size == (16 if kind == "Q6_K" else 32)
+        assert -(1 << (weight.bits - 1)) <= int(weight.values.min())
+        assert int(weight.values.max()) < 1 << (weight.bits - 1)
+        torch.testing.assert_close(weight.dequantized(torch.float32), plain.weight, atol=1e-6, rtol=1e-5)
+
+
+def test_the_writer_of_these_tests_stores_what_it_is_told(tmp_path: pathlib.Path) -> None:
+    path = write_gguf(original("llama"), tmp_path / "model.gguf", mixed)
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors}
+    assert kinds["blk.0.attn_v.weight"] == "Q6_K"
+    assert kinds["blk.0.attn_q.weight"] == "Q4_K"
+    assert kinds["blk.0.attn_norm.weight"] == "F32"

@@ -1,0 +1,161 @@
+"""Parts of one linear that are stored unlike each other, and shares of ranks: exact, or refused in a sentence."""
+
+from __future__ import annotations
+
+import pathlib
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from tests.checkpoints import checkpoint, reference_greedy
+from tests.gguf_files import dequantized, write_gguf
+from tests.quantised_checkpoints import (
+    AWQ_CONFIG,
+    Quantise,
+    awq,
+    fp8,
+    fp8_config,
+    gptq,
+    gptq_config,
+    of_layers,
+    quantised_pair,
+)
+from tests.workers.test_quantised_formats import FORMATS, NUM_TOKENS, PROMPTS, greedy
+from tests.workers.test_quantised_linear import logits_of
+from tests.workers.thread_group import ThreadGroup
+from workers.checkpoints.model_folder import load_model_config, resolve_model_folder
+from workers.checkpoints.weight_parts import stack, take_inputs
+from workers.decoders.decoder import Decoder
+from workers.kernels.quantized_weight import QuantizedWeight
+from workers.models.model_config import ModelError
+from workers.platforms.cpu import CpuPlatform
+from workers.torch_worker.loader import check_tensors, load_model
+
+SPLIT = {
+    "W8A8": FORMATS["W8A8"],
+    "W4A16, groups that ranks cut": FORMATS["W4A16, asymmetric"],
+    "awq": FORMATS["awq"],
+    "gptq": FORMATS["gptq, asymmetric"],
+    "mxfp4": FORMATS["mxfp4"],
+    "fp8 in blocks": FORMATS["fp8, blocks that end inside"],
+}
+
+
+def logits_of_ranks(folder: pathlib.Path, num_ranks: int) -> torch.Tensor:
+    config = load_model_config(folder)
+
+    def run(group: ThreadGroup) -> torch.Tensor:
+        try:
+            model = load_model(folder, config, "float32", CpuPlatform(1), group=group)
+            assert isinstance(model, Decoder)
+            return logits_of(folder, model)
+        except Exception:
+            group.abort()
+            raise
+
+    with ThreadPoolExecutor(num_ranks) as pool:
+        return next(iter(pool.map(run, ThreadGroup.of(num_ranks))))
+
+
+def logits_alone(folder: pathlib.Path) -> torch.Tensor:
+    model = load_model(folder, load_model_config(folder), "float32", CpuPlatform(1))
+    assert isinstance(model, Decoder)
+    return logits_of(folder, model)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("name", SPLIT)
+def test_ranks_compute_what_one_does(name: str, num_ranks: int, tmp_path: pathlib.Path) -> None:
+    """Four ranks have 16 inputs of the attention's output each, and 48 of the MLP's, so groups of 32 and 64 are cut."""
+    sizes = {"attention_bias": True, "mlp_bias": True, "intermediate_size": 192}
+    quantised, dense = quantised_pair(checkpoint("llama", **sizes), tmp_path, SPLIT[name].quantise, SPLIT[name].config)
+    expected = logits_alone(dense)
+    torch.testing.assert_close(logits_alone(quantised), expected, atol=3e-4, rtol=1e-4)
+    torch.testing.assert_close(logits_of_ranks(quantised, num_ranks), expected, atol=3e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_divide_a_quantised_vocabulary_and_pad_it(num_ranks: int, tmp_path: pathlib.Path) -> None:
+    original = checkpoint("llama", hidden_size=256, intermediate_size=256, num_hidden_layers=2, vocab_size=321)
+    path = write_gguf(original, tmp_path / "model.gguf", lambda name: "Q4_K" if "ffn" in name else "Q6_K")
+    expected = logits_alone(dequantized(path, original, tmp_path / "dense"))
+    folder = resolve_model_folder(str(path))
+    torch.testing.assert_close(logits_of_ranks(folder, num_ranks), expected, atol=3e-4, rtol=1e-4)
+
+
+def test_act_order_is_not_divided_over_ranks(tmp_path: pathlib.Path) -> None:
+    quantised, _ = quantised_pair(
+        checkpoint("llama"), tmp_path, of_layers(gptq(4, True, act_order=3)), gptq_config(4, True, act_order=True)
+    )
+    with pytest.raises(ModelError, match=r"the inputs of .*o_proj are in the order of act-order"):
+        load_model(quantised, load_model_config(quantised), "float32", CpuPlatform(1), group=ThreadGroup.of(2)[0])
+
+
+def _unlike_orders(name: str, weight: torch.Tensor) -> object:
+    return None if name == "lm_head" else gptq(4, True, act_order=len(name))(weight)
+
+
+def _some(*endings: str) -> Quantise:
+    return lambda name, weight: awq(weight) if name.endswith(endings) else None
+
+
+MIXED: dict[str, tuple[Quantise, dict, str | None]] = {
+    "keys unquantised": (_some("q_proj", "v_proj", "up_proj"), AWQ_CONFIG, None),
+    "layers named in the configuration": (
+        lambda name, weight: None if "layers.1." in name or name == "lm_head" else awq(weight),
+        AWQ_CONFIG | {"modules_to_not_convert": ["layers.1", "lm_head"]},
+        "4 bits in groups of 32",
+    ),
+    "the head too": (lambda name, weight: awq(weight), AWQ_CONFIG, "4 bits in groups of 32"),
+    "act-orders that differ": (_unlike_orders, gptq_config(4, True, act_order=True), "4 bits in groups of 32"),
+    "bits that differ": (
+        lambda name, weight: None if name == "lm_head" else gptq(8 if "v_proj" in name else 4, True)(weight),
+        gptq_config(4, True) | {"dynamic": {r"+:.*\.v_proj": {"bits": 8}, r"-:lm_head": {}}},
+        "8 bits in groups of 32",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_layers_have_formats_of_their_own(name: str, tmp_path: pathlib.Path) -> None:
+    quantise, config, kind = MIXED[name]
+    quantised, dense = quantised_pair(checkpoint("llama"), tmp_path, quantise, config)
+    assert greedy(quantised) == [reference_greedy(dense, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    kinds = check_tensors(quantised, load_model_config(quantised)).kinds
+    assert kind in kinds if kind else not kinds
+
+
+def test_groups_are_cut_where_a_share_ends() -> None:
+    generator = torch.Generator().manual_seed(1)
+    values = torch.randint(-8, 8, (3, 96), dtype=torch.int8, generator=generator)
+    weight = QuantizedWeight(values, torch.rand(3, 3, generator=generator), 4, torch.rand(3, 3, generator=generator))
+    whole = weight.dequantized(torch.float32)
+    for start, stop in ((0, 48), (48, 96), (24, 72), (32, 64)):
+        part = take_inputs("linear", weight, start, stop)
+        assert isinstance(part, QuantizedWeight)
+        assert torch.equal(part.dequantized(torch.float32), whole[:, start:stop])
+
+
+def test_parts_with_unlike_groups_and_offsets_stay_integers() -> None:
+    generator = torch.Generator().manual_seed(2)
+    parts = [
+        QuantizedWeight(
+            torch.randint(-8, 8, (4, 64), dtype=torch.int8, generator=generator),
+            torch.rand(4, 64 // size, generator=generator),
+            bits,
+            torch.rand(4, 64 // size, generator=generator) if has_offsets else None,
+        )
+        for size, bits, has_offsets in ((32, 4, True), (16, 8, False), (64, 4, False))
+    ]
+    stacked = stack(parts, torch.float32)
+    assert isinstance(stacked, QuantizedWeight)
+    assert (stacked.bits, stacked.group_size) == (8, 16)
+    expected = torch.cat([part.dequantized(torch.float32) for part in parts])
+    assert torch.equal(stacked.dequantized(torch.float32), expected)
+
+
+def test_float8_scales_of_parts_are_their_own(tmp_path: pathlib.Path) -> None:
+    """One scale for each of queries, keys and values, which are one linear here."""
+    quantised, dense = quantised_pair(checkpoint("qwen2"), tmp_path, of_layers(fp8(None)), fp8_config(None))
+    torch.testing.assert_close(logits_alone(quantised), logits_alone(dense), atol=1e-5, rtol=1e-5)

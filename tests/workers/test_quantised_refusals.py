@@ -1,0 +1,188 @@
+"""What of a quantised checkpoint cannot be served is said in one sentence: by its configuration or by its tensors.
+And `manta check` says what is quantised how.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import shutil
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from cluster.cli.__main__ import main
+from cluster.cli.check import check_model
+from cluster.config import EngineConfig
+from manta import LLM
+from tests.checkpoints import checkpoint
+from tests.gguf_files import write_gguf
+from tests.quantised_checkpoints import AWQ_CONFIG, awq, gptq, gptq_config, of_layers, quantised_pair
+from tests.workers.test_quantised_formats import FORMATS
+from workers.checkpoints.model_folder import load_model_config
+from workers.models.model_config import ModelError
+from workers.torch_worker.loader import check_tensors
+
+PACKED = FORMATS["W4A16"]
+
+
+def _changed(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """A copy of compressed-tensors' configuration with changes in its group."""
+    copy = json.loads(json.dumps(config))
+    for name, value in changes.items():
+        copy["config_groups"]["group_0"][name] = value
+    return copy
+
+
+CONFIGURATIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "another method": ({"quant_method": "bitsandbytes"}, "bitsandbytes quantisation is not served; compressed-tensors"),
+    "no method": ({"bits": 4}, "unnamed quantisation is not served"),
+    "experts": ({"quant_method": "mxfp4"}, "mxfp4 is used for experts only, and experts are not served yet"),
+    "three bits": (gptq_config(4, True) | {"bits": 3}, "gptq weights of 3 bits are not served; 4 and 8 bits are"),
+    "three bits of one layer": (
+        gptq_config(4, True) | {"dynamic": {"+:.*down_proj": {"bits": 3}}},
+        "gptq weights of 3 bits",
+    ),
+    "marlin": (gptq_config(4, True) | {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin' of gptq"),
+    "group size": (gptq_config(4, True) | {"group_size": 0}, "group_size of quantization_config must be a positive"),
+    "awq's gemv": (AWQ_CONFIG | {"version": "gemv"}, "version 'gemv' of awq is not served; gemm is"),
+    "awq's bits": (AWQ_CONFIG | {"bits": 8}, "awq weights of 8 bits are not served; 4 bits are"),
+    "e5m2": ({"quant_method": "fp8", "fmt": "e5m2"}, "fp8 of format 'e5m2' is not served; e4m3 is"),
+    "sparsity": (
+        PACKED.config | {"sparsity_config": {"format": "sparse-24-bitmask"}},
+        "sparsity_config of compressed-tensors is not served",
+    ),
+    "rotations": (
+        PACKED.config | {"transform_config": {"config_groups": {"a": {}}}},
+        "transform_config of compressed-tensors is not served",
+    ),
+    "a format that is new": (_changed(PACKED.config, format="int3"), "format 'int3' of compressed-tensors is not"),
+    "no groups": (PACKED.config | {"config_groups": {}}, "names no config_groups"),
+    "activations only": (_changed(PACKED.config, weights=None), "quantises activations only"),
+    "five bits": (
+        _changed(PACKED.config, weights={"num_bits": 5, "type": "int", "strategy": "channel"}),
+        "compressed-tensors weights of 5 bits are not served; 4 and 8 bits are",
+    ),
+    "floats as integers": (
+        _changed(PACKED.config, weights={"num_bits": 4, "type": "float", "strategy": "channel"}),
+        "pack-quantized of compressed-tensors with 4 bits of type float is not served",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_a_configuration_that_is_not_served_is_named(name: str, tmp_path: pathlib.Path) -> None:
+    values, words = CONFIGURATIONS[name]
+    folder = pathlib.Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": values}))
+    with pytest.raises(ModelError, match=words):
+        load_model_config(folder)
+
+
+def test_quantised_checkpoints_that_transformers_would_run_are_refused(tmp_path: pathlib.Path) -> None:
+    folder = pathlib.Path(shutil.copytree(checkpoint("gpt_neox"), tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": AWQ_CONFIG}))
+    with pytest.raises(ModelError, match="runs through transformers, and its awq checkpoints are not"):
+        load_model_config(folder)
+
+
+LAYER = "model.layers.1.mlp.down_proj"
+DAMAGES: dict[str, tuple[str, dict[str, torch.Tensor | None], str]] = {
+    "a tensor is missing": ("gptq", {"scales": None}, rf"{LAYER}\.scales of shape \[3, 64\] is missing"),
+    "another shape": (
+        "gptq",
+        {"qweight": torch.zeros(6, 64, dtype=torch.int32)},
+        r"qweight has shape \[6, 64\].*\[12, 64\]",
+    ),
+    "another dtype": ("gptq", {"qzeros": torch.zeros(3, 8)}, r"qzeros is F32; only I32"),
+    "groups that are not there": ("gptq", {"g_idx": torch.full((96,), 7).int()}, "has groups 7 to 7, and there are 3"),
+    "groups of two sizes": (
+        "gptq",
+        {"g_idx": torch.tensor([0] * 40 + [1] * 24 + [2] * 32).int()},
+        "has groups of 24 to 40 inputs; all must have 32",
+    ),
+    "a bias that nobody adds": ("gptq", {"bias": torch.ones(64)}, "bias is not zero, and its architecture has no bias"),
+    "scales of another group size": (
+        "packed",
+        {"weight_scale": torch.ones(64, 6)},
+        r"weight_scale has shape \[64, 6\]",
+    ),
+    "zero points of another shape": (
+        "packed, asymmetric",
+        {"weight_zero_point": torch.zeros(64, 3, dtype=torch.int32)},
+        r"weight_zero_point has shape \[64, 3\].*\[8, 1\]",
+    ),
+    "another layout": ("awq", {"qweight": torch.zeros(64, 12, dtype=torch.int32)}, r"qweight has shape \[64, 12\]"),
+    "a tensor that belongs to nothing": ("awq", {"qscales": torch.ones(3)}, "1 tensors that its architecture does not"),
+}
+DAMAGED = {
+    "gptq": (of_layers(gptq(4, False)), gptq_config(4, False)),
+    "awq": (of_layers(awq), AWQ_CONFIG),
+    "packed": PACKED[:2],
+    "packed, asymmetric": FORMATS["W4A16, by output"][:2],
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_tensor_that_does_not_fit_is_named(name: str, tmp_path: pathlib.Path) -> None:
+    kind, changes, words = DAMAGES[name]
+    folder, _ = quantised_pair(checkpoint("llama"), tmp_path, *DAMAGED[kind])
+    path = folder / "model.safetensors"
+    tensors = safetensors.torch.load_file(path)
+    for suffix, tensor in changes.items():
+        tensors.pop(f"{LAYER}.{suffix}", None)
+        if tensor is not None:
+            tensors[f"{LAYER}.{suffix}"] = tensor
+    safetensors.torch.save_file(tensors, path)
+    with pytest.raises(ModelError, match=words):
+        LLM(str(folder), kv_cache_bytes="4MiB", num_threads=1)
+
+
+def test_zeros_as_a_bias_that_nobody_adds_are_read_over(tmp_path: pathlib.Path) -> None:
+    """Older tools stored one for every linear."""
+    folder, _ = quantised_pair(checkpoint("llama"), tmp_path, *DAMAGED["gptq"])
+    path = folder / "model.safetensors"
+    tensors = safetensors.torch.load_file(path)
+    safetensors.torch.save_file(tensors | {f"{LAYER}.bias": torch.zeros(64)}, path)
+    check_tensors(folder, load_model_config(folder))
+    LLM(str(folder), kv_cache_bytes="4MiB", num_threads=1)
+
+
+def test_what_the_configuration_leaves_unquantised_must_be(tmp_path: pathlib.Path) -> None:
+    config = AWQ_CONFIG | {"modules_to_not_convert": ["lm_head", "down_proj"]}
+    folder, _ = quantised_pair(checkpoint("llama"), tmp_path, of_layers(awq), config)
+    with pytest.raises(ModelError, match=r"leaves model\.layers\.0\.mlp\.down_proj unquantised, and .*qweight"):
+        check_tensors(folder, load_model_config(folder))
+
+
+def test_the_tpu_worker_reads_no_quantised_checkpoints(tmp_path: pathlib.Path) -> None:
+    planning = pytest.importorskip("workers.jax_worker.planning")
+    folder, _ = quantised_pair(checkpoint("llama"), tmp_path, of_layers(awq), AWQ_CONFIG)
+    with pytest.raises(ModelError, match="device tpu reads no awq checkpoints; use one in bfloat16, or device cpu"):
+        planning.native_config(folder)
+
+
+def test_check_answers_for_a_file_and_a_folder(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    original = checkpoint("llama", hidden_size=256, intermediate_size=256, num_hidden_layers=2)
+    path = write_gguf(original, tmp_path / "pens.gguf", lambda name: "Q6_K" if "ffn_down" in name else "Q4_K")
+    assert main(["check", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert f"model         {path}" in printed
+    assert "gguf: 7 linears of 4 bits in groups of 32, 2 linears of 8 bits in groups of 16" in printed
+    report = check_model(EngineConfig(model=str(path)))
+    plain = check_model(EngineConfig(model=str(original)))
+    assert report.num_parameters == plain.num_parameters
+
+
+def test_check_counts_the_parameters_that_the_numbers_stand_for(tmp_path: pathlib.Path) -> None:
+    """And the memory of what is kept: here all weights in bfloat16."""
+    folder, dense = quantised_pair(checkpoint("llama"), tmp_path, of_layers(awq), AWQ_CONFIG)
+    report, plain = (check_model(EngineConfig(model=str(each), dtype="bfloat16")) for each in (folder, dense))
+    assert report.num_parameters == plain.num_parameters
+    assert report.quantized is not None
+    assert plain.quantized is None
+    assert report.weight_bytes == plain.weight_bytes

@@ -1,0 +1,31 @@
+"""AWQ's layout (Lin et al., 2023) of the version `gemm`.
+
+https://github.com/casper-hansen/AutoAWQ, `modules/linear/gemm.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from workers.checkpoints.formats.integers import in_groups, num_words, signed, unpack
+from workers.checkpoints.formats.stored_part import StoredPart
+from workers.kernels.quantized_weight import QuantizedWeight
+
+_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""The output, of eight in a word, that each four bits of it belong to."""
+
+
+def read_awq(part: StoredPart) -> QuantizedWeight:
+    """`qweight` int32 [in, words of all outputs], `qzeros` int32 [num_groups, words of all outputs], `scales`
+    [num_groups, out].
+    """
+    bits, out_features = part.format.bits, part.out_features
+    words = num_words(out_features, bits)
+    qweight = part.stored("qweight", (part.in_features, words), torch.int32)
+    values = signed(unpack(qweight, bits, out_features, _ORDER).T.contiguous(), bits)
+    scales = part.stored("scales", (part.num_groups, out_features), torch.float32)
+    zero_points = None
+    if part.has("qzeros"):
+        qzeros = part.stored("qzeros", (part.num_groups, words), torch.int32)
+        zero_points = signed(unpack(qzeros, bits, out_features, _ORDER).T, bits)
+    return in_groups(part, values, scales.T, zero_points)

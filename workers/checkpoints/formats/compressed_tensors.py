@@ -1,0 +1,57 @@
+"""compressed-tensors' formats of integers and of 4-bit floating-point numbers.
+
+Layouts: https://github.com/vllm-project/compressed-tensors, `compressors/`, and OCP's Microscaling Formats 1.0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from workers.checkpoints.formats.integers import group_index, in_groups, num_words, signed, unpack
+from workers.checkpoints.formats.stored_part import StoredPart
+from workers.kernels.quantized_weight import QuantizedWeight
+
+_ACTIVATION_TENSORS = ("input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point")
+_FP4_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)
+"""Twice the numbers that three bits of E2M1 stand for."""
+
+
+def read_int(part: StoredPart) -> QuantizedWeight:
+    """`weight` int8 [out, in], `weight_scale`, and if asymmetric `weight_zero_point` int8."""
+    values = part.stored("weight", (part.out_features, part.in_features), torch.int8)
+    zero_points = part.grouped("weight_zero_point", torch.int8) if part.has("weight_zero_point") else None
+    part.skip(*_ACTIVATION_TENSORS)
+    return in_groups(part, values, part.grouped("weight_scale"), zero_points, group_index(part, "weight_g_idx"))
+
+
+def read_packed(part: StoredPart) -> QuantizedWeight:
+    """`weight_packed` int32 [out, words of a row], `weight_scale`, and if asymmetric `weight_zero_point`, int32 [words
+    of all outputs, num_groups].
+    """
+    bits, out_features, in_features = part.format.bits, part.out_features, part.in_features
+    words = part.stored("weight_packed", (out_features, num_words(in_features, bits)), torch.int32)
+    values = signed(unpack(words, bits, in_features), bits)
+    zero_points = None
+    if part.has("weight_zero_point"):
+        shape = (num_words(out_features, bits), part.num_groups)
+        packed = part.stored("weight_zero_point", shape, torch.int32)
+        zero_points = signed(unpack(packed.T, bits, out_features).T, bits)
+    part.skip("weight_shape", *_ACTIVATION_TENSORS)
+    return in_groups(part, values, part.grouped("weight_scale"), zero_points, group_index(part, "weight_g_idx"))
+
+
+def read_mxfp4(part: StoredPart) -> QuantizedWeight:
+    """`weight_packed` uint8 [out, in / 2], two E2M1 numbers a byte; `weight_scale` uint8, powers of two with bias 127.
+
+    Twice an E2M1 number is a whole number, so the weight is exact as int8.
+    """
+    packed = part.stored("weight_packed", (part.out_features, part.in_features // 2), torch.uint8)
+    table = torch.tensor(_FP4_DOUBLED + tuple(-number for number in _FP4_DOUBLED), dtype=torch.int8)
+    numbers = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
+    values = torch.empty_like(numbers, dtype=torch.int8) if packed.is_meta else table[numbers.int()]
+    exponents = part.stored("weight_scale", (part.out_features, part.num_groups), torch.uint8)
+    part.skip(*_ACTIVATION_TENSORS)
+    weight = in_groups(part, values, torch.exp2(exponents.float() - 128), None)
+    return dataclasses.replace(weight, bits=8)

@@ -1,0 +1,46 @@
+"""8-bit floating-point weights (E4M3), scaled by tensor, by output or by block. They are no integers, so they are kept
+in the dtype of the activations.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from workers.checkpoints.formats.stored_part import StoredPart
+
+_ROWS_AT_A_TIME = 1024
+"""Rows that are float32 at a time."""
+
+
+def read_float8(part: StoredPart) -> torch.Tensor:
+    """`weight` float8 [out, in], and `weight_scale` or `weight_scale_inv`, by which it is multiplied: one number, one
+    for each output, or one for each block of outputs and inputs.
+    """
+    stored = part.stored("weight", (part.out_features, part.in_features), torch.float8_e4m3fn)
+    scales = _scales(part)
+    part.skip("input_scale", "activation_scale", "weight_zero_point")
+    if stored.is_meta:
+        return torch.empty(stored.shape, dtype=part.dtype, device="meta")
+    weight = torch.empty(stored.shape, dtype=part.dtype)
+    for start in range(0, part.out_features, _ROWS_AT_A_TIME):
+        rows = slice(start, min(start + _ROWS_AT_A_TIME, part.out_features))
+        weight[rows] = stored[rows].float() * _spread(scales, part, rows)
+    return weight
+
+
+def _scales(part: StoredPart) -> torch.Tensor:
+    suffix = "weight_scale_inv" if part.has("weight_scale_inv") else "weight_scale"
+    if part.format.block is None:
+        return part.grouped(suffix)
+    outputs, inputs = part.format.block
+    shape = (-(-part.out_features // outputs), -(-part.in_features // inputs))
+    return part.stored(suffix, shape, torch.float32)
+
+
+def _spread(scales: torch.Tensor, part: StoredPart, rows: slice) -> torch.Tensor:
+    """The scales of some rows, [num_rows, in_features] or [num_rows, 1]."""
+    if part.format.block is None:
+        return scales[rows].float()
+    outputs, inputs = part.format.block
+    by_row = scales[torch.arange(rows.start, rows.stop) // outputs].float()
+    return by_row.repeat_interleave(inputs, dim=1)[:, : part.in_features]

@@ -1,0 +1,141 @@
+"""GGUF's types of quantised tensors: blocks of 32 or 256 inputs with their scales among them.
+
+The layouts are those of ggml (https://github.com/ggml-org/llama.cpp, `ggml/src/ggml-common.h` and `gguf-py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from workers.checkpoints.formats.stored_part import StoredPart
+from workers.kernels.quantized_weight import QuantizedWeight
+from workers.models.model_config import ModelError
+
+
+class _Integers(NamedTuple):
+    """The integers of some blocks, each tensor with the outputs and blocks first."""
+
+    values: torch.Tensor
+    """int8 [out, blocks, inputs of a block]"""
+    scales: torch.Tensor
+    """float32 [out, blocks, groups of a block], as are offsets."""
+    offsets: torch.Tensor | None = None
+
+
+class _BlockType(NamedTuple):
+    name: str
+    inputs: int
+    num_bytes: int
+    bits: int
+    unpack: Callable[[torch.Tensor], _Integers]
+
+
+def read_gguf(part: StoredPart) -> QuantizedWeight:
+    """A `weight` of a type of `BLOCK_TYPES`."""
+    name = f"{part.name}.weight"
+    kind = BLOCK_TYPES[part.tensors.kind_of(name)]
+    stored = part.tensors.blocks(name, (part.out_features, part.in_features))
+    if stored.shape[1] * kind.inputs != part.in_features * kind.num_bytes:
+        raise ModelError(
+            f"{name} has {stored.shape[1]} bytes a row, which are not {part.in_features} inputs in {kind.name}"
+        )
+    values, scales, offsets = kind.unpack(stored.view(part.out_features, -1, kind.num_bytes))
+    return QuantizedWeight(
+        values.flatten(1), scales.flatten(1), kind.bits, None if offsets is None else offsets.flatten(1)
+    )
+
+
+def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
+    """The float16 that begins at this byte of each block, float32 [out, blocks, 1]."""
+    return blocks[..., start : start + 2].contiguous().view(torch.float16).float()
+
+
+def _nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """Low halves of all bytes, then the high halves: uint8 [..., 2 * bytes]."""
+    return torch.cat((packed & 15, packed >> 4), dim=-1)
+
+
+def _fifth_bits(packed: torch.Tensor) -> torch.Tensor:
+    """The 32 bits of four bytes, as the fifth bit of a number each: uint8 [..., 32]."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    return ((packed[..., None] >> shifts) & 1).flatten(-2) << 4
+
+
+def _middle(numbers: torch.Tensor, zero_point: int) -> torch.Tensor:
+    return numbers.to(torch.int8) - zero_point
+
+
+def _q8_0(blocks: torch.Tensor) -> _Integers:
+    return _Integers(blocks[..., 2:].view(torch.int8), _half(blocks, 0))
+
+
+def _q4_0(blocks: torch.Tensor) -> _Integers:
+    return _Integers(_middle(_nibbles(blocks[..., 2:]), 8), _half(blocks, 0))
+
+
+def _q4_1(blocks: torch.Tensor) -> _Integers:
+    scales = _half(blocks, 0)
+    return _Integers(_middle(_nibbles(blocks[..., 4:]), 8), scales, _half(blocks, 2) + 8 * scales)
+
+
+def _q5_0(blocks: torch.Tensor) -> _Integers:
+    numbers = _nibbles(blocks[..., 6:]) | _fifth_bits(blocks[..., 2:6])
+    return _Integers(_middle(numbers, 16), _half(blocks, 0))
+
+
+def _q5_1(blocks: torch.Tensor) -> _Integers:
+    numbers = _nibbles(blocks[..., 8:]) | _fifth_bits(blocks[..., 4:8])
+    return _Integers(_middle(numbers, 0), _half(blocks, 0), _half(blocks, 2))
+
+
+def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales and offsets of the eight groups of a Q4_K or Q5_K block, float32 [out, blocks, 8] each, from 6-bit numbers
+    that lie in twelve bytes after the block's two factors.
+    """
+    first, second, third = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
+    scales = torch.cat((first & 63, (third & 15) | (first >> 6 << 4)), dim=-1)
+    minima = torch.cat((second & 63, (third >> 4) | (second >> 6 << 4)), dim=-1)
+    return _half(blocks, 0) * scales, -_half(blocks, 2) * minima
+
+
+def _k_nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """128 bytes to 256 numbers: each 32 bytes hold 32 numbers in their low halves, and the next 32 in the high ones."""
+    return _nibbles(packed.unflatten(-1, (4, 32))).flatten(-2)
+
+
+def _q4_k(blocks: torch.Tensor) -> _Integers:
+    scales, minima = _k_scales(blocks)
+    return _Integers(_middle(_k_nibbles(blocks[..., 16:]), 8), scales, minima + 8 * scales)
+
+
+def _q5_k(blocks: torch.Tensor) -> _Integers:
+    """Bit i of each of 32 bytes is the fifth bit of a number in group i."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device)[:, None]
+    fifth = ((blocks[..., None, 16:48] >> shifts) & 1).flatten(-2) << 4
+    return _Integers(_middle(_k_nibbles(blocks[..., 48:]) | fifth, 0), *_k_scales(blocks))
+
+
+def _q6_k(blocks: torch.Tensor) -> _Integers:
+    """Each half of a block is four rows of 32 numbers, with four bits in 64 bytes and two in 32."""
+    low, high = blocks[..., :128].unflatten(-1, (2, 64)), blocks[..., 128:192].unflatten(-1, (2, 1, 32))
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device)[:, None]
+    upper = ((high >> shifts) & 3).flatten(-2) << 4
+    scales = _half(blocks, 208) * blocks[..., 192:208].view(torch.int8)
+    return _Integers(_middle((_nibbles(low) | upper).flatten(-2), 32), scales)
+
+
+_SERVED = (
+    _BlockType("Q8_0", 32, 34, 8, _q8_0),
+    _BlockType("Q4_0", 32, 18, 4, _q4_0),
+    _BlockType("Q4_1", 32, 20, 4, _q4_1),
+    _BlockType("Q5_0", 32, 22, 8, _q5_0),
+    _BlockType("Q5_1", 32, 24, 8, _q5_1),
+    _BlockType("Q4_K", 256, 144, 4, _q4_k),
+    _BlockType("Q5_K", 256, 176, 8, _q5_k),
+    _BlockType("Q6_K", 256, 210, 8, _q6_k),
+)
+BLOCK_TYPES = {kind.name: kind for kind in _SERVED}
+"""The types that are served, by ggml's names."""

@@ -1,0 +1,88 @@
+"""What readers of integers share: bits in words, groups of inputs, zero points and act-order."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from workers.checkpoints.formats.stored_part import StoredPart
+from workers.kernels.quantized_weight import QuantizedWeight
+from workers.models.model_config import ModelError
+
+IN_ORDER = (0, 1, 2, 3, 4, 5, 6, 7)
+
+
+def unpack(words: torch.Tensor, bits: int, count: int, order: tuple[int, ...] = IN_ORDER) -> torch.Tensor:
+    """Returns the unsigned numbers of `bits` bits in int32 [rows, num_words] as int16 [rows, count], lowest bits first.
+
+    `order` says to which place of each word's numbers each of them belongs.
+    """
+    per_word = 32 // bits
+    numbers = torch.empty((words.shape[0], words.shape[1] * per_word), dtype=torch.int16, device=words.device)
+    for place in range(per_word):
+        numbers[:, order[place] :: per_word] = (words >> (bits * place)) & ((1 << bits) - 1)
+    return numbers[:, :count]
+
+
+def signed(numbers: torch.Tensor, bits: int) -> torch.Tensor:
+    """Returns unsigned numbers, moved to the range of QuantizedWeight's values: int8 of the same shape."""
+    return (numbers - (1 << (bits - 1))).to(torch.int8)
+
+
+def num_words(count: int, bits: int) -> int:
+    """int32 words that hold so many numbers."""
+    return -(-count * bits // 32)
+
+
+def group_index(part: StoredPart, name: str) -> torch.Tensor | None:
+    """Returns the group of each input, int32 [in_features], from the part's tensor of this name; None if inputs are in
+    order. Raises `ModelError` for groups that are not there or not of one size.
+    """
+    if not part.has(name):
+        return None
+    index = part.stored(name, (part.in_features,), torch.int32)
+    if index.is_meta or bool((index == -1).all()):  # written where the order was never set
+        return None
+    size = part.format.group_size or part.in_features
+    if torch.equal(index, torch.arange(part.in_features, dtype=torch.int32) // size):
+        return None
+    least, most = int(index.min()), int(index.max())
+    if least < 0 or most >= part.num_groups:
+        raise ModelError(f"{part.name}.{name} has groups {least} to {most}, and there are {part.num_groups}")
+    counts = index.bincount(minlength=part.num_groups)
+    if not bool((counts == size).all()):
+        sizes = f"{int(counts.min())} to {int(counts.max())}"
+        raise ModelError(f"{part.name}.{name} has groups of {sizes} inputs; all must have {size}")
+    return index
+
+
+def in_groups(
+    part: StoredPart,
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    zero_points: torch.Tensor | None,
+    index: torch.Tensor | None = None,
+) -> QuantizedWeight:
+    """Returns the weight of int8 values [out_features, in_features], and scales and zero points [out_features,
+    num_groups]. `index` has the group of each input, if they are not in order.
+    """
+    scales = scales.float()
+    offsets = None if zero_points is None else -scales * zero_points.float()
+    order = None
+    if index is not None:
+        order = index.argsort(stable=True)
+        values = values[:, order]
+    size = part.format.group_size or part.in_features
+    common = math.gcd(size, part.in_features)  # the last group may be smaller: then all are cut into parts of one size
+    if common != size:
+        groups = torch.arange(part.in_features // common, device=scales.device) * common // size
+        scales, offsets = scales[:, groups], None if offsets is None else offsets[:, groups]
+    return QuantizedWeight(
+        values.contiguous(),
+        scales.contiguous(),
+        part.format.bits,
+        None if offsets is None else offsets.contiguous(),
+        order,
+        part.format.has_int8_activations,
+    )

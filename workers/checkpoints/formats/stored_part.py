@@ -1,0 +1,105 @@
+"""One part of a quantised linear as a checkpoint stores it: what the readers of formats read from.
+
+Gives whole tensors, views of the file. Ranks cut the weight that a reader makes of them, never the tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+
+from workers.kernels.quantized_weight import QuantizedWeight
+from workers.models.model_config import ModelError, WeightFormat
+
+
+class StoredTensors(Protocol):
+    """The tensors of a checkpoint by name."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def shape_of(self, name: str) -> tuple[int, ...]: ...
+
+    def kind_of(self, name: str) -> str:
+        """Returns a tensor's dtype in safetensors' spelling, or its GGUF type."""
+        ...
+
+    def stored(self, name: str, shape: tuple[int, ...], kind: torch.dtype) -> torch.Tensor:
+        """Returns a whole tensor. If `kind` is float32, the tensor's dtype may be any floating-point dtype.
+
+        Raises `ModelError` naming a tensor that is missing, or of another shape or dtype.
+        """
+        ...
+
+    def blocks(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Returns a tensor of a GGUF type, whose weight has this shape: uint8 [out_features, bytes of a row]."""
+        ...
+
+
+class StoredPart(NamedTuple):
+    """The whole weight `scales * values + offsets` [out_features, in_features] of one part."""
+
+    name: str
+    out_features: int
+    in_features: int
+    format: WeightFormat
+    dtype: torch.dtype
+    """The dtype of the activations, in which weights that are no integers are kept."""
+    tensors: StoredTensors
+
+    def has(self, suffix: str) -> bool:
+        return f"{self.name}.{suffix}" in self.tensors
+
+    def stored(self, suffix: str, shape: tuple[int, ...], kind: torch.dtype) -> torch.Tensor:
+        return self.tensors.stored(f"{self.name}.{suffix}", shape, kind)
+
+    def skip(self, *suffixes: str) -> None:
+        """Counts tensors as read that say nothing of the weight."""
+        for suffix in suffixes:
+            if self.has(suffix):
+                name = f"{self.name}.{suffix}"
+                kind = _DTYPES.get(self.tensors.kind_of(name), torch.float32)
+                self.tensors.stored(name, self.tensors.shape_of(name), kind)
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of inputs by the configuration; the last may be smaller than the others."""
+        return -(-self.in_features // (self.format.group_size or self.in_features))
+
+    def grouped(self, suffix: str, kind: torch.dtype = torch.float32) -> torch.Tensor:
+        """Returns a tensor with one element for each output and group, or for each output, or for the whole weight, as
+        [out_features, num_groups] in its dtype.
+        """
+        name = f"{self.name}.{suffix}"
+        shape = self.tensors.shape_of(name) if name in self.tensors else ()
+        expected = (self.out_features, self.num_groups)
+        if self.num_groups == 1 and shape in ((), (1,), (1, 1)):
+            return self.stored(suffix, shape, kind).reshape(1, 1).expand(expected)
+        if self.num_groups == 1 and shape == expected[:1]:
+            return self.stored(suffix, shape, kind).view(expected)
+        return self.stored(suffix, expected, kind)
+
+    def no_bias(self) -> None:
+        """Reads the zeros that some tools store as the bias of a linear that has none."""
+        name = f"{self.name}.bias"
+        bias = self.tensors.stored(name, (self.out_features,), torch.float32)
+        if not bias.is_meta and bias.any():
+            raise ModelError(f"{name} is not zero, and its architecture has no bias there")
+
+
+Reader = Callable[[StoredPart], "QuantizedWeight | torch.Tensor"]
+"""Reads one part: integers in groups; or, of a format that has none, the weight itself in the activations' dtype.
+
+Raises `ModelError` naming a tensor that is missing or does not fit.
+"""
+
+_DTYPES = {
+    "F32": torch.float32,
+    "F16": torch.float32,
+    "BF16": torch.float32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}

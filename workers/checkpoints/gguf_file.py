@@ -1,0 +1,260 @@
+"""A GGUF file as a checkpoint: writes a folder in the cache that stands for it, once for each version of the file.
+
+The folder has what a checkpoint in Hugging Face's format has (`config.json`, the tokenizer with its chat template), and
+instead of weights an index of the tensors in the file, which stays where it is. transformers makes the tokenizer. The
+meaning of the keys: https://github.com/ggml-org/ggml, `docs/gguf.md`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import pathlib
+import shutil
+import struct
+import tempfile
+from typing import Any, NamedTuple
+
+from workers.cache_folder import cache_folder
+from workers.checkpoints.folder_kinds import lfs_pointer
+from workers.checkpoints.gguf_header import GgufTensor, read_gguf_header
+from workers.checkpoints.memory import GGUF_INDEX
+from workers.models.model_config import ModelError
+
+logger = logging.getLogger(__name__)
+
+_LAYOUT = 1
+"""Raised with each change of what a folder holds, so that old ones are not used."""
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",  # Mistral's files say so too
+    "mistral": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+_INTERLEAVED = ("llama", "mistral")
+"""Architectures of which llama.cpp stores the two halves of each query and key head interleaved."""
+_TENSORS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER_TENSORS = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+_ROPE_DIVISORS = "rope_freqs.weight"
+_IGNORED = (_ROPE_DIVISORS,)
+
+
+def gguf_folder(path: pathlib.Path) -> pathlib.Path:
+    """Returns the folder that stands for a GGUF file; writes it if this version of the file has none.
+
+    Raises `ModelError` if the file is damaged, or if its architecture or a type of its tensors is not served.
+    """
+    path = path.resolve()
+    stat = path.stat()
+    identity = f"{_LAYOUT} {path} {stat.st_size} {stat.st_mtime_ns}"
+    name = hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
+    folder = cache_folder() / "gguf" / f"{path.stem}-{name}"
+    if folder.is_dir():
+        return folder
+    if (pointer := lfs_pointer(path)) is not None:
+        raise ModelError(pointer)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        new = pathlib.Path(tempfile.mkdtemp(dir=folder.parent, prefix=".new-"))
+        try:
+            _write(_GgufFile(path, *read_gguf_header(path)), new)
+            _forget_gone(folder.parent)
+            with contextlib.suppress(FileExistsError):  # another process has made it meanwhile
+                _rename(new, folder)
+        finally:
+            shutil.rmtree(new, ignore_errors=True)
+    except OSError as error:
+        raise ModelError(f"{path} needs a folder in {folder.parent}: {error.strerror}; set MANTA_CACHE") from error
+    return folder
+
+
+def _forget_gone(parent: pathlib.Path) -> None:
+    """Removes the folders of files that are no longer there."""
+    for index in parent.glob(f"*/{GGUF_INDEX}"):
+        with contextlib.suppress(OSError, ValueError, KeyError):  # another process removes it too
+            if not pathlib.Path(json.loads(index.read_text())["file"]).exists():
+                shutil.rmtree(index.parent, ignore_errors=True)
+
+
+def _rename(new: pathlib.Path, folder: pathlib.Path) -> None:
+    """Raises `FileExistsError` if the folder is there."""
+    try:
+        new.rename(folder)
+    except OSError:
+        if folder.is_dir():
+            raise FileExistsError(folder) from None
+        raise
+
+
+class _GgufFile(NamedTuple):
+    path: pathlib.Path
+    values: dict[str, Any]
+    tensors: dict[str, GgufTensor]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A value of the architecture's own."""
+        return self.values.get(f"{self.values['general.architecture']}.{key}", default)
+
+    def number(self, key: str) -> Any:
+        value = self.get(key)
+        if not isinstance(value, int | float):
+            raise ModelError(
+                f"{self.path}: {self.values['general.architecture']}.{key} must be a number, not {value!r}"
+            )
+        return value
+
+
+def _write(file: _GgufFile, folder: pathlib.Path) -> None:
+    _check(file)
+    config = _config(file)
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    head_dim = config["head_dim"] if file.values["general.architecture"] in _INTERLEAVED else 0
+    (folder / GGUF_INDEX).write_text(json.dumps(_index(file, head_dim)))
+    _write_tokenizer(file.path, folder)
+
+
+def _check(file: _GgufFile) -> None:
+    architecture = file.values.get("general.architecture")
+    if architecture not in _ARCHITECTURES:
+        served = ", ".join(_ARCHITECTURES)
+        raise ModelError(f"{file.path}: architecture {architecture!r} of GGUF is not served; {served} are")
+    num_files = file.values.get("split.count", 1)
+    if num_files > 1:
+        raise ModelError(
+            f"{file.path} is one of {num_files} files of a model; merge them (llama-gguf-split --merge) "
+            "and give the result"
+        )
+    if file.get("expert_count", 0):
+        raise ModelError(f"{file.path} has experts, which are not served yet; use a dense model")
+    for name, tensor in file.tensors.items():
+        if tensor.kind not in _TYPES:
+            raise ModelError(
+                f"{file.path}: {name} is of type {tensor.kind}, which is not served; {', '.join(_TYPES)} are"
+            )
+    size = file.path.stat().st_size
+    end = max((tensor.start + tensor.num_bytes for tensor in file.tensors.values()), default=0)
+    if end > size:
+        raise ModelError(
+            f"{file.path} is truncated: it has {size} bytes and its header says {end}; copy or download it again"
+        )
+
+
+def _config(file: _GgufFile) -> dict[str, Any]:
+    """A `config.json` in Hugging Face's spelling."""
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise ModelError(f"{file.path} has no tensor token_embd.weight")
+    architecture, num_heads = file.values["general.architecture"], file.number("attention.head_count")
+    head_dim = int(file.get("attention.key_length") or file.number("embedding_length") // num_heads)
+    if file.get("rope.dimension_count", head_dim) != head_dim:
+        raise ModelError(f"{file.path} rotates {file.get('rope.dimension_count')} of {head_dim} dimensions of a head")
+    window = file.get("attention.sliding_window")
+    if window and architecture not in _INTERLEAVED:
+        raise ModelError(f"{file.path}: the sliding window of {window} positions of {architecture} is not served")
+    tokens = [file.values.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    return {
+        "architectures": [_ARCHITECTURES[architecture] if not window else "MistralForCausalLM"],
+        "vocab_size": embedding.shape[0],
+        "hidden_size": file.number("embedding_length"),
+        "intermediate_size": file.number("feed_forward_length"),
+        "num_hidden_layers": file.number("block_count"),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": file.number("attention.head_count_kv"),
+        "head_dim": head_dim,
+        "rms_norm_eps": file.number("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": file.number("context_length"),
+        "rope_parameters": _rope(file),
+        "sliding_window": window,
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
+        "dtype": _dtype({tensor.kind for tensor in file.tensors.values()}),
+        "eos_token_id": [token for token in dict.fromkeys(tokens) if token is not None],
+        "quantization_config": {"quant_method": "gguf"},
+    }
+
+
+def _rope(file: _GgufFile) -> dict[str, Any]:
+    theta = file.get("rope.freq_base", 10000.0)
+    if _ROPE_DIVISORS in file.tensors:
+        return {"rope_type": "default", "rope_theta": theta, "frequency_divisors": _floats(file, _ROPE_DIVISORS)}
+    if file.get("rope.scaling.attn_factor", 1.0) != 1.0:
+        raise ModelError(f"{file.path}: rope.scaling.attn_factor {file.get('rope.scaling.attn_factor')} is not served")
+    kind = file.get("rope.scaling.type", "none")
+    if kind == "none":
+        return {"rope_type": "default", "rope_theta": theta}
+    scaling = {
+        "rope_type": kind,
+        "rope_theta": theta,
+        "factor": file.get("rope.scaling.factor"),
+        "original_max_position_embeddings": file.get("rope.scaling.original_context_length"),
+        "beta_fast": file.get("rope.scaling.yarn_beta_fast"),
+        "beta_slow": file.get("rope.scaling.yarn_beta_slow"),
+    }
+    return {name: value for name, value in scaling.items() if value is not None}
+
+
+def _floats(file: _GgufFile, name: str) -> list[float]:
+    """A small tensor of float32."""
+    kind, shape, start, num_bytes = file.tensors[name]
+    if kind != "F32":
+        raise ModelError(f"{file.path}: {name} is of type {kind}; it must be F32")
+    with file.path.open("rb") as opened:
+        opened.seek(start)
+        return list(struct.unpack(f"<{shape[0]}f", opened.read(num_bytes)))
+
+
+def _dtype(kinds: set[str]) -> str:
+    """The dtype to compute in: norms are float32 in every file."""
+    if kinds == {"F32"}:
+        return "float32"
+    return "float16" if kinds <= {"F32", "F16"} else "bfloat16"
+
+
+def _index(file: _GgufFile, interleaved_head_dim: int) -> dict[str, Any]:
+    tensors = {}
+    for name, (kind, shape, start, num_bytes) in file.tensors.items():
+        if name in _IGNORED:
+            continue
+        is_rotated = name.rpartition(".")[0].endswith(("attn_q", "attn_k"))
+        end, head_dim = start + num_bytes, interleaved_head_dim if is_rotated else 0
+        tensors[_name(name)] = (kind, shape, start, end, head_dim)
+    return {"file": str(file.path), "size": file.path.stat().st_size, "tensors": tensors}
+
+
+def _name(name: str) -> str:
+    """Hugging Face's name of a tensor; its own if there is none, so that it is found unused."""
+    base, _, suffix = name.rpartition(".")
+    if base in _TENSORS:
+        return f"{_TENSORS[base]}.{suffix}"
+    kind, _, rest = base.partition(".")
+    layer, _, part = rest.partition(".")
+    if kind == "blk" and part in _LAYER_TENSORS:
+        return f"model.layers.{layer}.{_LAYER_TENSORS[part]}.{suffix}"
+    return name
+
+
+def _write_tokenizer(path: pathlib.Path, folder: pathlib.Path) -> None:
+    """Without one, the model can be served with the option `tokenizer`, so the reason is only logged."""
+    import transformers  # seconds to import, once for each file
+
+    try:
+        tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(str(path.parent), gguf_file=path.name)
+        tokenizer.save_pretrained(folder)
+    except Exception as error:  # transformers raises whatever an unexpected vocabulary leads to
+        logger.warning("transformers makes no tokenizer of %s: %s: %s", path, type(error).__name__, error)

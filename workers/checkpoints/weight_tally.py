@@ -1,0 +1,55 @@
+"""Counts the weights of a model: how many linears are quantised, how, and the bytes of all weights once loaded."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+
+import torch
+
+from workers.kernels.quantized_weight import QuantizedWeight
+from workers.kernels.weights import LinearWeight
+from workers.models.model_config import DTYPE_BYTES
+
+
+@dataclasses.dataclass
+class WeightTally:
+    """What has been counted so far."""
+
+    num_floats: int = 0
+    """Elements of norms, biases, unquantised linears and embeddings."""
+    num_integers: int = 0
+    """Elements of quantised linears."""
+    integer_bytes: int = 0
+    """The bytes of those elements as integers, with their scales and offsets."""
+    other_bytes: int = 0
+    """The bytes of tensors that are kept in a dtype of their own: a quantised embedding."""
+    kinds: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    """Linears by how they are stored, such as `4 bits in groups of 128`."""
+
+    def add(self, tensor: torch.Tensor, is_in_dtype: bool) -> None:
+        """Counts a tensor other than the weight of a linear: in the dtype of the activations, or in its own."""
+        if is_in_dtype:
+            self.num_floats += tensor.numel()
+        else:
+            self.other_bytes += tensor.numel() * tensor.element_size()
+
+    def add_linear(self, linear: LinearWeight) -> None:
+        weight = linear.quantized
+        if weight is None:
+            self.num_floats += linear.weight.numel()
+            return
+        self.kinds[_kind(weight)] += 1
+        self.num_integers += weight.values.numel()
+        num_scales = weight.scales.numel() * (1 if weight.offsets is None else 2)
+        self.integer_bytes += weight.values.numel() * weight.bits // 8 + num_scales * weight.scales.element_size()
+
+    def num_bytes(self, dtype: str, keeps_integers: bool) -> int:
+        """Returns the bytes of all weights on a platform that computes in `dtype`, a key of `DTYPE_BYTES`."""
+        floats = self.num_floats if keeps_integers else self.num_floats + self.num_integers
+        return floats * DTYPE_BYTES[dtype] + self.other_bytes + (self.integer_bytes if keeps_integers else 0)
+
+
+def _kind(weight: QuantizedWeight) -> str:
+    where = "by output" if weight.scales.shape[1] == 1 else f"in groups of {weight.group_size}"
+    return f"{weight.bits} bits {where}"
