@@ -24,6 +24,12 @@ constexpr int MOST_ROWS = 4, VECTORS_AT_A_TIME = 4;
 constexpr int MOST_ROWS = 4, VECTORS_AT_A_TIME = 2;  // 8 of 16
 #endif
 
+#if defined(__clang__)
+#define MANTA_UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define MANTA_UNROLL _Pragma("GCC unroll 8")
+#endif
+
 struct WeightLayout {
     int bits, out_features;
     Groups groups;
@@ -77,59 +83,76 @@ struct QuantizedProduct {
         constexpr int INPUTS = 32 / BITS;  // in a unit of 4 bytes
         for (int k = 0; k < chunk.end - chunk.first; k += INPUTS, weights += PANEL * 4) {
             Ints columns[VECTORS_AT_A_TIME];
-            for (int c = 0; c < VECTORS_AT_A_TIME; c++) {
+            MANTA_UNROLL for (int c = 0; c < VECTORS_AT_A_TIME; c++) {
                 columns[c] = load_ints(weights + c * LANES * 4);
                 if (FETCHES && c * LANES % 16 == 0) __builtin_prefetch(weights + c * LANES * 4 + AHEAD_BYTES, 0, 3);
             }
-            for (int i = 0; i < ROWS; i++) {
+            MANTA_UNROLL for (int i = 0; i < ROWS; i++) {
                 int32_t four;
                 memcpy(&four, inputs + i * stride + k, 4);
                 const Ints first = splat_int(four);
-                for (int c = 0; c < VECTORS_AT_A_TIME; c++)
+                MANTA_UNROLL for (int c = 0; c < VECTORS_AT_A_TIME; c++)
                     sums[i][c] = add_dot<BITS>(sums[i][c], BITS == 8 ? columns[c] : low_nibbles(columns[c]), first);
             }
             if constexpr (BITS == 4)
-                for (int i = 0; i < ROWS; i++) {
+                MANTA_UNROLL for (int i = 0; i < ROWS; i++) {
                     int32_t four;
                     memcpy(&four, inputs + i * stride + k + 4, 4);
                     const Ints second = splat_int(four);
-                    for (int c = 0; c < VECTORS_AT_A_TIME; c++)
+                    MANTA_UNROLL for (int c = 0; c < VECTORS_AT_A_TIME; c++)
                         sums[i][c] = add_dot<BITS>(sums[i][c], high_nibbles(columns[c]), second);
                 }
         }
     }
 
-    // `row` counts from the first of all rows, `place` from that of the block.
+    // `row` counts from the first of all rows, `place` from that of the block. Loops are unrolled so that sums stay in
+    // registers.
     template <int BITS, int ROWS, bool FETCHES>
-    void pass(const Chunk& chunk, int row, int place, int column, const Sums& to) const {
+    __attribute__((noinline)) void pass(const Chunk& chunk, int row, int place, int column, const Sums& to) const {
         const int64_t at = (int64_t)chunk.group * rows.num_rows + row;
-        const int zero = layout.bits == 8 ? BYTE_ZERO : NIBBLE_ZERO;
+        int32_t* const ints = to.ints + place * PANEL + column;
+        float* const floats = to.floats + place * PANEL + column;
         Ints sums[ROWS][VECTORS_AT_A_TIME];
-        for (int i = 0; i < ROWS; i++)
-            for (int c = 0; c < VECTORS_AT_A_TIME; c++)
-                sums[i][c] = chunk.begins ? splat_int(-zero * rows.totals[at + i])
-                                          : load_ints(to.ints + (place + i) * PANEL + column + c * LANES);
+        if (chunk.begins) {
+            const int zero = layout.bits == 8 ? BYTE_ZERO : NIBBLE_ZERO;
+            MANTA_UNROLL for (int i = 0; i < ROWS; i++) {
+                const Ints start = splat_int(-zero * rows.totals[at + i]);
+                MANTA_UNROLL for (int c = 0; c < VECTORS_AT_A_TIME; c++) sums[i][c] = start;
+            }
+        } else {
+            MANTA_UNROLL for (int i = 0; i < ROWS; i++)
+                MANTA_UNROLL for (int c = 0; c < VECTORS_AT_A_TIME; c++)
+                    sums[i][c] = load_ints(ints + i * PANEL + c * LANES);
+        }
         add_products<BITS, ROWS, FETCHES>(chunk, row, column, sums);
         if (!chunk.ends) {
-            for (int i = 0; i < ROWS; i++)
-                for (int c = 0; c < VECTORS_AT_A_TIME; c++)
-                    memcpy(to.ints + (place + i) * PANEL + column + c * LANES, &sums[i][c], sizeof(Ints));
+            MANTA_UNROLL for (int i = 0; i < ROWS; i++)
+                MANTA_UNROLL for (int c = 0; c < VECTORS_AT_A_TIME; c++)
+                    memcpy(ints + i * PANEL + c * LANES, &sums[i][c], sizeof(Ints));
             return;
         }
-        for (int c = 0; c < VECTORS_AT_A_TIME; c++) {
-            const Floats scales = layout.load_scales(chunk.scales, column + c * LANES);
-            for (int i = 0; i < ROWS; i++) {
-                float* const sum = to.floats + (place + i) * PANEL + column + c * LANES;
-                const Floats scaled = product(to_floats(sums[i][c]), scales);
-                store(sum, load(sum) + product(scaled, splat(rows.scales[at + i])));
+        Floats scales[VECTORS_AT_A_TIME];
+        MANTA_UNROLL for (int c = 0; c < VECTORS_AT_A_TIME; c++)
+            scales[c] = layout.load_scales(chunk.scales, column + c * LANES);
+        const float* const input_scales = rows.scales + at;
+        MANTA_UNROLL for (int i = 0; i < ROWS; i++) {
+            const Floats input_scale = splat(input_scales[i]);
+            MANTA_UNROLL for (int c = 0; c < VECTORS_AT_A_TIME; c++) {
+                const Floats scaled = product(product(to_floats(sums[i][c]), scales[c]), input_scale);
+                float* const sum = floats + i * PANEL + c * LANES;
+                store(sum, load(sum) + scaled);
             }
         }
-        if (!layout.has_offsets) return;
+        if (layout.has_offsets) add_offsets<ROWS>(chunk, rows.sums + at, column, floats);
+    }
+
+    template <int ROWS>
+    MANTA_INLINE void add_offsets(const Chunk& chunk, const float* input_sums, int column, float* floats) const {
         for (int c = 0; c < VECTORS_AT_A_TIME; c++) {
             const Floats offsets = layout.load_scales(chunk.scales + layout.scale_bytes(), column + c * LANES);
             for (int i = 0; i < ROWS; i++) {
-                float* const sum = to.floats + (place + i) * PANEL + column + c * LANES;
-                store(sum, load(sum) + product(offsets, splat(rows.sums[at + i])));
+                float* const sum = floats + i * PANEL + c * LANES;
+                store(sum, load(sum) + product(offsets, splat(input_sums[i])));
             }
         }
     }
