@@ -84,7 +84,7 @@ class OtherPlatform:
 
     def make_linear(self, weight: LinearWeight) -> Linear:
         self.num_weights += 1
-        linear = TorchLinear(weight.weight.to(weight.dtype, copy=True), weight.bias)
+        linear = TorchLinear(weight.dense().to(weight.dtype, copy=True), weight.bias)
         return GatedLinear(linear, reference.silu_and_mul) if weight.gated else linear
 
     def shared_linears(self, content: str) -> nullcontext[None]:

@@ -22,9 +22,11 @@ from workers.checkpoints.schemes import LinearSource, read_unquantized
 from workers.decoders.decoder import Decoder
 from workers.kernels import build
 from workers.kernels.attention_metadata import AttentionMetadata
-from workers.kernels.weights import LinearWeight
+from workers.kernels.quantized_weight import QuantizedWeight
+from workers.kernels.weights import Linear, LinearWeight
 from workers.models.model_config import ModelConfig, ModelError
 from workers.platforms.cpu import CpuPlatform
+from workers.platforms.cpu_linears import make_dense_linear
 from workers.torch_worker.loader import check_tensors, load_model
 
 SCHEME = "int8"
@@ -37,15 +39,17 @@ def read_int8(source: LinearSource) -> LinearWeight:
     if not source.has("weight_scale"):
         return read_unquantized(source)
     spec = source.spec
-    weight = source.stacked("weight", (spec.in_features,), torch.int8)
-    scales = source.copied("weight_scale", (1,), torch.float32)
-    return LinearWeight(spec.name, weight, source.bias(), source.dtype, spec.is_gated, SCHEME, scales)
+    values = source.stacked("weight", (spec.in_features,), torch.int8)
+    weight = QuantizedWeight(values, source.copied("weight_scale", (1,), torch.float32))
+    shape = torch.empty(values.shape, dtype=source.dtype, device="meta")
+    return LinearWeight(spec.name, shape, source.bias(), source.dtype, spec.is_gated, weight)
 
 
 class Int8Linear:
     def __init__(self, weight: LinearWeight) -> None:
-        assert weight.scales is not None
-        self.values, self.scales, self.bias = weight.weight.clone(), weight.scales[:, 0], weight.bias
+        assert weight.quantized is not None
+        self.values, self.scales = weight.quantized.values.clone(), weight.quantized.scales[:, 0]
+        self.bias = weight.bias
         self.gated = weight.gated
 
     def forward(self, x: torch.Tensor, step: AttentionMetadata | None = None) -> torch.Tensor:
@@ -58,7 +62,10 @@ class Int8Linear:
 
 
 class Int8Platform(CpuPlatform):
-    linears = {**CpuPlatform.linears, SCHEME: Int8Linear}
+    make_int8_linear: type[Int8Linear] = Int8Linear
+
+    def make_linear(self, weight: LinearWeight) -> Linear:  # type: ignore[override]
+        return make_dense_linear(weight) if weight.quantized is None else self.make_int8_linear(weight)
 
 
 @pytest.fixture(autouse=True)
@@ -163,7 +170,7 @@ def test_what_a_linear_raises_comes_out_of_the_one_call(tmp_path: pathlib.Path) 
             raise RuntimeError("no such instruction")
 
     platform = Int8Platform(None)
-    platform.linears = {**CpuPlatform.linears, SCHEME: Broken}
+    platform.make_int8_linear = Broken
     model = load_model(folder, int8_config(folder), "float32", platform)
     assert isinstance(model, Decoder)
     with pytest.raises(RuntimeError, match="no such instruction"):
@@ -188,8 +195,11 @@ def test_headers_are_checked_by_the_scheme(tmp_path: pathlib.Path) -> None:
         check_tensors(folder, load_model_config(folder))
 
 
-def test_a_scheme_without_a_linear_on_the_platform_is_refused_by_name(tmp_path: pathlib.Path) -> None:
+def test_a_platform_without_integer_kernels_computes_what_the_integers_stand_for(tmp_path: pathlib.Path) -> None:
     folder = make_checkpoint("llama", tmp_path)
-    quantise(folder, "down_proj")
-    with pytest.raises(ModelError, match=r"model\.layers\.0\.mlp\.down_proj is stored as int8, and the CPU has no"):
-        load_model(folder, int8_config(folder), "float32", CpuPlatform(None))
+    quantise(folder, "_proj")
+    dense = load_model(folder, int8_config(folder), "float32", CpuPlatform(None))
+    assert isinstance(dense, Decoder)
+    torch.testing.assert_close(
+        logits_of(folder, dense), logits_of(folder, load_int8(folder, "float32")), atol=3e-4, rtol=1e-4
+    )

@@ -1,7 +1,7 @@
 """How checkpoints store the weight of a linear: for each scheme, which tensors there are and how they are read.
 
-To add a scheme: let `model_folder.py` accept its `quantization_config` and set `ModelConfig.scheme`, add its reader to
-`READERS`, and add what makes its linears to each platform that runs it (`CpuPlatform.linears`).
+To add a scheme: let `model_folder.py` accept its `quantization_config` and set `ModelConfig.scheme`, and add its reader
+to `READERS`. Readers of integers make a `QuantizedWeight`, which every platform takes.
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ from typing import Protocol
 import torch
 
 from workers.kernels.attention_metadata import AttentionMetadata
-from workers.models.model_config import UNQUANTIZED, ModelConfig
+from workers.kernels.quantized_weight import QuantizedWeight
+from workers.models.model_config import ModelConfig
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -23,22 +24,23 @@ class LinearWeight:
     name: str
     """The names of its parts in the checkpoint, for messages."""
     weight: torch.Tensor
-    """[out_features, in_features] in `dtype`; another scheme has another shape or dtype. It may be a view of a file, or
+    """[out_features, in_features] in `dtype`; a meta tensor where `quantized` is set. It may be a view of a file, or
     memory that is overwritten once the linear is made.
     """
     bias: torch.Tensor | None
-    """[out_features] in `dtype`, on the device, as are scales and zero points."""
+    """[out_features] in `dtype`, on the device."""
     dtype: torch.dtype
     """The dtype of the activations."""
     gated: bool = False
     """The first half of the rows are a gate's, the second what it lets through: the result is `silu(gate) * up`, half
     as wide (SwiGLU).
     """
-    scheme: str = UNQUANTIZED
-    """How `weight` is stored: a key of `workers.checkpoints.schemes.READERS`."""
-    scales: torch.Tensor | None = None
-    """Of the shape that the scheme gives them, as are zero points."""
-    zero_points: torch.Tensor | None = None
+    quantized: QuantizedWeight | None = None
+    """The weight as integers, if the checkpoint stores it so."""
+
+    def dense(self) -> torch.Tensor:
+        """Returns the weight [out_features, in_features] in `dtype`, computed anew if it is quantised."""
+        return self.weight if self.quantized is None else self.quantized.dequantized(self.dtype)
 
 
 class Linear(Protocol):

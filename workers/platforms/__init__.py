@@ -53,7 +53,9 @@ class Platform(Protocol):
     def sampler(self) -> SamplerKernels: ...
 
     def make_linear(self, weight: LinearWeight) -> Linear:
-        """A linear with this weight, perhaps repacked. Raises `ModelError` if the device has none for its scheme."""
+        """A linear with this weight, perhaps repacked. A platform without kernels for integers keeps a quantised one as
+        `weight.dense()`.
+        """
         ...
 
     def shared_linears(self, content: str) -> AbstractContextManager[SharedLinears | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -15,18 +15,17 @@ from workers.kernels.cpu_kv_cache import allocate_kv
 from workers.kernels.model_protocol import Model
 from workers.kernels.protocol import DecodeLimits, Forward, Kernels, KVCaches, SamplerKernels
 from workers.kernels.shared_weights import shared_weights
-from workers.kernels.weights import DecoderWeights, Linear, LinearWeight, SharedLinears
-from workers.models.model_config import UNQUANTIZED, ModelConfig, ModelError
+from workers.kernels.weights import DecoderWeights, SharedLinears
+from workers.models.model_config import ModelConfig
 from workers.platforms.cpu_group import CpuGroup
-from workers.platforms.cpu_linears import CpuSharedLinears, make_unquantized_linear
+from workers.platforms.cpu_linears import CpuSharedLinears, make_dense_linear
 
 
 class CpuPlatform:
     name = "cpu"
     kernels: Kernels = cpu
     sampler: SamplerKernels = cpu_sampler
-    linears: Mapping[str, Callable[[LinearWeight], Linear]] = {UNQUANTIZED: make_unquantized_linear}
-    """For each scheme of weights, the function that makes a linear."""
+    make_linear = staticmethod(make_dense_linear)
     build_metadata = staticmethod(AttentionMetadata.build)
     place = staticmethod(torch.from_numpy)
     runs_ahead = False
@@ -44,12 +43,6 @@ class CpuPlatform:
         library = build.load_library()
         if library is not None:
             library.manta_set_num_threads(num_threads)
-
-    def make_linear(self, weight: LinearWeight) -> Linear:
-        make = self.linears.get(weight.scheme)
-        if make is None:
-            raise ModelError(f"{weight.name} is stored as {weight.scheme}, and the CPU has no linear for that")
-        return make(weight)
 
     @contextlib.contextmanager
     def shared_linears(self, content: str) -> Iterator[SharedLinears | None]:

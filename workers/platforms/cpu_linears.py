@@ -23,9 +23,10 @@ noise.
 """
 
 
-def make_unquantized_linear(weight: LinearWeight, place: Place = place_alone) -> Linear:
+def make_dense_linear(weight: LinearWeight, place: Place = place_alone) -> Linear:
+    """A linear that keeps the weight in the dtype of the activations, however the checkpoint stores it."""
     make = make_cpu_gated_linear if weight.gated else make_cpu_linear
-    return make(weight.weight, weight.bias, place)
+    return make(weight.dense(), weight.bias, place)
 
 
 class CpuSharedLinears:
@@ -39,7 +40,7 @@ class CpuSharedLinears:
         return self._weights.is_whole
 
     def make_linear(self, weight: LinearWeight) -> Linear:
-        return make_unquantized_linear(weight, self._weights.place)
+        return make_dense_linear(weight, self._weights.place)
 
 
 def make_cpu_linear(weight: torch.Tensor, bias: torch.Tensor | None, place: Place = place_alone) -> Linear:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import numpy as np
@@ -26,7 +26,7 @@ from workers.kernels.triton.graphs import GraphedLayers, compile_prompts, layout
 from workers.kernels.triton.metadata import DeviceMetadata, Layout, build_metadata
 from workers.kernels.triton.work import WorkShape
 from workers.kernels.weights import DecoderWeights, Linear, LinearWeight
-from workers.models.model_config import UNQUANTIZED, ModelConfig, ModelError
+from workers.models.model_config import ModelConfig
 from workers.platforms.cuda_group import NcclGroup
 
 logger = logging.getLogger(__name__)
@@ -48,8 +48,6 @@ class CudaPlatform:
         self.device = device
         self.kernel_form = f"triton {triton.__version__}"
         self.advice = None
-        self.linears: Mapping[str, Callable[[LinearWeight], Linear]] = {UNQUANTIZED: self._make_unquantized_linear}
-        """For each scheme of weights, the function that makes a linear."""
         self._group: NcclGroup | None = None
         self.graph_layouts: tuple[Layout, ...] = ()
         """Layouts in which steps are captured, ascending."""
@@ -57,13 +55,8 @@ class CudaPlatform:
         """Of the attention of the first model that was loaded. A draft model's is cut alike, which costs it little."""
 
     def make_linear(self, weight: LinearWeight) -> Linear:
-        make = self.linears.get(weight.scheme)
-        if make is None:
-            raise ModelError(f"{weight.name} is stored as {weight.scheme}, and CUDA has no linear for that")
-        return make(weight)
-
-    def _make_unquantized_linear(self, weight: LinearWeight) -> Linear:
-        linear = TorchLinear(self.place_weight(weight.weight, weight.dtype), weight.bias)
+        """A quantised weight is kept in the dtype of the activations."""
+        linear = TorchLinear(self.place_weight(weight.dense(), weight.dtype), weight.bias)
         return GatedLinear(linear, layers.silu_and_mul) if weight.gated else linear
 
     def shared_linears(self, content: str) -> nullcontext[None]:
